@@ -42,8 +42,8 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 # The kernels are compiled here, for every level of instruction set: the image itself holds no compiler.
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY . .
-RUN pip install --no-deps --no-build-isolation --editable . && python -m compileall -q server engine workers oarlock.py \
-    && python -m workers.kernels.cpu.prebuild
+RUN pip install --no-deps --no-build-isolation --editable . && python -m compileall -q oarlock oarlock/*/ \
+    && python -m oarlock.workers.kernels.cpu.prebuild
 
 FROM build AS build-cuda
 # On Linux the wheels bring their own CUDA and NCCL libraries; the driver comes from the host.
@@ -55,7 +55,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && rm torch.txt \
     && pip install --require-hashes -r requirements.lock
 COPY . .
-RUN pip install --no-deps --no-build-isolation --editable . && python -m compileall -q server engine workers oarlock.py
+RUN pip install --no-deps --no-build-isolation --editable . && python -m compileall -q oarlock oarlock/*/
 
 # ---------------------------------------------------------------- what both images run on
 FROM ${PYTHON_IMAGE} AS runtime

@@ -69,7 +69,7 @@ dev: $(TOOLS)
 wheel: $(SERVER)
 	@echo '==> compiling the kernels for every level of instruction set'
 	@rm -rf build; trap 'rm -rf build workers/kernels/cpu/prebuilt' EXIT; \
-		tag=$$($(BIN)/python -m workers.kernels.cpu.prebuild) && \
+		tag=$$($(BIN)/python -m oarlock.workers.kernels.cpu.prebuild) && \
 		echo "==> making the wheel for $$tag" && \
 		$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist \
 			--config-settings=--build-option=--plat-name=$$tag .

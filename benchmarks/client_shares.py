@@ -27,10 +27,10 @@ from benchmarks.checkpoint import SHAPES, ensure, prompts
 from benchmarks.environments import ROOT
 from benchmarks.load import GivenPrompts
 from benchmarks.systems.system import SERVED_NAME, HttpSystem, clean_environment
-from server.bench.client.http_stream import HttpClient, Target
-from server.bench.client.request import RequestForm
-from server.bench.metrics import Sample
-from server.bench.run import LoadRun, Schedule
+from oarlock.server.bench.client.http_stream import HttpClient, Target
+from oarlock.server.bench.client.request import RequestForm
+from oarlock.server.bench.metrics import Sample
+from oarlock.server.bench.run import LoadRun, Schedule
 
 QUIET, LOUD = "quiet-client", "loud-client"  # API keys
 MAX_NUM_SEQS = 16

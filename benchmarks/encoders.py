@@ -18,11 +18,11 @@ from statistics import median
 import torch
 from transformers import AutoConfig, AutoModel
 
-from workers.distributed.parallel_state import TensorParallel
-from workers.models.encoders.encoder import Encoder
-from workers.models.encoders.registry import read_encoder
-from workers.weights.open_checkpoint import open_checkpoint
-from workers.weights.weight_source import weight_source
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.models.encoders.encoder import Encoder
+from oarlock.workers.models.encoders.registry import read_encoder
+from oarlock.workers.weights.open_checkpoint import open_checkpoint
+from oarlock.workers.weights.weight_source import weight_source
 
 MODELS = ("bert", "modernbert")
 # name -> tokens of each text

@@ -56,10 +56,10 @@ def published(scheduler: Any, address: str | None) -> Generator[Callable[[], Non
     if address is None:
         yield lambda: None
         return
-    from engine.config import KvEventsConfig
-    from engine.kv_cache.events import BlockEventLog
-    from engine.kv_cache.publisher import KvEventPublisher
-    from engine.kv_cache.wire import Wire
+    from oarlock.engine.config import KvEventsConfig
+    from oarlock.engine.kv_cache.events import BlockEventLog
+    from oarlock.engine.kv_cache.publisher import KvEventPublisher
+    from oarlock.engine.kv_cache.wire import Wire
 
     def tell() -> None:
         if events := log.take():
@@ -96,17 +96,17 @@ def milliseconds(
 ) -> dict[str, float]:
     """The parts of one decode step of `num_seqs` sequences, from the packages that this process imports. `kv_events`:
     the address at which events of the prefix cache are published."""
-    from engine.config import EngineConfig, WorkerConfig
-    from engine.core import engine_core
-    from engine.input_batch.input_batch import InputBatch
-    from engine.ipc import messages
-    from engine.ipc.frames import FrameReader
-    from engine.sampling_params import SamplingParams
-    from engine.scheduler.output import ModelRunnerOutput
-    from engine.scheduler.scheduler import Scheduler
-    from engine.types import Request
-    from workers.config import WorkerInfo
-    from workers.protocol import StepOutput, pack_step, step_bytes, unpack_step
+    from oarlock.engine.config import EngineConfig, WorkerConfig
+    from oarlock.engine.core import engine_core
+    from oarlock.engine.input_batch.input_batch import InputBatch
+    from oarlock.engine.ipc import messages
+    from oarlock.engine.ipc.frames import FrameReader
+    from oarlock.engine.sampling_params import SamplingParams
+    from oarlock.engine.scheduler.output import ModelRunnerOutput
+    from oarlock.engine.scheduler.scheduler import Scheduler
+    from oarlock.engine.types import Request
+    from oarlock.workers.config import WorkerInfo
+    from oarlock.workers.protocol import StepOutput, pack_step, step_bytes, unpack_step
 
     applicable = getattr(engine_core, "_as_lists", ModelRunnerOutput)  # what the engine makes of an answer
     length = longest + BLOCK_SIZE + OUTPUT

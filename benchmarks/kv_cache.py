@@ -15,10 +15,10 @@ from statistics import median
 
 import torch
 
+from oarlock.workers.attention.backend import AttentionSpec, KVSpec
+from oarlock.workers.attention.cpp import CppBackend
+from oarlock.workers.attention.kv_format import ROUNDED
 from tests.unit.workers.attention_cases import Seq, batch_of, tables_for
-from workers.attention.backend import AttentionSpec, KVSpec
-from workers.attention.cpp import CppBackend
-from workers.attention.kv_format import ROUNDED
 
 BLOCK = 32
 CACHE_BYTES = 160 << 20  # of the unrounded pages of a figure: more than caches hold

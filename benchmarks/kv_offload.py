@@ -17,13 +17,13 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.checkpoint import SHAPES, ensure
-from engine.config import EngineConfig
-from engine.core.engine_core import EngineCore
-from engine.sampling_params import SamplingParams
-from engine.types import Request
-from workers.config import WorkerConfig
-from workers.executor import Executor, start_executor
-from workers.worker.kv_offload.block_files import SUFFIX
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.core.engine_core import EngineCore
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.types import Request
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.executor import Executor, start_executor
+from oarlock.workers.worker.kv_offload.block_files import SUFFIX
 
 BLOCK = 32
 NUM_GENERATED = 4

@@ -28,11 +28,11 @@ from dataclasses import dataclass, field
 from benchmarks import load
 from benchmarks.checkpoint import SHAPES, ensure, parameters, prompts
 from benchmarks.peers import progress
+from oarlock.workers.layers.stage_layers import layers_of_stage
 from tests.e2e.running import free_port
 from tests.multihost import probe
 from tests.multihost.group import Group, HostServer
 from tests.multihost.hosts import TwoHosts, why_not
-from workers.layers.stage_layers import layers_of_stage
 
 NAME = "load"
 SUM_BYTES, HIDDEN_BYTES = 4, 2  # of an element: parts of sums are float32, hidden states bfloat16

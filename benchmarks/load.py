@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from server.bench import metrics
-from server.bench.client.http_stream import HttpClient, Target
-from server.bench.client.request import RequestForm
-from server.bench.run import LoadRun, Measured, Schedule, run_until_done
-from server.bench.workload.workload import Turn
+from oarlock.server.bench import metrics
+from oarlock.server.bench.client.http_stream import HttpClient, Target
+from oarlock.server.bench.client.request import RequestForm
+from oarlock.server.bench.run import LoadRun, Measured, Schedule, run_until_done
+from oarlock.server.bench.workload.workload import Turn
 
 PERCENTILES = (50, 90, 99)
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.checkpoint import ensure, prompts
-from engine.config import EngineConfig, WorkerConfig
-from engine.core.engine_core import EngineCore
-from engine.sampling_params import SamplingParams
-from engine.types import Request
-from workers.executor import Executor, start_executor
+from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.core.engine_core import EngineCore
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.types import Request
+from oarlock.workers.executor import Executor, start_executor
 
 PROMPT = 64  # tokens of a stream's prompt
 WAYS = {"as large as fits": 1e9, "as time allows": None}  # `EngineConfig.max_step_s`

@@ -34,8 +34,8 @@ import psutil
 
 from benchmarks.environments import ROOT
 from benchmarks.systems.system import HttpSystem, clean_environment
-from server.bench.client.http_stream import BrokenError, ConnectError, HttpClient, StatusError, Target
-from server.bench.workload import arrivals
+from oarlock.server.bench.client.http_stream import BrokenError, ConnectError, HttpClient, StatusError, Target
+from oarlock.server.bench.workload import arrivals
 
 MODEL = ROOT / "models" / "oarlock-demo"
 RUNNING, WAITING = 8, 32  # sequences

@@ -26,7 +26,7 @@ from benchmarks import checkpoint, machine, tables
 from benchmarks.ceilings.ceilings import Ceilings
 from benchmarks.systems import registry
 from benchmarks.systems.system import Plan, System
-from workers.platform.processor import features
+from oarlock.workers.platform.processor import features
 
 FORMAT = 1
 WARM_REQUESTS = 8

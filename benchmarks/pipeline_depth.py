@@ -19,14 +19,14 @@ from collections import deque
 import numpy as np
 
 from benchmarks.checkpoint import ensure
-from engine.config import EngineConfig, WorkerConfig
-from engine.core.engine_core import EngineCore
-from engine.ipc import messages
-from engine.sampling_params import SamplingParams
-from engine.simulation.replica_info import replica_info
-from engine.types import Request, TokenEvents
-from workers.executor import Executor, start_executor
-from workers.protocol import StepMetadata, StepOutput, empty_step
+from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.core.engine_core import EngineCore
+from oarlock.engine.ipc import messages
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.simulation.replica_info import replica_info
+from oarlock.engine.types import Request, TokenEvents
+from oarlock.workers.executor import Executor, start_executor
+from oarlock.workers.protocol import StepMetadata, StepOutput, empty_step
 
 PROMPT, BLOCK_SIZE = 64, 32
 

@@ -31,15 +31,15 @@ from torch import Tensor
 
 from benchmarks import checkpoint, machine, products_table
 from benchmarks.ceilings.ceilings import Ceilings
-from workers.kernels.cpu import build, levels, library
-from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
-from workers.layers.matmul import PackedGatedMatmul, PackedMatmul, PlainGatedMatmul, PlainMatmul, can_pack
-from workers.layers.quantization import int4
-from workers.layers.quantization.fp8 import Fp8Weight
-from workers.layers.quantization.int8 import Int8Weight, round_rows
-from workers.layers.quantization.method import LinearWeight
-from workers.platform.huge_pages import huge_page_empty
-from workers.platform.processor import features
+from oarlock.workers.kernels.cpu import build, levels, library
+from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
+from oarlock.workers.layers.matmul import PackedGatedMatmul, PackedMatmul, PlainGatedMatmul, PlainMatmul, can_pack
+from oarlock.workers.layers.quantization import int4
+from oarlock.workers.layers.quantization.fp8 import Fp8Weight
+from oarlock.workers.layers.quantization.int8 import Int8Weight, round_rows
+from oarlock.workers.layers.quantization.method import LinearWeight
+from oarlock.workers.platform.huge_pages import huge_page_empty
+from oarlock.workers.platform.processor import features
 
 FORMAT = 1
 ROWS = [1, 2, 4, 8, 12, 16, 32, 64, 128, 512]
@@ -123,7 +123,7 @@ def in_form(rounded: Callable[[Tensor], LinearWeight]) -> tuple[Any, Any]:
 def other_kernels(checkout: Path) -> Generator[None]:
     """Products that are made inside use the kernels of another checkout."""
     real, before = library.level(), build.SOURCES
-    build.SOURCES = checkout.resolve() / build.SOURCES.relative_to(Path(__file__).resolve().parents[1])
+    build.SOURCES = checkout.resolve() / build.SOURCES.resolve().relative_to(Path(__file__).resolve().parents[1])
     try:
         with library.using(dataclasses.replace(real, name=f"{real.name}_{checkout.resolve().name}")):
             library.library()

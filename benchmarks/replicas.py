@@ -25,13 +25,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.checkpoint import SHAPES, ensure, prompts
-from engine.client import EngineClient
-from engine.config import EngineConfig
-from engine.data_parallel.replica import Seat
-from engine.replicas import Replicas, start_engine
-from engine.sampling_params import SamplingParams
-from engine.types import Request
-from server.config.settings import make_settings
+from oarlock.engine.client import EngineClient
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.data_parallel.replica import Seat
+from oarlock.engine.replicas import Replicas, start_engine
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.types import Request
+from oarlock.server.config.settings import make_settings
 
 BLOCK = 32
 Choose = Callable[[Request], Seat | EngineClient]

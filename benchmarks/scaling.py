@@ -24,7 +24,7 @@ from benchmarks.ceilings.ceilings import Ceilings
 from benchmarks.peers import FORMAT, SLACK, progress
 from benchmarks.systems import registry
 from benchmarks.systems.system import Plan
-from workers.platform.processor import features
+from oarlock.workers.platform.processor import features
 
 DECODED = 16  # tokens out of each prompt of the length sweep
 

@@ -34,12 +34,12 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.checkpoint import ensure
-from engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
-from engine.core.engine_core import EngineCore
-from engine.sampling_params import Grammar, SamplingParams
-from engine.types import Request
-from server.config.speculative import parse_speculative_config
-from workers.executor import Executor, start_executor
+from oarlock.engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
+from oarlock.engine.core.engine_core import EngineCore
+from oarlock.engine.sampling_params import Grammar, SamplingParams
+from oarlock.engine.types import Request
+from oarlock.server.config.speculative import parse_speculative_config
+from oarlock.workers.executor import Executor, start_executor
 
 TEXTS = Path(__file__).parent / "speculation_texts"
 SETS = {"edits": "edit_*.txt", "chat": "chat_*.txt"}

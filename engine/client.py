@@ -14,9 +14,9 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from engine.config import EngineConfig, OnProgress
-from engine.engine_process import ENGINE_MODULE, EngineProcess
-from engine.errors import (
+from oarlock.engine.config import EngineConfig, OnProgress
+from oarlock.engine.engine_process import ENGINE_MODULE, EngineProcess
+from oarlock.engine.errors import (
     EXIT_OUT_OF_MEMORY,
     EXIT_RANK_DIED,
     EXIT_RANK_HUNG,
@@ -25,13 +25,13 @@ from engine.errors import (
     RequestError,
     StartupError,
 )
-from engine.ipc import messages, questions
-from engine.ipc.block_changes import read_blocks
-from engine.ipc.frames import Frame, FrameError, FrameReader
-from engine.kv_cache.events import BlockChanges
-from engine.replay.recording import end_of_killed
-from engine.stats import EngineState, EngineStats, RequestHistory
-from engine.types import EngineInfo, Request, TokenEvent
+from oarlock.engine.ipc import messages, questions
+from oarlock.engine.ipc.block_changes import read_blocks
+from oarlock.engine.ipc.frames import Frame, FrameError, FrameReader
+from oarlock.engine.kv_cache.events import BlockChanges
+from oarlock.engine.replay.recording import end_of_killed
+from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
+from oarlock.engine.types import EngineInfo, Request, TokenEvent
 
 logger = logging.getLogger("oarlock.engine.client")
 

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, replace
 
-from workers.config import NodesConfig, OnProgress, WorkerConfig
+from oarlock.workers.config import NodesConfig, OnProgress, WorkerConfig
 
 __all__ = ["EngineConfig", "KvEventsConfig", "NodesConfig", "OnProgress", "SpeculativeConfig", "WorkerConfig"]
 

@@ -12,10 +12,10 @@ import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
-from workers.compile_ahead import begin_compiling
-from workers.python_child import start_python
+from oarlock.workers.compile_ahead import begin_compiling
+from oarlock.workers.python_child import start_python
 
-ENGINE_MODULE = ("-m", "engine.core")
+ENGINE_MODULE = ("-m", "oarlock.engine.core")
 
 
 class EngineProcess:

@@ -1,6 +1,6 @@
 """The errors above the workers, by who can act on them. The server chooses the HTTP status by class, never by text."""
 
-from workers.errors import (
+from oarlock.workers.errors import (
     EXIT_BUG,
     EXIT_CONFIGURATION,
     EXIT_OK,

@@ -1,5 +1,5 @@
 """What a host that only runs ranks does, for the server, which alone knows the operator's settings."""
 
-from workers.node import check_network, run_node
+from oarlock.workers.node import check_network, run_node
 
 __all__ = ["check_network", "run_node"]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-# Hidden states are those of the model's last layer, after the final norm. In the order of `workers.protocol`.
+# Hidden states are those of the model's last layer, after the final norm. In the order of `oarlock.workers.protocol`.
 KINDS = (
     "last",  # of the last token
     "mean",  # the mean over all tokens

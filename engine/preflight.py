@@ -3,8 +3,8 @@
 Torch-free. The engine checks the same again when it starts.
 """
 
-from engine.config import EngineConfig
-from engine.simulation.roofline import (
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.simulation.roofline import (
     Measured,
     Roofline,
     Speed,
@@ -13,7 +13,7 @@ from engine.simulation.roofline import (
     decode_tokens_per_s,
     prompt_tokens_per_s,
 )
-from workers.capacity import (
+from oarlock.workers.capacity import (
     Capacity,
     Memory,
     OpenModel,
@@ -25,8 +25,8 @@ from workers.capacity import (
     tensor_parallel_sizes,
     work_of,
 )
-from workers.gguf import GGUFModel, Settings, hf_config, parts_of
-from workers.preflight import (
+from oarlock.workers.gguf import GGUFModel, Settings, hf_config, parts_of
+from oarlock.workers.preflight import (
     DESCRIPTIONS,
     ENCODERS,
     check_file,

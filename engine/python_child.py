@@ -1,6 +1,6 @@
 """Starts Python processes for the server, and lets them end with it; the same functions as in the workers."""
 
-from workers.python_child import (
+from oarlock.workers.python_child import (
     EXIT_UNREAD,
     die_with_parent,
     import_path,

@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from engine.client import EngineClient
-from engine.config import EngineConfig, OnProgress
-from engine.data_parallel.choice import choose
-from engine.data_parallel.prefix_index import PrefixIndex
-from engine.data_parallel.progress import JoinedProgress
-from engine.data_parallel.replica import Replica, Seat, start_together
-from engine.engine_process import EngineProcess
-from engine.errors import EXIT_RANK_DIED, EngineDeadError, StartupError, UnavailableError
-from engine.ipc.frames import FrameError
-from engine.preflight import free_host_bytes
-from engine.types import EngineInfo, Request
+from oarlock.engine.client import EngineClient
+from oarlock.engine.config import EngineConfig, OnProgress
+from oarlock.engine.data_parallel.choice import choose
+from oarlock.engine.data_parallel.prefix_index import PrefixIndex
+from oarlock.engine.data_parallel.progress import JoinedProgress
+from oarlock.engine.data_parallel.replica import Replica, Seat, start_together
+from oarlock.engine.engine_process import EngineProcess
+from oarlock.engine.errors import EXIT_RANK_DIED, EngineDeadError, StartupError, UnavailableError
+from oarlock.engine.ipc.frames import FrameError
+from oarlock.engine.preflight import free_host_bytes
+from oarlock.engine.types import EngineInfo, Request
 
 logger = logging.getLogger("oarlock.engine.replicas")
 

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
-from engine.types import FinishReason
+from oarlock.engine.types import FinishReason
 
 _SECONDS = (
     0.001,

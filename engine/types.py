@@ -11,8 +11,8 @@ from enum import StrEnum
 from itertools import islice, repeat
 from typing import overload
 
-from engine.pooling_params import PoolingParams
-from engine.sampling_params import SamplingParams
+from oarlock.engine.pooling_params import PoolingParams
+from oarlock.engine.sampling_params import SamplingParams
 
 MIN_PRIORITY, MAX_PRIORITY = -10, 10
 

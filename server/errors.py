@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.responses import Response
 
-from engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError, UnavailableError
-from server.json_text import dumps
+from oarlock.engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError, UnavailableError
+from oarlock.server.json_text import dumps
 
 MAX_MESSAGE = 2048
 INVALID = "invalid_request_error"

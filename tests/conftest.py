@@ -99,7 +99,7 @@ def logging_as_it_was() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def one_process_for_chat_templates() -> Iterator[None]:
     """The process that starts renderers ends with its last user: here it lives as long as the tests."""
-    from server.tokenizer.template_renderers import processes
+    from oarlock.server.tokenizer.template_renderers import processes
 
     processes.acquire()
     yield

@@ -1,6 +1,6 @@
 """Compiles the kernels of this machine's processor while the rest of a start goes on. Torch-free and light to import.
 
-python -m workers.compile_ahead ELEMENT_TYPE
+python -m oarlock.workers.compile_ahead ELEMENT_TYPE
 """
 
 import signal
@@ -9,11 +9,11 @@ import sys
 import threading
 from pathlib import Path
 
-from workers.errors import StartupError
-from workers.kernels.cpu import build, levels
-from workers.platform.dtypes import ITEM_BYTES
-from workers.python_child import start_python
-from workers.weights.checkpoint_files import read_table
+from oarlock.workers.errors import StartupError
+from oarlock.workers.kernels.cpu import build, levels
+from oarlock.workers.platform.dtypes import ITEM_BYTES
+from oarlock.workers.python_child import start_python
+from oarlock.workers.weights.checkpoint_files import read_table
 
 
 def begin_compiling(model: str | None, dtype: str) -> None:
@@ -30,7 +30,7 @@ def begin_compiling(model: str | None, dtype: str) -> None:
             return
     except (StartupError, build.KernelsUnavailable):
         return
-    process = start_python(["-m", "workers.compile_ahead", element], output=subprocess.DEVNULL)
+    process = start_python(["-m", "oarlock.workers.compile_ahead", element], output=subprocess.DEVNULL)
     threading.Thread(target=process.wait, name="compiling", daemon=True).start()
 
 

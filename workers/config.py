@@ -7,8 +7,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from workers.kv_offload import KVOffloadInfo
-from workers.step_cost import StepCost
+from oarlock.workers.kv_offload import KVOffloadInfo
+from oarlock.workers.step_cost import StepCost
 
 
 class OnProgress(Protocol):
@@ -26,8 +26,8 @@ LOADING_TIMEOUT_S = 300.0  # without progress of any rank; longer than compiling
 class WorkerConfig:
     """Configuration shared by all ranks of one tensor-parallel group.
 
-    Fields that may be None or "auto" are resolved once, by `workers.preflight.preflight`, before any rank starts;
-    a rank only ever sees resolved values.
+    Fields that may be None or "auto" are resolved once, by `oarlock.workers.preflight.preflight`, before any rank
+    starts; a rank only ever sees resolved values.
     """
 
     model_path: str  # local directory in the Hugging Face layout
@@ -50,7 +50,7 @@ class WorkerConfig:
     max_num_batched_tokens: int = 2048
     num_speculative_tokens: int = 0  # drafts that may follow the newest token of a sequence in a step
     lower_step_size: bool = (
-        False  # whether max_num_batched_tokens may be lowered after timing: see `workers.worker.step_limits`
+        False  # whether max_num_batched_tokens may be lowered after timing: see `oarlock.workers.worker.step_limits`
     )
     block_size: int = 32  # tokens in one KV block
     check_weights: bool = True  # refuse a checkpoint that holds NaN or infinity
@@ -63,7 +63,7 @@ class WorkerConfig:
     kv_offload_disk_bytes: int | None = None  # that all files in it may take; None: half of what is free
     gpu_memory_utilization: float = 0.9
     num_threads: int | None = None  # CPU threads of one rank; None: one for each core that it gets
-    cpu_affinity: str = "auto"  # auto | none | the CPUs of each rank: see `workers.worker.cpu_affinity`
+    cpu_affinity: str = "auto"  # auto | none | the CPUs of each rank: see `oarlock.workers.worker.cpu_affinity`
     attention_backend: str = "auto"  # auto | cpp | torch | reference
     share_device: bool = False  # ranks may share CUDA devices; resolved to whether they must. Sums go over the host
     enforce_eager: bool = False  # no graphs of decode steps; only CUDA devices have any
@@ -154,7 +154,7 @@ class WorkerInfo:
     input_rounding: str | None = None  # what products round their inputs to, in a few words; None: they do not
     kv_cache_dtype: str = "auto"  # the dtype, int8 or fp8
     sliding_window: int | None = None  # tokens; the longest, if every layer has one: earlier tokens are never read
-    kernels: str = ""  # what computes: see `workers.kernels.cpu.in_use`
+    kernels: str = ""  # what computes: see `oarlock.workers.kernels.cpu.in_use`
     batch_invariant: bool = False  # a request's numbers do not depend on its batch or on how its prompt is cut
     batch_invariant_reason: str = "it was not tested"  # why not, or what was measured
     rank_invariant: bool = False  # its bits do not depend on the number of ranks; tried at the start

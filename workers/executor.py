@@ -5,15 +5,15 @@ from typing import Protocol
 
 import numpy as np
 
-from workers.config import NodesConfig, OnProgress, WorkerConfig, WorkerInfo
-from workers.fingerprint import node_facts
-from workers.kv_offload import KVReports
-from workers.preflight import preflight
-from workers.protocol import StepMetadata, StepOutput
-from workers.rank_processes import RankProcess, end_ranks
-from workers.worker.multiproc_executor import MultiprocExecutor
-from workers.worker.nodes.group_ranks import GroupRanks
-from workers.worker.nodes.host_ranks import HostRanks
+from oarlock.workers.config import NodesConfig, OnProgress, WorkerConfig, WorkerInfo
+from oarlock.workers.fingerprint import node_facts
+from oarlock.workers.kv_offload import KVReports
+from oarlock.workers.preflight import preflight
+from oarlock.workers.protocol import StepMetadata, StepOutput
+from oarlock.workers.rank_processes import RankProcess, end_ranks
+from oarlock.workers.worker.multiproc_executor import MultiprocExecutor
+from oarlock.workers.worker.nodes.group_ranks import GroupRanks
+from oarlock.workers.worker.nodes.host_ranks import HostRanks
 
 
 class Executor(Protocol):

@@ -12,8 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from workers.config import WorkerConfig
-from workers.protocol import StepMetadata, StepOutput
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.protocol import StepMetadata, StepOutput
 
 _MAX_HEADER_BYTES = 100_000_000  # the loader's limit; a larger value means a damaged file
 _GGUF_BEGINNING = 1 << 16  # bytes, instead of a header of unknown length: config.json is made from that

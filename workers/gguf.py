@@ -3,8 +3,8 @@
 Torch-free.
 """
 
-from workers.models.gguf_config import hf_config
-from workers.weights.gguf.model import GGUFModel, parts_of
-from workers.weights.gguf.settings import Settings
+from oarlock.workers.models.gguf_config import hf_config
+from oarlock.workers.weights.gguf.model import GGUFModel, parts_of
+from oarlock.workers.weights.gguf.settings import Settings
 
 __all__ = ["GGUFModel", "Settings", "hf_config", "parts_of"]

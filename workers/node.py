@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 
-from workers.config import NodesConfig, OnProgress, WorkerConfig
-from workers.errors import EXIT_OK, StartupError
-from workers.platform.network import check_port_is_free, is_loopback
-from workers.rank_processes import end_ranks, start_ranks_ahead
-from workers.worker.nodes.interface import own_interface
+from oarlock.workers.config import NodesConfig, OnProgress, WorkerConfig
+from oarlock.workers.errors import EXIT_OK, StartupError
+from oarlock.workers.platform.network import check_port_is_free, is_loopback
+from oarlock.workers.rank_processes import end_ranks, start_ranks_ahead
+from oarlock.workers.worker.nodes.interface import own_interface
 
 
 def check_network(nodes: NodesConfig, on_phase: OnProgress) -> None:
@@ -47,13 +47,13 @@ def run_node(config: WorkerConfig, nodes: NodesConfig, on_phase: OnProgress, *, 
     ahead = start_ranks_ahead(config.ranks_per_node)  # they import side by side with this
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        from workers.fingerprint import node_facts
-        from workers.preflight import preflight
+        from oarlock.workers.fingerprint import node_facts
+        from oarlock.workers.preflight import preflight
 
         resolved = preflight(config)
         facts = node_facts(resolved)
-        from workers.worker.nodes.membership import join
-        from workers.worker.nodes.node_process import NodeProcess
+        from oarlock.workers.worker.nodes.membership import join
+        from oarlock.workers.worker.nodes.node_process import NodeProcess
 
         membership = join(nodes, facts, _waiting(on_phase, nodes, stop_fd))
         process = NodeProcess(resolved, membership, ahead, on_phase, stop_fd)

@@ -17,9 +17,9 @@ from functools import partial
 
 import numpy as np
 
-from workers.config import MAX_POOLED_IDS, WorkerConfig, max_pooled_values
-from workers.kv_offload import DIGEST_BYTES, MAX_COPIES
-from workers.step_layout import CHECKSUM, HEADER, HEADER_BYTES, Layout, StepShape, output_layout, step_layout
+from oarlock.workers.config import MAX_POOLED_IDS, WorkerConfig, max_pooled_values
+from oarlock.workers.kv_offload import DIGEST_BYTES, MAX_COPIES
+from oarlock.workers.step_layout import CHECKSUM, HEADER, HEADER_BYTES, Layout, StepShape, output_layout, step_layout
 
 MAX_LOGPROBS = 20
 MAX_BIAS_PER_ROW = 3 * 1024  # stop ids banned by min_tokens, logit_bias and bad words, a third each
@@ -104,7 +104,7 @@ class StepMetadata:
     pool_ids: np.ndarray = field(default_factory=_no_ints)  # int32 [X]   vocabulary ids; of LOGITS
 
     # Copies of KV blocks, made in this order before anything else of the step, and also if it is refused; see
-    # `workers.kv_offload`.
+    # `oarlock.workers.kv_offload`.
     kv_copies: np.ndarray = field(default_factory=_no_copies)  # int32 [C, 3]   `Copy`, block id, slot
     kv_digests: np.ndarray = field(default_factory=_no_digests)  # uint8 [C, 32]   of files, else 0
 

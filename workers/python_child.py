@@ -21,7 +21,7 @@ from pathlib import Path
 
 EXIT_UNREAD = 128 + signal.SIGPIPE  # as a shell reports a program that the signal ended
 _PR_SET_PDEATHSIG = 1
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).absolute().parents[2]  # the folder of the package, which a checkout links to this file
 
 
 def start_python(
@@ -32,7 +32,7 @@ def start_python(
     output: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start `python -P COMMAND` with this interpreter, e.g. ("-m", "workers.worker.worker_process", ...).
+    """Start `python -P COMMAND` with this interpreter, e.g. ("-m", "oarlock.workers.worker.worker_process", ...).
 
     `environment`: added to ours. `stdin` and `output`, which is stdout and stderr: as for `subprocess.Popen`; None
     shares ours.

@@ -9,10 +9,10 @@ import subprocess
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from workers.distributed.control_channel import Control
-from workers.python_child import start_python
+from oarlock.workers.distributed.control_channel import Control
+from oarlock.workers.python_child import start_python
 
-SERVES = "workers.worker.worker_process"
+SERVES = "oarlock.workers.worker.worker_process"
 _KILL_S = 5.0  # for the kernel to end a process; one that waits for a dead network file system may never end
 
 

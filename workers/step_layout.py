@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workers.kv_offload import DIGEST_BYTES
+from oarlock.workers.kv_offload import DIGEST_BYTES
 
 _ALIGN = 64
 _KEPT = 256  # layouts of each kind; a few KiB each
@@ -21,7 +21,7 @@ _KEPT = 256  # layouts of each kind; a few KiB each
 
 class StepShape(NamedTuple):
     """Lengths of the arrays of a step or of its answer, in the order of the header. The letters are those of
-    `workers.protocol`."""
+    `oarlock.workers.protocol`."""
 
     num_seqs: int = 0  # S
     num_tokens: int = 0  # T

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer
 
 from benchmarks.environments import ROOT
 from benchmarks.gpu_check.part import NotHere, Row, Where
-from engine.sampling_params import SamplingParams
-from engine.types import Request
-from workers.config import WorkerConfig
-from workers.errors import StartupError
-from workers.executor import Executor, start_executor
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.types import Request
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.executor import Executor, start_executor
 
 if TYPE_CHECKING:
     from tests.parallel.direct_engine import Answer

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check.part import NotHere, Where
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
-from workers.layers.decoder_spec import DecoderSpec
-from workers.models.registry import read_spec
-from workers.preflight import preflight
-from workers.protocol import StepMetadata
-from workers.worker.cpu_affinity import use_cpus
-from workers.worker.memory_needs import weight_bytes
-from workers.worker.model_runner import ModelRunner
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.preflight import preflight
+from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.worker.cpu_affinity import use_cpus
+from oarlock.workers.worker.memory_needs import weight_bytes
+from oarlock.workers.worker.model_runner import ModelRunner
 
 REST = 3 << 30  # bytes for a step and the libraries
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.environments import ROOT
 from benchmarks.gpu_check.part import Part
-from workers.platform import cuda_driver
+from oarlock.workers.platform import cuda_driver
 
 FORMAT = 1
 # States of a part. Passed and measured ones are not run again, nor those that this machine cannot run.

@@ -15,15 +15,15 @@ import torch
 from benchmarks.gpu_check import models
 from benchmarks.gpu_check.device import Ceilings, measure_ceilings, product_rate, seconds_of
 from benchmarks.gpu_check.part import Row, Where
-from workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec
-from workers.attention.block_tables import BlockTables
-from workers.attention.forward_batch import ForwardBatch
-from workers.attention.selector import choose
-from workers.protocol import StepMetadata
-from workers.worker.cuda_graphs.device_steps import CapturableBackend
-from workers.worker.cuda_graphs.graphs import Calls, CudaGraphs, GraphMaker
-from workers.worker.greedy_step import SequenceChunk, greedy_step
-from workers.worker.model_runner import ModelRunner
+from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec
+from oarlock.workers.attention.block_tables import BlockTables
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.selector import choose
+from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.worker.cuda_graphs.device_steps import CapturableBackend
+from oarlock.workers.worker.cuda_graphs.graphs import Calls, CudaGraphs, GraphMaker
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.worker.model_runner import ModelRunner
 
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXT = 512  # tokens of each sequence in a decode step

@@ -13,10 +13,10 @@ import sys
 import time
 from typing import Any
 
-from engine.client import EngineClient
-from engine.sampling_params import SamplingParams
-from engine.types import Request
-from server.config.settings import make_settings
+from oarlock.engine.client import EngineClient
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.types import Request
+from oarlock.server.config.settings import make_settings
 
 
 async def ask(engine: EngineClient, prompt: list[int], output_tokens: int) -> dict[str, Any]:

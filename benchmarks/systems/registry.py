@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.environments import LLAMACPP_ARCHIVE, ROOT, VLLM_WHEEL, folder, installed, python
 from benchmarks.systems import models
 from benchmarks.systems.system import SERVED_NAME, HttpSystem, JobSystem, Plan, System, clean_environment
-from workers.platform import processor
+from oarlock.workers.platform import processor
 
 
 class Oarlock(HttpSystem):

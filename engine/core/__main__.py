@@ -1,4 +1,4 @@
-"""The engine's process: `python -m engine.core FD PARENT_PID NUM_RANKS`, started by `engine/engine_process.py`.
+"""The engine's process: `python -m oarlock.engine.core FD PARENT_PID NUM_RANKS`, started by `engine/engine_process.py`.
 
 It starts the processes of its ranks before its own imports, so that all import side by side. Then `process.py` serves
 the frontend at the other end of the socket `FD`.
@@ -8,8 +8,8 @@ import gc
 import sys
 from functools import partial
 
-from workers.python_child import die_with_parent, leave_signals_to_parent
-from workers.rank_processes import start_ranks_ahead
+from oarlock.workers.python_child import die_with_parent, leave_signals_to_parent
+from oarlock.workers.rank_processes import start_ranks_ahead
 
 
 def main(argv: list[str]) -> int:
@@ -19,8 +19,8 @@ def main(argv: list[str]) -> int:
     ranks = start_ranks_ahead(num_ranks)
     gc.disable()  # until the loop runs: imports make nothing but objects that stay
 
-    from engine.core.process import run
-    from workers.executor import start_executor
+    from oarlock.engine.core.process import run
+    from oarlock.workers.executor import start_executor
 
     return run(fd, partial(start_executor, ahead=ranks))
 

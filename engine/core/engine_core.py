@@ -8,16 +8,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.config import EngineConfig
-from engine.errors import INTERNAL, WorkerError
-from engine.input_batch.grammar_bitmask import FillMasks, GrammarBitmask, fill_one_by_one
-from engine.input_batch.input_batch import BuiltStep, InputBatch
-from engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
-from engine.scheduler.scheduler import Scheduler
-from engine.types import TokenEvent, TokenEvents
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.errors import INTERNAL, WorkerError
+from oarlock.engine.input_batch.grammar_bitmask import FillMasks, GrammarBitmask, fill_one_by_one
+from oarlock.engine.input_batch.input_batch import BuiltStep, InputBatch
+from oarlock.engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
+from oarlock.engine.scheduler.scheduler import Scheduler
+from oarlock.engine.types import TokenEvent, TokenEvents
 
 if TYPE_CHECKING:
-    from workers.executor import Executor
+    from oarlock.workers.executor import Executor
 
 logger = logging.getLogger("oarlock.engine")
 

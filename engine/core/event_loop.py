@@ -13,24 +13,32 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig
-from engine.core.engine_core import EngineCore
-from engine.core.live_state import history, live_state
-from engine.errors import EXIT_BUG, EXIT_OK, INTERNAL, QueueFullError, RequestError, UnavailableError, WorkerError
-from engine.input_batch.grammar_bitmask import fill_one_by_one
-from engine.ipc import messages, questions
-from engine.ipc.block_changes import blocks
-from engine.ipc.frame_socket import FrameSocket, FrameSocketClosedError
-from engine.ipc.frames import Frame, FrameError
-from engine.kv_cache.events import BlockChanges, BlockEvent, BlockEventLog
-from engine.kv_cache.flush import Flush
-from engine.stats import EngineStats
-from engine.types import FinishReason, Request, TokenEvent, TokenEvents
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.core.engine_core import EngineCore
+from oarlock.engine.core.live_state import history, live_state
+from oarlock.engine.errors import (
+    EXIT_BUG,
+    EXIT_OK,
+    INTERNAL,
+    QueueFullError,
+    RequestError,
+    UnavailableError,
+    WorkerError,
+)
+from oarlock.engine.input_batch.grammar_bitmask import fill_one_by_one
+from oarlock.engine.ipc import messages, questions
+from oarlock.engine.ipc.block_changes import blocks
+from oarlock.engine.ipc.frame_socket import FrameSocket, FrameSocketClosedError
+from oarlock.engine.ipc.frames import Frame, FrameError
+from oarlock.engine.kv_cache.events import BlockChanges, BlockEvent, BlockEventLog
+from oarlock.engine.kv_cache.flush import Flush
+from oarlock.engine.stats import EngineStats
+from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenEvents
 
 if TYPE_CHECKING:
-    from engine.kv_cache.publisher import KvEventPublisher
-    from engine.structured_output.manager import StructuredOutputManager
-    from workers.executor import Executor
+    from oarlock.engine.kv_cache.publisher import KvEventPublisher
+    from oarlock.engine.structured_output.manager import StructuredOutputManager
+    from oarlock.workers.executor import Executor
 
 logger = logging.getLogger("oarlock.engine")
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from itertools import chain, groupby, islice
 
-from engine.scheduler.kv_cache_manager import KVCacheManager
-from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.sequence import Sequence, Status
-from engine.stats import EngineState, KvState, OpenRequest, RequestHistory
+from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
+from oarlock.engine.scheduler.scheduler import Scheduler
+from oarlock.engine.scheduler.sequence import Sequence, Status
+from oarlock.engine.stats import EngineState, KvState, OpenRequest, RequestHistory
 
 MAX_CELLS = 4096
 MAX_SLOWEST = 20

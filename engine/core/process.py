@@ -16,24 +16,24 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from engine.config import EngineConfig
-from engine.core.event_loop import EngineLoop
-from engine.errors import EXIT_BUG, EXIT_OK, EXIT_RANK_HUNG, StartupError, WorkerError
-from engine.ipc import messages
-from engine.ipc.frame_socket import FrameSocket
-from engine.ipc.frames import Frame, FrameError, FrameReader
-from engine.kv_cache.wire import Wire
-from engine.log_format import JsonFormatter
-from engine.replay.fingerprint import numbers_digest
-from engine.replay.recorder import RecordingExecutor
-from engine.replay.recording import RecordingWriter
-from engine.structured_output.manager import StructuredOutputManager
-from engine.types import EngineInfo
-from workers.config import LOADING_TIMEOUT_S, NodesConfig, OnProgress, WorkerConfig
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.core.event_loop import EngineLoop
+from oarlock.engine.errors import EXIT_BUG, EXIT_OK, EXIT_RANK_HUNG, StartupError, WorkerError
+from oarlock.engine.ipc import messages
+from oarlock.engine.ipc.frame_socket import FrameSocket
+from oarlock.engine.ipc.frames import Frame, FrameError, FrameReader
+from oarlock.engine.kv_cache.wire import Wire
+from oarlock.engine.log_format import JsonFormatter
+from oarlock.engine.replay.fingerprint import numbers_digest
+from oarlock.engine.replay.recorder import RecordingExecutor
+from oarlock.engine.replay.recording import RecordingWriter
+from oarlock.engine.structured_output.manager import StructuredOutputManager
+from oarlock.engine.types import EngineInfo
+from oarlock.workers.config import LOADING_TIMEOUT_S, NodesConfig, OnProgress, WorkerConfig
 
 if TYPE_CHECKING:
-    from engine.kv_cache.publisher import KvEventPublisher
-    from workers.executor import Executor
+    from oarlock.engine.kv_cache.publisher import KvEventPublisher
+    from oarlock.workers.executor import Executor
 
 logger = logging.getLogger("oarlock.engine")
 
@@ -43,7 +43,7 @@ _WATCH_S = 1.0
 
 
 class StartExecutor(Protocol):
-    """Starts the ranks and loads the model: `workers.executor.start_executor` with its `ahead` given."""
+    """Starts the ranks and loads the model: `oarlock.workers.executor.start_executor` with its `ahead` given."""
 
     def __call__(
         self,
@@ -140,7 +140,7 @@ def _open_kv_events(config: EngineConfig) -> "KvEventPublisher | None":
     """Bind the sockets of KV events, before the model is read. Its libraries are needed only where it is asked for."""
     if config.kv_events is None:
         return None
-    from engine.kv_cache.publisher import KvEventPublisher
+    from oarlock.engine.kv_cache.publisher import KvEventPublisher
 
     return KvEventPublisher(config.kv_events, config.worker.data_parallel_rank)
 

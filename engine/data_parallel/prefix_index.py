@@ -5,8 +5,8 @@ It follows what each engine tells of its block pool, so it is exact, but for wha
 
 from collections.abc import Sequence
 
-from engine.kv_cache.events import BlockChanges
-from engine.kv_cache.hashing import extend_hashes
+from oarlock.engine.kv_cache.events import BlockChanges
+from oarlock.engine.kv_cache.hashing import extend_hashes
 
 
 class PrefixIndex:

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from engine.config import OnProgress
+from oarlock.engine.config import OnProgress
 
 
 class JoinedProgress:

@@ -11,11 +11,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from engine.client import EngineClient
-from engine.data_parallel.choice import Load
-from engine.errors import EngineDeadError, StartupError, UnavailableError
-from engine.stats import EngineState, EngineStats, RequestHistory
-from engine.types import Request, TokenEvent
+from oarlock.engine.client import EngineClient
+from oarlock.engine.data_parallel.choice import Load
+from oarlock.engine.errors import EngineDeadError, StartupError, UnavailableError
+from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
+from oarlock.engine.types import Request, TokenEvent
 
 logger = logging.getLogger("oarlock.engine.replicas")
 

@@ -6,8 +6,8 @@ that share it. Does not know penalties.
 
 import numpy as np
 
-from engine.input_batch.identity_cache import IdentityCache
-from engine.scheduler.sequence import Sequence
+from oarlock.engine.input_batch.identity_cache import IdentityCache
+from oarlock.engine.scheduler.sequence import Sequence
 
 _NO_IDS = np.empty(0, np.int32)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.input_batch.logits_constraints import Constraints
-from engine.scheduler.sequence import GrammarMatcherProtocol, Sequence, Status
+from oarlock.engine.input_batch.logits_constraints import Constraints
+from oarlock.engine.scheduler.sequence import GrammarMatcherProtocol, Sequence, Status
 
 logger = logging.getLogger("oarlock.engine")
 

@@ -9,22 +9,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.input_batch.grammar_bitmask import GrammarBitmask
-from engine.input_batch.sampled_rows import SampledRows
-from engine.input_batch.sampling_metadata import (
+from oarlock.engine.input_batch.grammar_bitmask import GrammarBitmask
+from oarlock.engine.input_batch.sampled_rows import SampledRows
+from oarlock.engine.input_batch.sampling_metadata import (
     NO_BIAS,
     AskingRow,
     build_sampling_metadata,
     history_sections,
     wanted_until,
 )
-from engine.kv_cache.offload import NO_COPIES, Copies
-from engine.pooling_params import KINDS
-from engine.sampling_params import penalises
-from engine.scheduler.output import NOT_KNOWN, Decodes, ScheduledTokens, SchedulerOutput
-from engine.scheduler.sequence import Sequence
-from workers.kv_offload import DIGEST_BYTES
-from workers.protocol import NULL_BLOCK, StepMetadata
+from oarlock.engine.kv_cache.offload import NO_COPIES, Copies
+from oarlock.engine.pooling_params import KINDS
+from oarlock.engine.sampling_params import penalises
+from oarlock.engine.scheduler.output import NOT_KNOWN, Decodes, ScheduledTokens, SchedulerOutput
+from oarlock.engine.scheduler.sequence import Sequence
+from oarlock.workers.kv_offload import DIGEST_BYTES
+from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
 
 _NO_LOGPROBS = -1
 _SAMPLE = -1

@@ -14,11 +14,11 @@ from collections.abc import Collection
 
 import numpy as np
 
-from engine.input_batch.bad_words import BadWords
-from engine.input_batch.identity_cache import IdentityCache
-from engine.sampling_params import BAN, FORCE, banned_always
-from engine.scheduler.sequence import Sequence
-from workers.protocol import mask_words
+from oarlock.engine.input_batch.bad_words import BadWords
+from oarlock.engine.input_batch.identity_cache import IdentityCache
+from oarlock.engine.sampling_params import BAN, FORCE, banned_always
+from oarlock.engine.scheduler.sequence import Sequence
+from oarlock.workers.protocol import mask_words
 
 
 class _AllowedIds:

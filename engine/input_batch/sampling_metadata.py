@@ -5,12 +5,12 @@ Knows numpy and the step's layout. Does not know which row of the engine's table
 
 import numpy as np
 
-from engine.input_batch.first_history import FirstHistory
-from engine.input_batch.grammar_bitmask import GrammarBitmask, MaskedRows
-from engine.input_batch.logits_constraints import Constraints
-from engine.sampling_params import penalises
-from engine.scheduler.sequence import Sequence
-from workers.protocol import mask_words
+from oarlock.engine.input_batch.first_history import FirstHistory
+from oarlock.engine.input_batch.grammar_bitmask import GrammarBitmask, MaskedRows
+from oarlock.engine.input_batch.logits_constraints import Constraints
+from oarlock.engine.sampling_params import penalises
+from oarlock.engine.scheduler.sequence import Sequence
+from oarlock.workers.protocol import mask_words
 
 ALWAYS = np.iinfo(np.int64).max
 

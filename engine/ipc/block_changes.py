@@ -2,9 +2,9 @@
 
 from array import array
 
-from engine.ipc.frames import Frame, FrameError, encode
-from engine.kv_cache.events import BlockChanges
-from engine.kv_cache.hashing import HASH_BYTES
+from oarlock.engine.ipc.frames import Frame, FrameError, encode
+from oarlock.engine.kv_cache.events import BlockChanges
+from oarlock.engine.kv_cache.hashing import HASH_BYTES
 
 
 def blocks(value: BlockChanges) -> bytes:

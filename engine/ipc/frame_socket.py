@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from engine.ipc.frames import Frame, FrameReader
+from oarlock.engine.ipc.frames import Frame, FrameReader
 
 _RECV_BYTES = 1 << 18
 _MAX_RECV_PER_CALL = 4 << 20  # so that many requests at once do not keep the loop from running steps

@@ -14,13 +14,20 @@ from functools import wraps
 from itertools import accumulate, chain
 from typing import Any, TypeVar
 
-from engine.config import EngineConfig
-from engine.errors import ContextLengthError, OarlockError, QueueFullError, RequestError, StartupError, UnavailableError
-from engine.ipc.frames import Frame, FrameError, encode
-from engine.pooling_params import PoolingParams
-from engine.sampling_params import Grammar, SamplingParams
-from engine.stats import EngineStats
-from engine.types import EngineInfo, FinishReason, Request, ScoredTokens, TokenEvent, TokenEvents, TokenLogprobs
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.errors import (
+    ContextLengthError,
+    OarlockError,
+    QueueFullError,
+    RequestError,
+    StartupError,
+    UnavailableError,
+)
+from oarlock.engine.ipc.frames import Frame, FrameError, encode
+from oarlock.engine.pooling_params import PoolingParams
+from oarlock.engine.sampling_params import Grammar, SamplingParams
+from oarlock.engine.stats import EngineStats
+from oarlock.engine.types import EngineInfo, FinishReason, Request, ScoredTokens, TokenEvent, TokenEvents, TokenLogprobs
 
 T = TypeVar("T")
 

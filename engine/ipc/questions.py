@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from engine.ipc.frames import Frame, FrameError, encode
-from engine.stats import EngineState, RequestHistory
+from oarlock.engine.ipc.frames import Frame, FrameError, encode
+from oarlock.engine.stats import EngineState, RequestHistory
 
 
 def ask_state(number: int) -> bytes:

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 
-from engine.kv_cache.offload import KVOffload
+from oarlock.engine.kv_cache.offload import KVOffload
 
 
 class Flush:

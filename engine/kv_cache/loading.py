@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
-from engine.kv_cache.offload import KVOffload
+from oarlock.engine.kv_cache.offload import KVOffload
 
 LOOKED_AHEAD = 8  # sequences that are next in turn
 

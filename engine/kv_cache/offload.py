@@ -9,10 +9,10 @@ clock, no files, no tensors; the same calls give the same copies. Knows digests,
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from engine.kv_cache.host_tier import HostTier
-from engine.stats import EngineStats
-from workers.kv_offload import MAX_COPIES, Copy, KVOffloadInfo, KVReport, Report
-from workers.step_cost import StepCost
+from oarlock.engine.kv_cache.host_tier import HostTier
+from oarlock.engine.stats import EngineStats
+from oarlock.workers.kv_offload import MAX_COPIES, Copy, KVOffloadInfo, KVReport, Report
+from oarlock.workers.step_cost import StepCost
 
 MAX_LOADS = 32  # sequences that wait for files at the same time
 LOAD_TIMEOUT_S = 30.0  # then it is computed after all: the file system may never answer

@@ -17,10 +17,10 @@ from collections import deque
 import msgspec
 import zmq
 
-from engine.config import KvEventsConfig
-from engine.errors import StartupError
-from engine.kv_cache.events import BlockEvent
-from engine.kv_cache.wire import Wire
+from oarlock.engine.config import KvEventsConfig
+from oarlock.engine.errors import StartupError
+from oarlock.engine.kv_cache.events import BlockEvent
+from oarlock.engine.kv_cache.wire import Wire
 
 logger = logging.getLogger("oarlock.engine")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from engine.kv_cache.events import AllBlocksCleared, BlockEvent, BlockStored
+from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockEvent, BlockStored
 
 _POOL = "GPU"  # the memory that attention reads, on whatever device: what routers count as a hit
 _GROUP = 0  # all layers share one table of blocks

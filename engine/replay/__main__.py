@@ -1,8 +1,8 @@
-"""`python -m engine.replay`: runs the steps of a recording on ranks, without scheduler or server, compares the answers.
+"""Replay of a recording: its steps run on ranks, without scheduler or server, and the answers are compared.
 
-Started by `oarlock replay`. It is possible because whatever a rank keeps between steps is a function of the steps, from
-the first one on. Inputs come from the recording alone, sampled ids too, so a difference in one step does not change the
-tokens of the next; but penalties count what the ranks of the replay sample.
+`python -m oarlock.engine.replay`, started by `oarlock replay`. It is possible because whatever a rank keeps between
+steps is a function of the steps, from the first one on. Inputs come from the recording alone, sampled ids too, so a
+difference in one step does not change the tokens of the next; but penalties count what the ranks of the replay sample.
 
 Exit codes: 0 the same answers; 1 other answers, or a rank failed; 3 and 4 as at a start; 130 interrupted.
 """
@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import StartupError, WorkerError
-from engine.replay.comparison import Comparison
-from engine.replay.recording import MASKS, STEP, Header, Recording
-from workers.config import WorkerConfig, WorkerInfo
-from workers.executor import Executor, start_executor
-from workers.fingerprint import layout, model_sums, versions
-from workers.protocol import ProtocolError, StepMetadata, StepOutput, table_width, unpack_output, unpack_step
-from workers.python_child import die_with_parent, run_while_read
+from oarlock.engine.errors import StartupError, WorkerError
+from oarlock.engine.replay.comparison import Comparison
+from oarlock.engine.replay.recording import MASKS, STEP, Header, Recording
+from oarlock.workers.config import WorkerConfig, WorkerInfo
+from oarlock.workers.executor import Executor, start_executor
+from oarlock.workers.fingerprint import layout, model_sums, versions
+from oarlock.workers.protocol import ProtocolError, StepMetadata, StepOutput, table_width, unpack_output, unpack_step
+from oarlock.workers.python_child import die_with_parent, run_while_read
 
 EXIT_SAME, EXIT_DIFFERENT, EXIT_INTERRUPTED = 0, 1, 130
 _PROGRESS_S = 0.2
@@ -43,7 +43,7 @@ class Survey:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="engine.replay", description="Internal: started by `oarlock replay`.")
+    parser = argparse.ArgumentParser(prog="oarlock.engine.replay", description="Internal: started by `oarlock replay`.")
     parser.add_argument("file")
     parser.add_argument("--parent", type=int, help="the process that must be alive for this one to be")
     parser.add_argument("--tensor-parallel-size", type=int)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workers.protocol import ALL_BANNED, FINITE, StepMetadata, StepOutput
+from oarlock.workers.protocol import ALL_BANNED, FINITE, StepMetadata, StepOutput
 
 
 @dataclass(slots=True)

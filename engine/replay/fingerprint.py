@@ -7,8 +7,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from workers.config import WorkerConfig, WorkerInfo
-from workers.fingerprint import model_sums, versions
+from oarlock.workers.config import WorkerConfig, WorkerInfo
+from oarlock.workers.fingerprint import model_sums, versions
 
 
 def numbers_digest(worker: WorkerConfig, info: WorkerInfo) -> str:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.replay.recording import ANSWER, MASKS, STEP, Header, RecordingWriter
-from workers.fingerprint import layout, model_sums, versions
-from workers.protocol import StepMetadata, StepOutput, output_bytes, pack_output, pack_step, step_bytes
+from oarlock.engine.replay.recording import ANSWER, MASKS, STEP, Header, RecordingWriter
+from oarlock.workers.fingerprint import layout, model_sums, versions
+from oarlock.workers.protocol import StepMetadata, StepOutput, output_bytes, pack_output, pack_step, step_bytes
 
 if TYPE_CHECKING:
-    from workers.executor import Executor
+    from oarlock.workers.executor import Executor
 
 logger = logging.getLogger("oarlock.engine")
 

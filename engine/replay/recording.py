@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from engine.errors import StartupError
+from oarlock.engine.errors import StartupError
 
 logger = logging.getLogger("oarlock.engine")
 

@@ -8,12 +8,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.errors import ContextLengthError, RequestError
-from engine.pooling_params import KINDS, PoolingParams
-from engine.sampling_params import SamplingParams, banned_always
-from engine.types import MAX_PRIORITY, MIN_PRIORITY, POOLS, Request
-from workers.config import WorkerInfo
-from workers.protocol import MAX_BIAS_PER_ROW, MAX_LOGPROBS, MAX_POOLED_IDS
+from oarlock.engine.errors import ContextLengthError, RequestError
+from oarlock.engine.pooling_params import KINDS, PoolingParams
+from oarlock.engine.sampling_params import SamplingParams, banned_always
+from oarlock.engine.types import MAX_PRIORITY, MIN_PRIORITY, POOLS, Request
+from oarlock.workers.config import WorkerInfo
+from oarlock.workers.protocol import MAX_BIAS_PER_ROW, MAX_LOGPROBS, MAX_POOLED_IDS
 
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1

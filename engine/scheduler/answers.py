@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.errors import NO_TOKEN, NOT_FINITE
-from engine.scheduler import request_stats
-from engine.scheduler.output import Decodes, ModelRunnerOutput, ScheduledTokens, SchedulerOutput, Scores
-from engine.scheduler.sequence import Sequence, Status
-from engine.types import FinishReason, TokenEvent, TokenEvents, TokenLogprobs
-from workers.protocol import FINITE, NONFINITE
+from oarlock.engine.errors import NO_TOKEN, NOT_FINITE
+from oarlock.engine.scheduler import request_stats
+from oarlock.engine.scheduler.output import Decodes, ModelRunnerOutput, ScheduledTokens, SchedulerOutput, Scores
+from oarlock.engine.scheduler.sequence import Sequence, Status
+from oarlock.engine.types import FinishReason, TokenEvent, TokenEvents, TokenLogprobs
+from oarlock.workers.protocol import FINITE, NONFINITE
 
 if TYPE_CHECKING:
-    from engine.scheduler.columns import RunningColumns
-    from engine.scheduler.kv_cache_manager import KVCacheManager
-    from engine.scheduler.request_queue import RequestQueue
-    from engine.stats import EngineStats
+    from oarlock.engine.scheduler.columns import RunningColumns
+    from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
+    from oarlock.engine.scheduler.request_queue import RequestQueue
+    from oarlock.engine.stats import EngineStats
 
 
 class Answers:

@@ -11,8 +11,8 @@ from array import array
 
 import numpy as np
 
-from engine.scheduler.output import NOT_KNOWN, Decodes
-from engine.scheduler.sequence import Sequence
+from oarlock.engine.scheduler.output import NOT_KNOWN, Decodes
+from oarlock.engine.scheduler.sequence import Sequence
 
 _STOP_IDS = 8  # of one row; a sequence with more is looked at for each of its tokens
 _NEVER = -1  # as a position up to which something holds

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.scheduler.columns import RunningColumns
-from engine.scheduler.kv_cache_manager import KVCacheManager
-from engine.scheduler.output import ScheduledTokens, SchedulerOutput
-from engine.scheduler.sequence import Sequence, Status
-from engine.spec_decode.drafter import Candidate, Drafter
+from oarlock.engine.scheduler.columns import RunningColumns
+from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
+from oarlock.engine.scheduler.output import ScheduledTokens, SchedulerOutput
+from oarlock.engine.scheduler.sequence import Sequence, Status
+from oarlock.engine.spec_decode.drafter import Candidate, Drafter
 
 Drafts = dict[int, list[int]]  # by row of the engine's tables
 

@@ -9,10 +9,10 @@ can be found by its hash) or *free* (its content means nothing). Block 0 is the 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 
-from engine.kv_cache.events import AllBlocksCleared, BlockEventLog, BlockRemoved, BlockStored
-from engine.kv_cache.hashing import extend_hashes
-from engine.kv_cache.offload import KVOffload
-from engine.scheduler.sequence import Sequence, Shortage
+from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockEventLog, BlockRemoved, BlockStored
+from oarlock.engine.kv_cache.hashing import extend_hashes
+from oarlock.engine.kv_cache.offload import KVOffload
+from oarlock.engine.scheduler.sequence import Sequence, Shortage
 
 NULL_BLOCK = 0
 

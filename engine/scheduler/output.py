@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kv_cache.offload import NO_COPIES, Copies
-from engine.scheduler.sequence import Sequence
-from engine.types import ScoredTokens, TokenLogprobs
-from workers.protocol import FINITE, NOT_POOLED, StepOutput
+from oarlock.engine.kv_cache.offload import NO_COPIES, Copies
+from oarlock.engine.scheduler.sequence import Sequence
+from oarlock.engine.types import ScoredTokens, TokenLogprobs
+from oarlock.workers.protocol import FINITE, NOT_POOLED, StepOutput
 
 NOT_KNOWN = -1  # in place of a token that the step before samples
 

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from engine.scheduler.kv_cache_manager import KVCacheManager
-from engine.scheduler.request_queue import RequestQueue
-from engine.scheduler.sequence import Sequence
+from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
+from oarlock.engine.scheduler.request_queue import RequestQueue
+from oarlock.engine.scheduler.sequence import Sequence
 
 # At most so many other sequences are admitted before one that waits only because it was preempted.
 MAX_PASSED = 4

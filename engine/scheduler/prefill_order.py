@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from engine.scheduler.output import SchedulerOutput
-from engine.scheduler.request_queue import RequestQueue
-from engine.scheduler.sequence import Sequence, Status
+from oarlock.engine.scheduler.output import SchedulerOutput
+from oarlock.engine.scheduler.request_queue import RequestQueue
+from oarlock.engine.scheduler.sequence import Sequence, Status
 
 _LOOKED_AT = 64  # waiting sequences
 

@@ -7,11 +7,11 @@ are refused with it, and undone as well. Knows counts, positions and blocks; doe
 from collections.abc import Iterator
 from collections.abc import Sequence as Outputs
 
-from engine.scheduler.columns import RunningColumns
-from engine.scheduler.kv_cache_manager import KVCacheManager
-from engine.scheduler.output import NO_DECODES, ScheduledTokens, SchedulerOutput
-from engine.scheduler.preemption import choose_victim
-from engine.scheduler.sequence import Sequence, Status
+from oarlock.engine.scheduler.columns import RunningColumns
+from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
+from oarlock.engine.scheduler.output import NO_DECODES, ScheduledTokens, SchedulerOutput
+from oarlock.engine.scheduler.preemption import choose_victim
+from oarlock.engine.scheduler.sequence import Sequence, Status
 
 GROWS_AFTER = 32  # steps that ran
 FEWEST_TRIES = 3  # in a row, also of a single token

@@ -10,9 +10,9 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import NamedTuple
 
-from engine.errors import QueueFullError
-from engine.scheduler.client_shares import ClientShares
-from engine.scheduler.sequence import Sequence
+from oarlock.engine.errors import QueueFullError
+from oarlock.engine.scheduler.client_shares import ClientShares
+from oarlock.engine.scheduler.sequence import Sequence
 
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 

@@ -4,11 +4,11 @@ from collections.abc import Collection
 
 import numpy as np
 
-from engine.scheduler.kv_cache_manager import KVCacheManager
-from engine.scheduler.request_queue import RequestQueue
-from engine.scheduler.sequence import Sequence
-from engine.stats import EngineStats
-from engine.types import FinishReason
+from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
+from oarlock.engine.scheduler.request_queue import RequestQueue
+from oarlock.engine.scheduler.sequence import Sequence
+from oarlock.engine.stats import EngineStats
+from oarlock.engine.types import FinishReason
 
 
 def record_arrival(stats: EngineStats, seq: Sequence) -> None:

@@ -12,27 +12,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from engine.config import EngineConfig
-from engine.errors import INTERNAL, OUT_OF_MEMORY, QueueFullError, RequestError
-from engine.kv_cache.loading import LoadingSequences
-from engine.kv_cache.offload import KVOffload
-from engine.scheduler import decodes, prefill_order, request_stats
-from engine.scheduler.admission import Limits, check
-from engine.scheduler.answers import Answers
-from engine.scheduler.columns import RunningColumns
-from engine.scheduler.kv_cache_manager import KVCacheManager
-from engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
-from engine.scheduler.preemption import choose_over_share, choose_victim, may_be_passed, reserved_blocks
-from engine.scheduler.refused_steps import RefusedSteps, undo, withdraw
-from engine.scheduler.request_queue import Pending, RequestQueue
-from engine.scheduler.sequence import GrammarMatcherProtocol, Sequence, Status
-from engine.scheduler.step_cost import StepBudget, StepCosts
-from engine.scheduler.tracing.request_traces import RequestTraces
-from engine.scheduler.window_blocks import allocate_within_window, free_out_of_window
-from engine.spec_decode.drafter import Drafter
-from engine.stats import EngineStats
-from engine.types import FinishReason, Request, TokenEvent, TokenEvents
-from workers.config import WorkerInfo, max_token_vectors
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.errors import INTERNAL, OUT_OF_MEMORY, QueueFullError, RequestError
+from oarlock.engine.kv_cache.loading import LoadingSequences
+from oarlock.engine.kv_cache.offload import KVOffload
+from oarlock.engine.scheduler import decodes, prefill_order, request_stats
+from oarlock.engine.scheduler.admission import Limits, check
+from oarlock.engine.scheduler.answers import Answers
+from oarlock.engine.scheduler.columns import RunningColumns
+from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
+from oarlock.engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
+from oarlock.engine.scheduler.preemption import choose_over_share, choose_victim, may_be_passed, reserved_blocks
+from oarlock.engine.scheduler.refused_steps import RefusedSteps, undo, withdraw
+from oarlock.engine.scheduler.request_queue import Pending, RequestQueue
+from oarlock.engine.scheduler.sequence import GrammarMatcherProtocol, Sequence, Status
+from oarlock.engine.scheduler.step_cost import StepBudget, StepCosts
+from oarlock.engine.scheduler.tracing.request_traces import RequestTraces
+from oarlock.engine.scheduler.window_blocks import allocate_within_window, free_out_of_window
+from oarlock.engine.spec_decode.drafter import Drafter
+from oarlock.engine.stats import EngineStats
+from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenEvents
+from oarlock.workers.config import WorkerInfo, max_token_vectors
 
 logger = logging.getLogger("oarlock.engine")
 

@@ -9,9 +9,9 @@ from enum import Enum, auto
 from math import isnan, nan
 from typing import TYPE_CHECKING, Protocol
 
-from engine.scheduler.tracing.request_traces import RequestTrace
-from engine.spec_decode.drafter import DraftState
-from engine.types import Request
+from oarlock.engine.scheduler.tracing.request_traces import RequestTrace
+from oarlock.engine.spec_decode.drafter import DraftState
+from oarlock.engine.types import Request
 
 if TYPE_CHECKING:
     import numpy as np

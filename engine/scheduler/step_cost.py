@@ -12,7 +12,7 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
-from workers.step_cost import StepCost
+from oarlock.workers.step_cost import StepCost
 
 RATIO = 2.5  # of a step with prompt tokens to one without, where no limit is given
 FEWEST_TOKENS = 16  # of a chunk, however long a step takes: prompts must go on

@@ -1,8 +1,8 @@
 """Blocks of a sequence where all layers have a sliding window: given back behind it, and given as it moves on."""
 
-from engine.scheduler.kv_cache_manager import NULL_BLOCK, KVCacheManager
-from engine.scheduler.output import SchedulerOutput
-from engine.scheduler.sequence import Sequence
+from oarlock.engine.scheduler.kv_cache_manager import NULL_BLOCK, KVCacheManager
+from oarlock.engine.scheduler.output import SchedulerOutput
+from oarlock.engine.scheduler.sequence import Sequence
 
 
 def free_out_of_window(manager: KVCacheManager, seq: Sequence, output: SchedulerOutput) -> None:

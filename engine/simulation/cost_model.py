@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.config import WorkerConfig
-from workers.config import WorkerInfo
-from workers.kv_offload import KVReports
-from workers.protocol import CLS, LOGITS, TOKEN, StepMetadata, StepOutput
+from oarlock.engine.config import WorkerConfig
+from oarlock.workers.config import WorkerInfo
+from oarlock.workers.kv_offload import KVReports
+from oarlock.workers.protocol import CLS, LOGITS, TOKEN, StepMetadata, StepOutput
 
 END_TOKEN = 0  # ends an answer
 

@@ -1,8 +1,8 @@
 """What ranks that are not there would report to the scheduler: for simulations, benchmarks and tests of the engine."""
 
-from engine.config import WorkerConfig
-from workers.config import WorkerInfo
-from workers.step_cost import StepCost
+from oarlock.engine.config import WorkerConfig
+from oarlock.workers.config import WorkerInfo
+from oarlock.workers.step_cost import StepCost
 
 HIDDEN_SIZE = 2  # small: vectors mean nothing here
 

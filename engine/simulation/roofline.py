@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from workers.capacity import RankWork
+from oarlock.workers.capacity import RankWork
 
 # Of what a device's data sheet, or a measured read, promises, so much is reached by steps.
 BANDWIDTH_REACHED, OPS_REACHED = {"cuda": 0.80, "cpu": 0.80}, {"cuda": 0.55, "cpu": 0.90}

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from engine.config import EngineConfig
-from engine.core.engine_core import EngineCore
-from engine.errors import QueueFullError, RequestError
-from engine.sampling_params import SamplingParams
-from engine.simulation.cost_model import END_TOKEN, CostModel, SimulatedExecutor, VirtualClock
-from engine.simulation.replica_info import replica_info
-from engine.simulation.trace import Arrival
-from engine.types import POOLS, FinishReason, Request, TokenEvent
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.core.engine_core import EngineCore
+from oarlock.engine.errors import QueueFullError, RequestError
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.simulation.cost_model import END_TOKEN, CostModel, SimulatedExecutor, VirtualClock
+from oarlock.engine.simulation.replica_info import replica_info
+from oarlock.engine.simulation.trace import Arrival
+from oarlock.engine.types import POOLS, FinishReason, Request, TokenEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from engine.pooling_params import PoolingParams
+from oarlock.engine.pooling_params import PoolingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ Knows token ids and the times of steps; does not know requests, blocks or why a 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from engine.config import SpeculativeConfig
-from engine.spec_decode.ngram_index import NgramIndex
+from oarlock.engine.config import SpeculativeConfig
+from oarlock.engine.spec_decode.ngram_index import NgramIndex
 
 _FIRST_RATE = 0.6  # of a sequence of which nothing was drafted: it begins with about 4 drafts where rows cost little
 _WEIGHT = 0.2  # of the last draft in a sequence's rate

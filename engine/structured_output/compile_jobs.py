@@ -7,8 +7,8 @@ requests or compilers.
 import threading
 from collections import OrderedDict
 
-from engine.errors import QueueFullError
-from engine.sampling_params import Grammar
+from oarlock.engine.errors import QueueFullError
+from oarlock.engine.sampling_params import Grammar
 
 MAX_JOBS = 128
 MAX_CHARACTERS = 8 << 20

@@ -15,8 +15,8 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from engine.sampling_params import Grammar
-from engine.structured_output.schema_fault import wrong_type
+from oarlock.engine.sampling_params import Grammar
+from oarlock.engine.structured_output.schema_fault import wrong_type
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

@@ -25,15 +25,15 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.errors import INTERNAL, EngineError, RequestError, UnavailableError
-from engine.sampling_params import Grammar
-from engine.structured_output.compile_jobs import CompileJobs, Key, key_of
-from engine.structured_output.compiler import Compiled, Compiler, GrammarError
-from engine.structured_output.mask_batch import MaskBatch, Rows
-from engine.structured_output.matcher import GrammarMatcher
-from engine.structured_output.sandbox import TOO_LONG
-from engine.structured_output.sandbox_client import CompileSandbox, SandboxLostError
-from engine.types import Request
+from oarlock.engine.errors import INTERNAL, EngineError, RequestError, UnavailableError
+from oarlock.engine.sampling_params import Grammar
+from oarlock.engine.structured_output.compile_jobs import CompileJobs, Key, key_of
+from oarlock.engine.structured_output.compiler import Compiled, Compiler, GrammarError
+from oarlock.engine.structured_output.mask_batch import MaskBatch, Rows
+from oarlock.engine.structured_output.matcher import GrammarMatcher
+from oarlock.engine.structured_output.sandbox import TOO_LONG
+from oarlock.engine.structured_output.sandbox_client import CompileSandbox, SandboxLostError
+from oarlock.engine.types import Request
 
 logger = logging.getLogger("oarlock.engine")
 

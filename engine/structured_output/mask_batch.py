@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLExecutor
 
-from engine.structured_output.matcher import ALL
+from oarlock.engine.structured_output.matcher import ALL
 
 # Of each thread: as much as the engine's own, four times what the sandbox lets a grammar use.
 _STACK_BYTES = 8 << 20

@@ -13,7 +13,7 @@ from itertools import takewhile
 import numpy as np
 from llguidance import LLMatcher
 
-from engine.structured_output.compiler import Compiled, Compiler
+from oarlock.engine.structured_output.compiler import Compiled, Compiler
 
 # Enough for any double or 64-bit integer; a token may exceed it by its own length.
 MAX_DIGITS = 20

@@ -1,7 +1,7 @@
 """A process that tries to compile grammars, so that one which crashes the compiler, hangs or takes too much memory does
 no harm to the engine.
 
-    python -m engine.structured_output.sandbox --tokenizer FILE --parent PID --fd N [--fd N …]
+    python -m oarlock.engine.structured_output.sandbox --tokenizer FILE --parent PID --fd N [--fd N …]
 
 Each descriptor is a connection: a grammar per line as JSON in, the problem with it or null per line out, one after the
 other. Connections are served in parallel, by processes that share the memory of the tokenizer. Each trial is a fork
@@ -20,9 +20,9 @@ import threading
 import time
 from pathlib import Path
 
-from engine.sampling_params import Grammar
-from engine.structured_output.compiler import Compiler, GrammarError
-from workers.python_child import die_with_parent, leave_signals_to_parent
+from oarlock.engine.sampling_params import Grammar
+from oarlock.engine.structured_output.compiler import Compiler, GrammarError
+from oarlock.workers.python_child import die_with_parent, leave_signals_to_parent
 
 DEADLINE_S = 1.0  # of the processor's time, for one trial
 _PATIENCE_S = 10.0  # for the same by the clock, where other programs take the processor
@@ -36,7 +36,7 @@ TOO_MUCH = "compiling it takes more memory or nesting than the server allows; ma
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="engine.structured_output.sandbox", description="Internal: started by the engine."
+        prog="oarlock.engine.structured_output.sandbox", description="Internal: started by the engine."
     )
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--parent", type=int, required=True)

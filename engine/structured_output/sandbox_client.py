@@ -12,12 +12,12 @@ import threading
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.sampling_params import Grammar
-from workers.python_child import start_python
+from oarlock.engine.sampling_params import Grammar
+from oarlock.workers.python_child import start_python
 
 logger = logging.getLogger("oarlock.engine")
 
-_MODULE = ("-m", "engine.structured_output.sandbox")
+_MODULE = ("-m", "oarlock.engine.structured_output.sandbox")
 _ATTEMPTS = 2  # the process may have been lost for a reason that has nothing to do with this grammar
 
 

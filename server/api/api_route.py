@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.error_shape import answer_of
-from server.api.openapi.document import ANY_QUERY
-from server.errors import ClientGoneError, HttpError, describe
-from server.observability.logs import event, logger
-from server.protocol.list_query import check_query
-from server.serving.request_context import record_of, request_id_of
+from oarlock.server.api.error_shape import answer_of
+from oarlock.server.api.openapi.document import ANY_QUERY
+from oarlock.server.errors import ClientGoneError, HttpError, describe
+from oarlock.server.observability.logs import event, logger
+from oarlock.server.protocol.list_query import check_query
+from oarlock.server.serving.request_context import record_of, request_id_of
 
 _log = logger("requests")
 

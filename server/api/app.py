@@ -8,14 +8,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from server.api.constant_document import MadeOnce
-from server.api.cors import Cors
-from server.api.error_shape import answer_of
-from server.api.middleware import METRICS, PROBES, ApiMiddleware
-from server.api.not_served import not_served
-from server.api.openapi.document import build, with_defaults
-from server.api.root_path import RootPath
-from server.api.routes import (
+from oarlock.server.api.constant_document import MadeOnce
+from oarlock.server.api.cors import Cors
+from oarlock.server.api.error_shape import answer_of
+from oarlock.server.api.middleware import METRICS, PROBES, ApiMiddleware
+from oarlock.server.api.not_served import not_served
+from oarlock.server.api.openapi.document import build, with_defaults
+from oarlock.server.api.root_path import RootPath
+from oarlock.server.api.routes import (
     admin,
     chat_completions,
     completions,
@@ -32,27 +32,27 @@ from server.api.routes import (
     tokenize,
     web_page,
 )
-from server.api.routes.batches import batches, files
-from server.config.allowed_hosts import AllowedHosts
-from server.config.api_keys import load_admin_key, load_keys
-from server.config.model_path import served_names
-from server.config.settings import Settings
-from server.errors import HttpError
-from server.observability.access_log import AccessLog
-from server.observability.metrics import HttpCounters
-from server.serving.base import OpenAIServing
-from server.serving.batches.serving import OpenAIServingBatches, open_batches
-from server.serving.chat_completion import OpenAIServingChatCompletion
-from server.serving.completion import OpenAIServingCompletion
-from server.serving.explain.endpoint import OpenAIServingExplain
-from server.serving.live_state import OpenAIServingLiveState
-from server.serving.messages.serving import AnthropicServingMessages
-from server.serving.pooling.embedding import OpenAIServingEmbedding
-from server.serving.pooling.scoring import OpenAIServingScoring
-from server.serving.responses.serving import OpenAIServingResponses
-from server.serving.server_state import ServerState
-from server.serving.tokenization import OpenAIServingTokenization
-from server.version import VERSION
+from oarlock.server.api.routes.batches import batches, files
+from oarlock.server.config.allowed_hosts import AllowedHosts
+from oarlock.server.config.api_keys import load_admin_key, load_keys
+from oarlock.server.config.model_path import served_names
+from oarlock.server.config.settings import Settings
+from oarlock.server.errors import HttpError
+from oarlock.server.observability.access_log import AccessLog
+from oarlock.server.observability.metrics import HttpCounters
+from oarlock.server.serving.base import OpenAIServing
+from oarlock.server.serving.batches.serving import OpenAIServingBatches, open_batches
+from oarlock.server.serving.chat_completion import OpenAIServingChatCompletion
+from oarlock.server.serving.completion import OpenAIServingCompletion
+from oarlock.server.serving.explain.endpoint import OpenAIServingExplain
+from oarlock.server.serving.live_state import OpenAIServingLiveState
+from oarlock.server.serving.messages.serving import AnthropicServingMessages
+from oarlock.server.serving.pooling.embedding import OpenAIServingEmbedding
+from oarlock.server.serving.pooling.scoring import OpenAIServingScoring
+from oarlock.server.serving.responses.serving import OpenAIServingResponses
+from oarlock.server.serving.server_state import ServerState
+from oarlock.server.serving.tokenization import OpenAIServingTokenization
+from oarlock.server.version import VERSION
 
 
 def create_app(settings: Settings, state: ServerState, counters: HttpCounters | None = None) -> ASGIApp:
@@ -66,7 +66,7 @@ def create_app(settings: Settings, state: ServerState, counters: HttpCounters | 
         open_batches(settings, state, counters, keys, app.state)
     admin_key = load_admin_key(settings.admin_api_key, keys)
     if settings.otlp_traces_endpoint is not None:
-        from server.serving.explain.tracing import RequestTracer  # of the extra otel
+        from oarlock.server.serving.explain.tracing import RequestTracer  # of the extra otel
 
         state.tracer = RequestTracer(settings.otlp_traces_endpoint, served_names(settings)[0])
     hosts = AllowedHosts("localhost" if settings.uds else settings.host, settings.allowed_hosts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from server.errors import HttpError
+from oarlock.server.errors import HttpError
 
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})  # methods that change nothing
 _OWN_PAGES = (b"same-origin", b"none")  # values of Sec-Fetch-Site; none: the user's own doing, such as an address typed

@@ -6,9 +6,9 @@ from typing import Any
 
 from starlette.responses import Response
 
-from server.errors import HttpError, error_response
-from server.serving.messages.errors import message_error_bytes
-from server.serving.request_context import request_id_of
+from oarlock.server.errors import HttpError, error_response
+from oarlock.server.serving.messages.errors import message_error_bytes
+from oarlock.server.serving.request_context import request_id_of
 
 MESSAGES = "/v1/messages"
 

@@ -16,7 +16,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from server.errors import HttpError, error_bytes
+from oarlock.server.errors import HttpError, error_bytes
 
 HEAD_TIMEOUT_S = 20.0
 KEEP_ALIVE_S = 65.0  # above the usual 60 s of proxies, which then close idle connections before the server does

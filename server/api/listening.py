@@ -7,8 +7,8 @@ import os
 import socket
 import stat
 
-from engine.errors import StartupError
-from server.config.settings import Settings
+from oarlock.engine.errors import StartupError
+from oarlock.server.config.settings import Settings
 
 BACKLOG = 2048
 _ANYONE = 0o666  # as on loopback; where fewer may connect, the socket's folder says so

@@ -14,18 +14,18 @@ from collections.abc import Iterable
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.errors import QueueFullError
-from server.api.cors import Cors
-from server.api.error_shape import MESSAGES, answer_of, is_message_route
-from server.config.allowed_hosts import AllowedHosts
-from server.config.api_keys import ApiKeys, Key
-from server.errors import HttpError, describe, retry_after
-from server.observability.access_log import AccessLog, RefusalLog
-from server.observability.logs import event, logger
-from server.observability.metrics import HttpCounters
-from server.serving.explain.records import RequestRecord
-from server.serving.request_context import label_of
-from server.serving.server_state import Phase, ServerState
+from oarlock.engine.errors import QueueFullError
+from oarlock.server.api.cors import Cors
+from oarlock.server.api.error_shape import MESSAGES, answer_of, is_message_route
+from oarlock.server.config.allowed_hosts import AllowedHosts
+from oarlock.server.config.api_keys import ApiKeys, Key
+from oarlock.server.errors import HttpError, describe, retry_after
+from oarlock.server.observability.access_log import AccessLog, RefusalLog
+from oarlock.server.observability.logs import event, logger
+from oarlock.server.observability.metrics import HttpCounters
+from oarlock.server.serving.explain.records import RequestRecord
+from oarlock.server.serving.request_context import label_of
+from oarlock.server.serving.server_state import Phase, ServerState
 
 PROBES = frozenset({"/health", "/health/live", "/health/ready"})
 ALWAYS_OPEN = PROBES | {"/version"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.errors import HttpError
+from oarlock.server.errors import HttpError
 
 _SERVED = "/v1/completions, /v1/chat/completions, /v1/responses, /v1/messages and /v1/embeddings"
 _BATCHES = ("batches", "files")  # served with an option

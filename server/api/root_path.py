@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.errors import StartupError
+from oarlock.engine.errors import StartupError
 
 
 class RootPath:

@@ -13,8 +13,8 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
-from engine.errors import StartupError
-from server.observability.logs import event, logger
+from oarlock.engine.errors import StartupError
+from oarlock.server.observability.logs import event, logger
 
 _log = logger("tls")
 _State = tuple[tuple[int, int, int], ...]  # of both files: inode, length and time of change

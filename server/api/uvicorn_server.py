@@ -15,9 +15,9 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
-from server.api.http_connection import HEAD_TIMEOUT_S, BoundedProtocol, Connections
-from server.api.listening import BACKLOG
-from server.api.tls import ServerTls
+from oarlock.server.api.http_connection import HEAD_TIMEOUT_S, BoundedProtocol, Connections
+from oarlock.server.api.listening import BACKLOG
+from oarlock.server.api.tls import ServerTls
 
 _MAX_CONNECTIONS = 16_384
 _SWEEP_TICKS = 5  # of uvicorn's, a tenth of a second each

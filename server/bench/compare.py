@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import StartupError
-from server.bench import bootstrap
-from server.bench.bootstrap import Statistic
-from server.bench.metrics import LATENCIES, Sample, latencies_ms
-from server.bench.report.table import aligned
-from server.bench.result import Result
+from oarlock.engine.errors import StartupError
+from oarlock.server.bench import bootstrap
+from oarlock.server.bench.bootstrap import Statistic
+from oarlock.server.bench.metrics import LATENCIES, Sample, latencies_ms
+from oarlock.server.bench.report.table import aligned
+from oarlock.server.bench.result import Result
 
 _MIN_BEYOND = 5  # values that have to lie beyond a percentile for it to mean anything
 _MIN_REQUESTS = 10

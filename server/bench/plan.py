@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.bench.run import Schedule
-from server.bench.workload import arrivals
-from server.bench.workload.prompts import IdPrompts, Prompts
-from server.bench.workload.trace import Traced
-from server.bench.workload.workload import (
+from oarlock.server.bench.run import Schedule
+from oarlock.server.bench.workload import arrivals
+from oarlock.server.bench.workload.prompts import IdPrompts, Prompts
+from oarlock.server.bench.workload.trace import Traced
+from oarlock.server.bench.workload.workload import (
     Lengths,
     MultiTurn,
     RandomPrompts,

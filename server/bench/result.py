@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from engine.errors import StartupError
-from server.bench import metrics
-from server.bench.metrics import Sample
+from oarlock.engine.errors import StartupError
+from oarlock.server.bench import metrics
+from oarlock.server.bench.metrics import Sample
 
 FORMAT = "oarlock-bench-1"
 _DIGITS = 6  # microseconds

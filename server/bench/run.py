@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from server.bench.client.events import EventReader
-from server.bench.client.http_stream import HttpClient
-from server.bench.client.loop_lag import LoopLag
-from server.bench.client.request import Asking, RequestForm
-from server.bench.metrics import Cause, Sample
-from server.bench.workload.prompts import Piece
-from server.bench.workload.workload import Turn, Workload
+from oarlock.server.bench.client.events import EventReader
+from oarlock.server.bench.client.http_stream import HttpClient
+from oarlock.server.bench.client.loop_lag import LoopLag
+from oarlock.server.bench.client.request import Asking, RequestForm
+from oarlock.server.bench.metrics import Cause, Sample
+from oarlock.server.bench.workload.prompts import Piece
+from oarlock.server.bench.workload.workload import Turn, Workload
 
 _T = TypeVar("_T")
 _AFTER_NO_CONNECTION_S = 0.1  # a server that is gone is not asked ten thousand times a second

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 
-from server.bench import metrics
-from server.bench.client.http_stream import HttpClient, Target
-from server.bench.client.request import RequestForm
-from server.bench.client.server_probe import choose_prompts, listed
-from server.bench.metrics import Sample
-from server.bench.plan import ServePlan
-from server.bench.result import Result
-from server.bench.run import LoadRun, OnSample, Schedule, run_until_done
-from server.bench.workload.workload import RandomPrompts
+from oarlock.server.bench import metrics
+from oarlock.server.bench.client.http_stream import HttpClient, Target
+from oarlock.server.bench.client.request import RequestForm
+from oarlock.server.bench.client.server_probe import choose_prompts, listed
+from oarlock.server.bench.metrics import Sample
+from oarlock.server.bench.plan import ServePlan
+from oarlock.server.bench.result import Result
+from oarlock.server.bench.run import LoadRun, OnSample, Schedule, run_until_done
+from oarlock.server.bench.workload.workload import RandomPrompts
 
 
 def measure(plan: ServePlan, on_sample: OnSample | None = None) -> Result:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from engine.errors import RequestError
-from engine.sampling_params import Grammar
-from server.chat.prompt import ChatPrompt
-from server.chat.tool_parsers.grammar import SpecialIds, delimited, delimiter, literal, pattern_text, schema_rule
-from server.chat.tool_parsers.harmony import after_thoughts, final_head
+from oarlock.engine.errors import RequestError
+from oarlock.engine.sampling_params import Grammar
+from oarlock.server.chat.prompt import ChatPrompt
+from oarlock.server.chat.tool_parsers.grammar import (
+    SpecialIds,
+    delimited,
+    delimiter,
+    literal,
+    pattern_text,
+    schema_rule,
+)
+from oarlock.server.chat.tool_parsers.harmony import after_thoughts, final_head
 
 
 def answer_grammar(own: Grammar | None, prompt: ChatPrompt, special_ids: SpecialIds) -> Grammar | None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.types import FinishReason
-from server.chat.events import ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart, merged
-from server.chat.reasoning_parser import THINK, ReasoningFormat, ReasoningParser
-from server.chat.tool_choice import ToolChoice
-from server.chat.tool_parsers.harmony import HarmonyParser
-from server.llm.output_processor import Delta
+from oarlock.engine.types import FinishReason
+from oarlock.server.chat.events import ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart, merged
+from oarlock.server.chat.reasoning_parser import THINK, ReasoningFormat, ReasoningParser
+from oarlock.server.chat.tool_choice import ToolChoice
+from oarlock.server.chat.tool_parsers.harmony import HarmonyParser
+from oarlock.server.llm.output_processor import Delta
 
 TOOL_CALLS = "tool_calls"
 

@@ -10,17 +10,17 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import RequestError
-from server.chat.message_parser import AnswerShape
-from server.chat.reasoning_parser import FORMATS, THINK, ReasoningFormat
-from server.chat.tool_choice import ToolChoice, resolve_tool_choice
-from server.chat.tool_parsers.base import ToolFormat
-from server.chat.tool_parsers.harmony import HARMONY, TURN
-from server.chat.tool_parsers.registry import choose
-from server.protocol.chat_completion import ChatRequest
-from server.protocol.chat_messages import ChatMessage
-from server.tokenizer.chat_template import Rendering, text_parts
-from server.tokenizer.tokenizer import Tokenizer
+from oarlock.engine.errors import RequestError
+from oarlock.server.chat.message_parser import AnswerShape
+from oarlock.server.chat.reasoning_parser import FORMATS, THINK, ReasoningFormat
+from oarlock.server.chat.tool_choice import ToolChoice, resolve_tool_choice
+from oarlock.server.chat.tool_parsers.base import ToolFormat
+from oarlock.server.chat.tool_parsers.harmony import HARMONY, TURN
+from oarlock.server.chat.tool_parsers.registry import choose
+from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.protocol.chat_messages import ChatMessage
+from oarlock.server.tokenizer.chat_template import Rendering, text_parts
+from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 _CUT_HERE = "\ue0c7\ue0f1\ue0c7"  # added to a message to be continued: the prompt ends there (private use area)
 _MAX_ADDED = 64 * 1024  # characters a template may add to four times its input

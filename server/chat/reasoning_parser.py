@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from server.chat.events import ContentDelta, MessageEvent, ReasoningDelta, merged
+from oarlock.server.chat.events import ContentDelta, MessageEvent, ReasoningDelta, merged
 
 _START, _INSIDE, _BEHIND, _ANSWER = range(4)
 

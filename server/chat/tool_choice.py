@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import RequestError
-from server.chat.tool_parsers.base import ToolFormat, ToolParser
-from server.chat.tool_parsers.grammar import MAX_CALLS, SpecialIds
-from server.protocol.chat_completion import ChatRequest
-from server.protocol.chat_messages import AllowedChoice, NamedChoice, Tool
+from oarlock.engine.errors import RequestError
+from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
+from oarlock.server.chat.tool_parsers.grammar import MAX_CALLS, SpecialIds
+from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.protocol.chat_messages import AllowedChoice, NamedChoice, Tool
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import StartupError
+from oarlock.engine.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.preflight import is_there, read_table
+from oarlock.engine.preflight import is_there, read_table
 
 # A tokenizer without tokenizer.json is made from one of these.
 VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")

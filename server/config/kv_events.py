@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from engine.config import KvEventsConfig
-from server.config.option_checks import json_object
-from server.config.options import OptionError, nearest
+from oarlock.engine.config import KvEventsConfig
+from oarlock.server.config.option_checks import json_object
+from oarlock.server.config.options import OptionError, nearest
 
 EXAMPLE = '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}'
 _FLAG = "--kv-events-config"

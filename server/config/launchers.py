@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from server.config.groups.nodes import RAY
-from server.config.options import OptionError
+from oarlock.server.config.groups.nodes import RAY
+from oarlock.server.config.options import OptionError
 
 TORCHRUN, LEADER_WORKER_SET = "torchrun", "LeaderWorkerSet"
 _MARKS = ("TORCHELASTIC_RUN_ID", "GROUP_RANK", "GROUP_WORLD_SIZE")  # MASTER_ADDR alone may be of another program

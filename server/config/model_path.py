@@ -7,11 +7,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from engine.errors import StartupError
-from engine.preflight import is_there
-from server.config.gguf.directory import described, gguf_model
-from server.config.hub.download import HubModel, OnDetailedProgress, download
-from server.config.settings import Settings
+from oarlock.engine.errors import StartupError
+from oarlock.engine.preflight import is_there
+from oarlock.server.config.gguf.directory import described, gguf_model
+from oarlock.server.config.hub.download import HubModel, OnDetailedProgress, download
+from oarlock.server.config.settings import Settings
 
 DEMO_NAME = "oarlock-demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|[A-Za-z0-9][\w.-]*")

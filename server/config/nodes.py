@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 
-from engine.config import NodesConfig
-from engine.errors import StartupError
-from server.config.groups.nodes import RAY
-from server.config.launchers import launcher_store
-from server.config.settings import Settings
+from oarlock.engine.config import NodesConfig
+from oarlock.engine.errors import StartupError
+from oarlock.server.config.groups.nodes import RAY
+from oarlock.server.config.launchers import launcher_store
+from oarlock.server.config.settings import Settings
 
 
 def nodes_config(settings: Settings, environment: Mapping[str, str]) -> NodesConfig | None:

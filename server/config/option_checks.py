@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from server.config import vllm_flags
-from server.config.allowed_hosts import is_pattern
-from server.config.options import OptionError, nearest
+from oarlock.server.config import vllm_flags
+from oarlock.server.config.allowed_hosts import is_pattern
+from oarlock.server.config.options import OptionError, nearest
 
 _MAX_UDS_BYTES = 107  # of Linux's sockaddr_un, without the zero at its end
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")

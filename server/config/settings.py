@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.config import EngineConfig, KvEventsConfig, NodesConfig, WorkerConfig
-from server.config import kv_events, speculative
-from server.config.allowed_hosts import is_loopback
-from server.config.groups.devices import DeviceSettings
-from server.config.groups.http import HttpSettings
-from server.config.groups.logs import LogSettings
-from server.config.groups.model import FITTING, ModelSettings
-from server.config.groups.nodes import NodeSettings
-from server.config.groups.scheduling import SchedulingSettings
-from server.config.option_checks import (
+from oarlock.engine.config import EngineConfig, KvEventsConfig, NodesConfig, WorkerConfig
+from oarlock.server.config import kv_events, speculative
+from oarlock.server.config.allowed_hosts import is_loopback
+from oarlock.server.config.groups.devices import DeviceSettings
+from oarlock.server.config.groups.http import HttpSettings
+from oarlock.server.config.groups.logs import LogSettings
+from oarlock.server.config.groups.model import FITTING, ModelSettings
+from oarlock.server.config.groups.nodes import NodeSettings
+from oarlock.server.config.groups.scheduling import SchedulingSettings
+from oarlock.server.config.option_checks import (
     check_allowed_hosts,
     check_allowed_origins,
     check_kv_offload,
@@ -30,7 +30,7 @@ from server.config.option_checks import (
     check_traces_endpoint,
     unknown_name,
 )
-from server.config.options import Option, OptionError, describe
+from oarlock.server.config.options import Option, OptionError, describe
 
 # Where the options are not given: the largest step and the shortest timeout that measuring a step may result in.
 MAX_NUM_BATCHED_TOKENS = 2048

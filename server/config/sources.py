@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from server.config.launchers import launched
-from server.config.option_checks import unknown_name
-from server.config.options import OptionError
-from server.config.service_links import service_links
-from server.config.settings import OPTIONS, Settings, make_settings
+from oarlock.server.config.launchers import launched
+from oarlock.server.config.option_checks import unknown_name
+from oarlock.server.config.options import OptionError
+from oarlock.server.config.service_links import service_links
+from oarlock.server.config.settings import OPTIONS, Settings, make_settings
 
 # Variables that are no options: the name of the file, and what `workers/kernels/cpu/levels.py` reads.
 _READ_ELSEWHERE = ("OARLOCK_CONFIG", "OARLOCK_CPU_LEVEL")

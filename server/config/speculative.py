@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.config import SpeculativeConfig
-from server.config.option_checks import json_object
-from server.config.options import OptionError, nearest
+from oarlock.engine.config import SpeculativeConfig
+from oarlock.server.config.option_checks import json_object
+from oarlock.server.config.options import OptionError, nearest
 
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 5}'
 _FLAG = "--speculative-config"

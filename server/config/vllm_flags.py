@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from server.config.options import OptionError
+from oarlock.server.config.options import OptionError
 
 _NO = ("false", "0", "no", "off")
 _YES = ("true", "1", "yes", "on")

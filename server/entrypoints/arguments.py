@@ -10,12 +10,12 @@ import itertools
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NoReturn
 
-from engine.errors import StartupError
-from server.config import vllm_flags
-from server.config.option_checks import removed
-from server.config.options import Option, OptionError, nearest
-from server.config.settings import OPTIONS
-from server.config.sources import LoadedSettings, load_settings
+from oarlock.engine.errors import StartupError
+from oarlock.server.config import vllm_flags
+from oarlock.server.config.option_checks import removed
+from oarlock.server.config.options import Option, OptionError, nearest
+from oarlock.server.config.settings import OPTIONS
+from oarlock.server.config.sources import LoadedSettings, load_settings
 
 _CONFIG_HELP = "TOML file with the same names (environment: OARLOCK_CONFIG)"
 

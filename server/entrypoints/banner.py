@@ -9,9 +9,9 @@ import sys
 import time
 from typing import Any, TextIO
 
-from engine.types import EngineInfo
-from server.config.options import format_size
-from server.observability.logs import event, logger
+from oarlock.engine.types import EngineInfo
+from oarlock.server.config.options import format_size
+from oarlock.server.observability.logs import event, logger
 
 _log = logger("start")
 _TYPICAL_CONTEXT = 4096

@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from engine.python_child import start_python
+from oarlock.engine.python_child import start_python
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from engine.errors import StartupError
-from engine.python_child import run_while_read
-from server.config.options import OptionError, nearest
-from server.entrypoints import commands
-from server.entrypoints.arguments import Parser, UsageError, parse
-from server.version import VERSION
+from oarlock.engine.errors import StartupError
+from oarlock.engine.python_child import run_while_read
+from oarlock.server.config.options import OptionError, nearest
+from oarlock.server.entrypoints import commands
+from oarlock.server.entrypoints.arguments import Parser, UsageError, parse
+from oarlock.server.version import VERSION
 
 EXIT_USAGE = 2
 

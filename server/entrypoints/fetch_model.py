@@ -1,4 +1,4 @@
-"""The process that fetches a model from the hub: `python -m server.entrypoints.fetch_model --fd N`.
+"""The process that fetches a model from the hub: `python -m oarlock.server.entrypoints.fetch_model --fd N`.
 
 Started by `server/config/hub/download.py`. The first line on the socket is the request; lines of progress and of the
 outcome go back. When the parent has ended, so does the socket, and with it this process.
@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.errors import StartupError
+from oarlock.engine.errors import StartupError
 
 
 def main(argv: Sequence[str]) -> NoReturn:
     """Fetch and exit, without waiting for threads that still wait for the network."""
     for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all its processes; the parent decides
         signal.signal(number, signal.SIG_IGN)
-    parser = argparse.ArgumentParser(prog="server.entrypoints.fetch_model")
+    parser = argparse.ArgumentParser(prog="oarlock.server.entrypoints.fetch_model")
     parser.add_argument("--fd", type=int, required=True)
     sock = socket.socket(fileno=parser.parse_args(argv).fd)
     with sock.makefile("rb") as lines:
@@ -44,10 +44,10 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 def _fetch(sock: socket.socket, request: bytes) -> str:
     # Slow to import: by now signals are ignored and the parent is watched.
-    from server.config.hub.download import HubModel
-    from server.config.hub.fetch import fetch
-    from server.llm.pooler_config import PoolerConfig
-    from server.tokenizer.tokenizer import Tokenizer
+    from oarlock.server.config.hub.download import HubModel
+    from oarlock.server.config.hub.fetch import fetch
+    from oarlock.server.llm.pooler_config import PoolerConfig
+    from oarlock.server.tokenizer.tokenizer import Tokenizer
 
     def report(phase: str, fraction: float, detail: str) -> None:
         _send(sock, kind="progress", phase=phase, fraction=fraction, detail=detail)

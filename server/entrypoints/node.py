@@ -13,12 +13,12 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from engine.config import NodesConfig
-from engine.node import check_network, run_node
-from server.config.settings import Settings
-from server.entrypoints.banner import Progress
-from server.llm.model_files import find_files
-from server.observability import logs
+from oarlock.engine.config import NodesConfig
+from oarlock.engine.node import check_network, run_node
+from oarlock.server.config.settings import Settings
+from oarlock.server.entrypoints.banner import Progress
+from oarlock.server.llm.model_files import find_files
+from oarlock.server.observability import logs
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _log = logs.logger("node")

@@ -1,6 +1,6 @@
 """The program beside a server that Ray places: it reserves a share of each host, and has a part run in all but ours.
 
-    python -m server.entrypoints.ray_driver FD
+    python -m oarlock.server.entrypoints.ray_driver FD
 
 Reads one line of JSON, then waits for the end of its input, which is the end of the server; writes lines of JSON to FD.
 It alone imports Ray, whose threads and signal handlers so stay out of the server. When it ends, however that is, Ray
@@ -82,7 +82,7 @@ class Driver:
     """One group of hosts, from its reservation to its end."""
 
     def __init__(self, asked: dict[str, Any], channel: TextIO) -> None:
-        """`asked`: of `server.entrypoints.ray_group`. `channel`: where lines of JSON are written to."""
+        """`asked`: of `oarlock.server.entrypoints.ray_group`. `channel`: where lines of JSON are written to."""
         self._asked = asked
         self._channel = channel
         for name in ("RAY_DEDUP_LOGS", "RAY_COLOR_PREFIX"):  # a part's log is a log: every line, without colours

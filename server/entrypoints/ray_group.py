@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from engine.config import NodesConfig
-from engine.errors import StartupError
-from engine.python_child import import_path, python_command, start_python
-from server.config.nodes import ray_resources
-from server.config.sources import LoadedSettings, as_flags
-from server.entrypoints.banner import Progress
-from server.observability import logs
+from oarlock.engine.config import NodesConfig
+from oarlock.engine.errors import StartupError
+from oarlock.engine.python_child import import_path, python_command, start_python
+from oarlock.server.config.nodes import ray_resources
+from oarlock.server.config.sources import LoadedSettings, as_flags
+from oarlock.server.entrypoints.banner import Progress
+from oarlock.server.observability import logs
 
 _HEAD_ONLY = ("HTTP",)  # groups of options that parts have no use for
 _PREFIXES = ("HF_", "HUGGING_FACE_", "NCCL_", "GLOO_", "UCX_")  # of variables that parts get from this process
@@ -40,7 +40,7 @@ class RayGroup:
         self._failure: Future[StartupError] = Future()
         read_fd, write_fd = os.pipe()
         with os.fdopen(write_fd, "wb"):
-            driver = ["-m", "server.entrypoints.ray_driver", str(write_fd)]
+            driver = ["-m", "oarlock.server.entrypoints.ray_driver", str(write_fd)]
             self._driver = start_python(driver, pass_fds=[write_fd], stdin=subprocess.PIPE)
         self._channel = os.fdopen(read_fd, "rb")
         try:

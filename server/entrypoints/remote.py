@@ -9,8 +9,8 @@ import json
 import os
 from typing import Any
 
-from engine.errors import StartupError
-from server.bench.client.http_stream import (
+from oarlock.engine.errors import StartupError
+from oarlock.server.bench.client.http_stream import (
     BrokenError,
     ConnectError,
     HttpClient,
@@ -19,7 +19,7 @@ from server.bench.client.http_stream import (
     StatusError,
     Target,
 )
-from server.entrypoints.arguments import UsageError
+from oarlock.server.entrypoints.arguments import UsageError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "OPENAI_API_KEY"

@@ -12,11 +12,11 @@ import socket
 from collections.abc import MutableMapping
 from dataclasses import replace
 
-from engine.errors import StartupError
-from server.api.listening import address_of, inherited
-from server.config.groups.http import HttpSettings
-from server.config.settings import Settings
-from server.observability.logs import event, logger
+from oarlock.engine.errors import StartupError
+from oarlock.server.api.listening import address_of, inherited
+from oarlock.server.config.groups.http import HttpSettings
+from oarlock.server.config.settings import Settings
+from oarlock.server.observability.logs import event, logger
 
 # While a model loads, its progress moves the limit of the start; loading itself ends when it stands still for 300 s.
 _START_S = 330.0

@@ -21,31 +21,31 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.config import EngineConfig, NodesConfig, OnProgress
-from engine.engine_process import EngineProcess
-from engine.errors import EngineDeadError, StartupError
-from engine.node import check_network
-from server.api.app import create_app
-from server.api.listening import listen, remove_unused, url_of, warn_if_exposed
-from server.api.tls import ServerTls
-from server.api.uvicorn_server import HttpServer, raise_descriptor_limit
-from server.config.model_path import served_names
-from server.config.settings import Settings
-from server.entrypoints import banner
-from server.entrypoints.service_manager import ServiceManager
-from server.errors import HttpError
-from server.llm.generation import Engine
-from server.llm.generation_config import GenerationConfig
-from server.llm.model_files import find_files
-from server.llm.pooler_config import PoolerConfig
-from server.observability import logs
-from server.observability.metrics import HttpCounters
-from server.serving.connect import connect_engine
-from server.serving.server_state import STALL_LIMIT_S, Phase, ServerState
-from server.tokenizer.tokenizer import Tokenizer
+from oarlock.engine.config import EngineConfig, NodesConfig, OnProgress
+from oarlock.engine.engine_process import EngineProcess
+from oarlock.engine.errors import EngineDeadError, StartupError
+from oarlock.engine.node import check_network
+from oarlock.server.api.app import create_app
+from oarlock.server.api.listening import listen, remove_unused, url_of, warn_if_exposed
+from oarlock.server.api.tls import ServerTls
+from oarlock.server.api.uvicorn_server import HttpServer, raise_descriptor_limit
+from oarlock.server.config.model_path import served_names
+from oarlock.server.config.settings import Settings
+from oarlock.server.entrypoints import banner
+from oarlock.server.entrypoints.service_manager import ServiceManager
+from oarlock.server.errors import HttpError
+from oarlock.server.llm.generation import Engine
+from oarlock.server.llm.generation_config import GenerationConfig
+from oarlock.server.llm.model_files import find_files
+from oarlock.server.llm.pooler_config import PoolerConfig
+from oarlock.server.observability import logs
+from oarlock.server.observability.metrics import HttpCounters
+from oarlock.server.serving.connect import connect_engine
+from oarlock.server.serving.server_state import STALL_LIMIT_S, Phase, ServerState
+from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from server.entrypoints.ray_group import RayGroup
+    from oarlock.server.entrypoints.ray_group import RayGroup
 
 EXIT_WORKER_DIED = 5
 EXIT_DRAIN_TIMED_OUT = 7
@@ -58,7 +58,7 @@ _log = logs.logger("supervisor")
 
 
 class RunningEngine(Engine, Protocol):
-    """What the supervisor needs of `engine.client.EngineClient` or `engine.replicas.Replicas`."""
+    """What the supervisor needs of `oarlock.engine.client.EngineClient` or `oarlock.engine.replicas.Replicas`."""
 
     dead: asyncio.Event  # its process has ended, with `exit_code`
     lost: asyncio.Event  # a replica has, for good and with `exit_code`: the others can finish what they have
@@ -359,7 +359,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _start_engine(
     processes: Sequence[EngineProcess], config: EngineConfig, on_progress: OnProgress
 ) -> RunningEngine:
-    from engine.replicas import start_engine
+    from oarlock.engine.replicas import start_engine
 
     try:
         return await start_engine(config, on_progress, processes=processes)

@@ -7,17 +7,17 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.types import POOLS, Request
-from server.llm.generation import Engine, Generation
-from server.llm.generation_config import GenerationConfig
-from server.llm.input_processor import InputProcessor, ProcessedRequest
-from server.llm.pooler_config import PoolerConfig
-from server.llm.submissions import Submissions
-from server.tokenizer.tokenizer import Tokenizer
+from oarlock.engine.types import POOLS, Request
+from oarlock.server.llm.generation import Engine, Generation
+from oarlock.server.llm.generation_config import GenerationConfig
+from oarlock.server.llm.input_processor import InputProcessor, ProcessedRequest
+from oarlock.server.llm.pooler_config import PoolerConfig
+from oarlock.server.llm.submissions import Submissions
+from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from engine.pooling_params import PoolingParams
-    from server.llm.pooling import PooledOutput, Pooling
+    from oarlock.engine.pooling_params import PoolingParams
+    from oarlock.server.llm.pooling import PooledOutput, Pooling
 
 
 class AsyncLLM:
@@ -96,7 +96,7 @@ class AsyncLLM:
         The engine checks each when it comes: `RequestError` where it can never run. `timeout_s`: of all together, of
         which `spent_s` have passed. The other arguments are those of `start`.
         """
-        from server.llm.pooling import PooledChoice, Pooling  # imports numpy, which no other request needs
+        from oarlock.server.llm.pooling import PooledChoice, Pooling  # imports numpy, which no other request needs
 
         choices = []
         for index, prompt in enumerate(prompts):

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import StartupError
-from engine.preflight import is_there
-from server.config.checkpoint_json import read_json
+from oarlock.engine.errors import StartupError
+from oarlock.engine.preflight import is_there
+from oarlock.server.config.checkpoint_json import read_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,7 +100,7 @@ def _read(config: DenseConfig) -> tuple[np.ndarray, np.ndarray | None]:
     """Weight [out, in] and bias [out], float64."""
     import numpy as np
 
-    from engine.preflight import read_header  # with what it imports, which no other checkpoint needs here
+    from oarlock.engine.preflight import read_header  # with what it imports, which no other checkpoint needs here
 
     file = config.folder / _WEIGHTS
     if not is_there(file):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.engine_process import EngineProcess
-from server.config.settings import Settings
+from oarlock.engine.engine_process import EngineProcess
+from oarlock.server.config.settings import Settings
 
 
 def engine_processes(settings: Settings) -> list[EngineProcess]:

@@ -12,13 +12,13 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
 
-from engine.errors import EngineError, RequestError, UnavailableError
-from engine.stats import EngineState, EngineStats, RequestHistory
-from engine.types import EngineInfo, Request, TokenEvent
-from server.errors import DeadlineError
-from server.llm.output_processor import ABORT, TIMEOUT, ChoiceOutput, Delta
-from server.llm.prompt_scores import parts_of
-from server.llm.submissions import Submissions
+from oarlock.engine.errors import EngineError, RequestError, UnavailableError
+from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
+from oarlock.engine.types import EngineInfo, Request, TokenEvent
+from oarlock.server.errors import DeadlineError
+from oarlock.server.llm.output_processor import ABORT, TIMEOUT, ChoiceOutput, Delta
+from oarlock.server.llm.prompt_scores import parts_of
+from oarlock.server.llm.submissions import Submissions
 
 FIRST_EVENT_TIMEOUT_S = 5.0  # how long a stream waits for the engine's first event before its 200 is sent
 
@@ -49,7 +49,8 @@ class Seat(Protocol):
 
 
 class Engine(Protocol):
-    """What this package needs of `engine.client.EngineClient`, and of `engine.replicas.Replicas`, which is several."""
+    """What this package needs of `oarlock.engine.client.EngineClient`, and of `oarlock.engine.replicas.Replicas`, which
+    is several."""
 
     @property
     def info(self) -> EngineInfo: ...

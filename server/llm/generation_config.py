@@ -13,11 +13,11 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
-from engine.errors import StartupError
-from engine.preflight import is_there
-from server.config.checkpoint_json import read_json
-from server.protocol.base import INT32_MAX, WHOLE, StrictModel
-from server.protocol.sampling import SamplingFields
+from oarlock.engine.errors import StartupError
+from oarlock.engine.preflight import is_there
+from oarlock.server.config.checkpoint_json import read_json
+from oarlock.server.protocol.base import INT32_MAX, WHOLE, StrictModel
+from oarlock.server.protocol.sampling import SamplingFields
 
 FILE = "generation_config.json"
 AUTO, NEUTRAL = "auto", "vllm"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.types import FinishReason, Request, TokenEvent
-from server.llm.prompt_scores import PromptReader, PromptScores, Scores, TokenScore
-from server.llm.stop_strings import StopStringMatcher, StopStrings
-from server.tokenizer.tokenizer import Tokenizer
+from oarlock.engine.types import FinishReason, Request, TokenEvent
+from oarlock.server.llm.prompt_scores import PromptReader, PromptScores, Scores, TokenScore
+from oarlock.server.llm.stop_strings import StopStringMatcher, StopStrings
+from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

@@ -13,12 +13,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from engine.errors import StartupError, shown
-from engine.preflight import ENCODERS, is_there
-from engine.preflight import read_json as read_any_json
-from server.config.checkpoint_json import read_json
-from server.llm.dense import DenseConfig, DenseLayers
-from server.tokenizer.tokenizer import Tokenizer
+from oarlock.engine.errors import StartupError, shown
+from oarlock.engine.preflight import ENCODERS, is_there
+from oarlock.engine.preflight import read_json as read_any_json
+from oarlock.server.config.checkpoint_json import read_json
+from oarlock.server.llm.dense import DenseConfig, DenseLayers
+from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 GENERATE, POOLING = "generate", "pooling"  # of --runner; else it is decided here
 LABELS = "labels"  # of engine.pooling_params: the kind of a classification head

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.errors import UnavailableError
-from engine.types import FinishReason, Request, TokenEvent
-from server.errors import DeadlineError
-from server.llm.generation import Generation
-from server.llm.output_processor import TIMEOUT, Delta
+from oarlock.engine.errors import UnavailableError
+from oarlock.engine.types import FinishReason, Request, TokenEvent
+from oarlock.server.errors import DeadlineError
+from oarlock.server.llm.generation import Generation
+from oarlock.server.llm.output_processor import TIMEOUT, Delta
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import repeat
 from typing import NamedTuple
 
-from engine.types import ScoredTokens, TokenEvent, TokenLogprobs
-from server.protocol.json_pieces import PIECE_NUMBERS
-from server.tokenizer.detokenizer import Detokenizer
+from oarlock.engine.types import ScoredTokens, TokenEvent, TokenLogprobs
+from oarlock.server.protocol.json_pieces import PIECE_NUMBERS
+from oarlock.server.tokenizer.detokenizer import Detokenizer
 
 
 class TokenScore(NamedTuple):

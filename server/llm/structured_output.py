@@ -18,9 +18,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from engine.errors import RequestError
-from engine.sampling_params import Grammar
-from server.protocol.sampling import SamplingFields
+from oarlock.engine.errors import RequestError
+from oarlock.engine.sampling_params import Grammar
+from oarlock.server.protocol.sampling import SamplingFields
 
 
 def constraint_of(request: SamplingFields) -> Grammar | None:

@@ -18,7 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from engine.errors import QueueFullError
+from oarlock.engine.errors import QueueFullError
 
 Send = Callable[[int, bool], None]  # the sequence's index in its request, and whether it has a place already
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0  # as the engine's

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from server.observability.logs import event, logger
+from oarlock.server.observability.logs import event, logger
 
 _log = logger("access")
 _queue_log = logger("http")

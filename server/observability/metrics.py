@@ -15,8 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from engine.stats import TOKEN_BOUNDS, EngineStats, Histogram
-from engine.types import EngineInfo
+from oarlock.engine.stats import TOKEN_BOUNDS, EngineStats, Histogram
+from oarlock.engine.types import EngineInfo
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from server.protocol.base import FieldError, StrictModel
+from oarlock.server.protocol.base import FieldError, StrictModel
 
 
 class AbortRequest(StrictModel):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
-from server.errors import HttpError, retry_after
+from oarlock.server.errors import HttpError, retry_after
 
 DEFAULT_BYTES = 128 * 2**20
 _SMALL = 64 * 1024  # bytes of a body: larger ones leave an eighth of the memory to those

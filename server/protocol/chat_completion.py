@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from server.protocol.base import INT32_MAX, MAX_LOGPROBS, WHOLE, FieldError
-from server.protocol.chat_messages import ChatMessage, JsonObject, Tool, ToolChoiceOption
-from server.protocol.sampling import SamplingFields
+from oarlock.server.protocol.base import INT32_MAX, MAX_LOGPROBS, WHOLE, FieldError
+from oarlock.server.protocol.chat_messages import ChatMessage, JsonObject, Tool, ToolChoiceOption
+from oarlock.server.protocol.sampling import SamplingFields
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128

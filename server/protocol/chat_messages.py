@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from server.protocol.base import FieldError, StrictModel
+from oarlock.server.protocol.base import FieldError, StrictModel
 
 MAX_PARTS = 1024
 MAX_CALLS = 128

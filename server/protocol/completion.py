@@ -6,7 +6,7 @@ from typing import Annotated, cast
 
 from pydantic import Field, model_validator
 
-from server.protocol.base import (
+from oarlock.server.protocol.base import (
     INT32_MAX,
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -15,7 +15,7 @@ from server.protocol.base import (
     FieldError,
     Prompt,
 )
-from server.protocol.sampling import SamplingFields
+from oarlock.server.protocol.sampling import SamplingFields
 
 
 class CompletionRequest(SamplingFields):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from server.json_text import dumps, json_text
+from oarlock.server.json_text import dumps, json_text
 
 PIECE_NUMBERS = 1000  # logprobs in one piece, about a microsecond each
 LONG_TEXT = 1 << 16  # characters of a text that take as long

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from starlette.datastructures import QueryParams
 
-from engine.errors import RequestError
+from oarlock.engine.errors import RequestError
 
 # Clients of Azure and of Anthropic put the version of their API behind every address. Here is one version.
 _VERSIONS = frozenset({"api-version", "beta"})

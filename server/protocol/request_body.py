@@ -17,11 +17,11 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from engine.errors import RequestError
-from server.errors import ClientGoneError, HttpError
-from server.protocol.base import FieldError, StrictModel
-from server.protocol.body_memory import HeldBody
-from server.protocol.wording import problem_of
+from oarlock.engine.errors import RequestError
+from oarlock.server.errors import ClientGoneError, HttpError
+from oarlock.server.protocol.base import FieldError, StrictModel
+from oarlock.server.protocol.body_memory import HeldBody
+from oarlock.server.protocol.wording import problem_of
 
 READ_TIMEOUT_S = 30.0
 _ParsedT = TypeVar("_ParsedT", bound=StrictModel)

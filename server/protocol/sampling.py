@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from engine.types import MAX_PRIORITY, MIN_PRIORITY
-from server.protocol.base import (
+from oarlock.engine.types import MAX_PRIORITY, MIN_PRIORITY
+from oarlock.server.protocol.base import (
     ACCEPTED,
     INT32_MAX,
     INT64_MAX,
@@ -32,7 +32,7 @@ from server.protocol.base import (
     StrictModel,
     TokenId,
 )
-from server.protocol.structured_output import (
+from oarlock.server.protocol.structured_output import (
     Alternatives,
     GrammarText,
     JsonSchema,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from server.protocol.base import FieldError, StrictModel
+from oarlock.server.protocol.base import FieldError, StrictModel
 
 MAX_SCHEMA_CHARACTERS = 64 * 1024
 MAX_SCHEMA_DEPTH = 64

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, create_model
 
-from server.protocol.base import MAX_PROMPT_IDS, StrictModel, TokenId
-from server.protocol.chat_completion import ChatRequest
+from oarlock.server.protocol.base import MAX_PROMPT_IDS, StrictModel, TokenId
+from oarlock.server.protocol.chat_completion import ChatRequest
 
 # The fields of a chat request that decide its prompt. The others would be accepted and ignored, so they are left out.
 _PROMPT_FIELDS = (

@@ -9,23 +9,23 @@ from typing import ClassVar, Self, TypeVar
 
 from starlette.requests import Request
 
-from engine.errors import EngineError, RequestError
-from engine.stats import EngineStats
-from engine.types import EngineInfo
-from server.config.model_path import served_names
-from server.config.settings import Settings
-from server.errors import HttpError, ModelNotFoundError
-from server.llm.async_llm import AsyncLLM
-from server.llm.generation import Replica
-from server.observability.logs import event, logger
-from server.observability.metrics import HttpCounters, exposition
-from server.protocol.base import MAX_TIMEOUT_S, StrictModel
-from server.protocol.large_body.reader import takes_long
-from server.protocol.request_body import ignored_header, parse_any, read_json, unknown_parameters
-from server.serving.server_state import ServerState
-from server.serving.sse import until_disconnect
-from server.tokenizer.tokenizer import Tokenizer
-from server.version import VERSION
+from oarlock.engine.errors import EngineError, RequestError
+from oarlock.engine.stats import EngineStats
+from oarlock.engine.types import EngineInfo
+from oarlock.server.config.model_path import served_names
+from oarlock.server.config.settings import Settings
+from oarlock.server.errors import HttpError, ModelNotFoundError
+from oarlock.server.llm.async_llm import AsyncLLM
+from oarlock.server.llm.generation import Replica
+from oarlock.server.observability.logs import event, logger
+from oarlock.server.observability.metrics import HttpCounters, exposition
+from oarlock.server.protocol.base import MAX_TIMEOUT_S, StrictModel
+from oarlock.server.protocol.large_body.reader import takes_long
+from oarlock.server.protocol.request_body import ignored_header, parse_any, read_json, unknown_parameters
+from oarlock.server.serving.server_state import ServerState
+from oarlock.server.serving.sse import until_disconnect
+from oarlock.server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.version import VERSION
 
 STATS_TIMEOUT_S = 2.0
 _BodyT = TypeVar("_BodyT", bound=StrictModel)

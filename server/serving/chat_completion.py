@@ -7,20 +7,27 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from server.chat.answer_grammar import answer_grammar
-from server.chat.events import ArgumentsDelta, ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart, merged
-from server.chat.message_parser import AnswerShape, MessageParser
-from server.chat.prompt import render_prompt
-from server.json_text import dumps, json_text
-from server.llm.generation import Generation
-from server.llm.input_processor import ProcessedRequest
-from server.llm.output_processor import Delta
-from server.llm.prompt_scores import Scores, TokenScore
-from server.llm.structured_output import constraint_of
-from server.protocol.chat_completion import ChatRequest
-from server.serving.generate import OpenAIServingGenerate
-from server.serving.response_writer import AnswerWriter, ResponseHead, ResponseOptions, ResponseWriter, finite, usage
-from server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.chat.answer_grammar import answer_grammar
+from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart, merged
+from oarlock.server.chat.message_parser import AnswerShape, MessageParser
+from oarlock.server.chat.prompt import render_prompt
+from oarlock.server.json_text import dumps, json_text
+from oarlock.server.llm.generation import Generation
+from oarlock.server.llm.input_processor import ProcessedRequest
+from oarlock.server.llm.output_processor import Delta
+from oarlock.server.llm.prompt_scores import Scores, TokenScore
+from oarlock.server.llm.structured_output import constraint_of
+from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.serving.generate import OpenAIServingGenerate
+from oarlock.server.serving.response_writer import (
+    AnswerWriter,
+    ResponseHead,
+    ResponseOptions,
+    ResponseWriter,
+    finite,
+    usage,
+)
+from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from server.json_text import json_text
-from server.llm.generation import Generation
-from server.llm.input_processor import ProcessedRequest
-from server.llm.output_processor import Delta
-from server.llm.prompt_scores import TokenScore
-from server.protocol.completion import CompletionRequest
-from server.serving.generate import OpenAIServingGenerate
-from server.serving.response_writer import AnswerWriter, ResponseWriter, finite
+from oarlock.server.json_text import json_text
+from oarlock.server.llm.generation import Generation
+from oarlock.server.llm.input_processor import ProcessedRequest
+from oarlock.server.llm.output_processor import Delta
+from oarlock.server.llm.prompt_scores import TokenScore
+from oarlock.server.protocol.completion import CompletionRequest
+from oarlock.server.serving.generate import OpenAIServingGenerate
+from oarlock.server.serving.response_writer import AnswerWriter, ResponseWriter, finite
 
 
 class OpenAIServingCompletion(OpenAIServingGenerate[CompletionRequest, ProcessedRequest]):

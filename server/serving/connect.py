@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from server.config.settings import Settings
-from server.llm.async_llm import AsyncLLM
-from server.llm.generation import Engine, Generation
-from server.llm.generation_config import GenerationConfig
-from server.llm.pooler_config import PoolerConfig
-from server.observability.logs import event, logger
-from server.observability.metrics import HttpCounters
-from server.serving.server_state import ServerState
-from server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.config.settings import Settings
+from oarlock.server.llm.async_llm import AsyncLLM
+from oarlock.server.llm.generation import Engine, Generation
+from oarlock.server.llm.generation_config import GenerationConfig
+from oarlock.server.llm.pooler_config import PoolerConfig
+from oarlock.server.observability.logs import event, logger
+from oarlock.server.observability.metrics import HttpCounters
+from oarlock.server.serving.server_state import ServerState
+from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 _log = logger("requests")
 

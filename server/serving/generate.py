@@ -11,19 +11,19 @@ from typing import Any, Generic, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.errors import RequestError
-from server.errors import DeadlineError
-from server.llm.generation import Generation, collect
-from server.llm.input_processor import ProcessedRequest
-from server.llm.output_processor import Delta
-from server.llm.pooler_config import Task
-from server.protocol.json_pieces import numbers, pieces_of
-from server.protocol.sampling import SamplingFields
-from server.serving.base import OpenAIServing
-from server.serving.explain.records import RequestRecord
-from server.serving.request_context import client_of, label_of, record_of, request_id_of, salt_of, salted
-from server.serving.response_writer import AnswerWriter, ResponseHead, ResponseOptions
-from server.serving.sse import EventStream, until_disconnect, whole_response
+from oarlock.engine.errors import RequestError
+from oarlock.server.errors import DeadlineError
+from oarlock.server.llm.generation import Generation, collect
+from oarlock.server.llm.input_processor import ProcessedRequest
+from oarlock.server.llm.output_processor import Delta
+from oarlock.server.llm.pooler_config import Task
+from oarlock.server.protocol.json_pieces import numbers, pieces_of
+from oarlock.server.protocol.sampling import SamplingFields
+from oarlock.server.serving.base import OpenAIServing
+from oarlock.server.serving.explain.records import RequestRecord
+from oarlock.server.serving.request_context import client_of, label_of, record_of, request_id_of, salt_of, salted
+from oarlock.server.serving.response_writer import AnswerWriter, ResponseHead, ResponseOptions
+from oarlock.server.serving.sse import EventStream, until_disconnect, whole_response
 
 _BodyT = TypeVar("_BodyT", bound=SamplingFields)
 _ProcessedT = TypeVar("_ProcessedT", bound=ProcessedRequest)

@@ -10,13 +10,13 @@ import time
 from collections.abc import Container
 from typing import Any
 
-from engine.stats import EngineState, OpenRequest
-from server.config.settings import Settings
-from server.llm.generation import Replica
-from server.observability.metrics import HttpCounters
-from server.serving.base import STATS_TIMEOUT_S, OpenAIServing
-from server.serving.server_state import Phase, ServerState
-from server.version import VERSION
+from oarlock.engine.stats import EngineState, OpenRequest
+from oarlock.server.config.settings import Settings
+from oarlock.server.llm.generation import Replica
+from oarlock.server.observability.metrics import HttpCounters
+from oarlock.server.serving.base import STATS_TIMEOUT_S, OpenAIServing
+from oarlock.server.serving.server_state import Phase, ServerState
+from oarlock.server.version import VERSION
 
 _FRESH_S = 1.0
 _COMPUTING = frozenset(

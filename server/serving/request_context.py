@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from server.config.api_keys import Key
-from server.serving.explain.records import RequestRecord
+from oarlock.server.config.api_keys import Key
+from oarlock.server.serving.explain.records import RequestRecord
 
 
 def request_id_of(scope: Any) -> str:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
 
-from server.errors import HttpError, error_bytes
-from server.json_text import dumps
-from server.llm.generation import Generation
-from server.llm.output_processor import Delta
-from server.llm.prompt_scores import PromptScores, Scores, TokenScore
-from server.protocol.json_pieces import LONG_TEXT, InPieces, pieces_of
-from server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.errors import HttpError, error_bytes
+from oarlock.server.json_text import dumps
+from oarlock.server.llm.generation import Generation
+from oarlock.server.llm.output_processor import Delta
+from oarlock.server.llm.prompt_scores import PromptScores, Scores, TokenScore
+from oarlock.server.protocol.json_pieces import LONG_TEXT, InPieces, pieces_of
+from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 _WITH_ALTERNATIVES = frozenset({"top_logprobs", "content"})  # the lists of `logprobs` that show them

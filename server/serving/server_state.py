@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-from server.protocol.body_memory import BodyMemory
-from server.protocol.large_body.reader import LargeBodies
-from server.serving.explain.records import RecentRequests
+from oarlock.server.protocol.body_memory import BodyMemory
+from oarlock.server.protocol.large_body.reader import LargeBodies
+from oarlock.server.serving.explain.records import RecentRequests
 
 if TYPE_CHECKING:
-    from server.llm.async_llm import AsyncLLM
-    from server.serving.explain.tracing import RequestTracer
+    from oarlock.server.llm.async_llm import AsyncLLM
+    from oarlock.server.serving.explain.tracing import RequestTracer
 
 STALL_LIMIT_S = 30.0
 

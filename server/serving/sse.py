@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from server.errors import ClientGoneError, describe
-from server.llm.generation import Generation
-from server.observability.logs import event, logger
-from server.serving.explain.records import RequestRecord
-from server.serving.response_writer import AnswerWriter
+from oarlock.server.errors import ClientGoneError, describe
+from oarlock.server.llm.generation import Generation
+from oarlock.server.observability.logs import event, logger
+from oarlock.server.serving.explain.records import RequestRecord
+from oarlock.server.serving.response_writer import AnswerWriter
 
 PING_INTERVAL_S = 15
 _WHOLE_CHARACTERS = 1 << 20  # of a plain answer that is sent in one piece, with its length

@@ -7,14 +7,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.errors import RequestError
-from server.chat.prompt import render_prompt
-from server.protocol.base import MAX_PROMPT_IDS
-from server.protocol.json_pieces import InPieces, numbers, pieces_of
-from server.protocol.tokenize import DetokenizeRequest, TokenFields, TokenizeRequest, as_chat
-from server.serving.base import OpenAIServing
-from server.serving.sse import until_disconnect, whole_response
-from server.tokenizer.tokenizer import TooManyTokensError
+from oarlock.engine.errors import RequestError
+from oarlock.server.chat.prompt import render_prompt
+from oarlock.server.protocol.base import MAX_PROMPT_IDS
+from oarlock.server.protocol.json_pieces import InPieces, numbers, pieces_of
+from oarlock.server.protocol.tokenize import DetokenizeRequest, TokenFields, TokenizeRequest, as_chat
+from oarlock.server.serving.base import OpenAIServing
+from oarlock.server.serving.sse import until_disconnect, whole_response
+from oarlock.server.tokenizer.tokenizer import TooManyTokensError
 
 
 class OpenAIServingTokenization(OpenAIServing):

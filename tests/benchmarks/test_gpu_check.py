@@ -11,8 +11,8 @@ from benchmarks.gpu_check import correctness, demo_answers, graphs, models, resu
 from benchmarks.gpu_check.part import NotHere, Part, Row, Where
 from benchmarks.gpu_check.parts import PARTS
 from benchmarks.gpu_check.process import run
+from oarlock.workers.errors import StartupError
 from tests.parallel.direct_engine import Answer
-from workers.errors import StartupError
 
 CPU = Where("cpu")
 ROWS = [{"name": "one", "figures": {"GB/s": 12.5}, "ok": None, "note": ""}]

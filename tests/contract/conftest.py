@@ -14,17 +14,17 @@ import httpx
 import pytest
 import tokenizers
 
-from engine.errors import EngineDeadError, QueueFullError
-from engine.stats import EngineState, EngineStats, RequestHistory
-from engine.types import EngineInfo, FinishReason, Request, TokenEvent, TokenLogprobs
-from server.api.app import create_app
-from server.api.listening import bind, url_of
-from server.api.uvicorn_server import HttpServer
-from server.config.settings import Settings, make_settings
-from server.observability.metrics import HttpCounters
-from server.serving.connect import connect_engine
-from server.serving.server_state import Phase, ServerState
-from server.tokenizer.tokenizer import Tokenizer
+from oarlock.engine.errors import EngineDeadError, QueueFullError
+from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
+from oarlock.engine.types import EngineInfo, FinishReason, Request, TokenEvent, TokenLogprobs
+from oarlock.server.api.app import create_app
+from oarlock.server.api.listening import bind, url_of
+from oarlock.server.api.uvicorn_server import HttpServer
+from oarlock.server.config.settings import Settings, make_settings
+from oarlock.server.observability.metrics import HttpCounters
+from oarlock.server.serving.connect import connect_engine
+from oarlock.server.serving.server_state import Phase, ServerState
+from oarlock.server.tokenizer.tokenizer import Tokenizer
 from tests.unit.server import chat_templates as templates
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"

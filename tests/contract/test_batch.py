@@ -8,9 +8,9 @@ import json
 import anyio
 import pytest
 
-from engine.errors import EngineDeadError
-from server.entrypoints import cli
-from server.llm.generation_config import GenerationConfig
+from oarlock.engine.errors import EngineDeadError
+from oarlock.server.entrypoints import cli
+from oarlock.server.llm.generation_config import GenerationConfig
 from tests.contract.conftest import DEMO
 from tests.contract.test_offline_llm import NoProcess
 
@@ -43,8 +43,8 @@ def batch(make_stage, monkeypatch, tmp_path, tokenizer):
         on_progress("loading", 1.0)
         return Batch.engine
 
-    monkeypatch.setattr("server.llm.engine_processes.EngineProcess", NoProcess)
-    monkeypatch.setattr("engine.replicas.EngineClient.start", start)
+    monkeypatch.setattr("oarlock.server.llm.engine_processes.EngineProcess", NoProcess)
+    monkeypatch.setattr("oarlock.engine.replicas.EngineClient.start", start)
     return Batch()
 
 
@@ -180,7 +180,7 @@ def test_unknown_fields_are_told_or_refused(batch, capsys):
     ],
 )
 def test_wrong_requests_are_named_before_a_model_is_loaded(batch, monkeypatch, capsys, lines, cause):
-    monkeypatch.delattr("engine.replicas.EngineClient.start")
+    monkeypatch.delattr("oarlock.engine.replicas.EngineClient.start")
     batch.given.write_text("\n".join(lines))
     assert batch() == 3
     error, fix = capsys.readouterr().err.splitlines()

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import StartupError
-from server.bench import metrics
-from server.bench.plan import ServePlan
-from server.bench.serve import measure
-from server.entrypoints.cli import main
+from oarlock.engine.errors import StartupError
+from oarlock.server.bench import metrics
+from oarlock.server.bench.plan import ServePlan
+from oarlock.server.bench.serve import measure
+from oarlock.server.entrypoints.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = b'{"data": [{"id": "m", "vocab_size": 4096}]}'

@@ -5,8 +5,8 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from server.api.middleware import POOLING
-from server.llm.pooler_config import PoolerConfig, Task
+from oarlock.server.api.middleware import POOLING
+from oarlock.server.llm.pooler_config import PoolerConfig, Task
 from tests.fuzz.bodies import routes_of
 from tests.fuzz.checks import problem_of
 from tests.fuzz.corpus import corpus

@@ -8,9 +8,9 @@ import math
 import anyio
 import pytest
 
-from server.api.openapi.capabilities import parameters
-from server.protocol.request_body import NEUTRAL_VALUES
-from server.protocol.tokenize import TokenizeRequest
+from oarlock.server.api.openapi.capabilities import parameters
+from oarlock.server.protocol.request_body import NEUTRAL_VALUES
+from oarlock.server.protocol.tokenize import TokenizeRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NEEDED = {

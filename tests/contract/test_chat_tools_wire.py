@@ -10,8 +10,8 @@ import jsonschema
 import openai
 import pytest
 
-from server.chat.tool_parsers.harmony import HARMONY
-from server.chat.tool_parsers.registry import FORMATS
+from oarlock.server.chat.tool_parsers.harmony import HARMONY
+from oarlock.server.chat.tool_parsers.registry import FORMATS
 from tests.contract.conftest import chat_tokenizer
 from tests.unit.server import chat_templates as templates
 from tests.unit.server.tools.written import TEMPLATES, WRITERS

@@ -174,7 +174,7 @@ def test_stop_token_ids_end_the_choice_and_are_not_shown(make_stage, tokenizer):
     ids = tokenizer.encode("Hi", add_special_tokens=False)
 
     async def events(request):
-        from engine.types import FinishReason, TokenEvent
+        from oarlock.engine.types import FinishReason, TokenEvent
 
         yield TokenEvent(request.request_id, tuple(ids))
         yield TokenEvent(request.request_id, (stop_id,), finish_reason=FinishReason.STOP, stop_token_id=stop_id)
@@ -324,8 +324,8 @@ def test_the_asked_for_alias_is_echoed(make_stage):
 
 
 def test_a_silent_stream_is_kept_alive_by_comments(make_server, monkeypatch, wait_for):
-    monkeypatch.setattr("server.serving.sse.PING_INTERVAL_S", 0.02)
-    monkeypatch.setattr("server.llm.generation.FIRST_EVENT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("oarlock.server.serving.sse.PING_INTERVAL_S", 0.02)
+    monkeypatch.setattr("oarlock.server.llm.generation.FIRST_EVENT_TIMEOUT_S", 0.01)
     server = make_server("a", pause_after=0)
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     body = json.dumps({"prompt": "Hi", "stream": True})
@@ -340,7 +340,7 @@ def test_a_silent_stream_is_kept_alive_by_comments(make_server, monkeypatch, wai
 
 
 def test_a_late_refusal_travels_in_the_stream(make_stage, monkeypatch, queue_full):
-    monkeypatch.setattr("server.llm.generation.FIRST_EVENT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("oarlock.server.llm.generation.FIRST_EVENT_TIMEOUT_S", 0.01)
     stage = make_stage()
 
     async def late(request):

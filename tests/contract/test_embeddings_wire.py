@@ -15,11 +15,11 @@ import openai
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from engine.errors import QueueFullError
-from engine.pooling_params import PoolingParams
-from server.llm.dense import DenseConfig
-from server.llm.pooler_config import PoolerConfig, Task
-from server.tokenizer.tokenizer import Tokenizer
+from oarlock.engine.errors import QueueFullError
+from oarlock.engine.pooling_params import PoolingParams
+from oarlock.server.llm.dense import DenseConfig
+from oarlock.server.llm.pooler_config import PoolerConfig, Task
+from oarlock.server.tokenizer.tokenizer import Tokenizer
 from tests.contract.conftest import INFO, chat_tokenizer, vectors_of
 
 HIDDEN_SIZE = INFO.hidden_size
@@ -172,7 +172,7 @@ def test_pooling_has_a_vector_for_each_token(embeds):
 
 
 def test_an_answer_has_only_so_many_vectors_of_tokens(embeds, monkeypatch):
-    monkeypatch.setattr("server.serving.pooling.embedding.MAX_NUMBERS", 20 * HIDDEN_SIZE)
+    monkeypatch.setattr("oarlock.server.serving.pooling.embedding.MAX_NUMBERS", 20 * HIDDEN_SIZE)
     stage, ids = embeds(), [7] * 10
     assert post(stage, "/pooling", {"input": [ids, ids]}).status_code == 200
     before = len(stage.engine.requests)
@@ -303,7 +303,7 @@ def test_the_official_client_reads_both_encodings(make_server):
 def test_every_field_of_the_official_client_is_known(make_stage):
     from openai.types import EmbeddingCreateParams
 
-    from server.protocol.pooling.embedding import EmbeddingRequest
+    from oarlock.server.protocol.pooling.embedding import EmbeddingRequest
 
     assert set(EmbeddingCreateParams.__annotations__) <= set(EmbeddingRequest.model_fields)
 

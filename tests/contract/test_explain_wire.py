@@ -11,9 +11,9 @@ import subprocess
 import httpx
 import pytest
 
-from engine.python_child import EXIT_UNREAD
-from server.entrypoints import cli
-from server.serving.explain.records import MAX_RECORDS, RecentRequests, RequestRecord
+from oarlock.engine.python_child import EXIT_UNREAD
+from oarlock.server.entrypoints import cli
+from oarlock.server.serving.explain.records import MAX_RECORDS, RecentRequests, RequestRecord
 from tests.e2e.running import command, environment
 
 ADMIN = {"Authorization": "Bearer boss"}

@@ -12,7 +12,7 @@ from openai.types import FileDeleted, FileObject
 from openai.types.batch_create_params import BatchCreateParams
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from engine.errors import StartupError
+from oarlock.engine.errors import StartupError
 from tests.contract.batch_server import COMPLETION, jsonl, request_line, serving
 
 

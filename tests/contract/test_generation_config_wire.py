@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import oarlock
-from server.llm.generation_config import GenerationConfig
+from oarlock.server.llm.generation_config import GenerationConfig
 from tests.contract.conftest import INFO
 
 SAMPLING = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "repetition_penalty": 1.5}
@@ -99,7 +99,7 @@ def test_the_offline_llm_has_the_same_defaults(make_stage, monkeypatch, tmp_path
     async def start(config, on_progress, **started):
         return engine
 
-    monkeypatch.setattr("engine.replicas.EngineClient.start", start)
+    monkeypatch.setattr("oarlock.engine.replicas.EngineClient.start", start)
     with oarlock.LLM(generation_config=str(tmp_path)) as llm:
         llm.generate("x")
         llm.generate("x", oarlock.SamplingParams(max_tokens=2, temperature=1.0))

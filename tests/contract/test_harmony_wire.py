@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from server.chat.tool_parsers.harmony import HARMONY
+from oarlock.server.chat.tool_parsers.harmony import HARMONY
 from tests.contract import test_messages_wire as messages
 from tests.contract import test_responses_wire as responses
 from tests.unit.server import chat_templates as templates

@@ -12,13 +12,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine.client import EngineClient
-from engine.config import EngineConfig, WorkerConfig
-from server.api.app import create_app
-from server.config.settings import make_settings
-from server.observability.metrics import HttpCounters
-from server.serving.connect import connect_engine
-from server.serving.server_state import Phase, ServerState
+from oarlock.engine.client import EngineClient
+from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.server.api.app import create_app
+from oarlock.server.config.settings import make_settings
+from oarlock.server.observability.metrics import HttpCounters
+from oarlock.server.serving.connect import connect_engine
+from oarlock.server.serving.server_state import Phase, ServerState
 
 pytestmark = pytest.mark.slow
 

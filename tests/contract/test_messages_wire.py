@@ -26,8 +26,8 @@ from anthropic.types import (
 from anthropic.types.message_create_params import MessageCreateParamsBase
 from pydantic import TypeAdapter
 
-from server.protocol.messages import blocks, request
-from server.serving.messages.content_blocks import ContentBlocks
+from oarlock.server.protocol.messages import blocks, request
+from oarlock.server.serving.messages.content_blocks import ContentBlocks
 from tests.contract.conftest import INFO
 from tests.unit.server import chat_templates as templates
 
@@ -268,7 +268,7 @@ def test_keys_are_taken_where_this_apis_clients_put_them(make_stage):
 
 
 def test_arguments_that_are_cut_or_broken_are_what_can_be_read_of_them():
-    from server.chat.events import ArgumentsDelta, ToolCallStart
+    from oarlock.server.chat.events import ArgumentsDelta, ToolCallStart
 
     for text, value in (('{"a": [1, 2', {"a": [1, 2]}), ("[1]", {}), ("{broken", {}), ("", {}), ('{"a": 1}', {"a": 1})):
         blocks = ContentBlocks(shows_thoughts=True)

@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 import oarlock
-from engine.errors import ContextLengthError, EngineError
 from oarlock import SamplingParams
-from server.entrypoints.offline.llm import ChatFields
-from server.llm.generation_config import GenerationConfig
-from server.protocol.chat_completion import ChatRequest
-from server.protocol.sampling import SamplingFields
+from oarlock.engine.errors import ContextLengthError, EngineError
+from oarlock.server.entrypoints.offline.llm import ChatFields
+from oarlock.server.llm.generation_config import GenerationConfig
+from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.protocol.sampling import SamplingFields
 from tests.contract.conftest import DEMO
 from tests.contract.test_embeddings_wire import EMBEDS
 from tests.contract.test_rerank_wire import ASKS
@@ -49,10 +49,10 @@ def make_llm(make_stage, monkeypatch):
             engine.config = config
             return engine
 
-        monkeypatch.setattr("server.llm.engine_processes.EngineProcess", NoProcess)
-        monkeypatch.setattr("engine.replicas.EngineClient.start", start)
+        monkeypatch.setattr("oarlock.server.llm.engine_processes.EngineProcess", NoProcess)
+        monkeypatch.setattr("oarlock.engine.replicas.EngineClient.start", start)
         if "pooler" in options:
-            monkeypatch.setattr("server.llm.pooler_config.PoolerConfig.load", lambda *given: options["pooler"])
+            monkeypatch.setattr("oarlock.server.llm.pooler_config.PoolerConfig.load", lambda *given: options["pooler"])
         llm = oarlock.LLM(**(llm_options or {}))
         opened.append(llm)
         return llm, engine

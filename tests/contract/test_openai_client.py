@@ -7,7 +7,7 @@ import asyncio
 import openai
 import pytest
 
-from engine.errors import QueueFullError
+from oarlock.engine.errors import QueueFullError
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import jsonschema
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from server.api.middleware import POOLING
-from server.api.routes import server_info
-from server.llm.pooler_config import PoolerConfig, Task
+from oarlock.server.api.middleware import POOLING
+from oarlock.server.api.routes import server_info
+from oarlock.server.llm.pooler_config import PoolerConfig, Task
 from tests.contract.batch_server import request_line, serving
 
 

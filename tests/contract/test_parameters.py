@@ -14,8 +14,8 @@ import tokenizers
 import transformers
 from tokenizers.processors import TemplateProcessing
 
-from engine.types import FinishReason, TokenEvent, TokenLogprobs
-from server.tokenizer.tokenizer import Tokenizer
+from oarlock.engine.types import FinishReason, TokenEvent, TokenLogprobs
+from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 COMPLETIONS = "/v1/completions"

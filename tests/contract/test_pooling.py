@@ -7,10 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError, UnavailableError
-from engine.pooling_params import KINDS as ALL_KINDS
-from engine.pooling_params import PoolingParams
-from server.errors import DeadlineError
+from oarlock.engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError, UnavailableError
+from oarlock.engine.pooling_params import KINDS as ALL_KINDS
+from oarlock.engine.pooling_params import PoolingParams
+from oarlock.server.errors import DeadlineError
 from tests.contract.conftest import vectors_of
 
 KINDS = tuple(kind for kind in ALL_KINDS if kind != "labels")  # those are of encoders

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field, replace
 import httpx
 import pytest
 
-from engine.types import EngineInfo, Request
-from server.api.listening import bind, url_of
-from server.config.settings import make_settings
-from server.entrypoints.supervisor import Supervisor
-from server.serving.connect import connect_engine
-from server.serving.server_state import Phase
+from oarlock.engine.types import EngineInfo, Request
+from oarlock.server.api.listening import bind, url_of
+from oarlock.server.config.settings import make_settings
+from oarlock.server.entrypoints.supervisor import Supervisor
+from oarlock.server.serving.connect import connect_engine
+from oarlock.server.serving.server_state import Phase
 from tests.contract.conftest import FakeEngine
 
 
 @dataclass
 class FakeReplicas:
-    """Fake engines with the interface of `engine.replicas.Replicas`; requests go round."""
+    """Fake engines with the interface of `oarlock.engine.replicas.Replicas`; requests go round."""
 
     replicas: list[FakeEngine]
     lost: asyncio.Event = field(default_factory=asyncio.Event)
@@ -171,7 +171,7 @@ def test_where_a_replica_is_lost_for_good_the_others_finish_and_the_server_ends_
     make_replicas, monkeypatch
 ):
     left = []
-    monkeypatch.setattr("server.entrypoints.supervisor._exit_now", left.append)
+    monkeypatch.setattr("oarlock.server.entrypoints.supervisor._exit_now", left.append)
 
     async def scenario():
         _, replicas = make_replicas(pause_after=1)

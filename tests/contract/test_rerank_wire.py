@@ -8,8 +8,8 @@ import anyio
 import numpy as np
 import pytest
 
-from engine.pooling_params import PoolingParams
-from server.llm.pooler_config import PoolerConfig, Task
+from oarlock.engine.pooling_params import PoolingParams
+from oarlock.server.llm.pooler_config import PoolerConfig, Task
 from tests.contract.conftest import INFO, chat_tokenizer, vectors_of
 
 EMBEDS = PoolerConfig(Task.EMBED, kind="mean", prompts={"query": "Find: ", "passage": "Text: "})

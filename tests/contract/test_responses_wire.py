@@ -28,8 +28,8 @@ from openai.types.responses import (
 from openai.types.shared_params import Reasoning
 from pydantic import TypeAdapter
 
-from server.protocol.responses import items, request
-from server.protocol.sampling import StreamOptions
+from oarlock.server.protocol.responses import items, request
+from oarlock.server.protocol.sampling import StreamOptions
 from tests.unit.server import chat_templates as templates
 
 EVENTS: TypeAdapter = TypeAdapter(ResponseStreamEvent)

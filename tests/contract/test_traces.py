@@ -16,9 +16,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-from engine.stats import DecodeSteps, Preemption, RequestHistory
-from server.config.options import OptionError
-from server.config.settings import make_settings
+from oarlock.engine.stats import DecodeSteps, Preemption, RequestHistory
+from oarlock.server.config.options import OptionError
+from oarlock.server.config.settings import make_settings
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = (f"00-{TRACE}-{PARENT}-{flags}" for flags in ("01", "00"))

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import EngineDeadError, StartupError
-from server.api.listening import bind
-from server.config.model_path import resolve
-from server.config.settings import Settings
-from server.entrypoints.cli import main
-from server.entrypoints.commands import serve
-from server.errors import describe
-from server.serving.server_state import Phase, ServerState
+from oarlock.engine.errors import EngineDeadError, StartupError
+from oarlock.server.api.listening import bind
+from oarlock.server.config.model_path import resolve
+from oarlock.server.config.settings import Settings
+from oarlock.server.entrypoints.cli import main
+from oarlock.server.entrypoints.commands import serve
+from oarlock.server.errors import describe
+from oarlock.server.serving.server_state import Phase, ServerState
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import WorkerError
+from oarlock.workers.preflight import preflight
 from tests.contract.conftest import DEMO
-from workers.config import WorkerConfig
-from workers.errors import WorkerError
-from workers.preflight import preflight
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

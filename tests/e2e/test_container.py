@@ -42,7 +42,7 @@ until = time.monotonic() + 120
 while subprocess.run(check, stderr=subprocess.DEVNULL).returncode and server.poll() is None:
     assert time.monotonic() < until, "the health check never succeeded"
     time.sleep(0.3)
-from workers.kernels.cpu.build import cache_directory
+from oarlock.workers.kernels.cpu.build import cache_directory
 kernels = str(cache_directory())
 server.send_signal(signal.SIGTERM)
 print(json.dumps({"user": os.getuid(), "writable": writable, "status": server.wait(60), "kernels": kernels}))

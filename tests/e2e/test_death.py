@@ -34,7 +34,7 @@ def open_streams(server, count=4, tokens=LONG):
 def family(server):
     """The engine, and its ranks in order."""
     children = psutil.Process(server.process.pid).children()
-    (engine,) = (child for child in children if "engine.core" in child.cmdline())
+    (engine,) = (child for child in children if "oarlock.engine.core" in child.cmdline())
     return engine, sorted(engine.children(), key=lambda process: process.create_time())
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from oarlock.workers.kernels.cpu.build import cache_directory
 from tests.e2e.running import DEMO, RunningServer, command, environment
 from tests.golden.gguf_writer import all_of, q4_k_m, write_gguf
-from workers.kernels.cpu.build import cache_directory
 
 QUESTION = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0, "max_tokens": 60}
 
@@ -109,7 +109,7 @@ def refused(model: Path, cache: str) -> str:
 
 
 def test_the_description_is_written_once_for_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from server.config.gguf.directory import described
+    from oarlock.server.config.gguf.directory import described
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = write_gguf(DEMO, tmp_path / "demo.gguf", all_of("F16"), tokenizer__ggml__pre="qwen2")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from server.config.options import parse_size
+from oarlock.server.config.options import parse_size
 from tests.e2e.running import DEMO, ROOT, RunningServer, command, environment
 
 LIMIT = 0.03

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from oarlock.workers.platform.cores import available_cores
 from tests.e2e.block_reader import num_held, reading
 from tests.e2e.long_context import LONG, long_context_demo
 from tests.e2e.open_stream import OpenStream
 from tests.e2e.running import DEMO, ROOT, RunningServer, eventually, free_port
-from workers.platform.cores import available_cores
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
@@ -37,7 +37,9 @@ def two_free_ports() -> int:
 def test_a_killed_rank_costs_its_own_streams_alone_and_its_replica_comes_back(tmp_path):
     model = long_context_demo(tmp_path)
     with RunningServer(model, "-dp", 2, "--drain-timeout", 1) as server:
-        engines = [child for child in psutil.Process(server.process.pid).children() if "engine.core" in child.cmdline()]
+        engines = [
+            child for child in psutil.Process(server.process.pid).children() if "oarlock.engine.core" in child.cmdline()
+        ]
         assert len(engines) == 2 and "on each of 2 replicas" in server.log
         streams = [OpenStream(server, LONG) for _ in range(4)]
         for stream in streams:
@@ -78,7 +80,7 @@ def with_four_cores(folder: Path) -> dict[str, str]:
     """The environment of a server that takes the machine for one with four cores, where it has fewer: what follows is
     about ranks and not about speed."""
     if available_cores() < 4:
-        lines = "from workers.platform import cores\n\ncores.available_cores = lambda: 4\n"
+        lines = "from oarlock.workers.platform import cores\n\ncores.available_cores = lambda: 4\n"
         (folder / "sitecustomize.py").write_text(lines)
     return {"PYTHONPATH": f"{ROOT}:{folder}"}
 
@@ -91,7 +93,9 @@ def test_two_replicas_of_two_ranks_each_tell_what_their_caches_have(tmp_path):
     flags = ("-dp", 2, "-tp", 2, "--block-size", size, "--kv-events-config", json.dumps(config))
     prompts = {rank: f"# part {rank}\n" + "import os\nprint(os.name)\n" * 20 for rank in (0, 1)}
     with RunningServer(DEMO, *flags, env=with_four_cores(tmp_path)) as server, contextlib.ExitStack() as stack:
-        engines = [child for child in psutil.Process(server.process.pid).children() if "engine.core" in child.cmdline()]
+        engines = [
+            child for child in psutil.Process(server.process.pid).children() if "oarlock.engine.core" in child.cmdline()
+        ]
         ranks = [[rank for rank in one.children() if "worker_process" in str(rank.cmdline())] for one in engines]
         assert [len(own) for own in ranks] == [2, 2]
         host = "tcp://127.0.0.1"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from oarlock.workers.kernels.cpu import build, levels
 from tests.e2e.running import ROOT, RunningServer, environment
-from workers.kernels.cpu import build, levels
 
-SOURCES = ("Makefile", "pyproject.toml", "requirements.txt", "README.md", "LICENSE", "oarlock.py", "server", "engine")
+SOURCES = ("Makefile", "pyproject.toml", "requirements.txt", "README.md", "LICENSE", "oarlock", "server", "engine")
 HERE = [level for level in levels.LEVELS if level.machine == levels.machine_name()]
 
 
@@ -26,7 +26,7 @@ def wheel(tmp_path_factory) -> Path:
     ignored = shutil.ignore_patterns("__pycache__", "prebuilt", "training")
     for name in (*SOURCES, "workers", "models"):
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+            shutil.copytree(ROOT / name, copy / name, ignore=ignored, symlinks=True)
         else:
             shutil.copy2(ROOT / name, copy / name)
     folder = Path(sys.executable).parents[1]
@@ -56,7 +56,8 @@ def test_a_wheel_serves_with_its_kernels_where_there_is_no_compiler(wheel, tmp_p
     )
     without = {"PATH": str(clean / "bin"), "CXX": "", "PYTHONPATH": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     asked = (
-        "from workers.kernels.cpu import library; print(library.library()._name); import server; print(server.__file__)"
+        "from oarlock import server; from oarlock.workers.kernels.cpu import library; "
+        "print(library.library()._name); print(server.__file__)"
     )
     variables = {**environment(), **without}
     done = subprocess.run(

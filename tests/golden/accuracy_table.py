@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 
+from oarlock.workers.layers.sharding import supported_tp_sizes
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.verify.compare import Comparison
 from tests.golden.cases import CASES, FAMILY_CASES
 from tests.golden.tiny_models import make_tiny
 from tests.house.documents import filled
 from tests.house.rules import ROOT
 from tests.unit.workers.verify_cases import VerifyCase
-from workers.layers.sharding import supported_tp_sizes
-from workers.models.registry import read_spec
-from workers.verify.compare import Comparison
 
 PAGE = "docs/accuracy.md"
 DTYPES = ("float32", "bfloat16", "float16")

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
+from oarlock.workers.layers import placement
 from tests.golden.interpreter_lock import one_kernel_at_a_time
-from workers.layers import placement
 
 INTERPRETED = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",

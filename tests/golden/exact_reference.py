@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.verify.reference import TransformersRecorder, in_float64
 from tests.golden.cases import PROMPT, TOTAL
-from workers.models.registry import read_spec
-from workers.verify.reference import TransformersRecorder, in_float64
 
 GREEDY = 10
 

@@ -17,15 +17,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.checkpoint import ensure, prompts
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.fingerprint import sources
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.preflight import preflight, this_cpu
+from oarlock.workers.verify.compare import Comparison, compare, compare_tokens
+from oarlock.workers.verify.launch import run_ranks, run_reference
+from oarlock.workers.verify.request import Request, Text
 from tests.house.documents import filled
 from tests.house.rules import ROOT
-from workers.config import WorkerConfig
-from workers.fingerprint import sources
-from workers.models.registry import read_spec
-from workers.preflight import preflight, this_cpu
-from workers.verify.compare import Comparison, compare, compare_tokens
-from workers.verify.launch import run_ranks, run_reference
-from workers.verify.request import Request, Text
 
 PAGE = "docs/accuracy.md"
 SIZES = (1, 2)

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.verify.rank import RecordingDecoder
 from tests.golden.cases import PROMPT
 from tests.golden.exact_reference import ExactReference
 from tests.golden.paged_run import BLOCK_SIZE, NUM_BLOCKS, PagedRun, load_decoder, on_ranks
-from workers.distributed.parallel_state import TensorParallel
-from workers.layers.decoder_spec import DecoderSpec
-from workers.verify.rank import RecordingDecoder
 
 # In the order of computation. `pages`: the bytes of KV memory, which must be those of KV heads stored once.
 LAYER = ("input_norm", "q", "k", "v", "q_rope", "k_rope", "attention", "o_proj", "mid_residual", "mlp_norm", "gate_up",

@@ -11,19 +11,19 @@ import torch
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from workers.attention import reference
-from workers.attention.backend import KVSpec
-from workers.attention.reference import ReferenceBackend
-from workers.layers import attention, embedding, linear
-from workers.layers.decoder_spec import DecoderSpec
-from workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from workers.layers.linear import RowParallelLinear
-from workers.layers.norm import RMSNorm
-from workers.layers.quantization.shard import WeightShard
-from workers.layers.quantization.unquantized import DenseWeight
-from workers.layers.rotary import RotaryTable, rotate
-from workers.models.post_norm_layer import PostNormDecoderLayer
-from workers.weights.reader import WeightReader
+from oarlock.workers.attention import reference
+from oarlock.workers.attention.backend import KVSpec
+from oarlock.workers.attention.reference import ReferenceBackend
+from oarlock.workers.layers import attention, embedding, linear
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from oarlock.workers.layers.linear import RowParallelLinear
+from oarlock.workers.layers.norm import RMSNorm
+from oarlock.workers.layers.quantization.shard import WeightShard
+from oarlock.workers.layers.quantization.unquantized import DenseWeight
+from oarlock.workers.layers.rotary import RotaryTable, rotate
+from oarlock.workers.models.post_norm_layer import PostNormDecoderLayer
+from oarlock.workers.weights.reader import WeightReader
 
 # -- the KV cache
 

@@ -13,21 +13,21 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from workers.attention.backend import AttentionBackend, KVSpec
-from workers.attention.block_tables import BlockTables
-from workers.attention.forward_batch import ForwardBatch
-from workers.attention.reference import ReferenceBackend
-from workers.distributed.parallel_state import TensorParallel
-from workers.distributed.tree_sum import tree_sum
-from workers.layers.quantization.formats.dequantised import served_forms
-from workers.models.decoder import Decoder
-from workers.models.hf_fields import read_config
-from workers.models.hf_quantization import stored_quantization, weight_forms
-from workers.models.registry import read_spec
-from workers.protocol import StepMetadata
-from workers.weights.open_checkpoint import open_checkpoint
-from workers.weights.weight_source import weight_source
-from workers.worker.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.attention.backend import AttentionBackend, KVSpec
+from oarlock.workers.attention.block_tables import BlockTables
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.reference import ReferenceBackend
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.layers.quantization.formats.dequantised import served_forms
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.hf_fields import read_config
+from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.weights.open_checkpoint import open_checkpoint
+from oarlock.workers.weights.weight_source import weight_source
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 256

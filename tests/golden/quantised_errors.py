@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 
+from oarlock.workers.distributed.parallel_state import TensorParallel
 from tests.golden.cases import PROMPT
 from tests.golden.exact_reference import ExactReference
 from tests.golden.layer_compare import rms
 from tests.golden.paged_run import PagedRun, load_decoder
 from tests.golden.quantised import CASES, Quantised, write
 from tests.golden.tiny_models import make_tiny
-from workers.distributed.parallel_state import TensorParallel
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
 SHOWN = ("gptq-4-64-asym", "gptq-4-32-asym-act", "awq-32", "packed-4-32-asym-act", "integers-channel")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.distributed.parallel_state import TensorParallel
 from tests.golden.cases import PROMPT, RUNS, TOTAL, run_id
 from tests.golden.exact_reference import GREEDY, ExactReference
 from tests.golden.paged_run import PagedRun, greedy, load_decoder, on_ranks
-from workers.distributed.parallel_state import TensorParallel
 
 pytestmark = pytest.mark.slow
 

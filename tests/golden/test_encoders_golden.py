@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.models.encoders.encoder import Encoder
+from oarlock.workers.models.encoders.registry import read_encoder
+from oarlock.workers.weights.open_checkpoint import open_checkpoint
+from oarlock.workers.weights.weight_source import weight_source
 from tests.golden.paged_run import on_ranks
 from tests.golden.tiny_encoders import ENCODERS, SCORING, hidden_of, load_encoder, make_encoder, score_of
-from workers.distributed.parallel_state import TensorParallel
-from workers.kernels.cpu import library
-from workers.models.encoders.encoder import Encoder
-from workers.models.encoders.registry import read_encoder
-from workers.weights.open_checkpoint import open_checkpoint
-from workers.weights.weight_source import weight_source
 
 DTYPES = (torch.float32, torch.bfloat16)
 Text = tuple[list[int], int]  # ids, and where a second text begins

@@ -13,20 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.rotary import RotaryTable
+from oarlock.workers.models.gguf_config import hf_config
+from oarlock.workers.models.registry import describe, read_spec
+from oarlock.workers.verify.dequantise_gguf import dequantised_gguf
+from oarlock.workers.weights.gguf.block_types import GROUP_FORMS, SERVED, GroupForm
+from oarlock.workers.weights.gguf.blocks import Groups
+from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint
+from oarlock.workers.weights.gguf.model import GGUFModel
+from oarlock.workers.weights.gguf.reader import GGUFReader
 from tests.golden.cases import CASES
 from tests.golden.gguf_blocks import dequantized, quantized
 from tests.golden.gguf_writer import all_of, write_gguf
 from tests.golden.tiny_models import make_tiny
-from workers.layers.decoder_spec import DecoderSpec
-from workers.layers.rotary import RotaryTable
-from workers.models.gguf_config import hf_config
-from workers.models.registry import describe, read_spec
-from workers.verify.dequantise_gguf import dequantised_gguf
-from workers.weights.gguf.block_types import GROUP_FORMS, SERVED, GroupForm
-from workers.weights.gguf.blocks import Groups
-from workers.weights.gguf.checkpoint import GGUFCheckpoint
-from workers.weights.gguf.model import GGUFModel
-from workers.weights.gguf.reader import GGUFReader
 
 # What no GGUF file says is at the families' defaults here.
 _GEMMA3 = {"query_pre_attn_scalar": 24, "num_hidden_layers": 7, "layer_types": None}

@@ -16,33 +16,33 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_shard
+from oarlock.workers.layers.quantization.formats.gguf import GGUFForms
+from oarlock.workers.layers.quantization.grouped import GroupedWeight
+from oarlock.workers.layers.quantization.groups import packed_bytes
+from oarlock.workers.layers.quantization.shard import WeightShard
+from oarlock.workers.layers.quantization.stacked import StackedWeight
+from oarlock.workers.layers.quantization.unquantized import DenseWeight
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.gguf_config import hf_config
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.verify.dequantise_gguf import dequantised_gguf
+from oarlock.workers.weights.gguf.blocks import Groups
+from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint
+from oarlock.workers.weights.gguf.model import GGUFModel
+from oarlock.workers.weights.gguf.reader import GGUFReader
+from oarlock.workers.weights.open_checkpoint import open_checkpoint
+from oarlock.workers.weights.weight_source import weight_source
+from oarlock.workers.worker.memory.rank_weights import rank_weight_bytes
+from oarlock.workers.worker.memory_needs import weight_bytes
 from tests.golden.device_products import INTERPRETED, use_device_products
 from tests.golden.exact_reference import ExactReference
 from tests.golden.gguf_writer import KindOf, all_of, q4_k_m, write_gguf
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.test_gguf_golden import stored
 from tests.golden.tiny_models import make_tiny
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
-from workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_shard
-from workers.layers.quantization.formats.gguf import GGUFForms
-from workers.layers.quantization.grouped import GroupedWeight
-from workers.layers.quantization.groups import packed_bytes
-from workers.layers.quantization.shard import WeightShard
-from workers.layers.quantization.stacked import StackedWeight
-from workers.layers.quantization.unquantized import DenseWeight
-from workers.models.decoder import Decoder
-from workers.models.gguf_config import hf_config
-from workers.models.registry import read_spec
-from workers.verify.dequantise_gguf import dequantised_gguf
-from workers.weights.gguf.blocks import Groups
-from workers.weights.gguf.checkpoint import GGUFCheckpoint
-from workers.weights.gguf.model import GGUFModel
-from workers.weights.gguf.reader import GGUFReader
-from workers.weights.open_checkpoint import open_checkpoint
-from workers.weights.weight_source import weight_source
-from workers.worker.memory.rank_weights import rank_weight_bytes
-from workers.worker.memory_needs import weight_bytes
 
 TOKENS = list(range(3, 43))
 SIZES = (1, 2, 4)

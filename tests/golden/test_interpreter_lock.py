@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction
 
+from oarlock.workers.distributed.parallel_state import TensorParallel
 from tests.golden.device_products import INTERPRETED
 from tests.golden.interpreter_lock import one_kernel_at_a_time
 from tests.golden.paged_run import on_ranks
-from workers.distributed.parallel_state import TensorParallel
 
 pytestmark = INTERPRETED
 RANKS = 8

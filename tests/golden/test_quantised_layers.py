@@ -13,6 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.quantization.readers import awq, bitsandbytes, compressed_tensors, fp8, gptq
+from oarlock.workers.layers.quantization.readers.words import Span, take_block
 from tests.golden.cases import PROMPT, TOTAL
 from tests.golden.exact_reference import ExactReference
 from tests.golden.layer_compare import findings
@@ -20,9 +23,6 @@ from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.quantised import CASES, Quantised, write
 from tests.golden.quantised_errors import SHOWN, errors_of
 from tests.golden.tiny_models import make_tiny
-from workers.distributed.parallel_state import TensorParallel
-from workers.layers.quantization.readers import awq, bitsandbytes, compressed_tensors, fp8, gptq
-from workers.layers.quantization.readers.words import Span, take_block
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
 ROUNDED, EXACT = 0.04, 2e-6  # of a tensor's size: with rows of x in 8 bits, and in float32

@@ -11,6 +11,9 @@ from functools import cache
 import pytest
 import torch
 
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.quantization.stacked import StackedMatmul
+from oarlock.workers.layers.quantization.weight_only import StoredWeight, WeightOnlyMatmul
 from tests.golden.cases import TOTAL
 from tests.golden.device_products import INTERPRETED, use_device_products
 from tests.golden.exact_reference import ExactReference
@@ -18,9 +21,6 @@ from tests.golden.layer_compare import findings
 from tests.golden.paged_run import load_decoder
 from tests.golden.quantised import CASES, Quantised, write
 from tests.golden.tiny_models import make_tiny
-from workers.distributed.parallel_state import TensorParallel
-from workers.layers.quantization.stacked import StackedMatmul
-from workers.layers.quantization.weight_only import StoredWeight, WeightOnlyMatmul
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
 EXACT = 4e-6  # of a tensor's size

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from server.config.settings import Settings
-from server.config.sources import load_settings
+from oarlock.server.config.settings import Settings
+from oarlock.server.config.sources import load_settings
+from oarlock.workers.attention.backend import KVSpec
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.worker.memory_needs import largest_step_bytes, weight_bytes
 from tests.house.rules import ROOT
-from workers.attention.backend import KVSpec
-from workers.config import WorkerConfig
-from workers.layers.decoder_spec import DecoderSpec
-from workers.models.registry import read_spec
-from workers.worker.memory_needs import largest_step_bytes, weight_bytes
 
 CARD = 22.5  # GiB that the smallest cards of 24 GB show: L4 and A10. RTX 3090 and 4090: 24.0
 LIBRARIES = 1.0  # GiB for CUDA's context, NCCL, workspaces and graphs: a guess that errs upwards

@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from server.chat import reasoning_parser
-from server.chat.tool_parsers import registry as tool_formats
-from server.config import vllm_flags
-from server.config.settings import as_markdown
+from oarlock.server.chat import reasoning_parser
+from oarlock.server.chat.tool_parsers import registry as tool_formats
+from oarlock.server.config import vllm_flags
+from oarlock.server.config.settings import as_markdown
 from tests.house import parameter_table as api_table
 from tests.house.package_order import ORDER, entry_graph, entry_of, transitive_reduction
 from tests.house.rules import PACKAGES, ROOT, place, python_files

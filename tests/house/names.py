@@ -6,6 +6,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+import oarlock
 from tests.house.rules import PACKAGES, ROOT, python_files
 
 CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
@@ -35,7 +36,7 @@ def missing_files(page: str) -> list[str]:
         elif re.fullmatch(r"\w+\.(py|cpp)", span):
             if not any(span in names for names in _file_names()):
                 missing.append(span)
-        elif MODULE.fullmatch(span) and first in (*PACKAGES, "tests", "benchmarks") and not _module_exists(span):
+        elif MODULE.fullmatch(span) and first in ("oarlock", "tests", "benchmarks") and not _module_exists(span):
             missing.append(span)
     return missing
 
@@ -96,4 +97,6 @@ def _file_names() -> list[set[str]]:
 def _module_exists(name: str) -> bool:
     """Whether a dotted name is a module, or a name in a module."""
     path = Path(ROOT, *name.split("."))
+    if path.parent.name == "oarlock":
+        return path.is_dir() or hasattr(oarlock, path.name)
     return path.with_suffix(".py").is_file() or path.is_dir() or path.parent.with_suffix(".py").is_file()

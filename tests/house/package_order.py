@@ -245,7 +245,7 @@ def package_faults(sources: Mapping[str, str], package: str, order: Mapping[str,
             if item.module.split(".")[0] not in PACKAGE_BELOW or item.module.split(".")[0] == package:
                 continue
             is_public = any(item.module == name or item.module.startswith(f"{name}.") for name in public)
-            # `from engine import types` reads as `engine` and `engine.types`: the second decides.
+            # `from oarlock.engine import types` reads as `engine` and `oarlock.engine.types`: the second decides.
             decided_by_its_names = item.module == below and any(
                 other.line == item.line and other.module in public for other in found
             )

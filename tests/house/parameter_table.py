@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.api.app import application
-from server.api.openapi.capabilities import endpoints
-from server.api.openapi.wording import behaviour, default_text, range_text
-from server.config.settings import Settings
-from server.observability.metrics import HttpCounters
-from server.serving.server_state import ServerState
+from oarlock.server.api.app import application
+from oarlock.server.api.openapi.capabilities import endpoints
+from oarlock.server.api.openapi.wording import behaviour, default_text, range_text
+from oarlock.server.config.settings import Settings
+from oarlock.server.observability.metrics import HttpCounters
+from oarlock.server.serving.server_state import ServerState
 
 # Bodies that another endpoint's section already shows.
 _SAME_BODY = {

@@ -6,13 +6,13 @@ They read the syntax tree and import nothing of what they check.
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("server", "engine", "workers")
-MAX_FILE_LINES = 420
-MAX_TEST_FILE_LINES = 500
+MAX_FILE_LINES = 600
+MAX_TEST_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70
 
 # Libraries that only some packages import.
@@ -48,6 +48,7 @@ class Import:
     line: int
     module: str
     is_attribute_or_module: bool = False  # the `a.b` of `from a import b`
+    is_relative: bool = False
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -63,7 +64,28 @@ def place(path: Path) -> str:
 
 
 def imports(source: str, file: str) -> Iterator[Import]:
-    """Every import at any depth, written as absolute names; `import_module("x")` counts."""
+    """Every import at any depth, written as absolute names; `import_module("x")` counts.
+
+    Modules of the three packages have the names of their files: `oarlock.engine.types` is engine.types.
+    """
+    for item in _written_imports(source, file):
+        package = item.module.removeprefix("oarlock.")
+        yield replace(item, module=package) if package.split(".")[0] in PACKAGES else item
+
+
+def imports_past_the_package(source: str, file: str) -> list[str]:
+    """Imports of `server`, `engine` or `workers`, names that a user's own folder may have: `oarlock.…` is right.
+
+    A relative import becomes a name of the three packages without being written so, and passes.
+    """
+    return [
+        f"{file}:{item.line}: imports {item.module}; import oarlock.{item.module} instead"
+        for item in _written_imports(source, file)
+        if item.module.split(".")[0] in PACKAGES and not item.is_relative
+    ]
+
+
+def _written_imports(source: str, file: str) -> Iterator[Import]:
     package = file.split("/")[:-1]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -72,9 +94,10 @@ def imports(source: str, file: str) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])
-            yield Import(node.lineno, module)
+            yield Import(node.lineno, module, is_relative=bool(node.level))
             for alias in node.names:
-                yield Import(node.lineno, f"{module}.{alias.name}", is_attribute_or_module=True)
+                name = f"{module}.{alias.name}"
+                yield Import(node.lineno, name, is_attribute_or_module=True, is_relative=bool(node.level))
         elif isinstance(node, ast.Call) and _called(node).endswith("import_module") and node.args:
             name = node.args[0]
             if isinstance(name, ast.Constant) and isinstance(name.value, str):

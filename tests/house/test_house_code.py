@@ -11,7 +11,8 @@ import pytest
 from tests.house import package_order, rules
 
 PACKAGE_FILES = rules.python_files(*rules.PACKAGES)
-ALL_FILES = [*PACKAGE_FILES, rules.ROOT / "oarlock.py", *rules.python_files("tests", "models", "benchmarks")]
+FACE_FILES = sorted((rules.ROOT / "oarlock").glob("*.py"))
+ALL_FILES = [*PACKAGE_FILES, *rules.python_files("tests", "models", "benchmarks"), *FACE_FILES]
 WRITTEN = ("*.md", "*.toml", "*.yml", "*.txt", "Makefile", "Dockerfile", "docs/*.md", "configs/*.toml", ".ci/run")
 SOURCES = {rules.place(path): path.read_text("utf-8") for path in PACKAGE_FILES}
 
@@ -53,7 +54,9 @@ def test_every_file_of_the_packages(check):
 
 
 @pytest.mark.parametrize(
-    "check", [rules.sizes, rules.docstrings_and_handlers, rules.unfinished], ids=lambda f: f.__name__
+    "check",
+    [rules.imports_past_the_package, rules.sizes, rules.docstrings_and_handlers, rules.unfinished],
+    ids=lambda f: f.__name__,
 )
 def test_every_python_file(check):
     assert findings(check, ALL_FILES) == []
@@ -74,6 +77,8 @@ def test_nothing_is_left_undone_in_the_prose_either():
         (rules.misplaced_libraries, "workers/worker/worker_process.py", "from starlette.responses import Response"),
         (rules.misplaced_libraries, "workers/worker/worker_process.py", "import torch.distributed as dist"),
         (rules.misplaced_libraries, "workers/worker/worker_process.py", "from torch import distributed"),
+        (rules.imports_past_the_package, "engine/core/event_loop.py", "from oarlock.engine.types import X"),
+        (rules.imports_past_the_package, "tests/e2e/running.py", "import oarlock.server"),
         (rules.unsafe_code, "engine/ipc/frames.py", "import pickle"),
         (rules.unsafe_code, "engine/ipc/frames.py", "from marshal import loads"),
         (rules.unsafe_code, "workers/executor.py", "from multiprocessing import Queue"),
@@ -113,6 +118,8 @@ def test_each_rule_can_fail(check, file, source):
             "workers/distributed/shm_ring.py",
             "from multiprocessing import shared_memory, resource_tracker",
         ),
+        (rules.imports_past_the_package, "engine/core/event_loop.py", "from ..types import X"),
+        (rules.imports_past_the_package, "engine/core/event_loop.py", "from oarlock import engine"),
         (rules.unsafe_code, "workers/worker/model_runner.py", "model.eval()"),
         (
             rules.docstrings_and_handlers,
@@ -136,14 +143,16 @@ def modules_after(code: str) -> set[str]:
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["--version"]])
 def test_help_is_quick_because_it_imports_nothing_heavy(arguments):
     call = f"try:\n    main({arguments!r})\nexcept SystemExit as end:\n    assert not end.code"
-    assert modules_after(f"from server.entrypoints.cli import main\n{call}").isdisjoint(
+    assert modules_after(f"from oarlock.server.entrypoints.cli import main\n{call}").isdisjoint(
         {"torch", "transformers", "fastapi"}
     )
 
 
 def test_the_engine_imports_no_torch():
     names = [
-        rules.place(path)[:-3].replace("/", ".") for path in rules.python_files("engine") if path.stem != "__init__"
+        "oarlock." + rules.place(path)[:-3].replace("/", ".")
+        for path in rules.python_files("engine")
+        if path.stem != "__init__"
     ]
     loaded = modules_after("\n".join(f"import {name}" for name in names))
     assert set(names) <= loaded

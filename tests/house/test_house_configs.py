@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from server.config.options import OptionError
-from server.config.settings import as_markdown
-from server.config.sources import load_settings
+from oarlock.server.config.options import OptionError
+from oarlock.server.config.settings import as_markdown
+from oarlock.server.config.sources import load_settings
 from tests.house import card_memory
 from tests.house.rules import ROOT
 

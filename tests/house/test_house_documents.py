@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from server.api.routes import __path__ as folder
-from server.observability import metrics
-from server.protocol.chat_completion import ChatRequest
-from server.protocol.completion import CompletionRequest
-from server.protocol.messages.request import MessagesRequest
-from server.protocol.request_body import NEUTRAL_VALUES
-from server.protocol.responses.request import ResponsesRequest
+from oarlock.server.api.routes import __path__ as folder
+from oarlock.server.observability import metrics
+from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.protocol.completion import CompletionRequest
+from oarlock.server.protocol.messages.request import MessagesRequest
+from oarlock.server.protocol.request_body import NEUTRAL_VALUES
+from oarlock.server.protocol.responses.request import ResponsesRequest
 from tests.house import documents
 from tests.house.rules import ROOT
 
@@ -38,7 +38,7 @@ def test_a_sentence_ends_at_its_full_stop():
 
 def routes() -> list[str]:
     """Every path of every endpoint family."""
-    found = pkgutil.walk_packages(folder, "server.api.routes.")
+    found = pkgutil.walk_packages(folder, "oarlock.server.api.routes.")
     modules = [importlib.import_module(one.name) for one in found if not one.ispkg]
     return [route.path for module in modules for route in module.router.routes]
 
@@ -65,7 +65,7 @@ def test_every_metric_is_documented():
 
 
 def test_every_exit_status_of_the_engine_is_documented():
-    from engine.core import event_loop as core
+    from oarlock.engine.core import event_loop as core
 
     statuses = {value for name, value in vars(core).items() if name.startswith("EXIT_")} | {2, 3, 4}
     table = {int(number) for number in re.findall(r"^\| (\d+) \|", RELIABILITY, re.MULTILINE)}

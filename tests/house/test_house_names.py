@@ -47,7 +47,7 @@ def test_the_tour_names_what_is_in_its_files():
         "workers/cellar/",
         "cellar.py",
         "cellar.cpp",
-        "engine.scheduler.cellar.Scheduler",
+        "oarlock.engine.scheduler.cellar.Scheduler",
         "tests.fuzz.cellar",
     ],
 )
@@ -67,7 +67,16 @@ def test_a_name_of_another_file_is_noticed(span):
 
 @pytest.mark.parametrize(
     "span",
-    ["server/api/app.py", "workers/attention/*.py", "engine/", "app.py", "gemm.cpp", "engine.client", "a/b", "x.y"],
+    [
+        "server/api/app.py",
+        "workers/attention/*.py",
+        "engine/",
+        "app.py",
+        "gemm.cpp",
+        "oarlock.engine.client",
+        "a/b",
+        "x.y",
+    ],
 )
 def test_what_is_there_or_no_file_passes(span):
     assert names.missing_files(f"See `{span}`.") == []

@@ -10,9 +10,9 @@ import tomllib
 import pytest
 from packaging.requirements import Requirement
 
+from oarlock.workers.platform.cuda_driver import LEAST_DRIVERS
 from tests.house import locks, recipes
 from tests.house.rules import ROOT
-from workers.platform.cuda_driver import LEAST_DRIVERS
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 COMPOSE = (ROOT / "docker-compose.yml").read_text()
@@ -44,7 +44,7 @@ def test_a_fault_in_an_image_is_noticed(old, new):
 
 def test_the_build_context_holds_what_the_image_needs():
     ignored = (ROOT / ".dockerignore").read_text()
-    needed = ["requirements.txt", *locks.FILES, "pyproject.toml", "README.md", "LICENSE", "oarlock.py"]
+    needed = ["requirements.txt", *locks.FILES, "pyproject.toml", "README.md", "LICENSE", "oarlock"]
     needed += ["server", "engine", "workers", "configs", "models"]
     assert recipes.context_faults(DOCKERFILE, ignored, needed) == []
     assert recipes.context_faults(DOCKERFILE, ignored.replace("!models\n", ""), needed) != []
@@ -293,8 +293,8 @@ def test_durations_and_sizes():
 
 def test_a_wheel_carries_the_three_packages():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["project"]["scripts"] == {"oarlock": "server.entrypoints.cli:main"}
-    assert project["tool"]["setuptools"]["packages"]["find"]["include"] == ["server*", "engine*", "workers*"]
+    assert project["project"]["scripts"] == {"oarlock": "oarlock.server.entrypoints.cli:main"}
+    assert project["tool"]["setuptools"]["packages"]["find"]["include"] == ["oarlock*"]
     ranges = {line.split(";")[0].split(">")[0].strip() for line in project["project"]["dependencies"]}
     pins = {line.split("==")[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line}
     assert ranges == pins

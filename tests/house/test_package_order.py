@@ -36,35 +36,38 @@ LOW_MUST_NOT = "engine/low/a.py imports engine/top/b.py: engine/low must not imp
 @pytest.mark.parametrize(
     ("sources", "fault"),
     [
-        ({"engine/low/a.py": "import engine.top.b", "engine/top/b.py": ""}, LOW_MUST_NOT),
-        ({"engine/low/a.py": "from engine.top.b import c", "engine/top/b.py": ""}, LOW_MUST_NOT),
-        ({"engine/low/a.py": "from engine.top import b", "engine/top/b.py": ""}, LOW_MUST_NOT),
+        ({"engine/low/a.py": "import oarlock.engine.top.b", "engine/top/b.py": ""}, LOW_MUST_NOT),
+        ({"engine/low/a.py": "from oarlock.engine.top.b import c", "engine/top/b.py": ""}, LOW_MUST_NOT),
+        ({"engine/low/a.py": "from oarlock.engine.top import b", "engine/top/b.py": ""}, LOW_MUST_NOT),
         ({"engine/low/a.py": "from ..top import b", "engine/top/b.py": ""}, LOW_MUST_NOT),
-        ({"engine/low/a.py": "def f():\n    from engine.top.b import c", "engine/top/b.py": ""}, LOW_MUST_NOT),
+        ({"engine/low/a.py": "def f():\n    from oarlock.engine.top.b import c", "engine/top/b.py": ""}, LOW_MUST_NOT),
         (
             {
-                "engine/low/a.py": "if TYPE_CHECKING:\n    from engine.top.b import c",
+                "engine/low/a.py": "if TYPE_CHECKING:\n    from oarlock.engine.top.b import c",
                 "engine/top/b.py": "",
             },
             LOW_MUST_NOT,
         ),
         (
-            {"engine/data.py": "from engine.low import a", "engine/low/a.py": ""},
+            {"engine/data.py": "from oarlock.engine.low import a", "engine/low/a.py": ""},
             "engine/data.py imports engine/low/a.py: engine/data.py must not import engine/low",
         ),
         (
-            {"engine/low/a.py": "from engine import top", "engine/top/__init__.py": ""},
+            {"engine/low/a.py": "from oarlock.engine import top", "engine/top/__init__.py": ""},
             "engine/low/a.py imports engine/top/__init__.py: engine/low must not import engine/top",
         ),
         (
-            {"engine/low/a.py": "from engine.low import b", "engine/low/b.py": "from engine.low import a"},
+            {
+                "engine/low/a.py": "from oarlock.engine.low import b",
+                "engine/low/b.py": "from oarlock.engine.low import a",
+            },
             "circle of files: engine/low/a.py -> engine/low/b.py",
         ),
         (
             {
-                "engine/low/a.py": "from engine.low import b",
-                "engine/low/b.py": "from engine.low import c",
-                "engine/low/c.py": "def f():\n    from engine.low import a",
+                "engine/low/a.py": "from oarlock.engine.low import b",
+                "engine/low/b.py": "from oarlock.engine.low import c",
+                "engine/low/c.py": "def f():\n    from oarlock.engine.low import a",
             },
             "circle of files: engine/low/a.py -> engine/low/b.py -> engine/low/c.py",
         ),
@@ -77,8 +80,8 @@ def test_an_import_against_the_order_is_noticed(sources, fault):
 def test_imports_along_the_order_pass():
     sources = {
         "engine/__init__.py": "",
-        "engine/top/a.py": "import json\nfrom engine.middle import a\nfrom engine import data\nfrom ..low.a import x",
-        "engine/middle/a.py": "from engine.middle.deep import b\nfrom engine.low import a\nfrom engine import data",
+        "engine/top/a.py": "import json\nfrom ..middle import a\nfrom .. import data\nfrom ..low.a import x",
+        "engine/middle/a.py": "from oarlock.engine.middle.deep import b\nfrom ..low import a\nfrom .. import data",
         "engine/middle/deep/b.py": "from ...data import x",
         "engine/low/a.py": "",
         "engine/data.py": "",
@@ -88,8 +91,8 @@ def test_imports_along_the_order_pass():
 
 
 THERE: dict[str, str | None] = {
-    "engine/top/a.py": "from engine.middle.a import x\nfrom engine.low.a import x\nfrom engine.data import x",
-    "engine/middle/a.py": "from engine.low.a import x\nfrom engine.data import x",
+    "engine/top/a.py": "from oarlock.engine.middle.a import x\nfrom ..low.a import x\nfrom ..data import x",
+    "engine/middle/a.py": "from oarlock.engine.low.a import x\nfrom oarlock.engine.data import x",
     "engine/low/a.py": "",
     "engine/low/b.py": "",
     "engine/data.py": "",
@@ -102,7 +105,7 @@ THERE: dict[str, str | None] = {
         ({"engine/cellar/a.py": ""}, "engine/cellar has no line in the table"),
         ({"engine/new.py": ""}, "engine/new.py has no line in the table"),
         (
-            {"engine/top/a.py": "from engine.middle.a import x\nfrom engine.data import x"},
+            {"engine/top/a.py": "from oarlock.engine.middle.a import x\nfrom oarlock.engine.data import x"},
             "engine/top does not import engine/low any more: the table allows too much",
         ),
         ({f"engine/low/f{number}.py": "" for number in range(16)}, "engine/low: 18 files, the limit is 17"),
@@ -123,16 +126,19 @@ def test_a_line_of_the_table_without_a_folder_is_noticed(gone):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("workers/worker/model_runner.py", "import engine.types"),
-        ("workers/worker/model_runner.py", "from engine import types"),
-        ("engine/core/event_loop.py", "def f():\n    from server.config.settings import Settings"),
-        ("engine/core/event_loop.py", "from workers.worker.model_runner import ModelRunner"),
-        ("engine/core/event_loop.py", "import importlib\nimportlib.import_module('workers.worker.model_runner')"),
-        ("server/api/app.py", "from engine.scheduler.scheduler import Scheduler"),
-        ("server/api/app.py", "from engine import scheduler"),
-        ("server/api/app.py", "from engine import types, scheduler"),
-        ("server/api/app.py", "import engine"),
-        ("server/api/app.py", "from workers.config import WorkerConfig"),
+        ("workers/worker/model_runner.py", "import oarlock.engine.types"),
+        ("workers/worker/model_runner.py", "from oarlock.engine import types"),
+        ("engine/core/event_loop.py", "def f():\n    from oarlock.server.config.settings import Settings"),
+        ("engine/core/event_loop.py", "from oarlock.workers.worker.model_runner import ModelRunner"),
+        (
+            "engine/core/event_loop.py",
+            "import importlib\nimportlib.import_module('oarlock.workers.worker.model_runner')",
+        ),
+        ("server/api/app.py", "from oarlock.engine.scheduler.scheduler import Scheduler"),
+        ("server/api/app.py", "from oarlock.engine import scheduler"),
+        ("server/api/app.py", "from oarlock.engine import types, scheduler"),
+        ("server/api/app.py", "import oarlock.engine"),
+        ("server/api/app.py", "from oarlock.workers.config import WorkerConfig"),
         ("server/api/routes/chat_completions.py", "from ....engine.scheduler.scheduler import Scheduler"),
     ],
 )
@@ -143,9 +149,9 @@ def test_an_import_of_another_packages_inside_is_noticed(file, source):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("server/api/app.py", "from engine import types\nfrom engine.client import EngineClient"),
-        ("engine/core/event_loop.py", "from workers.executor import Executor\nimport workers.protocol"),
-        ("workers/worker/model_runner.py", "from workers.layers import linear\nfrom .layers import norm"),
+        ("server/api/app.py", "from oarlock.engine import types\nfrom oarlock.engine.client import EngineClient"),
+        ("engine/core/event_loop.py", "from oarlock.workers.executor import Executor\nimport oarlock.workers.protocol"),
+        ("workers/worker/model_runner.py", "from oarlock.workers.layers import linear\nfrom .layers import norm"),
     ],
 )
 def test_public_files_may_be_imported(file, source):

@@ -8,11 +8,11 @@ import jsonschema
 import pytest
 import yaml
 
-from engine.stats import EngineStats
-from server.api.middleware import PROBES
-from server.config.settings import OPTIONS
-from server.entrypoints.cli import main
-from server.observability.metrics import HttpCounters, exposition
+from oarlock.engine.stats import EngineStats
+from oarlock.server.api.middleware import PROBES
+from oarlock.server.config.settings import OPTIONS
+from oarlock.server.entrypoints.cli import main
+from oarlock.server.observability.metrics import HttpCounters, exposition
 from tests.kubernetes.manifests import FILES, FOLDER, ROOT, SCHEMAS, manifests, pods
 
 END_S = 10  # what the server's own watchdog allows for the end after a drain

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.selector import BACKENDS
 from tests.unit.workers.attention_cases import Seq, batch_of, tables_for
-from workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec
-from workers.attention.forward_batch import ForwardBatch
-from workers.attention.selector import BACKENDS
 
 HEADS, KV_HEADS, WIDTH, BLOCK = 14, 2, 64, 32  # Qwen2.5-0.5B, which has 24 such layers
 LAYERS = 24

@@ -20,10 +20,10 @@ from statistics import median
 
 import torch
 
+from oarlock.workers.attention.backend import AttentionSpec, KVSpec
+from oarlock.workers.kernels.cpu import build, levels, library
+from oarlock.workers.kernels.cpu.levels import Level
 from tests.unit.workers.attention_cases import Seq, batch_of, cpp_at, tables_for
-from workers.attention.backend import AttentionSpec, KVSpec
-from workers.kernels.cpu import build, levels, library
-from workers.kernels.cpu.levels import Level
 
 BLOCK = 32
 CACHE_BYTES = 192 << 20  # more than a cache holds

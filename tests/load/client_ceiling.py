@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from server.bench.plan import ServePlan
-from server.bench.serve import measure
+from oarlock.server.bench.plan import ServePlan
+from oarlock.server.bench.serve import measure
 from tests.load.paced_server import PacedServer
 
 

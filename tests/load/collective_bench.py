@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 import torch
 
-from workers.distributed.shm_all_reduce import SharedMemoryGroup
-from workers.distributed.shm_layout import total_bytes
-from workers.distributed.shm_ring import anonymous_memory
-from workers.kernels.cpu.collective import ALL_CAME, all_reduce_of
-from workers.kernels.cpu.library import library
+from oarlock.workers.distributed.shm_all_reduce import SharedMemoryGroup
+from oarlock.workers.distributed.shm_layout import total_bytes
+from oarlock.workers.distributed.shm_ring import anonymous_memory
+from oarlock.workers.kernels.cpu.collective import ALL_CAME, all_reduce_of
+from oarlock.workers.kernels.cpu.library import library
 
 RANKS, SUMS = 2, 500  # sums in one round, of each form
 

@@ -14,13 +14,13 @@ from statistics import median
 
 import torch
 
+from oarlock.workers.attention.backend import AttentionSpec, KVSpec
+from oarlock.workers.attention.cpp import CppBackend
+from oarlock.workers.kernels.cpu import elementwise, levels, library
+from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
+from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.kernels.cpu.sampling import KernelLogitsShard
 from tests.unit.workers.attention_cases import Seq, batch_of, tables_for
-from workers.attention.backend import AttentionSpec, KVSpec
-from workers.attention.cpp import CppBackend
-from workers.kernels.cpu import elementwise, levels, library
-from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
-from workers.kernels.cpu.levels import Level
-from workers.kernels.cpu.sampling import KernelLogitsShard
 
 HIDDEN, INTERMEDIATE, VOCAB, BLOCK = 896, 4864, 151_936, 32
 LEAST_S = 0.01  # of one measurement

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.kernels.cpu import levels, library
+from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.sampling.sampler import Sampler
+from oarlock.workers.sampling.token_histories import TokenHistories
 from tests.unit.workers.sampling_cases import Penalties, step_of
-from workers.distributed.parallel_state import TensorParallel
-from workers.kernels.cpu import levels, library
-from workers.protocol import StepMetadata
-from workers.sampling.sampler import Sampler
-from workers.sampling.token_histories import TokenHistories
 
 VOCAB = 151_936  # Qwen2.5's
 

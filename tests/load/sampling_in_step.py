@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.checkpoint import SHAPES
+from oarlock.workers.attention.cpp import CppBackend
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.kernels.cpu import levels, library
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.registry import describe
+from oarlock.workers.sampling.sampler import Sampler
+from oarlock.workers.sampling.token_histories import TokenHistories
 from tests.load.sampling_bench import VOCAB, cases, milliseconds
 from tests.load.step_overhead import one_step
-from workers.attention.cpp import CppBackend
-from workers.distributed.parallel_state import TensorParallel
-from workers.kernels.cpu import levels, library
-from workers.models.decoder import Decoder
-from workers.models.registry import describe
-from workers.sampling.sampler import Sampler
-from workers.sampling.token_histories import TokenHistories
 
 
 class ConstantWeights:

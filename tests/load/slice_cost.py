@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import torch
 
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
-from workers.models import decoder
-from workers.preflight import preflight
-from workers.protocol import StepMetadata
-from workers.worker.greedy_step import SequenceChunk, greedy_step
-from workers.worker.model_runner import ModelRunner
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.models import decoder
+from oarlock.workers.preflight import preflight
+from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.worker.model_runner import ModelRunner
 
 BLOCK_SIZE, CONTEXT = 32, 160
 LEAST_S = 0.25  # of one kind of step in a round

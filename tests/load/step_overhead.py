@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.checkpoint import SHAPES
-from workers.attention.block_tables import BlockTables
-from workers.attention.cpp import CppBackend
-from workers.attention.forward_batch import ForwardBatch
-from workers.distributed.parallel_state import TensorParallel
-from workers.kernels.cpu import build, library
-from workers.models.decoder import Decoder
-from workers.models.registry import describe
-from workers.worker.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.attention.block_tables import BlockTables
+from oarlock.workers.attention.cpp import CppBackend
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.kernels.cpu import build, library
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.registry import describe
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
 
 STUBS = Path(__file__).parent / "stub_kernels"
 BLOCK_SIZE, CONTEXT, VOCABULARY = 32, 160, 1024

@@ -19,17 +19,17 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.config import EngineConfig, WorkerConfig
-from engine.core.engine_core import EngineCore
-from engine.ipc import messages
-from engine.sampling_params import Grammar, SamplingParams
-from engine.simulation.replica_info import replica_info
-from engine.structured_output.compiler import Compiled, Compiler
-from engine.structured_output.mask_batch import MaskBatch
-from engine.structured_output.matcher import GrammarMatcher
-from engine.types import Request, TokenEvents
+from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.core.engine_core import EngineCore
+from oarlock.engine.ipc import messages
+from oarlock.engine.sampling_params import Grammar, SamplingParams
+from oarlock.engine.simulation.replica_info import replica_info
+from oarlock.engine.structured_output.compiler import Compiled, Compiler
+from oarlock.engine.structured_output.mask_batch import MaskBatch
+from oarlock.engine.structured_output.matcher import GrammarMatcher
+from oarlock.engine.types import Request, TokenEvents
+from oarlock.workers.protocol import StepMetadata, StepOutput
 from tests.load.structured_cost import FORMS, vocabulary
-from workers.protocol import StepMetadata, StepOutput
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo" / "tokenizer.json"
 VOCAB, PROMPT, END = 151_936, 16, 0

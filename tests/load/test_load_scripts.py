@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from server.bench.plan import ServePlan
-from server.bench.serve import measure
+from oarlock.server.bench.plan import ServePlan
+from oarlock.server.bench.serve import measure
 from tests.e2e.running import ROOT
 from tests.golden.tiny_models import make_tiny
 from tests.load import agreement, sampling_bench

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from oarlock.workers.errors import EXIT_RANK_DIED, EXIT_RANK_HUNG
 from tests.multihost.group import Group
 from tests.multihost.hosts import INTERFACE
-from workers.errors import EXIT_RANK_DIED, EXIT_RANK_HUNG
 
 KILLED: Final = -signal.SIGKILL
 WITHIN_S: Final = 40.0  # at most, from the fault to the end of every process on both hosts

@@ -72,12 +72,14 @@ class HostServer(RunningServer):
 
     def ranks(self) -> list[psutil.Process]:
         """Its ranks, in order."""
-        found = [process for process in self.processes() if "workers.worker.worker_process" in _command(process)]
+        found = [
+            process for process in self.processes() if "oarlock.workers.worker.worker_process" in _command(process)
+        ]
         return sorted(found, key=lambda process: process.create_time())
 
     def engine(self) -> psutil.Process:
         """The engine's process, which only the head has."""
-        (found,) = (process for process in self.processes() if "engine.core" in _command(process))
+        (found,) = (process for process in self.processes() if "oarlock.engine.core" in _command(process))
         return found
 
 

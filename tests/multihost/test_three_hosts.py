@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from oarlock.workers.errors import EXIT_RANK_DIED
 from tests.e2e.long_context import LONG, long_context_demo
 from tests.e2e.open_stream import OpenStream
 from tests.e2e.running import RunningServer, eventually
@@ -11,7 +12,6 @@ from tests.golden.tiny_models import make_tiny
 from tests.multihost.faults import KILLED, WITHIN_S
 from tests.multihost.group import Group
 from tests.multihost.hosts import SwitchedHosts, why_not
-from workers.errors import EXIT_RANK_DIED
 
 pytestmark = pytest.mark.soak
 PROMPTS = ["Q: What does os.path.join do?\nA:", "import os\nimport sys\n\n", "for line in file:\n"]

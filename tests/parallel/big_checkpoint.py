@@ -37,8 +37,8 @@ CONFIG = {
 
 def write_big_checkpoint(directory: Path, num_files: int = 4) -> int:
     """Random bfloat16 weights in `num_files` files with an index; returns their bytes."""
-    from workers.layers.decoder_spec import tensor_shapes
-    from workers.models.registry import describe
+    from oarlock.workers.layers.decoder_spec import tensor_shapes
+    from oarlock.workers.models.registry import describe
 
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(CONFIG))
@@ -104,11 +104,11 @@ class WholeStateDict:
 def main(directory: Path, way: str) -> int:
     import torch
 
-    from workers.distributed.parallel_state import TensorParallel
-    from workers.models.decoder import Decoder
-    from workers.models.registry import read_spec
-    from workers.weights.checkpoint import Checkpoint
-    from workers.weights.reader import WeightReader
+    from oarlock.workers.distributed.parallel_state import TensorParallel
+    from oarlock.workers.models.decoder import Decoder
+    from oarlock.workers.models.registry import read_spec
+    from oarlock.workers.weights.checkpoint import Checkpoint
+    from oarlock.workers.weights.reader import WeightReader
 
     torch.set_num_threads(1)
     decoder = Decoder(read_spec(str(directory)), TensorParallel(0, 2), torch.bfloat16, torch.device("cpu"))

@@ -13,13 +13,13 @@ from types import MappingProxyType
 
 import numpy as np
 
-from engine.config import EngineConfig, SpeculativeConfig
-from engine.core.engine_core import EngineCore
-from engine.scheduler.sequence import GrammarMatcherProtocol
-from engine.types import Request, TokenEvent, TokenLogprobs
-from workers.config import WorkerInfo
-from workers.executor import Executor
-from workers.protocol import StepMetadata, StepOutput
+from oarlock.engine.config import EngineConfig, SpeculativeConfig
+from oarlock.engine.core.engine_core import EngineCore
+from oarlock.engine.scheduler.sequence import GrammarMatcherProtocol
+from oarlock.engine.types import Request, TokenEvent, TokenLogprobs
+from oarlock.workers.config import WorkerInfo
+from oarlock.workers.executor import Executor
+from oarlock.workers.protocol import StepMetadata, StepOutput
 
 
 @dataclass

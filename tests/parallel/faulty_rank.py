@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from workers.distributed.control_channel import Control
-from workers.distributed.rank_groups import RankGroups
-from workers.worker import worker_process
-from workers.worker.memory import step_guard
-from workers.worker.model_runner import ModelRunner
-from workers.worker.spawn_ranks import RankArguments
+from oarlock.workers.distributed.control_channel import Control
+from oarlock.workers.distributed.rank_groups import RankGroups
+from oarlock.workers.worker import worker_process
+from oarlock.workers.worker.memory import step_guard
+from oarlock.workers.worker.model_runner import ModelRunner
+from oarlock.workers.worker.spawn_ranks import RankArguments
 
 TRIGGER = "OARLOCK_TEST_MEMORY_IS_SHORT"
 _serve, _reserve = worker_process.serve, step_guard.reserve

@@ -7,18 +7,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.distributed.parallel_state import TensorParallel
-from workers.protocol import StepMetadata, StepOutput, empty_step, table_width
-from workers.sampling.columns import Variant
-from workers.sampling.drafts import num_accepted
-from workers.sampling.row_chunks import concatenate_outputs, empty_output, logits_rows
-from workers.sampling.sampler import Sampler
-from workers.worker.cuda_graphs.buckets import bucket_sizes
-from workers.worker.cuda_graphs.device_steps import DeviceSteps
-from workers.worker.cuda_graphs.graphs import Calls, Graph, Work
-from workers.worker.cuda_graphs.inputs import InputPlace, Shape, StepInputs
-from workers.worker.model_runner import ModelRunner
-from workers.worker.pending_output import Computed
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.protocol import StepMetadata, StepOutput, empty_step, table_width
+from oarlock.workers.sampling.columns import Variant
+from oarlock.workers.sampling.drafts import num_accepted
+from oarlock.workers.sampling.row_chunks import concatenate_outputs, empty_output, logits_rows
+from oarlock.workers.sampling.sampler import Sampler
+from oarlock.workers.worker.cuda_graphs.buckets import bucket_sizes
+from oarlock.workers.worker.cuda_graphs.device_steps import DeviceSteps
+from oarlock.workers.worker.cuda_graphs.graphs import Calls, Graph, Work
+from oarlock.workers.worker.cuda_graphs.inputs import InputPlace, Shape, StepInputs
+from oarlock.workers.worker.model_runner import ModelRunner
+from oarlock.workers.worker.pending_output import Computed
 
 
 class TorchSampling:

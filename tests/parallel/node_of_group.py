@@ -4,9 +4,9 @@ import json
 import logging
 import sys
 
-from workers.config import NodesConfig, WorkerConfig
-from workers.errors import StartupError
-from workers.node import run_node
+from oarlock.workers.config import NodesConfig, WorkerConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.node import run_node
 
 if __name__ == "__main__":
     config, nodes, stop_fd = sys.argv[1:]

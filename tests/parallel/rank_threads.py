@@ -17,17 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.distributed.pipeline_stage import PipelineStage
+from oarlock.workers.kv_offload import KVReports, KVReportSender
+from oarlock.workers.preflight import preflight
+from oarlock.workers.protocol import StepMetadata, StepOutput
+from oarlock.workers.worker.encoder.runner import EncoderRunner
+from oarlock.workers.worker.joint_info import joint_info
+from oarlock.workers.worker.memory.step_guard import StepGuard
+from oarlock.workers.worker.model_runner import ModelRunner
 from tests.golden.paged_run import RankThreads, ThreadRank
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
-from workers.distributed.pipeline_stage import PipelineStage
-from workers.kv_offload import KVReports, KVReportSender
-from workers.preflight import preflight
-from workers.protocol import StepMetadata, StepOutput
-from workers.worker.encoder.runner import EncoderRunner
-from workers.worker.joint_info import joint_info
-from workers.worker.memory.step_guard import StepGuard
-from workers.worker.model_runner import ModelRunner
 
 _HUGE = 1 << 60  # bytes
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from engine.sampling_params import SamplingParams
-from engine.types import Request
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.types import Request
+from oarlock.workers.attention.kv_format import ROUNDED
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.executor import Executor, start_executor
+from oarlock.workers.preflight import this_cpu
 from tests.parallel.direct_engine import Answer, DirectEngine
 from tests.parallel.rank_threads import ThreadExecutor
-from workers.attention.kv_format import ROUNDED
-from workers.config import WorkerConfig
-from workers.executor import Executor, start_executor
-from workers.preflight import this_cpu
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 SHARED = "Q: What does os.getcwd do?\nA: Return a string representing the current working directory.\n\nQ: "

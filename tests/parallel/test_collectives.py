@@ -8,19 +8,19 @@ import sys
 import pytest
 import torch
 
+from oarlock.workers.distributed.shm_all_reduce import PeerLostError, SharedMemoryGroup
+from oarlock.workers.distributed.shm_layout import total_bytes
+from oarlock.workers.distributed.shm_ring import anonymous_memory
 from tests.unit.workers.kernel_levels import NO_KERNELS
-from workers.distributed.shm_all_reduce import PeerLostError, SharedMemoryGroup
-from workers.distributed.shm_layout import total_bytes
-from workers.distributed.shm_ring import anonymous_memory
 
 BUFFER_BYTES = 4096  # small, so that long tensors go through in pieces
 
 CHILD = """
 import hashlib, json, sys, torch
-from workers.distributed.parallel_state import TensorParallel, init_distributed
-from workers.distributed.rank_groups import join_groups
-from workers.distributed.rendezvous import RendezvousInfo
-from workers.distributed.tree_sum import tree_sum
+from oarlock.workers.distributed.parallel_state import TensorParallel, init_distributed
+from oarlock.workers.distributed.rank_groups import join_groups
+from oarlock.workers.distributed.rendezvous import RendezvousInfo
+from oarlock.workers.distributed.tree_sum import tree_sum
 torch.set_num_threads(1)
 arguments = json.loads(sys.argv[1])
 forms = arguments.pop("forms")
@@ -33,8 +33,8 @@ tp_of = {"python": shared, "kernels": shared, "gloo": TensorParallel(info.rank, 
 def all_reduce(form, x):
     if form != "kernels" or x.dtype != torch.float32:
         return tp_of[form].all_reduce(x)
-    from workers.kernels.cpu.collective import ALL_CAME, all_reduce_of
-    from workers.kernels.cpu.library import library
+    from oarlock.workers.kernels.cpu.collective import ALL_CAME, all_reduce_of
+    from oarlock.workers.kernels.cpu.library import library
     group = shared.group_for_kernels
     assert all_reduce_of(library())(group.address, x.data_ptr(), x.numel()) == ALL_CAME
     return x
@@ -106,8 +106,8 @@ def test_a_missing_peer_is_named(form: str) -> None:
     group = SharedMemoryGroup(memory, 0, 2, BUFFER_BYTES, timeout_s=0.05)
     x = torch.ones(4)
     if form == "kernels":
-        from workers.kernels.cpu.collective import all_reduce_of
-        from workers.kernels.cpu.library import library
+        from oarlock.workers.kernels.cpu.collective import all_reduce_of
+        from oarlock.workers.kernels.cpu.library import library
 
         missing = all_reduce_of(library())(group.address, x.data_ptr(), x.numel())
         assert missing == 1

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from oarlock.workers.config import WorkerConfig
 from tests.parallel.graph_ranks import GraphRunner
 from tests.parallel.rank_threads import ThreadExecutor
 from tests.parallel.test_pipeline_depth import KINDS, LATE_KINDS, answers, checkpoint, requests_of
-from workers.config import WorkerConfig
 
 __all__ = ["checkpoint"]  # a fixture
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.pooling_params import PoolingParams
-from engine.types import POOLS, Request
+from oarlock.engine.pooling_params import PoolingParams
+from oarlock.engine.types import POOLS, Request
+from oarlock.workers.config import WorkerConfig
 from tests.golden.tiny_encoders import hidden_of, load_encoder, make_encoder, score_of
 from tests.parallel.direct_engine import DirectEngine
 from tests.parallel.rank_threads import ThreadExecutor
-from workers.config import WorkerConfig
 
 HIDDEN = 64
 KINDS = ("last", "mean", "cls", "token", "labels")

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.sampling_params import Grammar, SamplingParams
-from engine.types import Request
+from oarlock.engine.sampling_params import Grammar, SamplingParams
+from oarlock.engine.types import Request
+from oarlock.workers.errors import WorkerError
+from oarlock.workers.executor import Executor
+from oarlock.workers.protocol import StepMetadata, mask_words
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import DirectEngine
 from tests.parallel.test_multiproc_executor import start, step_of
-from workers.errors import WorkerError
-from workers.executor import Executor
-from workers.protocol import StepMetadata, mask_words
 
 PROMPT = [5, 9, 17, 3, 8, 21, 2]
 

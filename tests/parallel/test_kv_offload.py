@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.sampling_params import SamplingParams
-from engine.types import Request
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.types import Request
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.executor import Executor, start_executor
+from oarlock.workers.preflight import this_cpu
 from tests.parallel.direct_engine import Answer, DirectEngine
 from tests.parallel.rank_threads import ThreadExecutor
-from workers.config import WorkerConfig
-from workers.errors import StartupError
-from workers.executor import Executor, start_executor
-from workers.preflight import this_cpu
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 PROMPT = tuple(1000 + 7 * number % 500 for number in range(100))  # 6 full blocks and a bit

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from oarlock.workers.attention.selector import BACKENDS
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.executor import start_executor
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.registry import read_spec
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.big_checkpoint import MIB, peak_bytes, write_big_checkpoint
-from workers.attention.selector import BACKENDS
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
-from workers.executor import start_executor
-from workers.models.decoder import Decoder
-from workers.models.registry import read_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED_SHARE, ALLOWED_BYTES = 1.3, 300 * MIB

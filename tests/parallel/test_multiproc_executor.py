@@ -13,17 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import StartupError, WorkerError
+from oarlock.workers.executor import Executor, start_executor
+from oarlock.workers.preflight import preflight
+from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.python_child import start_python
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.worker.multiproc_executor import MultiprocExecutor
+from oarlock.workers.worker.nodes.host_ranks import HostRanks
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor
-from workers.config import WorkerConfig
-from workers.errors import StartupError, WorkerError
-from workers.executor import Executor, start_executor
-from workers.preflight import preflight
-from workers.protocol import StepMetadata
-from workers.python_child import start_python
-from workers.worker.greedy_step import SequenceChunk, greedy_step
-from workers.worker.multiproc_executor import MultiprocExecutor
-from workers.worker.nodes.host_ranks import HostRanks
 
 BLOCK = 16
 
@@ -190,7 +190,7 @@ def test_a_rank_that_sends_nothing_while_loading_is_named_with_its_phase(
         code = f"import os, time; os.write({command[-1]}, {sent!r}); time.sleep(1000)"
         return start_python(["-c", code], **rest)  # ty: ignore[invalid-argument-type]
 
-    monkeypatch.setattr("workers.rank_processes.start_python", silent)
+    monkeypatch.setattr("oarlock.workers.rank_processes.start_python", silent)
     config = preflight(config_for(checkpoint, tensor_parallel_size=2))
     with pytest.raises(StartupError, match=r"rank 1 has made no progress for 5 s while reading the weights") as caught:
         MultiprocExecutor(config, HostRanks(config), lambda phase, fraction: None, loading_timeout_s=5)

@@ -16,17 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.distributed.node_sums import NodeSums
+from oarlock.workers.distributed.parallel_state import TensorParallel, follows_from_peer
+from oarlock.workers.distributed.pipeline_stage import PipelineStage
+from oarlock.workers.distributed.rendezvous import MARK_BYTES, RendezvousInfo, StoreAddress
+from oarlock.workers.distributed.shm_all_reduce import PeerLostError, SharedMemoryGroup
+from oarlock.workers.distributed.shm_layout import Neighbours, total_bytes
+from oarlock.workers.distributed.shm_ring import RingLayout, RingReader, RingWriter, anonymous_memory
+from oarlock.workers.distributed.stage_channels import RingChannel
+from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.distributed.votes import Votes
 from tests.unit.workers.gloo_groups import gloo_groups
-from workers.distributed.node_sums import NodeSums
-from workers.distributed.parallel_state import TensorParallel, follows_from_peer
-from workers.distributed.pipeline_stage import PipelineStage
-from workers.distributed.rendezvous import MARK_BYTES, RendezvousInfo, StoreAddress
-from workers.distributed.shm_all_reduce import PeerLostError, SharedMemoryGroup
-from workers.distributed.shm_layout import Neighbours, total_bytes
-from workers.distributed.shm_ring import RingLayout, RingReader, RingWriter, anonymous_memory
-from workers.distributed.stage_channels import RingChannel
-from workers.distributed.tree_sum import tree_sum
-from workers.distributed.votes import Votes
 
 CPU = torch.device("cpu")
 BUFFER_BYTES = 4096  # small, so that long tensors go through in pieces
@@ -126,11 +126,11 @@ def test_a_stage_that_nothing_holds_back_waits_for_the_next_one() -> None:
 # Ranks of two nodes by gloo alone, as on processors whose stores are not kept in order, and rows between their stages.
 CHILD = """
 import json, sys, psutil, torch
-from workers.distributed.parallel_state import init_distributed, stage_group
-from workers.distributed.rank_groups import join_groups
-from workers.distributed.rendezvous import RendezvousInfo
-from workers.distributed.stage_channels import DeviceChannel, GlooChannel
-from workers.distributed.tree_sum import tree_sum
+from oarlock.workers.distributed.parallel_state import init_distributed, stage_group
+from oarlock.workers.distributed.rank_groups import join_groups
+from oarlock.workers.distributed.rendezvous import RendezvousInfo
+from oarlock.workers.distributed.stage_channels import DeviceChannel, GlooChannel
+from oarlock.workers.distributed.tree_sum import tree_sum
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
 info = RendezvousInfo.from_fields(json.loads(sys.argv[1]))
@@ -165,7 +165,7 @@ if info.rank == 1:
     try:
         channel.discard(512)
     except RuntimeError as error:
-        from workers.distributed.parallel_state import follows_from_peer
+        from oarlock.workers.distributed.parallel_state import follows_from_peer
         assert follows_from_peer(error), error
 tp.destroy()
 """

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import OUT_OF_MEMORY
-from engine.sampling_params import SamplingParams
-from engine.types import Request
+from oarlock.engine.errors import OUT_OF_MEMORY
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.types import Request
+from oarlock.workers.executor import Executor
 from tests.parallel.direct_engine import DirectEngine
 from tests.parallel.faulty_rank import TRIGGER
 from tests.parallel.test_multiproc_executor import start
 from tests.parallel.test_pipeline_depth import DEMO, KINDS, LATE_KINDS, Alternating, requests_of
-from workers.executor import Executor
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def executor(trigger: Path, request: pytest.FixtureRequest) -> Iterator[Executor
     limits = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "kv_cache_bytes": 16 << 20}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(TRIGGER, str(trigger))
-        patch.setattr("workers.worker.nodes.host_ranks.SERVES", "tests.parallel.faulty_rank")
+        patch.setattr("oarlock.workers.worker.nodes.host_ranks.SERVES", "tests.parallel.faulty_rank")
         started = start(DEMO, request.param, dtype="bfloat16", **limits)
     yield started
     started.close()
@@ -38,7 +38,7 @@ def test_every_answer_has_the_bits_of_enough_memory(
 ) -> None:
     if not executor.info.batch_invariant:
         pytest.skip(f"steps are put together otherwise, which shows here: {executor.info.batch_invariant_reason}")
-    monkeypatch.setattr("engine.scheduler.refused_steps.GROWS_AFTER", 4)
+    monkeypatch.setattr("oarlock.engine.scheduler.refused_steps.GROWS_AFTER", 4)
     requests = [request for request in requests_of((*KINDS, *LATE_KINDS), 40) if max(request.prompt_token_ids) < 4000]
     found, engines = [], []
     for is_short in (False, True):
@@ -64,7 +64,7 @@ def test_a_request_fails_alone_where_nothing_smaller_is_left(
     executor: Executor, trigger: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt whose steps the engine blames often enough; the two older requests are answered."""
-    monkeypatch.setattr("engine.scheduler.refused_steps.MOST_REFUSALS", 0)
+    monkeypatch.setattr("oarlock.engine.scheduler.refused_steps.MOST_REFUSALS", 0)
     engine = DirectEngine(executor, num_blocks=24, pipeline_depth=2)
     params = SamplingParams(max_tokens=20)
     requests = [Request(number, tuple(range(3, 12 + number)), params) for number in range(3)]

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine.sampling_params import Grammar, SamplingParams
-from engine.types import Request
+from oarlock.engine.sampling_params import Grammar, SamplingParams
+from oarlock.engine.types import Request
+from oarlock.workers.executor import Executor
 from tests.parallel.direct_engine import Answer, DirectEngine
 from tests.parallel.test_multiproc_executor import start, step_of
-from workers.executor import Executor
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 POISONED = 4095  # a token id whose embedding is NaN; only the prompts that hold it reach it

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import WorkerError
+from oarlock.workers.executor import Executor, start_executor
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import Answer
 from tests.parallel.test_multiproc_executor import step_of
 from tests.parallel.test_pipeline_depth import KINDS, LATE_KINDS
 from tests.parallel.test_pipeline_stages import SHAPE, config_of, run
 from tests.unit.workers.kernel_levels import NO_KERNELS
-from workers.config import WorkerConfig
-from workers.errors import WorkerError
-from workers.executor import Executor, start_executor
 
 ALL_KINDS = (*KINDS, *LATE_KINDS)
 pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
@@ -102,7 +102,7 @@ def test_every_tensor_of_every_stage_is_that_of_transformers(checkpoint: Path, t
         "--",
         str(checkpoint),
     ]
-    subprocess.run([sys.executable, "-m", "workers.verify", *words], check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "oarlock.workers.verify", *words], check=True, timeout=300)
     found = json.loads(report.read_text())
     assert found["ok"] and found["pipeline_parallel_size"] == 2
     assert found["halves"]["compared"] == 2 * SHAPE["num_hidden_layers"]

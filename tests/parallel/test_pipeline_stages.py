@@ -14,7 +14,16 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.config import SpeculativeConfig
+from oarlock.engine.config import SpeculativeConfig
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.executor import Executor
+from oarlock.workers.gguf import GGUFModel, hf_config
+from oarlock.workers.layers.decoder_spec import tensor_shapes
+from oarlock.workers.layers.stage_layers import tensors_of_stage
+from oarlock.workers.weights.reader import WeightReader
+from oarlock.workers.worker.memory.rank_weights import rank_weight_bytes
+from oarlock.workers.worker.memory_needs import MAX_LOGITS_ROWS
 from tests.golden.gguf_writer import q4_k_m, write_gguf
 from tests.golden.quantised import CASES as QUANTISED
 from tests.golden.quantised import write
@@ -23,15 +32,6 @@ from tests.parallel.direct_engine import Answer, DirectEngine
 from tests.parallel.rank_threads import ThreadExecutor
 from tests.parallel.test_pipeline_depth import KINDS, LATE_KINDS, POISONED, Alternating, requests_of
 from tests.unit.workers.kernel_levels import NO_KERNELS
-from workers.config import WorkerConfig
-from workers.errors import StartupError
-from workers.executor import Executor
-from workers.gguf import GGUFModel, hf_config
-from workers.layers.decoder_spec import tensor_shapes
-from workers.layers.stage_layers import tensors_of_stage
-from workers.weights.reader import WeightReader
-from workers.worker.memory.rank_weights import rank_weight_bytes
-from workers.worker.memory_needs import MAX_LOGITS_ROWS
 
 pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
 
@@ -229,7 +229,7 @@ class Reads(WeightReader):
 
 def test_a_stage_reads_no_tensor_of_another(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reads, "names", {})
-    monkeypatch.setattr("workers.weights.weight_source.WeightReader", Reads)
+    monkeypatch.setattr("oarlock.workers.weights.weight_source.WeightReader", Reads)
     staged = start(checkpoints["qwen2"], "float32", "none", "auto", 1, 3)
     spec = staged.ranks[0].spec
     read = sorted(map(sorted, Reads.names.values()))

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from oarlock.workers.capacity import Memory, capacity, open_model
+from oarlock.workers.config import WorkerConfig
 from tests.golden.tiny_models import FAMILIES, make_tiny
 from tests.parallel.rank_threads import ThreadExecutor
-from workers.capacity import Memory, capacity, open_model
-from workers.config import WorkerConfig
 
 LIMIT = 0.03
 MEMORY = Memory("cpu", 64 << 30)

@@ -14,18 +14,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from engine.errors import NOT_FINITE
-from engine.pooling_params import KINDS as ALL_KINDS
-from engine.pooling_params import PoolingParams
-from engine.sampling_params import SamplingParams
-from engine.types import POOLS, Request
+from oarlock.engine.errors import NOT_FINITE
+from oarlock.engine.pooling_params import KINDS as ALL_KINDS
+from oarlock.engine.pooling_params import PoolingParams
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.types import POOLS, Request
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.verify.reference import in_float64
 from tests.golden.exact_reference import ExactReference
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import Answer, DirectEngine
 from tests.parallel.graph_ranks import GraphRunner
 from tests.parallel.rank_threads import ThreadExecutor
-from workers.config import WorkerConfig
-from workers.verify.reference import in_float64
 
 KINDS = tuple(kind for kind in ALL_KINDS if kind != "labels")  # those are of encoders
 

@@ -12,16 +12,16 @@ import pytest
 from transformers import AutoConfig
 
 from benchmarks.checkpoint import SHAPES
-from engine.sampling_params import SamplingParams
-from engine.types import Request
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.types import Request
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.executor import start_executor
 from tests.golden import paged_run
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import Answer, DirectEngine
 from tests.parallel.rank_threads import ThreadExecutor
 from tests.unit.workers.kernel_levels import NO_KERNELS
-from workers.config import WorkerConfig
-from workers.distributed.tree_sum import tree_sum
-from workers.executor import start_executor
 
 pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.client import EngineClient
-from engine.config import EngineConfig
-from engine.engine_process import EngineProcess
-from engine.errors import StartupError
+from oarlock.engine.client import EngineClient
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.engine_process import EngineProcess
+from oarlock.engine.errors import StartupError
+from oarlock.workers.errors import StartupError as RankStartupError
+from oarlock.workers.executor import start_executor
+from oarlock.workers.rank_processes import start_ranks, start_ranks_ahead
 from tests.e2e.running import alive, eventually
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.test_multiproc_executor import config_for, generate
-from workers.errors import StartupError as RankStartupError
-from workers.executor import start_executor
-from workers.rank_processes import start_ranks, start_ranks_ahead
 
 TWO = min(2, os.cpu_count() or 1)  # one rank ahead for each processor
 

@@ -9,21 +9,21 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine.sampling_params import Grammar, SamplingParams
-from engine.types import Request
+from oarlock.engine.sampling_params import Grammar, SamplingParams
+from oarlock.engine.types import Request
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.triton import availability
+from oarlock.workers.layers import matmul
+from oarlock.workers.worker.batch_invariance import InvarianceResult
+from oarlock.workers.worker.cuda_graphs.assemble import capture, device_steps
+from oarlock.workers.worker.cuda_graphs.graphs import CudaGraphs
+from oarlock.workers.worker.model_runner import ModelRunner
+from oarlock.workers.worker.rank_invariance import RankInvariance
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor
 from tests.parallel.recorded_graphs import intercept
 from tests.parallel.test_pipeline_depth import answers
-from workers.config import WorkerConfig
-from workers.kernels.cpu import library
-from workers.kernels.triton import availability
-from workers.layers import matmul
-from workers.worker.batch_invariance import InvarianceResult
-from workers.worker.cuda_graphs.assemble import capture, device_steps
-from workers.worker.cuda_graphs.graphs import CudaGraphs
-from workers.worker.model_runner import ModelRunner
-from workers.worker.rank_invariance import RankInvariance
 
 pytestmark = pytest.mark.slow
 

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine.pooling_params import KINDS as ALL_KINDS
-from engine.pooling_params import PoolingParams
-from engine.replay.__main__ import main
-from engine.replay.recorder import RecordingExecutor
-from engine.replay.recording import Recording, RecordingWriter
-from engine.sampling_params import SamplingParams
-from engine.types import POOLS, Request
+from oarlock.engine.pooling_params import KINDS as ALL_KINDS
+from oarlock.engine.pooling_params import PoolingParams
+from oarlock.engine.replay.__main__ import main
+from oarlock.engine.replay.recorder import RecordingExecutor
+from oarlock.engine.replay.recording import Recording, RecordingWriter
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.types import POOLS, Request
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.executor import start_executor
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import DirectEngine
 from tests.parallel.rank_threads import ThreadExecutor
 from tests.unit.workers.kernel_levels import NO_KERNELS
-from workers.config import WorkerConfig
-from workers.executor import start_executor
 
 KINDS = tuple(kind for kind in ALL_KINDS if kind != "labels")  # those are of encoders
 
@@ -79,7 +79,9 @@ def recorded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, request
 @pytest.fixture(autouse=True)
 def ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here a replay's ranks are threads of this process; in `tests/e2e/test_record_replay.py` they are processes."""
-    monkeypatch.setattr("engine.replay.__main__.start_executor", lambda config, on_progress: ThreadExecutor(config))
+    monkeypatch.setattr(
+        "oarlock.engine.replay.__main__.start_executor", lambda config, on_progress: ThreadExecutor(config)
+    )
 
 
 def replayed(capsys: pytest.CaptureFixture, *arguments: str | Path) -> tuple[int, str, str]:

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from engine.sampling_params import SamplingParams
-from engine.types import Request
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.types import Request
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.executor import Executor
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import Answer, DirectEngine
 from tests.parallel.rank_threads import ThreadExecutor
-from workers.config import WorkerConfig
-from workers.executor import Executor
 
 WINDOW, BLOCK = 24, 8
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.config import SpeculativeConfig
-from engine.sampling_params import Grammar, SamplingParams
-from engine.types import Request
+from oarlock.engine.config import SpeculativeConfig
+from oarlock.engine.sampling_params import Grammar, SamplingParams
+from oarlock.engine.types import Request
+from oarlock.workers.executor import Executor
 from tests.parallel.direct_engine import Answer, DirectEngine
 from tests.parallel.test_multiproc_executor import start
 from tests.parallel.test_pipeline_depth import Alternating
-from workers.executor import Executor
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 CONFIG = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3, prompt_lookup_min=1)

@@ -12,14 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from oarlock.workers.config import NodesConfig
+from oarlock.workers.errors import WorkerError
+from oarlock.workers.executor import Executor, start_executor
+from oarlock.workers.python_child import start_python
 from tests.e2e.running import eventually, free_port
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor
 from tests.parallel.test_multiproc_executor import config_for, generate, step_of
-from workers.config import NodesConfig
-from workers.errors import WorkerError
-from workers.executor import Executor, start_executor
-from workers.python_child import start_python
 
 PROMPT = [5, 9, 17, 3, 8, 21, 2]
 

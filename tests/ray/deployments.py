@@ -103,7 +103,7 @@ def placement(cluster: Cluster) -> tuple[str, str, str]:
     two_ranks = command("--max-num-seqs", SLOTS, "--tensor-parallel-size", 2)
     cluster.deploy(cluster.config(two_ranks, num_replicas=1, **FAST))
     replica = cluster.running(1)[0]
-    ranks = [process for process in replica.processes if "workers.worker.worker_process" in process.cmdline()]
+    ranks = [process for process in replica.processes if "oarlock.workers.worker.worker_process" in process.cmdline()]
     assert len(ranks) == 2
     options = cluster.status()["deployments"]["Oarlock"]["deployment_config"]["ray_actor_options"]
     assert options["num_cpus"] == 2, options

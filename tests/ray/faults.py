@@ -40,7 +40,9 @@ def killed_actor(cluster: Cluster) -> tuple[str, str, str]:
 @trial
 def killed_rank(cluster: Cluster) -> tuple[str, str, str]:
     def kill(replica: Replica) -> None:
-        next(process for process in replica.processes if "workers.worker.worker_process" in process.cmdline()).kill()
+        next(
+            process for process in replica.processes if "oarlock.workers.worker.worker_process" in process.cmdline()
+        ).kill()
 
     lost, followed = killed(cluster, kill)
     return "SIGKILL to a rank of one of two replicas", followed, str(lost)

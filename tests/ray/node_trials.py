@@ -71,7 +71,9 @@ def answers_on_two_nodes(cluster: Cluster) -> tuple[str, str, str]:
             assert answers(head) == expected, size
             (part,) = parts()
             ranks = [
-                child for child in part.children(recursive=True) if "workers.worker.worker_process" in _words(child)
+                child
+                for child in part.children(recursive=True)
+                if "oarlock.workers.worker.worker_process" in _words(child)
             ]
             assert len(ranks) == (2 if "x" in size else 1), size
             assert head.stop() == 0, head.log

@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig, WorkerConfig
-from engine.sampling_params import Grammar
-from engine.simulation.cost_model import CostModel
-from engine.simulation.simulator import SimulationConfig, Watch, simulate
-from engine.simulation.trace import Arrival
-from engine.structured_output.compile_jobs import CompileJobs
+from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.sampling_params import Grammar
+from oarlock.engine.simulation.cost_model import CostModel
+from oarlock.engine.simulation.simulator import SimulationConfig, Watch, simulate
+from oarlock.engine.simulation.trace import Arrival
+from oarlock.engine.structured_output.compile_jobs import CompileJobs
 
 BLOCK = 32
 SEQS = 16

@@ -8,11 +8,11 @@ from itertools import count, takewhile
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig, WorkerConfig
-from engine.scheduler.scheduler import PRIORITY_STEP_S
-from engine.simulation.cost_model import CostModel
-from engine.simulation.simulator import SimulationConfig, Watch, simulate
-from engine.simulation.trace import Arrival
+from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.scheduler.scheduler import PRIORITY_STEP_S
+from oarlock.engine.simulation.cost_model import CostModel
+from oarlock.engine.simulation.simulator import SimulationConfig, Watch, simulate
+from oarlock.engine.simulation.trace import Arrival
 
 BLOCK = 32
 CONTEXT = 4096

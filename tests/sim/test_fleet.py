@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config import EngineConfig, WorkerConfig
-from engine.fleet import ROUTERS, FleetReport, ReplicaModel, TracedRequest, simulate_fleet
-from engine.preflight import Roofline, Speed, StepLoad
-from engine.simulation.cost_model import CostModel
-from engine.simulation.fleet.records import Records
-from engine.simulation.fleet.replica import Replica
-from engine.simulation.replica_info import replica_info
-from engine.simulation.simulator import SimulationConfig, Watch, simulate
-from engine.simulation.trace import Arrival
-from workers.capacity import RankWork
+from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.fleet import ROUTERS, FleetReport, ReplicaModel, TracedRequest, simulate_fleet
+from oarlock.engine.preflight import Roofline, Speed, StepLoad
+from oarlock.engine.simulation.cost_model import CostModel
+from oarlock.engine.simulation.fleet.records import Records
+from oarlock.engine.simulation.fleet.replica import Replica
+from oarlock.engine.simulation.replica_info import replica_info
+from oarlock.engine.simulation.simulator import SimulationConfig, Watch, simulate
+from oarlock.engine.simulation.trace import Arrival
+from oarlock.workers.capacity import RankWork
 
 COST = CostModel(step_s=0.020, token_s=0.0006, context_token_s=2e-7)
 CONFIG = EngineConfig(

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config import EngineConfig, WorkerConfig
-from engine.simulation.cost_model import CostModel
-from engine.simulation.simulator import Report, SimulationConfig, simulate
-from engine.simulation.trace import Arrival, make_trace
+from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.simulation.cost_model import CostModel
+from oarlock.engine.simulation.simulator import Report, SimulationConfig, simulate
+from oarlock.engine.simulation.trace import Arrival, make_trace
 
 WHOLE = CostModel()  # of a model that is one stage
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config import EngineConfig, WorkerConfig
-from engine.pooling_params import KINDS, PoolingParams
-from engine.simulation.cost_model import CostModel
-from engine.simulation.simulator import Percentiles, SimulationConfig, simulate
-from engine.simulation.trace import Arrival, make_trace
+from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.pooling_params import KINDS, PoolingParams
+from oarlock.engine.simulation.cost_model import CostModel
+from oarlock.engine.simulation.simulator import Percentiles, SimulationConfig, simulate
+from oarlock.engine.simulation.trace import Arrival, make_trace
 
 ENGINE = {"max_waiting_requests": 5000, "max_waiting_tokens": 10**7}
 

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
-from engine.core.engine_core import EngineCore
-from engine.sampling_params import SamplingParams
-from engine.simulation.cost_model import CostModel, SimulatedExecutor, VirtualClock
-from engine.simulation.replica_info import replica_info
-from engine.spec_decode.drafter import Drafter
-from engine.types import Request
-from workers.protocol import StepMetadata, StepOutput
+from oarlock.engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
+from oarlock.engine.core.engine_core import EngineCore
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.simulation.cost_model import CostModel, SimulatedExecutor, VirtualClock
+from oarlock.engine.simulation.replica_info import replica_info
+from oarlock.engine.spec_decode.drafter import Drafter
+from oarlock.engine.types import Request
+from oarlock.workers.protocol import StepMetadata, StepOutput
 
 NUM_DRAFTS, SEQS, OUTPUT = 8, 15, 1000
 DRAFTS = SpeculativeConfig(num_speculative_tokens=NUM_DRAFTS, prompt_lookup_max=3, prompt_lookup_min=1)

@@ -5,16 +5,16 @@ import time
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig, WorkerConfig
-from engine.input_batch.input_batch import InputBatch
-from engine.ipc import messages
-from engine.ipc.frames import FrameReader
-from engine.sampling_params import SamplingParams
-from engine.scheduler.output import ModelRunnerOutput
-from engine.scheduler.scheduler import Scheduler
-from engine.simulation.replica_info import replica_info
-from engine.types import Request
-from workers.protocol import StepOutput
+from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.input_batch.input_batch import InputBatch
+from oarlock.engine.ipc import messages
+from oarlock.engine.ipc.frames import FrameReader
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.scheduler.output import ModelRunnerOutput
+from oarlock.engine.scheduler.scheduler import Scheduler
+from oarlock.engine.simulation.replica_info import replica_info
+from oarlock.engine.types import Request
+from oarlock.workers.protocol import StepOutput
 
 BLOCK_SIZE, PROMPT, MAX_LEN, VOCAB = 32, 500, 1024, 151_936
 

@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from workers.attention.forward_batch import ForwardBatch
-from workers.attention.kv_format import FORMATS, ROUNDED, KVFormat
-from workers.attention.kv_shape import KVShape
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.kv_format import FORMATS, ROUNDED, KVFormat
+from oarlock.workers.attention.kv_shape import KVShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.platform import processor
+from oarlock.workers.platform import processor
 
 _BLOCK = 512  # queries at a time, where a token attends to its neighbourhood alone
 

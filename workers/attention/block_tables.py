@@ -8,7 +8,7 @@ since then. One row more than the engine has holds the null block alone, for seq
 import numpy as np
 import torch
 
-from workers.protocol import NULL_BLOCK, StepMetadata
+from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
 
 
 class BlockTables:

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.attention.backend import AttentionSpec, KVSpec, LayerKV
-from workers.attention.forward_batch import ForwardBatch
-from workers.kernels.cpu import library
-from workers.platform.huge_pages import huge_page_empty
+from oarlock.workers.attention.backend import AttentionSpec, KVSpec, LayerKV
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.platform.huge_pages import huge_page_empty
 
 _GROUP = 16  # positions that lie side by side in a page
 _MAX_HEAD = 256

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.attention.block_tables import BlockTables
-from workers.protocol import StepMetadata
+from oarlock.workers.attention.block_tables import BlockTables
+from oarlock.workers.protocol import StepMetadata
 
 
 @dataclass(slots=True)

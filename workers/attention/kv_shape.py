@@ -21,7 +21,7 @@ class KVShape:
     head_dim: int
     block_size: int
     item_bytes: int  # of a number of the model
-    cache_dtype: str = "auto"  # a name of `workers.attention.kv_format.FORMATS`
+    cache_dtype: str = "auto"  # a name of `oarlock.workers.attention.kv_format.FORMATS`
 
     @property
     def is_rounded(self) -> bool:

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from workers.attention.backend import AttentionSpec, KVSpec, LayerKV
-from workers.attention.forward_batch import ForwardBatch
-from workers.attention.kv_format import dequantized
+from oarlock.workers.attention.backend import AttentionSpec, KVSpec, LayerKV
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.kv_format import dequantized
 
 
 @dataclass(frozen=True, slots=True)

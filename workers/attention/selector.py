@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from workers.attention.backend import AttentionBackend, KVSpec
-from workers.attention.cpp import CppBackend
-from workers.attention.reference import ReferenceBackend
-from workers.attention.torch_backend import TorchBackend
-from workers.attention.triton_backend import TritonBackend
-from workers.errors import StartupError
+from oarlock.workers.attention.backend import AttentionBackend, KVSpec
+from oarlock.workers.attention.cpp import CppBackend
+from oarlock.workers.attention.reference import ReferenceBackend
+from oarlock.workers.attention.torch_backend import TorchBackend
+from oarlock.workers.attention.triton_backend import TritonBackend
+from oarlock.workers.errors import StartupError
 
 # Fastest first. Triton's interpreter, which is for tests, is chosen by name alone: others serve before it on the CPU.
 BACKENDS: tuple[type[AttentionBackend], ...] = (CppBackend, TorchBackend, TritonBackend, ReferenceBackend)

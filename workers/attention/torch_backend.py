@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.attention.backend import AttentionSpec, KVSpec, LayerKV
-from workers.attention.forward_batch import ForwardBatch
-from workers.platform.huge_pages import huge_page_empty
-from workers.protocol import NULL_BLOCK
+from oarlock.workers.attention.backend import AttentionSpec, KVSpec, LayerKV
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.platform.huge_pages import huge_page_empty
+from oarlock.workers.protocol import NULL_BLOCK
 
 # Numbers of columns (positions of keys) are multiples of this, counted from position 0, so that the shapes of the
 # products do not depend on the block size.

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.attention.backend import AttentionSpec, KVSpec, LayerKV
-from workers.attention.forward_batch import ForwardBatch
-from workers.kernels.triton import availability
+from oarlock.workers.attention.backend import AttentionSpec, KVSpec, LayerKV
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.kernels.triton import availability
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_HEAD = 256
@@ -101,7 +101,7 @@ class TritonBackend:
     name: ClassVar[str] = "triton"
 
     def __init__(self, spec: KVSpec) -> None:
-        from workers.kernels.triton import paged_attention, rotate_and_write  # Triton is on some machines only
+        from oarlock.workers.kernels.triton import paged_attention, rotate_and_write  # Triton is on some machines only
 
         self.spec = spec
         self._fused: Any = rotate_and_write

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from workers.distributed.shm_ring import ChannelClosedError
+from oarlock.workers.distributed.shm_ring import ChannelClosedError
 
 _MAX_LINE = 1 << 20
 _MAX_FDS = 32  # of the messages that one call receives

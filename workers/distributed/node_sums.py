@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.distributed.shm_all_reduce import SharedMemoryGroup
-from workers.distributed.tree_sum import tree_sum
+from oarlock.workers.distributed.shm_all_reduce import SharedMemoryGroup
+from oarlock.workers.distributed.tree_sum import tree_sum
 
 
 class NodeSums:

@@ -17,13 +17,13 @@ import torch.cuda.nccl
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.distributed.device_all_reduce import SIZES, Sum, choose, seconds_on_device
-from workers.distributed.node_sums import NodeSums
-from workers.distributed.rendezvous import RendezvousInfo
-from workers.distributed.shm_all_reduce import PeerLostError, SharedMemoryGroup
-from workers.distributed.shm_layout import Flags
-from workers.distributed.tree_sum import tree_sum
-from workers.platform.network import interface_with
+from oarlock.workers.distributed.device_all_reduce import SIZES, Sum, choose, seconds_on_device
+from oarlock.workers.distributed.node_sums import NodeSums
+from oarlock.workers.distributed.rendezvous import RendezvousInfo
+from oarlock.workers.distributed.shm_all_reduce import PeerLostError, SharedMemoryGroup
+from oarlock.workers.distributed.shm_layout import Flags
+from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.platform.network import interface_with
 
 LOOPBACK = "127.0.0.1"
 _OF_PEER = ("gloo", "closed by peer", "timeout caused pair closure")  # in gloo's words for a peer that is lost

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.distributed.parallel_state import TensorParallel
 
 
 class StepRefusedError(Exception):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workers.distributed.topology import Topology
+from oarlock.workers.distributed.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ import time
 import torch
 from torch import Tensor
 
-from workers.distributed.memory_order import STORES_KEEP_ORDER
-from workers.distributed.shm_layout import LINE, Neighbours, RankGroup, data_offset, total_bytes
-from workers.distributed.tree_sum import tree_sum
+from oarlock.workers.distributed.memory_order import STORES_KEEP_ORDER
+from oarlock.workers.distributed.shm_layout import LINE, Neighbours, RankGroup, data_offset, total_bytes
+from oarlock.workers.distributed.tree_sum import tree_sum
 
 _SPINS_BEFORE_YIELD = 2_000  # about 100 us: longer than ranks differ while each has a core of its own
 _SPIN_S = 30e-6  # of the kernels, likewise

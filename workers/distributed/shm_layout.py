@@ -5,7 +5,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workers.distributed.topology import Topology
+from oarlock.workers.distributed.topology import Topology
 
 LINE = 64  # bytes of a cache line; each flag has one of its own
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.distributed.pipeline_stage import Channel
-from workers.distributed.rendezvous import MARK_BYTES
-from workers.distributed.shm_all_reduce import PeerLostError
-from workers.distributed.shm_ring import ChannelClosedError, RingReader, RingWriter
+from oarlock.workers.distributed.pipeline_stage import Channel
+from oarlock.workers.distributed.rendezvous import MARK_BYTES
+from oarlock.workers.distributed.shm_all_reduce import PeerLostError
+from oarlock.workers.distributed.shm_ring import ChannelClosedError, RingReader, RingWriter
 
 _RUN, _REFUSED = 1, 0
 _MAX_UNSENT = 64  # messages; older ones have been received long ago

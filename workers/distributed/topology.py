@@ -8,8 +8,8 @@ Ranks are numbered stage by stage, and nodes hold neighbouring ranks, equally ma
 
 from dataclasses import dataclass
 
-from workers.config import WorkerConfig
-from workers.errors import StartupError
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True)

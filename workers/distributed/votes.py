@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 
-from workers.distributed.shm_layout import LINE, Neighbours, data_offset, votes_offset
+from oarlock.workers.distributed.shm_layout import LINE, Neighbours, data_offset, votes_offset
 
 _YIELDS = 20_000  # some ten milliseconds, longer than ranks differ
 _SLEEP_S = 50e-6

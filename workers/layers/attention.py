@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from workers.attention.backend import AttentionBackend, AttentionSpec, FusedBackend, LayerKV
-from workers.attention.forward_batch import ForwardBatch
-from workers.layers.decoder_spec import DecoderSpec
-from workers.layers.linear import QKVParallelLinear, RowParallelLinear
-from workers.layers.norm import HeadNorm
-from workers.layers.placement import Placement
-from workers.layers.rotary import rotate
+from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, FusedBackend, LayerKV
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.linear import QKVParallelLinear, RowParallelLinear
+from oarlock.workers.layers.norm import HeadNorm
+from oarlock.workers.layers.placement import Placement
+from oarlock.workers.layers.rotary import rotate
 
 
 class Attention:

@@ -6,7 +6,7 @@ Torch-free. Knows no Hugging Face key names (`models/hf_*.py` do) and no tensor-
 
 from dataclasses import dataclass, replace
 
-from workers.layers.sharding import slices_for
+from oarlock.workers.layers.sharding import slices_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from workers.layers.matmul import ReadableMatmul, holds_weight
-from workers.layers.placement import Placement
-from workers.layers.quantization.method import LinearWeight
-from workers.layers.quantization.shard import StoredRows, WeightShard
-from workers.layers.sharding import shard_vocab
-from workers.weights.source import WeightSource
+from oarlock.workers.layers.matmul import ReadableMatmul, holds_weight
+from oarlock.workers.layers.placement import Placement
+from oarlock.workers.layers.quantization.method import LinearWeight
+from oarlock.workers.layers.quantization.shard import StoredRows, WeightShard
+from oarlock.workers.layers.sharding import shard_vocab
+from oarlock.workers.weights.source import WeightSource
 
 
 class VocabParallelEmbedding:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.kernels.cpu import elementwise
+from oarlock.workers.kernels.cpu import elementwise
 
 TANH_FORM = "gelu_tanh"  # else: by the error function
 

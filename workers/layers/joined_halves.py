@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.attention.backend import AttentionBackend, LayerKV
-from workers.attention.forward_batch import ForwardBatch
-from workers.kernels.triton import availability
-from workers.layers.layer_halves import Block
-from workers.layers.norm import RMSNorm
+from oarlock.workers.attention.backend import AttentionBackend, LayerKV
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.kernels.triton import availability
+from oarlock.workers.layers.layer_halves import Block
+from oarlock.workers.layers.norm import RMSNorm
 
 
 def pays_off(device: torch.device) -> bool:

@@ -12,21 +12,21 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from workers.attention.backend import AttentionBackend, LayerKV
-from workers.attention.cpp import CppBackend, CppPlan
-from workers.attention.forward_batch import ForwardBatch
-from workers.distributed.parallel_state import TensorParallel
-from workers.kernels.cpu.collective import ALL_CAME
-from workers.kernels.cpu.element_types import ELEMENT_TYPES
-from workers.kernels.cpu.fp8_gemm import PackedFp8
-from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul, CppPackedGatedMatmul, CppPackedMatmul
-from workers.kernels.cpu.grouped_gemm import PackedGrouped
-from workers.kernels.cpu.int8_gemm import PackedInt8
-from workers.kernels.cpu.layer_halves import CAttentionHalf, CLayerHalf, CLayerStep, CPackedWeight, bound
-from workers.layers.attention import Attention
-from workers.layers.linear import GatedParallelLinear, QKVParallelLinear, RowParallelLinear
-from workers.layers.mlp import GatedMLP
-from workers.layers.norm import HeadNorm, RMSNorm
+from oarlock.workers.attention.backend import AttentionBackend, LayerKV
+from oarlock.workers.attention.cpp import CppBackend, CppPlan
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.kernels.cpu.collective import ALL_CAME
+from oarlock.workers.kernels.cpu.element_types import ELEMENT_TYPES
+from oarlock.workers.kernels.cpu.fp8_gemm import PackedFp8
+from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul, CppPackedGatedMatmul, CppPackedMatmul
+from oarlock.workers.kernels.cpu.grouped_gemm import PackedGrouped
+from oarlock.workers.kernels.cpu.int8_gemm import PackedInt8
+from oarlock.workers.kernels.cpu.layer_halves import CAttentionHalf, CLayerHalf, CLayerStep, CPackedWeight, bound
+from oarlock.workers.layers.attention import Attention
+from oarlock.workers.layers.linear import GatedParallelLinear, QKVParallelLinear, RowParallelLinear
+from oarlock.workers.layers.mlp import GatedMLP
+from oarlock.workers.layers.norm import HeadNorm, RMSNorm
 
 Part = TypeVar("Part")
 Product = CppMatmul | CppPackedMatmul

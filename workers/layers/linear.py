@@ -7,10 +7,10 @@ the placement alone (`quantization/`).
 
 from torch import Tensor
 
-from workers.layers.placement import Placement
-from workers.layers.quantization.shard import StoredRows, WeightShard
-from workers.layers.sharding import shard_evenly, shard_heads
-from workers.weights.source import WeightSource
+from oarlock.workers.layers.placement import Placement
+from oarlock.workers.layers.quantization.shard import StoredRows, WeightShard
+from oarlock.workers.layers.sharding import shard_evenly, shard_heads
+from oarlock.workers.weights.source import WeightSource
 
 
 class QKVParallelLinear:

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.distributed.tree_sum import tree_sum
-from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul, can_serve
-from workers.kernels.triton import availability
-from workers.layers.row_invariance import PairedRows, needs_second_row
+from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul, can_serve
+from oarlock.workers.kernels.triton import availability
+from oarlock.workers.layers.row_invariance import PairedRows, needs_second_row
 
 _log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class SlicedMatmul:
 def gated(activation: str, device: torch.device) -> Callable[[Tensor], Tensor]:
     """`activation(gate) * up` of products [T, 2 * I], gate before up -> [T, I]: by a kernel in Triton where it runs."""
     if availability.can_serve(device):
-        from workers.kernels.triton.activation import gated as one_kernel
+        from oarlock.workers.kernels.triton.activation import gated as one_kernel
 
         return partial(one_kernel, activation=activation)
     return partial(gated_with_torch, activation=activation)

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from workers.layers.decoder_spec import DecoderSpec
-from workers.layers.linear import GatedParallelLinear, RowParallelLinear
-from workers.layers.placement import Placement
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.linear import GatedParallelLinear, RowParallelLinear
+from oarlock.workers.layers.placement import Placement
 
 
 class GatedMLP:

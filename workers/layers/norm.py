@@ -5,10 +5,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.kernels.cpu import elementwise
-from workers.kernels.triton import availability
-from workers.layers.placement import Placement
-from workers.weights.source import WeightSource
+from oarlock.workers.kernels.cpu import elementwise
+from oarlock.workers.kernels.triton import availability
+from oarlock.workers.layers.placement import Placement
+from oarlock.workers.weights.source import WeightSource
 
 
 class RMSNorm:
@@ -132,7 +132,7 @@ class HeadNorm:
 
 
 def triton_kernels() -> Any:
-    """`workers.kernels.triton.norm`, imported where Triton is installed."""
-    from workers.kernels.triton import norm
+    """`oarlock.workers.kernels.triton.norm`, imported where Triton is installed."""
+    from oarlock.workers.kernels.triton import norm
 
     return norm

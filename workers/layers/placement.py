@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from workers.distributed.parallel_state import TensorParallel
-from workers.layers.quantization.formats.form import Form, WeightForms
-from workers.layers.quantization.method import LinearWeight
-from workers.layers.quantization.registry import NONE
-from workers.layers.quantization.shard import WeightShard
-from workers.layers.quantization.stacked import StackedWeight
-from workers.platform.huge_pages import StagingMemory
-from workers.weights.source import WeightSource
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.quantization.formats.form import Form, WeightForms
+from oarlock.workers.layers.quantization.method import LinearWeight
+from oarlock.workers.layers.quantization.registry import NONE
+from oarlock.workers.layers.quantization.shard import WeightShard
+from oarlock.workers.layers.quantization.stacked import StackedWeight
+from oarlock.workers.platform.huge_pages import StagingMemory
+from oarlock.workers.weights.source import WeightSource
 
 
 @dataclass(frozen=True, slots=True)

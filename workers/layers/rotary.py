@@ -20,8 +20,8 @@ import math
 import torch
 from torch import Tensor
 
-from workers.kernels.cpu import elementwise
-from workers.layers.decoder_spec import RopeSpec
+from oarlock.workers.kernels.cpu import elementwise
+from oarlock.workers.layers.decoder_spec import RopeSpec
 
 # Angles are computed for this many positions at a time. torch computes the last few elements of an array differently,
 # so in blocks of one size the bits of an angle depend on its position alone.

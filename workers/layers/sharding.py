@@ -6,8 +6,8 @@ heads, neighbouring ranks hold a copy of the same head, the one that their query
 
 from dataclasses import dataclass
 
-from workers.distributed.vocab_slices import vocab_shard_size
-from workers.errors import StartupError
+from oarlock.workers.distributed.vocab_slices import vocab_shard_size
+from oarlock.workers.errors import StartupError
 
 _LARGEST_TP = 1024
 _SLICES = (8, 4, 2, 1)  # as many as kernels add up (`kMostSlices` in csrc/gemm/slices.h)

@@ -5,7 +5,7 @@ equally, since the last stage has the output head too. The first embeds; the las
 embedding a second time.
 """
 
-from workers.layers.decoder_spec import DecoderSpec, tensor_shapes
+from oarlock.workers.layers.decoder_spec import DecoderSpec, tensor_shapes
 
 _LAYERS, _EMBEDDING = "model.layers.", "model.embed_tokens."
 

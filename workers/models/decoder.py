@@ -12,23 +12,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
-from workers.attention.forward_batch import ForwardBatch
-from workers.distributed.parallel_state import TensorParallel
-from workers.layers import joined_halves
-from workers.layers.attention import Attention
-from workers.layers.decoder_spec import DecoderSpec, is_ignorable
-from workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from workers.layers.layer_halves import CannotPrepare, PreparedLayers
-from workers.layers.mlp import GatedMLP
-from workers.layers.norm import RMSNorm
-from workers.layers.placement import Placement
-from workers.layers.quantization.formats.form import WeightForms
-from workers.layers.quantization.registry import NONE, slices_of
-from workers.layers.rotary import RotaryTable
-from workers.layers.stage_layers import is_in_stage
-from workers.models.post_norm_layer import PostNormDecoderLayer
-from workers.weights.source import WeightSource
+from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers import joined_halves
+from oarlock.workers.layers.attention import Attention
+from oarlock.workers.layers.decoder_spec import DecoderSpec, is_ignorable
+from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from oarlock.workers.layers.layer_halves import CannotPrepare, PreparedLayers
+from oarlock.workers.layers.mlp import GatedMLP
+from oarlock.workers.layers.norm import RMSNorm
+from oarlock.workers.layers.placement import Placement
+from oarlock.workers.layers.quantization.formats.form import WeightForms
+from oarlock.workers.layers.quantization.registry import NONE, slices_of
+from oarlock.workers.layers.rotary import RotaryTable
+from oarlock.workers.layers.stage_layers import is_in_stage
+from oarlock.workers.models.post_norm_layer import PostNormDecoderLayer
+from oarlock.workers.weights.source import WeightSource
 
 _STAND_INS = 256  # different rows
 
@@ -132,7 +132,8 @@ class Decoder:
         return sum(part.weight_bytes for part in self._parts()) + (self.head.weight_bytes if self.is_last else 0)
 
     def kv_spec(self, block_size: int, device: torch.device, cache_dtype: str = "auto") -> KVSpec:
-        """The shape of this rank's KV memory. `cache_dtype`: a name of `workers.attention.kv_format.FORMATS`."""
+        """The shape of this rank's KV memory. `cache_dtype`: a name of
+        `oarlock.workers.attention.kv_format.FORMATS`."""
         first = self.attention_specs[0]
         layers, dtype = len(self.layers), self.place.dtype
         return KVSpec(layers, first.num_kv_heads, first.head_dim, block_size, dtype, device, cache_dtype)

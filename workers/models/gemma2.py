@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from workers.layers.decoder_spec import DecoderSpec, RopeSpec
-from workers.models.hf_config import activation_name, decoder_spec, layer_kinds
-from workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.layers.decoder_spec import DecoderSpec, RopeSpec
+from oarlock.workers.models.hf_config import activation_name, decoder_spec, layer_kinds
+from oarlock.workers.models.hf_fields import Fields, unsupported
 
 
 def describe_gemma2(fields: Fields) -> DecoderSpec:

@@ -6,11 +6,11 @@ Torch-free.
 from dataclasses import replace
 from typing import Any
 
-from workers.layers.decoder_spec import DecoderSpec
-from workers.models.gemma2 import gemma_spec
-from workers.models.hf_config import head_width
-from workers.models.hf_fields import Fields, unsupported
-from workers.models.hf_rope import rope_spec
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.models.gemma2 import gemma_spec
+from oarlock.workers.models.hf_config import head_width
+from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_rope import rope_spec
 
 _MAX_POSITIONS = 131_072
 

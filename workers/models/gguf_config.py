@@ -6,11 +6,11 @@ The inverse of llama.cpp's converter (conversion/*.py). Torch-free.
 from array import array
 from typing import Any
 
-from workers.errors import StartupError
-from workers.weights.gguf.block_types import FLOATS
-from workers.weights.gguf.model import GGUFModel
-from workers.weights.gguf.names import ROPE_FACTORS
-from workers.weights.gguf.settings import Settings, shortest
+from oarlock.workers.errors import StartupError
+from oarlock.workers.weights.gguf.block_types import FLOATS
+from oarlock.workers.weights.gguf.model import GGUFModel
+from oarlock.workers.weights.gguf.names import ROPE_FACTORS
+from oarlock.workers.weights.gguf.settings import Settings, shortest
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",

@@ -5,11 +5,11 @@
 
 from typing import Any
 
-from workers.errors import StartupError
-from workers.layers.decoder_spec import DecoderSpec, RopeSpec
-from workers.models.hf_fields import Fields, unsupported
-from workers.models.hf_rope import rope_spec, rope_table
-from workers.platform.dtypes import ITEM_BYTES
+from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.decoder_spec import DecoderSpec, RopeSpec
+from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_rope import rope_spec, rope_table
+from oarlock.workers.platform.dtypes import ITEM_BYTES
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 

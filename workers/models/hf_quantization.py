@@ -4,16 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.errors import StartupError, shown
-from workers.layers.quantization.formats.checkpoint_forms import CheckpointForms
-from workers.layers.quantization.formats.form import Scheme, WeightForms
-from workers.layers.quantization.formats.gguf import GGUFForms
-from workers.layers.quantization.formats.registry import STORED
-from workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
-from workers.layers.quantization.registry import QUANTIZATIONS
-from workers.weights.checkpoint import Checkpoint
-from workers.weights.checkpoint_files import is_there, read_json
-from workers.weights.gguf.checkpoint import GGUFCheckpoint
+from oarlock.workers.errors import StartupError, shown
+from oarlock.workers.layers.quantization.formats.checkpoint_forms import CheckpointForms
+from oarlock.workers.layers.quantization.formats.form import Scheme, WeightForms
+from oarlock.workers.layers.quantization.formats.gguf import GGUFForms
+from oarlock.workers.layers.quantization.formats.registry import STORED
+from oarlock.workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
+from oarlock.workers.layers.quantization.registry import QUANTIZATIONS
+from oarlock.workers.weights.checkpoint import Checkpoint
+from oarlock.workers.weights.checkpoint_files import is_there, read_json
+from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint
 
 GGUF = "gguf"  # the name of the forms of a GGUF model, whose settings do not say them
 # Where config.json has the settings, and the method of those that do not name it.

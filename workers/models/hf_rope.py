@@ -7,9 +7,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from workers.errors import StartupError, shown
-from workers.layers.decoder_spec import RopeSpec
-from workers.models.hf_fields import MOST, Fields, positive_number, unsupported, wrong
+from oarlock.workers.errors import StartupError, shown
+from oarlock.workers.layers.decoder_spec import RopeSpec
+from oarlock.workers.models.hf_fields import MOST, Fields, positive_number, unsupported, wrong
 
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _KEYS = {

@@ -1,8 +1,8 @@
 """Llama 2 and 3.x, and the many checkpoints that share their architecture. Torch-free."""
 
-from workers.layers.decoder_spec import DecoderSpec
-from workers.models.hf_config import decoder_spec
-from workers.models.hf_fields import Fields
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.models.hf_config import decoder_spec
+from oarlock.workers.models.hf_fields import Fields
 
 
 def describe_llama(fields: Fields) -> DecoderSpec:

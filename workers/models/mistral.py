@@ -1,8 +1,8 @@
 """Mistral: Llama's layer with one sliding window for all layers. Torch-free."""
 
-from workers.layers.decoder_spec import DecoderSpec
-from workers.models.hf_config import decoder_spec
-from workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.models.hf_config import decoder_spec
+from oarlock.workers.models.hf_fields import Fields, unsupported
 
 _DEFAULT_WINDOW = 4096  # of a config.json that does not mention it; an explicit null switches the window off
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from workers.attention.backend import AttentionBackend, LayerKV
-from workers.attention.forward_batch import ForwardBatch
-from workers.layers.attention import Attention
-from workers.layers.decoder_spec import DecoderSpec
-from workers.layers.mlp import GatedMLP
-from workers.layers.norm import RMSNorm
-from workers.layers.placement import Placement
+from oarlock.workers.attention.backend import AttentionBackend, LayerKV
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.layers.attention import Attention
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.mlp import GatedMLP
+from oarlock.workers.layers.norm import RMSNorm
+from oarlock.workers.layers.placement import Placement
 
 
 class PostNormDecoderLayer:

@@ -1,8 +1,8 @@
 """Qwen2 and Qwen2.5: biases on q, k and v, none on the output projection. Torch-free."""
 
-from workers.layers.decoder_spec import DecoderSpec
-from workers.models.hf_config import decoder_spec, layer_windows
-from workers.models.hf_fields import Fields
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.models.hf_config import decoder_spec, layer_windows
+from oarlock.workers.models.hf_fields import Fields
 
 
 def describe_qwen2(fields: Fields) -> DecoderSpec:

@@ -1,9 +1,9 @@
 """Qwen3: RMSNorm on each head of q and k, heads of 128 whatever the hidden size. Torch-free."""
 
-from workers.layers.decoder_spec import DecoderSpec
-from workers.models.hf_config import decoder_spec
-from workers.models.hf_fields import Fields
-from workers.models.qwen2 import qwen_windows
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.models.hf_config import decoder_spec
+from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.qwen2 import qwen_windows
 
 
 def describe_qwen3(fields: Fields) -> DecoderSpec:

@@ -6,7 +6,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from workers.platform import cuda_driver
+from oarlock.workers.platform import cuda_driver
 
 LEAST_CAPABILITY = (8, 0)  # of a device
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.protocol import StepMetadata
-from workers.sampling.noise import row_keys
+from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.sampling.noise import row_keys
 
 NONE = -1
 

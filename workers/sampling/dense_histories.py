@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.protocol import StepMetadata
-from workers.sampling.token_histories import PenalisedRows
+from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.sampling.token_histories import PenalisedRows
 
 
 class DenseHistories:

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.protocol import MAX_LOGPROBS, StepMetadata, StepOutput
-from workers.sampling.drafts import num_accepted
+from oarlock.workers.protocol import MAX_LOGPROBS, StepMetadata, StepOutput
+from oarlock.workers.sampling.drafts import num_accepted
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.protocol import MAX_LOGPROBS, empty_step, mask_words
-from workers.sampling.columns import SamplingColumns, Variant, sections, write_rows
-from workers.sampling.dense_histories import DenseHistories
-from workers.sampling.device_outputs import DeviceOutputs
+from oarlock.workers.protocol import MAX_LOGPROBS, empty_step, mask_words
+from oarlock.workers.sampling.columns import SamplingColumns, Variant, sections, write_rows
+from oarlock.workers.sampling.dense_histories import DenseHistories
+from oarlock.workers.sampling.device_outputs import DeviceOutputs
 
 BLOCK = 128
 _SURVEYED = 16  # blocks for one program: [16, 128] logits
@@ -57,7 +57,7 @@ class DeviceSampler:
         self, vocab_size: int, max_rows: int, histories: DenseHistories, device: torch.device, short: int = _SHORT
     ) -> None:
         """`histories`: of all V ids. `short`: a power of 2; how many blocks are tried before rounds."""
-        from workers.kernels.triton.sampling import choose, filters, logprobs, processors, rounds, survey
+        from oarlock.workers.kernels.triton.sampling import choose, filters, logprobs, processors, rounds, survey
 
         self._kernels: Any = choose, filters, logprobs, processors, rounds, survey  # a call compiles: no annotations
         self.vocab_size, self.max_rows, self.histories = vocab_size, max_rows, histories

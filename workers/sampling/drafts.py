@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.protocol import StepMetadata
+from oarlock.workers.protocol import StepMetadata
 
 
 def num_accepted(step: StepMetadata, sampled: Tensor) -> Tensor:

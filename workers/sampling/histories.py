@@ -2,8 +2,8 @@
 
 import torch
 
-from workers.sampling.dense_histories import DenseHistories
-from workers.sampling.token_histories import Histories, TokenHistories
+from oarlock.workers.sampling.dense_histories import DenseHistories
+from oarlock.workers.sampling.token_histories import Histories, TokenHistories
 
 
 def make_histories(

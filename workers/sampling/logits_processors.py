@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.kernels.cpu import library
-from workers.protocol import StepMetadata
-from workers.sampling.dense_histories import DenseHistories
-from workers.sampling.token_histories import Entries, Histories, TokenHistories
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.sampling.dense_histories import DenseHistories
+from oarlock.workers.sampling.token_histories import Entries, Histories, TokenHistories
 
 _ROWS_AT_ONCE = 16
 

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from workers.distributed.parallel_state import TensorParallel
-from workers.kernels.cpu.sampling import KernelLogitsShard, can_serve
-from workers.sampling.candidates import BLOCK, argmax, best, block_maxima, is_left, take_blocks
-from workers.sampling.noise import Noise
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.kernels.cpu.sampling import KernelLogitsShard, can_serve
+from oarlock.workers.sampling.candidates import BLOCK, argmax, best, block_maxima, is_left, take_blocks
+from oarlock.workers.sampling.noise import Noise
 
 _ROWS_AT_ONCE = 8
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.distributed.parallel_state import TensorParallel
-from workers.kernels.cpu.sampling import can_serve, log_totals
-from workers.sampling.candidates import decode
-from workers.sampling.logits_shard import LogitsShard, total_mass
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.kernels.cpu.sampling import can_serve, log_totals
+from oarlock.workers.sampling.candidates import decode
+from oarlock.workers.sampling.logits_shard import LogitsShard, total_mass
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.sampling.candidates import BLOCK, is_left, take_blocks
+from oarlock.workers.sampling.candidates import BLOCK, is_left, take_blocks
 
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))  # as signed 32-bit words
 # Ids hashed at once: fits the second-level cache of a CPU; elsewhere large, for few kernel launches.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from workers.protocol import StepMetadata, StepOutput
+from oarlock.workers.protocol import StepMetadata, StepOutput
 
 
 def logits_rows(step: StepMetadata, start: int, stop: int) -> StepMetadata:

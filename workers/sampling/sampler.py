@@ -28,17 +28,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.distributed.parallel_state import TensorParallel
-from workers.distributed.vocab_slices import vocab_slice
-from workers.kernels.cpu.sample import sample as kernel_sample
-from workers.kernels.cpu.sampling import can_serve
-from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
-from workers.sampling.logits_processors import apply_logits_processors, bans_all
-from workers.sampling.logits_shard import LogitsShard, LogitsShards, total_mass
-from workers.sampling.logprobs import RawLogprobs, raw_logprobs
-from workers.sampling.noise import row_keys
-from workers.sampling.token_histories import Histories, TokenHistories
-from workers.sampling.top_k_top_p import CANDIDATES, Filters, draw_from_list, draw_from_long_list, draw_in_rounds
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.distributed.vocab_slices import vocab_slice
+from oarlock.workers.kernels.cpu.sample import sample as kernel_sample
+from oarlock.workers.kernels.cpu.sampling import can_serve
+from oarlock.workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
+from oarlock.workers.sampling.logits_processors import apply_logits_processors, bans_all
+from oarlock.workers.sampling.logits_shard import LogitsShard, LogitsShards, total_mass
+from oarlock.workers.sampling.logprobs import RawLogprobs, raw_logprobs
+from oarlock.workers.sampling.noise import row_keys
+from oarlock.workers.sampling.token_histories import Histories, TokenHistories
+from oarlock.workers.sampling.top_k_top_p import (
+    CANDIDATES,
+    Filters,
+    draw_from_list,
+    draw_from_long_list,
+    draw_in_rounds,
+)
 
 
 @dataclass(frozen=True, slots=True)

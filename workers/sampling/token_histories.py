@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from workers.protocol import StepMetadata
+from oarlock.workers.protocol import StepMetadata
 
 
 class Entries(NamedTuple):

@@ -18,11 +18,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from workers.distributed.parallel_state import TensorParallel
-from workers.kernels.cpu.sampling import can_serve, draw_from_lists, lowest_kept
-from workers.sampling.candidates import decode
-from workers.sampling.logits_shard import LogitsShard, total_mass
-from workers.sampling.noise import gumbel, mixed_ids, noise_bits
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.kernels.cpu.sampling import can_serve, draw_from_lists, lowest_kept
+from oarlock.workers.sampling.candidates import decode
+from oarlock.workers.sampling.logits_shard import LogitsShard, total_mass
+from oarlock.workers.sampling.noise import gumbel, mixed_ids, noise_bits
 
 CANDIDATES = 64  # per rank and row; more than usual values of top-k and most nuclei have
 _ROWS_AT_ONCE = 8

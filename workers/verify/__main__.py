@@ -16,13 +16,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workers.config import WorkerConfig
-from workers.errors import StartupError
-from workers.models.registry import read_spec
-from workers.preflight import preflight
-from workers.python_child import die_with_parent, run_while_read
-from workers.verify.launch import run_ranks, run_reference
-from workers.verify.request import (
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.preflight import preflight
+from oarlock.workers.python_child import die_with_parent, run_while_read
+from oarlock.workers.verify.launch import run_ranks, run_reference
+from oarlock.workers.verify.request import (
     BUILT_IN_PROMPTS,
     NEW_TOKENS,
     Request,
@@ -34,7 +34,7 @@ from workers.verify.request import (
 )
 
 if TYPE_CHECKING:
-    from workers.verify.report import Report
+    from oarlock.workers.verify.report import Report
 
 BLOCK_SIZE = 16  # small, so that short prompts fill several blocks
 
@@ -74,10 +74,10 @@ def verify(arguments: argparse.Namespace) -> Report:
         run_ranks(config, folder, say)
         say("comparing")
         # Imported late: torch takes seconds, and whatever can be checked without it has been checked by now.
-        from workers.verify.causes import explain
-        from workers.verify.compare import compare
-        from workers.verify.meant_model import RoundingLoss
-        from workers.verify.report import Report
+        from oarlock.workers.verify.causes import explain
+        from oarlock.workers.verify.compare import compare
+        from oarlock.workers.verify.meant_model import RoundingLoss
+        from oarlock.workers.verify.report import Report
 
         size = config.tensor_parallel_size
         has_scales = config.quantization != "none" and not config.dequantize
@@ -157,7 +157,7 @@ def say(line: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m workers.verify", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m oarlock.workers.verify", allow_abbrev=False)
     parser.add_argument("model", metavar="DIRECTORY")
     parser.add_argument("--parent", type=int, help="the process that must be alive for this one to be")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)

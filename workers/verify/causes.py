@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from workers.layers.decoder_spec import DecoderSpec
-from workers.layers.quantization.formats.form import Arithmetic
-from workers.layers.sharding import shard_vocab
-from workers.verify.compare import Comparison, Recorded, Row, part_of
-from workers.verify.halves import same_bits
-from workers.verify.meant_weights import MeantWeights, meant_weights
-from workers.verify.request import Text
-from workers.verify.scales import wrong_scales
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.quantization.formats.form import Arithmetic
+from oarlock.workers.layers.sharding import shard_vocab
+from oarlock.workers.verify.compare import Comparison, Recorded, Row, part_of
+from oarlock.workers.verify.halves import same_bits
+from oarlock.workers.verify.meant_weights import MeantWeights, meant_weights
+from oarlock.workers.verify.request import Text
+from oarlock.workers.verify.scales import wrong_scales
 
 # Tensors computed from the same inputs: when the first of a group is wrong, the others may be wrong independently.
 _TOGETHER = ({"q", "k", "v"}, {"q_rope", "k_rope"})

@@ -16,10 +16,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from workers.layers.decoder_spec import DecoderSpec
-from workers.layers.sharding import shard_evenly, shard_heads, shard_vocab
-from workers.verify.halves import HalfDifference, Halves, same_bits
-from workers.verify.request import Text
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.sharding import shard_evenly, shard_heads, shard_vocab
+from oarlock.workers.verify.halves import HalfDifference, Halves, same_bits
+from oarlock.workers.verify.request import Text
 
 LIMIT = 2.0  # of root mean square errors, and of the largest error of the logits; in transformers' own errors
 LARGEST_LIMIT = 4.0  # of the largest error of any other tensor; docs/accuracy.md has what correct models reach

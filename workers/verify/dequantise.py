@@ -19,8 +19,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from workers.errors import StartupError
-from workers.weights.checkpoint import Checkpoint
+from oarlock.workers.errors import StartupError
+from oarlock.workers.weights.checkpoint import Checkpoint
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each group of four bits in a word, the lowest first
 

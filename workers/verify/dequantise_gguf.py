@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.errors import StartupError
-from workers.weights.gguf.model import GGUFModel
-from workers.weights.gguf.settings import Settings
+from oarlock.workers.errors import StartupError
+from oarlock.workers.weights.gguf.model import GGUFModel
+from oarlock.workers.weights.gguf.settings import Settings
 
 _Bytes = NDArray[np.uint8]
 _Floats = NDArray[np.float64]

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from workers.layers.layer_halves import PreparedLayers
+from oarlock.workers.layers.layer_halves import PreparedLayers
 
 # What a half leaves, by the name under which the separate operations are recorded.
 _TENSORS = {"attention": "mid_residual", "mlp": "residual"}

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import psutil
 
-from workers.config import LOADING_TIMEOUT_S, WorkerConfig
-from workers.distributed.control_channel import Control
-from workers.distributed.shm_layout import last_of
-from workers.distributed.shm_ring import ChannelClosedError
-from workers.errors import StartupError
-from workers.python_child import start_python
-from workers.worker.load_progress import HUNG
-from workers.worker.spawn_ranks import SpawnedRanks, describe_exit, spawn_ranks
+from oarlock.workers.config import LOADING_TIMEOUT_S, WorkerConfig
+from oarlock.workers.distributed.control_channel import Control
+from oarlock.workers.distributed.shm_layout import last_of
+from oarlock.workers.distributed.shm_ring import ChannelClosedError
+from oarlock.workers.errors import StartupError
+from oarlock.workers.python_child import start_python
+from oarlock.workers.worker.load_progress import HUNG
+from oarlock.workers.worker.spawn_ranks import SpawnedRanks, describe_exit, spawn_ranks
 
 _KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network file system may never end
 _LOOK_S = 1.0  # between two looks at the processor time of the reference
@@ -37,7 +37,7 @@ def run_reference(folder: Path, say: Say, *, timeout_s: float = LOADING_TIMEOUT_
         with contextlib.closing(theirs):
             fd = theirs.fileno()
             process = start_python(
-                ["-m", "workers.verify.reference", str(folder), str(os.getpid()), str(fd)], pass_fds=[fd]
+                ["-m", "oarlock.workers.verify.reference", str(folder), str(os.getpid()), str(fd)], pass_fds=[fd]
             )
         try:
             status = _follow_reference(process, ours, say, timeout_s)
@@ -88,7 +88,7 @@ def run_ranks(config: WorkerConfig, folder: Path, say: Say, *, timeout_s: float 
     `timeout_s`: the longest time without progress of any rank. Raises `StartupError` after that, and when a rank fails.
     """
     extras = [{"folder": str(folder)}] * config.ranks_per_node
-    ranks = spawn_ranks("workers.verify.rank", config, extras)
+    ranks = spawn_ranks("oarlock.workers.verify.rank", config, extras)
     try:
         _follow(ranks, say, timeout_s)
     finally:

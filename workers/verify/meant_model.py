@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workers.layers.quantization import int8, scaled_float8
-from workers.layers.quantization.formats.form import Arithmetic
-from workers.verify.meant_weights import MeantWeights
+from oarlock.workers.layers.quantization import int8, scaled_float8
+from oarlock.workers.layers.quantization.formats.form import Arithmetic
+from oarlock.workers.verify.meant_weights import MeantWeights
 
 RoundRows = Callable[[Tensor], tuple[Tensor, Tensor]]  # [T, K] -> numbers [T, K], and scales [T]
 _ROUNDED: dict[tuple[str, Arithmetic], RoundRows] = {

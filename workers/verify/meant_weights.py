@@ -10,17 +10,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from workers.layers.quantization import int4, int8
-from workers.layers.quantization.formats.checkpoint_forms import CheckpointForms
-from workers.layers.quantization.formats.form import Arithmetic
-from workers.layers.quantization.registry import QUANTIZATIONS
-from workers.models.hf_fields import read_config
-from workers.models.hf_quantization import stored_quantization, weight_forms
-from workers.verify.dequantise import dequantised
-from workers.verify.dequantise_gguf import dequantised_gguf
-from workers.weights.checkpoint import Checkpoint
-from workers.weights.gguf.checkpoint import gguf_file
-from workers.weights.open_checkpoint import open_checkpoint
+from oarlock.workers.layers.quantization import int4, int8
+from oarlock.workers.layers.quantization.formats.checkpoint_forms import CheckpointForms
+from oarlock.workers.layers.quantization.formats.form import Arithmetic
+from oarlock.workers.layers.quantization.registry import QUANTIZATIONS
+from oarlock.workers.models.hf_fields import read_config
+from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
+from oarlock.workers.verify.dequantise import dequantised
+from oarlock.workers.verify.dequantise_gguf import dequantised_gguf
+from oarlock.workers.weights.checkpoint import Checkpoint
+from oarlock.workers.weights.gguf.checkpoint import gguf_file
+from oarlock.workers.weights.open_checkpoint import open_checkpoint
 
 _ROWS = 8192  # of a weight that are rounded at once
 

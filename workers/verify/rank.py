@@ -1,9 +1,9 @@
 """One rank of a verification: the model runner that serves, fed known text, with every tensor of every layer recorded.
 
-`python -m workers.verify.rank PARENT_PID CONTROL_FD`, started by `launch.py`, writes `rank-R-*.safetensors` and, on
-rank 0, `tokens.json`. Pages, sampler and collectives are those that serve. The text runs twice: as it is served, which
-gives the tokens, and with recording hooks in the decoder, which then runs the separate operations of each layer. After
-each half of a layer, both runs must have the same bits.
+`python -m oarlock.workers.verify.rank PARENT_PID CONTROL_FD`, started by `launch.py`, writes `rank-R-*.safetensors`
+and, on rank 0, `tokens.json`. Pages, sampler and collectives are those that serve. The text runs twice: as it is
+served, which gives the tokens, and with recording hooks in the decoder, which then runs the separate operations of each
+layer. After each half of a layer, both runs must have the same bits.
 """
 
 import json
@@ -18,22 +18,22 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV
-from workers.attention.forward_batch import ForwardBatch
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
-from workers.distributed.pipeline_stage import PipelineStage
-from workers.distributed.shm_ring import ChannelClosedError
-from workers.errors import StartupError
-from workers.models.decoder import Decoder
-from workers.protocol import StepMetadata
-from workers.verify.compare import file_of
-from workers.verify.halves import RecordedHalves
-from workers.verify.request import Request, Text
-from workers.worker.greedy_step import SequenceChunk, greedy_step
-from workers.worker.model_runner import ModelRunner
-from workers.worker.spawn_ranks import RankArguments
-from workers.worker.worker_process import begin, join, log_to_stderr
+from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.distributed.pipeline_stage import PipelineStage
+from oarlock.workers.distributed.shm_ring import ChannelClosedError
+from oarlock.workers.errors import StartupError
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.verify.compare import file_of
+from oarlock.workers.verify.halves import RecordedHalves
+from oarlock.workers.verify.request import Request, Text
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.worker.model_runner import ModelRunner
+from oarlock.workers.worker.spawn_ranks import RankArguments
+from oarlock.workers.worker.worker_process import begin, join, log_to_stderr
 
 _STEPS_PER_LINE = 16  # of progress
 

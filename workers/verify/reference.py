@@ -1,6 +1,6 @@
 """transformers' side of a verification: its greedy text, its tensors, and how far each is from the float64 truth.
 
-`python -m workers.verify.reference FOLDER PARENT_PID CONTROL_FD` reads `request.json` in FOLDER and writes there
+`python -m oarlock.workers.verify.reference FOLDER PARENT_PID CONTROL_FD` reads `request.json` in FOLDER and writes
   text.json              the token ids that the ranks are fed
   truth-*.safetensors    every tensor in float64, stored in float32 where the model's dtype is coarser
   theirs-*.safetensors   per column, the largest error of transformers' own run and the sum of squared errors
@@ -22,16 +22,16 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.utils import logging as transformers_logging
 
-from workers.distributed.control_channel import Control
-from workers.layers.decoder_spec import DecoderSpec
-from workers.layers.quantization.registry import QUANTIZATIONS
-from workers.models.registry import read_spec
-from workers.python_child import die_with_parent
-from workers.verify.compare import file_of, tensor_names
-from workers.verify.meant_model import LayerLoss, MeantModel, RoundingLoss
-from workers.verify.meant_weights import WrittenOut, meant_weights
-from workers.verify.request import Request, Text
-from workers.weights.gguf.checkpoint import gguf_file
+from oarlock.workers.distributed.control_channel import Control
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.quantization.registry import QUANTIZATIONS
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.python_child import die_with_parent
+from oarlock.workers.verify.compare import file_of, tensor_names
+from oarlock.workers.verify.meant_model import LayerLoss, MeantModel, RoundingLoss
+from oarlock.workers.verify.meant_weights import WrittenOut, meant_weights
+from oarlock.workers.verify.request import Request, Text
+from oarlock.workers.weights.gguf.checkpoint import gguf_file
 
 _PRODUCTS = (nn.Linear, nn.Embedding)
 _ROWS = 8192  # of a weight that are widened to float64 at once

@@ -4,9 +4,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from workers.verify.compare import LARGEST_LIMIT, LIMIT, REPLICATED, Comparison, Row
-from workers.verify.halves import Halves
-from workers.verify.meant_model import RoundingLoss
+from oarlock.workers.verify.compare import LARGEST_LIMIT, LIMIT, REPLICATED, Comparison, Row
+from oarlock.workers.verify.halves import Halves
+from oarlock.workers.verify.meant_model import RoundingLoss
 
 _HEADINGS = ("layer", "tensor", "rank", "max error", "/ theirs", "rms / theirs", "result")
 _LEFT_ALIGNED = ("layer", "tensor", "result")

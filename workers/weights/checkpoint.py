@@ -7,9 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers.errors import StartupError
-from workers.weights.checkpoint_files import is_there, read_json
-from workers.weights.header import TensorEntry, read_header
+from oarlock.workers.errors import StartupError
+from oarlock.workers.weights.checkpoint_files import is_there, read_json
+from oarlock.workers.weights.header import TensorEntry, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from workers.errors import StartupError, shown
+from oarlock.workers.errors import StartupError, shown
 
 MOST_BYTES = 64 << 20  # of a description: the longest known, an index of a hundred thousand tensors, has 20 MB
 _FIX = "Fetch that file of the checkpoint again."

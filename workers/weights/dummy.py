@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from workers.weights.source import check_slice
+from oarlock.workers.weights.source import check_slice
 
 # Elements come from one pool of normal numbers, from an offset that the tensor's name decides: much faster than drawing
 # half a billion of them. The length is a prime, so that no two rows of a matrix are equal.

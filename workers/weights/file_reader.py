@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from workers.errors import StartupError
+from oarlock.workers.errors import StartupError
 
 # A disk or a network file system answers several reads at once faster than one after the other; a page cache hardly.
 NUM_THREADS = 4

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.errors import StartupError, shown
-from workers.weights.checkpoint_files import check_file
+from oarlock.workers.errors import StartupError, shown
+from oarlock.workers.weights.checkpoint_files import check_file
 
 # The format's own limit: a longer header is a damaged length field, not a big model.
 MAX_HEADER_BYTES = 100_000_000

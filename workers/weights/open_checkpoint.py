@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from workers.weights.checkpoint import Checkpoint
-from workers.weights.gguf.checkpoint import GGUFCheckpoint, gguf_file
-from workers.weights.gguf.model import GGUFModel
+from oarlock.workers.weights.checkpoint import Checkpoint
+from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint, gguf_file
+from oarlock.workers.weights.gguf.model import GGUFModel
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:

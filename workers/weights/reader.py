@@ -14,10 +14,10 @@ from concurrent.futures import Future, wait
 import torch
 from torch import Tensor
 
-from workers.errors import StartupError
-from workers.weights.checkpoint import Checkpoint, Located
-from workers.weights.file_reader import FileReader
-from workers.weights.source import check_slice, wrong_shape
+from oarlock.workers.errors import StartupError
+from oarlock.workers.weights.checkpoint import Checkpoint, Located
+from oarlock.workers.weights.file_reader import FileReader
+from oarlock.workers.weights.source import check_slice, wrong_shape
 
 CHUNK_BYTES = 4 << 20  # of a file, in one read
 READS_AHEAD = 4  # beyond the piece that is checked

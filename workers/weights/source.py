@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from workers.errors import StartupError
+from oarlock.workers.errors import StartupError
 
 
 class WeightSource(Protocol):

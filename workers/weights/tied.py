@@ -3,7 +3,7 @@
 Compares the bytes in the files up to the first difference. Torch-free.
 """
 
-from workers.weights.checkpoint import Checkpoint, Located
+from oarlock.workers.weights.checkpoint import Checkpoint, Located
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PIECE = 8 << 20  # bytes

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from workers.weights.checkpoint import Checkpoint
-from workers.weights.gguf.checkpoint import GGUFCheckpoint
-from workers.weights.gguf.reader import GGUFReader
-from workers.weights.reader import WeightReader
+from oarlock.workers.weights.checkpoint import Checkpoint
+from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint
+from oarlock.workers.weights.gguf.reader import GGUFReader
+from oarlock.workers.weights.reader import WeightReader
 
 
 def weight_source(

@@ -14,15 +14,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from workers.attention.backend import AttentionBackend, LayerKV
-from workers.attention.block_tables import BlockTables
-from workers.attention.forward_batch import ForwardBatch
-from workers.attention.reference import ReferenceBackend
-from workers.errors import StartupError
-from workers.models.decoder import Decoder
-from workers.protocol import NULL_BLOCK
-from workers.worker.cuda_graphs.device_steps import CapturableBackend
-from workers.worker.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.attention.backend import AttentionBackend, LayerKV
+from oarlock.workers.attention.block_tables import BlockTables
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.reference import ReferenceBackend
+from oarlock.workers.errors import StartupError
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.protocol import NULL_BLOCK
+from oarlock.workers.worker.cuda_graphs.device_steps import CapturableBackend
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
 
 PROMPT = 67  # tokens; odd, and more than two blocks of key columns
 OTHERS = 31  # sequences

@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from workers.config import WorkerConfig
-from workers.errors import StartupError
-from workers.platform.cores import (
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.platform.cores import (
     Core,
     allowed_cpus,
     available_cores,

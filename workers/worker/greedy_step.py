@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workers.protocol import NULL_BLOCK, StepMetadata
+from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
 
 
 class SequenceChunk(NamedTuple):

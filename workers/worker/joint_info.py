@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from workers.config import WorkerInfo
-from workers.kv_offload import KVOffloadInfo
-from workers.step_cost import StepCost
+from oarlock.workers.config import WorkerInfo
+from oarlock.workers.kv_offload import KVOffloadInfo
+from oarlock.workers.step_cost import StepCost
 
 
 def joint_info(infos: Mapping[int, WorkerInfo]) -> WorkerInfo:

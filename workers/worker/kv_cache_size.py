@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from workers.attention.kv_shape import KVShape
-from workers.config import WorkerConfig
-from workers.errors import EXIT_OUT_OF_MEMORY, StartupError
-from workers.layers.decoder_spec import DecoderSpec
-from workers.layers.sharding import shard_heads
-from workers.layers.stage_layers import layers_of_stage
-from workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES
-from workers.platform.host_memory import free_host_bytes, human_bytes
+from oarlock.workers.attention.kv_shape import KVShape
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.sharding import shard_heads
+from oarlock.workers.layers.stage_layers import layers_of_stage
+from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES
+from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 
 if TYPE_CHECKING:
-    from workers.worker.memory.meter import MemoryMeter
+    from oarlock.workers.worker.memory.meter import MemoryMeter
 
 # Of the memory that is free once the weights are loaded; the rest is for other processes and the page cache.
 CPU_SHARE = 0.25

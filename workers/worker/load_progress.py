@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from workers.config import WorkerInfo
-from workers.distributed.shm_layout import last_of
-from workers.errors import StartupError
+from oarlock.workers.config import WorkerInfo
+from oarlock.workers.distributed.shm_layout import last_of
+from oarlock.workers.errors import StartupError
 
 HUNG = 6  # exit code
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from workers.distributed.topology import Topology
-from workers.errors import EXIT_OUT_OF_MEMORY, StartupError
-from workers.layers.decoder_spec import tensor_shapes
-from workers.layers.quantization.registry import NONE, slices_of
-from workers.platform.dtypes import ITEM_BYTES
-from workers.platform.host_memory import free_host_bytes, human_bytes
-from workers.weights.tied import EMBEDDING, HEAD
-from workers.worker.cuda_graphs.buckets import logits_rows_at_once
-from workers.worker.memory.rank_weights import is_cut_by_inputs, rank_weight_bytes
+from oarlock.workers.distributed.topology import Topology
+from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
+from oarlock.workers.layers.decoder_spec import tensor_shapes
+from oarlock.workers.layers.quantization.registry import NONE, slices_of
+from oarlock.workers.platform.dtypes import ITEM_BYTES
+from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
+from oarlock.workers.weights.tied import EMBEDDING, HEAD
+from oarlock.workers.worker.cuda_graphs.buckets import logits_rows_at_once
+from oarlock.workers.worker.memory.rank_weights import is_cut_by_inputs, rank_weight_bytes
 
 if TYPE_CHECKING:
-    from workers.config import WorkerConfig
-    from workers.layers.decoder_spec import DecoderSpec
-    from workers.layers.quantization.formats.form import WeightForms
+    from oarlock.workers.config import WorkerConfig
+    from oarlock.workers.layers.decoder_spec import DecoderSpec
+    from oarlock.workers.layers.quantization.formats.form import WeightForms
 
 # Rows of logits computed at once. Scoring a prompt may need thousands of rows, 600 KB each with 152,000 ids.
 MAX_LOGITS_ROWS = 128

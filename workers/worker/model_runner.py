@@ -13,52 +13,52 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from workers.attention.backend import LayerKV
-from workers.attention.block_tables import BlockTables
-from workers.attention.forward_batch import ForwardBatch
-from workers.attention.selector import choose
-from workers.attention.triton_backend import fixed_span
-from workers.config import WorkerConfig, WorkerInfo
-from workers.distributed.parallel_state import TensorParallel
-from workers.distributed.pipeline_stage import PipelineStage
-from workers.errors import StartupError
-from workers.kernels.cpu.in_use import kernels_in_use, log_kernels
-from workers.kernels.triton import availability
-from workers.layers.decoder_spec import matrices_of
-from workers.layers.quantization.fixed_order import FIXED_ORDER
-from workers.layers.quantization.formats.dequantised import input_rounding, served_forms
-from workers.layers.quantization.formats.gguf import GGUFForms
-from workers.layers.stage_layers import layers_of_stage
-from workers.models.decoder import Decoder
-from workers.models.hf_fields import read_config
-from workers.models.hf_quantization import stored_quantization, weight_forms
-from workers.models.registry import read_spec
-from workers.platform.host_memory import human_bytes
-from workers.protocol import StepMetadata, StepOutput, table_width
-from workers.sampling.drafts import num_accepted
-from workers.sampling.histories import make_histories
-from workers.sampling.row_chunks import concatenate_outputs, empty_output, logits_rows
-from workers.sampling.sampler import Sampler
-from workers.step_cost import StepCost
-from workers.weights.dummy import DummyWeights
-from workers.weights.open_checkpoint import open_checkpoint
-from workers.weights.weight_source import weight_source
-from workers.worker.batch_invariance import check_batch_invariance, one_of_each_kind
-from workers.worker.cuda_graphs.assemble import bytes_of_graphs, capture, device_steps
-from workers.worker.cuda_graphs.device_steps import DeviceSteps
-from workers.worker.cuda_graphs.graphs import Calls, CudaGraphs, GraphMaker
-from workers.worker.cuda_graphs.inputs import with_sampled
-from workers.worker.kv_cache_size import RESERVED_BLOCKS, blocks_that_fit, fitted_length, room_for_kv
-from workers.worker.kv_offload.rank_offload import RankOffload
-from workers.worker.memory.meter import MemoryMeter, free_bytes, meter_of
-from workers.worker.memory.rank_weights import rank_weight_bytes
-from workers.worker.memory.step_memory import StepMemory, largest_step
-from workers.worker.memory_needs import MAX_LOGITS_ROWS, is_out_of_memory, out_of_memory, weight_bytes_of_node
-from workers.worker.pending_output import Computed, PendingOutput
-from workers.worker.pooling.pooler import Pooler
-from workers.worker.rank_device import use_device
-from workers.worker.rank_invariance import check_rank_invariance
-from workers.worker.step_timing import null_step, time_steps
+from oarlock.workers.attention.backend import LayerKV
+from oarlock.workers.attention.block_tables import BlockTables
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.selector import choose
+from oarlock.workers.attention.triton_backend import fixed_span
+from oarlock.workers.config import WorkerConfig, WorkerInfo
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.distributed.pipeline_stage import PipelineStage
+from oarlock.workers.errors import StartupError
+from oarlock.workers.kernels.cpu.in_use import kernels_in_use, log_kernels
+from oarlock.workers.kernels.triton import availability
+from oarlock.workers.layers.decoder_spec import matrices_of
+from oarlock.workers.layers.quantization.fixed_order import FIXED_ORDER
+from oarlock.workers.layers.quantization.formats.dequantised import input_rounding, served_forms
+from oarlock.workers.layers.quantization.formats.gguf import GGUFForms
+from oarlock.workers.layers.stage_layers import layers_of_stage
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.hf_fields import read_config
+from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.platform.host_memory import human_bytes
+from oarlock.workers.protocol import StepMetadata, StepOutput, table_width
+from oarlock.workers.sampling.drafts import num_accepted
+from oarlock.workers.sampling.histories import make_histories
+from oarlock.workers.sampling.row_chunks import concatenate_outputs, empty_output, logits_rows
+from oarlock.workers.sampling.sampler import Sampler
+from oarlock.workers.step_cost import StepCost
+from oarlock.workers.weights.dummy import DummyWeights
+from oarlock.workers.weights.open_checkpoint import open_checkpoint
+from oarlock.workers.weights.weight_source import weight_source
+from oarlock.workers.worker.batch_invariance import check_batch_invariance, one_of_each_kind
+from oarlock.workers.worker.cuda_graphs.assemble import bytes_of_graphs, capture, device_steps
+from oarlock.workers.worker.cuda_graphs.device_steps import DeviceSteps
+from oarlock.workers.worker.cuda_graphs.graphs import Calls, CudaGraphs, GraphMaker
+from oarlock.workers.worker.cuda_graphs.inputs import with_sampled
+from oarlock.workers.worker.kv_cache_size import RESERVED_BLOCKS, blocks_that_fit, fitted_length, room_for_kv
+from oarlock.workers.worker.kv_offload.rank_offload import RankOffload
+from oarlock.workers.worker.memory.meter import MemoryMeter, free_bytes, meter_of
+from oarlock.workers.worker.memory.rank_weights import rank_weight_bytes
+from oarlock.workers.worker.memory.step_memory import StepMemory, largest_step
+from oarlock.workers.worker.memory_needs import MAX_LOGITS_ROWS, is_out_of_memory, out_of_memory, weight_bytes_of_node
+from oarlock.workers.worker.pending_output import Computed, PendingOutput
+from oarlock.workers.worker.pooling.pooler import Pooler
+from oarlock.workers.worker.rank_device import use_device
+from oarlock.workers.worker.rank_invariance import check_rank_invariance
+from oarlock.workers.worker.step_timing import null_step, time_steps
 
 logger = logging.getLogger("oarlock.runner")
 
@@ -73,8 +73,8 @@ class ModelRunner:
         meter: MemoryMeter | None = None,
         stage: PipelineStage | None = None,
     ) -> None:
-        """`config` must be resolved (see `workers.preflight`), and `use_cpus` have been called. `tp`: the ranks of
-        `stage`; None: it is the only one. `meter`: in place of the device's own."""
+        """`config` must be resolved (see `oarlock.workers.preflight`), and `use_cpus` have been called. `tp`: the ranks
+        of `stage`; None: it is the only one. `meter`: in place of the device's own."""
         self.config = config
         self.tp = tp
         self.stage = stage = stage or PipelineStage.solo()

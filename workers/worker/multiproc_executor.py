@@ -6,16 +6,16 @@ from typing import NoReturn
 
 import numpy as np
 
-from workers.config import LOADING_TIMEOUT_S, OnProgress, WorkerConfig, WorkerInfo
-from workers.distributed.shm_layout import last_of
-from workers.distributed.shm_ring import ChannelClosedError
-from workers.errors import WorkerError
-from workers.platform.cores import available_cores
-from workers.protocol import StepMetadata, StepOutput, empty_step
-from workers.worker.joint_info import joint_info
-from workers.worker.load_progress import LoadProgress
-from workers.worker.nodes.ranks import Place, Ranks
-from workers.worker.step_limits import adapted
+from oarlock.workers.config import LOADING_TIMEOUT_S, OnProgress, WorkerConfig, WorkerInfo
+from oarlock.workers.distributed.shm_layout import last_of
+from oarlock.workers.distributed.shm_ring import ChannelClosedError
+from oarlock.workers.errors import WorkerError
+from oarlock.workers.platform.cores import available_cores
+from oarlock.workers.protocol import StepMetadata, StepOutput, empty_step
+from oarlock.workers.worker.joint_info import joint_info
+from oarlock.workers.worker.load_progress import LoadProgress
+from oarlock.workers.worker.nodes.ranks import Place, Ranks
+from oarlock.workers.worker.step_limits import adapted
 
 logger = logging.getLogger("oarlock.executor")
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from workers.protocol import StepOutput
+from oarlock.workers.protocol import StepOutput
 
 
 class PendingOutput(Protocol):

@@ -7,7 +7,7 @@ would take some hundred MB there.
 
 import torch
 
-from workers.config import WorkerConfig
+from oarlock.workers.config import WorkerConfig
 
 
 def device_of(config: WorkerConfig, rank: int) -> torch.device:

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.attention.backend import AttentionBackend, LayerKV
-from workers.distributed.parallel_state import TensorParallel
-from workers.distributed.tree_sum import tree_sum
-from workers.distributed.vocab_slices import VOCAB_SLICES
-from workers.kernels.cpu.collective import ALL_CAME, all_reduce_of
-from workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
-from workers.kernels.cpu.library import library
-from workers.kernels.cpu.sampling import can_serve
-from workers.layers.linear import RowParallelLinear
-from workers.layers.placement import Placement
-from workers.models.decoder import Decoder
-from workers.worker.batch_invariance import one_of_each_kind
+from oarlock.workers.attention.backend import AttentionBackend, LayerKV
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.distributed.vocab_slices import VOCAB_SLICES
+from oarlock.workers.kernels.cpu.collective import ALL_CAME, all_reduce_of
+from oarlock.workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
+from oarlock.workers.kernels.cpu.library import library
+from oarlock.workers.kernels.cpu.sampling import can_serve
+from oarlock.workers.layers.linear import RowParallelLinear
+from oarlock.workers.layers.placement import Placement
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.worker.batch_invariance import one_of_each_kind
 
 _ROWS = 3
 

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from workers.config import WorkerConfig
-from workers.distributed.control_channel import Control
-from workers.distributed.rendezvous import MARK_BYTES, RendezvousInfo, StageRing, StoreAddress
-from workers.distributed.shm_layout import Flags, total_bytes
-from workers.distributed.shm_ring import ChannelClosedError, RingLayout, anonymous_memory
-from workers.rank_processes import RankProcess, end_ranks, start_ranks
-from workers.worker.cpu_affinity import ranks_share_cores
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.control_channel import Control
+from oarlock.workers.distributed.rendezvous import MARK_BYTES, RendezvousInfo, StageRing, StoreAddress
+from oarlock.workers.distributed.shm_layout import Flags, total_bytes
+from oarlock.workers.distributed.shm_ring import ChannelClosedError, RingLayout, anonymous_memory
+from oarlock.workers.rank_processes import RankProcess, end_ranks, start_ranks
+from oarlock.workers.worker.cpu_affinity import ranks_share_cores
 
 _COLLECTIVE_BUFFER_BYTES = 4 << 20  # longer tensors go through in pieces
 _COLLECTIVE_TIMEOUT_S = 3600.0  # at least; the parent ends a rank that waits long before

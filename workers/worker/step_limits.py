@@ -3,8 +3,8 @@
 import logging
 import math
 
-from workers.config import WorkerConfig
-from workers.step_cost import StepCost
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.step_cost import StepCost
 
 logger = logging.getLogger("oarlock.executor")
 

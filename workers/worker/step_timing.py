@@ -7,9 +7,9 @@ longer context, is arithmetic and the same in every layer: it is timed on a few 
 import time
 from collections.abc import Callable
 
-from workers.protocol import NULL_BLOCK, StepMetadata
-from workers.step_cost import StepCost
-from workers.worker.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
+from oarlock.workers.step_cost import StepCost
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
 
 _COUNTS = (16, 64, 256)  # tokens
 _GROWTH_S = 0.4  # a size is not tried if it is likely to take longer

@@ -1,8 +1,8 @@
 """The process of one rank: receive a step, execute it, send the output (the answering rank only), until the pipe ends.
 
-`python -m workers.worker.worker_process PARENT_PID CONTROL_FD`, started by `workers/rank_processes.py`. It imports
-torch at once, then waits for its arguments. It decides nothing: everything it does follows from the bytes of the step,
-so that all ranks do the same.
+`python -m oarlock.workers.worker.worker_process PARENT_PID CONTROL_FD`, started by `workers/rank_processes.py`. It
+imports torch at once, then waits for its arguments. It decides nothing: everything it does follows from the bytes of
+the step, so that all ranks do the same.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from workers.config import WorkerConfig
-from workers.distributed.control_channel import Control
-from workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter
-from workers.errors import EXIT_CONFIGURATION, EXIT_OUT_OF_MEMORY, StartupError
-from workers.kv_offload import KVReportSender
-from workers.log_format import JsonFormatter
-from workers.protocol import StepOutput, pack_output, unpack_step
-from workers.python_child import die_with_parent, leave_signals_to_parent
-from workers.worker.cpu_affinity import use_cpus
-from workers.worker.memory_needs import is_out_of_memory
-from workers.worker.pending_output import AnsweringThread
-from workers.worker.spawn_ranks import RankArguments
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.control_channel import Control
+from oarlock.workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter
+from oarlock.workers.errors import EXIT_CONFIGURATION, EXIT_OUT_OF_MEMORY, StartupError
+from oarlock.workers.kv_offload import KVReportSender
+from oarlock.workers.log_format import JsonFormatter
+from oarlock.workers.protocol import StepOutput, pack_output, unpack_step
+from oarlock.workers.python_child import die_with_parent, leave_signals_to_parent
+from oarlock.workers.worker.cpu_affinity import use_cpus
+from oarlock.workers.worker.memory_needs import is_out_of_memory
+from oarlock.workers.worker.pending_output import AnsweringThread
+from oarlock.workers.worker.spawn_ranks import RankArguments
 
 if TYPE_CHECKING:
-    from workers.distributed.rank_groups import RankGroups
-    from workers.worker.encoder.runner import EncoderRunner
-    from workers.worker.model_runner import ModelRunner
+    from oarlock.workers.distributed.rank_groups import RankGroups
+    from oarlock.workers.worker.encoder.runner import EncoderRunner
+    from oarlock.workers.worker.model_runner import ModelRunner
 
 logger = logging.getLogger("oarlock.rank")
 
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent by the executor when a step hangs
     gc.disable()  # until it serves: imports make nothing but objects that stay
     with contextlib.suppress(Exception):  # `start` needs it as well, and reports the failure
-        import workers.worker.model_runner  # noqa: F401
+        import oarlock.workers.worker.model_runner  # noqa: F401
     try:
         arguments = RankArguments.receive(control)
     except ChannelClosedError:
@@ -107,7 +107,7 @@ def main(argv: list[str]) -> int:
             cause = f"rank {arguments.rank} ran out of memory while starting: {error}"
             control.send("failed", cause=cause, fix="Free memory, or use fewer ranks.", exit_code=EXIT_OUT_OF_MEMORY)
             return EXIT_OUT_OF_MEMORY
-        from workers.distributed import parallel_state
+        from oarlock.workers.distributed import parallel_state
 
         traceback.print_exc()
         control.send(
@@ -133,8 +133,8 @@ def join(arguments: RankArguments) -> RankGroups:
     """This rank's groups, once all ranks are there. First puts this process on its CPUs and its device: on a CUDA
     device the ranks try sums as they join."""
     # Imported late: a parent that is already gone should be noticed before.
-    from workers.distributed.rank_groups import join_groups
-    from workers.worker.rank_device import use_device
+    from oarlock.workers.distributed.rank_groups import join_groups
+    from oarlock.workers.worker.rank_device import use_device
 
     use_cpus(arguments.config, arguments.local_rank)
     return join_groups(
@@ -147,8 +147,8 @@ def join(arguments: RankArguments) -> RankGroups:
 
 def start(arguments: RankArguments, control: Control) -> tuple[ModelRunner | EncoderRunner, RankGroups]:
     """Join the other ranks, load this rank's slice and allocate its pages, together with the other ranks."""
-    from workers.worker.encoder.runner import EncoderRunner
-    from workers.worker.model_runner import ModelRunner
+    from oarlock.workers.worker.encoder.runner import EncoderRunner
+    from oarlock.workers.worker.model_runner import ModelRunner
 
     control.send("phase", name="joining")
     groups = join(arguments)
@@ -182,8 +182,8 @@ def serve(arguments: RankArguments, control: Control, runner: ModelRunner | Enco
     Where the device computes on its own, the next step is launched as soon as it is in the ring, and another thread
     waits for the outputs.
     """
-    from workers.worker.memory.step_guard import StepGuard  # imports torch
-    from workers.worker.rank_device import use_device
+    from oarlock.workers.worker.memory.step_guard import StepGuard  # imports torch
+    from oarlock.workers.worker.rank_device import use_device
 
     rings = RankRings(**arguments.extra)
     steps = RingReader(rings.step_memory_fd, rings.step_wake_fd, arguments.local_rank, RingLayout(**rings.step_layout))
@@ -236,7 +236,7 @@ def _send(answers: RingWriter, output: StepOutput) -> None:
 def _report(control: Control, step_id: int, error: Exception) -> None:
     """The cause must reach the executor before this process ends: other ranks only see a lost connection."""
     if not isinstance(error, ChannelClosedError):
-        from workers.distributed import parallel_state
+        from oarlock.workers.distributed import parallel_state
 
         cause, of_peer = f"{type(error).__name__}: {error}", parallel_state.follows_from_peer(error)
         if not of_peer:  # else nothing is wrong here

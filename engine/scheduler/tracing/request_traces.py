@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Protocol
 
-from engine.scheduler.tracing.step_log import Stall, StepLog, between
-from engine.stats import Chunk, DecodeSteps, Preemption, RequestHistory, StallState
-from engine.types import FinishReason
+from oarlock.engine.scheduler.tracing.step_log import Stall, StepLog, between
+from oarlock.engine.stats import Chunk, DecodeSteps, Preemption, RequestHistory, StallState
+from oarlock.engine.types import FinishReason
 
 MAX_ENDED = 1000
 _MAX_AHEAD, _MAX_CHUNKS, _MAX_PREEMPTIONS, _MAX_STALLS = 5, 32, 16, 16

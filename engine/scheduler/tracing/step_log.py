@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.stats import RankTimes, StepTimesState, TokenRates
+from oarlock.engine.stats import RankTimes, StepTimesState, TokenRates
 
 _REMEMBERED = 512  # steps, with their times
 _MARK_S = 1.0  # between two readings of the token counters

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from engine.config import EngineConfig
-from engine.simulation.fleet.records import Quantiles, Records
-from engine.simulation.fleet.replica import Replica
-from engine.simulation.fleet.requests import TracedRequest
-from engine.simulation.fleet.routing import ROUTERS
-from engine.simulation.replica_info import replica_info
-from engine.simulation.roofline import StepLoad, StepTime
-from workers.capacity import Capacity, step_tokens
-from workers.config import WorkerInfo
-from workers.step_cost import StepCost
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.simulation.fleet.records import Quantiles, Records
+from oarlock.engine.simulation.fleet.replica import Replica
+from oarlock.engine.simulation.fleet.requests import TracedRequest
+from oarlock.engine.simulation.fleet.routing import ROUTERS
+from oarlock.engine.simulation.replica_info import replica_info
+from oarlock.engine.simulation.roofline import StepLoad, StepTime
+from oarlock.workers.capacity import Capacity, step_tokens
+from oarlock.workers.config import WorkerInfo
+from oarlock.workers.step_cost import StepCost
 
 _REPORT_EVERY = 64  # requests
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.config import SpeculativeConfig
-from engine.scheduler.kv_cache_manager import KVCacheManager
-from engine.simulation.fleet.requests import TOKEN
-from engine.simulation.roofline import StepLoad, StepTime
-from engine.spec_decode.drafter import Candidate, Drafter, RowCosts
+from oarlock.engine.config import SpeculativeConfig
+from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
+from oarlock.engine.simulation.fleet.requests import TOKEN
+from oarlock.engine.simulation.roofline import StepLoad, StepTime
+from oarlock.engine.spec_decode.drafter import Candidate, Drafter, RowCosts
 
 _NO_LOOKUP = SpeculativeConfig(num_speculative_tokens=1, prompt_lookup_max=1, prompt_lookup_min=1)
 

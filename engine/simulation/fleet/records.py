@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.types import FinishReason, TokenEvent, TokenEvents
+from oarlock.engine.types import FinishReason, TokenEvent, TokenEvents
 
 PERCENTILES = (50, 95, 99)
 

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.config import EngineConfig
-from engine.data_parallel.choice import Load
-from engine.errors import QueueFullError, RequestError
-from engine.kv_cache.events import BlockEventLog
-from engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.step_cost import REMEMBERED
-from engine.simulation.fleet.leap import Leap
-from engine.simulation.fleet.records import Records
-from engine.simulation.fleet.requests import TOKEN
-from engine.simulation.roofline import StepLoad, StepTime
-from engine.types import Request
-from workers.config import WorkerInfo
-from workers.protocol import FINITE, StepOutput
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.data_parallel.choice import Load
+from oarlock.engine.errors import QueueFullError, RequestError
+from oarlock.engine.kv_cache.events import BlockEventLog
+from oarlock.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from oarlock.engine.scheduler.scheduler import Scheduler
+from oarlock.engine.scheduler.step_cost import REMEMBERED
+from oarlock.engine.simulation.fleet.leap import Leap
+from oarlock.engine.simulation.fleet.records import Records
+from oarlock.engine.simulation.fleet.requests import TOKEN
+from oarlock.engine.simulation.roofline import StepLoad, StepTime
+from oarlock.engine.types import Request
+from oarlock.workers.config import WorkerInfo
+from oarlock.workers.protocol import FINITE, StepOutput
 
 
 @dataclass(slots=True)

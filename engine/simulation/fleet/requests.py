@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.sampling_params import SamplingParams
-from engine.types import Request
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.types import Request
 
 _BASE, _DIGITS = 250, 7  # Python keeps one object for each whole number up to 256
 _FILL = 255

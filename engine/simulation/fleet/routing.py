@@ -9,11 +9,11 @@ import random
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.data_parallel.choice import choose
-from engine.data_parallel.prefix_index import PrefixIndex
-from engine.kv_cache.events import BlockChanges
-from engine.simulation.fleet.replica import Replica
-from engine.types import Request
+from oarlock.engine.data_parallel.choice import choose
+from oarlock.engine.data_parallel.prefix_index import PrefixIndex
+from oarlock.engine.kv_cache.events import BlockChanges
+from oarlock.engine.simulation.fleet.replica import Replica
+from oarlock.engine.types import Request
 
 
 class Router(Protocol):

@@ -14,15 +14,15 @@ from demo_corpus import read_source, source_files, split_held_out
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from workers.attention.block_tables import BlockTables
-from workers.attention.forward_batch import ForwardBatch
-from workers.attention.kv_format import ROUNDED
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
-from workers.layers.quantization.registry import QUANTIZATIONS
-from workers.preflight import preflight
-from workers.worker.greedy_step import SequenceChunk, greedy_step
-from workers.worker.model_runner import ModelRunner
+from oarlock.workers.attention.block_tables import BlockTables
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.kv_format import ROUNDED
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.quantization.registry import QUANTIZATIONS
+from oarlock.workers.preflight import preflight
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.worker.model_runner import ModelRunner
 
 MODEL = Path(__file__).parents[1]
 PIECE = 512  # tokens

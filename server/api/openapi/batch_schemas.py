@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.api.openapi.shapes import COUNT, STRING, list_of, nullable, object_of
+from oarlock.server.api.openapi.shapes import COUNT, STRING, list_of, nullable, object_of
 
 _FILE = object_of(
     {

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.protocol.base import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES
-from server.protocol.pooling.fields import MAX_INPUTS
-from server.protocol.request_body import NEUTRAL_VALUES
-from server.serving.base import OpenAIServing
-from server.version import VERSION
+from oarlock.server.protocol.base import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES
+from oarlock.server.protocol.pooling.fields import MAX_INPUTS
+from oarlock.server.protocol.request_body import NEUTRAL_VALUES
+from oarlock.server.serving.base import OpenAIServing
+from oarlock.server.version import VERSION
 
 # Keywords of JSON schema, and the names of the same limits here.
 _LIMITS = {

@@ -10,8 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from server.api.openapi.capabilities import body_schemas, parameters
-from server.api.openapi.wording import behaviour, default_text, range_text
+from oarlock.server.api.openapi.capabilities import body_schemas, parameters
+from oarlock.server.api.openapi.wording import behaviour, default_text, range_text
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }

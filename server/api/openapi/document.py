@@ -13,17 +13,17 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from server.api.openapi import batch_schemas, response_schemas
-from server.protocol.admin import AbortRequest
-from server.protocol.batches.request import CreateBatchRequest
-from server.protocol.chat_completion import ChatRequest
-from server.protocol.completion import CompletionRequest
-from server.protocol.list_query import QUERY_PARAMETERS
-from server.protocol.messages.request import CountTokensRequest, MessagesRequest
-from server.protocol.pooling.embedding import EmbeddingRequest, PoolingRequest
-from server.protocol.pooling.scoring import RerankRequest, ScoreRequest
-from server.protocol.responses.request import ResponsesRequest
-from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from oarlock.server.api.openapi import batch_schemas, response_schemas
+from oarlock.server.protocol.admin import AbortRequest
+from oarlock.server.protocol.batches.request import CreateBatchRequest
+from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.protocol.completion import CompletionRequest
+from oarlock.server.protocol.list_query import QUERY_PARAMETERS
+from oarlock.server.protocol.messages.request import CountTokensRequest, MessagesRequest
+from oarlock.server.protocol.pooling.embedding import EmbeddingRequest, PoolingRequest
+from oarlock.server.protocol.pooling.scoring import RerankRequest, ScoreRequest
+from oarlock.server.protocol.responses.request import ResponsesRequest
+from oarlock.server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 
 ANY_QUERY = "x-any-query"
 _REF = "#/components/schemas/"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.api.openapi.shapes import COUNT as _COUNT
-from server.api.openapi.shapes import IDS as _IDS
-from server.api.openapi.shapes import NUMBER as _NUMBER
-from server.api.openapi.shapes import STRING as _STRING
-from server.api.openapi.shapes import list_of as _list
-from server.api.openapi.shapes import nullable as _nullable
-from server.api.openapi.shapes import object_of as _object
-from server.api.openapi.shapes import ref as _ref
+from oarlock.server.api.openapi.shapes import COUNT as _COUNT
+from oarlock.server.api.openapi.shapes import IDS as _IDS
+from oarlock.server.api.openapi.shapes import NUMBER as _NUMBER
+from oarlock.server.api.openapi.shapes import STRING as _STRING
+from oarlock.server.api.openapi.shapes import list_of as _list
+from oarlock.server.api.openapi.shapes import nullable as _nullable
+from oarlock.server.api.openapi.shapes import object_of as _object
+from oarlock.server.api.openapi.shapes import ref as _ref
 
 _HEAD = {"id": _STRING, "object": _STRING, "created": _COUNT, "model": _STRING, "system_fingerprint": _STRING}
 _FINISH = {"type": "string", "enum": ["stop", "length", "tool_calls", "timeout", "abort"]}

@@ -9,12 +9,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from server.api.api_route import ErrorHandlingRoute
-from server.api.openapi.document import describe
-from server.errors import HttpError
-from server.observability.logs import event, logger
-from server.protocol.admin import AbortRequest
-from server.serving.base import OpenAIServing
+from oarlock.server.api.api_route import ErrorHandlingRoute
+from oarlock.server.api.openapi.document import describe
+from oarlock.server.errors import HttpError
+from oarlock.server.observability.logs import event, logger
+from oarlock.server.protocol.admin import AbortRequest
+from oarlock.server.serving.base import OpenAIServing
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 _log = logger("admin")

@@ -6,10 +6,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.api_route import ErrorHandlingRoute
-from server.api.openapi.document import describe
-from server.protocol.completion import CompletionRequest
-from server.serving.completion import OpenAIServingCompletion
+from oarlock.server.api.api_route import ErrorHandlingRoute
+from oarlock.server.api.openapi.document import describe
+from oarlock.server.protocol.completion import CompletionRequest
+from oarlock.server.serving.completion import OpenAIServingCompletion
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 _OPENAPI = describe(

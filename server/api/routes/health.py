@@ -12,12 +12,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from server.api.api_route import ErrorHandlingRoute
-from server.api.openapi.document import describe
-from server.errors import retry_after
-from server.serving.base import OpenAIServing
-from server.serving.server_state import Phase
-from server.version import VERSION
+from oarlock.server.api.api_route import ErrorHandlingRoute
+from oarlock.server.api.openapi.document import describe
+from oarlock.server.errors import retry_after
+from oarlock.server.serving.base import OpenAIServing
+from oarlock.server.serving.server_state import Phase
+from oarlock.server.version import VERSION
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 _READY = describe(

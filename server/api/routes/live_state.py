@@ -6,9 +6,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from server.api.api_route import ErrorHandlingRoute
-from server.api.openapi.document import describe
-from server.serving.live_state import OpenAIServingLiveState
+from oarlock.server.api.api_route import ErrorHandlingRoute
+from oarlock.server.api.openapi.document import describe
+from oarlock.server.serving.live_state import OpenAIServingLiveState
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 _EXAMPLE = {

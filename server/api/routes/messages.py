@@ -6,10 +6,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.api_route import ErrorHandlingRoute
-from server.api.openapi.document import describe
-from server.protocol.messages.request import CountTokensRequest, MessagesRequest
-from server.serving.messages.serving import AnthropicServingMessages
+from oarlock.server.api.api_route import ErrorHandlingRoute
+from oarlock.server.api.openapi.document import describe
+from oarlock.server.protocol.messages.request import CountTokensRequest, MessagesRequest
+from oarlock.server.serving.messages.serving import AnthropicServingMessages
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 _HI = [{"role": "user", "content": "Hi"}]

@@ -6,10 +6,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.api_route import ErrorHandlingRoute
-from server.api.openapi.document import describe
-from server.observability.metrics import CONTENT_TYPE
-from server.serving.base import OpenAIServing
+from oarlock.server.api.api_route import ErrorHandlingRoute
+from oarlock.server.api.openapi.document import describe
+from oarlock.server.observability.metrics import CONTENT_TYPE
+from oarlock.server.serving.base import OpenAIServing
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 

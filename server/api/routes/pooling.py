@@ -6,12 +6,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.api_route import ErrorHandlingRoute
-from server.api.openapi.document import describe
-from server.protocol.pooling.embedding import EmbeddingRequest, PoolingRequest
-from server.protocol.pooling.scoring import RerankRequest, ScoreRequest
-from server.serving.pooling.embedding import OpenAIServingEmbedding
-from server.serving.pooling.scoring import OpenAIServingScoring
+from oarlock.server.api.api_route import ErrorHandlingRoute
+from oarlock.server.api.openapi.document import describe
+from oarlock.server.protocol.pooling.embedding import EmbeddingRequest, PoolingRequest
+from oarlock.server.protocol.pooling.scoring import RerankRequest, ScoreRequest
+from oarlock.server.serving.pooling.embedding import OpenAIServingEmbedding
+from oarlock.server.serving.pooling.scoring import OpenAIServingScoring
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 _EMBED = describe(

@@ -6,12 +6,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.api_route import ErrorHandlingRoute
-from server.api.openapi.document import describe
-from server.protocol.chat_completion import ChatRequest
-from server.protocol.completion import CompletionRequest
-from server.serving.chat_completion import OpenAIServingChatCompletion
-from server.serving.completion import OpenAIServingCompletion
+from oarlock.server.api.api_route import ErrorHandlingRoute
+from oarlock.server.api.openapi.document import describe
+from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.protocol.completion import CompletionRequest
+from oarlock.server.serving.chat_completion import OpenAIServingChatCompletion
+from oarlock.server.serving.completion import OpenAIServingCompletion
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 _COMPLETION = describe(

@@ -9,9 +9,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from server.api.api_route import ErrorHandlingRoute
-from server.api.openapi.document import describe
-from server.serving.explain.endpoint import OpenAIServingExplain
+from oarlock.server.api.api_route import ErrorHandlingRoute
+from oarlock.server.api.openapi.document import describe
+from oarlock.server.serving.explain.endpoint import OpenAIServingExplain
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 

@@ -6,10 +6,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.api_route import ErrorHandlingRoute
-from server.api.openapi.document import describe
-from server.protocol.responses.request import ResponsesRequest
-from server.serving.responses.serving import OpenAIServingResponses
+from oarlock.server.api.api_route import ErrorHandlingRoute
+from oarlock.server.api.openapi.document import describe
+from oarlock.server.protocol.responses.request import ResponsesRequest
+from oarlock.server.serving.responses.serving import OpenAIServingResponses
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 _CREATE = describe(

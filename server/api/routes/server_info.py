@@ -9,12 +9,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from server.api.api_route import ErrorHandlingRoute
-from server.api.constant_document import ConstantDocument, MadeOnce, page_headers
-from server.api.openapi.capabilities import capabilities
-from server.api.openapi.docs_page import STYLE_SOURCE, page
-from server.api.openapi.document import describe
-from server.serving.base import OpenAIServing
+from oarlock.server.api.api_route import ErrorHandlingRoute
+from oarlock.server.api.constant_document import ConstantDocument, MadeOnce, page_headers
+from oarlock.server.api.openapi.capabilities import capabilities
+from oarlock.server.api.openapi.docs_page import STYLE_SOURCE, page
+from oarlock.server.api.openapi.document import describe
+from oarlock.server.serving.base import OpenAIServing
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 _PAGE_HEADERS = page_headers({"style-src": STYLE_SOURCE, "img-src": "data:"})

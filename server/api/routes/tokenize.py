@@ -6,10 +6,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.api_route import ErrorHandlingRoute
-from server.api.openapi.document import describe
-from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
-from server.serving.tokenization import OpenAIServingTokenization
+from oarlock.server.api.api_route import ErrorHandlingRoute
+from oarlock.server.api.openapi.document import describe
+from oarlock.server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from oarlock.server.serving.tokenization import OpenAIServingTokenization
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 _TOKENIZE = describe(

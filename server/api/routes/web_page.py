@@ -9,9 +9,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.api_route import ErrorHandlingRoute
-from server.api.constant_document import ConstantDocument, page_headers
-from server.errors import HttpError
+from oarlock.server.api.api_route import ErrorHandlingRoute
+from oarlock.server.api.constant_document import ConstantDocument, page_headers
+from oarlock.server.errors import HttpError
 
 _FOLDER = Path(__file__).resolve().parents[1] / "static"
 _MEDIA = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from server.bench.client.events import EventReader
-from server.bench.client.http_stream import BrokenError, ConnectError, HttpClient, NotHttpError, StatusError
-from server.bench.metrics import Cause, Sample
-from server.bench.workload.prompts import Piece
+from oarlock.server.bench.client.events import EventReader
+from oarlock.server.bench.client.http_stream import BrokenError, ConnectError, HttpClient, NotHttpError, StatusError
+from oarlock.server.bench.metrics import Cause, Sample
+from oarlock.server.bench.workload.prompts import Piece
 
 _MAX_DETAIL = 300
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from engine.errors import StartupError
-from server.bench.client.events import EventReader
-from server.bench.client.http_stream import BrokenError, ConnectError, HttpClient, StatusError
-from server.bench.client.request import Asking, RequestForm
-from server.bench.metrics import Cause, Sample
-from server.bench.workload.prompts import IdPrompts, Piece, Prompts, TextPrompts
+from oarlock.engine.errors import StartupError
+from oarlock.server.bench.client.events import EventReader
+from oarlock.server.bench.client.http_stream import BrokenError, ConnectError, HttpClient, StatusError
+from oarlock.server.bench.client.request import Asking, RequestForm
+from oarlock.server.bench.metrics import Cause, Sample
+from oarlock.server.bench.workload.prompts import IdPrompts, Piece, Prompts, TextPrompts
 
 FORMS = ("auto", "ids", "text")
 _PROBE_WORDS = (24, 88)

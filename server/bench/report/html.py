@@ -6,10 +6,10 @@ from html import escape
 
 import numpy as np
 
-from server.bench.metrics import LATENCIES, latencies_ms, tokens_per_second
-from server.bench.report import svg
-from server.bench.report.table import COLUMNS, facts, notes
-from server.bench.result import Result
+from oarlock.server.bench.metrics import LATENCIES, latencies_ms, tokens_per_second
+from oarlock.server.bench.report import svg
+from oarlock.server.bench.report.table import COLUMNS, facts, notes
+from oarlock.server.bench.result import Result
 
 _TITLES = {
     "ttft": "TTFT, time to first token",

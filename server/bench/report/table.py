@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from server.bench.client import loop_lag
-from server.bench.metrics import LATENCIES, unasked_lengths
-from server.bench.result import Result, lateness_ms
+from oarlock.server.bench.client import loop_lag
+from oarlock.server.bench.metrics import LATENCIES, unasked_lengths
+from oarlock.server.bench.result import Result, lateness_ms
 
 COLUMNS = ("mean", "std", "p50", "p90", "p99")
 _LATE_MS = 10.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import StartupError
+from oarlock.engine.errors import StartupError
 
 BLOCK_TOKENS = 512
 _FORM = '{"timestamp": 1500, "input_length": 128, "output_length": 64}'

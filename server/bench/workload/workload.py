@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from server.bench.workload.prompts import Piece, Prompts, drawn_length, joined
-from server.bench.workload.trace import BLOCK_TOKENS, Traced
+from oarlock.server.bench.workload.prompts import Piece, Prompts, drawn_length, joined
+from oarlock.server.bench.workload.trace import BLOCK_TOKENS, Traced
 
 NAMES = ("random", "shared-prefix", "multi-turn", "trace")
 

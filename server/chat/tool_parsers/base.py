@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from server.chat.events import ArgumentsDelta, ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart, merged
-from server.chat.tool_parsers.call_parser import NoCallError, Tools
-from server.chat.tool_parsers.call_script import CallReader
-from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
+from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart, merged
+from oarlock.server.chat.tool_parsers.call_parser import NoCallError, Tools
+from oarlock.server.chat.tool_parsers.call_script import CallReader
+from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 
 Messages = list[dict[str, Any]]
 

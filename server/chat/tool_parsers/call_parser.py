@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from server.chat.events import ArgumentsDelta, MessageEvent, ToolCallStart
-from server.chat.tool_parsers.json_scanner import JsonScanner, MalformedError
+from oarlock.server.chat.events import ArgumentsDelta, MessageEvent, ToolCallStart
+from oarlock.server.chat.tool_parsers.json_scanner import JsonScanner, MalformedError
 
 Tools = Mapping[str, Mapping[str, Any]]  # the JSON schema of its arguments, by a function's name
 _ARGUMENT_KEYS = ("arguments", "parameters")

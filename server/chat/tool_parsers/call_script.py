@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import Protocol
 
-from server.chat.events import ArgumentsDelta, MessageEvent, ToolCallStart
-from server.chat.tool_parsers.call_parser import CallParser, NoCallError, Tools
-from server.chat.tool_parsers.json_scanner import MalformedError
+from oarlock.server.chat.events import ArgumentsDelta, MessageEvent, ToolCallStart
+from oarlock.server.chat.tool_parsers.call_parser import CallParser, NoCallError, Tools
+from oarlock.server.chat.tool_parsers.json_scanner import MalformedError
 
 Steps = Generator[None, str, None]  # takes one character at a time
 Reads = Generator[None, str, str]  # and returns what it has read

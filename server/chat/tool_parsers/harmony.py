@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from server.chat.events import ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart
-from server.chat.tool_parsers import grammar
-from server.chat.tool_parsers.base import ToolFormat, ToolParser
-from server.chat.tool_parsers.call_parser import CallParser, Tools
-from server.chat.tool_parsers.call_script import CallReader
-from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema, delimiter, literal
+from oarlock.server.chat.events import ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart
+from oarlock.server.chat.tool_parsers import grammar
+from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
+from oarlock.server.chat.tool_parsers.call_parser import CallParser, Tools
+from oarlock.server.chat.tool_parsers.call_script import CallReader
+from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema, delimiter, literal
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"

@@ -12,11 +12,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from server.chat.tool_parsers import grammar
-from server.chat.tool_parsers.base import Messages, ToolFormat, ToolParser
-from server.chat.tool_parsers.call_parser import CallParser
-from server.chat.tool_parsers.call_script import CallReader
-from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
+from oarlock.server.chat.tool_parsers import grammar
+from oarlock.server.chat.tool_parsers.base import Messages, ToolFormat, ToolParser
+from oarlock.server.chat.tool_parsers.call_parser import CallParser
+from oarlock.server.chat.tool_parsers.call_script import CallReader
+from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 
 START, END = "<tool_call>", "</tool_call>"
 _INSTRUCTIONS = (

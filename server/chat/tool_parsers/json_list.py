@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from server.chat.events import ContentDelta, MessageEvent
-from server.chat.tool_parsers import grammar
-from server.chat.tool_parsers.base import Messages, ToolFormat, ToolParser
-from server.chat.tool_parsers.call_parser import CallParser, Tools
-from server.chat.tool_parsers.call_script import CallReader
-from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
+from oarlock.server.chat.events import ContentDelta, MessageEvent
+from oarlock.server.chat.tool_parsers import grammar
+from oarlock.server.chat.tool_parsers.base import Messages, ToolFormat, ToolParser
+from oarlock.server.chat.tool_parsers.call_parser import CallParser, Tools
+from oarlock.server.chat.tool_parsers.call_script import CallReader
+from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 
 TOOL_CALL, TOOL_CALL_END, FUNCTOOLS = "<|tool_call|>", "<|/tool_call|>", "functools["
 _GRANITE_TEXT = "<tool_call>"  # what Granite 3.1 writes in place of the token

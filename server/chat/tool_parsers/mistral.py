@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from server.chat.tool_parsers import grammar
-from server.chat.tool_parsers.base import ToolFormat
-from server.chat.tool_parsers.call_parser import CallParser, Tools
-from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
-from server.chat.tool_parsers.json_list import JsonListToolParser, forced_list
+from oarlock.server.chat.tool_parsers import grammar
+from oarlock.server.chat.tool_parsers.base import ToolFormat
+from oarlock.server.chat.tool_parsers.call_parser import CallParser, Tools
+from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
+from oarlock.server.chat.tool_parsers.json_list import JsonListToolParser, forced_list
 
 START, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from server.chat.tool_parsers import grammar
-from server.chat.tool_parsers.base import ToolFormat, ToolParser
-from server.chat.tool_parsers.call_parser import Tools
-from server.chat.tool_parsers.call_script import CallReader, CallScript, Steps
-from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
+from oarlock.server.chat.tool_parsers import grammar
+from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
+from oarlock.server.chat.tool_parsers.call_parser import Tools
+from oarlock.server.chat.tool_parsers.call_script import CallReader, CallScript, Steps
+from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 
 
 @dataclass(frozen=True, slots=True)

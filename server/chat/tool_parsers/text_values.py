@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.errors import RequestError
-from server.chat.tool_parsers.grammar import SpecialIds, delimiter, literal, pattern_text, schema_rule
+from oarlock.engine.errors import RequestError
+from oarlock.server.chat.tool_parsers.grammar import SpecialIds, delimiter, literal, pattern_text, schema_rule
 
 _ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _STRING = frozenset({"string"})

@@ -10,13 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from server.chat.tool_parsers import grammar
-from server.chat.tool_parsers.base import ToolFormat, ToolParser
-from server.chat.tool_parsers.call_parser import Tools
-from server.chat.tool_parsers.call_script import CallReader, CallScript, Steps
-from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
-from server.chat.tool_parsers.json_scanner import MalformedError
-from server.chat.tool_parsers.text_values import argument_names, is_text, json_value, property_schema, value_rules
+from oarlock.server.chat.tool_parsers import grammar
+from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
+from oarlock.server.chat.tool_parsers.call_parser import Tools
+from oarlock.server.chat.tool_parsers.call_script import CallReader, CallScript, Steps
+from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
+from oarlock.server.chat.tool_parsers.json_scanner import MalformedError
+from oarlock.server.chat.tool_parsers.text_values import (
+    argument_names,
+    is_text,
+    json_value,
+    property_schema,
+    value_rules,
+)
 
 
 @dataclass(frozen=True, slots=True)

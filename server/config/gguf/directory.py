@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engine.errors import StartupError
-from engine.preflight import GGUFModel, Settings, hf_config, parts_of
-from server.config.gguf.tokenizer import Vocabulary, read_vocabulary, tokenizer_json
+from oarlock.engine.errors import StartupError
+from oarlock.engine.preflight import GGUFModel, Settings, hf_config, parts_of
+from oarlock.server.config.gguf.tokenizer import Vocabulary, read_vocabulary, tokenizer_json
 
 _FORM = 1  # of what is written; a new number makes it be written anew
 # Tokens that end an answer, by the names that published models give them. Files name only one or two of a model's.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from server.config.options import option
+from oarlock.server.config.options import option
 
 _GROUP = "HTTP"
 

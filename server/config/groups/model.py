@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from server.config.options import option
+from oarlock.server.config.options import option
 
 # Names of formats, and other names of the same ones. What they mean is in server/chat, which tests compare.
 TOOL_CALL_PARSERS = (

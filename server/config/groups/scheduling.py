@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from server.config import kv_events, speculative
-from server.config.options import option
+from oarlock.server.config import kv_events, speculative
+from oarlock.server.config.options import option
 
 _GROUP = "Scheduling and memory"
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import EngineConfig
-from engine.errors import StartupError
-from engine.preflight import open_model
-from server.config.checkpoint_json import VOCABULARY_FILES, read_json
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.errors import StartupError
+from oarlock.engine.preflight import open_model
+from oarlock.server.config.checkpoint_json import VOCABULARY_FILES, read_json
 
 _PREFIX, _SEPARATOR = "models--", "--"
 _PARTIAL = ".incomplete"

@@ -1,6 +1,6 @@
 """Starts the process that fetches a model from the hub, and follows it: threads cannot be cancelled, a process can.
 
-The process is `server.entrypoints.fetch_model`; messages are lines of JSON.
+The process is `oarlock.server.entrypoints.fetch_model`; messages are lines of JSON.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from engine.config import EngineConfig
-from engine.errors import StartupError
-from engine.python_child import start_python
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.errors import StartupError
+from oarlock.engine.python_child import start_python
 
 OnDetailedProgress = Callable[[str, float, str], object]  # phase, fraction, detail
 
@@ -49,7 +49,7 @@ async def download(request: HubModel, on_progress: OnDetailedProgress) -> str:
     ours, theirs = socket.socketpair()  # end-of-file on it ends the process, however this one ends
     with theirs:
         process = start_python(
-            ["-m", "server.entrypoints.fetch_model", "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            ["-m", "oarlock.server.entrypoints.fetch_model", "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()]
         )
     writer: asyncio.StreamWriter | None = None
     try:

@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from engine.errors import StartupError
+from oarlock.engine.errors import StartupError
 
 _TOKEN = "set HF_TOKEN to a token of an account that may read it"
 

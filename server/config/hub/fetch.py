@@ -1,7 +1,7 @@
 """From a hub id to a directory: from the hub, or from the cache when offline or when the hub cannot be reached.
 
 Small files are fetched and checked first, so a model that cannot be served costs kilobytes. It blocks, and so runs in
-a process of its own (`server.entrypoints.fetch_model`).
+a process of its own (`oarlock.server.entrypoints.fetch_model`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 from huggingface_hub import constants
 from huggingface_hub.errors import HFValidationError, HTTPError
 
-from engine.errors import StartupError
-from engine.preflight import DESCRIPTIONS, check_model, weight_files
-from server.config.hub import errors as hub_errors
-from server.config.hub.digests import Report, damaged, remove
-from server.config.hub.download import HubModel
-from server.config.hub.files import Download, HubFile, Snapshot, check_room, is_of_module, is_small, look_up
+from oarlock.engine.errors import StartupError
+from oarlock.engine.preflight import DESCRIPTIONS, check_model, weight_files
+from oarlock.server.config.hub import errors as hub_errors
+from oarlock.server.config.hub.digests import Report, damaged, remove
+from oarlock.server.config.hub.download import HubModel
+from oarlock.server.config.hub.files import Download, HubFile, Snapshot, check_room, is_of_module, is_small, look_up
 
 CheckFiles = Callable[[Path], None]  # raises `StartupError` for files beside the weights that cannot be used
 

@@ -1,7 +1,7 @@
 """Downloads files of a model on the hub, each resumed where an earlier download of it stopped.
 
 They are kept in the cache layout of `huggingface_hub`, so files that other programs have fetched are used here, and the
-other way round. It blocks, and so runs in a process of its own (`server.entrypoints.fetch_model`).
+other way round. It blocks, and so runs in a process of its own (`oarlock.server.entrypoints.fetch_model`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-from engine.errors import StartupError
-from server.config.hub.digests import Digest, Report
-from server.config.hub.transfer_rate import TransferRate
-from server.config.options import format_size
+from oarlock.engine.errors import StartupError
+from oarlock.server.config.hub.digests import Digest, Report
+from oarlock.server.config.hub.transfer_rate import TransferRate
+from oarlock.server.config.options import format_size
 
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # beside the weights; nothing that could run code
 # Of the modules of sentence-transformers, whose folders are numbered: how they work, and the weights of Dense ones.

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from server.config.options import format_size
+from oarlock.server.config.options import format_size
 
 _WINDOW_S = 10.0  # the speed is measured over this time
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server.config.settings import SERVER_ONLY
-from server.entrypoints.arguments import add_settings, given_settings, loaded_settings
+from oarlock.server.config.settings import SERVER_ONLY
+from oarlock.server.entrypoints.arguments import add_settings, given_settings, loaded_settings
 
 if TYPE_CHECKING:
-    from server.config.settings import Settings
-    from server.serving.batches.answer_file import AnswerFile
-    from server.serving.batches.request_file import RequestFile
+    from oarlock.server.config.settings import Settings
+    from oarlock.server.serving.batches.answer_file import AnswerFile
+    from oarlock.server.serving.batches.request_file import RequestFile
 
 HELP = "answer a file of requests in OpenAI's batch format"
 # Options of the server that say how requests are read, so that they hold here too.
@@ -53,8 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     import asyncio
 
     # Before a model is loaded.
-    from server.serving.batches.answer_file import AnswerFile
-    from server.serving.batches.request_file import RequestFile
+    from oarlock.server.serving.batches.answer_file import AnswerFile
+    from oarlock.server.serving.batches.request_file import RequestFile
 
     requests = RequestFile(arguments.requests)
     answers = AnswerFile(arguments.answers, requests)
@@ -72,9 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _answer_all(settings: Settings, requests: RequestFile, answers: AnswerFile) -> None:
-    from server.entrypoints.banner import Progress
-    from server.entrypoints.offline.batch import answer_all
-    from server.entrypoints.offline.offline_engine import OfflineEngine
+    from oarlock.server.entrypoints.banner import Progress
+    from oarlock.server.entrypoints.offline.batch import answer_all
+    from oarlock.server.entrypoints.offline.offline_engine import OfflineEngine
 
     progress = Progress()
     try:

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from server.entrypoints.cli import whole_parser
+    from oarlock.server.entrypoints.cli import whole_parser
 
     found = list(_walk(whole_parser(), ()))
     sys.stdout.write({"bash": as_bash, "zsh": as_zsh, "fish": as_fish}[arguments.shell](found))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from server.config.settings import as_markdown
-from server.config.sources import as_table
-from server.entrypoints.arguments import add_settings, given_settings, loaded_settings
+from oarlock.server.config.settings import as_markdown
+from oarlock.server.config.sources import as_table
+from oarlock.server.entrypoints.arguments import add_settings, given_settings, loaded_settings
 
 HELP = "show the settings and where each comes from"
 

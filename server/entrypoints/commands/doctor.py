@@ -1,6 +1,6 @@
 """`oarlock doctor [MODEL]`: what this machine has, what `serve` would choose on it, and what stands in its way.
 
-Reads the settings and finds the model; the rest is done by `workers.verify.doctor`, a program of its own.
+Reads the settings and finds the model; the rest is done by `oarlock.workers.verify.doctor`, a program of its own.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from server.config.nodes import nodes_config
-from server.config.settings import Settings
-from server.entrypoints.arguments import add_settings, given_settings, loaded_settings
-from server.entrypoints.child_process import run_program
+from oarlock.server.config.nodes import nodes_config
+from oarlock.server.config.settings import Settings
+from oarlock.server.entrypoints.arguments import add_settings, given_settings, loaded_settings
+from oarlock.server.entrypoints.child_process import run_program
 
 HELP = "check this machine, and what would be chosen on it"
 
@@ -40,12 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
     words += _nodes(settings)
     words += [f"--host={settings.host}", f"--port={settings.port}"]
     words += [f"--{name.replace('_', '-')}" for name in ("memory", "all_reduce", "json") if getattr(arguments, name)]
-    return run_program("workers.verify.doctor", words)
+    return run_program("oarlock.workers.verify.doctor", words)
 
 
 def _nodes(settings: Settings) -> list[str]:
     """Facts that the program must know of the other hosts, if there are any."""
-    from engine.errors import StartupError
+    from oarlock.engine.errors import StartupError
 
     try:
         nodes = nodes_config(settings, os.environ)
@@ -58,10 +58,10 @@ def _find(settings: Settings) -> tuple[str, list[str]]:
     """The model's directory on this machine; or an empty text, and the words that tell why there is none."""
     import asyncio
 
-    from engine.errors import StartupError
-    from server.llm.generation_config import GenerationConfig
-    from server.llm.model_files import find_files
-    from server.llm.pooler_config import PoolerConfig
+    from oarlock.engine.errors import StartupError
+    from oarlock.server.llm.generation_config import GenerationConfig
+    from oarlock.server.llm.model_files import find_files
+    from oarlock.server.llm.pooler_config import PoolerConfig
 
     try:
         files = asyncio.run(find_files(replace(settings, offline=True), lambda *progress: None))

@@ -8,8 +8,8 @@ import os
 import sys
 from typing import Any
 
-from engine.errors import StartupError
-from server.entrypoints.arguments import UsageError
+from oarlock.engine.errors import StartupError
+from oarlock.server.entrypoints.arguments import UsageError
 
 HELP = "tell what happened to one of a server's last requests, and what would make it faster"
 _TIMEOUT_S = 30.0

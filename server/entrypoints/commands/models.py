@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from server.config.settings import OPTIONS
-from server.entrypoints.arguments import add_settings, given_settings, loaded_settings
+from oarlock.server.config.settings import OPTIONS
+from oarlock.server.entrypoints.arguments import add_settings, given_settings, loaded_settings
 
 HELP = "list the models that were fetched, and which of them can be served"
 _NAME_SIZE = 48  # characters of a name that others are aligned to
@@ -28,8 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from huggingface_hub import constants
 
-    from server.config.hub.cached import cached_models, disk_usage
-    from server.config.options import format_size
+    from oarlock.server.config.hub.cached import cached_models, disk_usage
+    from oarlock.server.config.options import format_size
 
     settings = loaded_settings(arguments, given_settings(arguments)).settings
     cache = Path(settings.download_dir or constants.HF_HUB_CACHE).expanduser()

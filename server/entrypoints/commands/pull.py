@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from server.config.settings import OPTIONS
-from server.entrypoints.arguments import UsageError, add_settings, given_settings, loaded_settings
+from oarlock.server.config.settings import OPTIONS
+from oarlock.server.entrypoints.arguments import UsageError, add_settings, given_settings, loaded_settings
 
 HELP = "fetch a model from the hub, and check what is here of it"
 _SETTINGS = {"model", "revision", "download_dir", "offline", "load_format", "runner"}
@@ -25,9 +25,9 @@ def run(arguments: argparse.Namespace) -> int:
     import asyncio
     from pathlib import Path
 
-    from server.config.model_path import pull
-    from server.config.options import format_size
-    from server.entrypoints.banner import Progress
+    from oarlock.server.config.model_path import pull
+    from oarlock.server.config.options import format_size
+    from oarlock.server.entrypoints.banner import Progress
 
     settings = loaded_settings(arguments, given_settings(arguments)).settings
     if settings.model is None:

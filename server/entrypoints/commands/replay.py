@@ -1,13 +1,13 @@
 """`oarlock replay FILE`: feed a recording to ranks, without engine or server, and compare their answers.
 
-The work is done by `engine.replay`, a program of its own.
+The work is done by `oarlock.engine.replay`, a program of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from server.entrypoints.child_process import run_program
+from oarlock.server.entrypoints.child_process import run_program
 
 HELP = "replay a recording of `serve --record` and compare every token"
 
@@ -40,4 +40,4 @@ def run(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, name)
         if value is not None:
             options.append(f"--{name.replace('_', '-')}={value}")
-    return run_program("engine.replay", [*options, "--", arguments.file])
+    return run_program("oarlock.engine.replay", [*options, "--", arguments.file])

@@ -9,16 +9,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.config import NodesConfig
-from server.config.groups.nodes import RAY
-from server.config.launchers import first_on_host
-from server.config.nodes import nodes_config
-from server.config.settings import OPTIONS, Settings
-from server.entrypoints.arguments import UsageError, add_settings, given_settings, loaded_settings
-from server.llm.engine_processes import engine_processes
+from oarlock.engine.config import NodesConfig
+from oarlock.server.config.groups.nodes import RAY
+from oarlock.server.config.launchers import first_on_host
+from oarlock.server.config.nodes import nodes_config
+from oarlock.server.config.settings import OPTIONS, Settings
+from oarlock.server.entrypoints.arguments import UsageError, add_settings, given_settings, loaded_settings
+from oarlock.server.llm.engine_processes import engine_processes
 
 if TYPE_CHECKING:
-    from server.entrypoints.ray_group import RayGroup
+    from oarlock.server.entrypoints.ray_group import RayGroup
 
 HELP = "serve a model over HTTP"
 _EXIT_CODES = """exit codes:
@@ -43,17 +43,17 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"note: {note}\n")
     on_ray = settings.distributed_executor_backend == RAY
     if not on_ray and not first_on_host(os.environ, settings.tensor_parallel_size * settings.pipeline_parallel_size):
-        from server.entrypoints.node import wait_for_first
+        from oarlock.server.entrypoints.node import wait_for_first
 
         return wait_for_first()
     nodes = nodes_config(settings, os.environ)
     if nodes is not None and nodes.node_rank:
-        from server.entrypoints.node import serve_node
+        from oarlock.server.entrypoints.node import serve_node
 
         return serve_node(settings, nodes)
     if not on_ray:
         return _serve(settings, nodes)
-    from server.entrypoints.ray_group import RayGroup
+    from oarlock.server.entrypoints.ray_group import RayGroup
 
     group = RayGroup(loaded)
     try:
@@ -66,7 +66,9 @@ def _serve(settings: Settings, nodes: NodesConfig | None, ray: RayGroup | None =
     engines = engine_processes(settings)
     gc.disable()  # until the server is ready: imports make nothing but objects that stay
     try:
-        from server.entrypoints.supervisor import serve  # takes a second, while the other processes import as well
+        from oarlock.server.entrypoints.supervisor import (
+            serve,  # takes a second, while the other processes import as well
+        )
 
         return serve(settings, engines, nodes, ray)
     finally:

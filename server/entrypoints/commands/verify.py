@@ -1,13 +1,13 @@
 """`oarlock verify MODEL`: compare every layer with transformers, on as many ranks as serve, and name what differs.
 
-Finds or fetches the model; the rest is done by `workers.verify`, a program of its own.
+Finds or fetches the model; the rest is done by `oarlock.workers.verify`, a program of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from server.entrypoints.child_process import run_program
+from oarlock.server.entrypoints.child_process import run_program
 
 HELP = "compare a model's numbers, layer by layer, with transformers' own"
 
@@ -40,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import asyncio
 
-    from engine.errors import StartupError
-    from server.config.model_path import resolve
-    from server.config.settings import make_settings
-    from server.entrypoints.banner import Progress
+    from oarlock.engine.errors import StartupError
+    from oarlock.server.config.model_path import resolve
+    from oarlock.server.config.settings import make_settings
+    from oarlock.server.entrypoints.banner import Progress
 
     size, stages = arguments.tensor_parallel_size, arguments.pipeline_parallel_size
     if not size.isdecimal():
@@ -68,4 +68,4 @@ def run(arguments: argparse.Namespace) -> int:
             words.append(f"--{name}={value}")
     if arguments.model is not None and arguments.model.endswith(".gguf"):  # its description has another name
         words.append(f"--name={arguments.model}")
-    return run_program("workers.verify", [*words, "--", model])
+    return run_program("oarlock.workers.verify", [*words, "--", model])

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from engine.errors import EngineDeadError, StartupError
-from server.config.hub.transfer_rate import in_words
-from server.entrypoints.offline.offline_engine import OfflineEngine
-from server.serving.batches.answer_file import AnswerFile
-from server.serving.batches.batch_run import BatchRun
-from server.serving.batches.fair_turns import FairTurns, KeyTurns
-from server.serving.batches.request_file import RequestFile
+from oarlock.engine.errors import EngineDeadError, StartupError
+from oarlock.server.config.hub.transfer_rate import in_words
+from oarlock.server.entrypoints.offline.offline_engine import OfflineEngine
+from oarlock.server.serving.batches.answer_file import AnswerFile
+from oarlock.server.serving.batches.batch_run import BatchRun
+from oarlock.server.serving.batches.fair_turns import FairTurns, KeyTurns
+from oarlock.server.serving.batches.request_file import RequestFile
 
 _REPORT_S = 1.0
 _EXIT_WORKER_DIED = 5

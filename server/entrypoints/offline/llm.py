@@ -20,16 +20,21 @@ from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 from tqdm import tqdm
 
-from engine.errors import StartupError
-from engine.types import EngineInfo
-from server.config import vllm_flags
-from server.config.options import OptionError
-from server.config.settings import SERVER_ONLY, make_settings
-from server.entrypoints.offline import outputs, pooling
-from server.entrypoints.offline.offline_engine import OfflineEngine
-from server.entrypoints.offline.outputs import Answer, Asked, Done, RequestOutput
-from server.entrypoints.offline.pooling import EmbeddingRequestOutput, EmbedFields, ScoreFields, ScoringRequestOutput
-from server.entrypoints.offline.prompts import (
+from oarlock.engine.errors import StartupError
+from oarlock.engine.types import EngineInfo
+from oarlock.server.config import vllm_flags
+from oarlock.server.config.options import OptionError
+from oarlock.server.config.settings import SERVER_ONLY, make_settings
+from oarlock.server.entrypoints.offline import outputs, pooling
+from oarlock.server.entrypoints.offline.offline_engine import OfflineEngine
+from oarlock.server.entrypoints.offline.outputs import Answer, Asked, Done, RequestOutput
+from oarlock.server.entrypoints.offline.pooling import (
+    EmbeddingRequestOutput,
+    EmbedFields,
+    ScoreFields,
+    ScoringRequestOutput,
+)
+from oarlock.server.entrypoints.offline.prompts import (
     Message,
     Params,
     Prompt,
@@ -38,12 +43,12 @@ from server.entrypoints.offline.prompts import (
     params_for_each,
     read_prompts,
 )
-from server.entrypoints.offline.sampling_params import SamplingParams
-from server.json_text import dumps
-from server.protocol.chat_completion import ChatRequest
-from server.protocol.completion import CompletionRequest
-from server.protocol.request_body import parse
-from server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.entrypoints.offline.sampling_params import SamplingParams
+from oarlock.server.json_text import dumps
+from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.protocol.completion import CompletionRequest
+from oarlock.server.protocol.request_body import parse
+from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 _CLOSE_S = 10.0
@@ -108,7 +113,7 @@ class LLM:
 
         `prompts`: a text, token ids, a dictionary with `prompt` or `prompt_token_ids`, or a list of such.
         `sampling_params`: for all, or one for each. `use_tqdm`: a bar; None: on a terminal, with more than one prompt.
-        Raises `engine.errors.RequestError` for what the server refuses.
+        Raises `oarlock.engine.errors.RequestError` for what the server refuses.
         """
         return self._wait(self._completions(prompts, sampling_params, suffix, add_special_tokens, use_tqdm))
 

@@ -5,24 +5,24 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from engine.config import OnProgress
-from engine.replicas import start_engine
-from server.config.settings import Settings
-from server.entrypoints.supervisor import RunningEngine
-from server.llm.engine_processes import engine_processes
-from server.llm.generation_config import GenerationConfig
-from server.llm.model_files import find_files
-from server.llm.pooler_config import PoolerConfig
-from server.observability.metrics import HttpCounters
-from server.serving.batches.endpoints import BatchEndpoints
-from server.serving.chat_completion import OpenAIServingChatCompletion
-from server.serving.completion import OpenAIServingCompletion
-from server.serving.connect import connect_engine
-from server.serving.pooling.embedding import OpenAIServingEmbedding
-from server.serving.pooling.scoring import OpenAIServingScoring
-from server.serving.responses.serving import OpenAIServingResponses
-from server.serving.server_state import ServerState
-from server.tokenizer.tokenizer import Tokenizer
+from oarlock.engine.config import OnProgress
+from oarlock.engine.replicas import start_engine
+from oarlock.server.config.settings import Settings
+from oarlock.server.entrypoints.supervisor import RunningEngine
+from oarlock.server.llm.engine_processes import engine_processes
+from oarlock.server.llm.generation_config import GenerationConfig
+from oarlock.server.llm.model_files import find_files
+from oarlock.server.llm.pooler_config import PoolerConfig
+from oarlock.server.observability.metrics import HttpCounters
+from oarlock.server.serving.batches.endpoints import BatchEndpoints
+from oarlock.server.serving.chat_completion import OpenAIServingChatCompletion
+from oarlock.server.serving.completion import OpenAIServingCompletion
+from oarlock.server.serving.connect import connect_engine
+from oarlock.server.serving.pooling.embedding import OpenAIServingEmbedding
+from oarlock.server.serving.pooling.scoring import OpenAIServingScoring
+from oarlock.server.serving.responses.serving import OpenAIServingResponses
+from oarlock.server.serving.server_state import ServerState
+from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 _CLOSE_S = 10.0
 

@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from server.chat.message_parser import MessageParser
-from server.llm.generation import Generation
-from server.llm.output_processor import Delta
-from server.llm.prompt_scores import TokenScore
-from server.serving.chat_completion import ProcessedChat, read_message
-from server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.chat.message_parser import MessageParser
+from oarlock.server.llm.generation import Generation
+from oarlock.server.llm.output_processor import Delta
+from oarlock.server.llm.prompt_scores import TokenScore
+from oarlock.server.serving.chat_completion import ProcessedChat, read_message
+from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 _ListT = TypeVar("_ListT", bound=list[Any])
 

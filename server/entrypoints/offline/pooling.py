@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
-from server.entrypoints.offline.outputs import Answer, Done
-from server.entrypoints.offline.prompts import Prompt
-from server.json_text import dumps
-from server.protocol.pooling.embedding import EmbeddingRequest
-from server.protocol.pooling.scoring import ScoreRequest
-from server.protocol.request_body import parse
-from server.serving.pooling.embedding import OpenAIServingEmbedding
-from server.serving.pooling.scoring import OpenAIServingScoring
+from oarlock.server.entrypoints.offline.outputs import Answer, Done
+from oarlock.server.entrypoints.offline.prompts import Prompt
+from oarlock.server.json_text import dumps
+from oarlock.server.protocol.pooling.embedding import EmbeddingRequest
+from oarlock.server.protocol.pooling.scoring import ScoreRequest
+from oarlock.server.protocol.request_body import parse
+from oarlock.server.serving.pooling.embedding import OpenAIServingEmbedding
+from oarlock.server.serving.pooling.scoring import OpenAIServingScoring
 
 if TYPE_CHECKING:
     import numpy as np

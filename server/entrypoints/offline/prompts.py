@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from server.entrypoints.offline.sampling_params import SamplingParams
+from oarlock.server.entrypoints.offline.sampling_params import SamplingParams
 
 Prompt = str | list[int]
 # A text, token ids, or a dictionary with `prompt` or `prompt_token_ids`.

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.errors import RequestError
-from server.errors import HttpError
+from oarlock.engine.errors import RequestError
+from oarlock.server.errors import HttpError
 
 MAX_PARTS = 16
 MAX_HEADERS = 8 * 1024  # bytes, of one part

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from server.protocol.base import WHOLE, StrictModel
+from oarlock.server.protocol.base import WHOLE, StrictModel
 
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86_400
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}

@@ -8,7 +8,7 @@ from json.decoder import JSONDecodeError, JSONDecoder
 from re import compile as pattern
 from typing import Any
 
-from engine.errors import StartupError
+from oarlock.engine.errors import StartupError
 
 URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
 MAX_CUSTOM_ID = 512  # characters

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from server.protocol.base import StrictModel
+from oarlock.server.protocol.base import StrictModel
 
 # Fields that may hold them.
 _TEXTS = frozenset({"prompt", "suffix", "content", "text", "refusal", "reasoning", "reasoning_content", "arguments"})

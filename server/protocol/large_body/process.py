@@ -1,8 +1,9 @@
-"""The process that reads large bodies: `python -m server.protocol.large_body.process --fd N`, started by `reader.py`.
+"""The process that reads large bodies.
 
-It returns an error, or the checked body: unknown fields left out, long texts and lists of ids as bytes behind it. Of a
-line of a batch it returns the members, and the text of its body, which is sent again to be read. The time and memory
-that a body takes do not affect the server. The end of the socket ends the process.
+`python -m oarlock.server.protocol.large_body.process --fd N`, started by `reader.py`. It returns an error, or the
+checked body: unknown fields left out, long texts and lists of ids as bytes behind it. Of a line of a batch it returns
+the members, and the text of its body, which is sent again to be read. The time and memory that a body takes do not
+affect the server. The end of the socket ends the process.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from engine.errors import RequestError
-from server.protocol.admin import AbortRequest
-from server.protocol.base import StrictModel
-from server.protocol.batches.request import CreateBatchRequest
-from server.protocol.batches.request_line import WrongBatchError, read_line
-from server.protocol.chat_completion import ChatRequest
-from server.protocol.completion import CompletionRequest
-from server.protocol.large_body.detached import Leaf, detach
-from server.protocol.messages.request import CountTokensRequest, MessagesRequest
-from server.protocol.pooling.embedding import EmbeddingRequest, PoolingRequest
-from server.protocol.pooling.scoring import RerankRequest, ScoreRequest
-from server.protocol.request_body import parse_any, unknown_parameters
-from server.protocol.responses.request import ResponsesRequest
-from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from oarlock.engine.errors import RequestError
+from oarlock.server.protocol.admin import AbortRequest
+from oarlock.server.protocol.base import StrictModel
+from oarlock.server.protocol.batches.request import CreateBatchRequest
+from oarlock.server.protocol.batches.request_line import WrongBatchError, read_line
+from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.protocol.completion import CompletionRequest
+from oarlock.server.protocol.large_body.detached import Leaf, detach
+from oarlock.server.protocol.messages.request import CountTokensRequest, MessagesRequest
+from oarlock.server.protocol.pooling.embedding import EmbeddingRequest, PoolingRequest
+from oarlock.server.protocol.pooling.scoring import RerankRequest, ScoreRequest
+from oarlock.server.protocol.request_body import parse_any, unknown_parameters
+from oarlock.server.protocol.responses.request import ResponsesRequest
+from oarlock.server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 
 SCHEMAS: dict[str, type[StrictModel]] = {
     schema.__name__: schema
@@ -67,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     """Read bodies from the socket `--fd` until it is closed."""
     for number in (signal.SIGINT, signal.SIGTERM):  # which may be sent to all processes at once; the parent decides
         signal.signal(number, signal.SIG_IGN)
-    parser = argparse.ArgumentParser(prog="server.protocol.large_body.process")
+    parser = argparse.ArgumentParser(prog="oarlock.server.protocol.large_body.process")
     parser.add_argument("--fd", type=int, required=True)
     os.nice(_NICENESS)
     gc.disable()  # a body has no cycles, and looking for them takes longer than parsing

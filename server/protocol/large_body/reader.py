@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from engine.errors import RequestError
-from engine.python_child import start_python
-from server.observability.logs import event, logger
-from server.protocol.base import StrictModel
-from server.protocol.batches.request_line import BatchRequest, WrongBatchError, read_line
-from server.protocol.large_body.detached import attach, value_of
+from oarlock.engine.errors import RequestError
+from oarlock.engine.python_child import start_python
+from oarlock.server.observability.logs import event, logger
+from oarlock.server.protocol.base import StrictModel
+from oarlock.server.protocol.batches.request_line import BatchRequest, WrongBatchError, read_line
+from oarlock.server.protocol.large_body.detached import attach, value_of
 
 READ_TIMEOUT_S = 60.0  # for one body; 16 MiB of texts or ids take about a second
 _SMALL = 64 * 1024  # bytes: never sent to the process
@@ -141,7 +141,9 @@ class LargeBodies:
         ours, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
-            self._process = start_python(["-m", "server.protocol.large_body.process", "--fd", str(fd)], pass_fds=(fd,))
+            self._process = start_python(
+                ["-m", "oarlock.server.protocol.large_body.process", "--fd", str(fd)], pass_fds=(fd,)
+            )
         ours.settimeout(READ_TIMEOUT_S)
         self._socket = ours
         _log.info(event("body_process_started", pid=self._process.pid))

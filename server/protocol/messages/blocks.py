@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from server.protocol.base import ACCEPTED, FieldError, StrictModel
-from server.protocol.chat_messages import MAX_PARTS, JsonObject, ToolName, content_form
+from oarlock.server.protocol.base import ACCEPTED, FieldError, StrictModel
+from oarlock.server.protocol.chat_messages import MAX_PARTS, JsonObject, ToolName, content_form
 
 BlockId = Annotated[str, Field(min_length=1, max_length=256)]
 

@@ -6,12 +6,20 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from server.protocol.base import ACCEPTED, INT32_MAX, MAX_STOP_CHARACTERS, MAX_STOPS, WHOLE, FieldError, StrictModel
-from server.protocol.chat_completion import MAX_MESSAGES, MAX_TOOLS
-from server.protocol.chat_messages import JsonObject, ToolName
-from server.protocol.messages.blocks import CacheControlField, InputMessage, Text
-from server.protocol.sampling import SamplingFields
-from server.protocol.structured_output import JsonSchema, ResponseFormat
+from oarlock.server.protocol.base import (
+    ACCEPTED,
+    INT32_MAX,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    WHOLE,
+    FieldError,
+    StrictModel,
+)
+from oarlock.server.protocol.chat_completion import MAX_MESSAGES, MAX_TOOLS
+from oarlock.server.protocol.chat_messages import JsonObject, ToolName
+from oarlock.server.protocol.messages.blocks import CacheControlField, InputMessage, Text
+from oarlock.server.protocol.sampling import SamplingFields
+from oarlock.server.protocol.structured_output import JsonSchema, ResponseFormat
 
 # Fields of the other endpoints, with the values that ask for nothing and what to say instead.
 _ELSEWHERE: dict[str, tuple[Any, str]] = {

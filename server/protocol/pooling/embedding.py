@@ -6,8 +6,8 @@ from typing import Annotated, Literal, cast
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from server.protocol.base import WHOLE, FieldError, TokenIds, prompt_form
-from server.protocol.pooling.fields import MAX_INPUTS, PoolingFields
+from oarlock.server.protocol.base import WHOLE, FieldError, TokenIds, prompt_form
+from oarlock.server.protocol.pooling.fields import MAX_INPUTS, PoolingFields
 
 Input = Annotated[
     Annotated[str, Tag("form:text")]

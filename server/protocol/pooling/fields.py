@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from engine.types import MAX_PRIORITY, MIN_PRIORITY
-from server.protocol.base import ACCEPTED, INT32_MAX, MAX_TIMEOUT_S, WHOLE, FieldError, StrictModel
+from oarlock.engine.types import MAX_PRIORITY, MIN_PRIORITY
+from oarlock.server.protocol.base import ACCEPTED, INT32_MAX, MAX_TIMEOUT_S, WHOLE, FieldError, StrictModel
 
 MAX_INPUTS = 2048  # of one request, as OpenAI's API allows
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from server.protocol.base import INT32_MAX, WHOLE, FieldError, StrictModel
-from server.protocol.pooling.fields import MAX_INPUTS, PoolingFields
+from oarlock.server.protocol.base import INT32_MAX, WHOLE, FieldError, StrictModel
+from oarlock.server.protocol.pooling.fields import MAX_INPUTS, PoolingFields
 
 Instruction = Annotated[str, Field(min_length=1, max_length=65_536)]
 

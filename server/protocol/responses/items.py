@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from server.protocol.base import FieldError, StrictModel
-from server.protocol.chat_messages import MAX_PARTS, ToolName, content_form
-from server.protocol.responses.unsupported import AsyncCall, CacheBreakpoint, Caller, Namespace
+from oarlock.server.protocol.base import FieldError, StrictModel
+from oarlock.server.protocol.chat_messages import MAX_PARTS, ToolName, content_form
+from oarlock.server.protocol.responses.unsupported import AsyncCall, CacheBreakpoint, Caller, Namespace
 
 ItemId = Annotated[str, Field(min_length=1, max_length=256)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]

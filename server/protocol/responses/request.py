@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from server.protocol.base import ACCEPTED, INT32_MAX, MAX_LOGPROBS, WHOLE, FieldError, StrictModel
-from server.protocol.chat_completion import MAX_MESSAGES, MAX_TOOLS
-from server.protocol.chat_messages import MAX_CALLS, JsonObject, ToolName, choice_form
-from server.protocol.responses.items import InputItem, ItemId
-from server.protocol.responses.unsupported import (
+from oarlock.server.protocol.base import ACCEPTED, INT32_MAX, MAX_LOGPROBS, WHOLE, FieldError, StrictModel
+from oarlock.server.protocol.chat_completion import MAX_MESSAGES, MAX_TOOLS
+from oarlock.server.protocol.chat_messages import MAX_CALLS, JsonObject, ToolName, choice_form
+from oarlock.server.protocol.responses.items import InputItem, ItemId
+from oarlock.server.protocol.responses.unsupported import (
     AllowedCallers,
     AsyncTool,
     DeferLoading,
@@ -18,8 +18,8 @@ from server.protocol.responses.unsupported import (
     ReasoningContext,
     ReasoningMode,
 )
-from server.protocol.sampling import SamplingFields
-from server.protocol.structured_output import JsonSchema, ResponseFormat
+from oarlock.server.protocol.sampling import SamplingFields
+from oarlock.server.protocol.structured_output import JsonSchema, ResponseFormat
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 # Official fields of which no value has a meaning here.

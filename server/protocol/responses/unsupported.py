@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from server.protocol.base import FieldError
+from oarlock.server.protocol.base import FieldError
 
 
 def _only(place: str, name: str, *neutral: Any) -> Callable[[Any], Any]:

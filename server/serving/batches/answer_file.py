@@ -15,10 +15,10 @@ from io import BufferedRandom
 from pathlib import Path
 from typing import Any
 
-from engine.errors import StartupError
-from server.json_text import dumps
-from server.protocol.batches.request_line import BatchRequest
-from server.serving.batches.request_file import RequestFile
+from oarlock.engine.errors import StartupError
+from oarlock.server.json_text import dumps
+from oarlock.server.protocol.batches.request_line import BatchRequest
+from oarlock.server.serving.batches.request_file import RequestFile
 
 _PASSING = (408, 429)  # and those of 500 and above: another try may have another answer
 

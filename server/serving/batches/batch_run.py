@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
-from engine.errors import EngineDeadError, UnavailableError
-from server.errors import describe, error_bytes
-from server.observability.logs import event, logger
-from server.protocol.batches.request_line import BatchRequest
-from server.serving.batches.answer_file import AnswerFile
-from server.serving.batches.request_file import RequestFile
+from oarlock.engine.errors import EngineDeadError, UnavailableError
+from oarlock.server.errors import describe, error_bytes
+from oarlock.server.observability.logs import event, logger
+from oarlock.server.protocol.batches.request_line import BatchRequest
+from oarlock.server.serving.batches.answer_file import AnswerFile
+from oarlock.server.serving.batches.request_file import RequestFile
 
 _PAUSES_S = (0.5, 2.0, 8.0)  # before a request is tried again
 _log = logger("batch")

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.errors import StartupError
-from server.serving.batches.key_shares import KeyQuota
+from oarlock.engine.errors import StartupError
+from oarlock.server.serving.batches.key_shares import KeyQuota
 
 FILE_ID, BATCH_ID = re.compile(r"file-[0-9a-f]{24}"), re.compile(r"batch_[0-9a-f]{24}")
 _KindT = TypeVar("_KindT")

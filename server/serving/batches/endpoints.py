@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from typing import TypeVar
 
-from server.protocol.base import StrictModel
-from server.protocol.batches.request_line import BatchRequest
-from server.protocol.chat_completion import ChatRequest
-from server.protocol.completion import CompletionRequest
-from server.protocol.large_body.reader import LargeBodies, takes_long
-from server.protocol.pooling.embedding import EmbeddingRequest
-from server.protocol.request_body import parse, unknown_parameters
-from server.protocol.responses.request import ResponsesRequest
-from server.protocol.sampling import SamplingFields
-from server.serving.chat_completion import OpenAIServingChatCompletion
-from server.serving.completion import OpenAIServingCompletion
-from server.serving.pooling.embedding import OpenAIServingEmbedding
-from server.serving.responses.serving import OpenAIServingResponses
+from oarlock.server.protocol.base import StrictModel
+from oarlock.server.protocol.batches.request_line import BatchRequest
+from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.protocol.completion import CompletionRequest
+from oarlock.server.protocol.large_body.reader import LargeBodies, takes_long
+from oarlock.server.protocol.pooling.embedding import EmbeddingRequest
+from oarlock.server.protocol.request_body import parse, unknown_parameters
+from oarlock.server.protocol.responses.request import ResponsesRequest
+from oarlock.server.protocol.sampling import SamplingFields
+from oarlock.server.serving.chat_completion import OpenAIServingChatCompletion
+from oarlock.server.serving.completion import OpenAIServingCompletion
+from oarlock.server.serving.pooling.embedding import OpenAIServingEmbedding
+from oarlock.server.serving.responses.serving import OpenAIServingResponses
 
 _BodyT = TypeVar("_BodyT", bound=StrictModel)
 

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 
-from server.serving.server_state import ServerState
+from oarlock.server.serving.server_state import ServerState
 
 MAX_BYTES = 32 * 2**20  # of the lines of all requests of batches that are answered at a time; one may have more
 _Waiting = tuple[asyncio.Future[None], int]

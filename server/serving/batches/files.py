@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from server.errors import HttpError
-from server.observability.logs import event, logger
-from server.protocol.list_query import ListQuery
-from server.serving.batches.directory import FILE_ID, BatchDirectory
-from server.serving.batches.key_shares import KeyQuota
+from oarlock.server.errors import HttpError
+from oarlock.server.observability.logs import event, logger
+from oarlock.server.protocol.list_query import ListQuery
+from oarlock.server.serving.batches.directory import FILE_ID, BatchDirectory
+from oarlock.server.serving.batches.key_shares import KeyQuota
 
 MAX_FILES = 10_000
 _log = logger("batch")

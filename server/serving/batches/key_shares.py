@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 
-from server.config.api_keys import ApiKeys, Key
+from oarlock.server.config.api_keys import ApiKeys, Key
 
 _COST = {"n": 2**12, "r": 8, "p": 1, "dklen": 16}  # about 10 ms for each key, once
 

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 
-from server.protocol.batches.request_line import SHAPE, BatchRequest, WrongBatchError, read_line
+from oarlock.server.protocol.batches.request_line import SHAPE, BatchRequest, WrongBatchError, read_line
 
 ReadLine = Callable[[bytes, int, str], BatchRequest]
 

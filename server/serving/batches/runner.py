@@ -17,22 +17,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.errors import EngineDeadError
-from engine.types import MAX_PRIORITY
-from server.errors import HttpError, retry_after
-from server.observability.logs import event, logger
-from server.protocol.batches.request_line import BatchRequest, WrongBatchError
-from server.protocol.large_body.reader import LargeBodies
-from server.serving.batches.answer_file import AnswerFile, usage_of
-from server.serving.batches.batch import UNANSWERED, Batch
-from server.serving.batches.batch_run import BatchRun
-from server.serving.batches.directory import BATCH_ID, BatchDirectory
-from server.serving.batches.endpoints import BatchEndpoints
-from server.serving.batches.fair_turns import FairTurns, RequestTurns
-from server.serving.batches.files import FileStore, StoredFile, log_failure, new_id
-from server.serving.batches.key_shares import KeyNames, KeyQuota
-from server.serving.batches.request_file import RequestFile
-from server.serving.server_state import ServerState
+from oarlock.engine.errors import EngineDeadError
+from oarlock.engine.types import MAX_PRIORITY
+from oarlock.server.errors import HttpError, retry_after
+from oarlock.server.observability.logs import event, logger
+from oarlock.server.protocol.batches.request_line import BatchRequest, WrongBatchError
+from oarlock.server.protocol.large_body.reader import LargeBodies
+from oarlock.server.serving.batches.answer_file import AnswerFile, usage_of
+from oarlock.server.serving.batches.batch import UNANSWERED, Batch
+from oarlock.server.serving.batches.batch_run import BatchRun
+from oarlock.server.serving.batches.directory import BATCH_ID, BatchDirectory
+from oarlock.server.serving.batches.endpoints import BatchEndpoints
+from oarlock.server.serving.batches.fair_turns import FairTurns, RequestTurns
+from oarlock.server.serving.batches.files import FileStore, StoredFile, log_failure, new_id
+from oarlock.server.serving.batches.key_shares import KeyNames, KeyQuota
+from oarlock.server.serving.batches.request_file import RequestFile
+from oarlock.server.serving.server_state import ServerState
 
 MAX_REQUESTS = 50_000  # of one batch
 MAX_BATCHES = 10_000  # that are remembered, the oldest that have ended forgotten first

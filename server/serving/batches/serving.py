@@ -15,30 +15,30 @@ from typing import IO, Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
-from engine.errors import RequestError
-from server.config.api_keys import ApiKeys
-from server.config.settings import Settings
-from server.errors import ClientGoneError, HttpError
-from server.json_text import dumps
-from server.observability.metrics import HttpCounters
-from server.protocol.batches.multipart import MultipartReader, Part, boundary_of
-from server.protocol.batches.request import MAX_EXPIRY_S, MIN_EXPIRY_S, CreateBatchRequest
-from server.protocol.large_body.reader import LargeBodies
-from server.protocol.list_query import ListQuery
-from server.serving.base import OpenAIServing
-from server.serving.batches.batch import Batch
-from server.serving.batches.directory import BatchDirectory
-from server.serving.batches.endpoints import BatchEndpoints
-from server.serving.batches.files import FileStore, StoredFile, new_id, page
-from server.serving.batches.key_shares import KeyNames
-from server.serving.batches.runner import BatchRunner
-from server.serving.batches.takeover import Takeover
-from server.serving.chat_completion import OpenAIServingChatCompletion
-from server.serving.completion import OpenAIServingCompletion
-from server.serving.pooling.embedding import OpenAIServingEmbedding
-from server.serving.request_context import label_of
-from server.serving.responses.serving import OpenAIServingResponses
-from server.serving.server_state import ServerState
+from oarlock.engine.errors import RequestError
+from oarlock.server.config.api_keys import ApiKeys
+from oarlock.server.config.settings import Settings
+from oarlock.server.errors import ClientGoneError, HttpError
+from oarlock.server.json_text import dumps
+from oarlock.server.observability.metrics import HttpCounters
+from oarlock.server.protocol.batches.multipart import MultipartReader, Part, boundary_of
+from oarlock.server.protocol.batches.request import MAX_EXPIRY_S, MIN_EXPIRY_S, CreateBatchRequest
+from oarlock.server.protocol.large_body.reader import LargeBodies
+from oarlock.server.protocol.list_query import ListQuery
+from oarlock.server.serving.base import OpenAIServing
+from oarlock.server.serving.batches.batch import Batch
+from oarlock.server.serving.batches.directory import BatchDirectory
+from oarlock.server.serving.batches.endpoints import BatchEndpoints
+from oarlock.server.serving.batches.files import FileStore, StoredFile, new_id, page
+from oarlock.server.serving.batches.key_shares import KeyNames
+from oarlock.server.serving.batches.runner import BatchRunner
+from oarlock.server.serving.batches.takeover import Takeover
+from oarlock.server.serving.chat_completion import OpenAIServingChatCompletion
+from oarlock.server.serving.completion import OpenAIServingCompletion
+from oarlock.server.serving.pooling.embedding import OpenAIServingEmbedding
+from oarlock.server.serving.request_context import label_of
+from oarlock.server.serving.responses.serving import OpenAIServingResponses
+from oarlock.server.serving.server_state import ServerState
 
 MAX_FILE_BYTES = 200 * 2**20
 UPLOAD_TIMEOUT_S = 600.0

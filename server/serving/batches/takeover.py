@@ -10,11 +10,11 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 
-from engine.errors import StartupError
-from server.errors import HttpError, retry_after
-from server.observability.logs import event, logger
-from server.serving.batches.directory import BatchDirectory
-from server.serving.batches.runner import BatchRunner
+from oarlock.engine.errors import StartupError
+from oarlock.server.errors import HttpError, retry_after
+from oarlock.server.observability.logs import event, logger
+from oarlock.server.serving.batches.directory import BatchDirectory
+from oarlock.server.serving.batches.runner import BatchRunner
 
 _POLL_S = 0.5
 _RETRY_S = 5

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from engine.stats import RequestHistory
-from server.serving.explain.records import RequestRecord
+from oarlock.engine.stats import RequestHistory
+from oarlock.server.serving.explain.records import RequestRecord
 
 Told = tuple[str, str | None]  # the sentence, and the option
 _LARGE = 0.3  # of the whole time

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.errors import HttpError
-from server.serving.base import OpenAIServing
-from server.serving.explain.histories import histories_of
-from server.serving.explain.records import MAX_RECORDS
-from server.serving.explain.report import report
+from oarlock.server.errors import HttpError
+from oarlock.server.serving.base import OpenAIServing
+from oarlock.server.serving.explain.histories import histories_of
+from oarlock.server.serving.explain.records import MAX_RECORDS
+from oarlock.server.serving.explain.report import report
 
 
 class OpenAIServingExplain(OpenAIServing):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from engine.stats import RequestHistory
-from server.llm.async_llm import AsyncLLM
-from server.serving.explain.records import RequestRecord
+from oarlock.engine.stats import RequestHistory
+from oarlock.server.llm.async_llm import AsyncLLM
+from oarlock.server.serving.explain.records import RequestRecord
 
 
 async def histories_of(async_llm: AsyncLLM, record: RequestRecord) -> list[RequestHistory]:

@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from server.errors import HttpError
-from server.llm.generation import Generation
+from oarlock.server.errors import HttpError
+from oarlock.server.llm.generation import Generation
 
 MAX_RECORDS = 1000
 _FULL_S = 0.02

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.stats import RequestHistory
-from server.serving.explain.diagnosis import Findings, diagnose
-from server.serving.explain.records import RequestRecord
+from oarlock.engine.stats import RequestHistory
+from oarlock.server.serving.explain.diagnosis import Findings, diagnose
+from oarlock.server.serving.explain.records import RequestRecord
 
 
 def report(

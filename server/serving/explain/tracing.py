@@ -19,12 +19,12 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from engine.stats import RequestHistory
-from server.llm.async_llm import AsyncLLM
-from server.observability.logs import event, logger
-from server.serving.explain.histories import histories_of
-from server.serving.explain.records import RequestRecord
-from server.version import VERSION
+from oarlock.engine.stats import RequestHistory
+from oarlock.server.llm.async_llm import AsyncLLM
+from oarlock.server.observability.logs import event, logger
+from oarlock.server.serving.explain.histories import histories_of
+from oarlock.server.serving.explain.records import RequestRecord
+from oarlock.server.version import VERSION
 
 _CLOSE_S = 5.0
 _log = logger("traces")

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from server.chat.events import ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart
+from oarlock.server.chat.events import ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart
 
 Event = tuple[str, dict[str, Any]]  # type, and the other members
 # Clients hand a thought back with what stands here. Nothing is checked then: thoughts are text that they can see.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.errors import HttpError, error_object
-from server.json_text import dumps
+from oarlock.server.errors import HttpError, error_object
+from oarlock.server.json_text import dumps
 
 _TYPES = {
     401: "authentication_error",

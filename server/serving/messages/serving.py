@@ -5,16 +5,16 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.errors import RequestError
-from server.json_text import dumps
-from server.llm.generation import Generation
-from server.protocol.chat_completion import ChatRequest
-from server.protocol.messages.request import CountTokensRequest, MessagesRequest
-from server.serving.chat_completion import OpenAIServingChatCompletion, ProcessedChat
-from server.serving.messages.translate import MessagesTurn, renamed, turn_of
-from server.serving.messages.writer import MessagesWriter
-from server.serving.response_writer import AnswerWriter
-from server.serving.sse import until_disconnect
+from oarlock.engine.errors import RequestError
+from oarlock.server.json_text import dumps
+from oarlock.server.llm.generation import Generation
+from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.protocol.messages.request import CountTokensRequest, MessagesRequest
+from oarlock.server.serving.chat_completion import OpenAIServingChatCompletion, ProcessedChat
+from oarlock.server.serving.messages.translate import MessagesTurn, renamed, turn_of
+from oarlock.server.serving.messages.writer import MessagesWriter
+from oarlock.server.serving.response_writer import AnswerWriter
+from oarlock.server.serving.sse import until_disconnect
 
 
 class AnthropicServingMessages(OpenAIServingChatCompletion):

@@ -7,12 +7,12 @@ from typing import Any
 
 from pydantic import PrivateAttr, ValidationError
 
-from engine.errors import RequestError
-from server.json_text import dumps
-from server.protocol.base import FieldError
-from server.protocol.chat_completion import ChatRequest
-from server.protocol.chat_messages import CalledFunction, ChatMessage, ToolCall
-from server.protocol.messages.blocks import (
+from oarlock.engine.errors import RequestError
+from oarlock.server.json_text import dumps
+from oarlock.server.protocol.base import FieldError
+from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.protocol.chat_messages import CalledFunction, ChatMessage, ToolCall
+from oarlock.server.protocol.messages.blocks import (
     InputMessage,
     RedactedThinkingBlock,
     TextBlock,
@@ -21,9 +21,9 @@ from server.protocol.messages.blocks import (
     ToolUseBlock,
     text_of,
 )
-from server.protocol.messages.request import CountTokensRequest, MessagesRequest, NamedTool
-from server.protocol.request_body import request_error
-from server.protocol.sampling import SamplingFields
+from oarlock.server.protocol.messages.request import CountTokensRequest, MessagesRequest, NamedTool
+from oarlock.server.protocol.request_body import request_error
+from oarlock.server.protocol.sampling import SamplingFields
 
 Source = MessagesRequest | CountTokensRequest
 # Fields of a chat turn, and those that they come from.

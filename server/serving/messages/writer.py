@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from server.chat.message_parser import AnswerShape, MessageParser
-from server.errors import HttpError
-from server.json_text import dumps
-from server.llm.generation import Generation
-from server.llm.output_processor import ABORT, TIMEOUT, Delta
-from server.serving.messages.content_blocks import ContentBlocks, Event
-from server.serving.messages.errors import message_error
-from server.serving.response_writer import AnswerWriter
+from oarlock.server.chat.message_parser import AnswerShape, MessageParser
+from oarlock.server.errors import HttpError
+from oarlock.server.json_text import dumps
+from oarlock.server.llm.generation import Generation
+from oarlock.server.llm.output_processor import ABORT, TIMEOUT, Delta
+from oarlock.server.serving.messages.content_blocks import ContentBlocks, Event
+from oarlock.server.serving.messages.errors import message_error
+from oarlock.server.serving.response_writer import AnswerWriter
 
 _PAUSED = (TIMEOUT, ABORT)  # the client may send the answer so far and go on
 

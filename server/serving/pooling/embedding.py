@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.errors import RequestError
-from engine.pooling_params import PoolingParams
-from server.llm.pooler_config import Task
-from server.protocol.json_pieces import InPieces, pieces_of
-from server.protocol.pooling.embedding import EmbeddingRequest, InputFields, PoolingRequest
-from server.serving.pooling.serving import OpenAIServingPooling, Prompts, usage
-from server.serving.request_context import request_id_of
-from server.serving.sse import whole_response
+from oarlock.engine.errors import RequestError
+from oarlock.engine.pooling_params import PoolingParams
+from oarlock.server.llm.pooler_config import Task
+from oarlock.server.protocol.json_pieces import InPieces, pieces_of
+from oarlock.server.protocol.pooling.embedding import EmbeddingRequest, InputFields, PoolingRequest
+from oarlock.server.serving.pooling.serving import OpenAIServingPooling, Prompts, usage
+from oarlock.server.serving.request_context import request_id_of
+from oarlock.server.serving.sse import whole_response
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from server.llm.pooling import PooledOutput
+    from oarlock.server.llm.pooling import PooledOutput
 
 MAX_NUMBERS = 1 << 24  # of tokens' vectors in one answer, kept until it is complete: 64 MiB
 
@@ -118,7 +118,7 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
 
     def _items(self, body: InputFields, outputs: list[PooledOutput], kind: str, member: str) -> InPieces:
         """One object for each output, made while it is written."""
-        from server.serving.pooling.vectors import encoded  # imports numpy, which no other request needs
+        from oarlock.server.serving.pooling.vectors import encoded  # imports numpy, which no other request needs
 
         def item(numbered: tuple[int, PooledOutput]) -> dict[str, Any]:
             index, output = numbered
@@ -128,14 +128,14 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
         return InPieces(item, list(enumerate(outputs)), lambda numbered: numbered[1].vectors.size)
 
     def _rows(self, body: InputFields, output: PooledOutput) -> InPieces:
-        from server.serving.pooling.vectors import encoded
+        from oarlock.server.serving.pooling.vectors import encoded
 
         vectors = self._finished(body, output)
         return InPieces(lambda row: encoded(row, body.encoding_format or "float"), vectors, lambda row: row.size)
 
     def _finished(self, body: InputFields, output: PooledOutput) -> np.ndarray:
         """Floats [n, size] -> float32 [n, dimensions]."""
-        from server.serving.pooling.vectors import finished
+        from oarlock.server.serving.pooling.vectors import finished
 
         normalize = self.pooler.normalize if body.normalize is None else body.normalize
         return finished(output.vectors, normalize, body.dimensions)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from server.llm.pooler_config import PoolerConfig
-from server.tokenizer.chat_template import ChatTemplate
+from oarlock.server.llm.pooler_config import PoolerConfig
+from oarlock.server.tokenizer.chat_template import ChatTemplate
 
 _MAX_CHARACTERS = 64 * 1024 * 1024  # of a rendered prompt; bodies are smaller
 _MARK = "\u2e28document\u2e29"  # in place of one, to find what follows it

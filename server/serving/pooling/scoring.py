@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.errors import RequestError
-from engine.pooling_params import PoolingParams
-from server.llm.pooler_config import LABELS, Task
-from server.protocol.json_pieces import InPieces, pieces_of
-from server.protocol.pooling.scoring import RerankRequest, ScoreRequest, ScoringFields
-from server.serving.pooling.pair_prompt import PairPrompt
-from server.serving.pooling.serving import OpenAIServingPooling, Run, usage
-from server.serving.pooling.text_ids import DOCUMENT, QUERY
-from server.serving.request_context import request_id_of
-from server.serving.sse import whole_response
+from oarlock.engine.errors import RequestError
+from oarlock.engine.pooling_params import PoolingParams
+from oarlock.server.llm.pooler_config import LABELS, Task
+from oarlock.server.protocol.json_pieces import InPieces, pieces_of
+from oarlock.server.protocol.pooling.scoring import RerankRequest, ScoreRequest, ScoringFields
+from oarlock.server.serving.pooling.pair_prompt import PairPrompt
+from oarlock.server.serving.pooling.serving import OpenAIServingPooling, Run, usage
+from oarlock.server.serving.pooling.text_ids import DOCUMENT, QUERY
+from oarlock.server.serving.request_context import request_id_of
+from oarlock.server.serving.sse import whole_response
 
 if TYPE_CHECKING:
-    from server.llm.pooling import PooledOutput
+    from oarlock.server.llm.pooling import PooledOutput
 
 _TEXTS = ("text_1", "text_2")  # the fields of a request for scores
 
@@ -75,7 +75,11 @@ class OpenAIServingScoring(OpenAIServingPooling):
     ) -> tuple[list[float], list[PooledOutput], list[tuple[PooledOutput, ...]]]:
         """Of each pair, what was computed, and of that what each pair was made of. `params`: the names of the fields
         that the first and the second texts of the pairs came from."""
-        from server.serving.pooling.vectors import cosine, label, probability  # import numpy, which few requests need
+        from oarlock.server.serving.pooling.vectors import (  # import numpy, which few requests need
+            cosine,
+            label,
+            probability,
+        )
 
         if self.pooler.kind == LABELS:
             self._check_no_instruction(body)

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
-from engine.errors import RequestError
-from engine.pooling_params import PoolingParams
-from server.errors import DeadlineError
-from server.llm.pooler_config import PoolerConfig, Task
-from server.protocol.pooling.fields import PoolingFields
-from server.serving.base import OpenAIServing
-from server.serving.pooling.text_ids import TextIds
-from server.serving.request_context import client_of, label_of, record_of, request_id_of, salt_of, salted
-from server.serving.sse import until_disconnect
+from oarlock.engine.errors import RequestError
+from oarlock.engine.pooling_params import PoolingParams
+from oarlock.server.errors import DeadlineError
+from oarlock.server.llm.pooler_config import PoolerConfig, Task
+from oarlock.server.protocol.pooling.fields import PoolingFields
+from oarlock.server.serving.base import OpenAIServing
+from oarlock.server.serving.pooling.text_ids import TextIds
+from oarlock.server.serving.request_context import client_of, label_of, record_of, request_id_of, salt_of, salted
+from oarlock.server.serving.sse import until_disconnect
 
 if TYPE_CHECKING:
-    from server.llm.pooling import PooledOutput, Pooling
+    from oarlock.server.llm.pooling import PooledOutput, Pooling
 
 Prompts = Callable[[], Coroutine[Any, Any, list[tuple[int, ...]]]]  # makes the ids of each prompt
 

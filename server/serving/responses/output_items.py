@@ -10,8 +10,8 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from server.chat.events import ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart
-from server.protocol.responses.items import sealed
+from oarlock.server.chat.events import ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart
+from oarlock.server.protocol.responses.items import sealed
 
 Event = tuple[str, dict[str, Any]]  # type, and the members beside type and sequence number
 

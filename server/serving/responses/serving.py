@@ -10,21 +10,21 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.errors import RequestError
-from server.errors import HttpError
-from server.json_text import dumps
-from server.llm.generation import Generation
-from server.protocol.chat_completion import ChatRequest
-from server.protocol.list_query import ListQuery
-from server.protocol.responses.items import ItemReference, MessageItem, UnreadItem
-from server.protocol.responses.request import ResponsesRequest
-from server.serving.chat_completion import OpenAIServingChatCompletion, ProcessedChat, token_logprobs
-from server.serving.request_context import salt_of, salted
-from server.serving.response_writer import AnswerWriter
-from server.serving.responses.store import ResponseStore, StoredResponse
-from server.serving.responses.translate import Item, ResponsesTurn, renamed, turn_of
-from server.serving.responses.writer import ResponsesWriter
-from server.serving.sse import until_disconnect
+from oarlock.engine.errors import RequestError
+from oarlock.server.errors import HttpError
+from oarlock.server.json_text import dumps
+from oarlock.server.llm.generation import Generation
+from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.protocol.list_query import ListQuery
+from oarlock.server.protocol.responses.items import ItemReference, MessageItem, UnreadItem
+from oarlock.server.protocol.responses.request import ResponsesRequest
+from oarlock.server.serving.chat_completion import OpenAIServingChatCompletion, ProcessedChat, token_logprobs
+from oarlock.server.serving.request_context import salt_of, salted
+from oarlock.server.serving.response_writer import AnswerWriter
+from oarlock.server.serving.responses.store import ResponseStore, StoredResponse
+from oarlock.server.serving.responses.translate import Item, ResponsesTurn, renamed, turn_of
+from oarlock.server.serving.responses.writer import ResponsesWriter
+from oarlock.server.serving.sse import until_disconnect
 
 _PREFIX = "resp_"
 _SHOWN_OF_TOOL = {"type", "name", "description", "parameters", "strict"}

@@ -13,16 +13,16 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from server.json_text import dumps
-from server.protocol.base import StrictModel
-from server.protocol.responses.items import (
+from oarlock.server.json_text import dumps
+from oarlock.server.protocol.base import StrictModel
+from oarlock.server.protocol.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
     MessageItem,
     ReasoningItem,
     ThoughtPart,
 )
-from server.serving.responses.translate import Item
+from oarlock.server.serving.responses.translate import Item
 
 # Bytes beside the JSON itself: of a response its id, its object and its place in the store; of an item its id's.
 _OF_RESPONSE, _OF_ITEM = 1536, 640

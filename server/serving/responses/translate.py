@@ -7,20 +7,20 @@ from typing import Any
 
 from pydantic import PrivateAttr, ValidationError
 
-from engine.errors import RequestError
-from server.protocol.base import FieldError
-from server.protocol.chat_completion import ChatRequest
-from server.protocol.chat_messages import CalledFunction, ChatMessage, ToolCall
-from server.protocol.request_body import request_error
-from server.protocol.responses.items import (
+from oarlock.engine.errors import RequestError
+from oarlock.server.protocol.base import FieldError
+from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.protocol.chat_messages import CalledFunction, ChatMessage, ToolCall
+from oarlock.server.protocol.request_body import request_error
+from oarlock.server.protocol.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
     MessageItem,
     ReasoningItem,
     text_of,
 )
-from server.protocol.responses.request import AllowedTools, ChosenTool, ResponsesRequest, ToolChoice
-from server.protocol.sampling import SamplingFields
+from oarlock.server.protocol.responses.request import AllowedTools, ChosenTool, ResponsesRequest, ToolChoice
+from oarlock.server.protocol.sampling import SamplingFields
 
 Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
 # Fields of a chat turn, and those that they come from.

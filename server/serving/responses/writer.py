@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from server.chat.message_parser import AnswerShape, MessageParser
-from server.errors import HttpError, error_object
-from server.json_text import dumps
-from server.llm.generation import Generation
-from server.llm.output_processor import ABORT, TIMEOUT, Delta
-from server.llm.prompt_scores import TokenScore
-from server.serving.response_writer import AnswerWriter
-from server.serving.responses.output_items import Event, OutputItems
+from oarlock.server.chat.message_parser import AnswerShape, MessageParser
+from oarlock.server.errors import HttpError, error_object
+from oarlock.server.json_text import dumps
+from oarlock.server.llm.generation import Generation
+from oarlock.server.llm.output_processor import ABORT, TIMEOUT, Delta
+from oarlock.server.llm.prompt_scores import TokenScore
+from oarlock.server.serving.response_writer import AnswerWriter
+from oarlock.server.serving.responses.output_items import Event, OutputItems
 
 # Reasons of an end -> status of the response, and why it is not complete.
 _ENDS = {

@@ -7,7 +7,7 @@ import re
 import anyio
 import pytest
 
-from engine.errors import StartupError
+from oarlock.engine.errors import StartupError
 
 
 def _get(stage, path, **options):

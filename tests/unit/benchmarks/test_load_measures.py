@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import load
 from benchmarks.load import Sample
-from server.bench import metrics
+from oarlock.server.bench import metrics
 
 
 def test_percentiles():

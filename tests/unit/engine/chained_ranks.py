@@ -8,9 +8,9 @@ from random import Random
 
 import numpy as np
 
-from workers.config import WorkerConfig, WorkerInfo
-from workers.kv_offload import DIGEST_BYTES, Copy, KVReport, Report
-from workers.protocol import StepMetadata, StepOutput, pack_step, refusal, step_bytes, unpack_step
+from oarlock.workers.config import WorkerConfig, WorkerInfo
+from oarlock.workers.kv_offload import DIGEST_BYTES, Copy, KVReport, Report
+from oarlock.workers.protocol import StepMetadata, StepOutput, pack_step, refusal, step_bytes, unpack_step
 
 Files = dict[bytes, np.ndarray]  # by digest: the numbers of a block
 

@@ -12,17 +12,17 @@ import numpy as np
 from pooling_fakes import ROOT, FakePooler, chain, expected_vectors, score
 from sampling_fakes import VOCAB, FakeHistories, allowed_ids, choices_of, matcher_of, past_of
 
-from engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
-from engine.errors import INTERNAL, WorkerError
-from engine.input_batch.grammar_bitmask import GrammarBitmask
-from engine.input_batch.input_batch import InputBatch
-from engine.sampling_params import SamplingParams
-from engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
-from engine.scheduler.scheduler import Scheduler
-from engine.simulation.replica_info import replica_info
-from engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
-from workers.config import WorkerInfo
-from workers.protocol import (
+from oarlock.engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
+from oarlock.engine.errors import INTERNAL, WorkerError
+from oarlock.engine.input_batch.grammar_bitmask import GrammarBitmask
+from oarlock.engine.input_batch.input_batch import InputBatch
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
+from oarlock.engine.scheduler.scheduler import Scheduler
+from oarlock.engine.simulation.replica_info import replica_info
+from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
+from oarlock.workers.config import WorkerInfo
+from oarlock.workers.protocol import (
     ALL_BANNED,
     FINITE,
     NONFINITE,

@@ -1,4 +1,4 @@
-"""The real engine process with fake ranks: what tests start instead of `python -m engine.core`.
+"""The real engine process with fake ranks: what tests start instead of `python -m oarlock.engine.core`.
 
 The scenario is JSON in `model_path`, the one field of the configuration that is free text.
 """
@@ -13,10 +13,10 @@ sys.path.insert(0, os.path.dirname(__file__))  # which is not there by itself in
 
 from engine_fakes import FakeExecutor, Faults, make_info
 
-from engine.config import EngineConfig
-from engine.core.process import run
-from engine.errors import StartupError
-from workers.python_child import die_with_parent, leave_signals_to_parent
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.core.process import run
+from oarlock.engine.errors import StartupError
+from oarlock.workers.python_child import die_with_parent, leave_signals_to_parent
 
 
 class ScenarioExecutor(FakeExecutor):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine_fakes import make_config
 
-from engine.client import EngineClient
+from oarlock.engine.client import EngineClient
 
 _ENGINE = str(Path(__file__).with_name("fake_engine.py"))
 

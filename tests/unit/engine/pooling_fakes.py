@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from engine.pooling_params import KINDS, PoolingParams
-from engine.types import POOLS, Request
-from workers.protocol import CLS, MEAN, NOT_POOLED, TOKEN, StepMetadata
+from oarlock.engine.pooling_params import KINDS, PoolingParams
+from oarlock.engine.types import POOLS, Request
+from oarlock.workers.protocol import CLS, MEAN, NOT_POOLED, TOKEN, StepMetadata
 
 ROOT = 12345
 

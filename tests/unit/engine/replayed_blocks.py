@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from engine.kv_cache.events import AllBlocksCleared, BlockEvent, BlockStored
-from engine.kv_cache.hashing import extend_hashes
-from engine.scheduler.kv_cache_manager import KVCacheManager
+from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockEvent, BlockStored
+from oarlock.engine.kv_cache.hashing import extend_hashes
+from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
 
 
 class ReplayedBlocks:

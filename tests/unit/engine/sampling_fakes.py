@@ -4,8 +4,8 @@ from collections import Counter
 
 import numpy as np
 
-from engine.sampling_params import Grammar, SamplingParams
-from workers.protocol import StepMetadata
+from oarlock.engine.sampling_params import Grammar, SamplingParams
+from oarlock.workers.protocol import StepMetadata
 
 VOCAB = 64
 

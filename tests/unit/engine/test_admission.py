@@ -3,7 +3,7 @@
 import pytest
 from engine_fakes import Driver, make_config, make_request
 
-from engine.errors import ContextLengthError, RequestError
+from oarlock.engine.errors import ContextLengthError, RequestError
 
 
 @pytest.mark.parametrize(

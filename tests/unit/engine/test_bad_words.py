@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.input_batch import bad_words
-from engine.input_batch.bad_words import BadWords
-from engine.input_batch.logits_constraints import Constraints
-from engine.sampling_params import SamplingParams
-from engine.scheduler.sequence import Sequence
-from engine.types import Request
+from oarlock.engine.input_batch import bad_words
+from oarlock.engine.input_batch.bad_words import BadWords
+from oarlock.engine.input_batch.logits_constraints import Constraints
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.scheduler.sequence import Sequence
+from oarlock.engine.types import Request
 
 _IDS = st.integers(0, 2)
 _WORDS = st.lists(st.lists(_IDS, min_size=1, max_size=5).map(tuple), max_size=12).map(tuple)

@@ -9,9 +9,9 @@ from test_pipeline_depth import Scene, make_scene, run_scene, run_withdrawing
 from test_refused_steps import now_and_then
 from test_speculation import Guesses, texts_of, use
 
-from engine.kv_cache.events import AllBlocksCleared, BlockEventLog, BlockRemoved, BlockStored
-from engine.scheduler.output import SchedulerOutput
-from engine.types import TokenEvent
+from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockEventLog, BlockRemoved, BlockStored
+from oarlock.engine.scheduler.output import SchedulerOutput
+from oarlock.engine.types import TokenEvent
 
 
 class Listening(Driver):

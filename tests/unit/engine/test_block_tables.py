@@ -5,9 +5,9 @@ import torch
 from engine_fakes import Driver
 from test_pipeline_depth import make_scene, run_scene, run_withdrawing
 
-from engine.scheduler.output import SchedulerOutput
-from engine.scheduler.sequence import Status
-from workers.attention.block_tables import BlockTables
+from oarlock.engine.scheduler.output import SchedulerOutput
+from oarlock.engine.scheduler.sequence import Status
+from oarlock.workers.attention.block_tables import BlockTables
 
 
 class ComparingDriver(Driver):

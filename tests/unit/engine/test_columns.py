@@ -13,11 +13,11 @@ import pytest
 from engine_fakes import Driver, Faults, make_config, make_request
 from test_pipeline_depth import Scene, make_scene
 
-from engine.errors import NOT_FINITE
-from engine.scheduler.columns import RunningColumns
-from engine.scheduler.output import ScheduledTokens
-from engine.types import FinishReason, TokenEvent
-from workers.protocol import StepMetadata
+from oarlock.engine.errors import NOT_FINITE
+from oarlock.engine.scheduler.columns import RunningColumns
+from oarlock.engine.scheduler.output import ScheduledTokens
+from oarlock.engine.types import FinishReason, TokenEvent
+from oarlock.workers.protocol import StepMetadata
 
 POISONED_FROM = 13  # position; the token before it fills no block of 3 or 4 tokens, for which it would be looked at
 CLIENTS = ("", "", "a", "b")

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.replay.comparison import Comparison
-from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput, empty_step
+from oarlock.engine.replay.comparison import Comparison
+from oarlock.workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput, empty_step
 
 
 def make_step() -> StepMetadata:

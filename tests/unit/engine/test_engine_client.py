@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from engine_fakes import expected_tokens, make_config, make_request
 
-from engine.client import EngineClient
-from engine.config import EngineConfig
-from engine.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError, StartupError
-from engine.types import FinishReason, TokenEvent
+from oarlock.engine.client import EngineClient
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError, StartupError
+from oarlock.engine.types import FinishReason, TokenEvent
 
 pytestmark = pytest.mark.slow
 
@@ -193,7 +193,7 @@ def test_an_id_in_use_is_refused_and_the_first_request_goes_on() -> None:
 
 
 def test_stats_do_not_wait_for_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.client._STATS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("oarlock.engine.client._STATS_TIMEOUT_S", 0.1)
 
     async def scene() -> None:
         async with started(scenario_config(step_s=3.0)) as client:
@@ -253,8 +253,8 @@ def test_when_the_engine_dies_every_request_fails(scenario: dict, code: int, cau
 
 def quick_watch(monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
     """Limits after which a silent engine counts as hung: 1.3 s in all."""
-    monkeypatch.setattr("engine.client._WATCH_S", 0.05)
-    monkeypatch.setattr("engine.client._SILENCE_MARGIN_S", 0.2)
+    monkeypatch.setattr("oarlock.engine.client._WATCH_S", 0.05)
+    monkeypatch.setattr("oarlock.engine.client._SILENCE_MARGIN_S", 0.2)
     return make_config(step_timeout_s=1.0, heartbeat_interval_s=0.1)
 
 

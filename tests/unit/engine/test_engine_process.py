@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.engine_process import EngineProcess
+from oarlock.engine.engine_process import EngineProcess
 
 _SLEEPER = ("-c", "import sys, time; print(sys.argv[1:], flush=True); time.sleep(60)")
 
@@ -55,7 +55,7 @@ def test_it_ignores_the_terminals_interrupt_from_its_first_moment() -> None:
 
 def test_a_frontend_whose_own_start_failed_leaves_no_error_of_the_engine() -> None:
     ours, its = socket.socketpair()
-    code = "import sys; from engine.core.process import run; sys.exit(run(int(sys.argv[1]), None))"
+    code = "import sys; from oarlock.engine.core.process import run; sys.exit(run(int(sys.argv[1]), None))"
     words = [sys.executable, "-c", code, str(its.fileno())]
     process = subprocess.Popen(words, pass_fds=[its.fileno()], stderr=subprocess.PIPE, text=True)
     its.close()

@@ -2,8 +2,8 @@
 
 from engine_fakes import Driver, make_config, make_request
 
-from engine.stats import EngineStats, Histogram
-from engine.types import FinishReason
+from oarlock.engine.stats import EngineStats, Histogram
+from oarlock.engine.types import FinishReason
 
 
 def test_a_histogram_counts_up_to_its_bounds() -> None:

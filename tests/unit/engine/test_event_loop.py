@@ -11,13 +11,13 @@ import pytest
 from engine_fakes import FakeExecutor, Faults, expected_tokens, make_config, make_info, make_request
 from replayed_blocks import ReplayedBlocks
 
-from engine.core import event_loop
-from engine.core.event_loop import EngineLoop
-from engine.errors import EXIT_BUG, EXIT_OK, EXIT_RANK_DIED, EXIT_RANK_HUNG, ContextLengthError, QueueFullError
-from engine.ipc import messages
-from engine.ipc.frame_socket import FrameSocket, FrameSocketClosedError
-from engine.ipc.frames import Frame, FrameReader, encode
-from engine.types import FinishReason, TokenEvent
+from oarlock.engine.core import event_loop
+from oarlock.engine.core.event_loop import EngineLoop
+from oarlock.engine.errors import EXIT_BUG, EXIT_OK, EXIT_RANK_DIED, EXIT_RANK_HUNG, ContextLengthError, QueueFullError
+from oarlock.engine.ipc import messages
+from oarlock.engine.ipc.frame_socket import FrameSocket, FrameSocketClosedError
+from oarlock.engine.ipc.frames import Frame, FrameReader, encode
+from oarlock.engine.types import FinishReason, TokenEvent
 
 TERMINAL = (FinishReason.STOP, FinishReason.LENGTH)
 

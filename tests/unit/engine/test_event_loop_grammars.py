@@ -9,15 +9,15 @@ import pytest
 from engine_fakes import FakeExecutor, expected_tokens, make_config, make_info, make_request
 from sampling_fakes import CountingGrammar
 
-from engine.core.event_loop import STOPPING, EngineLoop
-from engine.errors import QueueFullError, RequestError, UnavailableError
-from engine.input_batch.grammar_bitmask import fill_one_by_one
-from engine.ipc import messages
-from engine.ipc.frame_socket import FrameSocket
-from engine.ipc.frames import FrameReader
-from engine.sampling_params import Grammar
-from engine.structured_output.manager import Outcome
-from engine.types import FinishReason
+from oarlock.engine.core.event_loop import STOPPING, EngineLoop
+from oarlock.engine.errors import QueueFullError, RequestError, UnavailableError
+from oarlock.engine.input_batch.grammar_bitmask import fill_one_by_one
+from oarlock.engine.ipc import messages
+from oarlock.engine.ipc.frame_socket import FrameSocket
+from oarlock.engine.ipc.frames import FrameReader
+from oarlock.engine.sampling_params import Grammar
+from oarlock.engine.structured_output.manager import Outcome
+from oarlock.engine.types import FinishReason
 
 
 class FakeManager:

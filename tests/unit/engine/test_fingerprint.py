@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config import EngineConfig, WorkerConfig
-from engine.core.process import engine_info
-from engine.replay import fingerprint
+from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.core.process import engine_info
+from oarlock.engine.replay import fingerprint
+from oarlock.workers.fingerprint import model_sums
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor
-from workers.fingerprint import model_sums
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.input_batch.sampling_metadata import build_sampling_metadata, history_sections
-from engine.sampling_params import SamplingParams
-from engine.scheduler.sequence import Sequence
-from engine.types import Request
+from oarlock.engine.input_batch.sampling_metadata import build_sampling_metadata, history_sections
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.scheduler.sequence import Sequence
+from oarlock.engine.types import Request
 
 _TOKENS = st.lists(st.integers(0, 300), max_size=400)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.ipc import frames
-from engine.ipc.frames import FrameError, FrameReader, encode
+from oarlock.engine.ipc import frames
+from oarlock.engine.ipc.frames import FrameError, FrameReader, encode
 
 _HEADS = st.dictionaries(st.text(max_size=8), st.one_of(st.integers(), st.text(max_size=20), st.booleans()), max_size=4)
 _INTS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=30)

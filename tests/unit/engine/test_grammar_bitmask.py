@@ -6,10 +6,10 @@ import numpy as np
 from engine_fakes import make_request
 from sampling_fakes import VOCAB, CountingGrammar, allowed_ids
 
-from engine.input_batch.grammar_bitmask import GrammarBitmask, MaskedRows
-from engine.input_batch.logits_constraints import Constraints
-from engine.sampling_params import Grammar
-from engine.scheduler.sequence import Sequence, Status
+from oarlock.engine.input_batch.grammar_bitmask import GrammarBitmask, MaskedRows
+from oarlock.engine.input_batch.logits_constraints import Constraints
+from oarlock.engine.sampling_params import Grammar
+from oarlock.engine.scheduler.sequence import Sequence, Status
 
 
 def draw_sequence(draw: random.Random) -> Sequence:

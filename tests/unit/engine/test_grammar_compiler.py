@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from grammar_fakes import DEMO_TOKENIZER, END, NUM_IDS, allowed, decode, encode, random_walk
 
-from engine.sampling_params import Grammar
-from engine.structured_output.compiler import MAX_OBJECT_DEPTH, Compiler, GrammarError
-from engine.structured_output.matcher import MAX_DIGITS, BrokenGrammarError, GrammarMatcher
+from oarlock.engine.sampling_params import Grammar
+from oarlock.engine.structured_output.compiler import MAX_OBJECT_DEPTH, Compiler, GrammarError
+from oarlock.engine.structured_output.matcher import MAX_DIGITS, BrokenGrammarError, GrammarMatcher
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ import pytest
 from engine_fakes import EOS, VOCAB, make_config, make_request
 from sampling_fakes import CountingGrammar
 
-from engine.input_batch.input_batch import InputBatch
-from engine.sampling_params import Grammar
-from engine.scheduler.output import ScheduledTokens, SchedulerOutput
-from engine.scheduler.sequence import Sequence, Status
-from workers.protocol import StepMetadata, max_step_bytes, pack_step, unpack_step
+from oarlock.engine.input_batch.input_batch import InputBatch
+from oarlock.engine.sampling_params import Grammar
+from oarlock.engine.scheduler.output import ScheduledTokens, SchedulerOutput
+from oarlock.engine.scheduler.sequence import Sequence, Status
+from oarlock.workers.protocol import StepMetadata, max_step_bytes, pack_step, unpack_step
 
 SIZE = 4
 

@@ -3,8 +3,8 @@
 import pytest
 from engine_fakes import make_request
 
-from engine.scheduler.kv_cache_manager import KVCacheManager
-from engine.scheduler.sequence import Sequence
+from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
+from oarlock.engine.scheduler.sequence import Sequence
 
 SIZE = 4
 

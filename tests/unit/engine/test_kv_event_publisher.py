@@ -15,11 +15,11 @@ from engine_fakes import Driver
 from test_block_events import Listening
 from test_pipeline_depth import make_scene, run_scene
 
-from engine.config import KvEventsConfig
-from engine.errors import StartupError
-from engine.kv_cache.events import AllBlocksCleared, BlockEvent, BlockEventLog, BlockRemoved, BlockStored
-from engine.kv_cache.publisher import KvEventPublisher
-from engine.kv_cache.wire import Wire, short_hash
+from oarlock.engine.config import KvEventsConfig
+from oarlock.engine.errors import StartupError
+from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockEvent, BlockEventLog, BlockRemoved, BlockStored
+from oarlock.engine.kv_cache.publisher import KvEventPublisher
+from oarlock.engine.kv_cache.wire import Wire, short_hash
 
 LONG_S = 60
 TOPIC = "kv@pod-1@model"

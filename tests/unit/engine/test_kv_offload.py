@@ -10,18 +10,18 @@ from chained_ranks import ChainedRanks, Files
 from engine_fakes import make_config, make_info
 from replayed_blocks import ReplayedBlocks
 
-from engine.core.engine_core import EngineCore
-from engine.kv_cache.events import BlockEventLog
-from engine.kv_cache.flush import Flush
-from engine.kv_cache.host_tier import HostTier
-from engine.kv_cache.offload import LOAD_TIMEOUT_S, STEP_LOAD_BYTES, KVOffload
-from engine.sampling_params import SamplingParams
-from engine.stats import EngineStats
-from engine.types import Request
-from workers.config import WorkerInfo
-from workers.kv_offload import Copy, KVOffloadInfo, KVReport, Report
-from workers.protocol import StepMetadata
-from workers.step_cost import StepCost
+from oarlock.engine.core.engine_core import EngineCore
+from oarlock.engine.kv_cache.events import BlockEventLog
+from oarlock.engine.kv_cache.flush import Flush
+from oarlock.engine.kv_cache.host_tier import HostTier
+from oarlock.engine.kv_cache.offload import LOAD_TIMEOUT_S, STEP_LOAD_BYTES, KVOffload
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.stats import EngineStats
+from oarlock.engine.types import Request
+from oarlock.workers.config import WorkerInfo
+from oarlock.workers.kv_offload import Copy, KVOffloadInfo, KVReport, Report
+from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.step_cost import StepCost
 
 BLOCK = 4
 CONFIG = make_config(max_num_seqs=4, max_num_batched_tokens=16, block_size=BLOCK).worker

@@ -9,17 +9,17 @@ import pytest
 from chained_ranks import ChainedRanks, Files
 from test_kv_offload import CONFIG, FAST, files_of, info_of, prompt_of, texts_without
 
-from engine.config import EngineConfig
-from engine.core import event_loop
-from engine.core.event_loop import EngineLoop
-from engine.errors import EXIT_OK
-from engine.ipc import messages
-from engine.ipc.frame_socket import FrameSocket
-from engine.ipc.frames import FrameReader
-from engine.kv_cache.hashing import extend_hashes
-from engine.sampling_params import SamplingParams
-from engine.types import Request, TokenEvent
-from workers.kv_offload import Copy, KVOffloadInfo, KVReports, KVReportSender, Report
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.core import event_loop
+from oarlock.engine.core.event_loop import EngineLoop
+from oarlock.engine.errors import EXIT_OK
+from oarlock.engine.ipc import messages
+from oarlock.engine.ipc.frame_socket import FrameSocket
+from oarlock.engine.ipc.frames import FrameReader
+from oarlock.engine.kv_cache.hashing import extend_hashes
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.types import Request, TokenEvent
+from oarlock.workers.kv_offload import Copy, KVOffloadInfo, KVReports, KVReportSender, Report
 
 
 class PipedRanks(ChainedRanks):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from engine_fakes import Driver, make_config, make_request
 
-from engine.core.live_state import MAX_CELLS, MAX_SLOWEST, live_state, run_lengths
-from engine.scheduler.kv_cache_manager import KVCacheManager
-from engine.scheduler.tracing.step_log import StepLog
+from oarlock.engine.core.live_state import MAX_CELLS, MAX_SLOWEST, live_state, run_lengths
+from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
+from oarlock.engine.scheduler.tracing.step_log import StepLog
 
 
 def _states(text: str) -> str:

@@ -4,10 +4,10 @@ import pytest
 from engine_fakes import Driver, FakeExecutor, Faults, expected_tokens, make_config, make_info, make_request
 from sampling_fakes import VOCAB, CountingGrammar, FakeHistories, choices_of
 
-from engine.core.engine_core import EngineCore
-from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE
-from engine.sampling_params import Grammar
-from engine.types import FinishReason
+from oarlock.engine.core.engine_core import EngineCore
+from oarlock.engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE
+from oarlock.engine.sampling_params import Grammar
+from oarlock.engine.types import FinishReason
 
 CHOICES = [
     {"presence_penalty": 0.5},

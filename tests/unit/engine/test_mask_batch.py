@@ -7,10 +7,10 @@ import pytest
 from grammar_fakes import DEMO_TOKENIZER, END, NUM_IDS, encode
 from test_grammar_compiler import GRAMMARS, SCHEMAS, schema
 
-from engine.sampling_params import Grammar
-from engine.structured_output.compiler import Compiled, Compiler
-from engine.structured_output.mask_batch import MaskBatch
-from engine.structured_output.matcher import BrokenGrammarError, GrammarMatcher
+from oarlock.engine.sampling_params import Grammar
+from oarlock.engine.structured_output.compiler import Compiled, Compiler
+from oarlock.engine.structured_output.mask_batch import MaskBatch
+from oarlock.engine.structured_output.matcher import BrokenGrammarError, GrammarMatcher
 
 NUM_WORDS = NUM_IDS // 32 + 3  # the model has more ids than its tokenizer
 BOS = 1  # part of no text

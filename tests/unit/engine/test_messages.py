@@ -7,14 +7,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig, WorkerConfig
-from engine.errors import ContextLengthError, QueueFullError, RequestError, StartupError
-from engine.ipc import messages
-from engine.ipc.frames import Frame, FrameError, FrameReader
-from engine.pooling_params import PoolingParams
-from engine.sampling_params import Grammar, SamplingParams
-from engine.stats import EngineStats
-from engine.types import POOLS, EngineInfo, FinishReason, Request, ScoredTokens, TokenEvent, TokenEvents, TokenLogprobs
+from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.errors import ContextLengthError, QueueFullError, RequestError, StartupError
+from oarlock.engine.ipc import messages
+from oarlock.engine.ipc.frames import Frame, FrameError, FrameReader
+from oarlock.engine.pooling_params import PoolingParams
+from oarlock.engine.sampling_params import Grammar, SamplingParams
+from oarlock.engine.stats import EngineStats
+from oarlock.engine.types import (
+    POOLS,
+    EngineInfo,
+    FinishReason,
+    Request,
+    ScoredTokens,
+    TokenEvent,
+    TokenEvents,
+    TokenLogprobs,
+)
 
 _IDS = st.integers(0, 2**31 - 1)
 _F32 = st.floats(width=32, allow_nan=False)

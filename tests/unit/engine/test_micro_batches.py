@@ -13,10 +13,10 @@ from test_pipeline_depth import Scene, answer, make_scene, run_scene
 from test_refused_steps import now_and_then
 from test_speculation import Guesses, compare, texts_of, use
 
-from engine.config import EngineConfig
-from engine.scheduler.output import SchedulerOutput
-from engine.types import FinishReason
-from workers.protocol import StepMetadata
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.scheduler.output import SchedulerOutput
+from oarlock.engine.types import FinishReason
+from oarlock.workers.protocol import StepMetadata
 
 Refuses = Callable[[StepMetadata], bool]
 
@@ -84,7 +84,7 @@ def test_a_preemption_waits_for_what_is_in_flight_and_nothing_else_does(stages: 
 
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 60), marks=pytest.mark.soak)], ids=["few", "many"])
 def test_refused_steps_change_no_answer(monkeypatch: pytest.MonkeyPatch, seeds: range) -> None:
-    monkeypatch.setattr("engine.scheduler.refused_steps.GROWS_AFTER", 3)
+    monkeypatch.setattr("oarlock.engine.scheduler.refused_steps.GROWS_AFTER", 3)
     refused = ahead = 0
     for seed in seeds:
         scene = make_scene(seed)

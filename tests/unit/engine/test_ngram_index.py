@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.spec_decode import ngram_index
-from engine.spec_decode.ngram_index import NgramIndex
+from oarlock.engine.spec_decode import ngram_index
+from oarlock.engine.spec_decode.ngram_index import NgramIndex
 
 
 def searched(token_ids: list[int], shortest: int, longest: int, most: int) -> list[int]:

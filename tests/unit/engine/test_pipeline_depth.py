@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import pytest
 from engine_fakes import EOS, Driver, Faults, make_config, make_request
 
-from engine.config import EngineConfig
-from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE
-from engine.sampling_params import Grammar
-from engine.types import FinishReason, Request
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE
+from oarlock.engine.sampling_params import Grammar
+from oarlock.engine.types import FinishReason, Request
 
 D = TypeVar("D", bound=Driver)
 

@@ -5,13 +5,13 @@ import pytest
 from engine_fakes import VOCAB, Driver, Faults, make_config, make_info, make_request
 from pooling_fakes import expected_vectors, make_pooling_request
 
-from engine.errors import NOT_FINITE, RequestError
-from engine.pooling_params import KINDS as ALL_KINDS
-from engine.pooling_params import PoolingParams
-from engine.sampling_params import SamplingParams
-from engine.scheduler.admission import MAX_POOLED_VALUES, Limits, check
-from engine.types import POOLS, FinishReason, Request
-from workers.protocol import MAX_POOLED_IDS
+from oarlock.engine.errors import NOT_FINITE, RequestError
+from oarlock.engine.pooling_params import KINDS as ALL_KINDS
+from oarlock.engine.pooling_params import PoolingParams
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.scheduler.admission import MAX_POOLED_VALUES, Limits, check
+from oarlock.engine.types import POOLS, FinishReason, Request
+from oarlock.workers.protocol import MAX_POOLED_IDS
 
 KINDS = tuple(kind for kind in ALL_KINDS if kind != "labels")  # those are of encoders
 PROMPT = tuple(range(1, 30))
@@ -96,7 +96,7 @@ def test_numbers_that_are_not_finite_end_their_request_alone(kind: str) -> None:
 
 
 def test_a_step_returns_no_more_vectors_of_tokens_than_its_answer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduler.scheduler.max_token_vectors", lambda hidden_size, longest: 10)
+    monkeypatch.setattr("oarlock.engine.scheduler.scheduler.max_token_vectors", lambda hidden_size, longest: 10)
     driver = Driver(make_config())
     for number in range(1, 5):
         driver.add(make_pooling_request(number, [number, *PROMPT], "token" if number % 2 else "mean"))

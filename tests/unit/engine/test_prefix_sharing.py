@@ -3,7 +3,7 @@
 import pytest
 from engine_fakes import Driver, Faults, make_config, make_request
 
-from engine.types import FinishReason
+from oarlock.engine.types import FinishReason
 
 
 def step(driver: Driver) -> dict[int, int]:

@@ -15,16 +15,25 @@ import pytest
 from engine_fakes import FakeExecutor, Faults, make_config, make_info, make_request
 from sampling_fakes import CountingGrammar
 
-from engine.client import EngineClient
-from engine.core.engine_core import EngineCore
-from engine.errors import EngineDeadError, StartupError
-from engine.replay import recorder
-from engine.replay.__main__ import _how_it_ended, _steps
-from engine.replay.recorder import RecordingExecutor
-from engine.replay.recording import _END_BYTES, ANSWER, HEADER, STEP, Header, Recording, RecordingWriter, end_of_killed
-from engine.sampling_params import Grammar
-from workers.errors import WorkerError
-from workers.protocol import pack_step, unpack_output, unpack_step
+from oarlock.engine.client import EngineClient
+from oarlock.engine.core.engine_core import EngineCore
+from oarlock.engine.errors import EngineDeadError, StartupError
+from oarlock.engine.replay import recorder
+from oarlock.engine.replay.__main__ import _how_it_ended, _steps
+from oarlock.engine.replay.recorder import RecordingExecutor
+from oarlock.engine.replay.recording import (
+    _END_BYTES,
+    ANSWER,
+    HEADER,
+    STEP,
+    Header,
+    Recording,
+    RecordingWriter,
+    end_of_killed,
+)
+from oarlock.engine.sampling_params import Grammar
+from oarlock.workers.errors import WorkerError
+from oarlock.workers.protocol import pack_step, unpack_output, unpack_step
 
 HEADER_FIELDS = Header(worker={}, info={}, model={}, versions={"oarlock": "1.2.3"}, layout="x", started="now")
 

@@ -15,14 +15,14 @@ import pytest
 from engine_fakes import expected_tokens, make_config, make_request
 from pooling_fakes import expected_vectors, make_pooling_request
 
-from engine.client import EngineClient
-from engine.config import EngineConfig
-from engine.data_parallel import replica
-from engine.engine_process import EngineProcess
-from engine.errors import EngineDeadError, StartupError, UnavailableError
-from engine.pooling_params import KINDS
-from engine.replicas import Replicas, start_engine
-from engine.types import FinishReason, TokenEvent
+from oarlock.engine.client import EngineClient
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.data_parallel import replica
+from oarlock.engine.engine_process import EngineProcess
+from oarlock.engine.errors import EngineDeadError, StartupError, UnavailableError
+from oarlock.engine.pooling_params import KINDS
+from oarlock.engine.replicas import Replicas, start_engine
+from oarlock.engine.types import FinishReason, TokenEvent
 
 pytestmark = pytest.mark.slow
 

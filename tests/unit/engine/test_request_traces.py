@@ -3,10 +3,10 @@
 import pytest
 from engine_fakes import Driver, make_config, make_request
 
-from engine.core.live_state import history
-from engine.scheduler.tracing.request_traces import _MAX_CHUNKS, MAX_ENDED
-from engine.scheduler.tracing.step_log import Stall, StepLog, between
-from engine.stats import RequestHistory
+from oarlock.engine.core.live_state import history
+from oarlock.engine.scheduler.tracing.request_traces import _MAX_CHUNKS, MAX_ENDED
+from oarlock.engine.scheduler.tracing.step_log import Stall, StepLog, between
+from oarlock.engine.stats import RequestHistory
 
 
 def of(driver: Driver, request_id: int) -> RequestHistory:

@@ -3,10 +3,10 @@
 import pytest
 from engine_fakes import EOS, Driver, Faults, expected_tokens, make_config, make_request
 
-from engine.errors import NOT_FINITE, QueueFullError
-from engine.scheduler.preemption import MAX_PASSED
-from engine.scheduler.scheduler import PRIORITY_STEP_S
-from engine.types import FinishReason, Request
+from oarlock.engine.errors import NOT_FINITE, QueueFullError
+from oarlock.engine.scheduler.preemption import MAX_PASSED
+from oarlock.engine.scheduler.scheduler import PRIORITY_STEP_S
+from oarlock.engine.types import FinishReason, Request
 
 
 def step(driver: Driver) -> dict[int, int]:

@@ -7,10 +7,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pooling_fakes import make_pooling_request
 from replayed_blocks import ReplayedBlocks
 
-from engine.errors import QueueFullError, RequestError
-from engine.kv_cache.events import BlockEventLog
-from engine.pooling_params import KINDS
-from engine.types import FinishReason
+from oarlock.engine.errors import QueueFullError, RequestError
+from oarlock.engine.kv_cache.events import BlockEventLog
+from oarlock.engine.pooling_params import KINDS
+from oarlock.engine.types import FinishReason
 
 # Few distinct prompts, many shared prefixes.
 _PROMPTS = st.builds(

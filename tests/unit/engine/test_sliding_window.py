@@ -3,8 +3,8 @@
 import pytest
 from engine_fakes import Driver, Faults, make_config, make_request
 
-from engine.errors import NOT_FINITE
-from workers.protocol import NULL_BLOCK
+from oarlock.engine.errors import NOT_FINITE
+from oarlock.workers.protocol import NULL_BLOCK
 
 WINDOW = 10  # blocks have four tokens: three or four are in the window
 IN_WINDOW = 4

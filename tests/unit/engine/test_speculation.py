@@ -11,12 +11,12 @@ from engine_fakes import EOS, Driver, Faults, make_config, make_request
 from sampling_fakes import VOCAB
 from test_pipeline_depth import KINDS, Scene, answer, make_scene, run_scene
 
-from engine.config import SpeculativeConfig
-from engine.sampling_params import Grammar
-from engine.scheduler.output import SchedulerOutput
-from engine.scheduler.step_cost import StepCosts
-from engine.spec_decode.drafter import Candidate, Drafter
-from engine.types import FinishReason, Request
+from oarlock.engine.config import SpeculativeConfig
+from oarlock.engine.sampling_params import Grammar
+from oarlock.engine.scheduler.output import SchedulerOutput
+from oarlock.engine.scheduler.step_cost import StepCosts
+from oarlock.engine.spec_decode.drafter import Candidate, Drafter
+from oarlock.engine.types import FinishReason, Request
 
 CONFIG = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3, prompt_lookup_min=1)
 

@@ -13,13 +13,13 @@ import pytest
 from engine_fakes import make_request
 from grammar_fakes import DEMO, END, allowed, encode
 
-from engine.errors import INTERNAL, EngineError, QueueFullError, RequestError, UnavailableError
-from engine.sampling_params import Grammar
-from engine.structured_output import compile_jobs, sandbox, sandbox_client
-from engine.structured_output import manager as manager_module
-from engine.structured_output.compiler import GrammarError
-from engine.structured_output.manager import TOO_LONG_KEPT_S, Outcome, StructuredOutputManager
-from engine.structured_output.sandbox import TOO_LONG
+from oarlock.engine.errors import INTERNAL, EngineError, QueueFullError, RequestError, UnavailableError
+from oarlock.engine.sampling_params import Grammar
+from oarlock.engine.structured_output import compile_jobs, sandbox, sandbox_client
+from oarlock.engine.structured_output import manager as manager_module
+from oarlock.engine.structured_output.compiler import GrammarError
+from oarlock.engine.structured_output.manager import TOO_LONG_KEPT_S, Outcome, StructuredOutputManager
+from oarlock.engine.structured_output.sandbox import TOO_LONG
 
 CHAIN = "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(4000)), 'r4000: "a"'])  # ends any stack
 ENDLESS = json.dumps({"type": "integer", "multipleOf": 999_983})  # seconds of work in a few bytes

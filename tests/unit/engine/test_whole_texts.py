@@ -6,11 +6,11 @@ import pytest
 from engine_fakes import VOCAB, make_config, make_info, make_request
 from pooling_fakes import make_pooling_request
 
-from engine.errors import RequestError
-from engine.pooling_params import PoolingParams
-from engine.scheduler.admission import Limits, check
-from engine.scheduler.scheduler import Scheduler
-from engine.types import POOLS, Request
+from oarlock.engine.errors import RequestError
+from oarlock.engine.pooling_params import PoolingParams
+from oarlock.engine.scheduler.admission import Limits, check
+from oarlock.engine.scheduler.scheduler import Scheduler
+from oarlock.engine.types import POOLS, Request
 
 ENCODER = Limits(VOCAB, 64, 8, whole_texts=True)
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.types import EngineInfo
-from server.entrypoints import banner
+from oarlock.engine.types import EngineInfo
+from oarlock.server.entrypoints import banner
 
 INFO = EngineInfo(
     max_model_len=8192,

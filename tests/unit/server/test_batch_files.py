@@ -8,11 +8,11 @@ import tracemalloc
 
 import pytest
 
-from server.protocol.batches.request_line import MAX_CUSTOM_ID, WrongBatchError, read_line
-from server.protocol.large_body import reader
-from server.protocol.large_body.reader import LargeBodies
-from server.serving.batches.answer_file import AnswerFile
-from server.serving.batches.request_file import RequestFile
+from oarlock.server.protocol.batches.request_line import MAX_CUSTOM_ID, WrongBatchError, read_line
+from oarlock.server.protocol.large_body import reader
+from oarlock.server.protocol.large_body.reader import LargeBodies
+from oarlock.server.serving.batches.answer_file import AnswerFile
+from oarlock.server.serving.batches.request_file import RequestFile
 
 
 def _line(custom_id, **body):

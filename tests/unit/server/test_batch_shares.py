@@ -8,10 +8,10 @@ import random
 
 import pytest
 
-from server.config.api_keys import ApiKeys
-from server.serving.batches.fair_turns import MAX_BYTES, FairTurns, RequestTurns
-from server.serving.batches.key_shares import KeyNames, KeyQuota
-from server.serving.server_state import ServerState
+from oarlock.server.config.api_keys import ApiKeys
+from oarlock.server.serving.batches.fair_turns import MAX_BYTES, FairTurns, RequestTurns
+from oarlock.server.serving.batches.key_shares import KeyNames, KeyQuota
+from oarlock.server.serving.server_state import ServerState
 
 
 class Asking:

@@ -9,12 +9,12 @@ import pytest
 import tokenizers
 import transformers
 
-from engine.errors import RequestError
-from server.chat.message_parser import AnswerShape
-from server.chat.prompt import render_prompt
-from server.chat.reasoning_parser import FORMATS
-from server.protocol.chat_completion import ChatRequest
-from server.tokenizer.tokenizer import Tokenizer
+from oarlock.engine.errors import RequestError
+from oarlock.server.chat.message_parser import AnswerShape
+from oarlock.server.chat.prompt import render_prompt
+from oarlock.server.chat.reasoning_parser import FORMATS
+from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.tokenizer.tokenizer import Tokenizer
 from tests.unit.server import chat_templates as templates
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "oarlock-demo"

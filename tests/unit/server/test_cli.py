@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from server.config.options import OptionError
-from server.config.settings import OPTIONS
-from server.config.vllm_flags import FLAGS
-from server.entrypoints import commands
-from server.entrypoints.cli import main
-from server.protocol.base import MAX_LOGPROBS
+from oarlock.server.config.options import OptionError
+from oarlock.server.config.settings import OPTIONS
+from oarlock.server.config.vllm_flags import FLAGS
+from oarlock.server.entrypoints import commands
+from oarlock.server.entrypoints.cli import main
+from oarlock.server.protocol.base import MAX_LOGPROBS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -32,7 +32,7 @@ def _clean_environment(monkeypatch):
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["--version"], ["config", "show"]])
 def test_quick_commands_import_nothing_heavy(arguments):
     code = (
-        "import sys\nfrom server.entrypoints.cli import main\n"
+        "import sys\nfrom oarlock.server.entrypoints.cli import main\n"
         f"try:\n    main({arguments!r})\nexcept SystemExit as end:\n    assert end.code in (0, None)\n"
         "heavy = {'torch', 'transformers', 'fastapi', 'pydantic', 'uvicorn', 'numpy', 'tokenizers', 'asyncio'}\n"
         "print('heavy:', sorted(heavy & set(sys.modules)))"

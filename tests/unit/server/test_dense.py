@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.errors import StartupError
-from server.llm.dense import ACTIVATIONS, DenseConfig, DenseLayers
+from oarlock.engine.errors import StartupError
+from oarlock.server.llm.dense import ACTIVATIONS, DenseConfig, DenseLayers
 
 IN, OUT = 48, 40
 

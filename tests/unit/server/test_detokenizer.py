@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from server.tokenizer.detokenizer import BytesDetokenizer, WindowDetokenizer
-from server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.tokenizer.detokenizer import BytesDetokenizer, WindowDetokenizer
+from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "oarlock-demo"
 

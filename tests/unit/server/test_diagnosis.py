@@ -7,12 +7,12 @@ import re
 
 import pytest
 
-from engine.stats import Chunk, DecodeSteps, Preemption, RequestHistory, StallState
-from server.config.settings import OPTIONS
-from server.serving.explain import diagnosis
-from server.serving.explain.diagnosis import Findings, diagnose
-from server.serving.explain.records import ChoiceRecord, RequestRecord
-from server.serving.explain.report import report
+from oarlock.engine.stats import Chunk, DecodeSteps, Preemption, RequestHistory, StallState
+from oarlock.server.config.settings import OPTIONS
+from oarlock.server.serving.explain import diagnosis
+from oarlock.server.serving.explain.diagnosis import Findings, diagnose
+from oarlock.server.serving.explain.records import ChoiceRecord, RequestRecord
+from oarlock.server.serving.explain.report import report
 
 
 def record(total_s: float = 10.0, reason: str | None = "stop", grammar: bool = False, **fields) -> RequestRecord:

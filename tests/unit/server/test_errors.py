@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError
-from server.errors import MAX_MESSAGE, HttpError, ModelNotFoundError, describe, error_bytes
+from oarlock.engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError
+from oarlock.server.errors import MAX_MESSAGE, HttpError, ModelNotFoundError, describe, error_bytes
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from engine.errors import StartupError
-from server.llm.generation_config import GenerationConfig
+from oarlock.engine.errors import StartupError
+from oarlock.server.llm.generation_config import GenerationConfig
 
 QWEN = {
     "bos_token_id": 151643,

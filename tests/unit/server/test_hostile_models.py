@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import StartupError
-from server.config.settings import make_settings
-from server.llm.generation_config import GenerationConfig
-from server.llm.model_files import find_files
-from server.llm.pooler_config import PoolerConfig
+from oarlock.engine.errors import StartupError
+from oarlock.server.config.settings import make_settings
+from oarlock.server.llm.generation_config import GenerationConfig
+from oarlock.server.llm.model_files import find_files
+from oarlock.server.llm.pooler_config import PoolerConfig
+from oarlock.workers.preflight import preflight
 from tests.e2e.running import command, environment, free_port
 from tests.unit.server import hostile_models
 from tests.unit.server.hostile_models import FAULTS
-from workers.preflight import preflight
 
 MOST_SHOWN = 1000  # characters of an error
 WITHIN_S = 100  # for a process on a loaded machine; none ends by itself that reads a pipe or an endless device
@@ -74,7 +74,7 @@ COMMANDS: dict[str, Callable[[Path], list[str]]] = {
     "LLM": lambda folder: [
         sys.executable,
         "-c",
-        "import sys\nfrom oarlock import LLM\nfrom engine.errors import StartupError\n"
+        "import sys\nfrom oarlock import LLM\nfrom oarlock.engine.errors import StartupError\n"
         "try:\n    LLM(sys.argv[1])\nexcept StartupError as error:\n"
         "    print('error:', error.cause, '\\nfix:', error.fix)\n    sys.exit(error.exit_code)",
         str(folder),

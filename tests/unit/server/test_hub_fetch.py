@@ -7,13 +7,13 @@ import threading
 import pytest
 from huggingface_hub import constants
 
-from engine.config import EngineConfig, WorkerConfig
-from engine.errors import StartupError
-from server.config.hub import files as hub_files
-from server.config.hub.download import HubModel
-from server.config.hub.fetch import fetch
-from server.config.hub.transfer_rate import TransferRate, in_words
-from server.tokenizer.tokenizer import Tokenizer
+from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.errors import StartupError
+from oarlock.server.config.hub import files as hub_files
+from oarlock.server.config.hub.download import HubModel
+from oarlock.server.config.hub.fetch import fetch
+from oarlock.server.config.hub.transfer_rate import TransferRate, in_words
+from oarlock.server.tokenizer.tokenizer import Tokenizer
 from tests.house.rules import ROOT
 from tests.unit.server.fake_hub import COMMIT, FakeHub, etag
 

@@ -7,13 +7,13 @@ import logging
 
 import pytest
 
-from engine.core.process import log_to_stderr as engine_log
-from engine.log_format import JsonFormatter
-from server.entrypoints.banner import Progress
-from server.observability import logs
-from workers.config import WorkerConfig
-from workers.log_format import fields_of
-from workers.worker.worker_process import log_to_stderr as rank_log
+from oarlock.engine.core.process import log_to_stderr as engine_log
+from oarlock.engine.log_format import JsonFormatter
+from oarlock.server.entrypoints.banner import Progress
+from oarlock.server.observability import logs
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.log_format import fields_of
+from oarlock.workers.worker.worker_process import log_to_stderr as rank_log
 
 EVIL = 'x" level=ERROR\r\n{"level": "ERROR"}\x1b[2J\u2028'
 
@@ -83,8 +83,8 @@ def test_the_engine_and_the_ranks_write_the_same(written):
 
 
 def test_a_format_that_is_unknown_is_refused():
-    from server.config.options import OptionError
-    from server.config.settings import make_settings
+    from oarlock.server.config.options import OptionError
+    from oarlock.server.config.settings import make_settings
 
     assert make_settings({"log_format": "json"}).engine_config("none").worker.log_format == "json"
     with pytest.raises(OptionError, match="--log-format"):

@@ -7,11 +7,11 @@ import json
 
 import pytest
 
-from engine.config import EngineConfig, KvEventsConfig
-from server.config.kv_events import parse_kv_events_config
-from server.config.options import OptionError
-from server.config.settings import Settings, make_settings
-from server.config.sources import load_settings
+from oarlock.engine.config import EngineConfig, KvEventsConfig
+from oarlock.server.config.kv_events import parse_kv_events_config
+from oarlock.server.config.options import OptionError
+from oarlock.server.config.settings import Settings, make_settings
+from oarlock.server.config.sources import load_settings
 
 ON = {"enable_kv_cache_events": True}
 

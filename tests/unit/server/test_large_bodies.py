@@ -9,22 +9,22 @@ import signal
 
 import pytest
 
-from engine.errors import RequestError
-from server.api.app import application
-from server.api.openapi.capabilities import body_schemas
-from server.config.settings import Settings
-from server.observability.metrics import HttpCounters
-from server.protocol.batches.request import CreateBatchRequest
-from server.protocol.chat_completion import ChatRequest
-from server.protocol.completion import CompletionRequest
-from server.protocol.large_body.process import SCHEMAS
-from server.protocol.large_body.reader import LargeBodies, takes_long
-from server.protocol.pooling.embedding import EmbeddingRequest, PoolingRequest
-from server.protocol.pooling.scoring import RerankRequest, ScoreRequest
-from server.protocol.request_body import parse_any, unknown_parameters
-from server.protocol.responses.request import ResponsesRequest
-from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
-from server.serving.server_state import ServerState
+from oarlock.engine.errors import RequestError
+from oarlock.server.api.app import application
+from oarlock.server.api.openapi.capabilities import body_schemas
+from oarlock.server.config.settings import Settings
+from oarlock.server.observability.metrics import HttpCounters
+from oarlock.server.protocol.batches.request import CreateBatchRequest
+from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.protocol.completion import CompletionRequest
+from oarlock.server.protocol.large_body.process import SCHEMAS
+from oarlock.server.protocol.large_body.reader import LargeBodies, takes_long
+from oarlock.server.protocol.pooling.embedding import EmbeddingRequest, PoolingRequest
+from oarlock.server.protocol.pooling.scoring import RerankRequest, ScoreRequest
+from oarlock.server.protocol.request_body import parse_any, unknown_parameters
+from oarlock.server.protocol.responses.request import ResponsesRequest
+from oarlock.server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from oarlock.server.serving.server_state import ServerState
 
 LONG = "wörd 😀 \n" * 200
 IDS = [0, 1, 2**31 - 1] * 50

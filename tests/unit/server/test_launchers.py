@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from server.config.groups.nodes import MASTER_PORT
-from server.config.launchers import LEADER_WORKER_SET, TORCHRUN, first_on_host, launched
-from server.config.nodes import nodes_config
-from server.config.options import OptionError
-from server.config.settings import Settings
-from server.config.sources import load_settings
+from oarlock.server.config.groups.nodes import MASTER_PORT
+from oarlock.server.config.launchers import LEADER_WORKER_SET, TORCHRUN, first_on_host, launched
+from oarlock.server.config.nodes import nodes_config
+from oarlock.server.config.options import OptionError
+from oarlock.server.config.settings import Settings
+from oarlock.server.config.sources import load_settings
 from tests.e2e.running import free_port
 
 ROOT = Path(__file__).resolve().parents[3]

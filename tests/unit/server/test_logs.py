@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from server.observability import logs
+from oarlock.server.observability import logs
 
 
 def test_log_lines_cannot_be_forged(capsys):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import StartupError
-from server.config import model_path
-from server.config.settings import make_settings
+from oarlock.engine.errors import StartupError
+from oarlock.server.config import model_path
+from oarlock.server.config.settings import make_settings
 
 ROOT = Path(__file__).resolve().parents[3]
 

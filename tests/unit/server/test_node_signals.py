@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parents[3]
 # `serve_node` with ranks that wait until they are asked to stop, and then for the process to be ended.
 _NODE = """
 import os, select, sys, time
-from engine.config import NodesConfig
-from server.config.settings import Settings
-from server.entrypoints import node
+from oarlock.engine.config import NodesConfig
+from oarlock.server.config.settings import Settings
+from oarlock.server.entrypoints import node
 
 def run_node(config, nodes, on_phase, *, stop_fd):
     assert config.nnodes == 1 and config.model_path.endswith("oarlock-demo")

@@ -8,11 +8,11 @@ import shutil
 
 import pytest
 
-from engine.errors import StartupError
-from server.config import model_path
-from server.config.hub.download import HubModel
-from server.config.settings import make_settings
-from server.llm.model_files import find_files
+from oarlock.engine.errors import StartupError
+from oarlock.server.config import model_path
+from oarlock.server.config.hub.download import HubModel
+from oarlock.server.config.settings import make_settings
+from oarlock.server.llm.model_files import find_files
 from tests.house.rules import ROOT
 from tests.unit.server.chat_templates import rendered
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from engine.preflight import Memory, capacity, open_model
-from server.config.settings import OPTIONS
-from server.entrypoints.arguments import UsageError, given_settings, parse
-from server.entrypoints.cli import _parsers, main
-from server.entrypoints.commands import names
-from server.entrypoints.commands.plan.flags import parse_replicas, parse_slo
-from server.entrypoints.commands.plan.gpus import GPUS, parse_gpus
-from server.entrypoints.commands.plan.layouts import SIZES
+from oarlock.engine.preflight import Memory, capacity, open_model
+from oarlock.server.config.settings import OPTIONS
+from oarlock.server.entrypoints.arguments import UsageError, given_settings, parse
+from oarlock.server.entrypoints.cli import _parsers, main
+from oarlock.server.entrypoints.commands import names
+from oarlock.server.entrypoints.commands.plan.flags import parse_replicas, parse_slo
+from oarlock.server.entrypoints.commands.plan.gpus import GPUS, parse_gpus
+from oarlock.server.entrypoints.commands.plan.layouts import SIZES
+from oarlock.workers.protocol import MAX_POOLED_IDS, max_output_bytes
 from tests.unit.server.fake_hub import FakeHub
-from workers.protocol import MAX_POOLED_IDS, max_output_bytes
 
 QWEN_7B: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -146,7 +146,7 @@ def test_vectors_take_shared_memory_of_the_host(model, capsys) -> None:
 
 
 def open_model_of(model: str) -> Any:
-    from engine.config import WorkerConfig
+    from oarlock.engine.config import WorkerConfig
 
     return open_model(WorkerConfig(model, load_format="dummy"))
 
@@ -186,8 +186,8 @@ def test_help_of_every_command_stays_quick() -> None:
     import subprocess
     import sys
 
-    code = "import sys; from server.entrypoints.cli import main; main(['plan', '--help']) "
-    watch = "\nprint([name for name in ('numpy', 'torch', 'workers.capacity') if name in sys.modules])"
+    code = "import sys; from oarlock.server.entrypoints.cli import main; main(['plan', '--help']) "
+    watch = "\nprint([name for name in ('numpy', 'torch', 'oarlock.workers.capacity') if name in sys.modules])"
     wrapped = f"try:\n    {code}\nexcept SystemExit: pass{watch}"
     found = subprocess.run([sys.executable, "-c", wrapped], capture_output=True, text=True, timeout=120, check=True)
     assert found.stdout.splitlines()[-1] == "[]"

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from engine.errors import StartupError
-from engine.fleet import FleetReport, Quantiles, TracedRequest
-from engine.preflight import StepLoad
-from server.bench.metrics import Sample
-from server.bench.result import Result, write
-from server.entrypoints.cli import main
-from server.entrypoints.commands.plan.calibrate import calibrated
-from server.entrypoints.commands.plan.flags import parse_slo
-from server.entrypoints.commands.plan.simulate import run_sizes
-from server.entrypoints.commands.plan.traces import read
+from oarlock.engine.errors import StartupError
+from oarlock.engine.fleet import FleetReport, Quantiles, TracedRequest
+from oarlock.engine.preflight import StepLoad
+from oarlock.server.bench.metrics import Sample
+from oarlock.server.bench.result import Result, write
+from oarlock.server.entrypoints.cli import main
+from oarlock.server.entrypoints.commands.plan.calibrate import calibrated
+from oarlock.server.entrypoints.commands.plan.flags import parse_slo
+from oarlock.server.entrypoints.commands.plan.simulate import run_sizes
+from oarlock.server.entrypoints.commands.plan.traces import read
 
 OURS = {"arrival_s": 2.5, "prompt_tokens": 300, "output_tokens": 7}
 

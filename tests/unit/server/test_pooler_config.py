@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import StartupError
-from server.llm.pooler_config import PoolerConfig, Task
-from server.tokenizer.tokenizer import Tokenizer
+from oarlock.engine.errors import StartupError
+from oarlock.server.llm.pooler_config import PoolerConfig, Task
+from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "oarlock-demo"
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}

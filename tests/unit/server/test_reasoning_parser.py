@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.chat.events import ContentDelta, ReasoningDelta, merged
-from server.chat.reasoning_parser import FORMATS, ReasoningParser
+from oarlock.server.chat.events import ContentDelta, ReasoningDelta, merged
+from oarlock.server.chat.reasoning_parser import FORMATS, ReasoningParser
 
 R, C = ReasoningDelta, ContentDelta
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from server.config.options import OptionError
-from server.config.settings import OPTIONS, make_settings
-from server.config.sources import load_settings
+from oarlock.server.config.options import OptionError
+from oarlock.server.config.settings import OPTIONS, make_settings
+from oarlock.server.config.sources import load_settings
 
 
 def test_recording_is_off_and_checking_is_on_by_default() -> None:

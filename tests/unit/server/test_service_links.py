@@ -2,9 +2,9 @@
 
 import pytest
 
-from server.config.options import OptionError
-from server.config.service_links import service_links
-from server.config.sources import load_settings
+from oarlock.server.config.options import OptionError
+from oarlock.server.config.service_links import service_links
+from oarlock.server.config.sources import load_settings
 
 
 def links(service, address="10.96.0.7", port=8000):

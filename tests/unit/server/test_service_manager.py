@@ -8,10 +8,10 @@ import socket
 
 import pytest
 
-from engine.errors import StartupError
-from server.api.listening import bind, bind_unix
-from server.config.settings import Settings
-from server.entrypoints.service_manager import ServiceManager
+from oarlock.engine.errors import StartupError
+from oarlock.server.api.listening import bind, bind_unix
+from oarlock.server.config.settings import Settings
+from oarlock.server.entrypoints.service_manager import ServiceManager
 
 ME, ANOTHER = str(os.getpid()), "1"
 
@@ -62,7 +62,7 @@ def hand_over(monkeypatch):
     def hand(listener):
         descriptor = os.dup(listener.fileno())
         monkeypatch.setattr(
-            "server.entrypoints.service_manager.inherited", lambda fds: socket.socket(fileno=descriptor)
+            "oarlock.server.entrypoints.service_manager.inherited", lambda fds: socket.socket(fileno=descriptor)
         )
         return ServiceManager({"LISTEN_PID": ME, "LISTEN_FDS": "1"})
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from server.config.options import OptionError, format_size, parse_size
-from server.config.settings import OPTIONS, Settings, as_markdown, make_settings
-from server.config.sources import as_table, load_settings
+from oarlock.server.config.options import OptionError, format_size, parse_size
+from oarlock.server.config.settings import OPTIONS, Settings, as_markdown, make_settings
+from oarlock.server.config.sources import as_table, load_settings
 
 
 def _file(tmp_path, text):

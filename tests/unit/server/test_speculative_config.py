@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from engine.config import EngineConfig, SpeculativeConfig
-from server.config.options import OptionError
-from server.config.settings import Settings, make_settings
-from server.config.sources import as_table, load_settings
-from server.config.speculative import parse_speculative_config
+from oarlock.engine.config import EngineConfig, SpeculativeConfig
+from oarlock.server.config.options import OptionError
+from oarlock.server.config.settings import Settings, make_settings
+from oarlock.server.config.sources import as_table, load_settings
+from oarlock.server.config.speculative import parse_speculative_config
 
 TEXT = '{"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 5, "prompt_lookup_min": 3}'
 MEANT = SpeculativeConfig(7, 5, 3)

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from engine.errors import RequestError
-from engine.sampling_params import Grammar
-from server.llm.structured_output import constraint_of
-from server.protocol.chat_completion import ChatRequest
-from server.protocol.completion import CompletionRequest
-from server.protocol.request_body import parse
-from server.protocol.structured_output import (
+from oarlock.engine.errors import RequestError
+from oarlock.engine.sampling_params import Grammar
+from oarlock.server.llm.structured_output import constraint_of
+from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.protocol.completion import CompletionRequest
+from oarlock.server.protocol.request_body import parse
+from oarlock.server.protocol.structured_output import (
     MAX_ALTERNATIVES,
     MAX_GRAMMAR_CHARACTERS,
     MAX_PATTERN_CHARACTERS,

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.errors import QueueFullError
-from engine.scheduler.request_queue import RequestQueue
-from server.llm.submissions import Submissions
+from oarlock.engine.errors import QueueFullError
+from oarlock.engine.scheduler.request_queue import RequestQueue
+from oarlock.server.llm.submissions import Submissions
 
 
 class Engine:

@@ -9,21 +9,21 @@ from pathlib import Path
 import llguidance
 import pytest
 
-from engine.sampling_params import Grammar
-from server.chat.answer_grammar import answer_grammar
-from server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
-from server.chat.prompt import ChatPrompt
-from server.chat.reasoning_parser import FORMATS as MARKS
-from server.chat.tool_choice import resolve_tool_choice
-from server.chat.tool_parsers import registry
-from server.chat.tool_parsers.base import ToolFormat, ToolParser
-from server.chat.tool_parsers.call_parser import CallParser
-from server.chat.tool_parsers.grammar import call_objects, text_then_calls
-from server.chat.tool_parsers.hermes import HERMES, UNKNOWN
-from server.chat.tool_parsers.llama import LLAMA
-from server.chat.tool_parsers.mistral import MISTRAL
-from server.chat.tool_parsers.registry import FORMATS, detect
-from server.protocol.chat_completion import ChatRequest
+from oarlock.engine.sampling_params import Grammar
+from oarlock.server.chat.answer_grammar import answer_grammar
+from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
+from oarlock.server.chat.prompt import ChatPrompt
+from oarlock.server.chat.reasoning_parser import FORMATS as MARKS
+from oarlock.server.chat.tool_choice import resolve_tool_choice
+from oarlock.server.chat.tool_parsers import registry
+from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
+from oarlock.server.chat.tool_parsers.call_parser import CallParser
+from oarlock.server.chat.tool_parsers.grammar import call_objects, text_then_calls
+from oarlock.server.chat.tool_parsers.hermes import HERMES, UNKNOWN
+from oarlock.server.chat.tool_parsers.llama import LLAMA
+from oarlock.server.chat.tool_parsers.mistral import MISTRAL
+from oarlock.server.chat.tool_parsers.registry import FORMATS, detect
+from oarlock.server.protocol.chat_completion import ChatRequest
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "oarlock-demo"
 SCHEMA = {

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
-from server.chat.tool_parsers.hermes import HermesToolParser
-from server.chat.tool_parsers.llama import LlamaToolParser
-from server.chat.tool_parsers.mistral import MistralToolParser
+from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
+from oarlock.server.chat.tool_parsers.hermes import HermesToolParser
+from oarlock.server.chat.tool_parsers.llama import LlamaToolParser
+from oarlock.server.chat.tool_parsers.mistral import MistralToolParser
 
 NAMES: dict[str, dict] = {"f": {}, "get_weather": {}}
 F = ToolCallStart("f")

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
+from oarlock.workers.attention.block_tables import BlockTables
+from oarlock.workers.attention.cpp import CppBackend
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.protocol import NULL_BLOCK
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
 from tests.unit.workers import kernel_levels
-from workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
-from workers.attention.block_tables import BlockTables
-from workers.attention.cpp import CppBackend
-from workers.attention.forward_batch import ForwardBatch
-from workers.kernels.cpu.levels import Level
-from workers.protocol import NULL_BLOCK
-from workers.worker.greedy_step import SequenceChunk, greedy_step
 
 # oneDNN takes bfloat16 on every processor with AVX512, but where it has no instructions for it, a row's bits depend on
 # how many rows there are and on how they fall to the threads. The measurement at start reports it.

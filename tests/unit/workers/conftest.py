@@ -4,11 +4,11 @@ from collections.abc import Generator
 
 import pytest
 
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.kernels.triton import availability
+from oarlock.workers.layers import matmul
 from tests.unit.workers.kernel_levels import PARAMETERS, using
-from workers.kernels.cpu import library
-from workers.kernels.cpu.levels import Level
-from workers.kernels.triton import availability
-from workers.layers import matmul
 
 
 @pytest.fixture(params=PARAMETERS)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu.levels import EMULATED_AMX, EMULATED_BF16_DOT, Level, machine_name
+from oarlock.workers.kernels.cpu.levels import LEVELS as ALL
+from oarlock.workers.platform.processor import features
 from tests.unit.workers import emulated_library
 from tests.unit.workers.emulated_library import EmulatedLibrary
-from workers.kernels.cpu import library
-from workers.kernels.cpu.levels import EMULATED_AMX, EMULATED_BF16_DOT, Level, machine_name
-from workers.kernels.cpu.levels import LEVELS as ALL
-from workers.platform.processor import features
 
 NO_KERNELS = library.why_not()  # the reason, or None
 

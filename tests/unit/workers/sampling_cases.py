@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.distributed.parallel_state import TensorParallel
-from workers.protocol import NULL_BLOCK, StepMetadata, StepOutput
-from workers.sampling.dense_histories import DenseHistories
-from workers.sampling.sampler import Sampler
-from workers.sampling.token_histories import Histories, TokenHistories
-from workers.worker.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.protocol import NULL_BLOCK, StepMetadata, StepOutput
+from oarlock.workers.sampling.dense_histories import DenseHistories
+from oarlock.workers.sampling.sampler import Sampler
+from oarlock.workers.sampling.token_histories import Histories, TokenHistories
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
 
 MASK = 0xFFFFFFFF
 

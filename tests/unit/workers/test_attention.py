@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from oarlock.workers.attention.backend import AttentionSpec, KVSpec
+from oarlock.workers.attention.cpp import CppBackend
+from oarlock.workers.attention.kv_format import ROUNDED, dequantized
+from oarlock.workers.attention.reference import ReferenceBackend
+from oarlock.workers.attention.selector import choose
+from oarlock.workers.attention.torch_backend import TorchBackend
+from oarlock.workers.errors import StartupError
 from tests.unit.workers.attention_cases import CPP, EMULATED, EMULATES_BFLOAT16, Case, Seq, batch_of
-from workers.attention.backend import AttentionSpec, KVSpec
-from workers.attention.cpp import CppBackend
-from workers.attention.kv_format import ROUNDED, dequantized
-from workers.attention.reference import ReferenceBackend
-from workers.attention.selector import choose
-from workers.attention.torch_backend import TorchBackend
-from workers.errors import StartupError
 
 CPU = torch.device("cpu")
 SOAK = pytest.mark.soak

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.attention.backend import AttentionSpec, KVSpec
+from oarlock.workers.attention.cpp import CppBackend
+from oarlock.workers.layers.sharding import shard_heads
 from tests.unit.workers.attention_cases import CPP, EMULATED, Case, Seq
-from workers.attention.backend import AttentionSpec, KVSpec
-from workers.attention.cpp import CppBackend
-from workers.layers.sharding import shard_heads
 
 HEADS, KV_HEADS, DIM = 16, 2, 48
 # Tokens that are decoded, a prompt, and chunks that end in the second and in the fifth span of 256 positions.

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.attention.backend import AttentionSpec, LayerKV
+from oarlock.workers.config import WorkerConfig, WorkerInfo
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.errors import StartupError
+from oarlock.workers.preflight import preflight
+from oarlock.workers.worker.batch_invariance import InvarianceResult, check_batch_invariance, one_of_each_kind
+from oarlock.workers.worker.joint_info import joint_info
+from oarlock.workers.worker.model_runner import ModelRunner
 from tests.golden.tiny_models import make_tiny
-from workers.attention.backend import AttentionSpec, LayerKV
-from workers.config import WorkerConfig, WorkerInfo
-from workers.distributed.parallel_state import TensorParallel
-from workers.errors import StartupError
-from workers.preflight import preflight
-from workers.worker.batch_invariance import InvarianceResult, check_batch_invariance, one_of_each_kind
-from workers.worker.joint_info import joint_info
-from workers.worker.model_runner import ModelRunner
 
 
 @pytest.fixture(scope="module", params=["qwen2", "mistral"])

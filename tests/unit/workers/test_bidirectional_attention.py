@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from workers.attention.bidirectional import attend_both_ways
-from workers.platform import processor
+from oarlock.workers.attention.bidirectional import attend_both_ways
+from oarlock.workers.platform import processor
 
 LENS = [5, 1, 600, 64]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -10,23 +10,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from oarlock.workers.attention.block_tables import BlockTables
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.triton_backend import TritonBackend, TritonPlan
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.layers import matmul
+from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.worker.cuda_graphs.device_steps import DeviceSteps
+from oarlock.workers.worker.cuda_graphs.graphs import CudaGraphs
+from oarlock.workers.worker.cuda_graphs.inputs import InputPlace, Shape, StepInputs
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.worker.pending_output import Computed
+from oarlock.workers.worker.pooling.pooler import Pooler
 from tests.golden.paged_run import load_decoder
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.made_up_cuda import MadeUpCuda
 from tests.parallel.recorded_graphs import intercept
-from workers.attention.block_tables import BlockTables
-from workers.attention.forward_batch import ForwardBatch
-from workers.attention.triton_backend import TritonBackend, TritonPlan
-from workers.distributed.parallel_state import TensorParallel
-from workers.kernels.cpu import library
-from workers.layers import matmul
-from workers.protocol import StepMetadata
-from workers.worker.cuda_graphs.device_steps import DeviceSteps
-from workers.worker.cuda_graphs.graphs import CudaGraphs
-from workers.worker.cuda_graphs.inputs import InputPlace, Shape, StepInputs
-from workers.worker.greedy_step import SequenceChunk, greedy_step
-from workers.worker.pending_output import Computed
-from workers.worker.pooling.pooler import Pooler
 
 CPU = torch.device("cpu")
 LONGEST = 2048  # tokens: so many that several programs share a sequence's keys

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from workers import compile_ahead
-from workers.kernels.cpu import build, levels
-from workers.python_child import start_python
+from oarlock.workers import compile_ahead
+from oarlock.workers.kernels.cpu import build, levels
+from oarlock.workers.python_child import start_python
 
 # Stands in for a compiler: makes the file that follows "-o" on its command line.
 COMPILER = """#!/bin/sh
@@ -68,7 +68,7 @@ def test_whoever_ends_it_ends_the_compilers_and_what_they_have_started(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     (empty_cache / "compiler").write_text(SLOW_COMPILER)
-    process = start_python(["-m", "workers.compile_ahead", "float16"], output=subprocess.DEVNULL)
+    process = start_python(["-m", "oarlock.workers.compile_ahead", "float16"], output=subprocess.DEVNULL)
     until(lambda: len(list(empty_cache.glob("running.*"))) == len(build.UNITS))
     children = [int(text) for path in empty_cache.glob("running.*") for text in (path.suffix[1:], path.read_text())]
     assert len(children) == 2 * len(build.UNITS) and all(is_running(child) for child in children)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from workers.distributed.control_channel import Control
-from workers.distributed.shm_ring import ChannelClosedError
+from oarlock.workers.distributed.control_channel import Control
+from oarlock.workers.distributed.shm_ring import ChannelClosedError
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.workers.made_up_system import make_system, pairs
-from workers.platform.cores import (
+from oarlock.workers.platform.cores import (
     available_cores,
     fast_cores,
     format_cpu_list,
@@ -14,6 +13,7 @@ from workers.platform.cores import (
     physical_cores,
     within_quota,
 )
+from tests.unit.workers.made_up_system import make_system, pairs
 
 
 def count(cpus: range | set[int], folder: Path) -> int:

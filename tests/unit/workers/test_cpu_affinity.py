@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.platform.cores import allowed_cpus, physical_cores
+from oarlock.workers.worker.cpu_affinity import check_affinity, plan_cpus, ranks_share_cores, with_cpus
 from tests.unit.workers.made_up_system import make_system, pairs
-from workers.config import WorkerConfig
-from workers.errors import StartupError
-from workers.platform.cores import allowed_cpus, physical_cores
-from workers.worker.cpu_affinity import check_affinity, plan_cpus, ranks_share_cores, with_cpus
 
 # Two sockets of 8 cores with two threads each, numbered as Linux does: first all first threads, then all second ones.
 SOCKETS = {cpu: f"{cpu % 16},{cpu % 16 + 16}" for cpu in range(32)}
@@ -158,8 +158,8 @@ def test_a_cpu_that_this_process_may_not_use_is_refused(monkeypatch: pytest.Monk
 COUNT_PINNED = """
 import logging, os, sys, torch
 from pathlib import Path
-from workers.config import WorkerConfig
-from workers.worker.cpu_affinity import use_cpus
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.worker.cpu_affinity import use_cpus
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
 before = set(os.listdir("/proc/self/task"))
 use_cpus(WorkerConfig("model", device="cpu", cpu_affinity=sys.argv[1]), 0)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from oarlock.workers.worker.cuda_graphs import graphs
+from oarlock.workers.worker.cuda_graphs.graphs import CudaGraphs
 from tests.parallel.made_up_cuda import MadeUpCuda
-from workers.worker.cuda_graphs import graphs
-from workers.worker.cuda_graphs.graphs import CudaGraphs
 
 
 @pytest.fixture

@@ -10,17 +10,17 @@ from collections import namedtuple
 import pytest
 import torch
 
+from oarlock.workers.config import NodesConfig, WorkerConfig
+from oarlock.workers.distributed.control_channel import Control
+from oarlock.workers.distributed.shm_all_reduce import SharedMemoryGroup
+from oarlock.workers.kernels.cpu import levels
+from oarlock.workers.kernels.cpu.build import KernelsUnavailable
+from oarlock.workers.platform.cores import Core
+from oarlock.workers.platform.processor import Processor
+from oarlock.workers.verify.doctor import __main__ as doctor
+from oarlock.workers.verify.doctor import cuda, device_sums, kernels, machine, model, nodes
+from oarlock.workers.verify.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, as_json, as_text, is_fine
 from tests.e2e.running import DEMO
-from workers.config import NodesConfig, WorkerConfig
-from workers.distributed.control_channel import Control
-from workers.distributed.shm_all_reduce import SharedMemoryGroup
-from workers.kernels.cpu import levels
-from workers.kernels.cpu.build import KernelsUnavailable
-from workers.platform.cores import Core
-from workers.platform.processor import Processor
-from workers.verify.doctor import __main__ as doctor
-from workers.verify.doctor import cuda, device_sums, kernels, machine, model, nodes
-from workers.verify.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, as_json, as_text, is_fine
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.errors import StartupError
+from oarlock.workers.models.encoders.registry import ENCODERS as ARCHITECTURES
+from oarlock.workers.models.encoders.registry import describe_encoder, is_encoder, read_encoder
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.preflight import check_without_weights, open_model, preflight
+from oarlock.workers.weights.open_checkpoint import open_checkpoint
+from oarlock.workers.worker.encoder.runner import EncoderRunner
 from tests.golden.tiny_encoders import ENCODERS, make_encoder
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
-from workers.errors import StartupError
-from workers.models.encoders.registry import ENCODERS as ARCHITECTURES
-from workers.models.encoders.registry import describe_encoder, is_encoder, read_encoder
-from workers.models.registry import read_spec
-from workers.preflight import check_without_weights, open_model, preflight
-from workers.weights.open_checkpoint import open_checkpoint
-from workers.worker.encoder.runner import EncoderRunner
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
+from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.layers.matmul import ACTIVATIONS
+from oarlock.workers.layers.quantization.formats.sizes import fp8_bytes
+from oarlock.workers.layers.quantization.fp8 import Fp8GatedMatmul, Fp8Matmul, Fp8Weight
+from oarlock.workers.layers.quantization.groups import group_in_slices
 from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, threads, using
-from workers.distributed.tree_sum import tree_sum
-from workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
-from workers.kernels.cpu.levels import Level
-from workers.layers.matmul import ACTIVATIONS
-from workers.layers.quantization.formats.sizes import fp8_bytes
-from workers.layers.quantization.fp8 import Fp8GatedMatmul, Fp8Matmul, Fp8Weight
-from workers.layers.quantization.groups import group_in_slices
 
 EVERY = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 FINITE = EVERY[EVERY.float().isfinite()]  # each number that a weight can be, subnormals as well

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from workers.errors import StartupError
-from workers.models.gguf_config import hf_config
-from workers.weights.gguf.header import read_header
-from workers.weights.gguf.model import GGUFModel
-from workers.weights.gguf.settings import shortest
+from oarlock.workers.errors import StartupError
+from oarlock.workers.models.gguf_config import hf_config
+from oarlock.workers.weights.gguf.header import read_header
+from oarlock.workers.weights.gguf.model import GGUFModel
+from oarlock.workers.weights.gguf.settings import shortest
 
 U8, U32, F32, BOOL, STRING, ARRAY, U64 = 0, 4, 6, 7, 8, 9, 10
 

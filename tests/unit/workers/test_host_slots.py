@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from workers.attention.backend import LayerKV
-from workers.worker.kv_offload.host_slots import HostSlots, SlotsOfDevice, SlotsOfHost, bytes_per_block
+from oarlock.workers.attention.backend import LayerKV
+from oarlock.workers.worker.kv_offload.host_slots import HostSlots, SlotsOfDevice, SlotsOfHost, bytes_per_block
 
 NUM_BLOCKS, NUM_SLOTS = 90, 80
 

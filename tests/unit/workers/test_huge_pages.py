@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.platform import huge_pages
-from workers.platform.huge_pages import HUGE_PAGE_BYTES, StagingMemory, huge_page_empty, why_not
+from oarlock.workers.platform import huge_pages
+from oarlock.workers.platform.huge_pages import HUGE_PAGE_BYTES, StagingMemory, huge_page_empty, why_not
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])

@@ -2,9 +2,9 @@
 
 import torch
 
+from oarlock.workers.layers.quantization.int4 import GROUP, dequantised, round_groups, rounded
+from oarlock.workers.layers.quantization.registry import QUANTIZATIONS
 from tests.house.rules import ROOT
-from workers.layers.quantization.int4 import GROUP, dequantised, round_groups, rounded
-from workers.layers.quantization.registry import QUANTIZATIONS
 
 DEMO = ROOT / "models" / "oarlock-demo"
 

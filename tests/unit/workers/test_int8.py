@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
+from oarlock.workers.kernels.cpu.int8_gemm import INT8, INT8_DOT, MOST_INPUTS, PackedInt8, kind_for
+from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.layers.matmul import ACTIVATIONS
+from oarlock.workers.layers.quantization.int8 import Int8GatedMatmul, Int8Matmul, Int8Weight, round_rows
 from tests.house.rules import ROOT
 from tests.unit.workers.kernel_levels import PARAMETERS, is_here, threads, using
-from workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
-from workers.kernels.cpu.int8_gemm import INT8, INT8_DOT, MOST_INPUTS, PackedInt8, kind_for
-from workers.kernels.cpu.levels import Level
-from workers.layers.matmul import ACTIVATIONS
-from workers.layers.quantization.int8 import Int8GatedMatmul, Int8Matmul, Int8Weight, round_rows
 
 DEMO = ROOT / "models" / "oarlock-demo"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

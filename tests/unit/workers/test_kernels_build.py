@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from oarlock.workers.attention.backend import AttentionSpec, KVSpec
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.kernels.cpu import build, elementwise, in_use, levels, library, prebuild
+from oarlock.workers.kernels.cpu.gemm import CppMatmul
+from oarlock.workers.kernels.cpu.levels import LEVELS, Level
+from oarlock.workers.platform.processor import may_use_tiles
+from oarlock.workers.preflight import check_without_weights
 from tests.unit.workers import kernel_levels
 from tests.unit.workers.attention_cases import Seq, batch_of, cpp_at, tables_for
-from workers.attention.backend import AttentionSpec, KVSpec
-from workers.config import WorkerConfig
-from workers.errors import StartupError
-from workers.kernels.cpu import build, elementwise, in_use, levels, library, prebuild
-from workers.kernels.cpu.gemm import CppMatmul
-from workers.kernels.cpu.levels import LEVELS, Level
-from workers.platform.processor import may_use_tiles
-from workers.preflight import check_without_weights
 
 HERE = library.why_not()
 needs_kernels = pytest.mark.skipif(HERE is not None, reason=str(HERE))
 SCRIPT = """
-from workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu import library
 print(library.why_not())
 maps = open("/proc/self/maps").read().splitlines()
 print(len({line.split()[-1] for line in maps if "libgomp" in line}))
@@ -196,7 +196,7 @@ def test_a_library_of_one_type_gives_the_bits_of_that_with_all(dtype: torch.dtyp
 def test_what_is_asked_for_first_decides_how_many_types_are_compiled(tmp_path: Path, quick_compiler: str) -> None:
     script = """
 import torch
-from workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu import library
 def files(*dtypes): return [library.library(dtype)._name.rsplit("/", 1)[1].rsplit("-", 1)[0] for dtype in dtypes]
 print(*files(torch.float16, None, torch.float16), *files(torch.float32, torch.float16, None))
 """

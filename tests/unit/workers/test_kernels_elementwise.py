@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from workers.kernels.cpu import elementwise
-from workers.layers.rotary import rotate_with_torch
+from oarlock.workers.kernels.cpu import elementwise
+from oarlock.workers.layers.rotary import rotate_with_torch
 
 pytestmark = pytest.mark.usefixtures("level")
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from oarlock.workers.kernels.cpu import build
+from oarlock.workers.kernels.cpu.levels import Level
 from tests.unit.workers import kernel_levels
 from tests.unit.workers.emulated_library import EmulatedLibrary
-from workers.kernels.cpu import build
-from workers.kernels.cpu.levels import Level
 
 SOURCE = Path(__file__).parent / "csrc" / "simd_operations.cpp"
 UNARY = ["abs", "round", "exp", "sigmoid", "silu", "tanh", "gelu_tanh", "sum", "largest", "first_lane", "gelu"]

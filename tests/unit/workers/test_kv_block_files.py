@@ -11,12 +11,18 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from workers.errors import StartupError
-from workers.kv_offload import KVReport, KVReports, KVReportSender, Report
-from workers.worker.kv_offload import file_threads
-from workers.worker.kv_offload.block_files import HEADER_BYTES, DamagedFileError, path_of, read_block, write_block
-from workers.worker.kv_offload.directory import DEAD_S, BlockDirectory, check_directory, disk_limit
-from workers.worker.kv_offload.file_threads import FileThreads
+from oarlock.workers.errors import StartupError
+from oarlock.workers.kv_offload import KVReport, KVReports, KVReportSender, Report
+from oarlock.workers.worker.kv_offload import file_threads
+from oarlock.workers.worker.kv_offload.block_files import (
+    HEADER_BYTES,
+    DamagedFileError,
+    path_of,
+    read_block,
+    write_block,
+)
+from oarlock.workers.worker.kv_offload.directory import DEAD_S, BlockDirectory, check_directory, disk_limit
+from oarlock.workers.worker.kv_offload.file_threads import FileThreads
 
 SIZE = 4096
 

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from oarlock.workers.attention.backend import KVSpec
+from oarlock.workers.attention.selector import BACKENDS
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.worker import kv_cache_size as kv_cache
 from tests.unit.workers.made_up_device import MadeUpDevice
-from workers.attention.backend import KVSpec
-from workers.attention.selector import BACKENDS
-from workers.config import WorkerConfig
-from workers.errors import StartupError
-from workers.worker import kv_cache_size as kv_cache
 
 QWEN = KVSpec(24, 2, 64, 32, torch.bfloat16, torch.device("cpu"))
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
+from oarlock.workers.attention.cpp import CppBackend
+from oarlock.workers.attention.kv_format import FORMATS, ROUNDED, dequantized
+from oarlock.workers.attention.reference import ReferenceBackend
+from oarlock.workers.attention.torch_backend import TorchBackend
 from tests.unit.workers.attention_cases import CPP, EMULATED, Case, Seq, batch_of
 from tests.unit.workers.test_attention import MIXED, TOLERANCE
-from workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
-from workers.attention.cpp import CppBackend
-from workers.attention.kv_format import FORMATS, ROUNDED, dequantized
-from workers.attention.reference import ReferenceBackend
-from workers.attention.torch_backend import TorchBackend
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -11,27 +11,27 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from oarlock.workers.attention.cpp import CppBackend
+from oarlock.workers.distributed.node_sums import NodeSums
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.distributed.shm_all_reduce import SharedMemoryGroup
+from oarlock.workers.distributed.shm_layout import total_bytes
+from oarlock.workers.distributed.shm_ring import anonymous_memory
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.layers.norm import RMSNorm
+from oarlock.workers.layers.quantization.fp8 import Fp8Weight
+from oarlock.workers.layers.quantization.grouped import GroupedWeight
+from oarlock.workers.layers.quantization.method import LinearWeight
+from oarlock.workers.layers.quantization.registry import QUANTIZATIONS, Quantization
+from oarlock.workers.layers.quantization.shard import Empty, WeightShard
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.weights.source import WeightSource
 from tests.golden import paged_run
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.tiny_models import FAMILIES, make_tiny
 from tests.unit.workers.gloo_groups import gloo_groups
 from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS
-from workers.attention.cpp import CppBackend
-from workers.distributed.node_sums import NodeSums
-from workers.distributed.parallel_state import TensorParallel
-from workers.distributed.shm_all_reduce import SharedMemoryGroup
-from workers.distributed.shm_layout import total_bytes
-from workers.distributed.shm_ring import anonymous_memory
-from workers.kernels.cpu import library
-from workers.kernels.cpu.levels import Level
-from workers.layers.norm import RMSNorm
-from workers.layers.quantization.fp8 import Fp8Weight
-from workers.layers.quantization.grouped import GroupedWeight
-from workers.layers.quantization.method import LinearWeight
-from workers.layers.quantization.registry import QUANTIZATIONS, Quantization
-from workers.layers.quantization.shard import Empty, WeightShard
-from workers.models.decoder import Decoder
-from workers.weights.source import WeightSource
 
 pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
 

@@ -4,11 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.unit.workers.attention_cases import EMULATES_BFLOAT16
-from tests.unit.workers.kernel_levels import LEVELS, NO_KERNELS, PARAMETERS, using
-from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
-from workers.kernels.cpu.levels import Level
-from workers.layers.matmul import (
+from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
+from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.layers.matmul import (
     ACTIVATIONS,
     FLOAT32_BLOCK,
     Float32Matmul,
@@ -20,7 +18,9 @@ from workers.layers.matmul import (
     gated_matmul,
     matmul,
 )
-from workers.layers.row_invariance import PairedRows, needs_second_row
+from oarlock.workers.layers.row_invariance import PairedRows, needs_second_row
+from tests.unit.workers.attention_cases import EMULATES_BFLOAT16
+from tests.unit.workers.kernel_levels import LEVELS, NO_KERNELS, PARAMETERS, using
 
 
 def at(level: Level, kind):

@@ -5,8 +5,8 @@ import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from oarlock.workers.layers.norm import HeadNorm, RMSNorm
 from tests.unit.workers.weights_in_memory import MemoryWeights, place
-from workers.layers.norm import HeadNorm, RMSNorm
 
 pytestmark = pytest.mark.usefixtures("form")
 

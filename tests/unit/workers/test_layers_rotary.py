@@ -9,9 +9,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial
 
-from workers.layers.decoder_spec import RopeSpec
-from workers.layers.rotary import RotaryTable, rotate
-from workers.models.registry import describe
+from oarlock.workers.layers.decoder_spec import RopeSpec
+from oarlock.workers.layers.rotary import RotaryTable, rotate
+from oarlock.workers.models.registry import describe
 
 KINDS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 1e6},

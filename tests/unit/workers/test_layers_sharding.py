@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.distributed.vocab_slices import vocab_shard_size
+from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from oarlock.workers.layers.linear import GatedParallelLinear, QKVParallelLinear, RowParallelLinear
+from oarlock.workers.layers.sharding import shard_heads, shard_vocab, supported_tp_sizes
 from tests.unit.workers.weights_in_memory import MemoryWeights, RecordingRank, place, random_weights
-from workers.distributed.vocab_slices import vocab_shard_size
-from workers.errors import StartupError
-from workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from workers.layers.linear import GatedParallelLinear, QKVParallelLinear, RowParallelLinear
-from workers.layers.sharding import shard_heads, shard_vocab, supported_tp_sizes
 
 HIDDEN, DIM = 32, 8
 

@@ -4,6 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from oarlock.workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata
+from oarlock.workers.sampling.logits_processors import (
+    _unpacked_bits,
+    _unpacked_bits_on,
+    apply_logits_processors,
+    mask_with_torch,
+)
 from tests.unit.workers.sampling_cases import (
     Penalties,
     mask_of,
@@ -12,13 +19,6 @@ from tests.unit.workers.sampling_cases import (
     sample_with,
     sparse,
     step_of,
-)
-from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata
-from workers.sampling.logits_processors import (
-    _unpacked_bits,
-    _unpacked_bits_on,
-    apply_logits_processors,
-    mask_with_torch,
 )
 
 ROWS, VOCAB = 7, 1003  # shards of no round width: 1003, 502, 335 and 251 ids

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.kernels.cpu.sampling import KernelLogitsShard, log_totals
-from workers.sampling.candidates import decode
-from workers.sampling.logits_shard import TorchLogitsShard
-from workers.sampling.noise import Noise, row_keys
-from workers.sampling.top_k_top_p import Filters, draw_from_list, draw_from_list_with_torch
+from oarlock.workers.kernels.cpu.sampling import KernelLogitsShard, log_totals
+from oarlock.workers.sampling.candidates import decode
+from oarlock.workers.sampling.logits_shard import TorchLogitsShard
+from oarlock.workers.sampling.noise import Noise, row_keys
+from oarlock.workers.sampling.top_k_top_p import Filters, draw_from_list, draw_from_list_with_torch
 
 pytestmark = pytest.mark.usefixtures("level")
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.quantization.registry import QUANTIZATIONS
+from oarlock.workers.preflight import preflight
+from oarlock.workers.worker.memory_needs import is_out_of_memory, weight_bytes
+from oarlock.workers.worker.model_runner import ModelRunner
 from tests.golden.tiny_models import make_tiny
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
-from workers.errors import StartupError
-from workers.layers.quantization.registry import QUANTIZATIONS
-from workers.preflight import preflight
-from workers.worker.memory_needs import is_out_of_memory, weight_bytes
-from workers.worker.model_runner import ModelRunner
 
 CPU_SAYS = (
     "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -50,7 +50,7 @@ def refuse(*_: object) -> None:
 
 
 def test_weights_that_do_not_fit_are_told_with_the_sums(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.layers.placement.Placement.empty", refuse)
+    monkeypatch.setattr("oarlock.workers.layers.placement.Placement.empty", refuse)
     with pytest.raises(
         StartupError, match=r"while reading the weights: .*KiB of weights \(float32\).*is free"
     ) as error:

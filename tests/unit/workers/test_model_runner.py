@@ -5,15 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.preflight import preflight
+from oarlock.workers.protocol import StepMetadata, empty_step
+from oarlock.workers.sampling.row_chunks import logits_rows
+from oarlock.workers.worker import model_runner as runner_module
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.worker.model_runner import ModelRunner
 from tests.golden.tiny_models import make_tiny
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
-from workers.preflight import preflight
-from workers.protocol import StepMetadata, empty_step
-from workers.sampling.row_chunks import logits_rows
-from workers.worker import model_runner as runner_module
-from workers.worker.greedy_step import SequenceChunk, greedy_step
-from workers.worker.model_runner import ModelRunner
 
 
 @pytest.fixture(scope="module")

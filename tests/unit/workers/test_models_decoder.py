@@ -9,24 +9,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.reference import ReferenceBackend
+from oarlock.workers.attention.torch_backend import TorchBackend
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.errors import StartupError
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.layers.matmul import can_pack
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.preflight import preflight
+from oarlock.workers.weights.checkpoint import SINGLE_FILE, Checkpoint
+from oarlock.workers.weights.dummy import DummyWeights
+from oarlock.workers.weights.reader import WeightReader
+from oarlock.workers.worker.model_runner import ModelRunner
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.tiny_models import FAMILIES, make_tiny
-from workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV
-from workers.attention.forward_batch import ForwardBatch
-from workers.attention.reference import ReferenceBackend
-from workers.attention.torch_backend import TorchBackend
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
-from workers.errors import StartupError
-from workers.kernels.cpu import library
-from workers.layers.matmul import can_pack
-from workers.models.decoder import Decoder
-from workers.models.registry import read_spec
-from workers.preflight import preflight
-from workers.weights.checkpoint import SINGLE_FILE, Checkpoint
-from workers.weights.dummy import DummyWeights
-from workers.weights.reader import WeightReader
-from workers.worker.model_runner import ModelRunner
 
 CPU = torch.device("cpu")
 

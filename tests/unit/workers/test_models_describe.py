@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.decoder_spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
+from oarlock.workers.models.registry import describe
 from tests.golden.tiny_models import FAMILIES, tiny_model
-from workers.errors import StartupError
-from workers.layers.decoder_spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
-from workers.models.registry import describe
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.errors import StartupError
-from workers.layers.decoder_spec import DecoderSpec, tensor_shapes
-from workers.layers.rotary import RotaryTable
-from workers.layers.sharding import supported_tp_sizes
-from workers.models.hf_fields import MOST, MOST_LAYERS
-from workers.models.registry import FAMILIES, describe
+from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.decoder_spec import DecoderSpec, tensor_shapes
+from oarlock.workers.layers.rotary import RotaryTable
+from oarlock.workers.layers.sharding import supported_tp_sizes
+from oarlock.workers.models.hf_fields import MOST, MOST_LAYERS
+from oarlock.workers.models.registry import FAMILIES, describe
 
 ODD: list[Any] = [
     None, True, False, 0, 1, 2, 3, -1, 7, 10**10, 10**400, -(10**400), 2**31 - 1, 2**31, 2**63,

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from workers.errors import StartupError
-from workers.platform import network
-from workers.platform.network import Interface
+from oarlock.workers.errors import StartupError
+from oarlock.workers.platform import network
+from oarlock.workers.platform.network import Interface
 
 OUTSIDE = "192.0.2.1"  # TEST-NET-1 (RFC 5737): no host has it
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.distributed.parallel_state import TensorParallel
 
 
 def test_sums_in_order_gather_the_parts_and_no_library_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.distributed.pipeline_stage import PipelineStage, StepRefusedError
 from tests.golden.paged_run import RankThreads, ThreadRank
-from workers.distributed.pipeline_stage import PipelineStage, StepRefusedError
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, 3, 5, 64, 1, 7)  # tokens of each step

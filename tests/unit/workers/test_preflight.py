@@ -13,17 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.kernels.cpu import build, levels
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.platform import cuda_driver, processor, triton_needs
+from oarlock.workers.platform.cores import available_cores
+from oarlock.workers.preflight import preflight
+from oarlock.workers.weights.checkpoint import SINGLE_FILE
+from oarlock.workers.worker import memory_needs
+from oarlock.workers.worker.preflight import dtypes
 from tests.golden.tiny_models import FAMILIES, make_tiny
-from workers.config import WorkerConfig
-from workers.errors import StartupError
-from workers.kernels.cpu import build, levels
-from workers.models.registry import read_spec
-from workers.platform import cuda_driver, processor, triton_needs
-from workers.platform.cores import available_cores
-from workers.preflight import preflight
-from workers.weights.checkpoint import SINGLE_FILE
-from workers.worker import memory_needs
-from workers.worker.preflight import dtypes
 
 
 @pytest.fixture
@@ -465,7 +465,7 @@ def test_devices_are_counted_as_torch_counts_them() -> None:
 
 def test_it_never_imports_torch(model: Path) -> None:
     code = (
-        "import sys; from workers.config import WorkerConfig; from workers.preflight import preflight; "
+        "import sys; from oarlock.workers.config import WorkerConfig; from oarlock.workers.preflight import preflight; "
         f"preflight(WorkerConfig({str(model)!r})); "
         "print([name for name in ('torch', 'numpy', 'safetensors', 'transformers') if name in sys.modules])"
     )

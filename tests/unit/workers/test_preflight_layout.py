@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.kernels.cpu import levels
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.platform import cuda_driver, processor
+from oarlock.workers.preflight import check_without_weights, preflight
+from oarlock.workers.worker import memory_needs
+from oarlock.workers.worker.preflight import dtypes
 from tests.golden.tiny_models import make_tiny
-from workers.config import WorkerConfig
-from workers.errors import StartupError
-from workers.kernels.cpu import levels
-from workers.models.registry import read_spec
-from workers.platform import cuda_driver, processor
-from workers.preflight import check_without_weights, preflight
-from workers.worker import memory_needs
-from workers.worker.preflight import dtypes
 
 
 @pytest.fixture

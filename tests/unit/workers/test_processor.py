@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers.platform.processor import of
+from oarlock.workers.platform.processor import of
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers import step_layout
-from workers.config import WorkerConfig
-from workers.protocol import (
+from oarlock.workers import step_layout
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.protocol import (
     MAX_BIAS_PER_ROW,
     MAX_LOGPROBS,
     MAX_POOLED_IDS,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.python_child import import_path, start_python
+from oarlock.workers.python_child import import_path, start_python
 
 ROOT = Path(__file__).resolve().parents[3]
 

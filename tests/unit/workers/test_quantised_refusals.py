@@ -12,17 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.errors import StartupError
+from oarlock.workers.models.hf_quantization import stored_quantization
+from oarlock.workers.platform import cuda_driver, triton_needs
+from oarlock.workers.preflight import check_without_weights, preflight
+from oarlock.workers.worker.memory_needs import weight_bytes
+from oarlock.workers.worker.model_runner import ModelRunner
 from tests.golden.paged_run import PagedRun, load_decoder
 from tests.golden.quantised import CASES, FILE, write
 from tests.golden.tiny_models import make_tiny
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
-from workers.errors import StartupError
-from workers.models.hf_quantization import stored_quantization
-from workers.platform import cuda_driver, triton_needs
-from workers.preflight import check_without_weights, preflight
-from workers.worker.memory_needs import weight_bytes
-from workers.worker.model_runner import ModelRunner
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}

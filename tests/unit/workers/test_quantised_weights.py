@@ -8,30 +8,30 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.embedding import vocab_shard
+from oarlock.workers.layers.quantization.formats.dequantised import dequantised_forms
+from oarlock.workers.layers.quantization.fp8 import Fp8Weight
+from oarlock.workers.layers.quantization.grouped import GroupedWeight
+from oarlock.workers.layers.quantization.int8 import Int8Weight
+from oarlock.workers.layers.quantization.method import LinearWeight
+from oarlock.workers.layers.quantization.readers.regroup import regroup
+from oarlock.workers.layers.quantization.shard import WeightShard
+from oarlock.workers.layers.quantization.stacked import StackedWeight
+from oarlock.workers.layers.quantization.unquantized import DenseWeight
+from oarlock.workers.layers.quantization.weight_only import WeightOnly
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.hf_fields import read_config
+from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.preflight import preflight
+from oarlock.workers.verify.dequantise import dequantised
+from oarlock.workers.weights.checkpoint import Checkpoint
+from oarlock.workers.weights.reader import WeightReader
 from tests.golden.quantised import CASES, Quantised, write
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.weights_in_memory import RecordingRank
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
-from workers.layers.embedding import vocab_shard
-from workers.layers.quantization.formats.dequantised import dequantised_forms
-from workers.layers.quantization.fp8 import Fp8Weight
-from workers.layers.quantization.grouped import GroupedWeight
-from workers.layers.quantization.int8 import Int8Weight
-from workers.layers.quantization.method import LinearWeight
-from workers.layers.quantization.readers.regroup import regroup
-from workers.layers.quantization.shard import WeightShard
-from workers.layers.quantization.stacked import StackedWeight
-from workers.layers.quantization.unquantized import DenseWeight
-from workers.layers.quantization.weight_only import WeightOnly
-from workers.models.decoder import Decoder
-from workers.models.hf_fields import read_config
-from workers.models.hf_quantization import stored_quantization, weight_forms
-from workers.models.registry import read_spec
-from workers.preflight import preflight
-from workers.verify.dequantise import dequantised
-from workers.weights.checkpoint import Checkpoint
-from workers.weights.reader import WeightReader
 
 # Inputs of down_proj: 96 for each of four ranks, which cuts groups of 64 and 128.
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}

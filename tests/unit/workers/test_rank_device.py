@@ -10,18 +10,18 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed import parallel_state
+from oarlock.workers.distributed.rendezvous import RendezvousInfo
+from oarlock.workers.distributed.shm_layout import total_bytes
+from oarlock.workers.distributed.shm_ring import anonymous_memory
+from oarlock.workers.protocol import StepOutput
+from oarlock.workers.worker import worker_process
+from oarlock.workers.worker.model_runner import ModelRunner
+from oarlock.workers.worker.pending_output import AnsweringThread
+from oarlock.workers.worker.rank_device import use_device
+from oarlock.workers.worker.spawn_ranks import RankArguments
 from tests.golden.tiny_models import make_tiny
-from workers.config import WorkerConfig
-from workers.distributed import parallel_state
-from workers.distributed.rendezvous import RendezvousInfo
-from workers.distributed.shm_layout import total_bytes
-from workers.distributed.shm_ring import anonymous_memory
-from workers.protocol import StepOutput
-from workers.worker import worker_process
-from workers.worker.model_runner import ModelRunner
-from workers.worker.pending_output import AnsweringThread
-from workers.worker.rank_device import use_device
-from workers.worker.spawn_ranks import RankArguments
 
 OF_CUDA = (
     "CUDAGraph", "Event", "Stream", "current_stream", "empty_cache", "get_device_capability", "get_device_properties",

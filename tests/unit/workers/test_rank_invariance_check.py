@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.worker import rank_invariance
 from tests.golden import paged_run
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor
 from tests.unit.workers.kernel_levels import NO_KERNELS
-from workers.config import WorkerConfig
-from workers.distributed.tree_sum import tree_sum
-from workers.worker import rank_invariance
 
 pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
 

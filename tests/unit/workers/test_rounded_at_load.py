@@ -7,19 +7,19 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.quantization.grouped import GroupedWeight
+from oarlock.workers.layers.quantization.int8 import Int8Weight
+from oarlock.workers.layers.quantization.registry import QUANTIZATIONS
+from oarlock.workers.layers.quantization.shard import StoredRows, WeightShard
+from oarlock.workers.preflight import preflight
+from oarlock.workers.worker.model_runner import ModelRunner
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.tiny_models import make_tiny
 from tests.house.rules import ROOT
 from tests.unit.workers.kernel_levels import NO_KERNELS
 from tests.unit.workers.weights_in_memory import MemoryWeights, place, random_weights
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
-from workers.layers.quantization.grouped import GroupedWeight
-from workers.layers.quantization.int8 import Int8Weight
-from workers.layers.quantization.registry import QUANTIZATIONS
-from workers.layers.quantization.shard import StoredRows, WeightShard
-from workers.preflight import preflight
-from workers.worker.model_runner import ModelRunner
 
 DEMO = ROOT / "models" / "oarlock-demo"
 

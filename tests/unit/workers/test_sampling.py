@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, pack_output, unpack_output
+from oarlock.workers.sampling.candidates import decode, encode
+from oarlock.workers.sampling.noise import gumbel, mixed_ids, noise_bits, row_keys
 from tests.unit.workers.sampling_cases import mask_of, naive_kept, naive_noise, naive_tokens, sample_with, step_of
-from workers.kernels.cpu import library
-from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, pack_output, unpack_output
-from workers.sampling.candidates import decode, encode
-from workers.sampling.noise import gumbel, mixed_ids, noise_bits, row_keys
 
 ROWS, VOCAB = 6, 1000
 SIZES = [1, 2, 3, 4]

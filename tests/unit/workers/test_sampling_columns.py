@@ -3,10 +3,10 @@
 import numpy as np
 import torch
 
+from oarlock.workers.sampling.columns import NONE, SamplingColumns, Variant, bias_entries, sections, write_rows
+from oarlock.workers.sampling.noise import row_keys
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
 from tests.unit.workers.sampling_cases import Penalties, mask_of, step_of
-from workers.sampling.columns import NONE, SamplingColumns, Variant, bias_entries, sections, write_rows
-from workers.sampling.noise import row_keys
-from workers.worker.greedy_step import SequenceChunk, greedy_step
 
 CPU = torch.device("cpu")
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.config import EngineConfig, WorkerConfig
-from engine.core.engine_core import EngineCore
-from engine.sampling_params import SamplingParams
-from engine.types import FinishReason, Request, TokenEvent
+from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.core.engine_core import EngineCore
+from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.types import FinishReason, Request, TokenEvent
+from oarlock.workers.executor import Executor
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor
-from workers.executor import Executor
 
 pytestmark = pytest.mark.slow
 

@@ -5,9 +5,15 @@ import threading
 
 import pytest
 
-from workers.distributed import shm_ring as ring
-from workers.distributed.memory_order import fence
-from workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter, anonymous_memory
+from oarlock.workers.distributed import shm_ring as ring
+from oarlock.workers.distributed.memory_order import fence
+from oarlock.workers.distributed.shm_ring import (
+    ChannelClosedError,
+    RingLayout,
+    RingReader,
+    RingWriter,
+    anonymous_memory,
+)
 
 
 def make(num_readers: int = 1) -> tuple[RingWriter, list[RingReader]]:

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
+from oarlock.workers.kernels.cpu.int8_gemm import INT8, INT8_DOT, PackedInt8, kind_for
+from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.layers.matmul import Matmul, PlainMatmul, SlicedMatmul
+from oarlock.workers.layers.quantization.grouped import GroupedMatmul, stored_groups
+from oarlock.workers.layers.quantization.int4 import GROUP, round_groups
+from oarlock.workers.layers.quantization.int8 import Int8Matmul, round_rows
 from tests.unit.workers.kernel_levels import PARAMETERS, is_here, threads, using
-from workers.distributed.tree_sum import tree_sum
-from workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
-from workers.kernels.cpu.int8_gemm import INT8, INT8_DOT, PackedInt8, kind_for
-from workers.kernels.cpu.levels import Level
-from workers.layers.matmul import Matmul, PlainMatmul, SlicedMatmul
-from workers.layers.quantization.grouped import GroupedMatmul, stored_groups
-from workers.layers.quantization.int4 import GROUP, round_groups
-from workers.layers.quantization.int8 import Int8Matmul, round_rows
 
 INPUTS, OUTPUTS = 8 * 36, 24  # groups of 32 inputs are cut at the border of every slice
 

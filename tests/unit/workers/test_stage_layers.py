@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from oarlock.workers.config import WorkerConfig, WorkerInfo
+from oarlock.workers.layers.decoder_spec import tensor_shapes
+from oarlock.workers.layers.quantization.registry import NONE
+from oarlock.workers.layers.stage_layers import is_in_stage, layers_of_stage, tensors_of_stage
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.step_cost import StepCost
+from oarlock.workers.worker.joint_info import joint_info
+from oarlock.workers.worker.memory.rank_weights import rank_weight_bytes
+from oarlock.workers.worker.memory_needs import weight_bytes, weight_bytes_of_node
+from oarlock.workers.worker.multiproc_executor import first_stage_behind
+from oarlock.workers.worker.nodes.ranks import Place
 from tests.golden.tiny_models import make_tiny
-from workers.config import WorkerConfig, WorkerInfo
-from workers.layers.decoder_spec import tensor_shapes
-from workers.layers.quantization.registry import NONE
-from workers.layers.stage_layers import is_in_stage, layers_of_stage, tensors_of_stage
-from workers.models.registry import read_spec
-from workers.step_cost import StepCost
-from workers.worker.joint_info import joint_info
-from workers.worker.memory.rank_weights import rank_weight_bytes
-from workers.worker.memory_needs import weight_bytes, weight_bytes_of_node
-from workers.worker.multiproc_executor import first_stage_behind
-from workers.worker.nodes.ranks import Place
 
 
 @pytest.mark.parametrize("num_layers", [1, 4, 5, 7, 32])

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from workers.config import WorkerConfig
-from workers.protocol import StepMetadata
-from workers.step_cost import TARGET_S, StepCost
-from workers.worker import step_timing
-from workers.worker.step_limits import FEWEST_TOKENS, PATIENCE, adapted
-from workers.worker.step_timing import time_steps
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.step_cost import TARGET_S, StepCost
+from oarlock.workers.worker import step_timing
+from oarlock.workers.worker.step_limits import FEWEST_TOKENS, PATIENCE, adapted
+from oarlock.workers.worker.step_timing import time_steps
 
 FAST = StepCost(fixed_s=0.01, token_s=0.0005, context_s=1e-8, logits_s=1e-4)
 SLOW = StepCost(fixed_s=0.2, token_s=0.01, context_s=1e-6, logits_s=1e-3)

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from workers.attention.block_tables import BlockTables
-from workers.attention.forward_batch import ForwardBatch
-from workers.protocol import NULL_BLOCK, StepMetadata
-from workers.sampling.columns import SamplingColumns
-from workers.worker.cuda_graphs.buckets import bucket_of, bucket_sizes
-from workers.worker.cuda_graphs.inputs import Shape, StepInputs
-from workers.worker.cuda_graphs.staging import Layout
-from workers.worker.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.attention.block_tables import BlockTables
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
+from oarlock.workers.sampling.columns import SamplingColumns
+from oarlock.workers.worker.cuda_graphs.buckets import bucket_of, bucket_sizes
+from oarlock.workers.worker.cuda_graphs.inputs import Shape, StepInputs
+from oarlock.workers.worker.cuda_graphs.staging import Layout
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
 
 CPU = torch.device("cpu")
 BLOCK = 4

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from workers.config import WorkerConfig
-from workers.distributed.rank_groups import RankGroups
-from workers.distributed.shm_ring import RingLayout, RingReader, RingWriter, anonymous_memory
-from workers.protocol import (
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.rank_groups import RankGroups
+from oarlock.workers.distributed.shm_ring import RingLayout, RingReader, RingWriter, anonymous_memory
+from oarlock.workers.protocol import (
     StepMetadata,
     StepOutput,
     max_output_bytes,
@@ -23,9 +23,9 @@ from workers.protocol import (
     unpack_output,
     unpack_step,
 )
-from workers.worker.greedy_step import SequenceChunk, greedy_step
-from workers.worker.pending_output import Computed, PendingOutput
-from workers.worker.worker_process import RankRings, serve
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.worker.pending_output import Computed, PendingOutput
+from oarlock.workers.worker.worker_process import RankRings, serve
 
 CONFIG = WorkerConfig("none", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, block_size=16)
 WAIT_S = 20.0

@@ -8,29 +8,29 @@ from pathlib import Path
 import pytest
 import torch
 
+from oarlock.workers.attention.backend import LayerKV
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.distributed.shm_layout import total_bytes
+from oarlock.workers.distributed.shm_ring import anonymous_memory
+from oarlock.workers.distributed.votes import Votes
+from oarlock.workers.errors import StartupError
+from oarlock.workers.platform.host_memory import human_bytes
+from oarlock.workers.preflight import preflight
+from oarlock.workers.protocol import NULL_BLOCK, StepMetadata, empty_step
+from oarlock.workers.sampling.dense_histories import DenseHistories
+from oarlock.workers.worker.cuda_graphs.assemble import device_steps
+from oarlock.workers.worker.cuda_graphs.graphs import Calls, GraphMaker
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.worker.memory.graph_memory import graph_bytes
+from oarlock.workers.worker.memory.step_guard import StepGuard
+from oarlock.workers.worker.memory.step_memory import largest_step
+from oarlock.workers.worker.memory_needs import out_of_memory as told
+from oarlock.workers.worker.memory_needs import sampling_bytes
+from oarlock.workers.worker.model_runner import ModelRunner
+from oarlock.workers.worker.pending_output import Computed, PendingOutput
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.made_up_device import CountedTensors, MadeUpDevice
-from workers.attention.backend import LayerKV
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
-from workers.distributed.shm_layout import total_bytes
-from workers.distributed.shm_ring import anonymous_memory
-from workers.distributed.votes import Votes
-from workers.errors import StartupError
-from workers.platform.host_memory import human_bytes
-from workers.preflight import preflight
-from workers.protocol import NULL_BLOCK, StepMetadata, empty_step
-from workers.sampling.dense_histories import DenseHistories
-from workers.worker.cuda_graphs.assemble import device_steps
-from workers.worker.cuda_graphs.graphs import Calls, GraphMaker
-from workers.worker.greedy_step import SequenceChunk, greedy_step
-from workers.worker.memory.graph_memory import graph_bytes
-from workers.worker.memory.step_guard import StepGuard
-from workers.worker.memory.step_memory import largest_step
-from workers.worker.memory_needs import out_of_memory as told
-from workers.worker.memory_needs import sampling_bytes
-from workers.worker.model_runner import ModelRunner
-from workers.worker.pending_output import Computed, PendingOutput
 
 CPU = torch.device("cpu")
 TOTAL = 64 << 20

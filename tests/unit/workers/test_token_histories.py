@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.sampling.drafts import num_accepted
+from oarlock.workers.sampling.logits_processors import apply_logits_processors
+from oarlock.workers.sampling.sampler import Sampler
+from oarlock.workers.sampling.token_histories import Histories
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
 from tests.unit.workers.kernel_levels import NO_KERNELS
 from tests.unit.workers.sampling_cases import dense, sparse
-from workers.distributed.parallel_state import TensorParallel
-from workers.protocol import StepMetadata
-from workers.sampling.drafts import num_accepted
-from workers.sampling.logits_processors import apply_logits_processors
-from workers.sampling.sampler import Sampler
-from workers.sampling.token_histories import Histories
-from workers.worker.greedy_step import SequenceChunk, greedy_step
 
 ROWS, VOCAB = 4, 61
 PENALTIES = ((1.3, 0.0, 0.0), (1.0, 0.7, -0.4), (0.8, -1.9, 2.0), (1.0, 0.0, 0.0))  # the last row has none

@@ -15,11 +15,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from oarlock.workers.attention.backend import AttentionSpec, KVSpec
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.reference import ReferenceBackend
+from oarlock.workers.attention.triton_backend import TritonBackend, TritonPlan
 from tests.unit.workers.attention_cases import Case, Seq
-from workers.attention.backend import AttentionSpec, KVSpec
-from workers.attention.forward_batch import ForwardBatch
-from workers.attention.reference import ReferenceBackend
-from workers.attention.triton_backend import TritonBackend, TritonPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])

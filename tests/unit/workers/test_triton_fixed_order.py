@@ -20,21 +20,21 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from oarlock.workers.attention import triton_backend
+from oarlock.workers.attention.backend import AttentionSpec, KVSpec
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.reference import ReferenceBackend
+from oarlock.workers.attention.triton_backend import TritonBackend, TritonPlan, fixed_span
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.matmul import ACTIVATIONS, ReadableMatmul
+from oarlock.workers.layers.quantization import weight_only
+from oarlock.workers.layers.quantization.fixed_order import FIXED_ORDER, FixedOrderMatmul
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.weights.dummy import DummyWeights
+from oarlock.workers.worker import batch_invariance
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.attention_cases import Case, Seq
-from workers.attention import triton_backend
-from workers.attention.backend import AttentionSpec, KVSpec
-from workers.attention.forward_batch import ForwardBatch
-from workers.attention.reference import ReferenceBackend
-from workers.attention.triton_backend import TritonBackend, TritonPlan, fixed_span
-from workers.distributed.parallel_state import TensorParallel
-from workers.layers.matmul import ACTIVATIONS, ReadableMatmul
-from workers.layers.quantization import weight_only
-from workers.layers.quantization.fixed_order import FIXED_ORDER, FixedOrderMatmul
-from workers.models.decoder import Decoder
-from workers.models.registry import read_spec
-from workers.weights.dummy import DummyWeights
-from workers.worker import batch_invariance
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])

@@ -12,24 +12,24 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from oarlock.workers.attention.backend import AttentionBackend
+from oarlock.workers.attention.reference import ReferenceBackend
+from oarlock.workers.attention.triton_backend import TritonBackend
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.kernels.triton.activation import gated
+from oarlock.workers.kernels.triton.norm import add_and_norm, rms_norm
+from oarlock.workers.layers import joined_halves, placement
+from oarlock.workers.layers.linear import RowParallelLinear
+from oarlock.workers.layers.matmul import gated_with_torch
+from oarlock.workers.layers.norm import RMSNorm
+from oarlock.workers.layers.placement import Placement
+from oarlock.workers.layers.quantization.registry import QUANTIZATIONS
+from oarlock.workers.layers.quantization.weight_only import WeightOnlyMatmul
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.verify.rank import RecordingDecoder
 from tests.golden.paged_run import PagedRun, load_decoder
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.weights_in_memory import MemoryWeights, RecordingRank, random_weights
-from workers.attention.backend import AttentionBackend
-from workers.attention.reference import ReferenceBackend
-from workers.attention.triton_backend import TritonBackend
-from workers.distributed.parallel_state import TensorParallel
-from workers.kernels.triton.activation import gated
-from workers.kernels.triton.norm import add_and_norm, rms_norm
-from workers.layers import joined_halves, placement
-from workers.layers.linear import RowParallelLinear
-from workers.layers.matmul import gated_with_torch
-from workers.layers.norm import RMSNorm
-from workers.layers.placement import Placement
-from workers.layers.quantization.registry import QUANTIZATIONS
-from workers.layers.quantization.weight_only import WeightOnlyMatmul
-from workers.models.decoder import Decoder
-from workers.verify.rank import RecordingDecoder
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDING = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from workers.attention.backend import KVSpec
-from workers.attention.forward_batch import ForwardBatch
-from workers.attention.triton_backend import TritonBackend
-from workers.layers.rotary import rotate_with_torch
+from oarlock.workers.attention.backend import KVSpec
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.triton_backend import TritonBackend
+from oarlock.workers.layers.rotary import rotate_with_torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -17,21 +17,21 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 import triton.language as tl
 
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.triton.sampling.noise import MARGIN, gumbel, gumbel_screen
+from oarlock.workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
+from oarlock.workers.sampling.columns import SamplingColumns, Variant, bias_entries, write_rows
+from oarlock.workers.sampling.columns import sections as column_sections
+from oarlock.workers.sampling.dense_histories import DenseHistories
+from oarlock.workers.sampling.device_outputs import DeviceOutputs, output_of
+from oarlock.workers.sampling.device_sampler import DeviceSampler
+from oarlock.workers.sampling.noise import gumbel as judged_gumbel
 from tests.unit.workers.sampling_cases import Penalties, dense, mask_of, sample_with, step_of
 from tests.unit.workers.test_sampling import MODES, ROWS, VOCAB, flat, peaked, tied
 from tests.unit.workers.test_token_histories import ROWS as SCENE_ROWS
 from tests.unit.workers.test_token_histories import VOCAB as SCENE_VOCAB
 from tests.unit.workers.test_token_histories import Scene, tokens_for
 from tests.unit.workers.triton_sampling_resources import launches_of, recording_sampler
-from workers.kernels.cpu import library
-from workers.kernels.triton.sampling.noise import MARGIN, gumbel, gumbel_screen
-from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
-from workers.sampling.columns import SamplingColumns, Variant, bias_entries, write_rows
-from workers.sampling.columns import sections as column_sections
-from workers.sampling.dense_histories import DenseHistories
-from workers.sampling.device_outputs import DeviceOutputs, output_of
-from workers.sampling.device_sampler import DeviceSampler
-from workers.sampling.noise import gumbel as judged_gumbel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -15,17 +15,17 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from workers.kernels.triton import activation as activation_kernel
-from workers.kernels.triton.activation import gated as one_kernel
-from workers.layers.matmul import ACTIVATIONS, gated_with_torch
-from workers.layers.quantization import scaled_float8, weight_only
-from workers.layers.quantization.fp8 import Fp8Weight
-from workers.layers.quantization.grouped import GroupedWeight
-from workers.layers.quantization.int8 import Int8Weight
-from workers.layers.quantization.method import LinearWeight
-from workers.layers.quantization.stacked import StackedWeight
-from workers.layers.quantization.unquantized import DenseWeight
-from workers.layers.quantization.weight_only import MOST_ROWS, WeightOnly
+from oarlock.workers.kernels.triton import activation as activation_kernel
+from oarlock.workers.kernels.triton.activation import gated as one_kernel
+from oarlock.workers.layers.matmul import ACTIVATIONS, gated_with_torch
+from oarlock.workers.layers.quantization import scaled_float8, weight_only
+from oarlock.workers.layers.quantization.fp8 import Fp8Weight
+from oarlock.workers.layers.quantization.grouped import GroupedWeight
+from oarlock.workers.layers.quantization.int8 import Int8Weight
+from oarlock.workers.layers.quantization.method import LinearWeight
+from oarlock.workers.layers.quantization.stacked import StackedWeight
+from oarlock.workers.layers.quantization.unquantized import DenseWeight
+from oarlock.workers.layers.quantization.weight_only import MOST_ROWS, WeightOnly
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 TYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])

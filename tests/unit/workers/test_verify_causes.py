@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.models.registry import read_spec
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.verify_cases import PROMPTS, VerifyCase, altered, reconfigured
 from tests.unit.workers.verify_faults import SIZE, WEIGHTS, rows
-from workers.distributed.parallel_state import TensorParallel
-from workers.models.registry import read_spec
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from oarlock.workers.verify import __main__ as command
 from tests.golden.tiny_models import make_tiny
-from workers.verify import __main__ as command
 
 
 @pytest.fixture(scope="module")

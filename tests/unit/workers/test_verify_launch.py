@@ -9,14 +9,14 @@ import time
 
 import pytest
 
-from workers.config import WorkerConfig
-from workers.distributed.control_channel import Control
-from workers.distributed.shm_layout import Flags, total_bytes
-from workers.distributed.shm_ring import anonymous_memory
-from workers.errors import StartupError
-from workers.python_child import start_python
-from workers.verify import launch
-from workers.worker.spawn_ranks import SpawnedRanks
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.control_channel import Control
+from oarlock.workers.distributed.shm_layout import Flags, total_bytes
+from oarlock.workers.distributed.shm_ring import anonymous_memory
+from oarlock.workers.errors import StartupError
+from oarlock.workers.python_child import start_python
+from oarlock.workers.verify import launch
+from oarlock.workers.worker.spawn_ranks import SpawnedRanks
 
 pytestmark = pytest.mark.slow
 
@@ -154,7 +154,7 @@ def reference(monkeypatch):
 
     def prepare(*words: str):
         def start(command, *, pass_fds):
-            assert command[:2] == ["-m", "workers.verify.reference"] and int(command[-1]) == pass_fds[0]
+            assert command[:2] == ["-m", "oarlock.workers.verify.reference"] and int(command[-1]) == pass_fds[0]
             processes.append(start_python(["-c", RANK, command[-1], *words], pass_fds=pass_fds))
             return processes[-1]
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.verify.compare import tensor_names
+from oarlock.workers.verify.rank import RecordingDecoder
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.tiny_models import make_tiny
-from workers.distributed.parallel_state import TensorParallel
-from workers.verify.compare import tensor_names
-from workers.verify.rank import RecordingDecoder
 
 WORK = {0: [3, 4, 5], 1: [7]}
 

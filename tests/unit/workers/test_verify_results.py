@@ -6,12 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.golden.tiny_models import make_tiny
-from tests.house.rules import ROOT
-from tests.unit.workers.verify_cases import PROMPTS, VerifyCase
-from workers.models.registry import read_spec
-from workers.verify import __main__ as command
-from workers.verify.compare import (
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.verify import __main__ as command
+from oarlock.workers.verify.compare import (
     LARGEST_LIMIT,
     LIMIT,
     Comparison,
@@ -22,10 +19,13 @@ from workers.verify.compare import (
     part_of,
     tensor_names,
 )
-from workers.verify.halves import HalfDifference, Halves, same_bits
-from workers.verify.rank import blocks_needed, steps_of
-from workers.verify.report import Report, shown, table
-from workers.verify.request import Text
+from oarlock.workers.verify.halves import HalfDifference, Halves, same_bits
+from oarlock.workers.verify.rank import blocks_needed, steps_of
+from oarlock.workers.verify.report import Report, shown, table
+from oarlock.workers.verify.request import Text
+from tests.golden.tiny_models import make_tiny
+from tests.house.rules import ROOT
+from tests.unit.workers.verify_cases import PROMPTS, VerifyCase
 
 
 def row(

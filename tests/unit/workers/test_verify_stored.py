@@ -6,12 +6,12 @@ from functools import cache
 
 import pytest
 
+from oarlock.workers.models.gguf_config import hf_config
+from oarlock.workers.weights.gguf.model import GGUFModel
 from tests.golden.gguf_writer import all_of, q4_k_m, write_gguf
 from tests.golden.quantised import CASES, write
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.verify_cases import VerifyCase, cut_scales_wrongly
-from workers.models.gguf_config import hf_config
-from workers.weights.gguf.model import GGUFModel
 
 LAYER = "model.layers.1"
 SHAPE = {"hidden_size": 128, "head_dim": 16, "intermediate_size": 384, "num_hidden_layers": 2}

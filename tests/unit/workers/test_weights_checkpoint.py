@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from workers.errors import StartupError
-from workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from workers.weights.header import read_header
+from oarlock.workers.errors import StartupError
+from oarlock.workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from oarlock.workers.weights.header import read_header
 
 
 def good_file(path: Path) -> Path:

@@ -7,15 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.errors import StartupError
+from oarlock.workers.preflight import preflight
+from oarlock.workers.weights import reader as reader_module
+from oarlock.workers.weights.checkpoint import SINGLE_FILE, Checkpoint
+from oarlock.workers.weights.reader import WeightReader, first_not_finite
+from oarlock.workers.worker.model_runner import ModelRunner
 from tests.golden.tiny_models import make_tiny
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
-from workers.errors import StartupError
-from workers.preflight import preflight
-from workers.weights import reader as reader_module
-from workers.weights.checkpoint import SINGLE_FILE, Checkpoint
-from workers.weights.reader import WeightReader, first_not_finite
-from workers.worker.model_runner import ModelRunner
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BAD = [math.nan, math.inf, -math.inf]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from workers.errors import StartupError
-from workers.weights import reader as reader_module
-from workers.weights.checkpoint import SINGLE_FILE, Checkpoint
-from workers.weights.dummy import DummyWeights
-from workers.weights.reader import WeightReader
+from oarlock.workers.errors import StartupError
+from oarlock.workers.weights import reader as reader_module
+from oarlock.workers.weights.checkpoint import SINGLE_FILE, Checkpoint
+from oarlock.workers.weights.dummy import DummyWeights
+from oarlock.workers.weights.reader import WeightReader
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def test_leftovers_are_an_error_unless_ignorable(weights: WeightReader) -> None:
 _MEASURE = """
 import sys, torch
 from pathlib import Path
-from workers.weights.checkpoint import Checkpoint
-from workers.weights.reader import WeightReader
+from oarlock.workers.weights.checkpoint import Checkpoint
+from oarlock.workers.weights.reader import WeightReader
 def status(field):
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(field)) / 1024
 torch.set_num_threads(1)

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from oarlock.workers.sampling.columns import SamplingColumns, Variant
+from oarlock.workers.sampling.dense_histories import DenseHistories
+from oarlock.workers.sampling.device_outputs import DeviceOutputs
+from oarlock.workers.sampling.device_sampler import DeviceSampler
 from tests.unit.workers.sampling_cases import step_of
 from tests.unit.workers.triton_resources import resources
-from workers.sampling.columns import SamplingColumns, Variant
-from workers.sampling.dense_histories import DenseHistories
-from workers.sampling.device_outputs import DeviceOutputs
-from workers.sampling.device_sampler import DeviceSampler
 
 CPU = torch.device("cpu")
 VOCAB = 151_936

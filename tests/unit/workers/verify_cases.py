@@ -15,22 +15,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.placement import Placement
+from oarlock.workers.layers.quantization.fp8 import Fp8Weight
+from oarlock.workers.layers.quantization.grouped import GroupedWeight
+from oarlock.workers.layers.quantization.method import LinearWeight
+from oarlock.workers.layers.quantization.shard import WeightShard
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.preflight import preflight
+from oarlock.workers.verify.causes import explain
+from oarlock.workers.verify.compare import Comparison, compare
+from oarlock.workers.verify.rank import run_rank
+from oarlock.workers.verify.reference import record_reference
+from oarlock.workers.verify.request import Request
+from oarlock.workers.weights.source import WeightSource
 from tests.golden.paged_run import on_ranks
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
-from workers.layers.placement import Placement
-from workers.layers.quantization.fp8 import Fp8Weight
-from workers.layers.quantization.grouped import GroupedWeight
-from workers.layers.quantization.method import LinearWeight
-from workers.layers.quantization.shard import WeightShard
-from workers.models.registry import read_spec
-from workers.preflight import preflight
-from workers.verify.causes import explain
-from workers.verify.compare import Comparison, compare
-from workers.verify.rank import run_rank
-from workers.verify.reference import record_reference
-from workers.verify.request import Request
-from workers.weights.source import WeightSource
 
 PROMPTS = [[7, 3, 250, 41, 9, 9, 112, 300, 5, 77, 18, 260, 33, 4, 201, 90, 64, 2, 150], [11, 290, 6, 31], [299]]
 

@@ -10,10 +10,10 @@ import sys
 
 import torch
 
+from oarlock.workers.kernels.triton.round_rows import round_rows
+from oarlock.workers.kernels.triton.weight_only import merge, multiply, write_out
+from oarlock.workers.layers.quantization.weight_only import MERGED, MOST_ROWS, StoredWeight, multiply_options
 from tests.unit.workers.triton_resources import resources
-from workers.kernels.triton.round_rows import round_rows
-from workers.kernels.triton.weight_only import merge, multiply, write_out
-from workers.layers.quantization.weight_only import MERGED, MOST_ROWS, StoredWeight, multiply_options
 
 _TYPES = {"values": "*u8", "zeros": "*fp16", "factors": "*fp32", "partial": "*fp32", "ids": "*i64"}
 _TYPES |= dict.fromkeys(("x", "out", "bias", "residual"), "*bf16")

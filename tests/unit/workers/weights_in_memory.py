@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from workers.distributed.parallel_state import TensorParallel
-from workers.layers.placement import Placement
-from workers.weights.source import check_slice
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.placement import Placement
+from oarlock.workers.weights.source import check_slice
 
 
 class MemoryWeights:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from workers.kernels.cpu.levels import Level, of_one_type
+from oarlock.workers.kernels.cpu.levels import Level, of_one_type
 
 _log = logging.getLogger("oarlock.kernels")
 

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu import library
 
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as in `element_types.h`
 

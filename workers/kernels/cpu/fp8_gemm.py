@@ -6,9 +6,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from workers.kernels.cpu import library
-from workers.kernels.cpu.element_types import ELEMENT_TYPES
-from workers.platform.huge_pages import huge_page_empty
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu.element_types import ELEMENT_TYPES
+from oarlock.workers.platform.huge_pages import huge_page_empty
 
 FLOAT8 = 5  # the kind of packed weights: `WeightKind` in csrc/gemm/int8.h
 

@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from workers.kernels.cpu import library
-from workers.kernels.cpu.element_types import ELEMENT_TYPES
-from workers.platform.huge_pages import huge_page_empty
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu.element_types import ELEMENT_TYPES
+from oarlock.workers.platform.huge_pages import huge_page_empty
 
 
 class Epilogue(IntEnum):

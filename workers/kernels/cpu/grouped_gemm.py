@@ -7,10 +7,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from workers.kernels.cpu import int8_gemm, library
-from workers.kernels.cpu.element_types import ELEMENT_TYPES
-from workers.kernels.cpu.levels import Level
-from workers.platform.huge_pages import huge_page_empty
+from oarlock.workers.kernels.cpu import int8_gemm, library
+from oarlock.workers.kernels.cpu.element_types import ELEMENT_TYPES
+from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.platform.huge_pages import huge_page_empty
 
 GROUPED, GROUPED_DOT = 3, 4  # kinds of packed weights: `WeightKind` in csrc/gemm/int8.h
 _NOTHING = -1  # the input of a place that only fills a group up

@@ -4,8 +4,8 @@ import logging
 
 import torch
 
-from workers.kernels.cpu import library
-from workers.kernels.cpu.int8_gemm import instructions as instructions_of_int8
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu.int8_gemm import instructions as instructions_of_int8
 
 _log = logging.getLogger("oarlock.kernels")
 

@@ -6,12 +6,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from workers.kernels.cpu import library
-from workers.kernels.cpu.element_types import ELEMENT_TYPES
-from workers.kernels.cpu.gemm import check_slices
-from workers.kernels.cpu.levels import Level
-from workers.platform.huge_pages import huge_page_empty
-from workers.platform.processor import features
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu.element_types import ELEMENT_TYPES
+from oarlock.workers.kernels.cpu.gemm import check_slices
+from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.platform.huge_pages import huge_page_empty
+from oarlock.workers.platform.processor import features
 
 INT8, INT8_DOT = 1, 2  # kinds of packed weights: `WeightKind` in csrc/gemm/int8.h
 MOST_INPUTS = 65_536  # products of 255 and 127, added up in 32 bits

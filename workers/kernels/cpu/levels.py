@@ -8,8 +8,8 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from workers.errors import StartupError
-from workers.platform.processor import features, may_use_tiles
+from oarlock.workers.errors import StartupError
+from oarlock.workers.platform.processor import features, may_use_tiles
 
 ENVIRONMENT = "OARLOCK_CPU_LEVEL"
 

@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workers.kernels.cpu import build, levels
-from workers.kernels.cpu.build import KernelsUnavailable
-from workers.kernels.cpu.levels import Level
+from oarlock.workers.kernels.cpu import build, levels
+from oarlock.workers.kernels.cpu.build import KernelsUnavailable
+from oarlock.workers.kernels.cpu.levels import Level
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """Compiles the kernels of every level of this kind of machine into the package, for wheels and images.
 
-    python -m workers.kernels.cpu.prebuild
+    python -m oarlock.workers.kernels.cpu.prebuild
 
 Prints the platform tag of a wheel that carries them: the oldest C library that has the functions they use.
 """
@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from workers.kernels.cpu import build, levels
+from oarlock.workers.kernels.cpu import build, levels
 
 _OLDEST = 17  # manylinux_2_17 is the oldest that pip knows by this scheme
 

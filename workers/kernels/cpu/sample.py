@@ -9,8 +9,8 @@ import ctypes
 import numpy as np
 from torch import Tensor
 
-from workers.kernels.cpu import library
-from workers.protocol import StepMetadata
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.protocol import StepMetadata
 
 # sections of `StepMetadata`; all are of 32 bits but for seeds, of 64
 _COLUMNS = ("target_ids", "temperature", "top_p", "top_k", "min_p", "seeds", "sample_positions", "num_logprobs")

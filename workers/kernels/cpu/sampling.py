@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu import library
 
 BLOCK = 128
 

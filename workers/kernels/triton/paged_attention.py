@@ -13,7 +13,7 @@ Products of float32 take three passes over TensorFloat-32 parts (`tf32x3`), whic
 import triton
 import triton.language as tl
 
-from workers.kernels.triton.kv_pages import numbers, row_at, scales_of, store_rows
+from oarlock.workers.kernels.triton.kv_pages import numbers, row_at, scales_of, store_rows
 
 
 @triton.jit

@@ -7,7 +7,7 @@ registers. Sizes in the shapes below: T query tokens, H query heads, D head_dim.
 import triton
 import triton.language as tl
 
-from workers.kernels.triton.kv_pages import store_rows
+from oarlock.workers.kernels.triton.kv_pages import store_rows
 
 
 @triton.jit

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.layers.matmul import GatedMatmul, Matmul
-from workers.layers.quantization import weight_only
-from workers.layers.quantization.method import LinearWeight
-from workers.layers.quantization.registry import Quantization
-from workers.layers.quantization.shard import Empty, WeightShard
-from workers.layers.quantization.unquantized import UnquantizedLinearMethod
-from workers.weights.source import WeightSource
+from oarlock.workers.layers.matmul import GatedMatmul, Matmul
+from oarlock.workers.layers.quantization import weight_only
+from oarlock.workers.layers.quantization.method import LinearWeight
+from oarlock.workers.layers.quantization.registry import Quantization
+from oarlock.workers.layers.quantization.shard import Empty, WeightShard
+from oarlock.workers.layers.quantization.unquantized import UnquantizedLinearMethod
+from oarlock.workers.weights.source import WeightSource
 
 _WAVES = 4  # programs for each multiprocessor, before cutting the inputs gains no more
 _LEAST_STEPS = 8  # of a span
@@ -88,7 +88,7 @@ class FixedOrderMatmul:
 
     def _multiply(self, x: Tensor) -> Tensor:
         """float32 [spans, T, N]."""
-        from workers.kernels.triton import fixed_order  # Triton is on some machines only
+        from oarlock.workers.kernels.triton import fixed_order  # Triton is on some machines only
 
         kernel: Any = fixed_order.multiply_in_order  # a kernel's call compiles it: no annotation of its arguments
         tile, rows, (columns, inputs) = self.tile, len(x), self.weight.shape

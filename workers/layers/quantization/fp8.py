@@ -7,15 +7,15 @@ the group's scale they are added to those of the groups before, in the order of 
 import torch
 from torch import Tensor
 
-from workers.distributed.tree_sum import tree_sum
-from workers.kernels.cpu import library
-from workers.kernels.cpu.fp8_gemm import PackedFp8
-from workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
-from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
-from workers.layers.quantization.groups import MOST_AT_ONCE, group_in_slices, pieces_of
-from workers.layers.quantization.method import LinearWeight
-from workers.layers.quantization.unquantized import DenseWeight
-from workers.layers.quantization.weight_only import UNITS, WeightOnly, of_float8
+from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu.fp8_gemm import PackedFp8
+from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
+from oarlock.workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
+from oarlock.workers.layers.quantization.groups import MOST_AT_ONCE, group_in_slices, pieces_of
+from oarlock.workers.layers.quantization.method import LinearWeight
+from oarlock.workers.layers.quantization.unquantized import DenseWeight
+from oarlock.workers.layers.quantization.weight_only import UNITS, WeightOnly, of_float8
 
 
 class Fp8Matmul:

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.distributed.tree_sum import tree_sum
-from workers.kernels.cpu import library
-from workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
-from workers.kernels.cpu.grouped_gemm import PackedGrouped
-from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
-from workers.layers.quantization.groups import group_in_slices, kernel_group, pieces_of
-from workers.layers.quantization.int8 import round_rows
-from workers.layers.quantization.weight_only import WeightOnly, of_groups
+from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
+from oarlock.workers.kernels.cpu.grouped_gemm import PackedGrouped
+from oarlock.workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
+from oarlock.workers.layers.quantization.groups import group_in_slices, kernel_group, pieces_of
+from oarlock.workers.layers.quantization.int8 import round_rows
+from oarlock.workers.layers.quantization.weight_only import WeightOnly, of_groups
 
 # The largest scale of an output lies below 2 ** 15, so that it can be rounded up. Just below 2 ** 16 it could not, and
 # a rank that holds other inputs of the output, and so has another largest scale, would round it differently.

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.layers.quantization.grouped import GroupedWeight
-from workers.layers.quantization.shard import Empty, WeightShard
-from workers.layers.quantization.unquantized import DenseWeight
-from workers.weights.source import WeightSource
+from oarlock.workers.layers.quantization.grouped import GroupedWeight
+from oarlock.workers.layers.quantization.shard import Empty, WeightShard
+from oarlock.workers.layers.quantization.unquantized import DenseWeight
+from oarlock.workers.weights.source import WeightSource
 
 GROUP = 32  # inputs that share a scale
 _ROWS_AT_ONCE = 256  # of a weight, in float32

@@ -7,15 +7,15 @@ bits do not depend on the order of additions: `Int8Matmul` is the reference, and
 import torch
 from torch import Tensor
 
-from workers.distributed.tree_sum import tree_sum
-from workers.kernels.cpu import library
-from workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
-from workers.kernels.cpu.int8_gemm import PackedInt8
-from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
-from workers.layers.quantization.shard import Empty, WeightShard
-from workers.layers.quantization.unquantized import DenseWeight
-from workers.layers.quantization.weight_only import WeightOnly, of_channels
-from workers.weights.source import WeightSource
+from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
+from oarlock.workers.kernels.cpu.int8_gemm import PackedInt8
+from oarlock.workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
+from oarlock.workers.layers.quantization.shard import Empty, WeightShard
+from oarlock.workers.layers.quantization.unquantized import DenseWeight
+from oarlock.workers.layers.quantization.weight_only import WeightOnly, of_channels
+from oarlock.workers.weights.source import WeightSource
 
 _LARGEST = 127.0
 _SMALLEST = 1e-30  # a row without a larger number is all zeros: its scale has no inverse

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from workers.layers.matmul import GatedMatmul, Matmul
-from workers.layers.quantization.shard import Empty, WeightShard
-from workers.weights.source import WeightSource
+from oarlock.workers.layers.matmul import GatedMatmul, Matmul
+from oarlock.workers.layers.quantization.shard import Empty, WeightShard
+from oarlock.workers.weights.source import WeightSource
 
 
 class LinearWeight(Protocol):

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workers.layers.quantization.formats.form import Arithmetic
+from oarlock.workers.layers.quantization.formats.form import Arithmetic
 
 if TYPE_CHECKING:
-    from workers.layers.decoder_spec import DecoderSpec
-    from workers.layers.quantization.formats.form import WeightForms
-    from workers.layers.quantization.method import LinearMethod
+    from oarlock.workers.layers.decoder_spec import DecoderSpec
+    from oarlock.workers.layers.quantization.formats.form import WeightForms
+    from oarlock.workers.layers.quantization.method import LinearMethod
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +58,19 @@ class Quantization:
 
 
 def _unquantized() -> LinearMethod:
-    from workers.layers.quantization.unquantized import UnquantizedLinearMethod
+    from oarlock.workers.layers.quantization.unquantized import UnquantizedLinearMethod
 
     return UnquantizedLinearMethod()
 
 
 def _int8() -> LinearMethod:
-    from workers.layers.quantization.int8 import Int8LinearMethod
+    from oarlock.workers.layers.quantization.int8 import Int8LinearMethod
 
     return Int8LinearMethod()
 
 
 def _int4() -> LinearMethod:
-    from workers.layers.quantization.int4 import Int4LinearMethod
+    from oarlock.workers.layers.quantization.int4 import Int4LinearMethod
 
     return Int4LinearMethod()
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from workers.weights.source import WeightSource
+from oarlock.workers.weights.source import WeightSource
 
 # An uninitialised tensor of the given lengths, in the dtype and on the device of the model's weights.
 Empty = Callable[..., Tensor]

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from workers.kernels.triton import availability
-from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul, gated
-from workers.layers.quantization.method import LinearWeight
+from oarlock.workers.kernels.triton import availability
+from oarlock.workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul, gated
+from oarlock.workers.layers.quantization.method import LinearWeight
 
 
 class StackedMatmul:

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.layers.matmul import GatedMatmul, Matmul, gated_matmul, matmul
-from workers.layers.quantization.shard import Empty, WeightShard
-from workers.weights.source import WeightSource
+from oarlock.workers.layers.matmul import GatedMatmul, Matmul, gated_matmul, matmul
+from oarlock.workers.layers.quantization.shard import Empty, WeightShard
+from oarlock.workers.weights.source import WeightSource
 
 
 class DenseWeight:

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.layers.matmul import GatedMatmul, Matmul, gated
-from workers.layers.quantization import scaled_float8
+from oarlock.workers.layers.matmul import GatedMatmul, Matmul, gated
+from oarlock.workers.layers.quantization import scaled_float8
 
 MOST_ROWS = 64  # of x, that are multiplied by the stored numbers
 UNITS = (16, 32)  # inputs that are stored together
@@ -304,6 +304,6 @@ def processors(device: torch.device) -> int:
 
 
 def _kernels() -> Any:
-    from workers.kernels.triton import weight_only  # Triton is on some machines only
+    from oarlock.workers.kernels.triton import weight_only  # Triton is on some machines only
 
     return weight_only

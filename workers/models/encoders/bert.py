@@ -1,9 +1,9 @@
 """BERT (Devlin et al., 2018), RoBERTa and XLM-RoBERTa: learned positions, norms after each sublayer. Torch-free."""
 
-from workers.errors import StartupError
-from workers.models.encoders.encoder_spec import ClassifierSpec, EncoderNames, EncoderSpec, LayerNames
-from workers.models.encoders.hf_encoder import ACTIVATIONS, num_labels, shape_of
-from workers.models.hf_fields import Fields
+from oarlock.workers.errors import StartupError
+from oarlock.workers.models.encoders.encoder_spec import ClassifierSpec, EncoderNames, EncoderSpec, LayerNames
+from oarlock.workers.models.encoders.hf_encoder import ACTIVATIONS, num_labels, shape_of
+from oarlock.workers.models.hf_fields import Fields
 
 _NAMES = EncoderNames(
     words="embeddings.word_embeddings",

@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.layers.gelu import gelu_with_torch
-from workers.layers.norm import LayerNorm
-from workers.layers.placement import Placement
-from workers.models.encoders.encoder_spec import ClassifierSpec, EncoderSpec
-from workers.weights.source import WeightSource
+from oarlock.workers.layers.gelu import gelu_with_torch
+from oarlock.workers.layers.norm import LayerNorm
+from oarlock.workers.layers.placement import Placement
+from oarlock.workers.models.encoders.encoder_spec import ClassifierSpec, EncoderSpec
+from oarlock.workers.weights.source import WeightSource
 
 
 class Classifier:

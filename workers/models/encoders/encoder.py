@@ -9,17 +9,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from workers.distributed.parallel_state import TensorParallel
-from workers.layers.embedding import VocabParallelEmbedding
-from workers.layers.norm import LayerNorm
-from workers.layers.placement import Placement
-from workers.layers.rotary import RotaryTable
-from workers.layers.sharding import slices_for
-from workers.models.encoders.classifier import Classifier
-from workers.models.encoders.encoder_spec import EncoderSpec
-from workers.models.encoders.layers import EncoderLayer
-from workers.models.encoders.registry import is_ignorable
-from workers.weights.source import WeightSource
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.embedding import VocabParallelEmbedding
+from oarlock.workers.layers.norm import LayerNorm
+from oarlock.workers.layers.placement import Placement
+from oarlock.workers.layers.rotary import RotaryTable
+from oarlock.workers.layers.sharding import slices_for
+from oarlock.workers.models.encoders.classifier import Classifier
+from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
+from oarlock.workers.models.encoders.layers import EncoderLayer
+from oarlock.workers.models.encoders.registry import is_ignorable
+from oarlock.workers.weights.source import WeightSource
 
 
 class _Part(Protocol):

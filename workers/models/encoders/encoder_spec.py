@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from workers.layers.decoder_spec import RopeSpec
+from oarlock.workers.layers.decoder_spec import RopeSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from workers.errors import StartupError
-from workers.models.hf_config import declared_dtype
-from workers.models.hf_fields import MOST_LABELS, Fields, unsupported, wrong
+from oarlock.workers.errors import StartupError
+from oarlock.workers.models.hf_config import declared_dtype
+from oarlock.workers.models.hf_fields import MOST_LABELS, Fields, unsupported, wrong
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 

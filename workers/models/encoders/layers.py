@@ -4,16 +4,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from workers.attention.bidirectional import attend_both_ways
-from workers.layers.gelu import gelu
-from workers.layers.linear import RowParallelLinear
-from workers.layers.norm import LayerNorm
-from workers.layers.placement import Placement
-from workers.layers.quantization.shard import StoredRows, WeightShard
-from workers.layers.rotary import rotate
-from workers.layers.sharding import shard_evenly
-from workers.models.encoders.encoder_spec import EncoderSpec
-from workers.weights.source import WeightSource
+from oarlock.workers.attention.bidirectional import attend_both_ways
+from oarlock.workers.layers.gelu import gelu
+from oarlock.workers.layers.linear import RowParallelLinear
+from oarlock.workers.layers.norm import LayerNorm
+from oarlock.workers.layers.placement import Placement
+from oarlock.workers.layers.quantization.shard import StoredRows, WeightShard
+from oarlock.workers.layers.rotary import rotate
+from oarlock.workers.layers.sharding import shard_evenly
+from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
+from oarlock.workers.weights.source import WeightSource
 
 Turns = tuple[Tensor, Tensor]  # cos, sin: see `RotaryTable`
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-from workers.config import NodesConfig, WorkerConfig
-from workers.distributed.topology import Topology
-from workers.errors import StartupError
-from workers.kernels.cpu import library
-from workers.kernels.cpu.build import KernelsUnavailable
-from workers.python_child import die_with_parent, run_while_read
-from workers.verify.doctor import cuda, device_sums, kernels, machine, measure, model, nodes
-from workers.verify.doctor.finding import NOTE, WARNING, Finding, as_json, as_text, is_fine
+from oarlock.workers.config import NodesConfig, WorkerConfig
+from oarlock.workers.distributed.topology import Topology
+from oarlock.workers.errors import StartupError
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu.build import KernelsUnavailable
+from oarlock.workers.python_child import die_with_parent, run_while_read
+from oarlock.workers.verify.doctor import cuda, device_sums, kernels, machine, measure, model, nodes
+from oarlock.workers.verify.doctor.finding import NOTE, WARNING, Finding, as_json, as_text, is_fine
 
 
 def main(argv: list[str]) -> int:

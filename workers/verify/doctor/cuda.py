@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from workers.distributed.parallel_state import nccl_version
-from workers.platform import triton_needs
-from workers.platform.cuda_driver import driver_version, why_too_old
-from workers.platform.host_memory import human_bytes
-from workers.verify.doctor.finding import ERROR, NOTE, WARNING, Finding
+from oarlock.workers.distributed.parallel_state import nccl_version
+from oarlock.workers.platform import triton_needs
+from oarlock.workers.platform.cuda_driver import driver_version, why_too_old
+from oarlock.workers.platform.host_memory import human_bytes
+from oarlock.workers.verify.doctor.finding import ERROR, NOTE, WARNING, Finding
 
 NOT_MEASURED = "not measured on a GPU yet: make gpu-check does"
 

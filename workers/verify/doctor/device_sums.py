@@ -1,6 +1,6 @@
 """Which way ranks on CUDA devices sum, and how long each way takes: what each start measures, without a model.
 
-python -m workers.verify.doctor.device_sums PARENT_PID CONTROL_FD     # one of the ranks
+python -m oarlock.workers.verify.doctor.device_sums PARENT_PID CONTROL_FD     # one of the ranks
 """
 
 import os
@@ -9,13 +9,13 @@ import sys
 
 import torch
 
-from workers.config import WorkerConfig
-from workers.distributed.control_channel import Control
-from workers.distributed.shm_ring import ChannelClosedError
-from workers.verify.doctor.finding import WARNING, Finding
-from workers.worker.cpu_affinity import with_cpus
-from workers.worker.spawn_ranks import RankArguments, spawn_ranks
-from workers.worker.worker_process import begin, join, log_to_stderr
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.control_channel import Control
+from oarlock.workers.distributed.shm_ring import ChannelClosedError
+from oarlock.workers.verify.doctor.finding import WARNING, Finding
+from oarlock.workers.worker.cpu_affinity import with_cpus
+from oarlock.workers.worker.spawn_ranks import RankArguments, spawn_ranks
+from oarlock.workers.worker.worker_process import begin, join, log_to_stderr
 
 _TIMEOUT_S = 120.0  # for all ranks to join and measure
 
@@ -27,7 +27,7 @@ def all_reduce_choice(config: WorkerConfig) -> Finding:
         text = f"not measured: {count} CUDA device(s) for {config.tensor_parallel_size} ranks"
         return Finding("all-reduce", text, WARNING, f"Give --tensor-parallel-size {max(1, count)}, or --device cpu.")
     config = with_cpus(config, config.device).with_(log_level="WARNING")
-    ranks = spawn_ranks("workers.verify.doctor.device_sums", config, [{}] * config.tensor_parallel_size)
+    ranks = spawn_ranks("oarlock.workers.verify.doctor.device_sums", config, [{}] * config.tensor_parallel_size)
     try:
         answer = _first_answer(ranks.controls)
     finally:

@@ -4,11 +4,11 @@ import platform
 import subprocess
 from pathlib import Path
 
-from workers.errors import StartupError
-from workers.kernels.cpu import build, levels
-from workers.kernels.cpu.build import KernelsUnavailable
-from workers.platform import processor
-from workers.verify.doctor.finding import ERROR, NOTE, WARNING, Finding
+from oarlock.workers.errors import StartupError
+from oarlock.workers.kernels.cpu import build, levels
+from oarlock.workers.kernels.cpu.build import KernelsUnavailable
+from oarlock.workers.platform import processor
+from oarlock.workers.verify.doctor.finding import ERROR, NOTE, WARNING, Finding
 
 
 def level() -> Finding:

@@ -1,6 +1,6 @@
 """Measurements that take seconds: how fast memory is read, and how long a sum over ranks takes.
 
-python -m workers.verify.doctor.measure DESCRIPTOR RANK RANKS     # one of the other ranks of that sum
+python -m oarlock.workers.verify.doctor.measure DESCRIPTOR RANK RANKS     # one of the other ranks of that sum
 """
 
 import statistics
@@ -9,13 +9,13 @@ import time
 
 import torch
 
-from workers.distributed.shm_all_reduce import SharedMemoryGroup
-from workers.distributed.shm_layout import total_bytes
-from workers.distributed.shm_ring import anonymous_memory
-from workers.kernels.cpu.collective import ALL_CAME, all_reduce_of
-from workers.kernels.cpu.library import library
-from workers.python_child import start_python
-from workers.verify.doctor.finding import Finding
+from oarlock.workers.distributed.shm_all_reduce import SharedMemoryGroup
+from oarlock.workers.distributed.shm_layout import total_bytes
+from oarlock.workers.distributed.shm_ring import anonymous_memory
+from oarlock.workers.kernels.cpu.collective import ALL_CAME, all_reduce_of
+from oarlock.workers.kernels.cpu.library import library
+from oarlock.workers.python_child import start_python
+from oarlock.workers.verify.doctor.finding import Finding
 
 _READ_BYTES = 1 << 30  # more than any cache holds
 _PASSES = 7
@@ -41,7 +41,7 @@ def all_reduce_time(ranks: int) -> Finding:
     """Microseconds of one sum over `ranks` processes in shared memory, by its size: two of them are in every layer."""
     library()  # compiled before a rank waits for another
     memory_fd = anonymous_memory(total_bytes(ranks, max(_SIZES)))
-    module = "workers.verify.doctor.measure"
+    module = "oarlock.workers.verify.doctor.measure"
     peers = [
         start_python(["-m", module, str(memory_fd), str(rank), str(ranks)], pass_fds=[memory_fd])
         for rank in range(1, ranks)

@@ -4,22 +4,22 @@ from pathlib import Path
 
 import torch
 
-from workers.attention.backend import KVSpec
-from workers.attention.selector import BACKENDS
-from workers.config import WorkerConfig
-from workers.errors import StartupError
-from workers.layers.quantization.formats.dequantised import served_forms
-from workers.layers.sharding import shard_heads
-from workers.models.encoders.registry import read_encoder
-from workers.models.hf_fields import read_config
-from workers.models.hf_quantization import stored_quantization, weight_forms
-from workers.models.registry import read_spec
-from workers.platform.host_memory import human_bytes
-from workers.preflight import preflight
-from workers.verify.doctor.finding import ERROR, NOTE, Finding
-from workers.weights.open_checkpoint import open_checkpoint
-from workers.worker.encoder.memory import weight_bytes as encoder_bytes
-from workers.worker.memory_needs import weight_bytes
+from oarlock.workers.attention.backend import KVSpec
+from oarlock.workers.attention.selector import BACKENDS
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.quantization.formats.dequantised import served_forms
+from oarlock.workers.layers.sharding import shard_heads
+from oarlock.workers.models.encoders.registry import read_encoder
+from oarlock.workers.models.hf_fields import read_config
+from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.platform.host_memory import human_bytes
+from oarlock.workers.preflight import preflight
+from oarlock.workers.verify.doctor.finding import ERROR, NOTE, Finding
+from oarlock.workers.weights.open_checkpoint import open_checkpoint
+from oarlock.workers.worker.encoder.memory import weight_bytes as encoder_bytes
+from oarlock.workers.worker.memory_needs import weight_bytes
 
 
 def findings(config: WorkerConfig) -> list[Finding]:

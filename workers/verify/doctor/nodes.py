@@ -1,10 +1,10 @@
 """Checks of this host as one of several: what `serve` would check before it waits for the others."""
 
-from workers.config import NodesConfig
-from workers.errors import StartupError
-from workers.node import check_network
-from workers.verify.doctor.finding import ERROR, Finding
-from workers.worker.nodes.interface import own_interface
+from oarlock.workers.config import NodesConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.node import check_network
+from oarlock.workers.verify.doctor.finding import ERROR, Finding
+from oarlock.workers.worker.nodes.interface import own_interface
 
 
 def reachable(nodes: NodesConfig) -> Finding:

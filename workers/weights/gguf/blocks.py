@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.weights.gguf.block_types import BY_NAME, GROUP_FORMS
+from oarlock.workers.weights.gguf.block_types import BY_NAME, GROUP_FORMS
 
 
 @dataclass(frozen=True, slots=True)

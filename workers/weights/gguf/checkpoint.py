@@ -3,12 +3,12 @@
 import os
 from pathlib import Path
 
-from workers.errors import StartupError
-from workers.weights.checkpoint import Checkpoint, Located
-from workers.weights.gguf.block_types import FLOATS, SERVED
-from workers.weights.gguf.model import GGUFModel
-from workers.weights.gguf.names import PLAIN, ROPE_FACTORS, Layout, hf_name, layout
-from workers.weights.gguf.settings import Settings
+from oarlock.workers.errors import StartupError
+from oarlock.workers.weights.checkpoint import Checkpoint, Located
+from oarlock.workers.weights.gguf.block_types import FLOATS, SERVED
+from oarlock.workers.weights.gguf.model import GGUFModel
+from oarlock.workers.weights.gguf.names import PLAIN, ROPE_FACTORS, Layout, hf_name, layout
+from oarlock.workers.weights.gguf.settings import Settings
 
 
 class GGUFCheckpoint(Checkpoint):

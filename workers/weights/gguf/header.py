@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from workers.errors import StartupError
-from workers.weights.checkpoint_files import check_file
-from workers.weights.gguf.block_types import TYPES
-from workers.weights.header import TensorEntry
+from oarlock.workers.errors import StartupError
+from oarlock.workers.weights.checkpoint_files import check_file
+from oarlock.workers.weights.gguf.block_types import TYPES
+from oarlock.workers.weights.header import TensorEntry
 
 MAGIC = b"GGUF"
 _LFS_MARK = b"version https://git-lfs"

@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers.errors import StartupError
-from workers.weights.checkpoint import Located
-from workers.weights.gguf.header import GGUFHeader, Value, read_header
+from oarlock.workers.errors import StartupError
+from oarlock.workers.weights.checkpoint import Located
+from oarlock.workers.weights.gguf.header import GGUFHeader, Value, read_header
 
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MOST_PARTS = 1000

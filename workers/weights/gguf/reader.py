@@ -10,15 +10,15 @@ from concurrent.futures import Future, wait
 import torch
 from torch import Tensor
 
-from workers.errors import StartupError
-from workers.weights.checkpoint import Located
-from workers.weights.file_reader import FileReader
-from workers.weights.gguf.block_types import FLOATS, SERVED
-from workers.weights.gguf.blocks import Groups, unpacked
-from workers.weights.gguf.checkpoint import GGUFCheckpoint, type_not_served
-from workers.weights.gguf.names import Layout
-from workers.weights.reader import first_not_finite, not_finite
-from workers.weights.source import check_slice, wrong_shape
+from oarlock.workers.errors import StartupError
+from oarlock.workers.weights.checkpoint import Located
+from oarlock.workers.weights.file_reader import FileReader
+from oarlock.workers.weights.gguf.block_types import FLOATS, SERVED
+from oarlock.workers.weights.gguf.blocks import Groups, unpacked
+from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint, type_not_served
+from oarlock.workers.weights.gguf.names import Layout
+from oarlock.workers.weights.reader import first_not_finite, not_finite
+from oarlock.workers.weights.source import check_slice, wrong_shape
 
 CHUNK_BYTES = 4 << 20  # of a file, in one read
 _READS_AHEAD = 3

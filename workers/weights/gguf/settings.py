@@ -4,9 +4,9 @@ import struct
 from array import array
 from typing import overload
 
-from workers.errors import StartupError
-from workers.weights.gguf.model import GGUFModel
-from workers.weights.gguf.names import ARCHITECTURES
+from oarlock.workers.errors import StartupError
+from oarlock.workers.weights.gguf.model import GGUFModel
+from oarlock.workers.weights.gguf.names import ARCHITECTURES
 
 _FIX = "Use a file that llama.cpp's converter wrote."
 

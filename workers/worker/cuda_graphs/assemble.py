@@ -3,22 +3,22 @@
 import logging
 import time
 
-from workers.attention.backend import AttentionBackend
-from workers.attention.block_tables import BlockTables
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
-from workers.models.decoder import Decoder
-from workers.protocol import table_width
-from workers.sampling.dense_histories import DenseHistories
-from workers.sampling.device_sampler import DeviceSampler
-from workers.worker.cuda_graphs.buckets import graph_sizes, logits_rows_at_once
-from workers.worker.cuda_graphs.device_sampling import DeviceSampling
-from workers.worker.cuda_graphs.device_steps import CapturableBackend, DeviceSteps
-from workers.worker.cuda_graphs.graphs import GraphMaker
-from workers.worker.cuda_graphs.inputs import Shape, StepInputs
-from workers.worker.memory.graph_memory import graph_bytes
-from workers.worker.memory.meter import MemoryMeter
-from workers.worker.pooling.pooler import Pooler
+from oarlock.workers.attention.backend import AttentionBackend
+from oarlock.workers.attention.block_tables import BlockTables
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.protocol import table_width
+from oarlock.workers.sampling.dense_histories import DenseHistories
+from oarlock.workers.sampling.device_sampler import DeviceSampler
+from oarlock.workers.worker.cuda_graphs.buckets import graph_sizes, logits_rows_at_once
+from oarlock.workers.worker.cuda_graphs.device_sampling import DeviceSampling
+from oarlock.workers.worker.cuda_graphs.device_steps import CapturableBackend, DeviceSteps
+from oarlock.workers.worker.cuda_graphs.graphs import GraphMaker
+from oarlock.workers.worker.cuda_graphs.inputs import Shape, StepInputs
+from oarlock.workers.worker.memory.graph_memory import graph_bytes
+from oarlock.workers.worker.memory.meter import MemoryMeter
+from oarlock.workers.worker.pooling.pooler import Pooler
 
 logger = logging.getLogger("oarlock.runner")
 

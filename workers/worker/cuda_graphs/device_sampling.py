@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.protocol import StepMetadata, StepOutput
-from workers.sampling.columns import Variant
-from workers.sampling.device_outputs import DeviceOutputs, output_of, sections
-from workers.sampling.device_sampler import DeviceSampler
-from workers.worker.cuda_graphs.inputs import InputPlace
-from workers.worker.cuda_graphs.staging import Layout, StagingBuffer
-from workers.worker.pending_output import Computed, PendingOutput
+from oarlock.workers.protocol import StepMetadata, StepOutput
+from oarlock.workers.sampling.columns import Variant
+from oarlock.workers.sampling.device_outputs import DeviceOutputs, output_of, sections
+from oarlock.workers.sampling.device_sampler import DeviceSampler
+from oarlock.workers.worker.cuda_graphs.inputs import InputPlace
+from oarlock.workers.worker.cuda_graphs.staging import Layout, StagingBuffer
+from oarlock.workers.worker.pending_output import Computed, PendingOutput
 
 _ALWAYS = 2  # of the sections: the others hold logprobs
 

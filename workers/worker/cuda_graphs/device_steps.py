@@ -12,17 +12,17 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from workers.attention.backend import AttentionBackend, LayerKV
-from workers.attention.forward_batch import ForwardBatch
-from workers.distributed.parallel_state import TensorParallel
-from workers.models.decoder import Decoder
-from workers.protocol import StepMetadata, empty_step
-from workers.sampling.columns import Variant
-from workers.worker.cuda_graphs.buckets import bucket_of
-from workers.worker.cuda_graphs.graphs import Graph, GraphMaker
-from workers.worker.cuda_graphs.inputs import InputPlace, StepInputs
-from workers.worker.pending_output import PendingOutput
-from workers.worker.pooling.pooler import PooledOutput, Pooler
+from oarlock.workers.attention.backend import AttentionBackend, LayerKV
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.protocol import StepMetadata, empty_step
+from oarlock.workers.sampling.columns import Variant
+from oarlock.workers.worker.cuda_graphs.buckets import bucket_of
+from oarlock.workers.worker.cuda_graphs.graphs import Graph, GraphMaker
+from oarlock.workers.worker.cuda_graphs.inputs import InputPlace, StepInputs
+from oarlock.workers.worker.pending_output import PendingOutput
+from oarlock.workers.worker.pooling.pooler import PooledOutput, Pooler
 
 
 @runtime_checkable

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.attention.block_tables import BlockTables
-from workers.attention.forward_batch import ForwardBatch
-from workers.protocol import MAX_BIAS_PER_ROW, NULL_BLOCK, StepMetadata, mask_words
-from workers.sampling.columns import SamplingColumns, bias_entries, write_rows
-from workers.sampling.columns import sections as sampling_sections
-from workers.worker.cuda_graphs.staging import Layout, Section, StagingBuffer
+from oarlock.workers.attention.block_tables import BlockTables
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.protocol import MAX_BIAS_PER_ROW, NULL_BLOCK, StepMetadata, mask_words
+from oarlock.workers.sampling.columns import SamplingColumns, bias_entries, write_rows
+from oarlock.workers.sampling.columns import sections as sampling_sections
+from oarlock.workers.worker.cuda_graphs.staging import Layout, Section, StagingBuffer
 
 
 class Shape(NamedTuple):

@@ -2,8 +2,8 @@
 
 import math
 
-from workers.models.encoders.encoder_spec import EncoderSpec
-from workers.platform.dtypes import ITEM_BYTES
+from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
+from oarlock.workers.platform.dtypes import ITEM_BYTES
 
 _FLOAT32 = 4
 

@@ -14,23 +14,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.config import WorkerConfig, WorkerInfo
-from workers.distributed.parallel_state import TensorParallel
-from workers.errors import EXIT_OUT_OF_MEMORY, StartupError
-from workers.kernels.cpu.in_use import kernels_in_use, log_kernels
-from workers.models.encoders.encoder import Encoder
-from workers.models.encoders.registry import read_encoder
-from workers.protocol import StepMetadata, StepOutput, table_width
-from workers.sampling.row_chunks import empty_output
-from workers.weights.dummy import DummyWeights
-from workers.weights.open_checkpoint import open_checkpoint
-from workers.weights.weight_source import weight_source
-from workers.worker.encoder.memory import step_bytes
-from workers.worker.encoder.trial import check_alone_and_in_company, check_sums_of_ranks
-from workers.worker.memory_needs import is_out_of_memory
-from workers.worker.pending_output import Computed, PendingOutput
-from workers.worker.pooling.pooler import Pooler, no_logits
-from workers.worker.rank_device import use_device
+from oarlock.workers.config import WorkerConfig, WorkerInfo
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
+from oarlock.workers.kernels.cpu.in_use import kernels_in_use, log_kernels
+from oarlock.workers.models.encoders.encoder import Encoder
+from oarlock.workers.models.encoders.registry import read_encoder
+from oarlock.workers.protocol import StepMetadata, StepOutput, table_width
+from oarlock.workers.sampling.row_chunks import empty_output
+from oarlock.workers.weights.dummy import DummyWeights
+from oarlock.workers.weights.open_checkpoint import open_checkpoint
+from oarlock.workers.weights.weight_source import weight_source
+from oarlock.workers.worker.encoder.memory import step_bytes
+from oarlock.workers.worker.encoder.trial import check_alone_and_in_company, check_sums_of_ranks
+from oarlock.workers.worker.memory_needs import is_out_of_memory
+from oarlock.workers.worker.pending_output import Computed, PendingOutput
+from oarlock.workers.worker.pooling.pooler import Pooler, no_logits
+from oarlock.workers.worker.rank_device import use_device
 
 
 class EncoderRunner:
@@ -40,7 +40,7 @@ class EncoderRunner:
     runs_ahead = False
 
     def __init__(self, config: WorkerConfig, tp: TensorParallel) -> None:
-        """`config` must be resolved (see `workers.preflight`), and `use_cpus` have been called."""
+        """`config` must be resolved (see `oarlock.workers.preflight`), and `use_cpus` have been called."""
         self.config = config
         self.tp = tp
         self.device = use_device(config, tp.rank % config.ranks_per_node)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from workers.kernels.cpu.gemm import CppMatmul
-from workers.models.encoders.encoder import Encoder
-from workers.worker.batch_invariance import InvarianceResult
-from workers.worker.rank_invariance import RankInvariance, check_sums
+from oarlock.workers.kernels.cpu.gemm import CppMatmul
+from oarlock.workers.models.encoders.encoder import Encoder
+from oarlock.workers.worker.batch_invariance import InvarianceResult
+from oarlock.workers.worker.rank_invariance import RankInvariance, check_sums
 
 _LENGTH = 48  # tokens of the text that is compared
 _OTHERS = (1, 17, 48, 5)  # tokens of the texts around it, half of them before it

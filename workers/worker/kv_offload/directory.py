@@ -14,8 +14,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from workers.errors import StartupError
-from workers.worker.kv_offload.block_files import SUFFIX, WRITING, path_of
+from oarlock.workers.errors import StartupError
+from oarlock.workers.worker.kv_offload.block_files import SUFFIX, WRITING, path_of
 
 logger = logging.getLogger("oarlock.kv_offload")
 

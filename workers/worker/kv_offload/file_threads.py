@@ -13,10 +13,10 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from workers.kv_offload import KVReportSender, Report
-from workers.worker.kv_offload.block_files import DamagedFileError, path_of, read_block, write_block
-from workers.worker.kv_offload.directory import BlockDirectory
-from workers.worker.kv_offload.keeper_process import KeeperProcess
+from oarlock.workers.kv_offload import KVReportSender, Report
+from oarlock.workers.worker.kv_offload.block_files import DamagedFileError, path_of, read_block, write_block
+from oarlock.workers.worker.kv_offload.directory import BlockDirectory
+from oarlock.workers.worker.kv_offload.keeper_process import KeeperProcess
 
 logger = logging.getLogger("oarlock.kv_offload")
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.attention.backend import LayerKV
-from workers.platform.huge_pages import huge_page_empty
+from oarlock.workers.attention.backend import LayerKV
+from oarlock.workers.platform.huge_pages import huge_page_empty
 
 _BLOCKS_AT_ONCE = 32  # through a buffer on the device
 

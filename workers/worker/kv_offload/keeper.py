@@ -11,13 +11,13 @@ import os
 import select
 import sys
 
-from workers.kv_offload import KVReportSender, Report
-from workers.python_child import die_with_parent, leave_signals_to_parent
-from workers.worker.kv_offload.directory import BlockDirectory
+from oarlock.workers.kv_offload import KVReportSender, Report
+from oarlock.workers.python_child import die_with_parent, leave_signals_to_parent
+from oarlock.workers.worker.kv_offload.directory import BlockDirectory
 
 logger = logging.getLogger("oarlock.kv_offload")
 
-MODULE = "workers.worker.kv_offload.keeper"
+MODULE = "oarlock.workers.worker.kv_offload.keeper"
 LOG_FORMAT = "%(levelno)d %(message)s"  # of each line of the standard output, which the rank logs
 _NICENESS = 10  # steps come first
 
@@ -46,7 +46,7 @@ def keep(files: BlockDirectory, reports: KVReportSender, wakes: int, look_s: flo
 
 def main(argv: list[str]) -> int:
     """Started by `FileThreads.keep`."""
-    parser = argparse.ArgumentParser(prog="python -m workers.worker.kv_offload.keeper", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m oarlock.workers.worker.kv_offload.keeper", allow_abbrev=False)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--reports", type=int, required=True, help="descriptor of the ranks' pipe")
     parser.add_argument("--root", required=True)

@@ -6,9 +6,9 @@ import os
 import subprocess
 import threading
 
-from workers.python_child import start_python
-from workers.worker.kv_offload import keeper
-from workers.worker.kv_offload.directory import BlockDirectory
+from oarlock.workers.python_child import start_python
+from oarlock.workers.worker.kv_offload import keeper
+from oarlock.workers.worker.kv_offload.directory import BlockDirectory
 
 logger = logging.getLogger("oarlock.kv_offload")
 

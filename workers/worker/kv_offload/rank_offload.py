@@ -11,17 +11,17 @@ from functools import partial
 from itertools import groupby
 from os import urandom
 
-from workers.attention.backend import LayerKV
-from workers.config import WorkerConfig
-from workers.errors import StartupError
-from workers.fingerprint import kv_key
-from workers.kv_offload import DIGEST_BYTES, Copy, KVOffloadInfo, KVReportSender
-from workers.platform.host_memory import human_bytes
-from workers.protocol import StepMetadata
-from workers.worker.kv_offload.block_files import drop_from_cache, read_block, write_block
-from workers.worker.kv_offload.directory import BlockDirectory
-from workers.worker.kv_offload.file_threads import NUM_READERS, FileThreads
-from workers.worker.kv_offload.host_slots import bytes_per_block, make_slots
+from oarlock.workers.attention.backend import LayerKV
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.fingerprint import kv_key
+from oarlock.workers.kv_offload import DIGEST_BYTES, Copy, KVOffloadInfo, KVReportSender
+from oarlock.workers.platform.host_memory import human_bytes
+from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.worker.kv_offload.block_files import drop_from_cache, read_block, write_block
+from oarlock.workers.worker.kv_offload.directory import BlockDirectory
+from oarlock.workers.worker.kv_offload.file_threads import NUM_READERS, FileThreads
+from oarlock.workers.worker.kv_offload.host_slots import bytes_per_block, make_slots
 
 _MEASURED_BYTES = 32 << 20
 

@@ -7,7 +7,7 @@ are captured, and destroyed.
 
 from collections.abc import Callable, Sequence
 
-from workers.worker.memory.meter import MemoryMeter
+from oarlock.workers.worker.memory.meter import MemoryMeter
 
 
 def graph_bytes(

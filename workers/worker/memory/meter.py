@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from workers.platform.host_memory import free_host_bytes
+from oarlock.workers.platform.host_memory import free_host_bytes
 
 
 class MemoryMeter(Protocol):

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workers.layers.decoder_spec import DecoderSpec
-from workers.layers.quantization.registry import NONE, slices_of
-from workers.layers.sharding import HeadShard, shard_heads, shard_vocab
-from workers.layers.stage_layers import layers_of_stage, tensors_of_stage
-from workers.platform.dtypes import ITEM_BYTES
-from workers.weights.tied import EMBEDDING, HEAD
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.quantization.registry import NONE, slices_of
+from oarlock.workers.layers.sharding import HeadShard, shard_heads, shard_vocab
+from oarlock.workers.layers.stage_layers import layers_of_stage, tensors_of_stage
+from oarlock.workers.platform.dtypes import ITEM_BYTES
+from oarlock.workers.weights.tied import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
-    from workers.config import WorkerConfig
-    from workers.layers.quantization.formats.form import WeightForms
+    from oarlock.workers.config import WorkerConfig
+    from oarlock.workers.layers.quantization.formats.form import WeightForms
 
 # Modules whose outputs are cut among ranks, and those whose inputs are.
 _KV, _ROWS, _INPUTS = ("k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj", "down_proj")

@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 import torch
 
-from workers.distributed.pipeline_stage import PipelineStage, StepRefusedError
-from workers.distributed.votes import Votes
-from workers.protocol import StepMetadata, refusal
-from workers.worker.memory_needs import is_out_of_memory
-from workers.worker.pending_output import Computed, PendingOutput
+from oarlock.workers.distributed.pipeline_stage import PipelineStage, StepRefusedError
+from oarlock.workers.distributed.votes import Votes
+from oarlock.workers.protocol import StepMetadata, refusal
+from oarlock.workers.worker.memory_needs import is_out_of_memory
+from oarlock.workers.worker.pending_output import Computed, PendingOutput
 
 logger = logging.getLogger("oarlock.rank")
 

@@ -4,11 +4,11 @@ The estimate has the right form, so many bytes for each token and each row of lo
 with its kernels and allocator, one measured step tells.
 """
 
-from workers.config import WorkerConfig
-from workers.layers.decoder_spec import DecoderSpec
-from workers.protocol import LOGITS, NULL_BLOCK, StepMetadata
-from workers.worker.greedy_step import SequenceChunk, greedy_step
-from workers.worker.memory_needs import MAX_LOGITS_ROWS, largest_step_bytes, step_bytes
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.protocol import LOGITS, NULL_BLOCK, StepMetadata
+from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.worker.memory_needs import MAX_LOGITS_ROWS, largest_step_bytes, step_bytes
 
 
 class StepMemory:

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 
-from workers.errors import EXIT_BUG, EXIT_OK, StartupError, WorkerError
+from oarlock.workers.errors import EXIT_BUG, EXIT_OK, StartupError, WorkerError
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from workers.errors import StartupError
+from oarlock.workers.errors import StartupError
 
 # Group -> name -> value, as JSON knows values. The first group that differs is named, so causes stand before effects.
 Facts = Mapping[str, Mapping[str, Any]]

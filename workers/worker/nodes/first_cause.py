@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from workers.errors import WorkerError
+from oarlock.workers.errors import WorkerError
 
 _KINDS = ("raised", "ended", "failed")
 

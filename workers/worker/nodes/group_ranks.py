@@ -16,21 +16,21 @@ from typing import Any
 
 import numpy as np
 
-from workers.config import NodesConfig, OnProgress, WorkerConfig
-from workers.distributed.rendezvous import StoreAddress
-from workers.distributed.shm_ring import ChannelClosedError
-from workers.distributed.topology import Topology
-from workers.errors import EXIT_RANK_DIED, StartupError, WorkerError
-from workers.protocol import StepMetadata, StepOutput
-from workers.rank_processes import RankProcess, end_ranks, start_ranks
-from workers.worker.nodes.ending import Ending
-from workers.worker.nodes.facts import Facts
-from workers.worker.nodes.first_cause import FirstCause
-from workers.worker.nodes.host_ranks import HostRanks
-from workers.worker.nodes.ranks import GRACE_AFTER_FAILURE_S, GRACE_S, Place
-from workers.worker.spawn_ranks import NodePlace, describe_exit
+from oarlock.workers.config import NodesConfig, OnProgress, WorkerConfig
+from oarlock.workers.distributed.rendezvous import StoreAddress
+from oarlock.workers.distributed.shm_ring import ChannelClosedError
+from oarlock.workers.distributed.topology import Topology
+from oarlock.workers.errors import EXIT_RANK_DIED, StartupError, WorkerError
+from oarlock.workers.protocol import StepMetadata, StepOutput
+from oarlock.workers.rank_processes import RankProcess, end_ranks, start_ranks
+from oarlock.workers.worker.nodes.ending import Ending
+from oarlock.workers.worker.nodes.facts import Facts
+from oarlock.workers.worker.nodes.first_cause import FirstCause
+from oarlock.workers.worker.nodes.host_ranks import HostRanks
+from oarlock.workers.worker.nodes.ranks import GRACE_AFTER_FAILURE_S, GRACE_S, Place
+from oarlock.workers.worker.spawn_ranks import NodePlace, describe_exit
 
-_RELAY = "workers.worker.nodes.relay"
+_RELAY = "oarlock.workers.worker.nodes.relay"
 _LAST_WORDS_S = 1.0  # a node that is lost may be known later than the failures that follow from it
 _PLACES_S = 1.0  # for the relay to say how far the ranks of other nodes are
 _LEAVE_S = 4.0  # for the other nodes to end
@@ -54,8 +54,8 @@ class GroupRanks:
         leave_pid: int = 0,
     ) -> None:
         """Waits until the other nodes have joined, then starts the ranks of this one. Takes over `ahead`, rank
-        processes that run already. `facts`: of `workers.fingerprint.node_facts`. `leave_pid`: of the process that gets
-        SIGTERM when a node's operator wants it to stop. Raises `StartupError`."""
+        processes that run already. `facts`: of `oarlock.workers.fingerprint.node_facts`. `leave_pid`: of the process
+        that gets SIGTERM when a node's operator wants it to stop. Raises `StartupError`."""
         self._topology = Topology.of(config)
         self._messages: list[tuple[int, dict[str, Any]]] = []  # of ranks
         self._places: list[list | None] | None = None

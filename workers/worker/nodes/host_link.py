@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.errors import EXIT_RANK_DIED, StartupError
-from workers.worker.nodes.membership import Membership
+from oarlock.workers.errors import EXIT_RANK_DIED, StartupError
+from oarlock.workers.worker.nodes.membership import Membership
 
 STEP: Final = 1
 FIRST_PART: Final = 2

@@ -18,13 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from workers.config import WorkerConfig
-from workers.distributed.control_channel import Control
-from workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter, anonymous_memory
-from workers.distributed.topology import Topology
-from workers.errors import WorkerError
-from workers.kv_offload import KVReports
-from workers.protocol import (
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.control_channel import Control
+from oarlock.workers.distributed.shm_ring import (
+    ChannelClosedError,
+    RingLayout,
+    RingReader,
+    RingWriter,
+    anonymous_memory,
+)
+from oarlock.workers.distributed.topology import Topology
+from oarlock.workers.errors import WorkerError
+from oarlock.workers.kv_offload import KVReports
+from oarlock.workers.protocol import (
     StepMetadata,
     StepOutput,
     max_output_bytes,
@@ -33,11 +39,11 @@ from workers.protocol import (
     unpack_output,
     unpack_step,
 )
-from workers.rank_processes import SERVES, RankProcess
-from workers.worker.nodes.first_cause import FirstCause
-from workers.worker.nodes.ranks import GRACE_AFTER_FAILURE_S, GRACE_S, Place
-from workers.worker.spawn_ranks import THE_ONLY_NODE, NodePlace, describe_exit, spawn_ranks
-from workers.worker.worker_process import RankRings
+from oarlock.workers.rank_processes import SERVES, RankProcess
+from oarlock.workers.worker.nodes.first_cause import FirstCause
+from oarlock.workers.worker.nodes.ranks import GRACE_AFTER_FAILURE_S, GRACE_S, Place
+from oarlock.workers.worker.spawn_ranks import THE_ONLY_NODE, NodePlace, describe_exit, spawn_ranks
+from oarlock.workers.worker.worker_process import RankRings
 
 _KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network file system may never end
 _LAST_WORDS_S = 0.2  # a rank's pipe may end shortly before its last message arrives

@@ -3,9 +3,15 @@
 import socket
 from collections.abc import Callable
 
-from workers.config import NodesConfig
-from workers.errors import StartupError
-from workers.platform.network import Interface, check_port_is_free, interface_called, interface_towards, resolved
+from oarlock.workers.config import NodesConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.platform.network import (
+    Interface,
+    check_port_is_free,
+    interface_called,
+    interface_towards,
+    resolved,
+)
 
 _NAME_WAIT_S = 30.0  # for a name service to learn of a host that has just been started
 _BACKLOG = 512

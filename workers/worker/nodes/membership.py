@@ -18,13 +18,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from workers.config import NodesConfig
-from workers.distributed.rendezvous import StoreAddress
-from workers.errors import StartupError
-from workers.platform.network import Interface, resolved
-from workers.worker.nodes.ending import Ending
-from workers.worker.nodes.facts import Facts, first_difference, own_host, printable
-from workers.worker.nodes.interface import listen, own_interface
+from oarlock.workers.config import NodesConfig
+from oarlock.workers.distributed.rendezvous import StoreAddress
+from oarlock.workers.errors import StartupError
+from oarlock.workers.platform.network import Interface, resolved
+from oarlock.workers.worker.nodes.ending import Ending
+from oarlock.workers.worker.nodes.facts import Facts, first_difference, own_host, printable
+from oarlock.workers.worker.nodes.interface import listen, own_interface
 
 _LOOK_S = 0.1  # between two looks at who is there
 _RETRY_S = 0.5  # between two attempts to reach the store
@@ -139,7 +139,8 @@ class Membership:
 
 def join(nodes: NodesConfig, facts: Facts, on_waiting: Callable[[str], None]) -> Membership:
     """This node's membership, once all nodes are there and agree. `facts`: what must be the same on all nodes
-    (`workers.fingerprint.node_facts`). `on_waiting` is called several times a second; what it raises ends the waiting.
+    (`oarlock.workers.fingerprint.node_facts`). `on_waiting` is called several times a second; what it raises ends the
+    waiting.
 
     Raises `StartupError`.
     """

@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from workers.config import OnProgress, WorkerConfig
-from workers.distributed.shm_ring import ChannelClosedError
-from workers.errors import EXIT_RANK_DIED, EXIT_RANK_HUNG
-from workers.protocol import mask_span, output_bytes, unpack_output, unpack_step
-from workers.rank_processes import RankProcess
-from workers.worker.nodes.ending import Ending
-from workers.worker.nodes.first_cause import FirstCause
-from workers.worker.nodes.host_link import (
+from oarlock.workers.config import OnProgress, WorkerConfig
+from oarlock.workers.distributed.shm_ring import ChannelClosedError
+from oarlock.workers.errors import EXIT_RANK_DIED, EXIT_RANK_HUNG
+from oarlock.workers.protocol import mask_span, output_bytes, unpack_output, unpack_step
+from oarlock.workers.rank_processes import RankProcess
+from oarlock.workers.worker.nodes.ending import Ending
+from oarlock.workers.worker.nodes.first_cause import FirstCause
+from oarlock.workers.worker.nodes.host_link import (
     ANSWER,
     BEAT,
     BEAT_S,
@@ -37,10 +37,10 @@ from workers.worker.nodes.host_link import (
     Message,
     NodeLostError,
 )
-from workers.worker.nodes.host_ranks import HostRanks
-from workers.worker.nodes.membership import Membership
-from workers.worker.nodes.ranks import GRACE_AFTER_FAILURE_S, GRACE_S
-from workers.worker.spawn_ranks import NodePlace
+from oarlock.workers.worker.nodes.host_ranks import HostRanks
+from oarlock.workers.worker.nodes.membership import Membership
+from oarlock.workers.worker.nodes.ranks import GRACE_AFTER_FAILURE_S, GRACE_S
+from oarlock.workers.worker.spawn_ranks import NodePlace
 
 logger = logging.getLogger("oarlock.nodes")
 

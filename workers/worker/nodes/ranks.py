@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from workers.errors import WorkerError
-from workers.kv_offload import KVReports
-from workers.protocol import StepMetadata, StepOutput
+from oarlock.workers.errors import WorkerError
+from oarlock.workers.kv_offload import KVReports
+from oarlock.workers.protocol import StepMetadata, StepOutput
 
 GRACE_S = 3.0  # for ranks to end by themselves
 GRACE_AFTER_FAILURE_S = 0.5  # they may wait for one that is lost

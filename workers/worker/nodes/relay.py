@@ -1,7 +1,7 @@
 """The relay of node 0: a reader of its ring of steps that broadcasts their bytes, and hears the other nodes.
 
-`python -m workers.worker.nodes.relay PARENT_PID CONTROL_FD`, a child of the engine, which has no torch. It also keeps
-the store of the group, and ends with its parent. Its messages to the engine:
+`python -m oarlock.workers.worker.nodes.relay PARENT_PID CONTROL_FD`, a child of the engine, which has no torch. It also
+keeps the store of the group, and ends with its parent. Its messages to the engine:
 
     waiting    for whom, once a second, until all nodes have joined
     joined     names of the nodes, where ranks find the store, and the interface; then it waits for `rings`
@@ -24,13 +24,13 @@ import threading
 import time
 from collections import deque
 
-from workers.config import NodesConfig
-from workers.distributed.control_channel import Control
-from workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter
-from workers.errors import StartupError
-from workers.protocol import mask_span, step_bytes, unpack_step
-from workers.worker.nodes.ending import Ending
-from workers.worker.nodes.host_link import (
+from oarlock.workers.config import NodesConfig
+from oarlock.workers.distributed.control_channel import Control
+from oarlock.workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter
+from oarlock.workers.errors import StartupError
+from oarlock.workers.protocol import mask_span, step_bytes, unpack_step
+from oarlock.workers.worker.nodes.ending import Ending
+from oarlock.workers.worker.nodes.host_link import (
     ANSWER,
     BEAT,
     BEAT_S,
@@ -47,8 +47,8 @@ from workers.worker.nodes.host_link import (
     Message,
     NodeLostError,
 )
-from workers.worker.nodes.membership import Membership, join
-from workers.worker.worker_process import RankRings, begin
+from oarlock.workers.worker.nodes.membership import Membership, join
+from oarlock.workers.worker.worker_process import RankRings, begin
 
 _LEAVE_S = 3.0  # for the other nodes to end, which read in the store how
 

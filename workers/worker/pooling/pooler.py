@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.distributed.parallel_state import TensorParallel
-from workers.protocol import CLS, LABELS, LAST, LOGITS, MEAN, NOT_POOLED, TOKEN, StepMetadata, StepOutput
-from workers.worker.memory_needs import MAX_LOGITS_ROWS
-from workers.worker.pending_output import PendingOutput
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.protocol import CLS, LABELS, LAST, LOGITS, MEAN, NOT_POOLED, TOKEN, StepMetadata, StepOutput
+from oarlock.workers.worker.memory_needs import MAX_LOGITS_ROWS
+from oarlock.workers.worker.pending_output import PendingOutput
 
 _TOKENS_AT_ONCE = 64  # of a sum: as float64 they take twice or four times the memory of hidden states
 

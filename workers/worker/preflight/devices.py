@@ -2,12 +2,12 @@
 
 import logging
 
-from workers.config import WorkerConfig
-from workers.distributed.topology import Topology
-from workers.errors import StartupError
-from workers.kernels.cpu import levels
-from workers.platform import cuda_driver, triton_needs
-from workers.platform.cores import available_cores
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.topology import Topology
+from oarlock.workers.errors import StartupError
+from oarlock.workers.kernels.cpu import levels
+from oarlock.workers.platform import cuda_driver, triton_needs
+from oarlock.workers.platform.cores import available_cores
 
 logger = logging.getLogger("oarlock.preflight")
 

@@ -3,16 +3,16 @@
 import logging
 from dataclasses import replace
 
-from workers.config import WorkerConfig
-from workers.errors import StartupError
-from workers.kernels.cpu import build, levels
-from workers.layers.decoder_spec import DecoderSpec
-from workers.layers.quantization.formats.form import WeightForms
-from workers.platform import processor
-from workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES, SAFETENSORS_DTYPES
-from workers.platform.host_memory import free_host_bytes, human_bytes
-from workers.weights.checkpoint import Checkpoint
-from workers.worker.memory_needs import weight_bytes
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.kernels.cpu import build, levels
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.quantization.formats.form import WeightForms
+from oarlock.workers.platform import processor
+from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES, SAFETENSORS_DTYPES
+from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
+from oarlock.workers.weights.checkpoint import Checkpoint
+from oarlock.workers.worker.memory_needs import weight_bytes
 
 logger = logging.getLogger("oarlock.preflight")
 

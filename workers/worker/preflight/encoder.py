@@ -3,21 +3,21 @@
 import logging
 from pathlib import Path
 
-from workers.config import WorkerConfig
-from workers.errors import EXIT_OUT_OF_MEMORY, StartupError
-from workers.layers.sharding import supported_tp_sizes
-from workers.models.encoders.encoder_spec import EncoderSpec
-from workers.models.encoders.registry import describe_encoder, is_ignorable, read_encoder
-from workers.models.hf_fields import read_config
-from workers.platform import cuda_driver
-from workers.platform.dtypes import SAFETENSORS_DTYPES
-from workers.platform.host_memory import human_bytes
-from workers.weights.checkpoint import Checkpoint
-from workers.worker.cpu_affinity import with_cpus
-from workers.worker.encoder.memory import step_bytes, weight_bytes
-from workers.worker.memory_needs import free_before_load
-from workers.worker.preflight.devices import ranks_here, resolve_device
-from workers.worker.preflight.dtypes import this_cpu
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
+from oarlock.workers.layers.sharding import supported_tp_sizes
+from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
+from oarlock.workers.models.encoders.registry import describe_encoder, is_ignorable, read_encoder
+from oarlock.workers.models.hf_fields import read_config
+from oarlock.workers.platform import cuda_driver
+from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
+from oarlock.workers.platform.host_memory import human_bytes
+from oarlock.workers.weights.checkpoint import Checkpoint
+from oarlock.workers.worker.cpu_affinity import with_cpus
+from oarlock.workers.worker.encoder.memory import step_bytes, weight_bytes
+from oarlock.workers.worker.memory_needs import free_before_load
+from oarlock.workers.worker.preflight.devices import ranks_here, resolve_device
+from oarlock.workers.worker.preflight.dtypes import this_cpu
 
 logger = logging.getLogger("oarlock.preflight")
 
@@ -65,7 +65,7 @@ def check_encoder(config: WorkerConfig) -> EncoderSpec:
 
 
 def encoder_preflight(config: WorkerConfig) -> WorkerConfig:
-    """`config` with everything resolved, as `workers.preflight.preflight`."""
+    """`config` with everything resolved, as `oarlock.workers.preflight.preflight`."""
     check_encoder(config)
     checkpoint = None if config.load_format == "dummy" else Checkpoint.open(Path(config.model_path))
     spec = read_encoder(config.model_path, checkpoint)

@@ -1,11 +1,11 @@
 """Whether blocks can be kept beyond the pool as asked, and the sizes where none are given."""
 
-from workers.config import WorkerConfig
-from workers.errors import StartupError
-from workers.kv_offload import DEFAULT_SLOT_BYTES
-from workers.layers.decoder_spec import DecoderSpec
-from workers.platform.host_memory import free_host_bytes, human_bytes
-from workers.worker.kv_offload.directory import check_directory, disk_limit
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.kv_offload import DEFAULT_SLOT_BYTES
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
+from oarlock.workers.worker.kv_offload.directory import check_directory, disk_limit
 
 _LEAST_DISK_BYTES = 1 << 20
 

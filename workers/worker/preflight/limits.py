@@ -1,13 +1,13 @@
 """Checks of settings by themselves: known names, numbers in range, ranks that can be dealt to hosts."""
 
-from workers.config import WorkerConfig
-from workers.distributed.topology import Topology
-from workers.errors import StartupError
-from workers.layers.quantization.formats.registry import STORED
-from workers.layers.quantization.registry import QUANTIZATIONS
-from workers.models.hf_quantization import GGUF
-from workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES
-from workers.worker.cpu_affinity import check_affinity
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.topology import Topology
+from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.quantization.formats.registry import STORED
+from oarlock.workers.layers.quantization.registry import QUANTIZATIONS
+from oarlock.workers.models.hf_quantization import GGUF
+from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES
+from oarlock.workers.worker.cpu_affinity import check_affinity
 
 _CHOICES = {
     "device": ("auto", "cpu", "cuda"),

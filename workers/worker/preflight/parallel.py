@@ -1,10 +1,10 @@
 """Whether a model can be divided among the ranks that are asked for: its layers among stages, its heads within each."""
 
-from workers.config import WorkerConfig
-from workers.errors import StartupError
-from workers.layers.decoder_spec import DecoderSpec
-from workers.layers.quantization.registry import NONE, QUANTIZATIONS
-from workers.layers.sharding import supported_tp_sizes
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.quantization.registry import NONE, QUANTIZATIONS
+from oarlock.workers.layers.sharding import supported_tp_sizes
 
 
 def check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:

@@ -1,13 +1,13 @@
 """Whether a checkpoint has exactly the tensors of its model, each in its shape and in a type that is served."""
 
-from workers.errors import StartupError
-from workers.layers.decoder_spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
-from workers.layers.quantization.formats.checkpoint_forms import CheckpointForms
-from workers.layers.quantization.formats.form import StoredTensor, WeightForms, stored
-from workers.platform.dtypes import SAFETENSORS_DTYPES
-from workers.weights.checkpoint import Checkpoint
-from workers.weights.gguf.block_types import SERVED as GGUF_TYPES
-from workers.weights.gguf.checkpoint import GGUFCheckpoint, type_not_served
+from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.decoder_spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
+from oarlock.workers.layers.quantization.formats.checkpoint_forms import CheckpointForms
+from oarlock.workers.layers.quantization.formats.form import StoredTensor, WeightForms, stored
+from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
+from oarlock.workers.weights.checkpoint import Checkpoint
+from oarlock.workers.weights.gguf.block_types import SERVED as GGUF_TYPES
+from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint, type_not_served
 
 
 def check_tensors(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms) -> None:

@@ -8,9 +8,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.api_route import ErrorHandlingRoute
-from server.api.openapi.document import describe
-from server.serving.batches.serving import OpenAIServingBatches
+from oarlock.server.api.api_route import ErrorHandlingRoute
+from oarlock.server.api.openapi.document import describe
+from oarlock.server.serving.batches.serving import OpenAIServingBatches
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 _FORM: dict[str, Any] = {

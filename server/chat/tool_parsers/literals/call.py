@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 
-from server.chat.tool_parsers.call_script import CallScript, Reads, Steps
-from server.chat.tool_parsers.json_scanner import MalformedError
+from oarlock.server.chat.tool_parsers.call_script import CallScript, Reads, Steps
+from oarlock.server.chat.tool_parsers.json_scanner import MalformedError
 
 _MAX_DEPTH = 64
 _MAX_SCALAR = 1024

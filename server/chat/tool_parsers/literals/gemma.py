@@ -10,13 +10,13 @@ import json
 from collections.abc import Sequence
 from functools import partial
 
-from server.chat.tool_parsers import grammar
-from server.chat.tool_parsers.base import ToolFormat, ToolParser
-from server.chat.tool_parsers.call_parser import Tools
-from server.chat.tool_parsers.call_script import CallReader, Steps
-from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema, delimiter, literal
-from server.chat.tool_parsers.literals.call import LiteralCall
-from server.chat.tool_parsers.literals.schema_grammar import SchemaGrammar
+from oarlock.server.chat.tool_parsers import grammar
+from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
+from oarlock.server.chat.tool_parsers.call_parser import Tools
+from oarlock.server.chat.tool_parsers.call_script import CallReader, Steps
+from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema, delimiter, literal
+from oarlock.server.chat.tool_parsers.literals.call import LiteralCall
+from oarlock.server.chat.tool_parsers.literals.schema_grammar import SchemaGrammar
 
 FUNCTION_GEMMA = ("<start_function_call>", "<end_function_call>", "<escape>", "<start_function_response>")
 GEMMA4 = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")

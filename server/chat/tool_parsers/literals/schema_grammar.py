@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.errors import RequestError
-from server.chat.tool_parsers.grammar import SpecialIds, delimiter, literal, pairs, schema_rule
-from server.chat.tool_parsers.text_values import Schema, admitted_types, resolved, text_rules
+from oarlock.engine.errors import RequestError
+from oarlock.server.chat.tool_parsers.grammar import SpecialIds, delimiter, literal, pairs, schema_rule
+from oarlock.server.chat.tool_parsers.text_values import Schema, admitted_types, resolved, text_rules
 
 _MAX_DEPTH = 16
 _MAX_RULES = 4096

@@ -6,8 +6,8 @@ import argparse
 import importlib
 from typing import cast
 
-from server.entrypoints.arguments import Parser, UsageError
-from server.entrypoints.commands import Command
+from oarlock.server.entrypoints.arguments import Parser, UsageError
+from oarlock.server.entrypoints.commands import Command
 
 HELP = "measure a server or the engine, and compare results"
 MEASURES = ("serve", "throughput", "latency", "compare")  # one file each, beside this one

@@ -6,8 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from server.entrypoints.arguments import UsageError
-from server.entrypoints.commands.bench import numbers
+from oarlock.server.entrypoints.arguments import UsageError
+from oarlock.server.entrypoints.commands.bench import numbers
 
 HELP = "compare two results: ratios with confidence intervals"
 
@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if not arguments.confidence:
         raise UsageError("--confidence 0 gives no interval.", "Give a number above 0 and below 1, such as 0.95.")
-    from server.bench.compare import as_text, compare
-    from server.bench.result import read, write_text
+    from oarlock.server.bench.compare import as_text, compare
+    from oarlock.server.bench.result import read, write_text
 
     comparison = compare(read(arguments.a), read(arguments.b), arguments.confidence)
     print(as_text(comparison))

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from server.config.settings import OPTIONS, SERVER_ONLY
-from server.entrypoints.arguments import add_settings, given_settings, loaded_settings
-from server.entrypoints.commands.bench import numbers
+from oarlock.server.config.settings import OPTIONS, SERVER_ONLY
+from oarlock.server.entrypoints.arguments import add_settings, given_settings, loaded_settings
+from oarlock.server.entrypoints.commands.bench import numbers
 
 if TYPE_CHECKING:
-    from server.bench.result import Result
+    from oarlock.server.bench.result import Result
 
 _UNUSED = SERVER_ONLY | {"runner", "classifier_from_token"}  # what is measured is texts
 Round = Callable[[float, int, int], dict[str, float]]  # seconds, tokens in, tokens out -> its figures by name
@@ -55,10 +55,10 @@ def measure(arguments: argparse.Namespace, kind: str, figures: Round) -> Result:
         sys.stderr.write(f"note: {note}\n")
     from tqdm import tqdm
 
-    from server.bench.result import Result
-    from server.bench.workload.prompts import IdPrompts
-    from server.entrypoints.offline.llm import LLM
-    from server.entrypoints.offline.sampling_params import SamplingParams
+    from oarlock.server.bench.result import Result
+    from oarlock.server.bench.workload.prompts import IdPrompts
+    from oarlock.server.entrypoints.offline.llm import LLM
+    from oarlock.server.entrypoints.offline.sampling_params import SamplingParams
 
     options = {name: getattr(settings, name) for name in OPTIONS if name not in _UNUSED}
     params = SamplingParams(max_tokens=arguments.output_tokens, temperature=0, ignore_eos=True)
@@ -97,8 +97,8 @@ def measure(arguments: argparse.Namespace, kind: str, figures: Round) -> Result:
 
 def finish(arguments: argparse.Namespace, result: Result) -> int:
     """Print the table, write the file, and choose the exit code."""
-    from server.bench.report.table import aligned
-    from server.bench.result import write
+    from oarlock.server.bench.report.table import aligned
+    from oarlock.server.bench.result import write
 
     for name in ("model", "compute", "prompts"):
         print(f"{name:<8}  {result.settings[name]}")
@@ -114,7 +114,7 @@ def finish(arguments: argparse.Namespace, result: Result) -> int:
 
 
 def _summary(series: dict[str, list[float]]) -> dict[str, Any]:
-    from server.bench.metrics import statistics_of
+    from oarlock.server.bench.metrics import statistics_of
 
     found = {}
     for name, values in series.items():

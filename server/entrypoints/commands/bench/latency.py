@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from server.entrypoints.commands.bench import engine
+from oarlock.server.entrypoints.commands.bench import engine
 
 HELP = "how long one batch takes in the engine without HTTP"
 

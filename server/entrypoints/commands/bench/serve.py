@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from server.entrypoints.arguments import Parser, UsageError
-from server.entrypoints.commands.bench import numbers, vllm_names
+from oarlock.server.entrypoints.arguments import Parser, UsageError
+from oarlock.server.entrypoints.commands.bench import numbers, vllm_names
 
 if TYPE_CHECKING:  # what measures is imported when it runs: help is quick
-    from server.bench.metrics import Sample
-    from server.bench.plan import ServePlan
+    from oarlock.server.bench.metrics import Sample
+    from oarlock.server.bench.plan import ServePlan
 
 HELP = "drive any OpenAI-compatible server and measure what its clients see"
 _URL = "http://127.0.0.1:8000"
@@ -125,10 +125,10 @@ def run(arguments: argparse.Namespace) -> int:
     plan = make_plan(arguments)
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
-    from server.bench.report import table
-    from server.bench.report.html import as_html
-    from server.bench.result import write, write_text
-    from server.bench.serve import measure
+    from oarlock.server.bench.report import table
+    from oarlock.server.bench.report.html import as_html
+    from oarlock.server.bench.result import write, write_text
+    from oarlock.server.bench.serve import measure
 
     with _Bar(plan, arguments.disable_tqdm) as bar:
         result = measure(plan, bar.add)
@@ -192,8 +192,8 @@ def make_plan(arguments: argparse.Namespace) -> ServePlan:
         "ramp": None if arguments.ramp is None else _ramp(arguments.ramp),
     }
     _check_url(arguments.url)
-    from server.bench.plan import ServePlan
-    from server.bench.workload.trace import read
+    from oarlock.server.bench.plan import ServePlan
+    from oarlock.server.bench.workload.trace import read
 
     return ServePlan(**values, trace=() if arguments.trace is None else read(arguments.trace))
 
@@ -273,7 +273,7 @@ def _extra(text: str | None) -> dict[str, Any]:
 
 
 def _check_url(url: str) -> None:
-    from server.bench.client.http_stream import Target
+    from oarlock.server.bench.client.http_stream import Target
 
     try:
         Target.parse(url)

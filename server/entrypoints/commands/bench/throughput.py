@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from server.entrypoints.commands.bench import engine
+from oarlock.server.entrypoints.commands.bench import engine
 
 HELP = "tokens per second of the engine without HTTP, all prompts at once"
 

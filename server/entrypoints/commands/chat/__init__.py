@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from server.entrypoints.commands.bench import numbers
+from oarlock.server.entrypoints.commands.bench import numbers
 
 HELP = "talk to a model: of a server, or of one that is started for it"
 _EPILOG = """Without URL and MODEL the server at http://127.0.0.1:8000 is asked; where none answers, one is started.
@@ -42,6 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from server.entrypoints.commands.chat.start import chat  # what shows and asks is imported when it runs
+    from oarlock.server.entrypoints.commands.chat.start import chat  # what shows and asks is imported when it runs
 
     return chat(arguments)

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from server.entrypoints.remote import Remote, ServerError
+from oarlock.server.entrypoints.remote import Remote, ServerError
 
 _PATH = "/v1/chat/completions"
 

@@ -1,6 +1,6 @@
 """The server that a chat starts for itself: on a free port of loopback, behind a key of its own, and ended with it.
 
-Run as a program it is that server: `python -m server.entrypoints.commands.chat.own_server --parent PID serve …`.
+As a program it is that server: `python -m oarlock.server.entrypoints.commands.chat.own_server --parent PID serve …`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from engine.errors import StartupError
-from engine.python_child import die_with_parent, start_python
+from oarlock.engine.errors import StartupError
+from oarlock.engine.python_child import die_with_parent, start_python
 
 _URL = re.compile(r"^  URL +(\S+)$", re.MULTILINE)
 _PROGRESS = re.compile(r"^[a-z][a-z ]* +\d+%.*$", re.MULTILINE)
@@ -36,7 +36,7 @@ class OwnServer:
         self.url = ""
         self.key = secrets.token_hex(16)
         self._log = tempfile.NamedTemporaryFile("w+b", prefix="oarlock-chat-", suffix=".log")  # noqa: SIM115
-        module = "server.entrypoints.commands.chat.own_server"
+        module = "oarlock.server.entrypoints.commands.chat.own_server"
         words = ["-m", module, "--parent", str(os.getpid()), "serve", *([model] if model else []), *flags]
         self._process = start_python(
             [*words, "--host", "127.0.0.1", "--port", "0"],
@@ -98,7 +98,7 @@ def main(words: Sequence[str]) -> int:
     """Be the server, until the process `--parent` ends or asks."""
     die_with_parent(int(words[1]), signal.SIGTERM)
     os.setsid()  # Ctrl-C at the chat's terminal stops an answer, not the server
-    from server.entrypoints.cli import main as oarlock
+    from oarlock.server.entrypoints.cli import main as oarlock
 
     return oarlock(words[2:])
 

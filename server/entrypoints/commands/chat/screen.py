@@ -14,9 +14,9 @@ from rich.console import Console, RenderableType
 from rich.markdown import Markdown
 from rich.text import Text
 
-from server.entrypoints.commands.chat.markdown_blocks import MarkdownBlocks
-from server.entrypoints.commands.chat.redrawn import RedrawnLines, typing_hidden
-from server.entrypoints.terminal_text import fit
+from oarlock.server.entrypoints.commands.chat.markdown_blocks import MarkdownBlocks
+from oarlock.server.entrypoints.commands.chat.redrawn import RedrawnLines, typing_hidden
+from oarlock.server.entrypoints.terminal_text import fit
 
 _REDRAW_S = 0.05
 _LONG_BLOCK = 4_000  # characters; a longer one is shown as it is until it ends, since it is drawn many times

@@ -6,10 +6,10 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.entrypoints.commands.chat.answer import Answer, ask
-from server.entrypoints.commands.chat.conversation import Conversation
-from server.entrypoints.commands.chat.screen import PlainScreen, Screen
-from server.entrypoints.remote import Remote, ServerError
+from oarlock.server.entrypoints.commands.chat.answer import Answer, ask
+from oarlock.server.entrypoints.commands.chat.conversation import Conversation
+from oarlock.server.entrypoints.commands.chat.screen import PlainScreen, Screen
+from oarlock.server.entrypoints.remote import Remote, ServerError
 
 
 @dataclass(slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from server.config.options import nearest
-from server.entrypoints.commands.chat.conversation import ConversationError
-from server.entrypoints.commands.chat.session import Session, figures
-from server.entrypoints.remote import ServerError
+from oarlock.server.config.options import nearest
+from oarlock.server.entrypoints.commands.chat.conversation import ConversationError
+from oarlock.server.entrypoints.commands.chat.session import Session, figures
+from oarlock.server.entrypoints.remote import ServerError
 
 
 class LeaveError(Exception):

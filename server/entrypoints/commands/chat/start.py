@@ -13,15 +13,15 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-from engine.errors import StartupError
-from server.entrypoints.arguments import UsageError
-from server.entrypoints.commands.chat.conversation import Conversation, ConversationError
-from server.entrypoints.commands.chat.line_editor import LineEditor, history_file
-from server.entrypoints.commands.chat.own_server import OwnServer, own_flag
-from server.entrypoints.commands.chat.screen import make_screen
-from server.entrypoints.commands.chat.session import Session
-from server.entrypoints.commands.chat.slash import COMMANDS, LeaveError, run_command
-from server.entrypoints.remote import DEFAULT_URL, Remote, ServerError, given_key, is_url
+from oarlock.engine.errors import StartupError
+from oarlock.server.entrypoints.arguments import UsageError
+from oarlock.server.entrypoints.commands.chat.conversation import Conversation, ConversationError
+from oarlock.server.entrypoints.commands.chat.line_editor import LineEditor, history_file
+from oarlock.server.entrypoints.commands.chat.own_server import OwnServer, own_flag
+from oarlock.server.entrypoints.commands.chat.screen import make_screen
+from oarlock.server.entrypoints.commands.chat.session import Session
+from oarlock.server.entrypoints.commands.chat.slash import COMMANDS, LeaveError, run_command
+from oarlock.server.entrypoints.remote import DEFAULT_URL, Remote, ServerError, given_key, is_url
 
 _SAMPLING = ("temperature", "top_p", "max_tokens", "seed")
 

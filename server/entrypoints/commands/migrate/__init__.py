@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from server.entrypoints.arguments import Parser
+from oarlock.server.entrypoints.arguments import Parser
 
 HELP = "translate a command line of vLLM, llama-server, TGI, SGLang or Ollama"
 _EPILOG = """LINE is quoted, as it was typed, with variables before it or with `docker run … IMAGE` around it:
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from server.entrypoints.commands.migrate.lines import translate  # the tables of flags are read when it runs
+    from oarlock.server.entrypoints.commands.migrate.lines import translate  # the tables of flags are read when it runs
 
     found = translate(arguments.line)
     for written, sentence in found.notes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from server.entrypoints.commands.migrate.translation import Translation
+from oarlock.server.entrypoints.commands.migrate.translation import Translation
 
 # What an image starts where the line gives no command of its own.
 IMAGES = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from server.config.settings import OPTIONS
-from server.entrypoints.commands.migrate.translation import Translation, values_after
+from oarlock.server.config.settings import OPTIONS
+from oarlock.server.entrypoints.commands.migrate.translation import Translation, values_after
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 import shlex
 
-from server.config.groups.http import HttpSettings
-from server.entrypoints.arguments import UsageError
-from server.entrypoints.commands.migrate.container import read_container, take_out_of_container
-from server.entrypoints.commands.migrate.llama_server import LLAMA_SERVER
-from server.entrypoints.commands.migrate.ollama import COMMANDS, OLLAMA
-from server.entrypoints.commands.migrate.sglang import SGLANG
-from server.entrypoints.commands.migrate.tgi import TGI
-from server.entrypoints.commands.migrate.translation import KnownServer, Translation
-from server.entrypoints.commands.migrate.vllm import VLLM
+from oarlock.server.config.groups.http import HttpSettings
+from oarlock.server.entrypoints.arguments import UsageError
+from oarlock.server.entrypoints.commands.migrate.container import read_container, take_out_of_container
+from oarlock.server.entrypoints.commands.migrate.llama_server import LLAMA_SERVER
+from oarlock.server.entrypoints.commands.migrate.ollama import COMMANDS, OLLAMA
+from oarlock.server.entrypoints.commands.migrate.sglang import SGLANG
+from oarlock.server.entrypoints.commands.migrate.tgi import TGI
+from oarlock.server.entrypoints.commands.migrate.translation import KnownServer, Translation
+from oarlock.server.entrypoints.commands.migrate.vllm import VLLM
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 _BEFORE = ("env", "exec", "sudo", "nohup", "export", "&&", ";", "time")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from server.config.options import parse_count
-from server.entrypoints.commands.migrate.flags import Theirs, holds, lost, read_flags, read_variables, same
-from server.entrypoints.commands.migrate.translation import KnownServer, Translation
+from oarlock.server.config.options import parse_count
+from oarlock.server.entrypoints.commands.migrate.flags import Theirs, holds, lost, read_flags, read_variables, same
+from oarlock.server.entrypoints.commands.migrate.translation import KnownServer, Translation
 
 _SAMPLING = "defaults of sampling are the checkpoint's (generation_config.json); requests set their own."
 _CACHE_TYPES = {"f16": "", "bf16": "", "f32": "", "q8_0": "int8"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from server.entrypoints.commands.migrate.flags import Theirs, holds, lost, read_flags, read_variables, same
-from server.entrypoints.commands.migrate.translation import KnownServer, Translation
+from oarlock.server.entrypoints.commands.migrate.flags import Theirs, holds, lost, read_flags, read_variables, same
+from oarlock.server.entrypoints.commands.migrate.translation import KnownServer, Translation
 
 _HOST, _PORT = "127.0.0.1", 11434
 COMMANDS = ("serve", "start", "run")

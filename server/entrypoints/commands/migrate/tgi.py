@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from server.entrypoints.commands.migrate.flags import Theirs, holds, lost, read_flags, read_variables, same
-from server.entrypoints.commands.migrate.translation import KnownServer, Translation
+from oarlock.server.entrypoints.commands.migrate.flags import Theirs, holds, lost, read_flags, read_variables, same
+from oarlock.server.entrypoints.commands.migrate.translation import KnownServer, Translation
 
 _READ = "the form of a quantised checkpoint is read from its files; --quantization rounds one that is not."
 _OTHER_ROUNDING = (

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.config.options import OptionError
-from server.config.settings import OPTIONS, make_settings
+from oarlock.server.config.options import OptionError
+from oarlock.server.config.settings import OPTIONS, make_settings
 
 _VARIABLE = re.compile(r"\$(\w|\{\w+\})")
 

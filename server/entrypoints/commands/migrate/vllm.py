@@ -6,12 +6,12 @@ import json
 import re
 from typing import Any
 
-from server.config import vllm_flags
-from server.config.groups.model import REASONING_PARSERS, TOOL_CALL_PARSERS
-from server.config.options import OptionError, nearest, parse_count
-from server.config.settings import OPTIONS
-from server.entrypoints.commands.migrate.flags import Theirs, holds, lost, read_variables, same
-from server.entrypoints.commands.migrate.translation import KnownServer, Translation, values_after
+from oarlock.server.config import vllm_flags
+from oarlock.server.config.groups.model import REASONING_PARSERS, TOOL_CALL_PARSERS
+from oarlock.server.config.options import OptionError, nearest, parse_count
+from oarlock.server.config.settings import OPTIONS
+from oarlock.server.entrypoints.commands.migrate.flags import Theirs, holds, lost, read_variables, same
+from oarlock.server.entrypoints.commands.migrate.translation import KnownServer, Translation, values_after
 
 _SHORT = {described.short: described.name for described in OPTIONS.values() if described.short}
 _CHECKPOINT_FORMS = ("awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors", "fp8", "bitsandbytes", "gguf")

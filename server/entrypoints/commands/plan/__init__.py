@@ -10,8 +10,8 @@ import json
 import sys
 from typing import Any
 
-from server.entrypoints.arguments import UsageError, add_settings, given_settings, loaded_settings
-from server.entrypoints.commands.plan import flags
+from oarlock.server.entrypoints.arguments import UsageError, add_settings, given_settings, loaded_settings
+from oarlock.server.entrypoints.commands.plan import flags
 
 HELP = "say what a machine would hold of a model, and how many replicas a load takes"
 _EXIT_CODES = """exit codes:
@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from server.entrypoints.commands.plan import layouts, report, simulate, table, traces
-    from server.entrypoints.commands.plan.command_line import serve_command
-    from server.entrypoints.commands.plan.machine import machine_of
-    from server.entrypoints.commands.plan.model_files import find_model, has_vectors
+    from oarlock.server.entrypoints.commands.plan import layouts, report, simulate, table, traces
+    from oarlock.server.entrypoints.commands.plan.command_line import serve_command
+    from oarlock.server.entrypoints.commands.plan.machine import machine_of
+    from oarlock.server.entrypoints.commands.plan.model_files import find_model, has_vectors
 
     _check(arguments)
     loaded = loaded_settings(arguments, given_settings(arguments))

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.errors import StartupError
-from engine.preflight import Measured, StepLoad, StepTime
-from server.bench import result
-from server.bench.metrics import Sample
+from oarlock.engine.errors import StartupError
+from oarlock.engine.preflight import Measured, StepLoad, StepTime
+from oarlock.server.bench import result
+from oarlock.server.bench.metrics import Sample
 
 _EXIT_CODE = 2
 _FIX = "Give results of `oarlock bench serve --concurrency N --output FILE`, of a server like those to be simulated."

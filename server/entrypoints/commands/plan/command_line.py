@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from server.config.settings import OPTIONS
+from oarlock.server.config.settings import OPTIONS
 
 
 def serve_command(arguments: argparse.Namespace, chosen: Mapping[str, Any]) -> str:

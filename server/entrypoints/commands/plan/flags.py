@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from server.entrypoints.arguments import UsageError
+from oarlock.server.entrypoints.arguments import UsageError
 
 _MOST = 1024  # replicas
 _MEASURES, _PERCENTILES = ("ttft", "itl", "e2e"), (50, 95, 99)

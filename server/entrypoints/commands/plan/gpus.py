@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from server.config.options import nearest, parse_size
-from server.entrypoints.arguments import UsageError
+from oarlock.server.config.options import nearest, parse_size
+from oarlock.server.entrypoints.arguments import UsageError
 
 _FIX = "Write a number and a name or a size, such as --gpus 2xH100 or --gpus 2x24GB"
 _MOST = 64

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import StartupError
-from engine.preflight import (
+from oarlock.engine.errors import StartupError
+from oarlock.engine.preflight import (
     Capacity,
     OpenModel,
     Roofline,
@@ -20,7 +20,7 @@ from engine.preflight import (
     tensor_parallel_sizes,
     work_of,
 )
-from server.entrypoints.commands.plan.machine import Machine
+from oarlock.server.entrypoints.commands.plan.machine import Machine
 
 CONTEXTS = (4096, 32_768)  # tokens of one user
 _PROMPT = 1024  # tokens, of the rate of prompts

@@ -9,10 +9,10 @@ import threading
 import time
 from dataclasses import dataclass
 
-from engine.preflight import Memory, free_host_bytes, human_bytes
-from server.config.options import parse_size
-from server.entrypoints.arguments import UsageError
-from server.entrypoints.commands.plan.gpus import parse_gpus
+from oarlock.engine.preflight import Memory, free_host_bytes, human_bytes
+from oarlock.server.config.options import parse_size
+from oarlock.server.entrypoints.arguments import UsageError
+from oarlock.server.entrypoints.commands.plan.gpus import parse_gpus
 
 _READ_BYTES = 96 << 20  # of each thread: more than caches hold
 _PASSES = 6

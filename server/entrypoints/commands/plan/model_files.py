@@ -7,10 +7,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from engine.errors import StartupError
-from engine.preflight import OpenModel, open_model
-from server.config.model_path import resolve
-from server.config.settings import Settings
+from oarlock.engine.errors import StartupError
+from oarlock.engine.preflight import OpenModel, open_model
+from oarlock.server.config.model_path import resolve
+from oarlock.server.config.settings import Settings
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
 _EXIT_CODE = 2
@@ -26,7 +26,7 @@ def find_model(settings: Settings) -> tuple[OpenModel, bool]:
 
 def has_vectors(settings: Settings, model: OpenModel) -> bool:
     """Whether it is served for embeddings or scores. Raises `StartupError`."""
-    from server.llm.pooler_config import PoolerConfig
+    from oarlock.server.llm.pooler_config import PoolerConfig
 
     try:
         found = PoolerConfig.load(model.config.model_path, settings.runner, settings.classifier_from_token)
@@ -51,9 +51,9 @@ def _fetched(settings: Settings, model: str) -> Path:
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError, HTTPError
 
-    from engine.preflight import DESCRIPTIONS
-    from server.config.hub.errors import explain
-    from server.config.hub.files import Download, Snapshot, look_up
+    from oarlock.engine.preflight import DESCRIPTIONS
+    from oarlock.server.config.hub.errors import explain
+    from oarlock.server.config.hub.files import Download, Snapshot, look_up
 
     revision = settings.revision or "main"
     cache = Path(settings.download_dir or constants.HF_HUB_CACHE).expanduser()

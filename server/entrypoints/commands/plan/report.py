@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from engine.preflight import OpenModel
-from server.entrypoints.commands.plan.layouts import CONTEXTS, Layout, Remedy
-from server.entrypoints.commands.plan.machine import Machine
+from oarlock.engine.preflight import OpenModel
+from oarlock.server.entrypoints.commands.plan.layouts import CONTEXTS, Layout, Remedy
+from oarlock.server.entrypoints.commands.plan.machine import Machine
 
 
 def as_json(

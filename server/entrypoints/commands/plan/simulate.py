@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from engine.config import EngineConfig
-from engine.fleet import FleetReport, ReplicaModel, TracedRequest, replica_model, simulate_fleet
-from engine.preflight import OpenModel
-from server.entrypoints.arguments import UsageError
-from server.entrypoints.commands.plan.calibrate import calibrated
-from server.entrypoints.commands.plan.flags import Limit, parse_replicas, parse_slo
-from server.entrypoints.commands.plan.layouts import Layout, layout
-from server.entrypoints.commands.plan.machine import Machine
-from server.entrypoints.commands.plan.table import aligned, rate
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.fleet import FleetReport, ReplicaModel, TracedRequest, replica_model, simulate_fleet
+from oarlock.engine.preflight import OpenModel
+from oarlock.server.entrypoints.arguments import UsageError
+from oarlock.server.entrypoints.commands.plan.calibrate import calibrated
+from oarlock.server.entrypoints.commands.plan.flags import Limit, parse_replicas, parse_slo
+from oarlock.server.entrypoints.commands.plan.layouts import Layout, layout
+from oarlock.server.entrypoints.commands.plan.machine import Machine
+from oarlock.server.entrypoints.commands.plan.table import aligned, rate
 
 _ALL_UP_TO = 8  # so many sizes of a range are all simulated; of more, powers of two and what --slo asks for
 

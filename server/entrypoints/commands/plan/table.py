@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.preflight import OpenModel, human_bytes
-from server.entrypoints.commands.plan.layouts import CONTEXTS, Layout, Remedy
-from server.entrypoints.commands.plan.machine import Machine
+from oarlock.engine.preflight import OpenModel, human_bytes
+from oarlock.server.entrypoints.commands.plan.layouts import CONTEXTS, Layout, Remedy
+from oarlock.server.entrypoints.commands.plan.machine import Machine
 
 
 def as_text(

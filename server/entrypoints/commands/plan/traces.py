@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from engine.errors import StartupError
-from engine.fleet import TracedRequest
-from server.bench import result
-from server.bench.workload.trace import BLOCK_TOKENS
+from oarlock.engine.errors import StartupError
+from oarlock.engine.fleet import TracedRequest
+from oarlock.server.bench import result
+from oarlock.server.bench.workload.trace import BLOCK_TOKENS
 
 _EXIT_CODE = 2
 _BAILIAN_TOKENS = 16

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from server.config.options import nearest
-from server.entrypoints.arguments import UsageError
-from server.entrypoints.commands.snippets.texts import SNIPPETS
+from oarlock.server.config.options import nearest
+from oarlock.server.entrypoints.arguments import UsageError
+from oarlock.server.entrypoints.commands.snippets.texts import SNIPPETS
 
 HELP = "print working code for a running server: curl, openai, LangChain and more"
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import asyncio
 
-    from server.entrypoints.remote import DEFAULT_URL, Remote, ServerError, given_key
+    from oarlock.server.entrypoints.remote import DEFAULT_URL, Remote, ServerError, given_key
 
     wanted = arguments.client or list(SNIPPETS)
     for name in wanted:

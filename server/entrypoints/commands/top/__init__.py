@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from server.entrypoints.commands.bench import numbers
+from oarlock.server.entrypoints.commands.bench import numbers
 
 HELP = "watch a server: its requests, KV blocks, step times and latencies"
 _EPILOG = """Reads GET /v1/state and /metrics, which need no key on loopback or with --open-metrics; else the server's
@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from server.entrypoints.commands.top.watch import watch  # what shows and asks is imported when it runs
-    from server.entrypoints.remote import DEFAULT_URL, Remote, given_key
+    from oarlock.server.entrypoints.commands.top.watch import watch  # what shows and asks is imported when it runs
+    from oarlock.server.entrypoints.remote import DEFAULT_URL, Remote, given_key
 
     remote = Remote(arguments.url or DEFAULT_URL, given_key())
     return watch(remote, once=arguments.once, as_json=arguments.json, interval_s=arguments.interval)

@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from server.entrypoints.commands.top.kv_map import shrink
-from server.entrypoints.terminal_text import fit
+from oarlock.server.entrypoints.commands.top.kv_map import shrink
+from oarlock.server.entrypoints.terminal_text import fit
 
 _CELLS = {"h": ("█", "red"), "c": ("▒", "cyan"), "f": ("·", "dim")}  # also without colours
 _MAP_ROWS = 6

@@ -17,10 +17,10 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from server.entrypoints.commands.top.latencies import Reading, between, read
-from server.entrypoints.commands.top.view import page
-from server.entrypoints.remote import Remote, ServerError
-from server.entrypoints.terminal_text import fit
+from oarlock.server.entrypoints.commands.top.latencies import Reading, between, read
+from oarlock.server.entrypoints.commands.top.view import page
+from oarlock.server.entrypoints.remote import Remote, ServerError
+from oarlock.server.entrypoints.terminal_text import fit
 
 _ROWS_ABOVE = 18  # of a page with one engine: what its list of requests has to leave
 _MAX_REQUESTS = 20

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from server.bench import metrics
-from server.bench.metrics import Sample
-from server.bench.result import Result
+from oarlock.server.bench import metrics
+from oarlock.server.bench.metrics import Sample
+from oarlock.server.bench.result import Result
 
 TOKENS = 5
 SETTINGS = {"url": "http://x", "model": "m", "load": "closed loop", "prompts": "random", "goodput": {}}

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from server.bench.workload import arrivals
+from oarlock.server.bench.workload import arrivals
 
 COUNT = 20_000
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from server.entrypoints.arguments import Parser
-from server.entrypoints.cli import main
-from server.entrypoints.commands.bench import serve, vllm_names
+from oarlock.server.entrypoints.arguments import Parser
+from oarlock.server.entrypoints.cli import main
+from oarlock.server.entrypoints.commands.bench import serve, vllm_names
 
 URL = "http://127.0.0.1:9"
 
@@ -169,9 +169,9 @@ def test_other_forms_of_vllm_bench_become_a_plan():
 
 
 def test_the_choices_of_the_command_line_are_those_of_the_code():
-    from server.bench.client.server_probe import FORMS
-    from server.bench.metrics import LATENCIES, PERCENTILES, SLO_METRICS
-    from server.bench.workload.workload import NAMES
+    from oarlock.server.bench.client.server_probe import FORMS
+    from oarlock.server.bench.metrics import LATENCIES, PERCENTILES, SLO_METRICS
+    from oarlock.server.bench.workload.workload import NAMES
 
     assert (vllm_names.PERCENTILES, vllm_names.METRICS) == (PERCENTILES, LATENCIES)
     assert (serve._WORKLOADS, serve._FORMS, serve._SLO) == (NAMES, FORMS, SLO_METRICS)

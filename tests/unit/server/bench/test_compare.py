@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.errors import StartupError
-from server.bench import bootstrap
-from server.bench.compare import Verdict, _Run, as_text, compare, verdict
-from server.bench.metrics import Sample
-from server.bench.result import Result
+from oarlock.engine.errors import StartupError
+from oarlock.server.bench import bootstrap
+from oarlock.server.bench.compare import Verdict, _Run, as_text, compare, verdict
+from oarlock.server.bench.metrics import Sample
+from oarlock.server.bench.result import Result
 from tests.unit.server.bench.runs import closed_loop, noisy
 
 

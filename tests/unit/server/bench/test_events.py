@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from server.bench.client.events import EventReader
-from server.bench.client.http_stream import Target
+from oarlock.server.bench.client.events import EventReader
+from oarlock.server.bench.client.http_stream import Target
 
 
 def data(chunk) -> bytes:

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from server.bench import metrics
-from server.bench.metrics import Cause, Sample
+from oarlock.server.bench import metrics
+from oarlock.server.bench.metrics import Cause, Sample
 
 
 def sample(sent=0.0, ttft=1.0, gaps=(0.5, 0.5), tokens=3, **more):

@@ -8,12 +8,12 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from engine.errors import StartupError
-from server.bench import result as results
-from server.bench.client import loop_lag
-from server.bench.metrics import Sample
-from server.bench.report import svg, table
-from server.bench.report.html import as_html
+from oarlock.engine.errors import StartupError
+from oarlock.server.bench import result as results
+from oarlock.server.bench.client import loop_lag
+from oarlock.server.bench.metrics import Sample
+from oarlock.server.bench.report import svg, table
+from oarlock.server.bench.report.html import as_html
 from tests.unit.server.bench.runs import CLIENT, closed_loop, noisy
 
 RANDOM = np.random.default_rng(1)

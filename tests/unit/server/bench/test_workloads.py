@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from engine.errors import StartupError
-from server.bench.plan import ServePlan
-from server.bench.workload import trace, workload
-from server.bench.workload.prompts import IdPrompts, TextPrompts
-from server.bench.workload.workload import Lengths
+from oarlock.engine.errors import StartupError
+from oarlock.server.bench.plan import ServePlan
+from oarlock.server.bench.workload import trace, workload
+from oarlock.server.bench.workload.prompts import IdPrompts, TextPrompts
+from oarlock.server.bench.workload.workload import Lengths
 
 IDS = IdPrompts(4096, seed=7)
 

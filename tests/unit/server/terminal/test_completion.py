@@ -8,10 +8,10 @@ import subprocess
 
 import pytest
 
-from server.config.settings import OPTIONS
-from server.entrypoints import commands
-from server.entrypoints.cli import main, whole_parser
-from server.entrypoints.commands import completion
+from oarlock.server.config.settings import OPTIONS
+from oarlock.server.entrypoints import commands
+from oarlock.server.entrypoints.cli import main, whole_parser
+from oarlock.server.entrypoints.commands import completion
 
 
 @functools.cache

@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import RequestError
-from server.chat.answer_grammar import answer_grammar
-from server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
-from server.chat.prompt import ChatPrompt
-from server.chat.reasoning_parser import FORMATS as MARKS
-from server.chat.reasoning_parser import HARMONY as HARMONY_MARKS
-from server.chat.tool_choice import resolve_tool_choice
-from server.chat.tool_parsers.harmony import HARMONY
-from server.chat.tool_parsers.hermes import GENERIC, UNKNOWN
-from server.chat.tool_parsers.registry import FORMATS, choose, detect
-from server.config.groups.model import REASONING_PARSERS, TOOL_CALL_PARSERS
-from server.config.settings import Settings
-from server.llm.model_files import find_files
-from server.protocol.chat_completion import ChatRequest
+from oarlock.engine.errors import RequestError
+from oarlock.server.chat.answer_grammar import answer_grammar
+from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
+from oarlock.server.chat.prompt import ChatPrompt
+from oarlock.server.chat.reasoning_parser import FORMATS as MARKS
+from oarlock.server.chat.reasoning_parser import HARMONY as HARMONY_MARKS
+from oarlock.server.chat.tool_choice import resolve_tool_choice
+from oarlock.server.chat.tool_parsers.harmony import HARMONY
+from oarlock.server.chat.tool_parsers.hermes import GENERIC, UNKNOWN
+from oarlock.server.chat.tool_parsers.registry import FORMATS, choose, detect
+from oarlock.server.config.groups.model import REASONING_PARSERS, TOOL_CALL_PARSERS
+from oarlock.server.config.settings import Settings
+from oarlock.server.llm.model_files import find_files
+from oarlock.server.protocol.chat_completion import ChatRequest
 from tests.unit.server.tools.written import ARGUMENTS_AS_TEXT, ONE_CALL, TEMPLATES, WHOLE_ANSWER, WRITERS
 
 TOKENIZER = Path(__file__).resolve().parents[4] / "models" / "oarlock-demo" / "tokenizer.json"

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling_params import Grammar
-from server.chat.answer_grammar import answer_grammar
-from server.chat.events import ArgumentsDelta, ContentDelta, ReasoningDelta, ToolCallStart, merged
-from server.chat.message_parser import AnswerShape, MessageParser
-from server.chat.prompt import ChatPrompt
-from server.chat.tool_choice import resolve_tool_choice
-from server.chat.tool_parsers.harmony import HARMONY, HarmonyParser
-from server.llm.output_processor import Delta
-from server.protocol.chat_completion import ChatRequest
+from oarlock.engine.sampling_params import Grammar
+from oarlock.server.chat.answer_grammar import answer_grammar
+from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, ReasoningDelta, ToolCallStart, merged
+from oarlock.server.chat.message_parser import AnswerShape, MessageParser
+from oarlock.server.chat.prompt import ChatPrompt
+from oarlock.server.chat.tool_choice import resolve_tool_choice
+from oarlock.server.chat.tool_parsers.harmony import HARMONY, HarmonyParser
+from oarlock.server.llm.output_processor import Delta
+from oarlock.server.protocol.chat_completion import ChatRequest
 from tests.unit.server.tools.test_every_format import _admits, compiler  # noqa: F401
 
 R, C, F = ReasoningDelta, ContentDelta, ToolCallStart("f")

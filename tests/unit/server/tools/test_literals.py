@@ -7,11 +7,11 @@ import json
 import llguidance
 import pytest
 
-from engine.errors import RequestError
-from server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
-from server.chat.tool_parsers.literals.gemma import FUNCTIONGEMMA
-from server.chat.tool_parsers.literals.pythonic import PYTHONIC
-from server.chat.tool_parsers.literals.schema_grammar import SchemaGrammar
+from oarlock.engine.errors import RequestError
+from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
+from oarlock.server.chat.tool_parsers.literals.gemma import FUNCTIONGEMMA
+from oarlock.server.chat.tool_parsers.literals.pythonic import PYTHONIC
+from oarlock.server.chat.tool_parsers.literals.schema_grammar import SchemaGrammar
 from tests.unit.server.tools.test_every_format import _admits, compiler  # noqa: F401
 
 TOOLS: dict[str, dict] = {"f": {}, "g": {}}

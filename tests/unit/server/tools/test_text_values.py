@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from server.chat.tool_parsers.text_values import argument_names, is_text, json_value, property_schema
+from oarlock.server.chat.tool_parsers.text_values import argument_names, is_text, json_value, property_schema
 
 ROOT = {
     "$defs": {

@@ -5,11 +5,11 @@ from dataclasses import fields
 
 import pytest
 
+from oarlock.workers import fingerprint
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.fingerprint import node_facts
+from oarlock.workers.worker.nodes.facts import first_difference
 from tests.golden.tiny_models import make_tiny
-from workers import fingerprint
-from workers.config import WorkerConfig
-from workers.fingerprint import node_facts
-from workers.worker.nodes.facts import first_difference
 
 OF_ONE_HOST = {"model_path", "num_threads", "cpu_affinity", "log_level", "kv_cache_bytes", "gpu_memory_utilization"}
 OF_ONE_HOST |= {"kv_offload_path", "kv_offload_disk_bytes", "log_format"}

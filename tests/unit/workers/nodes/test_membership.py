@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from oarlock.workers.config import NodesConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.worker.nodes.ending import Ending
+from oarlock.workers.worker.nodes.membership import Membership, join
 from tests.e2e.running import eventually, free_port
-from workers.config import NodesConfig
-from workers.errors import StartupError
-from workers.worker.nodes.ending import Ending
-from workers.worker.nodes.membership import Membership, join
 
 FACTS = {"setting": {"dtype": "float32"}}
 

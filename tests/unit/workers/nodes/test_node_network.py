@@ -4,11 +4,11 @@ import socket
 
 import pytest
 
+from oarlock.workers.config import NodesConfig
+from oarlock.workers.errors import StartupError
+from oarlock.workers.node import check_network
+from oarlock.workers.platform import network
 from tests.e2e.running import free_port
-from workers.config import NodesConfig
-from workers.errors import StartupError
-from workers.node import check_network
-from workers.platform import network
 
 
 def _nodes(rank: int, address: str, **changes: object) -> NodesConfig:
@@ -37,7 +37,7 @@ def test_a_head_that_only_itself_can_reach_is_refused(monkeypatch: pytest.Monkey
 
 def test_a_head_on_another_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     there = network.Interface("eth0", "10.0.0.2")
-    monkeypatch.setattr("workers.worker.nodes.interface.interface_towards", lambda address: there)
+    monkeypatch.setattr("oarlock.workers.worker.nodes.interface.interface_towards", lambda address: there)
     with pytest.raises(StartupError, match=r"10\.0\.0\.1.* is not one of this host, which is node 0"):
         check_network(_nodes(0, "10.0.0.1"), _silent)
     check_network(_nodes(1, "10.0.0.1"), _silent)

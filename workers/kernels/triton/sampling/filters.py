@@ -7,10 +7,10 @@ id's, so that their sums do not depend on an order of addition.
 import triton
 import triton.language as tl
 
-from workers.kernels.triton.sampling.choose import FINITE, is_filtered
-from workers.kernels.triton.sampling.noise import gumbel, gumbel_screen, inverse, margin_at, noise_words
-from workers.kernels.triton.sampling.order import first_of, lowest_kept, threshold
-from workers.kernels.triton.sampling.survey import BLOCK, changed_row
+from oarlock.workers.kernels.triton.sampling.choose import FINITE, is_filtered
+from oarlock.workers.kernels.triton.sampling.noise import gumbel, gumbel_screen, inverse, margin_at, noise_words
+from oarlock.workers.kernels.triton.sampling.order import first_of, lowest_kept, threshold
+from oarlock.workers.kernels.triton.sampling.survey import BLOCK, changed_row
 
 _UNIT = tl.constexpr(float(1 << 30))
 

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from workers.kernels.triton.sampling.choose import FINITE
-from workers.kernels.triton.sampling.order import first_of
-from workers.kernels.triton.sampling.survey import BLOCK
+from oarlock.workers.kernels.triton.sampling.choose import FINITE
+from oarlock.workers.kernels.triton.sampling.order import first_of
+from oarlock.workers.kernels.triton.sampling.survey import BLOCK
 
 
 @triton.jit

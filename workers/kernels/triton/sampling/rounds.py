@@ -6,10 +6,10 @@ One program a row; it reads only the blocks that `choose` listed, in tiles of a 
 import triton
 import triton.language as tl
 
-from workers.kernels.triton.sampling.filters import is_before, units_up_to
-from workers.kernels.triton.sampling.noise import gumbel, gumbel_screen, inverse, margin_at, noise_words
-from workers.kernels.triton.sampling.order import first_of, lowest_kept, middle_of, ordered, value_of
-from workers.kernels.triton.sampling.survey import BLOCK, changed_row
+from oarlock.workers.kernels.triton.sampling.filters import is_before, units_up_to
+from oarlock.workers.kernels.triton.sampling.noise import gumbel, gumbel_screen, inverse, margin_at, noise_words
+from oarlock.workers.kernels.triton.sampling.order import first_of, lowest_kept, middle_of, ordered, value_of
+from oarlock.workers.kernels.triton.sampling.survey import BLOCK, changed_row
 
 _LEAST_FINITE = tl.constexpr(-0x7F800000)  # in `ordered`
 _ALL_IDS = tl.constexpr(0x7FFFFFFF)

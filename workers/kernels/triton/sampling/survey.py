@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from workers.kernels.triton.sampling.noise import gumbel_screen, inverse, noise_words
+from oarlock.workers.kernels.triton.sampling.noise import gumbel_screen, inverse, noise_words
 
 BLOCK = tl.constexpr(128)
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workers.layers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, check_divides, stored
-from workers.layers.quantization.formats.settings import Settings
-from workers.layers.quantization.formats.sizes import whole_number_bytes
+from oarlock.workers.layers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, check_divides, stored
+from oarlock.workers.layers.quantization.formats.settings import Settings
+from oarlock.workers.layers.quantization.formats.sizes import whole_number_bytes
 
 if TYPE_CHECKING:
-    from workers.layers.quantization.method import LinearMethod
+    from oarlock.workers.layers.quantization.method import LinearMethod
 
 _IN_WORD = 8  # numbers of 4 bits
 
@@ -41,8 +41,8 @@ class AWQForm:
         return Arithmetic.ROUNDED_INPUTS
 
     def method(self) -> LinearMethod:
-        from workers.layers.quantization.readers.awq import AWQReader
-        from workers.layers.quantization.readers.grouped_method import GroupedLinearMethod
+        from oarlock.workers.layers.quantization.readers.awq import AWQReader
+        from oarlock.workers.layers.quantization.readers.grouped_method import GroupedLinearMethod
 
         return GroupedLinearMethod(AWQReader(self.group))
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workers.layers.quantization.formats.form import Arithmetic, StoredTensor, check_divides, stored
-from workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
+from oarlock.workers.layers.quantization.formats.form import Arithmetic, StoredTensor, check_divides, stored
+from oarlock.workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
 
 if TYPE_CHECKING:
-    from workers.layers.quantization.method import LinearMethod
+    from oarlock.workers.layers.quantization.method import LinearMethod
 
 BLOCK = 64  # weights
 NESTED_BLOCK = 256  # blocks
@@ -48,7 +48,7 @@ class BitsAndBytesForm:
         return Arithmetic.DENSE
 
     def method(self) -> LinearMethod:
-        from workers.layers.quantization.readers.bitsandbytes import BitsAndBytesLinearMethod
+        from oarlock.workers.layers.quantization.readers.bitsandbytes import BitsAndBytesLinearMethod
 
         return BitsAndBytesLinearMethod(self.state, BLOCK, NESTED_BLOCK if self.nested else None)
 

@@ -4,11 +4,11 @@ The settings say how weights are quantised; which of them are is seen from the t
 in floating point of 16 bits or more is read as it is, whatever lists of modules the settings have.
 """
 
-from workers.layers.decoder_spec import FUSED_TENSORS
-from workers.layers.quantization.formats.form import Form, Scheme, StoredForm
-from workers.layers.quantization.registry import NONE
-from workers.platform.dtypes import SAFETENSORS_DTYPES
-from workers.weights.checkpoint import Checkpoint
+from oarlock.workers.layers.decoder_spec import FUSED_TENSORS
+from oarlock.workers.layers.quantization.formats.form import Form, Scheme, StoredForm
+from oarlock.workers.layers.quantization.registry import NONE
+from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
+from oarlock.workers.weights.checkpoint import Checkpoint
 
 _FUSED = {part: fused for fused, parts in FUSED_TENSORS.items() for part in parts}
 _LARGEST_BIAS = 1 << 20  # bytes

@@ -10,13 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workers.layers.quantization.formats.form import SCALES, Arithmetic, StoredForm, StoredTensor, check_divides, stored
-from workers.layers.quantization.formats.fp8 import FLOAT8, FP8Form, block_of
-from workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
-from workers.layers.quantization.formats.sizes import fp8_bytes, whole_number_bytes
+from oarlock.workers.layers.quantization.formats.form import (
+    SCALES,
+    Arithmetic,
+    StoredForm,
+    StoredTensor,
+    check_divides,
+    stored,
+)
+from oarlock.workers.layers.quantization.formats.fp8 import FLOAT8, FP8Form, block_of
+from oarlock.workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
+from oarlock.workers.layers.quantization.formats.sizes import fp8_bytes, whole_number_bytes
 
 if TYPE_CHECKING:
-    from workers.layers.quantization.method import LinearMethod
+    from oarlock.workers.layers.quantization.method import LinearMethod
 
 _PACKED, _INTEGERS, _FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 _FORMATS = (_PACKED, _INTEGERS, _FLOATS, "naive-quantized", "mixed-precision")
@@ -45,8 +52,8 @@ class IntegerForm:
         return Arithmetic.ROUNDED_INPUTS
 
     def method(self) -> LinearMethod:
-        from workers.layers.quantization.readers.compressed_tensors import IntegerReader
-        from workers.layers.quantization.readers.grouped_method import GroupedLinearMethod
+        from oarlock.workers.layers.quantization.readers.compressed_tensors import IntegerReader
+        from oarlock.workers.layers.quantization.readers.grouped_method import GroupedLinearMethod
 
         return GroupedLinearMethod(IntegerReader(self.bits, self.packed, self.group, self.symmetric))
 
@@ -91,7 +98,7 @@ class FloatForm:
         return Arithmetic.FLOAT8_INPUTS if self.rounds_rows and self.group is None else Arithmetic.EXACT_INPUTS
 
     def method(self) -> LinearMethod:
-        from workers.layers.quantization.readers.fp8 import FP8LinearMethod
+        from oarlock.workers.layers.quantization.readers.fp8 import FP8LinearMethod
 
         return FP8LinearMethod("weight_scale", (1, self.group), rounds_rows=self.rounds_rows)
 

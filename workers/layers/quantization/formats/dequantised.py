@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from workers.layers.quantization.formats.form import Arithmetic, Form, WeightForms
-from workers.layers.quantization.registry import Quantization
+from oarlock.workers.layers.quantization.formats.form import Arithmetic, Form, WeightForms
+from oarlock.workers.layers.quantization.registry import Quantization
 
 if TYPE_CHECKING:
-    from workers.layers.quantization.method import LinearMethod
+    from oarlock.workers.layers.quantization.method import LinearMethod
 
 # What products of an arithmetic do to their inputs, by the device that they run on.
 _ROUNDING = {
@@ -84,6 +84,6 @@ def dequantised_forms(forms: WeightForms, device: str) -> WeightForms:
 
 
 def _dequantising(method: Callable[[], LinearMethod]) -> LinearMethod:
-    from workers.layers.quantization.readers.dequantised import DequantisingLinearMethod
+    from oarlock.workers.layers.quantization.readers.dequantised import DequantisingLinearMethod
 
     return DequantisingLinearMethod(method())

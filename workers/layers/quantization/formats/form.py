@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
-from workers.errors import StartupError
+from oarlock.workers.errors import StartupError
 
 if TYPE_CHECKING:
-    from workers.layers.quantization.method import LinearMethod
+    from oarlock.workers.layers.quantization.method import LinearMethod
 
 
 class Arithmetic(Enum):

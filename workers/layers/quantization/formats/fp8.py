@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workers.layers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, stored
-from workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
-from workers.layers.quantization.formats.sizes import fp8_bytes
+from oarlock.workers.layers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, stored
+from oarlock.workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
+from oarlock.workers.layers.quantization.formats.sizes import fp8_bytes
 
 if TYPE_CHECKING:
-    from workers.layers.quantization.method import LinearMethod
+    from oarlock.workers.layers.quantization.method import LinearMethod
 
 FLOAT8 = "F8_E4M3"
 
@@ -40,7 +40,7 @@ class FP8Form:
         return Arithmetic.FLOAT8_INPUTS if self.rounds_rows and self.block is None else Arithmetic.EXACT_INPUTS
 
     def method(self) -> LinearMethod:
-        from workers.layers.quantization.readers.fp8 import FP8LinearMethod
+        from oarlock.workers.layers.quantization.readers.fp8 import FP8LinearMethod
 
         return FP8LinearMethod(self.scale, self.block, rounds_rows=self.rounds_rows)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workers.layers.decoder_spec import FUSED_TENSORS
-from workers.layers.quantization.formats.form import Arithmetic, Form
-from workers.layers.quantization.groups import group_of_blocks, packed_bytes
-from workers.layers.quantization.registry import NONE
-from workers.weights.gguf.block_types import GROUP_FORMS, GroupForm
-from workers.weights.gguf.checkpoint import GGUFCheckpoint
+from oarlock.workers.layers.decoder_spec import FUSED_TENSORS
+from oarlock.workers.layers.quantization.formats.form import Arithmetic, Form
+from oarlock.workers.layers.quantization.groups import group_of_blocks, packed_bytes
+from oarlock.workers.layers.quantization.registry import NONE
+from oarlock.workers.weights.gguf.block_types import GROUP_FORMS, GroupForm
+from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint
 
 if TYPE_CHECKING:
-    from workers.layers.quantization.method import LinearMethod
+    from oarlock.workers.layers.quantization.method import LinearMethod
 
 _SIBLINGS = {part: (fused, parts) for fused, parts in FUSED_TENSORS.items() for part in parts}
 
@@ -31,7 +31,7 @@ class GGUFForm:
         return Arithmetic.ROUNDED_INPUTS
 
     def method(self) -> LinearMethod:
-        from workers.layers.quantization.readers.gguf import GGUFLinearMethod
+        from oarlock.workers.layers.quantization.readers.gguf import GGUFLinearMethod
 
         return GGUFLinearMethod(GroupForm(self.group, self.bits, self.has_offsets))
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from workers.layers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, check_divides, stored
-from workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
-from workers.layers.quantization.formats.sizes import whole_number_bytes
+from oarlock.workers.layers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, check_divides, stored
+from oarlock.workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
+from oarlock.workers.layers.quantization.formats.sizes import whole_number_bytes
 
 if TYPE_CHECKING:
-    from workers.layers.quantization.method import LinearMethod
+    from oarlock.workers.layers.quantization.method import LinearMethod
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class GPTQForm:
         return Arithmetic.ROUNDED_INPUTS
 
     def method(self) -> LinearMethod:
-        from workers.layers.quantization.readers.gptq import GPTQReader
-        from workers.layers.quantization.readers.grouped_method import GroupedLinearMethod
+        from oarlock.workers.layers.quantization.readers.gptq import GPTQReader
+        from oarlock.workers.layers.quantization.readers.grouped_method import GroupedLinearMethod
 
         return GroupedLinearMethod(GPTQReader(self.bits, self.group, self.symmetric, self.zeros_less_one))
 

@@ -5,13 +5,13 @@ A new one is a file beside this one, its reader in `readers/`, and one line here
 
 from collections.abc import Callable
 
-from workers.layers.quantization.formats.awq import awq
-from workers.layers.quantization.formats.bitsandbytes import bitsandbytes
-from workers.layers.quantization.formats.compressed_tensors import compressed_tensors
-from workers.layers.quantization.formats.form import Scheme
-from workers.layers.quantization.formats.fp8 import fp8
-from workers.layers.quantization.formats.gptq import gptq
-from workers.layers.quantization.formats.settings import Settings
+from oarlock.workers.layers.quantization.formats.awq import awq
+from oarlock.workers.layers.quantization.formats.bitsandbytes import bitsandbytes
+from oarlock.workers.layers.quantization.formats.compressed_tensors import compressed_tensors
+from oarlock.workers.layers.quantization.formats.form import Scheme
+from oarlock.workers.layers.quantization.formats.fp8 import fp8
+from oarlock.workers.layers.quantization.formats.gptq import gptq
+from oarlock.workers.layers.quantization.formats.settings import Settings
 
 STORED: dict[str, Callable[[Settings], Scheme]] = {
     "awq": awq,

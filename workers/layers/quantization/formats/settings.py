@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from workers.errors import StartupError
+from oarlock.workers.errors import StartupError
 
 USE_ANOTHER = "Use another quantisation of the model, or its bfloat16, float16 or float32 checkpoint."
 _LONGEST = 80  # characters of a value in an error

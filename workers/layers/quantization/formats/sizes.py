@@ -1,6 +1,6 @@
 """What weights that are multiplied in whole numbers or float8 take in memory. Torch-free."""
 
-from workers.layers.quantization.groups import MOST_AT_ONCE, packed_bytes
+from oarlock.workers.layers.quantization.groups import MOST_AT_ONCE, packed_bytes
 
 
 def whole_number_bytes(rows: int, inputs: int, bits: int, group: int | None, *, offsets: bool) -> int:

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from workers.layers.quantization.readers.grouped_method import Numbers, StoredPart
-from workers.layers.quantization.readers.words import Span, take_block, unpack
-from workers.weights.source import WeightSource
+from oarlock.workers.layers.quantization.readers.grouped_method import Numbers, StoredPart
+from oarlock.workers.layers.quantization.readers.words import Span, take_block, unpack
+from oarlock.workers.weights.source import WeightSource
 
 _IN_WORD = 8
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each number of a word

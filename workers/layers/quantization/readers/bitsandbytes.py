@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.errors import StartupError
-from workers.layers.quantization.readers.words import Span
-from workers.layers.quantization.shard import Empty, WeightShard
-from workers.layers.quantization.unquantized import DenseWeight
-from workers.weights.source import WeightSource
+from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.quantization.readers.words import Span
+from oarlock.workers.layers.quantization.shard import Empty, WeightShard
+from oarlock.workers.layers.quantization.unquantized import DenseWeight
+from oarlock.workers.weights.source import WeightSource
 
 _AT_ONCE = 1 << 22  # weights
 _LONGEST = 80  # characters of a value in an error

@@ -7,10 +7,10 @@ the weight is packed.
 import torch
 from torch import Tensor
 
-from workers.layers.quantization.readers.grouped_method import Numbers, StoredPart
-from workers.layers.quantization.readers.regroup import check_groups
-from workers.layers.quantization.readers.words import Span, take_block, unpack
-from workers.weights.source import WeightSource
+from oarlock.workers.layers.quantization.readers.grouped_method import Numbers, StoredPart
+from oarlock.workers.layers.quantization.readers.regroup import check_groups
+from oarlock.workers.layers.quantization.readers.words import Span, take_block, unpack
+from oarlock.workers.weights.source import WeightSource
 
 _NOT_SET = -1  # of every input, where a tool has made room for groups and not ordered any
 

@@ -2,10 +2,10 @@
 
 from typing import Protocol, runtime_checkable
 
-from workers.layers.quantization.method import LinearMethod
-from workers.layers.quantization.shard import Empty, WeightShard
-from workers.layers.quantization.unquantized import DenseWeight
-from workers.weights.source import WeightSource
+from oarlock.workers.layers.quantization.method import LinearMethod
+from oarlock.workers.layers.quantization.shard import Empty, WeightShard
+from oarlock.workers.layers.quantization.unquantized import DenseWeight
+from oarlock.workers.weights.source import WeightSource
 
 
 @runtime_checkable

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from workers.layers.quantization.fp8 import Fp8Weight
-from workers.layers.quantization.readers.compressed_tensors import take_scales
-from workers.layers.quantization.readers.grouped_method import StoredPart
-from workers.layers.quantization.readers.regroup import regroup
-from workers.layers.quantization.readers.words import Span, take_block
-from workers.layers.quantization.shard import Empty, WeightShard
-from workers.layers.quantization.unquantized import DenseWeight
-from workers.weights.source import WeightSource
+from oarlock.workers.layers.quantization.fp8 import Fp8Weight
+from oarlock.workers.layers.quantization.readers.compressed_tensors import take_scales
+from oarlock.workers.layers.quantization.readers.grouped_method import StoredPart
+from oarlock.workers.layers.quantization.readers.regroup import regroup
+from oarlock.workers.layers.quantization.readers.words import Span, take_block
+from oarlock.workers.layers.quantization.shard import Empty, WeightShard
+from oarlock.workers.layers.quantization.unquantized import DenseWeight
+from oarlock.workers.weights.source import WeightSource
 
 
 class FP8LinearMethod:

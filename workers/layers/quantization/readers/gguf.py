@@ -2,15 +2,15 @@
 
 import torch
 
-from workers.layers.quantization.grouped import GroupedWeight
-from workers.layers.quantization.groups import group_of_blocks
-from workers.layers.quantization.method import LinearWeight
-from workers.layers.quantization.shard import Empty, WeightShard
-from workers.layers.quantization.unquantized import DenseWeight, UnquantizedLinearMethod
-from workers.weights.gguf.block_types import GroupForm
-from workers.weights.gguf.blocks import Groups
-from workers.weights.gguf.reader import GGUFReader
-from workers.weights.source import WeightSource
+from oarlock.workers.layers.quantization.grouped import GroupedWeight
+from oarlock.workers.layers.quantization.groups import group_of_blocks
+from oarlock.workers.layers.quantization.method import LinearWeight
+from oarlock.workers.layers.quantization.shard import Empty, WeightShard
+from oarlock.workers.layers.quantization.unquantized import DenseWeight, UnquantizedLinearMethod
+from oarlock.workers.weights.gguf.block_types import GroupForm
+from oarlock.workers.weights.gguf.blocks import Groups
+from oarlock.workers.weights.gguf.reader import GGUFReader
+from oarlock.workers.weights.source import WeightSource
 
 
 class GGUFLinearMethod:

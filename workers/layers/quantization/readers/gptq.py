@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from workers.layers.quantization.readers.grouped_method import Numbers, StoredPart
-from workers.layers.quantization.readers.regroup import check_groups
-from workers.layers.quantization.readers.words import Span, take_block, unpack
-from workers.weights.source import WeightSource
+from oarlock.workers.layers.quantization.readers.grouped_method import Numbers, StoredPart
+from oarlock.workers.layers.quantization.readers.regroup import check_groups
+from oarlock.workers.layers.quantization.readers.words import Span, take_block, unpack
+from oarlock.workers.weights.source import WeightSource
 
 
 class GPTQReader:

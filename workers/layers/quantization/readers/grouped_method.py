@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.layers.quantization.grouped import GroupedWeight
-from workers.layers.quantization.int8 import Int8Weight
-from workers.layers.quantization.method import LinearWeight
-from workers.layers.quantization.readers.regroup import Regrouped, regroup
-from workers.layers.quantization.readers.words import Span
-from workers.layers.quantization.shard import Empty, WeightShard
-from workers.layers.quantization.stacked import StackedWeight
-from workers.layers.quantization.unquantized import DenseWeight
-from workers.weights.source import WeightSource
+from oarlock.workers.layers.quantization.grouped import GroupedWeight
+from oarlock.workers.layers.quantization.int8 import Int8Weight
+from oarlock.workers.layers.quantization.method import LinearWeight
+from oarlock.workers.layers.quantization.readers.regroup import Regrouped, regroup
+from oarlock.workers.layers.quantization.readers.words import Span
+from oarlock.workers.layers.quantization.shard import Empty, WeightShard
+from oarlock.workers.layers.quantization.stacked import StackedWeight
+from oarlock.workers.layers.quantization.unquantized import DenseWeight
+from oarlock.workers.weights.source import WeightSource
 
 _ROWS_AT_ONCE = 1024  # of a weight, in float32
 

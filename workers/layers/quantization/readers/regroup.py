@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.errors import StartupError
+from oarlock.workers.errors import StartupError
 
 LEAST = 16  # inputs: the shortest piece that products take
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.weights.source import WeightSource
+from oarlock.workers.weights.source import WeightSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,47 @@
+"""Oarlock's public interface: `oarlock.LLM` and what it takes and returns, `oarlock.__version__`, `python -m oarlock`.
+
+Heavy parts are imported at first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from oarlock.server.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from oarlock.engine.errors import RequestError, StartupError
+    from oarlock.server.entrypoints.offline.llm import LLM
+    from oarlock.server.entrypoints.offline.outputs import CompletionOutput, RequestOutput
+    from oarlock.server.entrypoints.offline.pooling import EmbeddingRequestOutput, ScoringRequestOutput
+    from oarlock.server.entrypoints.offline.sampling_params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "ScoringRequestOutput",
+    "StartupError",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "oarlock.server.entrypoints.offline.llm",
+    "CompletionOutput": "oarlock.server.entrypoints.offline.outputs",
+    "RequestOutput": "oarlock.server.entrypoints.offline.outputs",
+    "EmbeddingRequestOutput": "oarlock.server.entrypoints.offline.pooling",
+    "ScoringRequestOutput": "oarlock.server.entrypoints.offline.pooling",
+    "SamplingParams": "oarlock.server.entrypoints.offline.sampling_params",
+    "RequestError": "oarlock.engine.errors",
+    "StartupError": "oarlock.engine.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'oarlock' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

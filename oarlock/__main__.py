@@ -1,0 +1,8 @@
+"""Entry point of `python -m oarlock`, which is the `oarlock` command."""
+
+import sys
+
+from oarlock.server.entrypoints.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
