@@ -72,8 +72,10 @@ def compare(server: RunningServer, args: argparse.Namespace) -> list[str]:
         ratios, costs = [], []
         for turn in range(args.rounds + 1):  # the first compiles the grammar and warms up
             work = prompts(args.concurrency, 16, 1000, turn)
+            # Of whole answers: on a machine that is busy with others, all tokens of a short one may be read at once.
             free, bound = (
-                load.run(server.url, "load", work, args.concurrency, args.output_tokens, extra).tpot_ms["p50"]
+                load.run(server.url, "load", work, args.concurrency, args.output_tokens, extra).e2el_ms["p50"]
+                / args.output_tokens
                 for extra in ({}, form)
             )
             if turn:
