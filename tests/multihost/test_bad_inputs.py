@@ -43,9 +43,8 @@ def other_model(kind, folder):
 def other_oarlock(kind, folder):
     """A copy of this Oarlock that says it is another version, or has one more line in one of its files."""
     tree = folder / "tree"
-    for name in ("server", "engine", "workers"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "oarlock.py", tree)
+    for name in ("oarlock", "server", "engine", "workers"):
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     if kind == "another version":
         (tree / "oarlock-99.9.dist-info").mkdir()
         (tree / "oarlock-99.9.dist-info" / "METADATA").write_text("Name: oarlock\nVersion: 99.9\n")

@@ -85,7 +85,7 @@ def test_help_shows_every_flag_with_its_environment_name(capsys):
             "neither a directory, nor a GGUF file, nor a hub id",
             "hub ids look like",
         ),
-        (["serve", str(ROOT / "oarlock.py")], 3, "is a file", "directory"),
+        (["serve", str(ROOT / "pyproject.toml")], 3, "is a file", "directory"),
         (["serve", str(ROOT / "server")], 3, "no config.json", "Hugging Face layout"),
         (["serve", "--host", "256.0.0.1"], 3, "256.0.0.1", "127.0.0.1"),
         # Two keys, each with a flag of its own: the demo model would be served.
