@@ -1,4 +1,4 @@
-"""The parts of docs/ that are made from the code: tables of options, parameters, faults and files, and pictures.
+"""The parts of docs/ that are made from the code: tables of options, parameters, faults and folders, and pictures.
 
 Run as a program it writes them; the tests compare. A part stands between two markers of its page.
 
@@ -15,27 +15,25 @@ from oarlock.server.chat.tool_parsers import registry as tool_formats
 from oarlock.server.config import vllm_flags
 from oarlock.server.config.settings import as_markdown
 from tests.house import parameter_table as api_table
-from tests.house.package_order import ORDER, entry_graph, entry_of, transitive_reduction
+from tests.house.package_order import ORDER, entry_graph, transitive_reduction
 from tests.house.rules import PACKAGES, ROOT, place, python_files
 
 
-def file_map(package: str) -> str:
-    """Every file of a package with the first sentence of its docstring: files at the root first, then by folder."""
-    captions: dict[str, str] = {}
-    rows: dict[str, list[str]] = {package: []}
+def room_table(package: str) -> str:
+    """Folders of a package and its public files, each with the first sentence of its docstring."""
+    lines = ["| | |", "|---|---|"]
     for path in python_files(package):
         file = place(path)
-        purpose = first_sentence(ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "")
-        name = file.removeprefix(f"{package}/").removesuffix("__init__.py")
-        folder = f"{package}/{entry_of(file)}" if "/" in name else package
-        if name in ("", f"{entry_of(file)}/"):
-            captions[folder] = purpose
+        inside = file.removeprefix(f"{package}/").split("/")
+        if inside[-1] == "__init__.py" and len(inside) == 2:
+            name = f"{inside[0]}/"
+        elif inside[-1] != "__init__.py" and len(inside) == 1:
+            name = inside[0]
         else:
-            rows.setdefault(folder, []).append(f"| `{name}` | {purpose} |")
-    parts = []
-    for folder, lines in rows.items():
-        parts += [f"**`{folder}/`** {captions[folder]}", "", "| file | purpose |", "|---|---|", *lines, ""]
-    return "\n".join(parts)
+            continue
+        purpose = first_sentence(ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "")
+        lines.append(f"| `{name}` | {purpose} |")
+    return "\n".join(lines)
 
 
 def picture(package: str) -> str:
@@ -95,7 +93,7 @@ MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/api.md", "tool-formats", tool_formats.as_markdown),
     ("docs/api.md", "reasoning-formats", reasoning_parser.as_markdown),
     *(("docs/architecture.md", f"{package}-picture", partial(picture, package)) for package in PACKAGES),
-    *(("docs/architecture.md", f"{package}-files", partial(file_map, package)) for package in PACKAGES),
+    *(("docs/architecture.md", f"{package}-rooms", partial(room_table, package)) for package in PACKAGES),
     ("docs/api.md", "parameters", api_table.as_markdown),
     ("docs/accuracy.md", "golden-faults", golden_faults),
     ("docs/accuracy.md", "verify-faults", verify_faults),
