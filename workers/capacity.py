@@ -1,4 +1,4 @@
-"""What ranks would hold and do of a model on a machine that need not be there: `oarlock plan`. Torch-free.
+"""Plans a model's memory and work per rank on a machine that need not be present: `oarlock plan`. Torch-free.
 
 Sizes are those that `workers/preflight.py` and the ranks themselves compute with. Reads `config.json` and the headers
 of the weight files; allocates nothing. Does not know speeds: `RankWork` says how much there is to read and to compute.
@@ -73,7 +73,7 @@ CPU_RANK_BYTES, CPU_SERVER_BYTES = 320 << 20, 400 << 20
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What there is: bytes of each CUDA device, or of a host that nobody uses yet."""
+    """Memory of each CUDA device, or of an idle host, in bytes."""
 
     device: str  # cpu | cuda
     total_bytes: int
@@ -82,7 +82,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What each replica holds, rank by rank; of several pipeline stages the one with the least room."""
+    """KV blocks and memory of one replica; the pipeline stage with the least room limits its blocks."""
 
     config: WorkerConfig  # with everything resolved
     kv: KVShape  # of the rank that limits
@@ -100,18 +100,18 @@ class Capacity:
 
     @property
     def kv_bytes(self) -> int:
-        """Of the rank that limits."""
+        """KV memory of the rank that limits, in bytes."""
         return self.num_blocks * self.kv.bytes_per_block
 
     @property
     def least_kv_mib(self) -> int:
-        """Of a rank, for one sequence of the longest context."""
+        """KV memory that one sequence of the longest context takes on the rank that limits, in MiB, rounded up."""
         assert self.config.max_model_len is not None
         blocks = -(-self.config.max_model_len // self.kv.block_size) + RESERVED_BLOCKS
         return -(-blocks * self.kv.bytes_per_block // 2**20)
 
     def users(self, context: int) -> int:
-        """How many sequences of `context` tokens it holds at once; 0 where no sequence may be so long."""
+        """Number of sequences of `context` tokens that fit at once; 0 where no sequence may be so long."""
         assert self.config.max_model_len is not None
         if context > self.config.max_model_len:
             return 0
@@ -131,8 +131,8 @@ def tensor_parallel_sizes(model: OpenModel) -> list[int]:
 
 
 def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Capacity:
-    """What each replica holds, with `changes` to the model's configuration, where all share `memory` of a host, or have
-    such devices each. Raises `StartupError` for a configuration that no memory could serve."""
+    """Capacity of each replica, with `changes` to the model's configuration. Replicas share `memory` of a host; on CUDA
+    each rank has such a device. Raises `StartupError` for a configuration that no memory could serve."""
     config = model.config.with_(**changes)
     check_limits(config)
     check_parallel(config, model.spec)
@@ -163,13 +163,13 @@ def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Ca
 
 
 def _vector_bytes(config: WorkerConfig, spec: DecoderSpec) -> int:
-    """Of the ring that the answering rank writes its steps' vectors into: those of a step in each slot."""
+    """Bytes of the ring that the answering rank writes vectors into: each slot holds those of one step."""
     values = 4 * max_pooled_values(config, spec.hidden_size)
     return RingLayout.holding(values, 1, config.pipeline_parallel_size).num_slots * values
 
 
 def _held(config: WorkerConfig, shape: KVShape, room: KVRoom, short: int) -> Capacity:
-    """What one rank's pages come to. `short`: the bytes that are lacking before there is any room."""
+    """Capacity of one rank with `room` for pages. `short`: the bytes that are lacking before there is any room."""
     assert config.max_model_len is not None
     least = (-(-config.max_model_len // config.block_size) + RESERVED_BLOCKS) * shape.bytes_per_block
     if short:
@@ -189,7 +189,7 @@ def _held(config: WorkerConfig, shape: KVShape, room: KVRoom, short: int) -> Cap
 
 @dataclass(frozen=True, slots=True)
 class RankWork:
-    """What a step costs one rank of a pipeline stage: bytes to read and numbers to compute."""
+    """Cost of a step on one rank of a pipeline stage: bytes to read and numbers to compute."""
 
     weight_bytes: int  # read by every step
     kv_bytes: int  # read for each token of context of each sequence
@@ -202,7 +202,7 @@ class RankWork:
 
 
 def work_of(model: OpenModel, config: WorkerConfig) -> tuple[RankWork, ...]:
-    """By stage. `config`: as a `Capacity` has it."""
+    """Cost of a step on one rank of each pipeline stage. `config`: as a `Capacity` has it."""
     spec, stages = model.spec, config.pipeline_parallel_size
     forms = forms_on(model._replace(config=config), config.device)
     return tuple(_work(spec, forms, config, stage, stages) for stage in range(stages))

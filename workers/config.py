@@ -82,12 +82,12 @@ class WorkerConfig:
 
     @property
     def ranks_per_node(self) -> int:
-        """Of all stages; on one host, all ranks."""
+        """Number of a replica's ranks on each node, of all pipeline stages; on one host, all of its ranks."""
         return self.tensor_parallel_size * self.pipeline_parallel_size // self.nnodes
 
     @property
     def ranks_on_host(self) -> int:
-        """Of all replicas: they share the host's memory, cores and devices."""
+        """Number of ranks of all replicas on this host, which share its memory, cores and devices."""
         return self.ranks_per_node * self.data_parallel_size
 
     @property
@@ -108,13 +108,13 @@ class WorkerConfig:
 
 
 def max_token_vectors(hidden_size: int, longest: int = 0) -> int:
-    """Of how many tokens one step returns hidden states, beside one vector for each sequence. `longest`: tokens of a
-    text that cannot be divided among steps."""
+    """Largest number of tokens whose hidden states one step returns, beside one vector for each sequence. `longest`:
+    tokens of a text that cannot be divided among steps."""
     return max(1, longest, MAX_TOKEN_VALUES // max(1, hidden_size))
 
 
 def max_pooled_values(config: WorkerConfig, hidden_size: int) -> int:
-    """How many float32 one step returns at most, of vectors and of named logits."""
+    """Largest number of float32 values that one step returns, in vectors and named logits."""
     longest = config.max_model_len or 0 if config.whole_texts else 0
     tokens = min(config.max_num_batched_tokens, max_token_vectors(hidden_size, longest))
     return config.max_num_seqs * max(hidden_size, MAX_POOLED_IDS) + tokens * hidden_size
@@ -122,7 +122,7 @@ def max_pooled_values(config: WorkerConfig, hidden_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NodesConfig:
-    """How this host, a node, finds the others that hold ranks of the same model."""
+    """Settings with which this host, a node, finds the others that hold ranks of the same model."""
 
     node_rank: int  # 0: the head, which also runs the frontend and the engine
     nnodes: int
@@ -135,7 +135,7 @@ class NodesConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What the ranks report after loading; the engine sizes its KV block pool by it."""
+    """Report of the ranks after loading; the engine sizes its KV block pool by it."""
 
     num_blocks: int  # block 0 is the null block, so num_blocks - 1 can be handed out
     block_size: int

@@ -28,15 +28,15 @@ class Executor(Protocol):
 
     @property
     def kv_reports(self) -> KVReports | None:
-        """What ranks say about files of KV blocks; None where they keep no blocks beyond the pool."""
+        """Reports of the ranks about files of KV blocks; None where they keep no blocks beyond the pool."""
 
     @property
     def best_in_flight(self) -> int:
-        """How many of these are fastest on this machine."""
+        """Number of steps in flight that is fastest on this machine."""
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
-        """In the order of the ranks; empty where ranks are no processes."""
+        """Process ids in the order of the ranks; empty where ranks are no processes."""
 
     @property
     def step_times_ns(self) -> Sequence[int]:

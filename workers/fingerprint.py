@@ -61,7 +61,7 @@ def model_sums(directory: Path) -> dict[str, str]:
 
 
 def _sample_at(begin: int, end: int, number: int) -> int:
-    """Where sample `number` of a file's data begins: samples are spread evenly over the data."""
+    """Offset of sample `number` in a file: samples are spread evenly over its data."""
     room = max(0, end - begin - _SAMPLE_BYTES)
     return begin + room * number // (_SAMPLES - 1)
 
@@ -118,7 +118,7 @@ def kv_key(config: WorkerConfig, **facts: Any) -> str:
 
 
 def node_facts(config: WorkerConfig) -> dict[str, dict[str, Any]]:
-    """What must be the same on every node before any of them loads: group -> name -> value, causes before effects.
+    """Facts that must be equal on every node before any of them loads: group -> name -> value, causes before effects.
 
     `config` is resolved. Weights that are noise follow from the settings and config.json.
     """

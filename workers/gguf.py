@@ -1,4 +1,4 @@
-"""What may be known of GGUF files above the workers: their settings, and the `config.json` that they mean.
+"""Reads the settings of GGUF files, and the `config.json` that they mean, for code above the workers.
 
 Torch-free.
 """

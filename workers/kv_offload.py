@@ -1,4 +1,4 @@
-"""KV blocks beyond the pool: what the engine tells ranks to do with them, and what ranks report. Torch-free.
+"""KV blocks beyond the pool: the copies that the engine orders, and the reports of the ranks. Torch-free.
 
 Each rank has *slots* in host memory, each for its share of one block, and may have a directory of files. The engine
 alone decides what they hold: it numbers the slots, and each step carries copies to be made in their order, before
@@ -24,7 +24,7 @@ _MAX_DIGESTS = (_MAX_FRAME_BYTES - _FRAME.size) // DIGEST_BYTES
 
 
 class Copy(IntEnum):
-    """From where to where."""
+    """Source and destination of a copy of a KV block."""
 
     SAVE = 0  # the page of a block -> slot
     LOAD = 1  # slot -> the page of a block
@@ -34,7 +34,7 @@ class Copy(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class KVOffloadInfo:
-    """What a rank has beyond its pages."""
+    """Memory and files that a rank has for KV blocks beyond its pages."""
 
     num_slots: int
     bytes_per_block: int  # of this rank's share
@@ -44,7 +44,7 @@ class KVOffloadInfo:
 
 
 class Report(IntEnum):
-    """What a rank tells."""
+    """Kinds of events that a rank reports about files of KV blocks."""
 
     READ = 0
     WRITTEN = 1
@@ -104,7 +104,7 @@ class KVReports:
         return self._fd
 
     def receive(self) -> list[KVReport]:
-        """What has come since the last call."""
+        """Reports that arrived since the last call."""
         while True:
             try:
                 data = os.read(self._fd, 1 << 16)

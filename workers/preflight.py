@@ -109,7 +109,7 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
 
 
 class OpenModel(NamedTuple):
-    """What is known of a model without reading its weights. `config`: with the form of the weights resolved."""
+    """Settings and tensors of a model, known without reading its weights. `config`: with their form resolved."""
 
     config: WorkerConfig
     spec: DecoderSpec
@@ -165,7 +165,7 @@ def forms_on(model: OpenModel, device: str) -> WeightForms:
 
 
 def _with_gguf_forms(config: WorkerConfig) -> WorkerConfig:
-    """For a model whose weights are stored in blocks."""
+    """Sets the quantization of a GGUF model with quantised weights. Raises `StartupError` if another was asked for."""
     if config.quantization not in ("none", GGUF):
         raise StartupError(
             f"quantization {config.quantization} rounds weights at load, but the GGUF model is quantised already.",

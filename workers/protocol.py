@@ -274,7 +274,7 @@ def unpack_step(buffer: memoryview) -> StepMetadata:
 
 
 def mask_span(buffer: memoryview) -> tuple[int, int]:
-    """Where the bytes of `mask_bits` begin and end in a packed step, of which the header is enough."""
+    """Begin and end of `mask_bits` in a packed step, in bytes, read from its header alone."""
     _, shape, _, _ = _read_header(buffer)
     return step_layout(shape).span("mask_bits")
 

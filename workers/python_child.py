@@ -96,7 +96,7 @@ def run_while_read(main: Callable[[], int]) -> int:
 
 
 def _is_unread(descriptor: int) -> bool:
-    """Whether it is a pipe or a socket whose other end is closed."""
+    """Whether `descriptor` is a pipe or a socket whose other end is closed."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

@@ -11,7 +11,7 @@ TARGET_S = 3.0  # of the largest step: running requests wait that long for their
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """In seconds, of the slowest rank; the same on every rank."""
+    """Cost of a step in seconds on the slowest rank; the same numbers on every rank."""
 
     fixed_s: float  # of any step
     token_s: float  # of each token
@@ -19,7 +19,7 @@ class StepCost:
     logits_s: float  # of each row of logits
 
     def seconds(self, tokens: int, *, context: int, rows: int = 1) -> float:
-        """Of a step of `tokens` with a context of up to `context` tokens each, and `rows` of logits."""
+        """Seconds of a step of `tokens` with a context of up to `context` tokens each, and `rows` of logits."""
         return self.fixed_s + tokens * (self.token_s + self.context_s * context) + rows * self.logits_s
 
     def largest_step(self, fewest: int, most: int) -> int:

@@ -60,7 +60,7 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each array lies."""
+    """Offsets of all arrays in a buffer."""
 
     num_bytes: int  # header included
     places: tuple[_Place, ...]  # in the buffer's order, without the empty ones
@@ -80,7 +80,7 @@ class Layout:
                 _view(buffer, place)[...] = getattr(source, place.name)
 
     def span(self, name: str) -> tuple[int, int]:
-        """Where the bytes of an array begin and end; (0, 0) if it is empty."""
+        """Begin and end of an array in the buffer, in bytes; (0, 0) if it is empty."""
         for place in self.places:
             if place.name == name:
                 return place.offset, place.offset + aligned(place.count * place.dtype.itemsize)

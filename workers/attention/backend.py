@@ -35,7 +35,7 @@ class KVSpec:
 
     @property
     def shape(self) -> KVShape:
-        """What its bytes follow from."""
+        """Sizes from which the bytes of this KV memory follow."""
         item = self.dtype.itemsize
         return KVShape(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, item, self.cache_dtype)
 

@@ -39,5 +39,5 @@ class BlockTables:
         self.tables.view(-1).index_copy_(0, torch.from_numpy(places).to(device, non_blocking=True), blocks)
 
     def places(self, step: StepMetadata) -> np.ndarray:
-        """Which elements of `tables`, taken as one row, change with `step`: int64 [N]."""
+        """Indices of the elements of `tables`, taken as one row, that change with `step`: int64 [N]."""
         return step.table_rows.astype(np.int64) * self.tables.shape[1] + step.table_columns

@@ -17,7 +17,7 @@ _LARGEST_E4M3 = 448.0
 
 
 class KVFormat(Protocol):
-    """How a row of numbers [D] lies in memory, in pages of backends that compute with torch."""
+    """Storage format of a row of numbers [D] in the pages of backends that compute with torch."""
 
     def elements(self, head_dim: int) -> int:
         """Elements of a stored row."""
@@ -36,7 +36,7 @@ class KVFormat(Protocol):
 
 
 class Unrounded:
-    """In the model's dtype."""
+    """Rows stored in the model's dtype."""
 
     def elements(self, head_dim: int) -> int:
         return head_dim

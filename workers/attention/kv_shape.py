@@ -7,7 +7,7 @@ EIGHT_BIT_SCALES = {"int8": 2, "fp8": 0}
 
 
 def row_bytes(cache_dtype: str, head_dim: int, item_bytes: int) -> int:
-    """Of one KV head's key, or value, of one token. `item_bytes`: of a number of the model."""
+    """Bytes of one KV head's key, or value, of one token. `item_bytes`: of a number of the model."""
     scale = EIGHT_BIT_SCALES.get(cache_dtype)
     return head_dim * item_bytes if scale is None else head_dim + scale
 
@@ -30,7 +30,7 @@ class KVShape:
 
     @property
     def bytes_per_row(self) -> int:
-        """Of one KV head's key, or value, of one token in one layer."""
+        """Bytes of one KV head's key, or value, of one token in one layer."""
         return row_bytes(self.cache_dtype, self.head_dim, self.item_bytes)
 
     @property

@@ -33,7 +33,7 @@ class ReferenceBackend:
 
     @staticmethod
     def why_not(spec: KVSpec) -> str | None:
-        """It supports every floating-point type of torch."""
+        """None for every floating-point type of torch; else the reason."""
         return None if spec.dtype.is_floating_point else f"{spec.dtype} is not a floating-point type"
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:

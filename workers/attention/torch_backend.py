@@ -45,7 +45,7 @@ _Numbers = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """Which scores to mask among the columns `start` to `stop`. None of the other columns is masked."""
+    """Mask of the scores in the columns `start` to `stop`. None of the other columns is masked."""
 
     start: int
     stop: int
@@ -94,8 +94,8 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Writes:
-    """Where a step's keys and values go. Kept for all layers of one step, which is recognised by its slot mapping; the
-    batch itself is not kept, because it may hold views of shared memory."""
+    """Places in the pages for a step's keys and values. Kept for all layers of one step, which is recognised by its
+    slot mapping; the batch itself is not kept, because it may hold views of shared memory."""
 
     slots: Tensor  # int64 [T]
     rows: Tensor  # int64 [T * kv_heads]   rows of the pages taken as [blocks * kv_heads * block_size, row]

@@ -40,8 +40,8 @@ def fixed_span(max_model_len: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """How a launch divides its work: chosen so that every kind of device since compute capability 8.0 has the registers
-    and the shared memory."""
+    """Tile sizes of a launch, chosen so that every kind of device since compute capability 8.0 has the registers and
+    the shared memory."""
 
     rows: int
     keys: int  # of one step
@@ -50,7 +50,7 @@ class TileShape:
 
 
 def tile_shapes(head_dim: int, dtype: torch.dtype, form: str = "") -> tuple[TileShape, TileShape]:
-    """For few query rows, and for many. `form`: of pages in 8 bits.
+    """Tile shapes for few query rows, and for many. `form`: of pages in 8 bits.
 
     float32 takes so many registers that large tiles gain nothing.
     """
@@ -77,7 +77,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """How the keys of a launch's tiles are divided among programs."""
+    """Division of the keys of a launch's tiles among programs."""
 
     keys: int  # of one program; at least, where they are live
     parts: int  # programs of one tile
@@ -149,7 +149,7 @@ class TritonBackend:
         return TritonPlan(batch, [])
 
     def prepare_decode(self, batch: ForwardBatch) -> TritonPlan:
-        """For all steps of one token per sequence in the tensors of `batch`, with contexts of up to `context_lens`.
+        """Plans all steps of one token per sequence in the tensors of `batch`, with contexts of up to `context_lens`.
 
         As many programs share a sequence's keys as the bounds ask for; on the device each finds its part of them.
         """
@@ -217,7 +217,7 @@ class TritonBackend:
         return found
 
     def spans(self, programs: int, longest: int, window: int | None, rows: int, keys: int) -> tuple[int, int]:
-        """How many keys one program reads, and how many programs share a tile's `longest` context.
+        """Number of keys that one program reads, and number of programs that share a tile's `longest` context.
 
         Enough to occupy the device, by its multiprocessors and the length of the contexts: a rule that looks at the
         number of sequences alone leaves most of it idle when a few of them are long.

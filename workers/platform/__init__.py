@@ -1,1 +1,1 @@
-"""What this machine has: processor features, cores, memory; and the sizes of number types."""
+"""Describes this machine: processor features, cores, memory; and the sizes of number types."""

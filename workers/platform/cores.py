@@ -56,7 +56,7 @@ def physical_cores(cpus: Collection[int], system: Path = _SYSTEM) -> list[Core]:
 
 
 def fast_cores(cores: list[Core]) -> list[Core]:
-    """Those that are not efficiency cores; all, if there are no others."""
+    """Cores that are not efficiency cores; all, if there are no others."""
     return [core for core in cores if not core.is_efficient] or cores
 
 

@@ -38,7 +38,7 @@ def built_for() -> str | None:
 
 
 def why_too_old(driver: str, built: str) -> tuple[str, str] | None:
-    """What is wrong and how to mend it, where a driver for CUDA `driver` cannot run a torch for CUDA `built`."""
+    """Cause and fix, as phrases, where a driver for CUDA `driver` cannot run a torch for CUDA `built`; else None."""
     supported, needed = (int(version.split(".")[0]) for version in (driver, built))
     if supported >= needed:
         return None

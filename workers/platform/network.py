@@ -118,7 +118,7 @@ def check_port_is_free(address: str, port: int) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether it says of itself that only this host can reach it: `localhost`, or a number."""
+    """Whether `address` is `localhost` or a loopback number, which only this host can reach. Looks no name up."""
     return address == "localhost" or (_is_number(address) and ipaddress.ip_address(address).is_loopback)
 
 

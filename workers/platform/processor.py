@@ -1,4 +1,4 @@
-"""Which 16-bit number types this machine's processor multiplies in hardware. Torch-free."""
+"""Detects the 16-bit number types that this machine's processor multiplies in hardware. Torch-free."""
 
 import ctypes
 import platform
@@ -14,7 +14,7 @@ _ARM = ("aarch64", "arm64")
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """Which 16-bit types have hardware instructions. Libraries emulate the others in float32."""
+    """16-bit types for which the processor has instructions. Libraries emulate the others in float32."""
 
     bfloat16: bool
     float16: bool
@@ -27,12 +27,12 @@ class Processor:
 
 @cache
 def here() -> Processor:
-    """This machine's."""
+    """The processor of this machine."""
     return of(platform.machine(), features())
 
 
 def of(machine: str, flags: frozenset[str]) -> Processor:
-    """From the machine's name (`platform.machine()`) and its processor's features, by their names in Linux."""
+    """The processor of `machine` (as `platform.machine()` names it) with `flags`, its features as Linux names them."""
     if machine in _X86:
         bfloat16 = bool(flags & {"avx512_bf16", "amx_bf16"})
         return Processor(bfloat16, bool(flags & {"avx512_fp16", "amx_fp16"}), "no AVX512-BF16 or AMX")

@@ -1,4 +1,4 @@
-"""What our kernels in Triton need of a machine, without importing torch or Triton, which takes seconds."""
+"""Checks a machine for all that our kernels in Triton need, without importing torch or Triton, which takes seconds."""
 
 import importlib.util
 import os
@@ -12,14 +12,14 @@ LEAST_CAPABILITY = (8, 0)  # of a device
 
 
 def missing_to_launch() -> list[str]:
-    """What Triton compiles its launchers with and this machine lacks, as phrases."""
+    """Phrases for the tools that Triton compiles its launchers with and this machine lacks."""
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     missing = [] if any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))) else ["a C compiler"]
     return missing if header.exists() else [*missing, "Python's headers"]
 
 
 def why_not(devices: int) -> tuple[str, str] | None:
-    """What is wrong and how to mend it, where they cannot run on the first `devices`, which there must be."""
+    """Cause and fix, as phrases, where kernels cannot run on the first `devices` GPUs, which must exist; else None."""
     if importlib.util.find_spec("triton") is None:
         return "it is not installed", "Install torch's build for CUDA, which brings it, or use --device cpu."
     missing = missing_to_launch()

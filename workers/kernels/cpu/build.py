@@ -95,7 +95,7 @@ def existing(level: Level) -> Path | None:
 
 
 def _place(level: Level) -> Path:
-    """Where the library for `level` lies or will lie: beside the sources if it came with them, else in the cache."""
+    """Path of the library for `level`: beside the sources if it came with them, else in the cache."""
     if _carried(level):
         return prebuilt(level)
     facts = compiler_facts(compiler())
@@ -107,7 +107,7 @@ def _carried(level: Level) -> bool:
 
 
 def prebuilt(level: Level) -> Path:
-    """Where the library lies that was compiled when the wheel or image was made, if there is one.
+    """Path of the library that is compiled when a wheel or an image is made; it need not exist.
 
     Its name has the hash of the sources and flags, so one that was made of others is not found.
     """
@@ -198,7 +198,7 @@ def digest(texts: Iterable[str]) -> str:
 
 
 def compiler_facts(compiler: str) -> tuple[str, ...]:
-    """What identifies a compiler without running it: path, size in bytes and time of change in ns."""
+    """Facts that identify a compiler without running it: path, size in bytes and time of change in ns."""
     facts = os.stat(os.path.realpath(compiler))
     return (os.path.realpath(compiler), str(facts.st_size), str(facts.st_mtime_ns))
 

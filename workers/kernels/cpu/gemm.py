@@ -69,7 +69,7 @@ class CppMatmul:
         return y
 
     def as_share(self) -> "CppMatmul":
-        """The same product without bias and rounding, as ranks compute their shares of a sum."""
+        """This product without bias and rounding, as ranks compute their shares of a sum."""
         share = copy(self)
         share.bias, share._bias_at = None, None
         share.epilogue, share.output_dtype = Epilogue.FLOAT, torch.float32
@@ -147,7 +147,7 @@ class CppPackedMatmul:
         return self.weight.multiply(x, self.bias, residual, y, Epilogue.ADD)
 
     def as_share(self) -> "CppPackedMatmul":
-        """The same product without bias and rounding, as ranks compute their shares of a sum."""
+        """This product without bias and rounding, as ranks compute their shares of a sum."""
         return CppPackedMatmul(self.weight, self.dtype, None, float32_output=True)
 
     def rows(self, ids: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def _places(pieces: Sequence[Sequence[tuple[int, int]]], kernel_group: int) -> T
 
 
 def _x_places(places: Tensor, order: Tensor | None) -> Tensor:
-    """The same for the inputs of x."""
+    """The input of x for each of `places`: int32 of the same shape. `order`: as `PackedGrouped` gets it."""
     if order is None:
         return places
     moved = order.to(torch.int32)[places.clamp(min=0)]

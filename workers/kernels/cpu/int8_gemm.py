@@ -31,7 +31,7 @@ def kind_for(level: Level) -> int:
 
 
 def instructions(level: Level) -> str:
-    """What multiplies 8-bit weights at `level` on this processor, as its manual names it."""
+    """Instruction set that multiplies 8-bit weights at `level` on this processor, as its manual names it."""
     return _DOT_EXTENSIONS[_dot_extension(level)] if kind_for(level) == INT8_DOT else level.vectors
 
 

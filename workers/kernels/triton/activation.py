@@ -19,7 +19,7 @@ def gate_row(
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,  # the form with tanh; else SiLU
 ):
-    """Some columns of one row."""
+    """Computes some columns of one row of `out`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH

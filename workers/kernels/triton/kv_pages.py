@@ -11,14 +11,14 @@ import triton.language as tl
 
 @triton.jit
 def row_at(page, slot, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORM: tl.constexpr):
-    """Where row `slot` of `page` begins, in elements. `page`: int64, block * KV_HEADS + head."""
+    """Offset of row `slot` of `page`, in elements. `page`: int64, block * KV_HEADS + head."""
     size: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 2 if FORM == "int8" else HEAD_DIM)
     return page * size + slot * HEAD_DIM
 
 
 @triton.jit
 def _scale_at(page, slot, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where the scale of row `slot` is, in elements of 16 bits."""
+    """Offset of the scale of row `slot`, in elements of 16 bits."""
     return page * (BLOCK_SIZE * (HEAD_DIM + 2) // 2) + BLOCK_SIZE * HEAD_DIM // 2 + slot
 
 

@@ -102,5 +102,5 @@ def add_and_norm(
 
 
 def warps(block: int) -> int:
-    """Of a program for rows of up to `block` elements."""
+    """Number of warps of a program for rows of up to `block` elements."""
     return max(1, min(16, block // _ELEMENTS))

@@ -51,7 +51,7 @@ def write_kv(
 
 @triton.jit
 def _tile(tile, tile_seqs, tile_rows, query_start_loc, seq_lens, QUERIES: tl.constexpr):
-    """Of a tile: its sequence, its first token in the batch, how many tokens, and the first one's position."""
+    """A tile's sequence, its first token in the batch, the number of its tokens, and the first one's position."""
     seq = tl.load(tile_seqs + tile)
     row = tl.load(tile_rows + tile)
     start = tl.load(query_start_loc + seq)
@@ -129,7 +129,7 @@ def _add_keys(
 
 @triton.jit
 def _spans(first, end, span, parts, BLOCK_N: tl.constexpr, LIVE: tl.constexpr):
-    """Of a tile that sees keys `first` to `end`: where the first span begins, and how many keys each has.
+    """Begin of the first span, and keys in each span, of a tile that sees keys `first` to `end`.
 
     Spans begin at multiples of `span`, whatever the sequence. With LIVE they divide what the tile sees, so that the
     launch need not know how much that is.

@@ -99,7 +99,7 @@ def multiply(
 
 @triton.jit
 def _sum(partial, bias, row, rows, column, columns, inside, spans, BIAS: tl.constexpr):
-    """Of one row's outputs, over spans; with their bias."""
+    """Sum of one row's outputs over spans, plus their bias."""
     at = partial + row.to(tl.int64) * columns + column
     total = tl.load(at, mask=inside, other=0.0)
     for number in range(1, spans):
@@ -166,7 +166,7 @@ def write_out(
     BLOCK_N: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Some rows of the weight as numbers of the type of `out`, rounded once. Arguments are those of `multiply`."""
+    """Writes some rows of the weight in the type of `out`, rounded once. Arguments are those of `multiply`."""
     BYTES: tl.constexpr = UNIT * BITS // 8
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)

@@ -1,4 +1,4 @@
-"""From what is known of blocks: the state of each row, its token where no filter is on, else which blocks matter."""
+"""Chooses each row's state from the survey of blocks, and its token where no filter is on, else the blocks to read."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ NONFINITE, FINITE, ALL_BANNED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2
 
 @triton.jit
 def is_filtered(temperature, top_p, top_k, min_p, vocab):
-    """Of a row that samples."""
+    """Whether a filter removes tokens from a row that samples."""
     return (temperature > 0) & (top_k != 1) & ((top_p < 1) | (min_p > 0) | ((top_k > 0) & (top_k < vocab)))
 
 

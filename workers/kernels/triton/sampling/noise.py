@@ -26,7 +26,7 @@ def noise_words(ids, key, factor):
 
 @triton.jit
 def gumbel_screen(words):
-    """In float32. Near 1 the logarithm of a number is that of its distance from 1, which is exact."""
+    """Gumbel noise in float32. Near 1 the logarithm of a number is that of its distance from 1, which is exact."""
     distance = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     small = distance * (1.0 + distance * (0.5 + distance * (0.3333333333 + distance * 0.25)))
     large = -tl.log((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10)
@@ -35,7 +35,7 @@ def gumbel_screen(words):
 
 @triton.jit
 def gumbel(word):
-    """In float64."""
+    """Gumbel noise in float64."""
     uniform = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     return -tl.log(-tl.log(uniform))
 
@@ -48,6 +48,6 @@ def inverse(temperature):
 
 @triton.jit
 def margin_at(peak, temperature):
-    """How far below the best screen an id may lie that wins: of `peak / temperature + noise` in float64, with the
-    rounding of that."""
+    """Largest distance below the best screen of an id that can win by `peak / temperature + noise` in float64, the
+    rounding of that sum included."""
     return 2 * MARGIN + (tl.abs(peak.to(tl.float64)) / temperature.to(tl.float64) * 1e-15).to(tl.float32)

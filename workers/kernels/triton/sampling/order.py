@@ -36,7 +36,7 @@ def lowest_kept(peak, temperature, min_p):
 
 @triton.jit
 def middle_of(low, high):
-    """Of two int32, whose distance may be larger than one."""
+    """The middle of two int32, computed in int64, since their distance may not fit into an int32."""
     return ((low.to(tl.int64) + high) >> 1).to(tl.int32)
 
 

@@ -99,7 +99,7 @@ def _first_k(x, listed, count, k, least, peak, vocab, TILE: tl.constexpr):
 
 @triton.jit
 def _count(x, listed, count, order, vocab, TILE: tl.constexpr):
-    """How many logits are at least that of `order`."""
+    """Number of logits that are at least that of `order`."""
     found = 0
     for tile in range(tl.cdiv(count, TILE)):
         values, _ = _tile(x, listed, count, tile, vocab, TILE)
