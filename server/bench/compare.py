@@ -61,7 +61,7 @@ class Comparison:
 
 
 def compare(a: Result, b: Result, confidence: float = 0.95) -> Comparison:
-    """B against A. Raises `StartupError` when they cannot be compared."""
+    """Compare B with A. Raises `StartupError` when they cannot be compared."""
     if a.kind != b.kind:
         raise StartupError(f"A is of bench {a.kind}, B of bench {b.kind}.", "Compare results of the same command.")
     rows = _serve_rows(a, b, confidence) if a.kind == "serve" else _series_rows(a, b, confidence)
@@ -204,7 +204,7 @@ def _row(name: str, values: Sequence[float], draws: Sequence[np.ndarray] | None,
 
 
 def verdict(low: float, high: float, *, higher_is_better: bool) -> Verdict:
-    """What an interval of B / A shows of B."""
+    """Verdict on B from the confidence interval of B / A."""
     if low <= 1 <= high:
         return Verdict.NONE
     return Verdict.FASTER if (low > 1) == higher_is_better else Verdict.SLOWER

@@ -147,5 +147,5 @@ def failures(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
 
 
 def unasked_lengths(samples: Sequence[Sample]) -> int:
-    """How many completed answers have another number of tokens than was asked for."""
+    """Number of completed answers whose length in tokens differs from the one asked for."""
     return sum(sample.failure is None and sample.output_tokens != sample.asked_tokens for sample in samples)

@@ -1,4 +1,4 @@
-"""What a run of `bench serve` is: one plain value, from which its schedule and its workload follow."""
+"""Plan of one `bench serve` run: one plain value, from which its schedule and its workload follow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULT_REQUESTS = 100
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """Times in seconds, rates per second, lengths in tokens, limits of `goodput` in ms.
+    """Settings of one run: times in seconds, rates per second, lengths in tokens, limits of `goodput` in ms.
 
     An open loop has `request_rate` or `ramp`, a closed one `concurrency`; a trace without it is sent at its own times.
     """
@@ -66,7 +66,7 @@ class ServePlan:
         return self.turns if self.workload == "multi-turn" else 1
 
     def make_schedule(self) -> Schedule:
-        """How much is sent and when."""
+        """Load schedule of the run: users of a closed loop, or arrival times of an open loop."""
         count, seconds = self.num_requests, self.duration
         if self.trace:
             kept = self.trace[: count or len(self.trace)]
@@ -84,7 +84,7 @@ class ServePlan:
         return Schedule(concurrency=self.concurrency or 1, count=count, seconds=seconds)
 
     def make_workload(self, prompts: Prompts) -> Workload:
-        """The conversations."""
+        """Workload that generates the run's conversations."""
         match self.workload:
             case "shared-prefix":
                 return SharedPrefix(prompts, self.lengths, self.prefix_tokens, self.num_prefixes)
@@ -96,7 +96,7 @@ class ServePlan:
                 return RandomPrompts(prompts, self.lengths)
 
     def settings(self, model: str, prompts: Prompts) -> dict[str, Any]:
-        """What the result records: in words for people, and what decides whether two results can be compared."""
+        """Settings that the result records: for people to read, and to decide whether two results can be compared."""
         return {
             "url": self.url,
             "model": model,

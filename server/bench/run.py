@@ -31,7 +31,7 @@ OnSample = Callable[[Sample], None]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How much is sent and when. Exactly one of `concurrency` and `times_s` is given.
+    """Load schedule of a run. Exactly one of `concurrency` (closed loop) and `times_s` (open loop) is given.
 
     `count`: conversations at most; `seconds`: none begins after so long. In an open loop, `times_s` decides.
     """
@@ -44,7 +44,7 @@ class Schedule:
 
 @dataclass(slots=True)
 class Measured:
-    """What a run gave. `duration_s`: from its start to the end of its last request."""
+    """Samples and duration of a run. `duration_s`: from its start to the end of its last request."""
 
     samples: list[Sample] = field(default_factory=list)
     duration_s: float = 0.0
@@ -137,7 +137,7 @@ class LoadRun:
         return None
 
     def _prompt(self, said: list[tuple[Piece, str]], turn: Turn) -> Piece | list[dict[str, str]]:
-        """What is sent for a turn: of a chat, all messages; else the text so far."""
+        """Prompt of a turn: all messages of a chat, else the text so far."""
         if not self._form.is_chat:
             return "".join(f"{asked}{answer}" for asked, answer in said) + str(turn.prompt) if said else turn.prompt
         messages = []

@@ -51,4 +51,4 @@ async def _measure(plan: ServePlan, on_sample: OnSample) -> Result:
 
 
 def _nothing(sample: Sample) -> None:
-    """For callers that do not follow the run, and for the warm-up."""
+    """Ignores the sample, for callers that do not follow the run, and for the warm-up."""

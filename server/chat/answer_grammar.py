@@ -20,7 +20,10 @@ from oarlock.server.chat.tool_parsers.harmony import after_thoughts, final_head
 
 
 def answer_grammar(own: Grammar | None, prompt: ChatPrompt, special_ids: SpecialIds) -> Grammar | None:
-    """What the answer must match, None if any text will do; `own` is the caller's constraint. Raises `RequestError`."""
+    """Grammar that the answer must match, None if any text may come; `own` is the caller's constraint.
+
+    Raises `RequestError`.
+    """
     tools = prompt.tool_choice
     if tools is not None and tools.must_call:
         if own is not None and own.kind not in ("json_schema", "json_object"):  # those bind only the content

@@ -1,4 +1,4 @@
-"""What a parser finds in the text of an answer: content, reasoning, and tool calls."""
+"""Events that a parser finds in the text of an answer: content, reasoning, and tool calls."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MessageEvent = ContentDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta
 
 
 def merged(events: Iterable[MessageEvent]) -> list[MessageEvent]:
-    """The same events with neighbours of one kind joined, empty ones left out."""
+    """Joins neighbouring events of one kind, and leaves out those without text."""
     result: list[MessageEvent] = []
     texts: list[str] = []
     for event in events:

@@ -19,7 +19,7 @@ TOOL_CALLS = "tool_calls"
 
 @dataclass(frozen=True, slots=True)
 class AnswerShape:
-    """What may be in an answer beside plain text."""
+    """Parts that an answer may have beside plain text: thoughts, tool calls, messages of Harmony."""
 
     may_think: bool = False
     is_thinking: bool = False

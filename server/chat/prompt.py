@@ -37,13 +37,13 @@ class ChatPrompt:
     text: str
     tool_choice: ToolChoice | None
     may_think: bool  # the answer may begin with thoughts
-    is_thinking: bool  # it goes on inside them
+    is_thinking: bool  # the prompt ends inside them
     reasoning: ReasoningFormat = THINK  # how they are marked
     harmony: str | None = None  # where answers are in Harmony: what the prompt's end holds of this one already
 
     @property
     def delimiters(self) -> tuple[str, ...]:
-        """What the answer's parsers look for, and so stays in its text even where it is a special token."""
+        """Delimiters that the answer's parsers look for: they stay in its text even where they are special tokens."""
         if self.harmony is not None:
             return HARMONY.delimiters
         calls = self.tool_choice.format.delimiters if self.tool_choice else ()
@@ -51,7 +51,7 @@ class ChatPrompt:
 
     @property
     def shape(self) -> AnswerShape:
-        """What may be in the answer."""
+        """Parts that the answer may have, for its parser."""
         return AnswerShape(self.may_think, self.is_thinking, self.tool_choice, self.reasoning, self.harmony)
 
 
@@ -132,7 +132,7 @@ def _cut(text: str) -> str:
 
 
 def _thoughts(tokenizer: Tokenizer, text: str, request: ChatRequest) -> tuple[bool, bool, ReasoningFormat]:
-    """(the answer may begin with thoughts, it goes on inside them, how they are marked)."""
+    """Returns (the answer may begin with thoughts, the prompt ends inside thoughts, the marks around them)."""
     marks = _marks(tokenizer)
     if marks is None:
         return False, False, THINK
@@ -144,7 +144,7 @@ def _thoughts(tokenizer: Tokenizer, text: str, request: ChatRequest) -> tuple[bo
 
 
 def _marks(tokenizer: Tokenizer) -> ReasoningFormat | None:
-    """The marks of this model's thoughts: those that the operator named, or that it has tokens for, or its template."""
+    """Marks of this model's thoughts: the operator's choice, else found in its template, else among its tokens."""
     template, token_to_id = tokenizer.template, tokenizer.backend.token_to_id
     name = template.parsers.get("reasoning_parser")
     if name is not None:
@@ -201,7 +201,7 @@ def _in_parts(written: list[dict[str, Any]], given: list[ChatMessage]) -> list[d
 
 
 def _arguments(text: str, as_text: bool) -> Any:
-    """Most templates write them as JSON themselves. A model's broken arguments stay the text that they are."""
+    """Arguments of a call as an object, as most templates write the JSON themselves; broken ones stay text."""
     if as_text:
         return text or "{}"
     try:
@@ -212,7 +212,7 @@ def _arguments(text: str, as_text: bool) -> Any:
 
 
 def _short(call_id: str) -> str:
-    """The same id in the form that Mistral's templates accept."""
+    """Call id in the form that Mistral's templates accept; an id in another form is replaced by its digest."""
     if len(call_id) == _SHORT_ID_SIZE and call_id.isalnum() and call_id.isascii():
         return call_id
     return hashlib.blake2b(call_id.encode(), digest_size=8).hexdigest()[:_SHORT_ID_SIZE]

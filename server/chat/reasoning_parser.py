@@ -26,7 +26,7 @@ class ReasoningFormat:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """What may be special tokens, and is kept in the text."""
+        """Tokens of the marks: they are kept in the answer's text, even where they are special tokens."""
         return self.special or (self.start, self.end)
 
 
@@ -46,7 +46,7 @@ FORMATS: list[ReasoningFormat] = [
 
 
 class ReasoningParser:
-    """The state of one answer. Holds back no more than a piece of a mark and the white space before it."""
+    """Parser of one answer's thoughts. Holds back no more than a piece of a mark and the white space before it."""
 
     def __init__(self, is_open: bool, marks: ReasoningFormat = THINK) -> None:
         """`is_open`: the prompt ends inside the thoughts already."""
@@ -138,7 +138,7 @@ class ReasoningParser:
 
 
 def _partial(text: str, mark: str) -> int:
-    """How many characters at the end may be the beginning of the closing mark."""
+    """Number of characters at the end of `text` that may begin the closing mark."""
     for size in range(min(len(mark) - 1, len(text)), 0, -1):
         if mark.startswith(text[-size:]):
             return size
@@ -146,7 +146,7 @@ def _partial(text: str, mark: str) -> int:
 
 
 def as_markdown() -> str:
-    """The table of the documentation."""
+    """Table of the reasoning formats for the documentation."""
     rows = ["| `--reasoning-parser` | models | thoughts |", "|---|---|---|"]
     for known in [*FORMATS, HARMONY]:
         names = ", ".join(f"`{name}`" for name in (known.name, *known.aliases))

@@ -22,7 +22,7 @@ _MAX_ERROR_BYTES = 65_536
 
 
 class ConnectError(Exception):
-    """No connection came about."""
+    """The connection could not be opened."""
 
 
 class BrokenError(Exception):
@@ -30,7 +30,7 @@ class BrokenError(Exception):
 
 
 class NotHttpError(BrokenError):
-    """What came is no HTTP."""
+    """The server sent bytes that are not HTTP."""
 
 
 class StatusError(Exception):
@@ -44,7 +44,7 @@ class StatusError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the server is. `path` stands before every path, for servers behind a prefix."""
+    """Address of a server. `path` stands before every path, for servers behind a prefix."""
 
     host: str
     port: int
@@ -53,7 +53,7 @@ class Target:
 
     @classmethod
     def parse(cls, url: str) -> Target:
-        """From a URL such as `http://127.0.0.1:8000`, with or without `/v1` at its end. Raises `ValueError`."""
+        """Parse a URL such as `http://127.0.0.1:8000`, with or without `/v1` at its end. Raises `ValueError`."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("it has to begin with http:// or https:// and name a host")

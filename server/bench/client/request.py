@@ -20,7 +20,7 @@ _MAX_DETAIL = 300
 
 @dataclass(frozen=True, slots=True)
 class RequestForm:
-    """What all requests of a run have in common."""
+    """Fields that all requests of a run share."""
 
     model: str
     is_chat: bool = False

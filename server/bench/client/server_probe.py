@@ -19,7 +19,7 @@ _PROBE_SEED = 1_000_003  # another than the run's: no prompt of the run is cache
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """What the server's list of models says of the model."""
+    """Entry of a model in the server's list: its name, and its vocabulary size where the list says it."""
 
     model: str
     vocab_size: int | None
@@ -74,7 +74,7 @@ async def choose_prompts(
 
 
 async def _measured(client: HttpClient, form: RequestForm, seed: int) -> TextPrompts:
-    """Words, with the tokens that a word and the server's own additions take, from two requests."""
+    """Prompts of words; two requests measure how many tokens a word takes, and how many the server adds."""
     plain = TextPrompts(_PROBE_SEED)
     counted = []
     for words in _PROBE_WORDS:

@@ -35,7 +35,7 @@ def as_text(result: Result) -> str:
 
 
 def facts(result: Result) -> list[tuple[str, str]]:
-    """What the run was and its throughput, as names and values."""
+    """Settings of the run and its throughput, as names and values."""
     summary, settings = result.summary, result.settings
     found = [
         ("server", f"{settings['url']}, model {settings['model']}"),

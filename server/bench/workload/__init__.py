@@ -1,1 +1,1 @@
-"""What is sent and when."""
+"""Load of a run: the conversations that it sends, and their arrival times."""

@@ -21,13 +21,16 @@ def constant(count: int, rate: float, burstiness: float, seed: int) -> np.ndarra
 
 
 def ramp(count: int, first: float, last: float, burstiness: float, seed: int) -> np.ndarray:
-    """The same with a rate that goes from `first` to `last` in equal parts per request. Not scaled, as in vLLM."""
+    """Arrival times at a rate that changes from `first` to `last` in equal steps per request: shape [count].
+
+    Unlike those of `constant`, they are not scaled to the mean duration, as in vLLM.
+    """
     rates = first + (last - first) * np.arange(count) / max(count - 1, 1)
     return np.cumsum(_intervals(rates, burstiness, seed))
 
 
 def ramp_count(seconds: float, first: float, last: float) -> int:
-    """How many requests of a ramp take `seconds` on average."""
+    """Number of requests of a ramp that take `seconds` on average, at least 1."""
     mean_interval = 1 / first if first == last else math.log(last / first) / (last - first)
     return max(1, round(seconds / mean_interval))
 

@@ -1,4 +1,4 @@
-"""What is sent: conversations of one or more turns, made from random prompts.
+"""Workloads of a run: conversations of one or more turns, made from random prompts.
 
 random          every prompt is new
 shared-prefix   one of a few beginnings, then a new part
@@ -42,7 +42,7 @@ class Lengths:
     spread: float = 0.0
 
     def drawn(self, seed: int, key: str) -> tuple[int, int]:
-        """The two numbers for one request."""
+        """Prompt length and answer length drawn for one request."""
         return (
             drawn_length(self.input_tokens, self.spread, seed, f"{key} in"),
             drawn_length(self.output_tokens, self.spread, seed, f"{key} out"),

@@ -1,4 +1,4 @@
-"""What the formats of tool calls have in common: the description of one (`ToolFormat`) and its parser (`ToolParser`).
+"""Base of all tool-call formats: the description of one (`ToolFormat`) and its parser (`ToolParser`).
 
 A parser reads a model's text as it grows. What is not a call is content, character for character; so is a beginning
 that never became a call. A character is looked at a bounded number of times (`scanned` counts), and how the text is cut
@@ -45,7 +45,7 @@ class ToolFormat:
 
 
 class ToolParser(ABC):
-    """The state of one answer: it either searches the text for delimiters, or follows a call by its characters."""
+    """Parser of one answer's calls: it searches the text for delimiters, or follows a call by its characters."""
 
     DELIMITERS: tuple[str, ...]  # those that may begin a call, or end one
     CLOSING: tuple[str, ...] = ()  # those of them that end one, and are packing where they do
@@ -93,7 +93,7 @@ class ToolParser(ABC):
         return merged([*events, ContentDelta("" if self._num_calls else blank)])
 
     def _again(self, text: str, position: int) -> tuple[str, int]:
-        """The text with what is looked at again, from where on it is."""
+        """Step back over the end of an attempt that was no call; returns the text and the position to go on from."""
         size, rewind = len(self._rewind), self._rewind
         self._rewind = ""
         return (text, position - size) if position >= size else (rewind[: size - position] + text, 0)
@@ -110,7 +110,7 @@ class ToolParser(ABC):
 
     @abstractmethod
     def _reader(self, delimiter: str) -> CallReader:
-        """What follows the call behind this delimiter."""
+        """Creates the reader of the call behind this delimiter."""
 
     def _on_character(self, character: str, events: list[MessageEvent]) -> bool:
         """Follow one character. False: it was not consumed, and is looked at again."""
@@ -132,13 +132,13 @@ class ToolParser(ABC):
         return end
 
     def _pass_on(self, text: str, events: list[MessageEvent]) -> None:
-        """Searched text without a delimiter."""
+        """Emit searched text, which has no delimiter in it."""
         events.append(self._sink(text))
         if self._closers and self._sink is ContentDelta and text.strip():
             self._closers = []
 
     def _partial(self, text: str, position: int) -> int:
-        """How many characters at the end may be the beginning of a delimiter."""
+        """Number of characters at the end of `text` that may begin a delimiter."""
         most = max(map(len, self.DELIMITERS)) - 1
         for size in range(min(most, len(text) - position), 0, -1):
             if any(delimiter.startswith(text[-size:]) for delimiter in self.DELIMITERS):
@@ -146,7 +146,7 @@ class ToolParser(ABC):
         return 0
 
     def _begin_call(self, attempt: str, reader: CallReader) -> None:
-        """From here on a call is expected; `attempt` is content if none comes."""
+        """Expect a call from here on; `attempt` is content if none comes."""
         self._searching = False
         self._call = reader
         self._attempt = [attempt]

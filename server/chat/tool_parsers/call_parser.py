@@ -18,11 +18,11 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class NoCallError(ValueError):
-    """What came so far is not a call of any tool. The character that showed it has not been consumed."""
+    """The text so far is not a call of any tool. The character that showed it has not been consumed."""
 
 
 class CallParser:
-    """One call. After `announced` it can only end (`done`) or break off."""
+    """Parser of one call. After `announced` it can only end (`done`) or break off."""
 
     def __init__(self, tools: Tools, name: str | None = None) -> None:
         """With a `name` the text is the bare arguments; without, an object that holds both."""

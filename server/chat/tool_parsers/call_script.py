@@ -16,7 +16,7 @@ _MAX_WORD = 256  # characters of a name: what is longer is text
 
 
 class CallReader(Protocol):
-    """What follows the characters of one call."""
+    """Reader of one call, fed character by character."""
 
     announced: bool
     broken: bool
@@ -54,8 +54,10 @@ class CallScript(ABC):
 
     @abstractmethod
     def _read(self) -> Steps:
-        """The call, from the character behind its delimiter. Raises `MalformedError`. Its last step takes a character
-        that can only be the call's last."""
+        """Reads the call, from the character behind its delimiter. Raises `MalformedError`.
+
+        Its last step takes a character that can only be the call's last.
+        """
 
     def _announce(self, name: str) -> None:
         if name not in self._tools:

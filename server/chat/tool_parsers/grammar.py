@@ -61,17 +61,17 @@ def delimited(text: str, delimiters: Sequence[str], special_ids: SpecialIds) -> 
 
 
 def one_of_calls(tools: Sequence[ToolSchema]) -> str:
-    """`call`: any of `call_0`, `call_1` …, one for each tool."""
+    """Rule `call`: any of `call_0`, `call_1` …, one for each tool."""
     return "call: " + " | ".join(f"call_{index}" for index in range(len(tools)))
 
 
 def arguments(tools: Sequence[ToolSchema]) -> list[str]:
-    """`args_0`, `args_1` …: each tool's arguments, an object even where the schema does not say so."""
+    """Rules `args_0`, `args_1` …: each tool's arguments, an object even where the schema does not say so."""
     return [schema_rule(f"args_{i}", {"type": "object", **schema}) for i, (_, schema) in enumerate(tools)]
 
 
 def call_objects(tools: Sequence[ToolSchema], key: str) -> list[str]:
-    """`call`: an object with the name and, under `key`, the arguments."""
+    """Rules for `call`: an object with the name and, under `key`, the arguments."""
     rules = []
     for index, (name, _) in enumerate(tools):
         head = literal(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ')
@@ -80,7 +80,7 @@ def call_objects(tools: Sequence[ToolSchema], key: str) -> list[str]:
 
 
 def pairs(rule: str, written: Sequence[tuple[str, bool]], separator: str) -> list[str]:
-    """`rule`: these in their order, with separators between them; those that are not required may be left out."""
+    """Rules for `rule`: pairs in their order, with separators between them; only required ones have to come."""
     rules = [f"{rule}: {rule}_first_0"]
     for index, (pair, is_required) in enumerate(written):
         behind = f"{pair} {rule}_next_{index + 1}"

@@ -88,7 +88,7 @@ class HarmonyParser(ToolParser):
 
 
 def _message(rule: str, channels: str, special_ids: SpecialIds) -> str:
-    """`rule`: a message of one of these channels with any text, and the beginning of the next; and what that needs."""
+    """Rules for `rule`: a message of one of these channels with any text, and the beginning of the next one."""
     mark = {text: delimiter(text, special_ids) for text in (START, CHANNEL, MESSAGE, END)}
     head = f"{mark[CHANNEL]} ({channels}) {mark[MESSAGE]}"
     rules = f"{rule}: {head} {rule}_text {mark[START]} {literal('assistant')}\n"
@@ -98,17 +98,17 @@ def _message(rule: str, channels: str, special_ids: SpecialIds) -> str:
 
 
 def after_thoughts(body: str, special_ids: SpecialIds) -> tuple[str, str]:
-    """(the same body with a message of thoughts before it, or none; the rules that this needs)."""
+    """Returns (`body` with an optional message of thoughts before it, the rules that this needs)."""
     return f"thoughts? {body}", _message("thoughts", literal("analysis"), special_ids)
 
 
 def final_head(special_ids: SpecialIds) -> str:
-    """What comes before the text of an answer."""
+    """Grammar of the head that comes before the text of an answer."""
     return f"{delimiter(CHANNEL, special_ids)} {literal('final')} {delimiter(MESSAGE, special_ids)}"
 
 
 def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """One call: the model's turn ends with it."""
+    """Rules for one forced call: the model's turn ends with it."""
     channel, message = delimiter(CHANNEL, special_ids), delimiter(MESSAGE, special_ids)
     kind = f"{literal(' ')} {delimiter(CONSTRAIN, special_ids)} {literal('json')}"
     rules = [f"calls: {channel} tail", f"tail: {literal('commentary to=functions.')} call", grammar.one_of_calls(tools)]

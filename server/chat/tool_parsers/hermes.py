@@ -37,7 +37,7 @@ class HermesToolParser(ToolParser):
 
 
 def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Delimiters on lines of their own."""
+    """Rules for forced calls: each delimiter stands on its own line."""
     start, end = grammar.delimiter(START, special_ids), grammar.delimiter(END, special_ids)
     more = f' ("\\n" {start} body){{0,{most - 1}}}' if most > 1 else ""
     rules = [f"calls: {start} tail", f"tail: body{more}", f'body: "\\n" call "\\n" {end}']
@@ -45,14 +45,14 @@ def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialId
 
 
 def _matches(template: str) -> bool:
-    """Some models write XML between the same delimiters."""
+    """Whether a template is for Hermes: some models write XML between the same delimiters."""
     return START in template and "<function=" not in template and "<arg_key>" not in template
 
 
 def write_into_messages(
     messages: Messages, tools: list[dict[str, Any]] | None, takes_system: bool, takes_runs: bool
 ) -> Messages:
-    """The same conversation in messages with text alone; as it was given when it has nothing to do with tools.
+    """Writes the tools, calls and results of a conversation as text; without any it stays as it was given.
 
     The system message gets the list of tools, calls become text, results become the user's words. `takes_system`: the
     template has a role `system`; else the user's first turn gets the list. `takes_runs`: turns of one role may follow
@@ -74,7 +74,7 @@ def write_into_messages(
 
 
 def _merged(messages: Messages) -> Messages:
-    """One turn in place of several of the same role."""
+    """Joins consecutive turns of the same role into one."""
     merged: Messages = []
     for message in messages:
         if merged and merged[-1]["role"] == message["role"]:

@@ -17,7 +17,7 @@ class MalformedError(ValueError):
 
 
 class JsonScanner:
-    """The state between two characters.
+    """Scanner of one JSON value: its state between two characters.
 
     After each `push`: `value_began` (this character is the first of a value in the outermost object), `value_ended` (a
     value there is complete; `ended_before`: this character comes after it), `done` (the whole is complete).
@@ -36,7 +36,7 @@ class JsonScanner:
 
     @property
     def depth(self) -> int:
-        """How many objects and lists are open."""
+        """Number of objects and lists that are open."""
         return len(self._stack)
 
     @property

@@ -59,7 +59,7 @@ class LlamaToolParser(ToolParser):
 
 
 def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """One bare object: the model was not trained to write several."""
+    """Rules for one forced call as a bare object: the model was not trained to write several."""
     return "\n".join(["calls: call", *grammar.call_objects(tools, "parameters")])
 
 

@@ -66,7 +66,7 @@ def _is_name(character: str) -> bool:
 
 
 def _forced_named_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Delimiter, name, delimiter, arguments; as often as there are calls."""
+    """Rules for forced calls: delimiter, name, delimiter and arguments of each."""
     start, between = grammar.delimiter(START, special_ids), grammar.delimiter(ARGS, special_ids)
     more = f" ({start} call){{0,{most - 1}}}" if most > 1 else ""
     rules = [f"call_{i}: {grammar.literal(name)} {between} args_{i}" for i, (name, _) in enumerate(tools)]

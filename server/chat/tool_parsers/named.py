@@ -98,7 +98,7 @@ class KimiToolParser(DeepSeekV3ToolParser):
 
 
 def _forced_calls(syntax: Syntax, tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """All calls between the delimiters of the format."""
+    """Rules for forced calls between the delimiters of the format."""
 
     def pieces(*texts: str) -> str:
         return " ".join(grammar.delimited(text, delimiters, special_ids) for text in texts if text)
@@ -116,7 +116,7 @@ def _forced_calls(syntax: Syntax, tools: Sequence[ToolSchema], most: int, specia
 
 
 def _format(name: str, models: str, parser: type[DeepSeekV3ToolParser], *marks: str, no: str = "") -> ToolFormat:
-    """`marks`: what a template of the format holds; `no`: what it does not."""
+    """Describes a format. `marks`: texts that its templates contain; `no`: a text that they must not contain."""
     syntax = parser.SYNTAX
     between = "".join(syntax.before_arguments)
     return ToolFormat(

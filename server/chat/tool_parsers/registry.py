@@ -59,7 +59,7 @@ def detect(template: str) -> ToolFormat:
 
 
 def as_markdown() -> str:
-    """The table of the documentation."""
+    """Table of the tool-call formats for the documentation."""
     rows = ["| `--tool-call-parser` | models | a call |", "|---|---|---|"]
     for known in FORMATS:
         names = ", ".join(f"`{name}`" for name in (known.name, *known.aliases))

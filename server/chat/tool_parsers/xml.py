@@ -27,7 +27,7 @@ from oarlock.server.chat.tool_parsers.text_values import (
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """What stands around the name, and around each argument."""
+    """Texts around the name and around each argument of a call."""
 
     start: str
     before_name: str
@@ -139,7 +139,7 @@ class QwenCoderToolParser(ToolParser):
 
 
 class SeedToolParser(QwenCoderToolParser):
-    """The same between tags of another name."""
+    """Parser of Seed-OSS's calls: Qwen3-Coder's format with tags of another name."""
 
     TAGS = SEED
     DELIMITERS = (SEED.start, SEED.before_name, SEED.call_end, SEED.end)
@@ -155,7 +155,7 @@ class GlmToolParser(QwenCoderToolParser):
 
 
 def _forced_calls(tags: Tags, tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Tags on lines of their own. Raises `RequestError` for arguments that cannot be bound."""
+    """Rules for forced calls, each tag on its own line. Raises `RequestError` for arguments that cannot be bound."""
     mark = partial(grammar.delimiter, special_ids=special_ids)
     line = grammar.literal("\n")
     more = f" ({line} {mark(tags.start)} body){{0,{most - 1}}}" if most > 1 else ""

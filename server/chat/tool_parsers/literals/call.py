@@ -88,7 +88,7 @@ class LiteralCall(CallScript):
             yield from self._value(depth)
 
     def _scalar(self) -> Reads:
-        """Up to what cannot be in it, which is looked at again."""
+        """Reads a scalar up to the character that ends it, which is looked at again."""
         read = ""
         while True:
             character = yield from self._character()

@@ -23,7 +23,7 @@ GEMMA4 = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
 
 
 class GemmaCall(LiteralCall):
-    """`call:f{a:1}`."""
+    """Reader of a call such as `call:f{a:1}`."""
 
     is_lenient = True
 
@@ -56,7 +56,7 @@ class GemmaCall(LiteralCall):
 
 
 class FunctionGemmaToolParser(ToolParser):
-    """Any number of calls. The token of a response, where the model should have stopped, is packing behind one."""
+    """Parser of FunctionGemma's calls. The token of a response, where the model should have stopped, is packing."""
 
     TOKENS = FUNCTION_GEMMA
     DELIMITERS = (TOKENS[0], TOKENS[1], TOKENS[3])
@@ -67,7 +67,7 @@ class FunctionGemmaToolParser(ToolParser):
 
 
 class Gemma4ToolParser(FunctionGemmaToolParser):
-    """The same between other tokens."""
+    """Parser of Gemma 4's calls: FunctionGemma's format between other tokens."""
 
     TOKENS = GEMMA4
     DELIMITERS = (TOKENS[0], TOKENS[1], TOKENS[3])
@@ -75,7 +75,7 @@ class Gemma4ToolParser(FunctionGemmaToolParser):
 
 
 def _forced_calls(tokens: Sequence[str], tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Raises `RequestError` for arguments that cannot be bound."""
+    """Rules for forced calls between `tokens`. Raises `RequestError` for arguments that cannot be bound."""
     start, end = delimiter(tokens[0], special_ids), delimiter(tokens[1], special_ids)
     more = f" ({start} body){{0,{most - 1}}}" if most > 1 else ""
     rules = [f"calls: {start} tail", f"tail: body{more}", f"body: call {end}", grammar.one_of_calls(tools)]

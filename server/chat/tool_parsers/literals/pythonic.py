@@ -21,7 +21,7 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class PythonCall(LiteralCall):
-    """`f(a=1)`."""
+    """Reader of a call such as `f(a=1)`."""
 
     def __init__(self, tools: Tools) -> None:
         self._quote = ""
@@ -57,7 +57,7 @@ class PythonCall(LiteralCall):
 
 
 class PythonicToolParser(JsonListToolParser):
-    """A list as the whole answer, or behind the delimiter."""
+    """Parser of a list of calls as the whole answer, or behind the delimiter."""
 
     DELIMITERS = (START, END)
     CLOSING = (END,)
@@ -84,7 +84,7 @@ class PythonicToolParser(JsonListToolParser):
 
 
 def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Values as JSON, which reads the same. Raises `RequestError` for arguments that cannot be bound."""
+    """Rules for forced calls, with values as JSON. Raises `RequestError` for arguments that cannot be bound."""
     more = f' (", " call){{0,{most - 1}}}' if most > 1 else ""
     rules = [f'calls: "[" call{more} "]"', grammar.one_of_calls(tools)]
     for index, (name, schema) in enumerate(tools):
