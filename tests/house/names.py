@@ -12,6 +12,8 @@ from tests.house.rules import PACKAGES, ROOT, python_files
 CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 MADE = re.compile(r"<!-- made from the code: (.*?) -->.*?<!-- end: \1 -->", re.DOTALL)
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 PATH = re.compile(r"[\w.*{},/-]+")
 MODULE = re.compile(r"\w+(\.\w+)+")
 # Spans that name a class or a function: `Scheduler`, `Scheduler.schedule`, `main()`, `EngineClient.submit()`.
@@ -39,6 +41,26 @@ def missing_files(page: str) -> list[str]:
         elif MODULE.fullmatch(span) and first in ("oarlock", "tests", "benchmarks") and not _module_exists(span):
             missing.append(span)
     return missing
+
+
+def broken_links(path: Path, page: str) -> list[str]:
+    """Links of a page at `path` to files and headings of the repository that do not exist."""
+    broken = []
+    for target in LINK.findall(FENCED.sub("", page)):
+        file, _, heading = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        if not there.exists():
+            broken.append(target)
+        elif heading and there.suffix == ".md":
+            text = page if there == path else there.read_text("utf-8")
+            if heading not in {_anchor(title) for title in HEADING.findall(FENCED.sub("", text))}:
+                broken.append(target)
+    return broken
+
+
+def _anchor(title: str) -> str:
+    """A heading as GitHub names it in a link."""
+    return re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower()).replace(" ", "-")
 
 
 def missing_names(page: str) -> list[str]:

@@ -18,13 +18,29 @@ PAGES = [
     ),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-CODE_PAGES = [ROOT / "docs" / "architecture.md", ROOT / "docs" / "reading.md"]
+CODE_PAGES = [ROOT / "docs" / f"{name}.md" for name in ("overview", "architecture", "engine", "workers", "reading")]
 API = (ROOT / "docs" / "api.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_file_that_a_page_names_exists(page):
     assert names.missing_files(page.read_text("utf-8")) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_of_a_page_leads_somewhere(page):
+    assert names.broken_links(page, page.read_text("utf-8")) == []
+
+
+def test_the_index_lists_every_page():
+    linked = set(names.LINK.findall((ROOT / "docs" / "README.md").read_text("utf-8")))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= linked
+
+
+@pytest.mark.parametrize("target", ["cellar.md", "api.md#cellar", "#cellar"])
+def test_a_broken_link_is_noticed(target):
+    page = ROOT / "docs" / "engine.md"
+    assert names.broken_links(page, f"# The engine\n[a]({target}) [b](#the-engine) [c](../docs)") == [target]
 
 
 @pytest.mark.parametrize("page", CODE_PAGES, ids=lambda page: page.name)
