@@ -133,7 +133,7 @@ class EngineClient:
         return next(self._ids)
 
     def choose(self, request: Request, rank: int | None = None) -> "EngineClient":
-        """Who generates this request, and those that share its prompt: of one engine, this one, whose `rank` is 0."""
+        """Choose the engine for this request and those that share its prompt: always this one, whose `rank` is 0."""
         return self
 
     async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
@@ -209,8 +209,8 @@ class EngineClient:
         return self._last_state
 
     async def histories(self, request_ids: Sequence[int]) -> list[RequestHistory]:
-        """What happened to those of these requests that are open, or were among the last to end. Empty when the engine
-        is dead, or busy for long."""
+        """Histories of those of these requests that are open, or were among the last to end. Empty when the engine is
+        dead, or busy for long."""
         if self.is_alive:
             with contextlib.suppress(TimeoutError, EngineDeadError):
                 asked = self._questions.ask(questions.ask_histories(request_ids))
@@ -225,7 +225,7 @@ class EngineClient:
     # -- the reading side
 
     async def _dispatch(self) -> None:
-        """Until the socket ends, pass every frame to the call that waits for it; then fail all that still wait."""
+        """Pass every frame to the call that waits for it until the socket ends; then fail all that still wait."""
         cause: str | None = None
         try:
             while data := await self._reader.read(_READ_BYTES):
@@ -321,7 +321,7 @@ class EngineClient:
         if status is None or status < 0:
             self.death_cause = self.death_cause or f"the engine process was ended by {_signal_name(status)}"
             self.exit_code = self.exit_code or EXIT_RANK_DIED
-            if self._record_path is not None:  # it could not say it itself
+            if self._record_path is not None:  # a killed engine could not record its end
                 end_of_killed(self._record_path, self.death_cause)
         else:
             self.exit_code = status
@@ -353,8 +353,8 @@ class EngineClient:
 
 
 class _AnswerQueue:
-    """The answers to one request that its only reader has not taken yet: an event for each token, and for each step of
-    a prompt that is scored. Wakes the reader at half the cost of `asyncio.Queue`."""
+    """Queue of the answers to one request for its only reader: an event for each token, and for each step of a prompt
+    that is scored. Wakes the reader at half the cost of `asyncio.Queue`."""
 
     __slots__ = ("_answers", "_reader")
 

@@ -1,4 +1,4 @@
-"""The engine's own limits, and the workers' configuration that it passes on. Frozen after the start."""
+"""Configuration of the engine, and that of the workers, which it passes on. Frozen after the start."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +19,7 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, slots=True)
 class KvEventsConfig:
-    """Where what enters and leaves the prefix cache is published, and how many batches are kept for whom."""
+    """Where prefix-cache events are published, and how many batches of them are kept."""
 
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None  # None: no batch is repeated
@@ -27,16 +27,16 @@ class KvEventsConfig:
     hwm: int = 100_000  # batches that wait for one subscriber; beyond, they are dropped for it
     max_queue_size: int = 100_000  # batches that wait to be encoded; beyond, they are dropped
     topic: str = ""
-    has_key_in_salts: bool = False  # API keys: what a salt has before its first `|` is not told
+    has_key_in_salts: bool = False  # the part of a salt before its first `|` names an API key, and is not told
 
     @property
     def is_bound(self) -> bool:
-        """As vLLM tells the two: an address with a wildcard, or a file, is bound; any other is connected to."""
+        """Whether the endpoint is bound, by vLLM's rule: one with a wildcard or a file is; others are connected to."""
         return "*" in self.endpoint or "::" in self.endpoint or self.endpoint.startswith("ipc://")
 
     @staticmethod
     def of_rank(endpoint: str, rank: int) -> str:
-        """The address of one of several replicas: the port is counted on, a file's name gets an ending."""
+        """Address of replica `rank`: the rank is added to the port, or appended to the file's name."""
         before, _, last = endpoint.rpartition(":")
         if not rank or last in ("0", "*"):
             return endpoint
@@ -54,7 +54,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     max_waiting_requests: int = 512  # beyond: QueueFullError
     max_waiting_tokens: int = 1_000_000  # prompt tokens in the queue; beyond: QueueFullError
-    max_step_s: float | None = None  # of a step in which answers go on; None: a few times one without prompts
+    max_step_s: float | None = None  # of a step that continues answers; None: a few times one without prompts
     heartbeat_interval_s: float = 2.0  # how often an idle engine checks that every rank answers
     pipeline_depth: int | None = None  # steps in flight at most; 2: each is scheduled while the one before runs.
     # None: what is fastest with these ranks on this machine
@@ -70,7 +70,7 @@ class EngineConfig:
 
     @property
     def num_micro_batches(self) -> int:
-        """Steps of different sequences that are in flight at most: one in each pipeline stage. 1: a step holds all."""
+        """Most steps of different sequences in flight: one in each pipeline stage. 1: a step holds all sequences."""
         return 1 if self.pipeline_depth == 1 else self.worker.pipeline_parallel_size
 
     @property
@@ -78,16 +78,16 @@ class EngineConfig:
         return self.worker.data_parallel_size
 
     def of_replica(self, number: int, host_free_bytes: int) -> "EngineConfig":
-        """The configuration of one of several replicas. `host_free_bytes`: of memory, before any of them was started.
+        """Configuration of one of several replicas. `host_free_bytes`: free memory before any of them was started.
 
-        Each records into a file of its own.
+        Each records into a separate file.
         """
         worker = self.worker.with_(data_parallel_rank=number, host_free_bytes=host_free_bytes)
         path = None if self.record_path is None else f"{self.record_path}.{number}"
         return replace(self, worker=worker, record_path=path, reports_blocks=self.enable_prefix_caching)
 
     def to_json(self) -> str:
-        """For the engine's own socket."""
+        """Serialize the configuration for the engine's socket."""
         return json.dumps(asdict(self))
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The errors above the workers, by who can act on them. The server chooses the HTTP status by class, never by text."""
+"""Errors above the workers, by who can act on them. The server chooses the HTTP status by class, never by text."""
 
 from oarlock.workers.errors import (
     EXIT_BUG,

@@ -1,4 +1,4 @@
-"""What a host that only runs ranks does, for the server, which alone knows the operator's settings."""
+"""Runs a host that has only ranks: `workers/node.py`, for the server, which alone knows the operator's settings."""
 
 from oarlock.workers.node import check_network, run_node
 

@@ -1,4 +1,4 @@
-"""Which vectors of a sequence are wanted, in place of generated tokens: checked by the engine before it is queued."""
+"""Vectors that a request asks for in place of generated tokens: checked by the engine before it is queued."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,8 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """What is returned of one sequence: float32, not normalised."""
+    """Vectors or logits to return for one sequence: float32, not normalised."""
 
     kind: str  # one of KINDS
-    token_ids: tuple[int, ...] = ()  # with "logits" alone: whose; in this order
+    token_ids: tuple[int, ...] = ()  # only with "logits": the ids whose logits are returned, in this order
     second_text: int = 0  # of an encoder: where the second of two texts begins in the prompt; 0: there is one

@@ -1,4 +1,4 @@
-"""What is known of a model before any rank starts: whether it can be served, what GGUF files say, what would be held.
+"""Checks a model before any rank starts: whether it can be served, what its GGUF files say, what memory it takes.
 
 Torch-free. The engine checks the same again when it starts.
 """
@@ -75,5 +75,5 @@ __all__ = [
 
 
 def check_model(config: EngineConfig) -> None:
-    """Raise `StartupError` unless the `DESCRIPTIONS` in `model_path` are of a model that `config` can serve."""
+    """Raise `StartupError` unless the `DESCRIPTIONS` in `model_path` describe a model that `config` can serve."""
     check_without_weights(config.worker)

@@ -1,7 +1,7 @@
 """Several engines with the interface of one: each request goes to the replica that `data_parallel/choice.py` names.
 
-A replica whose engine dies is started again while the others serve on. Where it cannot be, or dies too often, it is
-`lost`: the server should let the others finish, and end. Without any that is alive all is `dead`, as with one.
+A replica whose engine dies is started again while the others serve. When that fails, or it dies too often, `lost` is
+set: the server should let the others finish, and end. When no replica is alive, `dead` is set, as with one engine.
 """
 
 import asyncio
@@ -46,8 +46,8 @@ class Replicas:
         return next(self._ids)
 
     def choose(self, request: Request, rank: int | None = None) -> Seat:
-        """The place of this request and of those that share its prompt. `rank`: the number of the replica that the
-        caller has chosen. Raises `EngineDeadError`, or `UnavailableError` where that replica is not there now."""
+        """Choose a replica for this request and those that share its prompt. `rank`: the number of the replica that the
+        caller has chosen. Raises `EngineDeadError`, or `UnavailableError` when that replica is not alive."""
         loads = [one.load if one.is_alive else None for one in self.replicas]
         if self._is_closing or not any(loads):
             raise EngineDeadError("The inference engine has stopped. Nothing can be served until it is restarted.")
@@ -67,7 +67,7 @@ class Replicas:
 
     @property
     def info(self) -> EngineInfo:
-        """What holds of each of them."""
+        """Facts that hold for every replica."""
         infos = [one.client.info for one in self.replicas]
         of_batch = next((info for info in infos if not info.batch_invariant), infos[0])
         of_ranks = next((info for info in infos if not info.rank_invariant), infos[0])
@@ -90,7 +90,7 @@ class Replicas:
 
     @property
     def last_progress_age_s(self) -> float:
-        """Of the one that made progress last: where another hangs, its own watch ends it."""
+        """Seconds since any replica made progress. When another hangs, its own watch ends it."""
         return min((one.client.last_progress_age_s for one in self.replicas if one.is_alive), default=float("inf"))
 
     @property
@@ -98,16 +98,16 @@ class Replicas:
         return sum(one.client.num_open for one in self.replicas)
 
     async def reset_prefix_cache(self) -> int:
-        """Of all that serve; returns how many blocks they had."""
+        """Empty the prefix caches of all live replicas; return how many blocks they had."""
         return sum(await asyncio.gather(*(one.client.reset_prefix_cache() for one in self.replicas if one.is_alive)))
 
     # -- the life of the replicas
 
     async def _keep(self, one: Replica) -> None:
-        """Start `one` again whenever it dies, until that cannot be, and give it up then: whatever the reason is."""
+        """Start `one` again whenever it dies; give it up when that fails, whatever the reason."""
         try:
             cause = await self._restart_until_lost(one)
-        except Exception as error:  # ours: without this the replica would be dead, and nobody would know
+        except Exception as error:  # a bug of ours: unless caught, the replica would stay dead unnoticed
             logger.exception("event=replica_failed engine=%d", one.number)
             cause = f"replica {one.number} could not be kept: {type(error).__name__}: {error}"
         if self._is_closing:
@@ -121,7 +121,7 @@ class Replicas:
             self.dead.set()
 
     async def _restart_until_lost(self, one: Replica) -> str:
-        """Start `one` again while another serves meanwhile and it does not die too often. Returns why it is over."""
+        """Start `one` again while another serves and it does not die too often. Returns why it is given up."""
         while True:
             await one.died()
             self.prefixes.clear(one.number)
@@ -184,4 +184,4 @@ async def start_engine(
 
 
 def _silent(phase: str, fraction: float, detail: str = "") -> None:
-    """A replica that starts again does so beside others that serve."""
+    """Ignore the progress of a replica that starts again: the others serve meanwhile."""

@@ -1,4 +1,4 @@
-"""How one request's tokens are chosen: plain numbers, checked by the server, read by the engine."""
+"""Sampling parameters of one request: plain numbers, checked by the server, read by the engine."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens. Ranges are checked by the server; the engine checks ids against the vocabulary."""
+    """Parameters that choose tokens. The server checks their ranges, the engine their ids against the vocabulary."""
 
     max_tokens: int = 16  # the most to generate; the context may end it earlier. 0: only score the prompt
     temperature: float = 1.0  # 0: greedy

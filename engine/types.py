@@ -103,7 +103,7 @@ class ScoredTokens(Sequence[TokenLogprobs]):
 
 @dataclass(slots=True)
 class TokenEvent:
-    """What one step did for one request. Only the last event of a request has a `finish_reason`.
+    """Result of one step for one request. Only the last event of a request has a `finish_reason`.
 
     Not changed once it is made; not frozen, because a frozen one takes four times as long to make.
     """
@@ -111,7 +111,7 @@ class TokenEvent:
     request_id: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token id, when asked for
-    # Of prompt tokens, from the second on: in order, each once, in events up to that of the first generated token.
+    # For prompt tokens from the second on: in order, each once, in events up to that of the first generated token.
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended it, the last of token_ids
@@ -119,16 +119,16 @@ class TokenEvent:
     error: str | None = None  # with FinishReason.ERROR
     error_param: str | None = None  # the field of the request that is at fault; None: the engine is at fault
     error_code: str | None = None  # what was not available: the same request may succeed later
-    # Vectors, one behind the other, or logits: float32, in as many events as steps that made any.
+    # Vectors, concatenated, or logits: float32, in an event of each step that computed any.
     pooled: Sequence[float] = ()
 
 
 @dataclass(slots=True)
 class TokenEvents:
-    """What one step did for all requests: events of one token and nothing more as columns, all others as objects.
+    """Results of one step for all requests: events of one token and nothing more as columns, all others as objects.
 
-    Most events of most steps are plain; as objects they would cost more than all else that a step takes. A request has
-    its plain events before its others. An object is made of a plain one when it is iterated over.
+    Most events have only a token; as objects they would cost more than the rest of the step. A request's events in
+    columns precede its others. Iteration makes an object of each.
     """
 
     request_ids: array = field(default_factory=lambda: array("q"))  # int64 [n]

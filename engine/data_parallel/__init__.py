@@ -1,1 +1,1 @@
-"""Several engines of one model: each one's life, what each has cached, and which of them a request goes to."""
+"""Data-parallel replicas of one model: their engines, their cached prefixes, and the choice of one for a request."""

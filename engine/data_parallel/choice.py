@@ -1,4 +1,4 @@
-"""Which replica a request goes to: the one with the longest cached prefix among those that are not too busy.
+"""Chooses the replica of a request: the one with the longest cached prefix among those that are not too busy.
 
 A pure function of counts: no clock, no randomness, no engine. Consistent hashing with bounded loads (Mirrokni et al.,
 2018) has the same bound; here the cached prefix takes the place of the hash.
@@ -8,29 +8,29 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# What an open request weighs beside the tokens of its prompt that are yet to be computed: it takes a row of each step
+# Weight of an open request beyond the tokens of its prompt that are yet to be computed: it takes a row of each step
 # until it ends.
 TOKENS_OF_A_REQUEST = 128
-# How far a replica may be ahead of the least busy one and still be chosen for its prefix: so many tokens, or the fourth
-# part of what that one has. A beginning that all prompts share is so computed on a second replica as soon as a few of
-# them run at a time; from then on it is cached on both, and the least busy one is chosen.
+# A replica may be chosen for its prefix while it has at most this many tokens more than the least busy one, or a fourth
+# more. A prefix that all prompts share is therefore computed on a second replica as soon as a few of them run at a
+# time; from then on it is cached on both, and the less busy one is chosen.
 SLACK_TOKENS = 512
 SLACK_SHARE = 4
 
 
 @dataclass(slots=True)
 class Load:
-    """What a replica has to do, as far as its requests say: known without asking it."""
+    """Load of a replica, counted from the requests sent to it, without asking it."""
 
     num_open: int = 0  # requests that have not ended
-    num_waiting_tokens: int = 0  # of prompts for which nothing has come back, without what was cached
-    num_chosen: int = 0  # requests that ever went there: the tie-break that uses all replicas' memory
+    num_waiting_tokens: int = 0  # of prompts without an answer so far, cached tokens left out
+    num_chosen: int = 0  # requests ever sent there: the tie-break, so that all replicas' memory is used
     max_open: float = math.inf  # requests that run and wait there at most
     max_waiting_tokens: float = math.inf  # prompt tokens in its queue, at most
 
     @property
     def weight(self) -> int:
-        """In tokens."""
+        """Weight of the load, in tokens."""
         return TOKENS_OF_A_REQUEST * self.num_open + self.num_waiting_tokens
 
     @property
@@ -45,8 +45,8 @@ def bound(least: int) -> int:
 
 
 def choose(loads: Sequence[Load | None], num_cached: Sequence[int]) -> int:
-    """The number of the replica to take. None in the place of a load: that replica takes no requests. One without room
-    is passed by as long as another has some.
+    """Choose a replica by its number. A load of None: that replica takes no requests. One without room is skipped while
+    another has room.
 
     `num_cached`: leading tokens of the prompt that each has in its prefix cache. Equally long prefixes: the least busy
     one, and of those equally busy the one that was chosen least often, then the first. Raises `ValueError` when none

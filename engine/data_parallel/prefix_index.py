@@ -1,6 +1,6 @@
-"""Which replica holds which beginning of a prompt: the hashes in each one's prefix cache, kept in the frontend.
+"""Index of the prefixes that each replica has cached: the hashes in its prefix cache, kept in the frontend.
 
-It follows what each engine tells of its block pool, so it is exact, but for what is on its way. Knows hashes alone.
+It follows the cache events of each engine, so it is exact but for events that are on their way. Knows hashes alone.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from oarlock.engine.kv_cache.hashing import extend_hashes
 
 
 class PrefixIndex:
-    """The prefix caches of several replicas."""
+    """Hashes in the prefix caches of several replicas."""
 
     def __init__(self, num_replicas: int, block_size: int) -> None:
         """`block_size`: tokens of a block."""
@@ -18,7 +18,7 @@ class PrefixIndex:
         self._held: list[set[bytes]] = [set() for _ in range(num_replicas)]
 
     def apply(self, replica: int, changes: BlockChanges) -> None:
-        """What `replica` has told."""
+        """Apply the cache changes that `replica` has reported."""
         held = self._held[replica]
         if changes.is_cleared:
             held.clear()
@@ -26,7 +26,7 @@ class PrefixIndex:
         held.difference_update(changes.removed)
 
     def clear(self, replica: int) -> None:
-        """Its engine is gone, and all it held."""
+        """Forget all blocks of `replica`, whose engine is gone."""
         self._held[replica].clear()
 
     def held(self, replica: int) -> frozenset[bytes]:

@@ -1,4 +1,4 @@
-"""The progress of several replicas that start side by side, as that of one: what is shown is the one that is last."""
+"""Joins the progress of several replicas that start side by side: the one furthest behind is shown."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ class JoinedProgress:
         self._shown: tuple[int, float, str] | None = None
 
     def of(self, number: int) -> OnProgress:
-        """What replica `number` reports to."""
+        """Callback to which replica `number` reports its progress."""
         return partial(self._report, number)
 
     def _report(self, number: int, phase: str, fraction: float, detail: str = "") -> None:

@@ -1,6 +1,6 @@
-"""One of several replicas: its engine, which is started again when it dies, and what its requests leave it to do.
+"""One of several replicas: its engine, which is started again when it dies, and the load of its requests.
 
-Knows its own engine alone. Who goes where is decided in `replicas.py`.
+Knows its own engine alone. `replicas.py` decides which replica a request goes to.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ from oarlock.engine.types import Request, TokenEvent
 
 logger = logging.getLogger("oarlock.engine.replicas")
 
-MAX_DEATHS = 3  # within `DEATHS_S`: then something is wrong that a new start does not mend
+MAX_DEATHS = 3  # so many within `DEATHS_S` are a fault that a new start does not mend
 DEATHS_S = 600.0
 
-# So that no text depends on the replica that writes it.
+# One text, whichever replica it is about.
 _OTHER_NUMBERS = StartupError(
     "The replicas would compute different numbers: their model, types or kernels differ.",
     "See whether files of the model or of its kernels have changed since the start, then start again.",
@@ -41,7 +41,7 @@ StartReplica = Callable[[int, int], Awaitable[EngineClient]]  # its number, and 
 
 
 class Replica:
-    """A running engine with its number, made once it is ready."""
+    """A running engine with its number and load, made once it is ready."""
 
     def __init__(self, number: int, client: EngineClient, start: StartReplica) -> None:
         """`start` is called again after each death."""
@@ -60,7 +60,7 @@ class Replica:
         return self.client.is_alive
 
     async def stats(self) -> EngineStats:
-        """Counters begin again with a new engine; one that is dead runs nothing."""
+        """Statistics of the engine. Counters begin again with a new engine; a dead one runs nothing."""
         stats = await self.client.stats()
         return stats if self.is_alive else replace(stats, **_NOTHING_RUNS)
 
@@ -69,14 +69,14 @@ class Replica:
         return await self.client.state()
 
     async def histories(self, request_ids: Sequence[int]) -> list[RequestHistory]:
-        """What happened to those of these requests that the present engine knows."""
+        """Histories of those of these requests that the present engine knows."""
         return await self.client.histories(request_ids)
 
     async def generate(self, request: Request, num_new_tokens: int) -> AsyncGenerator[TokenEvent, None]:
-        """As `EngineClient.generate`. `num_new_tokens`: of its prompt, those that this request is the first to need.
+        """Generate as `EngineClient.generate` does. `num_new_tokens`: prompt tokens that this request needs first.
 
-        Where the engine dies, `UnavailableError`: the same request may be sent again, and goes to another replica. It
-        is not sent again here: part of its answer may be on its way, and it may be what the engine died of.
+        Raises `UnavailableError` when the engine dies: the same request may be sent again, and goes to another replica.
+        It is not sent again here: part of its answer may be on its way, and it may be the cause of the death.
         """
         load = self.load
         load.num_open += 1
@@ -122,7 +122,7 @@ class Replica:
 
 
 class Seat:
-    """The place of a prompt's requests on a replica: all go to one, and the prompt is computed there once."""
+    """Handle on the replica chosen for a prompt: all its requests go there, and the prompt is computed once."""
 
     def __init__(self, replica: Replica, num_new_tokens: int) -> None:
         self.number = replica.number
@@ -136,7 +136,7 @@ class Seat:
 
 
 async def start_together(starts: Sequence[Awaitable[EngineClient]]) -> list[EngineClient]:
-    """Await all. Where one fails, end the others and raise its `StartupError`; also where their numbers differ."""
+    """Await the starts of all engines. When one fails or their numbers differ, close all and raise `StartupError`."""
     tasks = [asyncio.ensure_future(start) for start in starts]
     try:
         clients = list(await asyncio.gather(*tasks))

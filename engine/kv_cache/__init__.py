@@ -1,1 +1,1 @@
-"""KV blocks beside the pool itself: their hashes, what is told of them, and what is kept when the pool evicts them."""
+"""KV blocks outside the pool: their hashes, the events published about them, and the tiers that keep evicted ones."""

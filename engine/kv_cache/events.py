@@ -1,6 +1,6 @@
-"""The events of the prefix cache, and the log into which the block pool writes them.
+"""Events of the prefix cache, and the log into which the block pool writes them.
 
-A block is stored once its computation is scheduled, and what a withdrawn or refused step was to fill is removed again.
+A block is stored once its computation is scheduled; blocks that a withdrawn or refused step was to fill are removed.
 At any time the events so far, replayed in order, give exactly the hashes by which a new request could find a block.
 """
 
@@ -48,7 +48,7 @@ class BlockEventLog:
 
 
 class BlockChanges(NamedTuple):
-    """What some events come to in the end. `is_cleared` comes first; no hash is in both lists."""
+    """Net change that a run of events makes. `is_cleared` applies first; no hash is in both lists."""
 
     is_cleared: bool
     stored: Sequence[bytes]

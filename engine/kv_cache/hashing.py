@@ -1,4 +1,4 @@
-"""The hash by which a full block is found: chained over the salt and every token up to the block's end.
+"""Hash by which a full block is found: chained over the salt and every token up to the block's end.
 
 Equal hashes mean equal content. From the tokens and salt of a prompt anyone can compute the hashes of its blocks.
 """
@@ -13,7 +13,7 @@ HASH_BYTES = 32
 def extend_hashes(
     hashes: list[bytes], token_ids: Sequence[int], cache_salt: bytes, block_size: int, num_blocks: int
 ) -> None:
-    """Append to `hashes`, those of the first blocks of `token_ids`, until there are `num_blocks`. All must be full.
+    """Extend `hashes`, which has those of the first blocks of `token_ids`, to `num_blocks`. All must be full.
 
     blake2b(hash of the block before, its token ids as int32); before the first block stands the hash of the salt.
     """

@@ -1,4 +1,4 @@
-"""Which slot of host memory holds which block, and which slot is taken next: the one that was used longest ago.
+"""Least-recently-used table of host-memory slots: which slot holds which block, and which one is taken next.
 
 Knows slots and digests. Does not know pages, files or steps.
 """
@@ -7,8 +7,11 @@ from collections import OrderedDict
 
 
 class HostTier:
-    """A slot is *free*, *idle* (it holds a block and may be taken) or *pinned* (as often as something needs it to stay
-    as it is, whether it holds a block or not)."""
+    """Table of host-memory slots and their blocks. The idle slot that was used longest ago is taken first.
+
+    A slot is *free*, *idle* (it holds a block and may be taken) or *pinned* (as often as something needs it to stay
+    as it is, whether it holds a block or not).
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -20,12 +23,12 @@ class HostTier:
 
     @property
     def num_blocks(self) -> int:
-        """That can be found."""
+        """Number of blocks that can be found."""
         return len(self._slot_of)
 
     @property
     def digests(self) -> list[bytes]:
-        """Of all blocks that can be found."""
+        """Digests of all blocks that can be found."""
         return list(self._slot_of)
 
     def find(self, digest: bytes) -> int | None:
@@ -35,7 +38,7 @@ class HostTier:
         return self._digest_of[slot]
 
     def take(self) -> int | None:
-        """A pinned slot for other content; what it held cannot be found any more. None when all are pinned."""
+        """Pin a slot for new content and return it; its old block can no longer be found. None when all are pinned."""
         if self._free:
             slot = self._free.pop()
         elif self._idle:
@@ -47,7 +50,7 @@ class HostTier:
         return slot
 
     def name(self, slot: int, digest: bytes) -> None:
-        """The pinned `slot` holds that block, or will before it is read. No other slot does."""
+        """Record that the pinned `slot` holds the block of `digest`, or will before it is read. No other slot does."""
         assert self._pins[slot] and digest not in self._slot_of and self._digest_of[slot] is None
         self._slot_of[digest] = slot
         self._digest_of[slot] = digest
@@ -66,7 +69,7 @@ class HostTier:
                 self._idle[slot] = None
 
     def forget(self, digest: bytes) -> None:
-        """That block is not held after all."""
+        """Drop the block of `digest`: no slot holds it after all."""
         slot = self._slot_of.get(digest)
         if slot is None:
             return

@@ -1,4 +1,4 @@
-"""Sequences that wait for files to be read, beside the queue: those behind them need not wait as well.
+"""Keeps sequences that wait for files to be read outside the queue, so that those behind them need not wait as well.
 
 Knows a queue and who is in it; does not know why a sequence may run.
 """
@@ -9,11 +9,11 @@ from typing import Generic, Protocol, TypeVar
 
 from oarlock.engine.kv_cache.offload import KVOffload
 
-LOOKED_AHEAD = 8  # sequences that are next in turn
+LOOKED_AHEAD = 8  # sequences at the head of the queue that may begin to read files
 
 
 class WaitingSequence(Protocol):
-    """What is known of a sequence here."""
+    """Fields of a waiting sequence that loading reads and sets."""
 
     request_id: int
     has_asked_files: bool  # since it last began to wait
@@ -33,12 +33,12 @@ class Queue(Protocol[S]):
 
 
 class LoadingSequences(Generic[S]):
-    """Takes sequences out of the queue, and puts each into its place again when what it waited for has been read."""
+    """Takes sequences out of the queue while their files are read, and puts each back into its place afterwards."""
 
     def __init__(
         self, offload: KVOffload, queue: Queue[S], missing_hashes: Callable[[S], tuple[int, Iterator[bytes]]]
     ) -> None:
-        """`missing_hashes(seq)`: the first column that the pool lacks of its beginning, and the hashes from it on."""
+        """`missing_hashes(seq)`: the first column of its prefix that the pool lacks, and the hashes from it on."""
         self._offload = offload
         self._queue = queue
         self._missing_hashes = missing_hashes
@@ -51,7 +51,7 @@ class LoadingSequences(Generic[S]):
         return iter(self._seqs.values())
 
     def follow(self, now: float) -> None:
-        """Queue those whose blocks are there or will not come, and let those that are next in turn wait for theirs."""
+        """Queue sequences whose blocks are read or will not come, and begin to read those of the next in turn."""
         if not self._offload.has_disk:
             return
         for request_id in self._offload.take_ready(now):
@@ -64,7 +64,7 @@ class LoadingSequences(Generic[S]):
                 self._seqs[seq.request_id] = seq
 
     def remove(self, seq: S) -> None:
-        """`seq`, which is in the queue or here, has ended."""
+        """Remove `seq`, which has ended, from the queue or from the loading sequences."""
         if self._seqs.pop(seq.request_id, None) is None:
             self._queue.remove(seq)
         self._offload.release(seq.request_id)

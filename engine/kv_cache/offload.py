@@ -1,9 +1,9 @@
-"""What is kept of KV blocks beyond the pool, in slots of host memory and in files: decides every copy that ranks make.
+"""Tiers of KV blocks below the pool, in slots of host memory and in files: decides every copy that ranks make.
 
-A block that the pool evicts is saved to a slot, and from there written to a file, and so is one that a second prompt
-begins with, and at the end all that is cached. A prompt's beginning is loaded from slots when its sequence is admitted,
-a long one in the steps before; what lies in files is read into slots before that, while the sequence waits. Pure: no
-clock, no files, no tensors; the same calls give the same copies. Knows digests, block ids and numbers of requests.
+A block is saved to a slot, and from there written to a file, when the pool evicts it, when a second prompt begins with
+it, and when the engine ends. A prompt's beginning is loaded from slots when its sequence is admitted, a long one in the
+steps before; blocks in files are read into slots before that, while the sequence waits. Pure: no clock, no files, no
+tensors; the same calls give the same copies. Knows digests, block ids and numbers of requests.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,12 +17,12 @@ from oarlock.workers.step_cost import StepCost
 MAX_LOADS = 32  # sequences that wait for files at the same time
 LOAD_TIMEOUT_S = 30.0  # then it is computed after all: the file system may never answer
 _FIXED_READ_S = 0.002  # of any load: two more turns of the loop
-STEP_LOAD_BYTES = 64 << 20  # that a rank copies from slots to pages in one step: 13 to 19 ms of one core of a CPU
+STEP_LOAD_BYTES = 64 << 20  # most bytes a rank copies from slots to pages in a step: 13 to 19 ms of one CPU core
 
 
 @dataclass(slots=True, eq=False)
 class Copies:
-    """What one step tells ranks to copy, in this order; the slots are pinned until it is answered."""
+    """Copies that ranks make in one step, in this order. The slots are pinned until the step is answered."""
 
     commands: list[tuple[Copy, int, int, bytes]] = field(default_factory=list)  # kind, block, slot, digest
     slots: list[int] = field(default_factory=list)  # pinned, once for each entry
@@ -33,36 +33,36 @@ class Copies:
         return bool(self.commands)
 
 
-NO_COPIES = Copies()  # of every step that has none: never changed
+NO_COPIES = Copies()  # shared by all steps without copies; never changed
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """The blocks that one waiting sequence will be given. A request that loads a second time has another one."""
+    """Load of the blocks that one waiting sequence will be given. A request that loads again gets a new one."""
 
     slots: list[int]  # pinned
     num_left: int  # of these: not read yet
     deadline_s: float
-    is_over: bool = False  # `take_ready` has named it
+    is_over: bool = False  # `take_ready` has returned it
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """A slot that ranks read from their files, or write to them."""
+    """Transfer of one slot from the ranks' files, or to them."""
 
     digest: bytes
     num_left: int  # ranks that have not reported
     failed: bool = False
-    loads: list[_Load] = field(default_factory=list)  # that wait for it, or did when they ended
+    loads: list[_Load] = field(default_factory=list)  # loads that wait for it, ended ones included
 
 
 class KVOffload:
-    """The engine's side of the tiers below the pool."""
+    """Decides which KV blocks ranks copy between the pool, slots of host memory and files."""
 
     def __init__(
         self, info: KVOffloadInfo | None, block_size: int, step_cost: StepCost | None, stats: EngineStats
     ) -> None:
-        """`info`: what ranks have; None: nothing is kept beyond the pool."""
+        """`info`: the tiers that ranks have; None: nothing is kept beyond the pool."""
         self.is_on = info is not None
         self.info = info = info or KVOffloadInfo(0, 0)
         self.host = HostTier(info.num_slots)
@@ -91,10 +91,10 @@ class KVOffload:
         """Blocks that files of this model hold, as far as is known."""
         return len(self._on_disk)
 
-    # -- what the pool says
+    # -- called for the pool's blocks
 
     def evicted(self, block: int, digest: bytes) -> None:
-        """The pool gives `block`, which holds the content of `digest`, to another sequence in the next step."""
+        """Save `block`, which holds the content of `digest`: the next step may give it to another sequence."""
         if self.host.find(digest) is not None:
             return
         slot = None if self._is_full else self.host.take()
@@ -106,13 +106,15 @@ class KVOffload:
         self._stats.kv_offload_saved_blocks += 1
 
     def used_again(self, block: int, digest: bytes | None) -> None:
-        """A sequence takes `block` from the cache, which earlier steps have computed. What several requests begin with
-        is written to a file although the pool may never evict it: for other replicas, and for after a restart."""
+        """Save and write `block` when a further sequence takes it from the cache.
+
+        The pool may never evict a block that many requests begin with; other replicas and the next start need its file.
+        """
         if self.has_disk and digest is not None and digest not in self._on_disk:
             self.evicted(block, digest)
 
     def keep(self, block: int | None, digest: bytes) -> bool:
-        """Write the content of `digest`, which a slot or `block` holds, to a file. False: no room for that now."""
+        """Write the content of `digest`, held by a slot or by `block`, to a file. False: there is no room now."""
         if digest in self._on_disk or digest in self._written:
             return True
         num_saving = self._next.num_saves + self._num_sent
@@ -127,21 +129,21 @@ class KVOffload:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to be copied, and nothing is being read or written."""
+        """Whether no copy is planned or sent, and no file is being read or written."""
         return not (self._next or self._num_sent or self._reads or self._writes)
 
     def forget(self, digests: Iterable[bytes]) -> None:
-        """These blocks were not computed after all, or must not be found in host memory."""
+        """Drop blocks from host memory: they were not computed after all, or must not be found."""
         for digest in digests:
             self.host.forget(digest)
 
     @property
     def load_room(self) -> int:
-        """How many blocks the next step may still load, so that it stays short."""
+        """Number of blocks that the next step may still load without becoming too long."""
         return max(0, self._most_loads - self._next.num_loads)
 
     def hold(self, digests: Iterable[bytes]) -> list[int]:
-        """The slots of the longest beginning of `digests` that host memory holds, pinned until `load` or `let_go`."""
+        """Pin the slots of the longest beginning of `digests` in host memory until `load` or `let_go`; return them."""
         slots: list[int] = []
         for digest in digests:
             slot = self.host.find(digest)
@@ -152,12 +154,12 @@ class KVOffload:
         return slots
 
     def let_go(self, slots: Iterable[int]) -> None:
-        """These were held, and are not loaded now."""
+        """Unpin slots that were held and are not loaded now."""
         for slot in slots:
             self.host.unpin(slot)
 
     def load(self, slot: int, block: int) -> None:
-        """Copy what the held `slot` has into `block` before the next step."""
+        """Copy the content of the held `slot` into `block` before the next step."""
         self._next.num_loads += 1
         self._next.commands.append((Copy.LOAD, block, slot, b""))
         self._next.slots.append(slot)
@@ -168,7 +170,7 @@ class KVOffload:
 
     @property
     def _is_full(self) -> bool:
-        """Whether the next step has no more room for copies, beside those that sequences must be given."""
+        """Whether the next step takes no more copies of other kinds than loads, for which half of the room is kept."""
         return len(self._next.commands) >= MAX_COPIES // 2
 
     @property
@@ -176,7 +178,7 @@ class KVOffload:
         return bool(self._next)
 
     def take_copies(self) -> Copies:
-        """For the next step."""
+        """Take the copies of the next step."""
         if not self._next.commands:
             return NO_COPIES
         copies, self._next = self._next, Copies()
@@ -184,7 +186,7 @@ class KVOffload:
         return copies
 
     def give_back(self, copies: Copies) -> None:
-        """The step was not sent: the copies are the first of the next one."""
+        """Put the copies of a step that was not sent before those of the next one."""
         self._num_sent -= len(copies.slots)
         self._next.commands[:0] = copies.commands
         self._next.slots[:0] = copies.slots
@@ -192,7 +194,7 @@ class KVOffload:
         self._next.num_saves += copies.num_saves
 
     def answered(self, copies: Copies) -> None:
-        """The step is over, and with it its copies between pages and slots, also where the step itself was refused."""
+        """Complete the step's copies between pages and slots, which were made even if the step itself was refused."""
         if copies is NO_COPIES:
             return
         for kind, _, slot, _ in copies.commands:
@@ -203,7 +205,7 @@ class KVOffload:
         self._num_sent -= len(copies.slots)
 
     def _write(self, slot: int) -> None:
-        """Begin to write what was saved to `slot`, unless too many slots are being written."""
+        """Begin to write the content of `slot` to files, unless too many slots are being written."""
         digest = self.host.digest_of(slot)
         if not self.has_disk or digest is None or digest in self._on_disk or digest in self._written:
             return
@@ -216,7 +218,7 @@ class KVOffload:
         self._copy(Copy.WRITE, 0, slot, digest, pin=True)
 
     def _copy(self, kind: Copy, block: int, slot: int, digest: bytes = b"", *, pin: bool = False) -> None:
-        """Add a copy to the next step. `pin`: the slot's pin is kept for something else."""
+        """Add a copy to the next step. `pin`: pin the slot once more, because its first pin serves a transfer."""
         if pin:
             self.host.pin(slot)
         self._next.commands.append((kind, block, slot, digest))
@@ -226,8 +228,10 @@ class KVOffload:
     # -- loads
 
     def begin_load(self, request_id: int, digests: Iterable[bytes], first_column: int, now: float) -> bool:
-        """Read from files what the sequence needs of its beginning: `digests` of its full blocks from `first_column`
-        on, the first that the pool lacks. True if it is to wait until `take_ready` names it."""
+        """Begin to read a sequence's blocks from files. True if it must wait until `take_ready` returns it.
+
+        `digests`: those of its full blocks from `first_column` on, the first that the pool lacks.
+        """
         if not self.has_disk or len(self._loads) >= MAX_LOADS:
             return False
         known = list(self._known(digests))
@@ -252,8 +256,8 @@ class KVOffload:
         return True
 
     def take_ready(self, now: float) -> list[int]:
-        """The requests whose loads have ended, whatever came of them, and those that have waited too long. Their blocks
-        stay in host memory until `release`."""
+        """Requests whose loads have ended, successfully or not, and those that have waited too long. Their blocks stay
+        in host memory until `release`."""
         ready = []
         for number, load in self._loads.items():
             if not load.is_over and (not load.num_left or now > load.deadline_s):
@@ -262,7 +266,7 @@ class KVOffload:
         return ready
 
     def release(self, request_id: int) -> None:
-        """The sequence waits for nothing any more: it has its blocks, or it has ended."""
+        """Release the blocks of a sequence that waits no more: it has them, or it has ended."""
         load = self._loads.pop(request_id, None)
         if load is not None:
             self._release(load)
@@ -271,14 +275,14 @@ class KVOffload:
         self.let_go(load.slots)
 
     def _known(self, digests: Iterable[bytes]) -> Iterator[bytes]:
-        """The longest beginning that host memory and files hold."""
+        """Yield the longest beginning of `digests` that host memory and files hold."""
         for digest in digests:
             if self.host.find(digest) is None and digest not in self._on_disk:
                 return
             yield digest
 
     def _pays(self, num_reads: int, first_column: int, end_column: int) -> bool:
-        """Whether reading so many blocks is faster than computing the columns from the first of them on."""
+        """Whether reading `num_reads` blocks is faster than computing the columns from first to end."""
         assert self.info.read_bytes_per_s is not None
         if self._step_cost is None:
             return True
@@ -288,7 +292,7 @@ class KVOffload:
         return _FIXED_READ_S + num_reads * self.info.bytes_per_block / self.info.read_bytes_per_s < computing_s
 
     def _read(self, digest: bytes, load: _Load) -> int | None:
-        """A slot, pinned for `load`, into which ranks read the block. None when there is none."""
+        """Pin for `load` a slot into which ranks read the block. None when no slot or no copy is left."""
         slot = self._read_slot.get(digest)
         if slot is None:
             slot = None if self._is_full else self.host.take()
@@ -301,10 +305,10 @@ class KVOffload:
         self._reads[slot].loads.append(load)
         return slot
 
-    # -- what ranks report
+    # -- reports of ranks
 
     def report(self, report: KVReport) -> None:
-        """One report of one rank."""
+        """Take in one report of one rank."""
         if report.kind is Report.READ:
             for slot, succeeded in report.results:
                 self._has_read(slot, succeeded)
@@ -326,7 +330,7 @@ class KVOffload:
             return
         del self._reads[slot], self._read_slot[read.digest]
         if read.failed:
-            # It is computed, and then written again.
+            # The block will be computed, and then written again.
             self._on_disk.discard(read.digest)
             self._stats.kv_offload_failed_blocks += 1
         else:

@@ -1,11 +1,11 @@
 """Publishes the events of the prefix cache over ZMQ, as vLLM does, and repeats the newest batches on request.
 
-A thread of its own encodes and sends: a PUB socket with frames `[topic, number, batch]`, the number 8 bytes, big endian
+A separate thread encodes and sends: a PUB socket with frames `[topic, number, batch]`, the number 8 bytes, big endian
 and counted from 0; and, where it is asked for, a ROUTER socket that answers `[number]` with all batches from that one
 on, `[topic, number, batch]` each, then with `["", -1, ""]`. The engine only appends to a queue, and wakes the thread.
 
-Nothing waits for a reader: what a subscriber does not take beyond its limit is dropped for it alone, what the thread
-does not take beyond its own is dropped for all, and both are counted. A reader that misses a number asks for it.
+Nothing waits for a reader: batches beyond a subscriber's limit are dropped for it alone, batches beyond the thread's
+limit are dropped for all, and both are counted. A reader that misses a number asks for it.
 """
 
 import logging
@@ -33,7 +33,7 @@ class KvEventPublisher:
 
     def __init__(self, config: KvEventsConfig, data_parallel_rank: int = 0) -> None:
         self.num_sent = 0  # batches, written by the thread alone
-        self.num_overflows = 0  # times that a subscriber fell too far behind, and missed batches; the same
+        self.num_overflows = 0  # times that a subscriber fell behind and missed batches; by the thread alone
         self.num_dropped = 0  # batches, because the thread was too far behind; written by `publish` alone
         self._config = config
         self._rank = data_parallel_rank
@@ -82,7 +82,7 @@ class KvEventPublisher:
         logger.info("event=kv_events endpoint=%s replay_endpoint=%s", self.endpoint, self.replay_endpoint)
 
     def publish(self, events: list[BlockEvent]) -> None:
-        """One batch. Returns at once."""
+        """Queue one batch of events for the thread. Returns at once."""
         number, self._next = self._next, self._next + 1
         if self._has_failed or len(self._queue) >= self._config.max_queue_size:
             self.num_dropped += 1
@@ -152,5 +152,5 @@ class KvEventPublisher:
 
 
 def _address(sock: zmq.Socket) -> str:
-    """As bound, with the port that was free where 0 or * was asked for."""
+    """Address of a bound socket, with the port that was chosen where 0 or * was asked for."""
     return sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")

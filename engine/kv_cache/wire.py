@@ -1,4 +1,4 @@
-"""Events as routers read them: vLLM's messages, which msgpack encodes as maps with a `type`.
+"""Messages that tell routers of cache events: vLLM's, which msgpack encodes as maps with a `type`.
 
 A batch is `[time, [messages], data parallel rank]`. Hashes go out as their last 64 bits, an unsigned integer: readers
 take them for names of blocks, and find blocks by tokens.
@@ -21,11 +21,11 @@ def short_hash(block_hash: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What all messages of one engine have in common."""
+    """Makes the messages of one engine from its cache events. The fields are common to all its messages."""
 
     block_size: int
     sliding_window: int | None = None
-    has_key_in_salts: bool = False  # what stands in a salt up to its first `|` names an API key, and is not told
+    has_key_in_salts: bool = False  # the part of a salt before its first `|` names an API key and is left out
 
     def messages(self, events: Iterable[BlockEvent]) -> list[dict[str, Any]]:
         """One message for each run of blocks that follow each other in a sequence, and for each run of removals."""
@@ -69,7 +69,7 @@ class Wire:
         return message
 
     def _told_salt(self, event: BlockStored) -> str:
-        """Of a sequence's first block, whose hash covers the salt; those behind it cover it through their parents."""
+        """Salt to publish with a sequence's first block. Other blocks have none: their parents' hashes cover it."""
         if event.parent_hash is not None:
             return ""
         salt = event.cache_salt.decode()
