@@ -16,7 +16,7 @@ from oarlock.server.protocol.responses.request import ResponsesRequest
 from tests.house import documents
 from tests.house.rules import ROOT
 
-API = (ROOT / "docs" / "api.md").read_text()
+API = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("api", "embeddings", "observability"))
 RELIABILITY = (ROOT / "docs" / "reliability.md").read_text()
 
 

@@ -22,7 +22,7 @@ _PAIRS = 32  # of a group: a text that is in all of them is embedded once for ea
 
 
 class EmbedFields(TypedDict, total=False):
-    """Names what a request for vectors has beside its input. `docs/api.md` describes each field."""
+    """Names what a request for vectors has beside its input. `docs/embeddings.md` describes each field."""
 
     dimensions: int
     normalize: bool
