@@ -174,7 +174,7 @@ def test_a_queue_that_is_full_refuses_the_whole_request_at_once(small):
 @pytest.mark.parametrize("how", ["timeout", "abort"])
 def test_what_was_not_sent_yet_ends_with_the_rest(small, how):
     async def scene(server):
-        task = asyncio.create_task(server.complete([[5, 2]] * 700, timeout=1.5 if how == "timeout" else None))
+        task = asyncio.create_task(server.complete([[5, 2]] * 700, timeout=3.0 if how == "timeout" else None))
         if how == "abort":
             # the server has heard of an end: what the engine has ended meanwhile may still be on its way
             await server.until(lambda _: any(choice.finished for run in server.service.open for choice in run.choices))

@@ -23,7 +23,7 @@ def params_of(kind: str) -> PoolingParams:
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 30))
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 def given_back(stage) -> bool:
@@ -140,7 +140,9 @@ def test_many_prompts_wait_for_room_at_the_engine(make_stage):
         llm = stage.state.async_llm
         running = llm.start_pooling([(1, 2, 3)] * 100, PoolingParams("last"))
         task = asyncio.create_task(running.outputs())
-        await asyncio.sleep(0.02)
+        while len(stage.engine.requests) < 2 * info.max_num_seqs:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)  # in which more could be sent
         num_sent = len(stage.engine.requests)
         stage.engine.resume.set()
         assert len(await task) == 100

@@ -56,7 +56,7 @@ def test_what_a_coding_agent_sends(server):
         for line in stream.iter_lines():
             if "content_block_delta" in line:
                 break  # the person at the keyboard pressed Escape
-    eventually(lambda: server.metrics()["vllm:num_requests_running"] == 0, 20, "what was left is aborted")
+    eventually(lambda: server.metrics()["vllm:num_requests_running"] == 0, 60, "what was left is aborted")
 
     turn = post(server, **{**forced, "model": "claude-of-our-own"})
     calls = [block for block in turn["content"] if block["type"] == "tool_use"]

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from engine_fakes import expected_tokens, make_config, make_request
 from oarlock.engine.client import EngineClient
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError, StartupError
+from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, TokenEvent
 
 pytestmark = pytest.mark.slow
@@ -43,13 +45,18 @@ async def started(config: EngineConfig, on_progress=lambda *_: None) -> AsyncIte
 
 def run(scene: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        await asyncio.wait_for(scene(), 30)
+        await asyncio.wait_for(scene(), 100)
 
     asyncio.run(bounded())
 
 
 async def collect(client: EngineClient, request) -> list[TokenEvent]:
     return [event async for event in client.generate(request)]
+
+
+async def until(client: EngineClient, condition: Callable[[EngineStats], object]) -> None:
+    while not condition(await client.stats()):
+        await asyncio.sleep(0.01)
 
 
 async def until_idle(client: EngineClient) -> None:
@@ -100,7 +107,7 @@ def test_it_works_on_uvloop_too() -> None:
             assert [token for event in events for token in event.token_ids] == expected_tokens(request)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(scene(), 30))
+        runner.run(asyncio.wait_for(scene(), 100))
 
 
 @pytest.mark.parametrize("how", ["close", "cancel", "drop"])
@@ -165,14 +172,17 @@ def test_refusals_come_before_the_first_event() -> None:
                 await collect(client, make_request(client.new_request_id(), [64]))
             with pytest.raises(RequestError, match="cannot be sent"):
                 await collect(client, make_request(client.new_request_id(), [2**40]))
-            long = [asyncio.create_task(collect(client, make_request(client.new_request_id(), [1], max_tokens=9)))]
-            await asyncio.sleep(0.1)
-            long.append(asyncio.create_task(collect(client, make_request(client.new_request_id(), [1], max_tokens=9))))
-            await asyncio.sleep(0.1)
+            ask = partial(make_request, max_tokens=30)
+            long = [asyncio.create_task(collect(client, ask(client.new_request_id(), [1])))]
+            await until(client, lambda stats: stats.num_requests_running)
+            long.append(asyncio.create_task(collect(client, ask(client.new_request_id(), [1]))))
+            await until(client, lambda stats: stats.num_requests_waiting)
             with pytest.raises(QueueFullError) as refused:
                 await collect(client, make_request(client.new_request_id(), [1]))
             assert refused.value.retry_after_s >= 1
-            await asyncio.gather(*long)
+            for task in long:
+                task.cancel()
+            await asyncio.wait(long)
             assert client.num_open == 0
 
     run(scene)
@@ -183,7 +193,8 @@ def test_an_id_in_use_is_refused_and_the_first_request_goes_on() -> None:
         async with started(scenario_config(step_s=0.01)) as client:
             request = make_request(1, [1], max_tokens=20)
             task = asyncio.create_task(collect(client, request))
-            await asyncio.sleep(0.05)
+            while not client.num_open:
+                await asyncio.sleep(0)
             with pytest.raises(RequestError, match="in use"):
                 await collect(client, request)
             events = await task
@@ -208,12 +219,12 @@ def test_stats_do_not_wait_for_a_long_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_live_state_is_that_of_the_engine_and_none_when_it_is_dead() -> None:
     async def scene() -> None:
-        async with started(scenario_config(step_s=0.02)) as client:
-            task = asyncio.create_task(collect(client, make_request(1, [1, 2, 3], max_tokens=30)))
+        async with started(scenario_config(step_s=0.05)) as client:
+            task = asyncio.create_task(collect(client, make_request(1, [1, 2, 3], max_tokens=60)))
             while not (state := await client.state())["slowest"]:
                 await asyncio.sleep(0.01)
             assert (state["running"], state["slowest"][0]["request_id"]) == (1, 1)
-            await task
+            task.cancel()
             os.kill(client.pid, signal.SIGKILL)
             await client.dead.wait()
             assert await client.state() is None
@@ -262,9 +273,9 @@ def test_a_stopped_engine_is_killed_and_every_request_fails(monkeypatch: pytest.
     config = quick_watch(monkeypatch)
 
     async def scene() -> None:
-        async with started(scenario_config(config, step_s=0.01)) as client:
+        async with started(scenario_config(config, step_s=0.05)) as client:
             tasks = [asyncio.create_task(collect(client, make_request(n, [n], max_tokens=60))) for n in (1, 2)]
-            await asyncio.sleep(0.1)
+            await until(client, lambda stats: stats.num_requests_running == 2)
             os.kill(client.pid, signal.SIGSTOP)
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
             assert [type(outcome) for outcome in outcomes] == [EngineDeadError] * 2
@@ -323,9 +334,9 @@ def test_what_was_computed_before_the_death_is_delivered_before_the_error() -> N
 
 def test_an_orderly_close_ends_open_requests_with_one_event() -> None:
     async def scene() -> None:
-        async with started(scenario_config(step_s=0.02)) as client:
+        async with started(scenario_config(step_s=0.05)) as client:
             tasks = [asyncio.create_task(collect(client, make_request(n, [n], max_tokens=60))) for n in (1, 2)]
-            await asyncio.sleep(0.2)
+            await until(client, lambda stats: stats.num_requests_running == 2)
             await client.close()
             await client.close()
             for events in await asyncio.gather(*tasks):

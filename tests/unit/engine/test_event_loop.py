@@ -316,7 +316,9 @@ def test_idle_is_silent_but_for_heartbeats_and_uses_no_processor() -> None:
     real = harness.loop.tick
     harness.loop.tick = lambda: turns.append(1) or real()  # type: ignore[method-assign]
     thread, codes = run_in_thread(harness)
-    time.sleep(0.55)
+    deadline = time.monotonic() + 60
+    while harness.executor.num_pings < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
     harness.send(messages.stop())
     thread.join(60)
     assert codes == [EXIT_OK]
@@ -365,7 +367,7 @@ def test_a_frontend_that_does_not_read_pauses_the_engine_and_loses_nothing() -> 
     paused_at = harness.executor.num_steps
     assert not harness.loop.tick() and harness.executor.num_steps == paused_at
     thread, codes = run_in_thread(harness)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while len(harness.ends()) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     for request in requests:

@@ -239,7 +239,7 @@ def test_a_text_that_can_be_cut_does_not_wait_for_one_that_cannot(monkeypatch):
         uncut = asyncio.create_task(loaded.aencode("x" * 300_000))
         await asyncio.to_thread(begun.wait, 40)
         try:
-            return await asyncio.wait_for(loaded.aencode(words), 20)
+            return await asyncio.wait_for(loaded.aencode(words), 60)
         finally:
             release.set()
             await uncut

@@ -28,7 +28,7 @@ from oarlock.workers.worker.pending_output import Computed, PendingOutput
 from oarlock.workers.worker.worker_process import RankRings, serve
 
 CONFIG = WorkerConfig("none", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, block_size=16)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Gated:
