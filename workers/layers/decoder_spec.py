@@ -79,7 +79,7 @@ class DecoderSpec:
 
     @property
     def slices(self) -> int:
-        """Of inputs that are cut among ranks: see `slices_for`."""
+        """Number of slices into which inputs are cut that ranks share: see `slices_for`."""
         return slices_for(self.num_heads, self.num_kv_heads, self.intermediate_size)
 
     def rope_of(self, layer: int) -> RopeSpec:
@@ -117,7 +117,7 @@ class DecoderSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model; a tied head counts once."""
+        """Number of parameters of the whole model; a tied head counts once."""
         return sum(_product(shape) for shape in tensor_shapes(self).values())
 
 

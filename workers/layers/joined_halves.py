@@ -56,6 +56,6 @@ def run(
 
 
 def _norms(block: Block) -> tuple[RMSNorm, RMSNorm | None, RMSNorm, RMSNorm | None]:
-    """Before and after attention, before and after the MLP. Those after are of some families only."""
+    """Norms before and after attention, before and after the MLP. Only some families have norms after."""
     after = getattr(block, "attention_post_norm", None), getattr(block, "mlp_post_norm", None)
     return block.attention_norm, after[0], block.mlp_norm, after[1]

@@ -157,7 +157,7 @@ class PreparedLayers:
 
 
 class _Parts:
-    """What the descriptions point into, kept alive, and a look at whether it is still what the layers use."""
+    """Keeps alive the parts that the descriptions point into, and checks that the layers still use these parts."""
 
     def __init__(self, kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
         """The kernels and element type that all weights must be packed for."""
@@ -174,7 +174,7 @@ class _Parts:
         return part
 
     def take_optional(self, owner: object, name: str, kind: type[Part]) -> Part | None:
-        """The same, or None if it is None or missing."""
+        """The attribute as `take` returns it; None if it is None or missing."""
         if vars(owner).get(name) is not None:
             return self.take(owner, name, kind)
         self._taken.append((vars(owner), name, None))

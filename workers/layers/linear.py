@@ -108,8 +108,8 @@ class RowParallelLinear:
         return (total if residual is None else total + residual).to(x.dtype)
 
     def unrounded(self, x: Tensor) -> Tensor:
-        """The same without a residual, for who adds it and rounds then: of several ranks in float32, where the product
-        gives that."""
+        """The product summed over ranks, for a caller that adds the residual and rounds then. With several ranks it is
+        float32, where the product gives that."""
         return self.product(x) if self.place.tp.size == 1 else self._total(x)
 
     def _total(self, x: Tensor) -> Tensor:

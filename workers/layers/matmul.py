@@ -145,7 +145,7 @@ def gated(activation: str, device: torch.device) -> Callable[[Tensor], Tensor]:
 
 
 def gated_with_torch(y: Tensor, activation: str) -> Tensor:
-    """The same by torch's operations, which round twice; tests compare the kernel with it."""
+    """Computes `gated` by torch's operations, which round twice; tests compare the kernel with it."""
     gate, up = y.chunk(2, -1)
     return ACTIVATIONS[activation].function(gate).mul_(up)
 
@@ -204,7 +204,7 @@ def matmul(weight: Tensor, bias: Tensor | None = None, *, float32_output: bool =
 
 
 def gated_matmul(weight: Tensor, bias: Tensor | None, activation: str) -> GatedMatmul:
-    """As `matmul`, for `weight` [2 * I, K] and `bias` [2 * I] with the gate's rows first, then up's."""
+    """The fastest gated product for `weight` [2 * I, K] and `bias` [2 * I] with the gate's rows first, then up's."""
     if can_serve(weight):
         return CppGatedMatmul(weight, bias, activation)
     kind = PackedGatedMatmul if can_pack(weight.dtype, weight.device.type) else PlainGatedMatmul
@@ -220,7 +220,7 @@ def holds_weight(product: Matmul) -> bool:
 
 
 def _needs_pairs(product: Callable[..., Tensor], weight: Tensor, *kind: object, adds: bool = False) -> bool:
-    """On other devices than the CPU, batch invariance is not guaranteed anyway."""
+    """Whether one row must be computed as two, for the bits of a batch. Only on the CPU: others do not promise them."""
     return weight.device.type == "cpu" and needs_second_row(product, weight, *kind, adds=adds)
 
 

@@ -17,7 +17,7 @@ from oarlock.workers.weights.source import WeightSource
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the weights of a layer are, in which dtype, and in which form those of products are."""
+    """Rank, dtype and device of a layer's weights, and the forms of those that are multiplied."""
 
     tp: TensorParallel
     dtype: torch.dtype
@@ -28,7 +28,7 @@ class Placement:
 
     @property
     def local_slices(self) -> int:
-        """Those of one rank. With a number of ranks that does not divide them, a rank's inputs are one slice."""
+        """Number of slices of one rank's inputs: one where the number of ranks does not divide all slices."""
         return self.slices // self.tp.size if self.slices % self.tp.size == 0 else 1
 
     def empty(self, *shape: int) -> Tensor:
@@ -58,11 +58,11 @@ class Placement:
         return need + bias * shard.rows * item
 
     def _placed(self, weight: LinearWeight) -> LinearWeight:
-        """Where products with it run."""
+        """The weight in the memory where products with it run."""
         return weight if runs_on_host(self.device) else weight.on(self.device)
 
     def _forms(self, shard: WeightShard) -> list[Form]:
-        """Of each part."""
+        """Forms of the shard's parts, in their order."""
         return [self.quantization.form_of(part.name) for part in shard.parts]
 
 

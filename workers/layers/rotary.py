@@ -134,7 +134,7 @@ def _yarn(spec: RopeSpec, exponents: Tensor) -> Tensor:
     size = spec.rotary_dim
 
     def pair_with(turns: float) -> float:
-        """Where in the head a pair makes `turns` turns over the trained length."""
+        """Index, a fraction, of the pair that makes `turns` turns over the trained length."""
         return (size * math.log(spec.original_max_positions / (turns * 2 * math.pi))) / (2 * math.log(spec.theta))
 
     low, high = pair_with(spec.beta_fast), pair_with(spec.beta_slow)

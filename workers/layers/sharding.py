@@ -1,4 +1,4 @@
-"""How heads, rows and vocabulary are divided among tensor-parallel ranks. Torch-free, for the checks before the start.
+"""Divides heads, rows and vocabulary among tensor-parallel ranks. Torch-free, for the checks before the start.
 
 Query heads are divided in order. KV heads are divided while there is at least one per rank; with more ranks than KV
 heads, neighbouring ranks hold a copy of the same head, the one that their query heads use.
@@ -37,8 +37,8 @@ def supported_tp_sizes(num_heads: int, num_kv_heads: int, intermediate_size: int
 
 
 def slices_for(num_heads: int, num_kv_heads: int, intermediate_size: int) -> int:
-    """Into how many slices the inputs of products are cut whose inputs ranks share: the output projection and the MLP's
-    second one. The largest power of two up to 8 that is a tensor-parallel size of this model: ranks of every smaller
+    """Number of slices into which inputs are cut where ranks share them: for the output projection and the MLP's second
+    product. The largest power of two up to 8 that is a tensor-parallel size of this model: ranks of every smaller
     power of two hold whole slices, and get the same bits (`LinearWeight.matmul`).
     """
     sizes = supported_tp_sizes(num_heads, num_kv_heads, intermediate_size)

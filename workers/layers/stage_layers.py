@@ -1,4 +1,4 @@
-"""Which layers and tensors each stage of a pipeline holds. Torch-free.
+"""Assigns layers and tensors to the stages of a pipeline. Torch-free.
 
 Stages hold neighbouring layers, as equally many as possible: earlier ones have one more where they cannot be dealt
 equally, since the last stage has the output head too. The first embeds; the last norms and samples, and holds a tied

@@ -123,7 +123,7 @@ class Decoder:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model, over all ranks; a tied head counts once."""
+        """Number of parameters of the whole model, over all ranks; a tied head counts once."""
         return self.spec.num_parameters
 
     @property
@@ -169,8 +169,8 @@ class Decoder:
             yield self.norm
 
     def stand_in(self, token_ids: Tensor) -> Tensor | None:
-        """For trials of one stage alone: in place of what the stage before would send for `token_ids`, int64 [T], rows
-        that depend on the id alone. None on the first stage, which embeds."""
+        """Rows [T, hidden] in place of those from the stage before, for trials of one stage alone. Each depends on its
+        entry of `token_ids`, int64 [T], alone. None on the first stage, which embeds."""
         if self.is_first:
             return None
         rows = torch.randn((_STAND_INS, self.spec.hidden_size), generator=torch.Generator().manual_seed(0))

@@ -17,7 +17,7 @@ def describe_gemma2(fields: Fields) -> DecoderSpec:
 def gemma_spec(
     fields: Fields, *, full_every: int, max_positions: int, rope: RopeSpec | None = None, qk_norm: bool = False
 ) -> DecoderSpec:
-    """What Gemma 2 and 3 have in common. `full_every`: without `layer_types`, each such layer has no window."""
+    """The description that Gemma 2 and 3 share. `full_every`: without `layer_types`, each such layer has no window."""
     bias = fields.flag("attention_bias", False)
     scalar = fields.number("query_pre_attn_scalar", 256.0)
     spec = decoder_spec(

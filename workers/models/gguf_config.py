@@ -1,4 +1,4 @@
-"""What a `config.json` would say of a model in GGUF, from the settings of its file.
+"""Makes the `config.json` of a model in GGUF from the settings of its file.
 
 The inverse of llama.cpp's converter (conversion/*.py). Torch-free.
 """

@@ -78,7 +78,7 @@ def activation_name(fields: Fields, key: str, default: str) -> str:
 
 
 def declared_dtype(config: dict[str, Any]) -> str | None:
-    """Of the weights, as the checkpoint says."""
+    """The dtype of the weights, as the checkpoint declares it; None where it does not."""
     value = config.get("dtype")
     value = config.get("torch_dtype") if value is None else value
     if value is None:

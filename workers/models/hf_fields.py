@@ -110,7 +110,7 @@ class Fields:
         return value
 
     def choice(self, key: str, default: str, choices: dict[str, str]) -> str:
-        """What `choices` maps the value to. Raises `StartupError` for a value that is not in it."""
+        """Maps the key's value by `choices`. Raises `StartupError` for a value that is not in it."""
         value = self._get(key)
         value = default if value is None else value
         if not isinstance(value, str) or value not in choices:

@@ -1,4 +1,4 @@
-"""How the weights of a model directory are quantised, as its settings say, and what they are read as. Torch-free."""
+"""Reads the quantization of a model directory from its settings, and chooses the forms of its weights. Torch-free."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +24,14 @@ QUANTISATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """What the settings of a quantised checkpoint say."""
+    """Quantization of a checkpoint, as its settings describe it."""
 
     method: str  # a name of `formats.registry.STORED`
     scheme: Scheme
 
 
 def stored_quantization(directory: Path, hf_config: dict[str, Any]) -> StoredQuantization | None:
-    """None: the weights are not quantised. Raises `StartupError` for a quantisation that is not served."""
+    """Reads a model's quantization; None: it has none. Raises `StartupError` for a quantisation that is not served."""
     for key, usual in _KEYS.items():
         settings = hf_config.get(key)
         if settings is not None:
@@ -56,7 +56,7 @@ def _parsed(settings: object, where: str, usual: str | None) -> StoredQuantizati
 
 
 def weight_forms(quantization: str, stored: StoredQuantization | None, checkpoint: Checkpoint | None) -> WeightForms:
-    """Of a model. `quantization`: as resolved by preflight; `checkpoint`: None for dummy weights."""
+    """Forms of a model's weights. `quantization`: as resolved by preflight; `checkpoint`: None for dummy weights."""
     if quantization == GGUF:
         assert isinstance(checkpoint, GGUFCheckpoint)
         return GGUFForms(checkpoint)

@@ -95,7 +95,7 @@ def rope_spec(
 
 
 def _trained_length(value: Any, max_positions: int) -> int:
-    """Some checkpoints write it as 8192.0."""
+    """The length that frequencies were trained for. Some checkpoints write it as 8192.0."""
     value = max_positions if value is None else value
     if type(value) not in (int, float) or not 2 <= value <= MOST or value != int(value):
         raise wrong(f"rope setting {_LENGTH}", f"an integer between 2 and {MOST}", value)
@@ -149,7 +149,7 @@ def _pair_factors(table: dict[str, Any], key: str, pairs: int) -> tuple[float, .
 
 
 def _yarn_attention_factor(table: dict[str, Any], factor: float) -> float:
-    """What the YaRN paper multiplies cos and sin with, unless the config fixes it."""
+    """Factor of cos and sin: the YaRN paper's, unless the config fixes it."""
     explicit = table.get("attention_factor")
     if explicit is not None:
         return positive_number("rope setting attention_factor", explicit, None)

@@ -1,4 +1,4 @@
-"""Which architectures are served, and the `DecoderSpec` that a `config.json` or a model directory means. Torch-free."""
+"""Registry of architectures, and the `DecoderSpec` that a `config.json` or a model directory means. Torch-free."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,1 +1,1 @@
-"""How the weights of products are stored, read and multiplied: one file for each form."""
+"""Forms in which the weights of products are stored, read and multiplied: one file for each."""

@@ -26,7 +26,7 @@ _PARTIAL_BYTES = 64 << 20  # of sums of spans; more rows are multiplied one part
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """What one program multiplies in a step, and how it is compiled."""
+    """Sizes of the tile that one program multiplies in a step, and the options it is compiled with."""
 
     rows: int
     columns: int

@@ -109,7 +109,7 @@ class Fp8Weight:
         return CppPackedGatedMatmul(self.packed(gated=True), self.dtype, bias, activation)
 
     def packed(self, *, slices: int = 1, gated: bool = False) -> PackedFp8:
-        """In the form that the kernel reads."""
+        """The weight packed as the kernel reads it."""
         group = group_in_slices(self.values.shape[1], self.group, slices)
         return PackedFp8(self.values, self.scales, self.group, group_in_slices=group, gated=gated, slices=slices)
 

@@ -56,7 +56,7 @@ class StoredGroups:
 
 
 def stored_groups(values: Tensor, scales: Tensor, offsets: Tensor | None, group: int) -> StoredGroups:
-    """As `StoredGroups` keeps them. int8 [N, K], float32 [N, groups], the same or None.
+    """Numbers as `StoredGroups` keeps them: int8 [N, K], scales float32 [N, groups], offsets [N, groups] or None.
 
     A group whose offset is more than 32,768 times its scale, as where the scale is zero, becomes its offset alone.
     """
@@ -184,7 +184,7 @@ class GroupedWeight:
         return CppPackedGatedMatmul(self.packed(gated=True), self.dtype, bias, activation)
 
     def packed(self, *, slices: int = 1, gated: bool = False, kind: int | None = None) -> PackedGrouped:
-        """In the form that the kernel reads; `kind`: None for the fastest."""
+        """The weight packed as the kernel reads it; `kind`: None for the fastest."""
         weight = self.weight
         inputs = weight.values.shape[1]
         unit = kernel_group(group_in_slices(inputs, weight.group, slices))

@@ -1,4 +1,4 @@
-"""Where the groups of a weight's inputs begin, for products that are cut into slices.
+"""Groups of a weight's inputs that share a scale, for products that are cut into slices.
 
 Torch-free, so that memory can be counted before any rank starts.
 """
@@ -16,13 +16,13 @@ def kernel_group(group: int) -> int:
 
 
 def packed_bytes(rows: int, inputs: int, bits: int, group: int, *, offsets: bool) -> int:
-    """What a `GroupedWeight` [rows, inputs] takes in memory: numbers, 16 bits for a scale, as many for an offset."""
+    """Bytes of a `GroupedWeight` [rows, inputs] in memory: numbers, 16 bits for a scale, as many for an offset."""
     unit = kernel_group(group)
     return rows * (-(-inputs // unit) * (unit * bits // 8 + 2 * (1 + offsets)) + 4)  # and a factor for each output
 
 
 def group_in_slices(inputs: int, group: int, slices: int) -> int:
-    """How many inputs have one scale, if groups begin anew at each of `slices` equal parts of `inputs`.
+    """Number of inputs that share a scale, if groups begin anew at each of `slices` equal parts of `inputs`.
 
     The greatest common divisor, so that a rank that holds some of the slices, and may begin within a stored group, cuts
     its inputs as a rank that holds them all.
@@ -39,7 +39,7 @@ def group_of_blocks(group: int, inputs: int, slices: int) -> int | None:
 
 
 def pieces_of(inputs: int, group: int, slices: int, most: int) -> list[list[tuple[int, int]]]:
-    """Of each slice, the inputs that are added up at a time: [start, stop) within a group, at most `most` of them."""
+    """Pieces of each slice whose inputs are added up at a time: [start, stop) within a group, at most `most` inputs."""
     length = inputs // slices
     assert slices * length == inputs, f"{inputs} inputs cannot be cut into {slices} slices"
     group = group_in_slices(inputs, group, slices)

@@ -25,17 +25,17 @@ class LinearWeight(Protocol):
         """
 
     def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
-        """Of a weight with the gate's rows first, then as many of up's."""
+        """The gated product of a weight with the gate's rows first, then as many of up's."""
 
     def embed(self, ids: Tensor) -> Tensor:
         """Rows `ids` int64 [T] -> [T, K]."""
 
     def on(self, device: torch.device) -> "LinearWeight":
-        """The same weight on a CUDA device, multiplied there with inputs that are not rounded."""
+        """This weight on a CUDA device, multiplied there with inputs that are not rounded."""
 
 
 class LinearMethod(Protocol):
-    """How weights of one form are read."""
+    """Reader of weights of one form."""
 
     def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> LinearWeight:
         """Read one rank's weight."""

@@ -38,15 +38,15 @@ class Quantization:
         return Arithmetic.DENSE if self.bits is None else Arithmetic.ROUNDED_INPUTS
 
     def form_of(self, module: str) -> Quantization:
-        """That of every module."""
+        """This form, which is that of every module."""
         return self
 
     def ignores(self, name: str) -> bool:
-        """No tensor of a checkpoint that is rounded at load."""
+        """False: rounding at load leaves no tensor of a checkpoint unused."""
         return False
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
-        """Of a weight [rows, inputs] whose model computes in a dtype of `item_bytes`."""
+        """Bytes of a weight [rows, inputs] whose model computes in a dtype of `item_bytes`."""
         groups = -(-inputs // self.group)
         stored = groups * self.group
         row = stored * item_bytes if self.bits is None else -(-stored * self.bits // 8)

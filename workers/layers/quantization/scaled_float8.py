@@ -23,7 +23,7 @@ _BLOCK = 2048  # inputs of one step of the kernel
 
 
 def why_not(values: Tensor, dtype: torch.dtype) -> str | None:
-    """Why a weight [N, K] has no such products with results of `dtype`; None: it has. Tried once for each size."""
+    """The reason why a weight [N, K] has no such products with results of `dtype`; None: it has. Tried once a size."""
     device = values.device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         return "no tensor cores for float8"
@@ -65,7 +65,7 @@ def _product(rounded: Tensor, scales: Tensor, values: Tensor, factors: Tensor, d
 
 @cache
 def _refused(columns: int, inputs: int, stride: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """What torch says of a product of this size: which types of results there are depends on device and libraries."""
+    """Torch's reason to refuse a product of this size, if it does: device and libraries decide the types of results."""
     memory = torch.zeros((columns, stride), dtype=torch.uint8, device=device)
     rows = torch.zeros((_ALIGNED, inputs), dtype=torch.uint8, device=device)
     ones = torch.ones(max(columns, _ALIGNED), device=device)

@@ -39,11 +39,11 @@ class WeightShard:
 
     @property
     def all_slices(self) -> int:
-        """Of the whole model's inputs."""
+        """Number of slices of the whole model's inputs."""
         return self.slices * (self.inputs // self.local_inputs)
 
     def separate(self) -> "list[WeightShard]":
-        """Each part by itself."""
+        """Shards of one part each."""
         return [replace(self, parts=(part,), fused=None) for part in self.parts]
 
     def take(self, weights: WeightSource, empty: Empty, *, whole_rows: bool = False) -> Tensor:

@@ -28,7 +28,7 @@ _WRITTEN_OUT = 64 << 20  # bytes of numbers at a time
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A weight [N, K] as the kernels read it: see there."""
+    """A weight [N, K] as the kernels read it (`kernels/triton/weight_only.py`)."""
 
     values: Tensor  # uint8 [N, units * unit * bits / 8]
     scales: Tensor | None  # float16 or float32 [groups, N]
@@ -54,11 +54,11 @@ class StoredWeight:
 
     @property
     def float8(self) -> Tensor:
-        """Of one in float8: [N, K]."""
+        """Numbers of a weight in float8: [N, K]."""
         return self.values[:, : self.inputs].view(torch.float8_e4m3fn)
 
     def constants(self) -> dict[str, Any]:
-        """What kernels are compiled for."""
+        """Constants that kernels are compiled for."""
         return {
             "BITS": self.bits,
             "FLOAT8": self.is_float8,
@@ -227,7 +227,7 @@ def merged(
 
 
 def multiply_options(block: int) -> dict[str, int]:
-    """How a product with so many rows is compiled: the more stages, the more of the weight is on its way."""
+    """Compile options of a product with `block` rows: the more stages, the more of the weight is on its way."""
     return {"num_warps": 4, "num_stages": 4 if block < MOST_ROWS else 3}
 
 
@@ -237,7 +237,7 @@ def unit_of(group: int) -> int:
 
 
 def of_channels(values: Tensor, scales: Tensor) -> StoredWeight:
-    """Of whole numbers with a scale for each output: int8 [N, K], float32 [N]. On the device of `values`."""
+    """Stores whole numbers with a scale for each output: int8 [N, K], float32 [N]. On the device of `values`."""
     inputs = values.shape[1]
     return StoredWeight(_integers(values, 8, UNITS[-1]), None, None, scales.to(values.device), inputs, inputs, 8)
 
@@ -245,7 +245,7 @@ def of_channels(values: Tensor, scales: Tensor) -> StoredWeight:
 def of_groups(
     values: Tensor, scales: Tensor, zeros: Tensor | None, factors: Tensor, group: int, bits: int
 ) -> StoredWeight:
-    """As `StoredGroups`: int8 [N, K], float16 [N, groups] twice, float32 [N]. On the device of `values`."""
+    """Stores numbers as in `StoredGroups`: int8 [N, K], float16 [N, groups] twice, float32 [N]; where `values` are."""
     device = values.device
     return StoredWeight(
         _integers(values, bits, unit_of(group)),
@@ -299,7 +299,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype)
 
 @cache
 def processors(device: torch.device) -> int:
-    """Its multiprocessors; one where there are none."""
+    """Number of multiprocessors of a CUDA device; 1 for any other."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

@@ -36,8 +36,8 @@ class EncoderNames:
 
 @dataclass(frozen=True, slots=True)
 class ClassifierSpec:
-    """What makes scores of a text's hidden states: of the first token's or their mean, `activation(dense)`, perhaps
-    normed, and a matrix. Its tensors have no prefix but their own."""
+    """Classification head, which scores a text by the hidden state of its first token or the mean of all: it computes
+    `activation(dense)`, perhaps normed, and a matrix. Its tensors have no prefix but their own."""
 
     dense: str
     output: str

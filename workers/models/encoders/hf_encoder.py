@@ -32,7 +32,7 @@ def shape_of(fields: Fields) -> dict[str, Any]:
 
 
 def num_labels(fields: Fields) -> int:
-    """How many numbers the classification head makes."""
+    """Number of outputs of the classification head."""
     names = fields.raw.get("id2label")
     count = len(names) if isinstance(names, dict) else fields.raw.get("num_labels", 2)
     if type(count) is not int or not 1 <= count <= MOST_LABELS:

@@ -92,7 +92,7 @@ class EncoderMLP:
         return [self.input, self.output]
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Both [T, hidden] -> [T, hidden]."""
+        """Computes the MLP and adds the residual: both [T, hidden] -> [T, hidden]."""
         return self.output(gelu(self.input(x), self.activation, x.dtype, gated=self.gated), residual)
 
 

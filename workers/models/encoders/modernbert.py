@@ -70,7 +70,7 @@ def describe_modernbert(fields: Fields, *, scores: bool) -> EncoderSpec:
 
 
 def _rope(fields: Fields, kind: str, head_dim: int, positions: int) -> RopeSpec:
-    """Of layers of this kind. Newer settings have a table for each, older ones a number."""
+    """Rotary embedding of layers of this kind. Newer settings have a table for each, older ones a number."""
     key, default = _THETAS[kind]
     table: Any = fields.table("rope_parameters").get(kind)
     if table is None:

@@ -1,4 +1,4 @@
-"""Which encoders are served, and the `EncoderSpec` that a model directory means. Torch-free."""
+"""Registry of the encoders that are served, and the `EncoderSpec` that a model directory means. Torch-free."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +33,7 @@ def is_encoder(hf_config: dict[str, Any]) -> bool:
 
 
 def describe_encoder(hf_config: dict[str, Any]) -> EncoderSpec:
-    """Of a `config.json` for which `is_encoder`. Raises `StartupError` for settings that are not served."""
+    """Describes the encoder of a `config.json` for which `is_encoder`. Raises `StartupError` for unserved settings."""
     name = hf_config["architectures"][0]
     return _FAMILIES[ENCODERS[name]](Fields(hf_config), scores=name.endswith(_SCORES))
 

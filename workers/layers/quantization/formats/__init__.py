@@ -1,1 +1,1 @@
-"""How quantised checkpoints store weights, as their settings say it: one file for each method. Torch-free."""
+"""Formats in which quantised checkpoints store weights, read from their settings: one file a method. Torch-free."""

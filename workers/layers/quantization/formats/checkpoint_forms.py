@@ -1,4 +1,4 @@
-"""Which form each weight of a quantised checkpoint has. Torch-free.
+"""Finds the form of each weight of a quantised checkpoint. Torch-free.
 
 The settings say how weights are quantised; which of them are is seen from the tensors. A module whose weight is stored
 in floating point of 16 bits or more is read as it is, whatever lists of modules the settings have.
@@ -40,7 +40,7 @@ class CheckpointForms:
         return self.stored_form(module) or NONE
 
     def stored_form(self, module: str) -> StoredForm | None:
-        """None: the weight is not quantised."""
+        """The stored form of a module's weight; None: it is not quantised."""
         stored = self._stored_module(module)
         weight = self._checkpoint.find(f"{stored}.weight")
         if (weight is not None and weight.entry.dtype in SAFETENSORS_DTYPES) or not self.has(stored):
@@ -57,7 +57,7 @@ class CheckpointForms:
         return kind in form.spare or (kind == "bias" and self._is_zero(name))
 
     def _stored_module(self, module: str) -> str:
-        """Its own name, or that of the fused module in which the checkpoint holds it."""
+        """The module's name, or that of the fused module in which the checkpoint holds it."""
         above, _, part = module.rpartition(".")
         inner = above.rpartition(".")
         fused = _FUSED.get(f"{inner[2]}.{part}")

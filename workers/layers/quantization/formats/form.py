@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Arithmetic(Enum):
-    """What a product does with a weight of some form."""
+    """Kinds of arithmetic in a product with a weight of some form."""
 
     DENSE = auto()  # the weight is in the dtype that the model computes in
     EXACT_INPUTS = auto()  # the weight's numbers are widened exactly, and inputs are as they are
@@ -36,7 +36,7 @@ class Form(Protocol):
     def arithmetic(self) -> Arithmetic: ...
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
-        """In memory, of a model that computes in a dtype of `item_bytes`. `slices`: see `LinearWeight.matmul`."""
+        """Bytes in memory, in a model that computes in a dtype of `item_bytes`. `slices`: see `LinearWeight.matmul`."""
 
 
 class WeightForms(Protocol):
@@ -47,7 +47,7 @@ class WeightForms(Protocol):
         """The forms for the output head, and for an embedding that is its weight."""
 
     def form_of(self, module: str) -> Form:
-        """Of the weight of a linear module, by its name in a checkpoint that does not fuse modules."""
+        """The form of a linear module's weight. `module`: its name in a checkpoint that does not fuse modules."""
 
     def ignores(self, name: str) -> bool:
         """Whether a tensor of the checkpoint may stay unused."""
@@ -74,28 +74,28 @@ def stored(dtypes: tuple[str, ...] | str, *shape: int | None, required: bool = T
 
 
 class StoredForm(Form, Protocol):
-    """How a checkpoint stores the weight of one linear module."""
+    """The form in which a checkpoint stores the weight of one linear module."""
 
     @property
     def spare(self) -> tuple[str, ...]:
         """Tensors that may be there and need not be read, by what follows the module's name and a dot."""
 
     def tensors(self, rows: int, inputs: int) -> Mapping[str, StoredTensor]:
-        """By what follows the module's name and a dot."""
+        """Tensors that store the weight, by what follows the module's name and a dot."""
 
     def check(self, module: str, rows: int, inputs: int) -> None:
         """Raise `StartupError` where a weight of these lengths cannot be stored so."""
 
 
 class Scheme(Protocol):
-    """What a checkpoint's settings say about its weights."""
+    """Description of a checkpoint's weights by its settings."""
 
     @property
     def description(self) -> str:
-        """In a few words, for people."""
+        """The scheme in a few words, for people."""
 
     def form_of(self, module: str) -> StoredForm | None:
-        """None: the settings leave the module as it was."""
+        """The stored form of a module's weight; None: the settings leave the module as it was."""
 
 
 def check_divides(module: str, what: str, length: int, part: int) -> None:

@@ -60,7 +60,7 @@ class IntegerReader:
 
 
 def take_scales(weights: WeightSource, part: StoredPart, groups: Span, kind: str) -> Tensor:
-    """For each output, or one for all of them: float32 [N, groups]."""
+    """Reads scales, of each output or one for all: float32 [N, groups]. `kind`: what follows the module's name."""
     name = f"{part.name}.{kind}"
     shape = weights.shape_of(name)
     assert shape is not None, "preflight has found it"

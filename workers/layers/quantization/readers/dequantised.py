@@ -13,7 +13,7 @@ class QuantisedLinearMethod(LinearMethod, Protocol):
     """A method whose products round inputs."""
 
     def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
-        """As `load`, the weight written out. Its numbers are the same at every number of ranks."""
+        """Reads the weight and writes it out in the model's dtype, with the same numbers at every number of ranks."""
 
 
 class DequantisingLinearMethod:

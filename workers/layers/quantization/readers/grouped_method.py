@@ -31,7 +31,7 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """Some rows and columns of the weight [all_rows, all_inputs] of the module `name`."""
+    """Part of the weight [all_rows, all_inputs] of the module `name`: some of its rows and inputs."""
 
     name: str
     all_rows: int
@@ -41,16 +41,16 @@ class StoredPart:
 
 
 class GroupReader(Protocol):
-    """How one format stores numbers, scales and zeros."""
+    """Reader of the numbers, scales and zeros of one format."""
 
     bits: int
     kind: str  # what follows a module's name where its weight is stored
 
     def groups(self, weights: WeightSource, name: str, inputs: int) -> Tensor:
-        """Of each input of the whole model: int64 [all_inputs]."""
+        """The group of each input of the whole model: int64 [all_inputs]."""
 
     def numbers(self, weights: WeightSource, part: StoredPart, groups: Span) -> Numbers:
-        """Of some rows and inputs, with the scales and zeros of some groups."""
+        """Numbers of some rows and inputs, with the scales and zeros of some groups."""
 
 
 class GroupedLinearMethod:
@@ -133,7 +133,7 @@ def _inputs_of(shard: WeightShard) -> Span:
 
 
 def _arranged(numbers: Numbers, form: Regrouped, first_group: int) -> Numbers:
-    """In pieces of equal length. What fills them up is the number that means zero."""
+    """Arranges numbers in pieces of equal length, filled up with the number that means zero."""
     group_of = form.group_of - first_group  # [pieces]
     scales = numbers.scales[:, group_of]
     zeros = None if numbers.zeros is None else numbers.zeros[:, group_of]

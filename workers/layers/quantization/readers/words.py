@@ -24,7 +24,7 @@ class Span:
         return Span(self.first // in_word, -(-self.stop // in_word))
 
     def within_words(self, in_word: int) -> slice:
-        """Their place among the numbers of those words."""
+        """Place of these numbers within the words of `of_words`."""
         first = self.first % in_word
         return slice(first, first + len(self))
 
@@ -32,7 +32,7 @@ class Span:
 def take_block(
     weights: WeightSource, name: str, shape: Sequence[int], rows: Span, columns: Span, dtype: torch.dtype
 ) -> Tensor:
-    """Some rows and columns of a stored matrix: [rows, columns]. Only one of them is cut by any layer."""
+    """Reads some rows and columns of a stored matrix: [rows, columns]. No layer cuts a matrix along both."""
     height, width = shape
     if len(columns) == width:
         into = torch.empty((len(rows), width), dtype=dtype)
