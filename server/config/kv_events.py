@@ -23,7 +23,7 @@ _LIBRARIES = ("zmq", "msgspec")
 def parse_kv_events_config(
     value: str | Mapping[str, Any], *, has_api_keys: bool = False, num_replicas: int = 1
 ) -> KvEventsConfig | None:
-    """None: nothing is to be published. Raises `OptionError`."""
+    """Parse and check the object; None where nothing is to be published. Raises `OptionError`."""
     keys = json_object(_FLAG, value, _usage())
     for name in keys:
         if name not in _KEYS:
@@ -57,7 +57,7 @@ def parse_kv_events_config(
 
 
 def _check_distance(config: KvEventsConfig, num_replicas: int) -> None:
-    """Each replica counts both ports on: they must not meet."""
+    """Check that the two port ranges do not overlap: each replica uses the next port of both."""
     if config.replay_endpoint is None:
         return
     first, second = (_port(address) for address in (config.endpoint, config.replay_endpoint))
@@ -88,7 +88,7 @@ def _address(keys: Mapping[str, Any], name: str, default: str, num_replicas: int
 
 
 def _port(address: str) -> int | None:
-    """None: it is chosen by the system, or there is none."""
+    """Port of an address; None where the system chooses it, or where it has none."""
     found = _ADDRESS.fullmatch(address)
     port = None if found is None else found["port"]
     return None if port in (None, "*", "0") else int(port)

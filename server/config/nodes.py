@@ -13,7 +13,7 @@ from oarlock.server.config.settings import Settings
 
 
 def nodes_config(settings: Settings, environment: Mapping[str, str]) -> NodesConfig | None:
-    """None where the model is served by this host alone, or where Ray finds the others. Raises `StartupError`."""
+    """Configuration of the hosts; None where this host serves alone, or Ray finds the others. Raises `StartupError`."""
     nnodes, rank = settings.nnodes, settings.node_rank
     if settings.distributed_executor_backend == RAY:
         _check_ray(settings)

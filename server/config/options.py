@@ -190,7 +190,7 @@ def option(default: Any, *, help: str, example: str, group: str, **metadata: Any
 
 
 def _number(value: float) -> str:
-    """As a person would write it: 16,777,216, and not 1.67772e+07."""
+    """A number as a person would write it: 16,777,216, and not 1.67772e+07."""
     return f"{value:,.0f}" if value >= 1e5 else f"{value:g}"
 
 

@@ -64,7 +64,7 @@ class Settings(LogSettings, SchedulingSettings, NodeSettings, DeviceSettings, Ht
         return self.opens_metrics and not self.has_api_keys and self.admin_api_key is None
 
     def published_kv_events(self) -> KvEventsConfig | None:
-        """Raises `OptionError`."""
+        """Configuration of published KV events; None where nothing is published. Raises `OptionError`."""
         if self.kv_events_config is None:
             return None
         config = kv_events.parse_kv_events_config(
@@ -205,7 +205,7 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
 
 
 def as_markdown() -> str:
-    """The table of the documentation."""
+    """Table of the options for the documentation."""
     lines = ["| flag | environment and TOML | type | default | what it does |", "|---|---|---|---|---|"]
     for described in OPTIONS.values():
         flags = f"`{described.flag}`" + (f", `{described.short}`" if described.short else "")

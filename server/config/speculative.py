@@ -37,7 +37,7 @@ _NOT_HERE = {
 
 
 def parse_speculative_config(value: str | Mapping[str, Any]) -> SpeculativeConfig:
-    """Raises `OptionError`."""
+    """Parse and check the object. Raises `OptionError`."""
     keys = json_object(_FLAG, value, _usage())
     for name in keys:
         if name == "method" or name in _LIMITS:

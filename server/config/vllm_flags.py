@@ -177,7 +177,7 @@ def what_holds(name: str) -> str | None:
 
 
 def as_markdown() -> str:
-    """The table of the documentation."""
+    """Table of vLLM's flags for the documentation."""
     rows: dict[str, list[str]] = {}
     for name, flag in FLAGS.items():
         values = "" if not flag.harmless else f" {' or '.join(flag.harmless)}"

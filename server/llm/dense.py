@@ -76,12 +76,12 @@ class DenseLayers:
     """The weights of a checkpoint's modules, in their order."""
 
     def __init__(self, configs: Sequence[DenseConfig]) -> None:
-        """Reads them. Raises `StartupError`."""
+        """Reads the weights. Raises `StartupError`."""
         functions = _functions()
         self._layers = [(*_read(config), functions[config.activation]) for config in configs]
 
     def __call__(self, vectors: np.ndarray) -> np.ndarray:
-        """float32 [n, in_features] -> float64 [n, out_features]."""
+        """Transform vectors: float32 [n, in_features] -> float64 [n, out_features]."""
         import numpy as np
 
         return np.stack([self._one(vector) for vector in vectors.astype(np.float64)])
@@ -97,7 +97,7 @@ class DenseLayers:
 
 
 def _read(config: DenseConfig) -> tuple[np.ndarray, np.ndarray | None]:
-    """Weight [out, in] and bias [out], float64."""
+    """Read weight [out, in] and bias [out] as float64."""
     import numpy as np
 
     from oarlock.engine.preflight import read_header  # with what it imports, which no other checkpoint needs here
@@ -133,7 +133,7 @@ def _read(config: DenseConfig) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def _functions() -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-    """Of float64 [n]."""
+    """Activation functions by name, each of float64 [n]."""
     import numpy as np
 
     def sigmoid(x: np.ndarray) -> np.ndarray:

@@ -40,7 +40,7 @@ class Replica(Protocol):
 
 
 class Seat(Protocol):
-    """Where the requests of one prompt are generated."""
+    """Replica that generates the requests of one prompt."""
 
     @property
     def number(self) -> int: ...
@@ -49,8 +49,8 @@ class Seat(Protocol):
 
 
 class Engine(Protocol):
-    """What this package needs of `oarlock.engine.client.EngineClient`, and of `oarlock.engine.replicas.Replicas`, which
-    is several."""
+    """Interface of the engine that this package needs: an `oarlock.engine.client.EngineClient`, or the several of an
+    `oarlock.engine.replicas.Replicas`."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -66,7 +66,7 @@ class Engine(Protocol):
 
 
 class Choice(Protocol):
-    """What becomes of one engine request."""
+    """Output of one engine request, built from its token events."""
 
     index: int
     request: Request
@@ -266,7 +266,7 @@ async def collect(generation: Generation) -> list[list[Delta]]:
 
 
 def _failure(message: str, param: str | None, code: str | None) -> Exception:
-    """What ends a generation whose choice failed: the caller's mistake when one of the request's fields is at fault."""
+    """Error that ends a generation whose choice failed: a `RequestError` if one of the request's fields is at fault."""
     if code is not None:
         return UnavailableError(message, code)
     return EngineError(message) if param is None else RequestError(message, param, "no_token_left")

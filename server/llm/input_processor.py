@@ -230,14 +230,14 @@ class InputProcessor:
         return ids
 
     def _kept(self, request: SamplingFields, max_tokens: int | None) -> int | None:
-        """How many tokens of a prompt the request wants to keep, from its end; None: all."""
+        """Number of tokens that the request keeps from the end of a prompt; None: all."""
         keep = request.truncate_prompt_tokens
         if keep == _WHOLE_CONTEXT:
             return max(self.max_len - (1 if max_tokens is None else max_tokens), self.max_len // 2)
         return keep
 
     def _answer_limit(self, num_prompt: int, request: SamplingFields, max_tokens: int | None) -> int:
-        """How many tokens are generated at most. Raises `RequestError` where limits are strict."""
+        """Largest number of tokens to generate. Raises `RequestError` where limits are strict."""
         room, most = self.max_len - num_prompt, self.generation_config.max_new_tokens
         if self._strict_max_tokens and (max_tokens or 0) > room:
             raise self._too_long(str(num_prompt), f"ask for at most {room}", max_tokens, request.limit_field)
@@ -247,7 +247,7 @@ class InputProcessor:
         return min(limit for limit in (room, most, max_tokens) if limit is not None)
 
     def _room_for_prompt(self, max_tokens: int | None) -> int:
-        """In tokens. A large `max_tokens` is only a ceiling, so it takes no room away."""
+        """Largest number of tokens of a prompt. A large `max_tokens` is only a ceiling, so it takes no room away."""
         return self.max_len - (0 if max_tokens == 0 else 1)
 
     def _does_not_fit(self, num_prompt: int, about: str, max_tokens: int | None, param: str) -> ContextLengthError:
@@ -270,7 +270,7 @@ class InputProcessor:
         grammar: Grammar | None = None,
         bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> SamplingParams:
-        """What all choices of the request have in common; where it has no value, the model's default counts.
+        """Sampling parameters that all choices of the request share; fields without a value have the model's default.
 
         Seed and token limits differ from choice to choice. `bad_words`: their ids. Raises `RequestError`.
         """

@@ -15,7 +15,7 @@ from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """All are on this machine."""
+    """Paths of the files that a start reads, all on this machine."""
 
     model: str  # directory
     tokenizer: str | None  # directory; None: the model's
@@ -23,12 +23,12 @@ class ModelFiles:
     parsers: Mapping[str, str]  # what the operator chose of how chats are written and answers read
 
     def load_tokenizer(self) -> Tokenizer:
-        """Raises `StartupError`."""
+        """Load the tokenizer. Raises `StartupError`."""
         return Tokenizer.load(self.tokenizer or self.model, self.chat_template, self.parsers)
 
 
 async def find_files(settings: Settings, on_progress: OnDetailedProgress) -> ModelFiles:
-    """Fetch what is not here, the smallest first. Raises `StartupError`. When cancelled, a download can be resumed."""
+    """Fetch missing files, the smallest first. Raises `StartupError`. When cancelled, a download can be resumed."""
     if settings.chat_template is not None:
         await asyncio.to_thread(read_template, settings.chat_template)
     tokenizer = await resolve_tokenizer(settings, on_progress)

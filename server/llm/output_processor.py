@@ -16,7 +16,7 @@ from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Delta:
-    """What one event added to one choice."""
+    """Piece of a choice that one event added: its text, tokens and scores, and why it ended."""
 
     index: int
     text: str = ""
@@ -34,7 +34,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What the client wants to see of a choice."""
+    """Options of a request for the output of a choice: echo, scores, special tokens, stop strings."""
 
     echo_text: str | None = None  # the text begins with it
     echo_scores: bool = False  # the scores begin with the prompt's
@@ -81,7 +81,7 @@ class ChoiceOutput:
         return self.finish_reason is not None
 
     def push(self, event: TokenEvent) -> Delta | None:
-        """What one event adds; None when there is nothing to show yet."""
+        """Decode one event into the piece that it adds; None when there is nothing to show yet."""
         delta = Delta(self.index)
         if not self._opened:
             self._open(event, delta)
@@ -94,7 +94,7 @@ class ChoiceOutput:
 
     @property
     def only_echoes(self) -> bool:
-        """Nothing is to be generated or scored."""
+        """Whether nothing is to be generated or scored."""
         return self.request.params.max_tokens == 0 and self.request.params.prompt_logprobs is None
 
     def echo_only(self) -> Delta:

@@ -44,7 +44,7 @@ _TRANSFORMER_FILES = tuple(
 
 
 class Task(StrEnum):
-    """What a model is served for."""
+    """Tasks that a model can be served for."""
 
     GENERATE = "generate"
     EMBED = "embed"  # one vector for a text
@@ -53,7 +53,7 @@ class Task(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolerConfig:
-    """What is made of a text, and how."""
+    """Pooling configuration of a model: its task, and how vectors or scores are made of a text."""
 
     task: Task = Task.GENERATE
     source: str = "config.json"  # the file that says so
@@ -74,11 +74,11 @@ class PoolerConfig:
         return self.task is Task.GENERATE
 
     def size(self, hidden_size: int) -> int:
-        """How many numbers the vector of a text has."""
+        """Length of a text's vector."""
         return self.dense[-1].out_features if self.dense else hidden_size
 
     def loaded(self, tokenizer: Tokenizer) -> PoolerConfig:
-        """The same with the ids of the answers' tokens, and with the weights of Dense modules.
+        """Returns a copy with the ids of the answers' tokens, and with the weights of Dense modules.
 
         Raises `StartupError`, for example for an answer of several tokens, and where it is not known how two texts are
         put side by side.
@@ -101,7 +101,7 @@ class PoolerConfig:
 
     @staticmethod
     def load(model: str | Path, runner: str = "auto", answers: tuple[str, ...] = ()) -> PoolerConfig:
-        """Of the checkpoint in this directory. `runner`, `answers`: of the options. Raises `StartupError`."""
+        """Read the configuration of a checkpoint. `runner`, `answers`: values of the options. Raises `StartupError`."""
         folder = Path(model)
         config = read_json(folder / "config.json")
         names = config.get("architectures")
@@ -130,7 +130,7 @@ class PoolerConfig:
 
 
 def _of_classifier(file: Path, architecture: str, config: Mapping[str, Any]) -> PoolerConfig:
-    """A cross-encoder: the score of two texts is the one number of its head."""
+    """Configuration of a cross-encoder: the score of two texts is the one number of its head."""
     if architecture not in ENCODERS:
         raise StartupError(
             f"The checkpoint is a {architecture}: scores of a classification head are served of encoders alone.",
@@ -157,7 +157,7 @@ def _of_classifier(file: Path, architecture: str, config: Mapping[str, Any]) -> 
 
 
 def _of_modules(folder: Path, config: dict[str, Any]) -> PoolerConfig:
-    """Raises `StartupError` for a module that is not known here, or not where it stands."""
+    """Configuration from `modules.json`. Raises `StartupError` for an unknown module, or one in the wrong place."""
     found = PoolerConfig(source="modules.json", normalize=False, **_prompts(folder))
     steps = []
     for module in _modules(folder / "modules.json"):
@@ -202,7 +202,7 @@ def _not_followed(what: str) -> StartupError:
 
 
 def _modules(file: Path) -> list[dict[str, str]]:
-    """`type` and `path` of each. Raises `StartupError`: a path is the name of a folder beside the file, or empty."""
+    """Read `type` and `path` of each module, a folder beside the file or empty. Raises `StartupError`."""
     value = read_any_json(file)
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise StartupError(f"{file} does not hold a list of modules.", _FETCH)
@@ -254,7 +254,7 @@ def _hidden_size(config: dict[str, Any]) -> int | None:
 
 
 def _dimensions(file: Path, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """As vLLM reads them from `config.json`. Raises `StartupError`."""
+    """Lengths that a vector may be cut to, as vLLM reads them from `config.json`. Raises `StartupError`."""
     sizes = config.get("matryoshka_dimensions")
     if not sizes:
         return () if config.get("is_matryoshka") is True else None
@@ -266,7 +266,7 @@ def _dimensions(file: Path, config: Mapping[str, Any]) -> tuple[int, ...] | None
 
 
 def _own_answers(file: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """`classifier_from_token` of `config.json`. Raises `StartupError`."""
+    """Read `classifier_from_token` of `config.json`. Raises `StartupError`."""
     answers = config.get("classifier_from_token") or []
     if not isinstance(answers, list):
         raise StartupError(

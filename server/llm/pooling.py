@@ -21,7 +21,7 @@ from oarlock.server.llm.output_processor import TIMEOUT, Delta
 
 @dataclass(frozen=True, slots=True)
 class PooledOutput:
-    """What the model made of one prompt."""
+    """Vectors that the model made of one prompt."""
 
     # float32 [1, hidden_size], of kind `token` [prompt tokens, hidden_size], of kind `logits` [ids], of kind
     # `labels` [labels]; not normalised. Behind Dense modules float64 [1, size].
@@ -53,7 +53,7 @@ class PooledChoice:
 
     @property
     def output(self) -> PooledOutput:
-        """Of a choice that the engine has completed."""
+        """Vectors of a choice that the engine has completed."""
         assert self.finish_reason == FinishReason.STOP
         vectors = np.frombuffer(self._values, np.float32)
         if self._width is not None:
@@ -61,7 +61,7 @@ class PooledChoice:
         return PooledOutput(vectors, self.request.prompt_token_ids, self.num_cached_tokens)
 
     def push(self, event: TokenEvent) -> Delta | None:
-        """What one event adds: nothing to show before the last one."""
+        """Collect the values of one event; nothing is shown before the last one."""
         self.num_cached_tokens = event.num_cached_tokens
         self._values.extend(event.pooled)
         if event.finish_reason is None:
@@ -74,7 +74,7 @@ class PooledChoice:
         return delta
 
     def cut(self, reason: str) -> Delta:
-        """Its end by the server: what has come is no vector of it."""
+        """End the choice by the server: the values that have come so far are not a vector."""
         self.finish_reason = reason
         return Delta(self.index, is_first=True, finish_reason=reason)
 
@@ -85,7 +85,7 @@ class Pooling(Generation):
     choices: Sequence[PooledChoice]
 
     async def outputs(self) -> list[PooledOutput]:
-        """What came of each prompt, in their order; all or an error.
+        """Vectors of each prompt, in their order; all or an error.
 
         Raises what ended it: `RequestError`, `QueueFullError`, `EngineError`, `DeadlineError`, or `UnavailableError`,
         which is also what an operator's abort is.

@@ -63,7 +63,7 @@ class PromptReader:
     """Follows the scores of one prompt from part to part."""
 
     def __init__(self, prompt_ids: Sequence[int], detokenizer: Detokenizer | None) -> None:
-        """Without a detokenizer there are no offsets."""
+        """`detokenizer`: None leaves offsets out."""
         self._prompt_ids = prompt_ids
         self._detokenizer = detokenizer
         self._num_read = 0

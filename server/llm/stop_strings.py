@@ -23,7 +23,7 @@ class StopStrings:
 
 
 class StopStringMatcher:
-    """The state of one text. `push` returns what may be shown now and the stop string found, if any."""
+    """Finds stop strings in a growing text. `push` returns what may be shown now and the stop string found, if any."""
 
     def __init__(self, stops: StopStrings, include: bool = False) -> None:
         self._set = stops
@@ -53,13 +53,13 @@ class StopStringMatcher:
         return whole[: len(whole) - keep], None
 
     def flush(self) -> str:
-        """What was held back, when the text ends for another reason."""
+        """Return the text that was held back, when the text ends for another reason."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._matched)
         return held
 
     def _step(self, character: str) -> str | None:
-        """Advance every partial match; the longest stop string that `character` completes."""
+        """Advance every partial match; returns the longest stop string that `character` completes."""
         matched = self._matched
         if character not in self._set.first_characters and not any(matched):
             return None

@@ -1,4 +1,6 @@
-"""Sends a request's sequences to the engine as its queue has room: one request may have more than the queue holds.
+"""Admission queue: sends a request's sequences to the engine as its queue has room.
+
+One request may have more sequences than that queue holds.
 
 The first sequence of a request goes to the engine at once; a full queue refuses it, and the request with it. The others
 have their place from then on, and follow as there is room: no more of one request than can run and as many again, so
@@ -25,7 +27,7 @@ _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0  # as the engine's
 
 
 class Submissions:
-    """The sequences of all open requests: how many are at the engine, whose are next, and whether there is room."""
+    """Admission queue for the sequences of all open requests: those not yet sent, and counts of those at the engine."""
 
     def __init__(
         self, max_num_seqs: int, max_waiting_requests: int, max_waiting_tokens: int, num_replicas: int = 1
@@ -47,7 +49,7 @@ class Submissions:
     def open(
         self, num_prompt_tokens: Sequence[int], send: Send, *, yields: bool = False, client: str = ""
     ) -> Submission:
-        """A request with a prompt of so many tokens for each sequence. Its first ones are sent before this returns."""
+        """Add a request, with the prompt length of each sequence. Its first ones are sent before this returns."""
         submission = Submission(self, num_prompt_tokens, send, yields=yields, client=client)
         submission.send_next()
         if submission.num_unsent:
@@ -76,7 +78,7 @@ class Submissions:
         )
 
     def _retry_after_s(self) -> float:
-        """About when half of the queue will be gone, at the rate of the last prompts."""
+        """Seconds until about half of the queue will be gone, at the rate of the last prompts."""
         now = time.monotonic()
         if not self._begun_s or now <= self._begun_s[0]:
             return _MIN_RETRY_S
@@ -85,11 +87,11 @@ class Submissions:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is at the engine, and nothing is to be sent."""
+        """Whether nothing is at the engine, and nothing is to be sent."""
         return not (self._num_open or self._num_tokens or self._unsent)
 
     def count(self, client: str | None, num_sequences: int, num_tokens: int) -> None:
-        """So many more, or fewer, are at the engine. `client`: None for a request that yields."""
+        """Count more sequences and tokens at the engine, or fewer. `client`: None for a request that yields."""
         self._num_open += num_sequences
         self._num_tokens += num_tokens
         if client is not None:
@@ -98,12 +100,12 @@ class Submissions:
                 del self._by_client[client]
 
     def begun(self, client: str | None, num_tokens: int) -> None:
-        """Something has come back of a sequence with so long a prompt."""
+        """Note the first event of a sequence, whose prompt has `num_tokens`."""
         self._begun_s.append(time.monotonic())
         self.count(client, 0, -num_tokens)
 
     def has_room(self, submission: Submission, *, has_place: bool = False) -> bool:
-        """`has_place`: one of the same request has just ended."""
+        """Whether the next sequence may be sent. `has_place`: one of the same request has just ended."""
         if not submission.num_open:
             return True  # else it could wait for ever behind other requests
         if submission.yields and self.others_are_open():
@@ -126,7 +128,7 @@ class Submissions:
                 self._unsent.append(submission)
 
     def forget(self, submission: Submission) -> None:
-        """It has nothing more to send."""
+        """Remove a request that has nothing more to send."""
         if submission in self._unsent:
             self._unsent.remove(submission)
 
@@ -149,7 +151,7 @@ class Submission:
 
     @property
     def next_tokens(self) -> int:
-        """Of the prompt of the next one to be sent."""
+        """Number of prompt tokens of the next sequence to be sent."""
         return self._num_prompt_tokens[self._num_sent]
 
     def send_next(self) -> None:
@@ -162,14 +164,14 @@ class Submission:
         self._send(index, index > 0)
 
     def begun(self, index: int) -> None:
-        """Something has come back: it waits no longer."""
+        """Note the first event of a sequence: it waits no longer."""
         if index in self._silent:
             self._silent.remove(index)
             self._submissions.begun(self._client, self._num_prompt_tokens[index])
             self._submissions.advance()
 
     def ended(self, index: int) -> None:
-        """It is at the engine no more. The next one takes its place."""
+        """Note the end of a sequence at the engine: the next one takes its place."""
         tokens = self._num_prompt_tokens[index] if index in self._silent else 0
         self._silent.discard(index)
         self.num_open -= 1
@@ -181,6 +183,6 @@ class Submission:
         self._submissions.advance()
 
     def close(self) -> None:
-        """What was not sent never will be."""
+        """Drop the sequences that were not sent."""
         self.num_unsent = 0
         self._submissions.forget(self)

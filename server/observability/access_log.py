@@ -14,7 +14,7 @@ _REFUSALS_EVERY_S = 10.0
 
 
 class AccessLog:
-    """Writes the lines."""
+    """Writes one line for each HTTP answer."""
 
     def __init__(self, frequent: Collection[str]) -> None:
         """`frequent`: paths that machines ask every few seconds. Where they are answered well, there is no line."""

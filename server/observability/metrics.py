@@ -112,7 +112,7 @@ class FinishedChoice(Protocol):
 
 
 class FinishedGeneration(Protocol):
-    """What is counted of a generation that has ended."""
+    """Figures of a generation that has ended, as the counters read them."""
 
     @property
     def per_prompt(self) -> int:
@@ -137,27 +137,27 @@ class FinishedGeneration(Protocol):
 
 
 class Certificate(Protocol):
-    """That HTTPS is served with."""
+    """TLS certificate that HTTPS is served with."""
 
     @property
     def expires(self) -> float:
-        """Unix time in seconds."""
+        """Expiry date as Unix time in seconds."""
         ...
 
 
 class Batches(Protocol):
-    """Those of `--batch-dir`."""
+    """Figures of the batches in `--batch-dir`."""
 
     @property
     def ended_requests(self) -> Mapping[str, int]:
-        """By how they ended, since the start."""
+        """Number of requests that have ended since the start, by outcome."""
         ...
 
     def by_status(self) -> Mapping[str, int]: ...
 
 
 class ReplicaCounters:
-    """What requests to one replica were answered with: tokens exactly as usage reports them."""
+    """Counters of the answers of one replica: tokens exactly as usage reports them."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
@@ -167,7 +167,7 @@ class ReplicaCounters:
 
 
 class HttpCounters:
-    """What the HTTP layer counts: answers by route and status, and tokens by replica and key."""
+    """Counters of the HTTP layer: answers by route and status, and tokens by replica and key."""
 
     def __init__(self) -> None:
         self.routes: frozenset[str] = frozenset()
@@ -180,7 +180,7 @@ class HttpCounters:
         self.batches: Batches | None = None
 
     def count(self, method: str, path: str, status: int) -> None:
-        """One response. Methods and paths outside the closed sets count as `other`."""
+        """Count one response. Methods and paths outside the closed sets count as `other`."""
         route = path if path in self.routes else "other"
         key = (method if method in _METHODS else "other", route, status)
         self.responses[key] = self.responses.get(key, 0) + 1
@@ -195,12 +195,12 @@ class HttpCounters:
 
     @property
     def finished(self) -> dict[str, int]:
-        """Choices by the reason of their end."""
+        """Number of choices by finish reason, over all replicas."""
         every = [self.replicas[0].finished, *(replica.finished for number, replica in self.replicas.items() if number)]
         return {reason: sum(finished[reason] for finished in every) for reason in every[0]}
 
     def finish(self, generation: FinishedGeneration) -> None:
-        """A generation has ended, however it did. What was refused before it began counts nothing."""
+        """Count a generation that has ended in any way. Choices that were refused before they began do not count."""
         started = [choice for choice in generation.choices if choice.started]
         if started:
             for number, (prompt, answer) in generation.tokens_by_replica().items():
@@ -220,7 +220,7 @@ class HttpCounters:
 
 
 class _Snapshot(Collector):
-    """One scrape. What belongs to no replica has the label of the first."""
+    """Metrics of one scrape. Those that belong to no replica have the label of the first."""
 
     def __init__(
         self,
@@ -323,7 +323,7 @@ class _Snapshot(Collector):
         yield ended
 
     def _gauge(self, name: str, text: str, *values: float) -> GaugeMetricFamily:
-        """Of each replica, or of none; so with the next two."""
+        """Gauge with a value for each replica, or with a single value under the label of the first."""
         family = GaugeMetricFamily(name, text, labels=_LABELS)
         for labels, value in zip(self._labels, values, strict=False):
             family.add_metric(labels, value)

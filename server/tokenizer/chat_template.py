@@ -89,8 +89,8 @@ class ChatTemplate:
         return await self._writes("user", "user", "assistant", "assistant", "user", as_parts=await self.reads_parts())
 
     async def takes_pairs(self) -> bool:
-        """Whether it is a template for rerankers, which names the roles of a query and a document. One that writes any
-        role is none."""
+        """Whether it is a template for rerankers: its source names the roles of a query and a document, and it writes
+        them. A template that would write any role does not name them."""
         named = all(re.search(rf"""['"]{role}['"]""", self.source) for role in _PAIR)
         return named and await self._writes(*_PAIR, as_parts=False)
 
@@ -191,7 +191,7 @@ def read_template(file: str | Path) -> str:
 
 
 def _compile(renderers: TemplateRenderers, what: str, fix: str) -> None:
-    """Raises `StartupError`."""
+    """Compile all templates. Raises `StartupError`."""
     try:
         kind, text = renderers.compile()
     except TemplateLimitError as error:

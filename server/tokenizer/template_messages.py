@@ -22,7 +22,7 @@ ANSWER = struct.Struct("<BI")
 
 
 class Kind(IntEnum):
-    """Text of an answer."""
+    """Kind of an answer, which says what its text is."""
 
     TEXT = 0  # the prompt; empty where templates were compiled
     REFUSED = 1  # the error that Jinja or the template itself raised
@@ -33,12 +33,12 @@ class Kind(IntEnum):
 
 
 def request(*values: Any) -> bytes:
-    """A request. Raises `RecursionError` for values that nest too deeply."""
+    """Pack a request. Raises `RecursionError` for values that nest too deeply."""
     data = json.dumps(values, ensure_ascii=False).encode()
     return LENGTH.pack(len(data)) + data
 
 
 def answer(kind: Kind, text: str = "") -> bytes:
-    """An answer. Raises `UnicodeEncodeError` for a text with half a surrogate pair."""
+    """Pack an answer. Raises `UnicodeEncodeError` for a text with half a surrogate pair."""
     data = text.encode()
     return ANSWER.pack(kind, len(data)) + data

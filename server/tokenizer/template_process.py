@@ -93,13 +93,13 @@ class _Renderers:
         self._poll.register(connection, 0)  # its end alone
 
     def _kill(self, fd: int) -> None:
-        """The server has closed this connection. The renderer is reaped when it has ended."""
+        """Kill the renderer whose connection the server has closed. It is reaped when it has ended."""
         pid = next(pid for pid, connection in self._connections.items() if connection.fileno() == fd)
         os.kill(pid, signal.SIGKILL)
         self._poll.unregister(fd)
 
     def _reap(self) -> None:
-        """Say on the connections of those that have ended, how."""
+        """Reap renderers that have ended, and report on their connections how they ended."""
         while self._connections:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:

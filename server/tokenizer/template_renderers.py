@@ -194,7 +194,10 @@ class TemplateRenderers:
             raise EngineError(f"The process that renders chat templates does not start: {error}.") from None
 
     async def _ask(self, job: bytes, max_characters: int, *, is_slow: bool = False) -> Answer:
-        """Raises `TimeoutError`; the renderer is killed then, as by any other error and after a slow rendering."""
+        """Send a job to a renderer. Raises `TimeoutError`.
+
+        Any error ends the renderer, and so does a slow rendering.
+        """
         most = max(max_characters * _MAX_BYTES_PER_CHARACTER, _MAX_OTHER_BYTES)
         for _ in range(_ATTEMPTS):
             connection, opening = self._renderer(is_slow)

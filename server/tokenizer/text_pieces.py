@@ -56,7 +56,7 @@ _BRANCHES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TextPieces:
-    """The bounds and the places to cut of one tokenizer."""
+    """Bounds on the number of tokens, and the places to cut a text, of one tokenizer."""
 
     longest: int = 0  # bytes, or characters, of the longest token; 0: nothing is known
     longest_word: int = 0  # the same without white space
@@ -67,7 +67,7 @@ class TextPieces:
     drops_space: bool = False  # each piece gets a `▁` at its start, which stands for the space: it is left out
 
     def least_tokens(self, text: str) -> int:
-        """No encoding of `text` has fewer tokens; 0 when nothing is known."""
+        """Lower bound of the number of tokens of `text`; 0 when nothing is known."""
         if not self.longest:
             return 0
         size = _size(text, self.in_bytes)
@@ -136,7 +136,7 @@ def pieces_for(described: dict[str, Any]) -> TextPieces:
 def _cuts(
     normalizers: list[dict[str, Any]], splitters: list[dict[str, Any]], added: list[dict[str, Any]]
 ) -> tuple[str, bool]:
-    """Before which characters one may cut, as far as the model's own tokens do not lie across; and `drops_space`."""
+    """Characters before which a text may be cut, unless a token of the model lies across; and `drops_space`."""
     drops_space = any(step["type"] == "Prepend" for step in normalizers)
     metaspace = any(step["type"] == "Metaspace" and step.get("prepend_scheme") != "never" for step in splitters)
     replaces = any(step["type"] == "Replace" for step in normalizers)
@@ -154,14 +154,14 @@ def _cuts(
 
 
 def _keeps_characters(step: dict[str, Any]) -> bool:
-    """A normalizer that drops nothing, and for which a place before white space is as good as an end of the text."""
+    """Whether a normalizer drops nothing, and treats a place before white space as it does the end of a text."""
     if step["type"] == "Replace":
         return step["pattern"] == {"String": " "} and step["content"] == _METASPACE
     return step["type"] in _NORMAL_FORMS or (step["type"] == "Prepend" and step["prepend"] == _METASPACE)
 
 
 def _splits_locally(step: dict[str, Any], replaces_spaces: bool) -> bool:
-    """A cut changes nothing for this pre-tokenizer on either side of it."""
+    """Whether a cut changes nothing for this pre-tokenizer on either side of it."""
     if step["type"] == "ByteLevel":
         return not step["add_prefix_space"]
     if step["type"] == "Split":
@@ -172,7 +172,7 @@ def _splits_locally(step: dict[str, Any], replaces_spaces: bool) -> bool:
 
 
 def _loses_nothing(model: dict[str, Any], splitters: list[dict[str, Any]], in_bytes: bool) -> bool:
-    """Every character of the text is in some token, and none of the tokens may stand for any number of them."""
+    """Whether each character of a text is in some token, and no token stands for any number of characters."""
     for step in splitters:
         if step["type"] not in ("ByteLevel", "Digits", "Metaspace") and (
             step["type"] != "Split" or step["behavior"] == "Removed"
@@ -184,7 +184,7 @@ def _loses_nothing(model: dict[str, Any], splitters: list[dict[str, Any]], in_by
 
 
 def _has_bytes(model: dict[str, Any]) -> bool:
-    """What is not in the vocabulary is written byte by byte."""
+    """Whether characters that are not in the vocabulary are written byte by byte."""
     return bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
 
 

@@ -171,7 +171,7 @@ class Tokenizer:
         return None
 
     def pair_marks(self) -> PairMarks | None:
-        """What stands around two texts that are read together; None where the checkpoint's files do not say."""
+        """Ids around two texts that are read together; None where the checkpoint's files do not say."""
         plain = self.backend.encode(_SAMPLE, add_special_tokens=False).ids
         both = self.backend.encode(_SAMPLE, _SAMPLE, add_special_tokens=True)
         ids, size = both.ids, len(plain)
@@ -191,7 +191,7 @@ class Tokenizer:
         first: int | None = None,
         last: int | None = None,
     ) -> list[int]:
-        """What `encode` returns, computed in this tokenizer's threads; cancelling ends the work on a long text.
+        """Encode a text in this tokenizer's threads, as `encode` does; cancelling ends the work on a long text.
 
         `most`: raises `TooManyTokensError` as soon as it is certain that the text has more. `last`: only so many ids
         from the end are needed; of a long text little more than these is tokenized and returned. `first`: only so many

@@ -87,7 +87,7 @@ def _cache() -> Path:
 
 
 def _write(directory: Path, files: dict[str, dict[str, Any]], links: tuple[Path, ...]) -> None:
-    """All of it or nothing: others may start with the same model at the same time."""
+    """Write the directory whole or not at all: other servers may start with the same model at the same time."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=".", dir=directory.parent))

@@ -45,7 +45,7 @@ class Vocabulary:
 
 
 def read_vocabulary(settings: Settings) -> Vocabulary:
-    """Raises `StartupError` for a kind of tokenizer that is not served, and for a damaged vocabulary."""
+    """Read the vocabulary. Raises `StartupError` for a kind of tokenizer that is not served, and for a damaged one."""
     tokens = settings.texts("tokenizer.ggml.tokens")
     types = array("i", [_NORMAL] * len(tokens))
     if settings.has("tokenizer.ggml.token_type"):
@@ -190,7 +190,7 @@ def _added_tokens(vocabulary: Vocabulary, strips: bool) -> list[dict[str, Any]]:
 
 
 def _template(vocabulary: Vocabulary) -> dict[str, Any] | None:
-    """What puts the special tokens around a text."""
+    """Post-processor that puts the special tokens around a text; None if the model adds none."""
     before = [vocabulary.name("bos")] if vocabulary.adds_bos else []
     behind = [vocabulary.name("eos")] if vocabulary.adds_eos else []
     if not before and not behind:

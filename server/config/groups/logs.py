@@ -1,4 +1,4 @@
-"""What is logged and recorded."""
+"""Options of logs, traces and recordings."""
 
 from __future__ import annotations
 

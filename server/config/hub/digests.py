@@ -64,7 +64,7 @@ def damaged(directory: Path, report: Report) -> list[Path]:
 
 
 def remove(files: Sequence[Path]) -> None:
-    """Links with their contents, which are fetched again then."""
+    """Remove links with their contents, so that they are fetched again."""
     for path in files:
         path.resolve().unlink(missing_ok=True)
         path.unlink()

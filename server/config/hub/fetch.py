@@ -52,7 +52,7 @@ def fetch(request: HubModel, report: Report, check_small_files: CheckFiles) -> s
 
 
 def _from_cache(request: HubModel, cache: Path) -> str:
-    """What earlier downloads left, if it is whole."""
+    """Directory of the model in the cache. Raises `StartupError` where earlier downloads left it incomplete."""
     fix = "Start once with the network (without --offline and HF_HUB_OFFLINE), or give a directory."
     snapshot = Snapshot.remembered(cache, request.model, request.revision)
     if snapshot is not None and request.tokenizer_only:
@@ -125,7 +125,7 @@ def _small_files(request: HubModel, snapshot: Snapshot, files: list[HubFile], ch
 
 
 def _weights(request: HubModel, snapshot: Snapshot, names: Collection[str]) -> list[str]:
-    """Of several copies of the same weights, the one that will be loaded."""
+    """Names of the weight files to load, of one copy where the model holds several copies of the same weights."""
     if request.engine.worker.load_format == "dummy":
         return []
     return weight_files(snapshot.directory, names, request.model)

@@ -262,6 +262,6 @@ class Download:
         return None if have == file.size else HTTPError(f"the answer ended after {have} of {file.size} bytes")
 
     def _digest_of(self, file: HubFile, path: str, size: int) -> Digest:
-        """Of the `size` bytes that an earlier attempt left."""
+        """Digest of the `size` bytes that an earlier attempt left."""
         with open(path, "rb") as begun:
             return Digest(file.etag, file.size).read(begun, size)
