@@ -1,1 +1,1 @@
-"""Which requests run next, and which KV blocks they hold. Pure: no clock, no arrays, no randomness."""
+"""Decides which requests run next, and which KV blocks they hold. Pure: no clock, no randomness."""

@@ -27,13 +27,13 @@ MAX_POOLED_VALUES = 1 << 24  # of the vectors of one request: 64 MiB
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request may ask for."""
+    """Limits of one request: vocabulary, length, vectors and labels."""
 
     vocab_size: int
     max_len: int  # prompt and generated tokens together; never more than the whole pool holds
-    hidden_size: int  # of a vector
+    hidden_size: int  # numbers of a vector
     whole_texts: bool = False  # the model is an encoder
-    num_labels: int = 0  # of its head
+    num_labels: int = 0  # of the encoder's classification head
 
     @staticmethod
     def of(info: WorkerInfo) -> "Limits":
@@ -139,7 +139,7 @@ def _check_params(params: SamplingParams, limits: Limits) -> None:
 
 
 def _check_ids(params: SamplingParams, limits: Limits) -> None:
-    """Every id is in the vocabulary, and no list is longer than a step has room for."""
+    """Check that every id is in the vocabulary, and that no list is longer than a step has room for."""
     for name, ids in (
         ("eos_token_ids", params.eos_token_ids),
         ("stop_token_ids", params.stop_token_ids),
@@ -160,7 +160,7 @@ def _check_ids(params: SamplingParams, limits: Limits) -> None:
 
 
 def _check_not_all_banned(params: SamplingParams, limits: Limits) -> None:
-    """Some id must not be banned. What a grammar or longer bad words exclude is only known while the request runs."""
+    """Check that some id is not banned. The ids that grammars or longer bad words exclude are known only later."""
     allowed, banned = params.allowed_token_ids, set(banned_always(params))
     if params.min_tokens:
         banned.update(params.eos_token_ids, params.stop_token_ids)

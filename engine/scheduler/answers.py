@@ -1,7 +1,7 @@
-"""The answer to a step applied: tokens appended, full blocks cached, what is complete ended.
+"""Applies the answer to a step: appends tokens, caches full blocks, ends complete sequences.
 
-Decodes whose tokens need only be appended and sent are handled together, in `RunningColumns`; everything else one by
-one. Both do the same for such a token: `tests/unit/engine/test_columns.py` compares them.
+Decodes whose tokens need only be appended and sent are handled together, in `RunningColumns`; all others one by one.
+Both ways have the same effect for such a token: `tests/unit/engine/test_columns.py` compares them.
 """
 
 from array import array
@@ -38,7 +38,7 @@ class Answers:
         fail: Callable[[int, str, float, str | None], TokenEvent | None],
         fail_after_exception: Callable[[Sequence, str, float], TokenEvent],
     ) -> None:
-        """The last three are those of `Scheduler`."""
+        """`finish`, `fail` and `fail_after_exception` are methods of `Scheduler`."""
         self._columns = columns
         self._kv_cache_manager = kv_cache_manager
         self._queue = queue
@@ -48,7 +48,7 @@ class Answers:
         self._fail_after_exception = fail_after_exception
 
     def apply(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> TokenEvents:
-        """The events of `output`, whose answer is `result`.
+        """Apply `result`, the answer to `output`, and return its events.
 
         Full blocks are cached before any sequence ends: an end may free blocks that others would find.
         """
@@ -84,7 +84,7 @@ class Answers:
         return seq
 
     def _cache_blocks(self, seq: Sequence, num_computed: int, now: float, events: TokenEvents) -> None:
-        """Cache the blocks of `seq` that are full; it fails alone."""
+        """Cache the full blocks of `seq`; an exception fails this sequence alone."""
         if num_computed // self._kv_cache_manager.block_size <= seq.num_cached_blocks:
             return
         try:
@@ -98,9 +98,8 @@ class Answers:
     def _look(
         self, decodes: Decodes, result: ModelRunnerOutput, now: float, events: TokenEvents
     ) -> tuple[np.ndarray | None, list[tuple[ScheduledTokens, int]]]:
-        """Cache full blocks of decodes. Returns whether a token need only be appended, bool [D], None if each need; and
-        those for which more is to be done, with their rows of logits. Sequences that do not run any more are in
-        neither."""
+        """Cache full blocks of decodes. Returns which tokens need only be appended, bool [D], None if all; and the
+        decodes that need more work, with their rows of logits. Sequences that do not run any more are in neither."""
         columns, rows, positions = self._columns, decodes.rows, decodes.positions
         token_ids = result.answer.token_ids[: len(rows)]
         needs_look = columns.needs_look(rows, positions, token_ids)
@@ -132,7 +131,7 @@ class Answers:
     def _append_plain(
         self, decodes: Decodes, is_plain: np.ndarray | None, result: ModelRunnerOutput, now: float, events: TokenEvents
     ) -> None:
-        """Append the tokens of those decodes: the first of `events`."""
+        """Append the tokens of the decodes in `is_plain`, the first of `events`. None: of all decodes."""
         columns, rows, positions = self._columns, decodes.rows, decodes.positions
         token_ids = result.answer.token_ids[: len(rows)]
         if is_plain is not None:
@@ -160,7 +159,7 @@ class Answers:
         now: float,
         events: TokenEvents,
     ) -> None:
-        """Apply the answer to `item`, whose sequence runs, and add what happened to `events`; it fails alone."""
+        """Apply the answer to `item`, whose sequence runs, and add its event; an exception fails it alone."""
         try:
             event = self._update_sequence(item, result, first, num_accepted, now, events)
         except Exception:
@@ -171,7 +170,7 @@ class Answers:
     def _apply_pooled(
         self, item: ScheduledTokens, values: "array[float] | None", now: float, events: TokenEvents
     ) -> None:
-        """Send the vectors that the step made of `item`, whose sequence runs, and end it with the last ones."""
+        """Send the vectors that the step computed for `item`, whose sequence runs, and end it with the last ones."""
         seq, event = item.seq, None
         try:
             if values is None:
@@ -202,7 +201,7 @@ class Answers:
         now: float,
         events: TokenEvents,
     ) -> TokenEvent | None:
-        """`first` is the first row of logits of `item`; of its drafts `num_accepted` are right."""
+        """Update the sequence of `item`; `first`: its first row of logits, `num_accepted`: its right drafts."""
         seq, last = item.seq, first + item.num_scored
         if not result.all_finite:
             states = result.finite[first : last + item.wants_logits]
@@ -221,7 +220,7 @@ class Answers:
         return self._finish(seq, FinishReason.LENGTH, now, event) if is_complete else event
 
     def _fail_without_token(self, seq: Sequence, states: list[int], now: float) -> TokenEvent | None:
-        """No token could be chosen: the model's logits are not finite, or the request's fields ban every token."""
+        """Fail a sequence without a token to choose: its logits are not finite, or its fields ban every token."""
         if NONFINITE not in states:
             return self._fail(seq.request_id, NO_TOKEN, now, seq.masked_by)
         return self._fail_nonfinite(seq, now)
@@ -241,8 +240,8 @@ class Answers:
         scored: Scores,
         events: TokenEvents,
     ) -> TokenEvent:
-        """Append the token sampled in `row` and those after right drafts, up to one that ends the sequence. One that
-        makes it fail does so after those before it were sent."""
+        """Append the token sampled in `row` and those after right drafts, up to one that ends the sequence. When a
+        token makes it fail, those before it are sent first."""
         seq, token_ids, count = item.seq, result.token_ids[row : row + 1 + num_accepted], 0
         reason = None
         while reason is None and count < len(token_ids):
@@ -271,7 +270,7 @@ class Answers:
         now: float,
         scored: Scores,
     ) -> TokenEvent:
-        """`token_ids`, sampled from `row` on, are appended: their event."""
+        """Count `token_ids`, sampled from `row` on and appended, and make their event."""
         seq, num_logprobs = item.seq, item.seq.request.params.logprobs
         if item.drafts:
             seq.num_computed_tokens = item.start + len(token_ids)  # all but the newest
@@ -285,7 +284,7 @@ class Answers:
         return TokenEvent(seq.request_id, tuple(token_ids), logprobs, scored, None, None, seq.num_cached_tokens)
 
     def _end_after(self, seq: Sequence, token: int) -> FinishReason | None:
-        """Why `seq` ends with `token`, its newest one; None: it does not."""
+        """Reason for which `seq` ends with `token`, its newest one; None: it does not end."""
         if token in seq.stop_ids:  # none is sampled before `min_tokens`: they were banned
             return FinishReason.STOP
         matcher = seq.grammar_matcher
@@ -297,7 +296,7 @@ class Answers:
         return FinishReason.STOP if is_complete else FinishReason.LENGTH
 
     def _record_drafts(self, item: ScheduledTokens, num_accepted: int) -> None:
-        """Of the drafts of `item` so many were right."""
+        """Record that `num_accepted` drafts of `item` were right."""
         state = item.seq.draft_state
         assert state is not None
         state.record(item.start + 1, len(item.drafts), num_accepted)

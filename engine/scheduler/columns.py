@@ -1,6 +1,6 @@
-"""What a decode step needs to know of the running sequences, as arrays by row that are kept from step to step.
+"""Decode state of the running sequences as arrays by row, kept from step to step.
 
-So a step costs a few operations on whole arrays, and work by sequence only where more is to be done than to compute one
+A step takes a few operations on whole arrays, and work by sequence only where more is to be done than to compute one
 token and to append one: a new block, a full block to cache, a stop token, the end, logprobs, a grammar. Positions tell
 when: before `plain_until` a row is scheduled, before `look_at` its token is appended, without a look at its sequence.
 
@@ -14,16 +14,16 @@ import numpy as np
 from oarlock.engine.scheduler.output import NOT_KNOWN, Decodes
 from oarlock.engine.scheduler.sequence import Sequence
 
-_STOP_IDS = 8  # of one row; a sequence with more is looked at for each of its tokens
-_NEVER = -1  # as a position up to which something holds
+_STOP_IDS = 8  # of one row; a sequence with more needs a look at each of its tokens
+_NEVER = -1  # a position that no token is before
 _NO_STOP = -1
 
 
 class RunningColumns:
-    """One entry for each row of the engine's tables; only those of `order` mean anything.
+    """Columns with one entry for each row of the engine's tables; only the rows in `order` are valid.
 
-    `num_computed` and `last_token_s` are kept here alone while a sequence runs. All other columns repeat what the
-    sequence says: a change of the sequence is followed by a call of `refresh`, and `audit` compares.
+    `num_computed` and `last_token_s` are kept here alone while a sequence runs. All other columns repeat attributes of
+    the sequence: a change of the sequence is followed by a call of `refresh`, and `audit` compares.
     """
 
     def __init__(self, max_num_seqs: int, block_size: int, *, caches_blocks: bool) -> None:
@@ -31,9 +31,9 @@ class RunningColumns:
         self._caches_blocks = caches_blocks
         self.order = np.empty(0, np.int64)  # the rows in use, in the order of admission; replaced, never changed
         self.seqs: list[Sequence | None] = [None] * max_num_seqs
-        self._token_ids: list[list[int]] = [[]] * max_num_seqs  # those of the sequences themselves
-        # Rows were given back so often, and each row the last time when it was so often: what was scheduled for one use
-        # of a row is not taken for the next one.
+        self._token_ids: list[list[int]] = [[]] * max_num_seqs  # the same lists as in the sequences
+        # Number of releases so far, and that number when each row was last released: an answer for one use of a row is
+        # not taken for the next use.
         self.num_released = 0
         self._released_at = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
@@ -42,8 +42,8 @@ class RunningColumns:
         self.newest = np.zeros(max_num_seqs, np.int32)  # the last known token
         self.plain_until = np.zeros(max_num_seqs, np.int64)  # position, exclusive
         self.look_at = np.zeros(max_num_seqs, np.int64)  # position
-        self._sent_of: np.ndarray | None = None  # rows of the last events; while they are the same,
-        self._sent = array("q"), array("i")  # these are
+        self._sent_of: np.ndarray | None = None  # rows of the last events; `_sent` holds while they are the same
+        self._sent = array("q"), array("i")
         self.request_ids = np.zeros(max_num_seqs, np.int64)
         self.num_cached_tokens = np.zeros(max_num_seqs, np.int32)
         self.clients = np.zeros(max_num_seqs, np.int64)  # index into `client_names`
@@ -55,7 +55,7 @@ class RunningColumns:
     # -- rows
 
     def take(self, seq: Sequence) -> None:
-        """`seq` has got its row and its first blocks."""
+        """Fill the columns of `seq`, which has got its row and its first blocks."""
         row, stop_ids, client = seq.row, sorted(seq.stop_ids), seq.request.client
         self.order = np.append(self.order, row)
         self.seqs[row], self._token_ids[row] = seq, seq.token_ids
@@ -74,7 +74,7 @@ class RunningColumns:
         self.refresh(seq)
 
     def release(self, seq: Sequence) -> None:
-        """`seq` stops running, and still has its row."""
+        """Empty the columns of `seq`, which stops running and still has its row."""
         row, last_s = seq.row, seq.last_token_s
         self.order = self.order[self.order != row]
         self.seqs[row], self._token_ids[row] = None, []
@@ -90,13 +90,13 @@ class RunningColumns:
         self.refresh_look(seq)
 
     def refresh_tokens(self, seq: Sequence) -> None:
-        """The same when only the token that a decode of `seq` sampled was appended."""
+        """Refresh `seq` when only the token that a decode sampled was appended."""
         self.num_tokens[seq.row], self.newest[seq.row] = len(seq.token_ids), seq.token_ids[-1]
         if not seq.is_watched:
             self.refresh_look(seq)  # it may be the first
 
     def refresh_plain(self, seq: Sequence) -> None:
-        """The same when only computed tokens or blocks of `seq` have changed."""
+        """Refresh `seq` when only its computed tokens or blocks have changed."""
         row = seq.row
         if seq.decodes_alone or len(seq.token_ids) > self.num_computed.item(row) + 1:
             self.plain_until[row] = _NEVER
@@ -104,7 +104,7 @@ class RunningColumns:
             self.plain_until[row] = min(len(seq.block_ids) * self._block_size, seq.num_to_compute)
 
     def refresh_look(self, seq: Sequence) -> None:
-        """The same when only blocks of `seq` were offered to the prefix cache."""
+        """Refresh `seq` when only its blocks were offered to the prefix cache."""
         if seq.first_token_s is None or seq.is_watched or len(seq.stop_ids) > _STOP_IDS:
             self.look_at[seq.row] = _NEVER
         elif self._caches_blocks:
@@ -116,13 +116,13 @@ class RunningColumns:
     # -- decodes
 
     def with_oldest(self, most: int) -> np.ndarray:
-        """Of `order` the prompts under way, and the `most` oldest sequences that decode."""
+        """Rows of `order` with the prompts under way, and the `most` oldest sequences that decode."""
         decodes = self.num_tokens[self.order] <= self.num_computed[self.order] + 1  # bool [R]
         by_age = sorted(self.order[decodes].tolist(), key=lambda row: self.seqs[row].key)
         return self.order[~decodes | np.isin(self.order, by_age[:most])]
 
     def schedule(self, rows: np.ndarray, positions: np.ndarray) -> Decodes:
-        """One token at `positions`, int64 [D], for each of the sequences in `rows`, int64 [D]."""
+        """Schedule one token at `positions`, int64 [D], for each of the sequences in `rows`, int64 [D]."""
         self.num_computed[rows] = positions + 1
         token_ids = self.newest[rows]
         token_ids[self.num_tokens[rows] <= positions] = NOT_KNOWN
@@ -136,7 +136,7 @@ class RunningColumns:
         return found
 
     def still_run(self, rows: np.ndarray, num_released: int) -> np.ndarray:
-        """bool [D]: which of `rows` were not given back since `num_released` was as it is said."""
+        """bool [D]: which of `rows` were not given back since the releases numbered `num_released`."""
         return self._released_at[rows] <= num_released
 
     def append(self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, now: float) -> np.ndarray:
@@ -151,7 +151,7 @@ class RunningColumns:
         return since_s
 
     def sent_with(self, rows: np.ndarray) -> tuple[array, array]:
-        """The request ids and numbers of cached tokens that are sent with the tokens of `rows`. Not to be changed."""
+        """Request ids and numbers of cached tokens that are sent with the tokens of `rows`. Not to be changed."""
         if rows is not self._sent_of:
             self._sent_of = rows
             self._sent = (
@@ -163,7 +163,7 @@ class RunningColumns:
     # -- state
 
     def audit(self, running: list[Sequence]) -> None:
-        """Raise AssertionError unless the columns say what the sequences say; `running` in the order of admission."""
+        """Raise AssertionError unless columns and sequences agree; `running` in the order of admission."""
         assert self.order.tolist() == [seq.row for seq in running], "rows in another order"
         held = [row for row, seq in enumerate(self.seqs) if seq is not None]
         assert held == sorted(self.order.tolist()), "a row is held by a sequence that does not run"

@@ -1,8 +1,8 @@
-"""The tokens of running sequences that get one each, most rows of most steps, and the drafts that follow some.
+"""Schedules decodes: one token for each running sequence, most rows of most steps, and the drafts that follow some.
 
 Where ranks form a pipeline, a step passes from stage to stage, and as many are in flight as there are stages, each with
-other sequences: a token is embedded on the first stage, and known when the last one has sampled it. Prompts go on while
-their earlier chunks are in flight: stages run steps in the order in which they were sent.
+other sequences: a token is embedded on the first stage, and known when the last one has sampled it. Prompts continue
+while their earlier chunks are in flight: stages run steps in the order in which they were sent.
 """
 
 from collections.abc import Callable
@@ -24,22 +24,22 @@ def must_wait(num_running: int, num_available_blocks: int) -> bool:
     waits: a step without some of its sequences, and another one for them, would read all weights twice.
 
     All wait when a sequence might be preempted: each may need a block, and the token that is being sampled would be
-    lost, or the one to preempt might just end. Where a sequence ends by its length is known, so it gets no row too
-    many; one that ends by a stop token gets one, whose token is dropped.
+    lost, or the sequence to preempt might just end. A sequence that ends by its length is known to, and gets no further
+    row; one that ends by a stop token gets one, whose token is dropped.
     """
     return num_available_blocks < num_running
 
 
 class MicroBatch(NamedTuple):
-    """`rows`, int64 [R]: of the sequences that may run now, in the order of admission. `share`: of all that decode, so
-    many at most are in one step."""
+    """Sequences for one of several steps in flight. `rows`, int64 [R]: those that may run now, in the order of
+    admission. `share`: most sequences that decode in one step."""
 
     rows: np.ndarray
     share: int
 
 
 def next_micro_batch(columns: RunningColumns, num_parts: int) -> MicroBatch:
-    """All prompts under way, and of the sequences whose newest token is known those that have waited longest since: a
+    """Choose all prompts under way, and those sequences with a known newest token that have waited longest: at most a
     `num_parts`-th of all that decode, so that steps in flight are equally long and no stage waits for another."""
     rows = columns.order
     num_behind = columns.num_tokens[rows] - columns.num_computed[rows]  # 0 or less: its token is being sampled
@@ -53,8 +53,8 @@ def next_micro_batch(columns: RunningColumns, num_parts: int) -> MicroBatch:
 
 
 def may_preempt(columns: RunningColumns, rows: np.ndarray, num_available_blocks: int) -> bool:
-    """Whether blocks may not suffice for one token more of each of `rows` that decodes. Then what is in flight must be
-    answered first: the token of the sequence to preempt might be among it."""
+    """Whether there may be too few blocks for one more token of each of `rows` that decodes. Then the steps in flight
+    must be answered first: the token of the sequence to preempt might be among them."""
     positions = columns.num_computed[rows]
     may_need = (columns.num_tokens[rows] <= positions + 1) & (positions >= columns.plain_until[rows])
     return int(may_need.sum()) > num_available_blocks
@@ -76,10 +76,10 @@ def schedule_decodes(
     drafts: Drafts,
     allocate_for_drafts: Callable[[Sequence, int, SchedulerOutput], int],
 ) -> list[Sequence]:
-    """One token for each sequence of `rows`, int64 [R], that is at most one behind; those more behind are returned.
+    """Schedule one token for each sequence of `rows`, int64 [R], that is at most one behind; return those more behind.
 
-    `allocate_next_block` may preempt, and says whether its sequence got one. `fail` is called from an `except` block.
-    `allocate_for_drafts` says for how many of so many `drafts` there are blocks, and does not preempt.
+    `allocate_next_block` may preempt, and returns whether its sequence got one. `fail` is called from an `except`
+    block. `allocate_for_drafts` returns for how many of a sequence's `drafts` there are blocks, and does not preempt.
     """
     positions = columns.num_computed[rows]
     needs_look = positions >= columns.plain_until[rows]
@@ -125,7 +125,7 @@ def _may_decode(
     allocate_next_block: Callable[[Sequence, SchedulerOutput], bool],
     behind: list[Sequence],
 ) -> bool:
-    """Whether `seq` gets a token now, for which it has a block."""
+    """Whether `seq` gets a token now; if so, it has a block for it."""
     start = seq.num_computed_tokens
     if len(seq.token_ids) > start + 1:
         behind.append(seq)
@@ -136,8 +136,8 @@ def _may_decode(
 
 
 def choose_drafts(columns: RunningColumns, rows: np.ndarray, drafter: Drafter, most: int) -> Drafts:
-    """Drafts for those of `rows`, int64 [R], that decode next, at most `most` in all: no more for one than it may still
-    generate beside the token that the model samples after them."""
+    """Choose drafts for those of `rows`, int64 [R], that decode next, at most `most` in all. No sequence gets more than
+    it may still generate before the token that the model samples after them."""
     if not len(rows) or most <= 0 or not drafter.may_pay(len(rows)):
         return {}
     drafted: list[int] = []
@@ -157,8 +157,8 @@ def choose_drafts(columns: RunningColumns, rows: np.ndarray, drafter: Drafter, m
 def allocate_for_drafts(
     manager: KVCacheManager, num_running: int, seq: Sequence, most: int, output: SchedulerOutput
 ) -> int:
-    """Blocks for up to `most` tokens after the next one of `seq`; return for how many. As many as there are running
-    sequences are left, if there were, so that nothing is preempted for drafts."""
+    """Allocate blocks for up to `most` tokens after the next one of `seq`; return for how many. Leaves a block for each
+    running sequence where there are so many, so that nothing is preempted for drafts."""
     if output.num_preempted:
         return 0
     num_columns, spare = len(seq.block_ids), max(0, manager.num_available - num_running)
@@ -169,10 +169,10 @@ def allocate_for_drafts(
 
 
 def drafts_wait(columns: RunningColumns, drafter: Drafter, most: int) -> bool:
-    """Whether, while a step is in flight, the next one must wait because of drafts: those of that step, whose answer
-    tells how many tokens there are, or its own, which must follow a token that is known.
+    """Whether the next step must wait for the one in flight because of drafts: those in flight, whose answer tells how
+    many tokens there are, or those of the next step, which must follow a known token.
 
-    A sequence that found nothing to draft after the tokens that are known does not hold up the others.
+    A sequence that has no drafts after its known tokens does not delay the others.
     """
     rows = columns.order
     is_drafting = columns.num_computed[rows] > columns.num_tokens[rows]

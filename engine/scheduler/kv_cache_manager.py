@@ -1,4 +1,4 @@
-"""The pool of KV blocks: which sequences hold which, the prefix cache over full blocks, and eviction.
+"""Pool of KV blocks: which sequences hold which, the prefix cache over full blocks, and eviction.
 
 Knows block ids and token ids. Does not know tensors, bytes, or when a sequence runs.
 
@@ -18,7 +18,7 @@ NULL_BLOCK = 0
 
 
 class KVCacheManager:
-    """Reference counts, least-recently-freed order and a prefix cache over full blocks.
+    """Allocates KV blocks by reference counts, with a prefix cache over full blocks; evicts the least recently freed.
 
     A column is an index into a sequence's block table. Where all layers have a sliding window, a sequence frees the
     blocks that none of its later tokens reads: the null block stands in their columns.
@@ -43,11 +43,11 @@ class KVCacheManager:
         self._refs = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently freed first
-        self.event_log: BlockEventLog | None = None  # gets every change of what a hash leads to
+        self.event_log: BlockEventLog | None = None  # gets every change of the prefix cache
         # A chained hash of 256 bits covers the salt and every token up to the block's end: equal hashes, equal content.
         self._block_of_hash: dict[bytes, int] = {}
         self._hash_of_block: list[bytes | None] = [None] * num_blocks  # None: cannot be found
-        self.offload: KVOffload | None = None  # what is kept beyond the pool
+        self.offload: KVOffload | None = None  # tiers that keep blocks beyond the pool
         self._num_released = 0  # how often a block became available, ever
 
     @property
@@ -103,8 +103,8 @@ class KVCacheManager:
         return found
 
     def missing_hashes(self, seq: Sequence) -> tuple[int, Iterator[bytes]]:
-        """The first column of `seq` that the prefix cache lacks, and the hashes of its blocks from there on that need
-        not be computed if they can be had."""
+        """The first column of `seq` that the prefix cache lacks, and the hashes of its blocks from there on that could
+        be loaded instead of computed."""
         most = min(seq.num_skippable_tokens, seq.num_tokens - 1) // self.block_size
         first = len(self.get_computed_blocks(seq, seq.num_skippable_tokens))
         return first, (self._hash_at(seq, column) for column in range(first, most))
@@ -123,7 +123,7 @@ class KVCacheManager:
         can hold at once must be available.
 
         A refusal is remembered in `seq.shortage`. None also where host memory has more of the prefix than one step may
-        load: then the next step loads some of it into the prefix cache, and the sequence is to be tried again.
+        load: then the next step loads some of it into the prefix cache, and the caller should try again.
         """
         assert not seq.block_ids
         if not self.can_allocate(seq, reserve):
@@ -144,7 +144,7 @@ class KVCacheManager:
             return None
         seq.shortage = None
         columns = range(len(found), min(max_tokens, seq.num_tokens - 1) // self.block_size)
-        # Held before blocks are allocated: what is evicted for that is saved to other slots.
+        # Held before blocks are allocated, so that blocks evicted for them are saved to other slots.
         slots = [] if self.offload is None else self.offload.hold(self._hash_at(seq, column) for column in columns)
         if self.offload is not None and len(slots) > self.offload.load_room:
             self._load_some(self.offload, seq, found, slots)
@@ -170,8 +170,8 @@ class KVCacheManager:
         return num_cached
 
     def _load_some(self, offload: KVOffload, seq: Sequence, found: list[int], slots: list[int]) -> None:
-        """Put as many of `slots` into the prefix cache as the next step may load: of blocks of `seq`, which holds none,
-        behind those `found` in the cache. Nobody holds them, but they are the last to be evicted."""
+        """Load as many of `slots` into the prefix cache as the next step may: blocks of `seq`, which holds none, after
+        those `found` in the cache. No sequence holds them, but they are the last to be evicted."""
         room, own = offload.load_room, [block for block in found if self._refs[block] == 0]
         for block in own:
             del self._cached[block]
@@ -245,8 +245,8 @@ class KVCacheManager:
             self.offload.forget(seq.block_hashes[first_column:])
 
     def uncache(self, seq: Sequence, start: int, end: int) -> None:
-        """The tokens of `seq` from `start` to `end` (exclusive) were not computed after all: what was cached for them
-        cannot be found any more, also when `seq` has ended since. Sequences that hold such blocks keep them."""
+        """Remove blocks from the prefix cache whose tokens, from `start` to `end` (exclusive) of `seq`, were not
+        computed after all, even if `seq` has ended since. Sequences that hold such blocks keep them."""
         columns = slice(start // self.block_size, end // self.block_size)
         for block_hash in seq.block_hashes[columns]:
             block = self._block_of_hash.get(block_hash)
@@ -261,13 +261,13 @@ class KVCacheManager:
         return seq.num_freed_blocks <= self._first_column_in_window(seq.num_computed_tokens)
 
     def cached_blocks(self) -> list[tuple[int, bytes]]:
-        """What nobody holds and could be found, with its hash: what was used last first, beginnings before what follows
-        them."""
+        """Cached blocks that no sequence holds, with their hashes: most recently used first, each prefix before its
+        continuation."""
         return [(block, block_hash) for block in reversed(self._cached) if (block_hash := self._hash_of_block[block])]
 
     def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache; return how many blocks were in it. Sequences that hold such blocks keep them. What
-        host memory holds is forgotten as well; files stay."""
+        """Empty the prefix cache; return how many blocks were in it. Sequences that hold such blocks keep them. Blocks
+        in host memory are forgotten as well; files stay."""
         if self.offload is not None:
             self.offload.host.forget_all()
         num_blocks = len(self._block_of_hash)
@@ -329,7 +329,7 @@ class KVCacheManager:
             self._num_released += 1
 
     def _name(self, seq: Sequence, column: int, block: int) -> None:
-        """`block` can be found as that of `seq` in `column`, which no other is."""
+        """Enter `block` into the prefix cache as that of `seq` in `column`; no other block has its hash."""
         block_hash = self._hash_at(seq, column)
         self._block_of_hash[block_hash] = block
         self._hash_of_block[block] = block_hash
@@ -337,14 +337,14 @@ class KVCacheManager:
             self.event_log.append(self._stored(seq, column))
 
     def _forget(self, block: int) -> None:
-        """`block` can no longer be found; it is free if nobody holds it."""
+        """Remove `block` from the prefix cache; it is free if no sequence holds it."""
         self._uncache(block)
         if self._refs[block] == 0:
             del self._cached[block]
             self._free[block] = None
 
     def _uncache(self, block: int) -> None:
-        """`block` can no longer be found. The caller moves it from cached to free where it was cached."""
+        """Remove the hash of `block`. The caller moves it from cached to free where it was cached."""
         block_hash = self._hash_of_block[block]
         assert block_hash is not None
         del self._block_of_hash[block_hash]
@@ -353,7 +353,7 @@ class KVCacheManager:
             self.event_log.append(BlockRemoved(block_hash))
 
     def _stored(self, seq: Sequence, column: int) -> BlockStored:
-        """What is told of the block of `seq` in `column`, which is full."""
+        """Event for the full block of `seq` in `column`."""
         parent = seq.block_hashes[column - 1] if column else None
         start = column * self.block_size
         tokens = seq.token_ids[start : start + self.block_size]

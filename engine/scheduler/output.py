@@ -1,4 +1,4 @@
-"""What one step decides and what the ranks answer to it, between scheduler, input batch and engine core."""
+"""Decision for one step and the ranks' answer to it, between scheduler, input batch and engine core."""
 
 from array import array
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from oarlock.engine.scheduler.sequence import Sequence
 from oarlock.engine.types import ScoredTokens, TokenLogprobs
 from oarlock.workers.protocol import FINITE, NOT_POOLED, StepOutput
 
-NOT_KNOWN = -1  # in place of a token that the step before samples
+NOT_KNOWN = -1  # stands for a token that the step before samples
 
 Scores = ScoredTokens | tuple[()]  # of the prompt tokens that one step scored
 
@@ -37,7 +37,7 @@ class ScheduledTokens:
 
     @property
     def num_rows(self) -> int:
-        """Of logits."""
+        """Number of rows of logits."""
         return self.num_scored + self.wants_logits + len(self.drafts)
 
 
@@ -47,11 +47,11 @@ class Decodes(NamedTuple):
     rows: np.ndarray  # int64 [D]   of the engine's tables
     positions: np.ndarray  # int64 [D]
     token_ids: np.ndarray  # int32 [D]   or NOT_KNOWN
-    num_released: int  # how often rows had been given back: the next sequence in a row is not meant
+    num_released: int  # rows given back until then, by which a later sequence in a row is told apart
     seqs: list[Sequence | None]  # by row of the engine's tables, at present
 
     def items(self) -> list["ScheduledTokens"]:
-        """The same as objects. Only until the next sequence gets a row."""
+        """Decodes as objects. Valid only until the next sequence gets a row."""
         pairs = zip(self.rows.tolist(), self.positions.tolist(), strict=True)
         return [ScheduledTokens(seq, start, 1, True) for row, start in pairs if (seq := self.seqs[row]) is not None]
 
@@ -62,7 +62,7 @@ NO_DECODES = Decodes(_NO_ROWS, _NO_ROWS, np.empty(0, np.int32), 0, [])
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """The decision for one step: first `decodes`, then what is `scheduled` beside them."""
+    """Decision for one step: first `decodes`, then the other `scheduled` tokens."""
 
     step_id: int
     scheduled: list[ScheduledTokens]
@@ -70,16 +70,16 @@ class SchedulerOutput:
     new_rows: list[Sequence] = field(default_factory=list)  # sequences that have got their row in this step
     num_preempted: int = 0
     num_decodes: int = 0  # running sequences that get their one token
-    num_drafts: int = 0  # tokens that follow these
-    num_prompt_tokens: int = 0  # of all others
-    num_token_vectors: int = 0  # of these, whose hidden states are returned
+    num_drafts: int = 0  # drafted tokens after these
+    num_prompt_tokens: int = 0  # tokens of all other sequences
+    num_token_vectors: int = 0  # prompt tokens whose hidden states are returned
     decodes: Decodes = NO_DECODES
     kv_copies: Copies = NO_COPIES  # made before anything else of the step
     is_ahead: bool = False  # decided while the step before was in flight
 
     @property
     def num_pooled(self) -> int:
-        """Sequences of which vectors are wanted."""
+        """Number of sequences whose vectors are wanted."""
         return sum(item.seq.pooling is not None for item in self.scheduled)
 
     @property
@@ -87,11 +87,11 @@ class SchedulerOutput:
         return len(self.decodes.rows) + len(self.scheduled)
 
     def items(self) -> list[ScheduledTokens]:
-        """All of the step as objects, in its order. Only until the next sequence gets a row."""
+        """All tokens of the step as objects, in its order. Valid only until the next sequence gets a row."""
         return self.decodes.items() + self.scheduled
 
     def with_rows(self) -> Iterator[tuple[ScheduledTokens, int, int]]:
-        """What is `scheduled`, each with its rows of logits: the first of them, and the one behind its last."""
+        """Each item of `scheduled` with its first row of logits, and the row behind its last."""
         first = len(self.decodes.rows)
         for item in self.scheduled:
             end = first + item.num_rows
@@ -99,14 +99,14 @@ class SchedulerOutput:
             first = end
 
     def add_blocks(self, seq: Sequence, first_column: int) -> None:
-        """The table of `seq` has new blocks from `first_column` on."""
+        """Add the blocks of `seq` from `first_column` on to the step's new table entries."""
         self.new_blocks += [
             (seq.row, column, block) for column, block in enumerate(seq.block_ids[first_column:], first_column)
         ]
 
 
 class ModelRunnerOutput:
-    """The ranks' answer: arrays, and plain lists for reading single numbers, which numpy makes slow.
+    """Answer of the ranks: arrays, and plain lists for reading single numbers, which numpy makes slow.
 
     One entry per row of logits: those of `Decodes`, then those of the `ScheduledTokens`, in their order.
     """
@@ -121,7 +121,7 @@ class ModelRunnerOutput:
         return self.answer.finite == FINITE
 
     def are_finite(self, first: int, end: int) -> bool:
-        """Whether the rows from `first` to `end` (exclusive) all are."""
+        """Whether all rows from `first` to `end` (exclusive) are finite."""
         return self.all_finite or bool(self.is_finite[first:end].all())
 
     @cached_property
@@ -130,11 +130,11 @@ class ModelRunnerOutput:
 
     @cached_property
     def finite(self) -> list[int]:
-        """FINITE, NONFINITE or ALL_BANNED."""
+        """State of each row: FINITE, NONFINITE or ALL_BANNED."""
         return self.answer.finite.tolist()
 
     def pooled(self) -> Iterator[array | None]:
-        """The values of each sequence that is pooled, float32, in their order; None: they are not finite."""
+        """Values of each pooled sequence, float32, in order; None: they are not finite."""
         start = 0
         for length in self.answer.pooled_lens.tolist():
             if length == NOT_POOLED:
@@ -144,8 +144,8 @@ class ModelRunnerOutput:
                 start += length
 
     def num_accepted(self, place: int, row: int) -> int:
-        """How many drafts of the step's sequence at `place` are right, whose first row is `row`. They end before one
-        that no token can follow: that is left to the next step, in which it comes first."""
+        """Number of right drafts of the step's sequence at `place`, whose first row is `row`. They end before a draft
+        that no token can follow: it is left to the next step, in which it comes first."""
         assert self.answer.num_accepted is not None
         count = int(self.answer.num_accepted[place])
         states = self.is_finite[row + 1 : row + 1 + count]

@@ -1,4 +1,4 @@
-"""Which sequence gives its blocks back when there are too few, and when it may run again."""
+"""Chooses the sequence that gives up its blocks when there are too few, and decides when it may run again."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,24 +7,24 @@ from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
 from oarlock.engine.scheduler.request_queue import RequestQueue
 from oarlock.engine.scheduler.sequence import Sequence
 
-# At most so many other sequences are admitted before one that waits only because it was preempted.
+# Most other sequences that are admitted before one that waits only because it was preempted.
 MAX_PASSED = 4
 
 
 def choose_victim(running: Iterable[Sequence]) -> Sequence:
-    """The sequence to preempt: the last in the order of service, of those that yield if there are any."""
+    """Choose the sequence to preempt: the last in the order of service, among those that yield if there are any."""
     return max(running, key=lambda seq: (seq.request.yields, seq.key))
 
 
 def choose_over_share(
     running: list[Sequence], waiting: RequestQueue, num_rows: int, kv_cache_manager: KVCacheManager
 ) -> Sequence | None:
-    """The sequence to preempt for the next in turn, where that has no row or too few blocks: the newest that yields to
-    it, whosever it is, else the newest of the client that has the most of the `num_rows` rows or of the blocks.
+    """Choose the sequence to preempt for the next in turn when that has no row or too few blocks: the newest that
+    yields to it, of any client, else the newest of the client that has most of the `num_rows` rows or of the blocks.
 
-    None unless that client has more than its share of them, and has had more work done, while the one of the next in
-    turn stays within its share with it. So what one client takes from another is at most what is due to it, and while
-    nobody else waits, one may have everything. Among those that yield it is the same, of what they have.
+    None unless that client has more than its share of them, and has had more work done, while the client of the next
+    in turn stays within its share with it. A client therefore takes from another at most its due, and while no other
+    waits, one client may have everything. Sequences that yield are compared with each other in the same way.
     """
     behind = [seq for seq in running if seq.request.yields] if waiting.is_urgent else []
     if not behind and not waiting.has_several_clients(running):

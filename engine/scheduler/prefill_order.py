@@ -1,4 +1,4 @@
-"""How prompts share the tokens of a step: the first in line goes on, and shorter ones need not wait for its end."""
+"""Divides a step's tokens among prompts: the first in line continues, and shorter ones need not wait for its end."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -17,8 +17,8 @@ def share_among_prompts(
 
     `run(seq, most)` schedules at most so many tokens of a sequence, which it admits if it waits, and returns how many.
     Up to half goes to others than the oldest: to those under way with the fewest tokens left, then to waiting ones that
-    are shorter by half. So a short prompt is answered soon behind a long one, and the long one takes at most twice as
-    long; prompts of about one length follow one another, which serves them sooner on average.
+    are shorter by half. A short prompt behind a long one is therefore answered soon, and the long one takes at most
+    twice as long; prompts of about one length follow one another, which serves them sooner on average.
     """
     if not under_way:
         return budget
@@ -38,8 +38,8 @@ def share_among_prompts(
 
 
 def give_way(under_way: list[Sequence], waiting: RequestQueue) -> tuple[list[Sequence], list[Sequence], bool]:
-    """The prompts `under_way` that go on, those that go on only in a step with no others, and whether any prompt is to
-    be computed that does not yield. While there is one, those that yield make no step longer for it."""
+    """Split the prompts `under_way` into those that continue and those that continue only in a step with no others;
+    return also whether any prompt is left that does not yield. Such a prompt's steps are not made longer by others."""
     urgent = [seq for seq in under_way if not seq.request.yields]
     if not urgent and not waiting.is_urgent:
         return under_way, [], False
@@ -54,10 +54,10 @@ def admit_in_order(
     *,
     is_urgent: bool,
 ) -> int:
-    """Admit waiting sequences in order, and run them as above; return what is left of the budget.
+    """Admit waiting sequences in order, and run them with `run`; return what is left of the budget.
 
-    One that cannot be admitted blocks those behind it, so that long prompts are served, unless it `may_be_passed`.
-    `is_urgent`: only those that do not yield.
+    A sequence that cannot be admitted blocks those behind it, so that long prompts are served, unless it
+    `may_be_passed`. `is_urgent`: admit only sequences that do not yield.
     """
     passed: list[Sequence] = []
     while len(passed) < len(waiting) and budget > 0:
@@ -76,26 +76,26 @@ def admit_in_order(
 
 
 def has_room_for_text(seq: Sequence, output: SchedulerOutput, budget: int, most_vectors: int) -> bool:
-    """Whether a step has room for a text that cannot be divided: `budget` tokens are left, and it returns vectors of at
-    most `most_vectors`. The first of a step has, however short memory is."""
+    """Whether a step has room for a text that cannot be divided: `budget` tokens are left, and the step returns vectors
+    of at most `most_vectors` tokens. There is always room for the first text of a step."""
     num_vectors = output.num_token_vectors + seq.returns_all_tokens * seq.num_tokens
     return not output.num_seqs or (seq.num_tokens <= budget and num_vectors <= most_vectors)
 
 
 def num_tokens_left(under_way: list[Sequence], waiting: RequestQueue) -> int:
-    """Of prompts, to compute in this step and in later ones; cached beginnings count as if they were not."""
+    """Prompt tokens left to compute in this step and later ones; those of waiting prompts include cached beginnings."""
     return sum(map(_num_left, under_way)) + waiting.num_tokens
 
 
 def _num_left(seq: Sequence) -> int:
-    """Tokens that are known and not computed."""
+    """Tokens of `seq` that are known and not computed."""
     return len(seq.token_ids) - seq.num_computed_tokens
 
 
 def _shorter_by_half(first: Sequence, waiting: RequestQueue) -> Iterator[Sequence]:
-    """Waiting sequences of at most half of what `first` has left, in order.
+    """Waiting sequences of at most half the tokens that `first` has left, in order.
 
-    None behind one that was refused blocks: those that become free are for it.
+    Stops at one that was refused blocks: the next blocks that become free are for it.
     """
     most = _num_left(first) // 2
     for seq in list(islice(waiting, _LOOKED_AT)):

@@ -1,4 +1,4 @@
-"""What follows when the ranks refuse a step for lack of memory: nothing of it has happened, and the next is smaller.
+"""Undoes steps that the ranks refuse for lack of memory, and makes the next ones smaller.
 
 Each refusal halves the most tokens of a step; steps that run double it again. Steps that were sent ahead of the answer
 are refused with it, and undone as well. Knows counts, positions and blocks; does not know why memory ran out.
@@ -14,16 +14,16 @@ from oarlock.engine.scheduler.preemption import choose_victim
 from oarlock.engine.scheduler.sequence import Sequence, Status
 
 GROWS_AFTER = 32  # steps that ran
-FEWEST_TRIES = 3  # in a row, also of a single token
-MOST_REFUSALS = 16  # of steps with one newest sequence, which then fails; from 65,536 tokens to one it takes as many
+FEWEST_TRIES = 3  # refusals in a row before a step of a single token is given up
+MOST_REFUSALS = 16  # of steps with the same newest sequence, which then fails; enough from 65,536 tokens down to one
 
 
 class RefusedSteps:
-    """How many tokens a step may have, and what the next one must repeat of those that were refused."""
+    """Limits the tokens of steps after refusals, and keeps the table entries that the next step must repeat."""
 
     def __init__(self, max_num_batched_tokens: int) -> None:
         self._largest = max_num_batched_tokens
-        self.most_tokens: int | None = None  # of a step, as long as memory is short
+        self.most_tokens: int | None = None  # of a step, while memory is short
         self._table_entries: list[tuple[int, int, int]] = []
         self._num_ran = 0  # since `most_tokens` changed
         self._in_a_row = 0  # refusals since a step ran
@@ -32,9 +32,9 @@ class RefusedSteps:
     def shrink(
         self, outputs: Outputs[SchedulerOutput], in_first: list[Sequence], running: list[Sequence]
     ) -> Sequence | None:
-        """The first of `outputs`, with `in_first` of the `running` sequences, was refused, and so those sent ahead
-        behind it. Returns the one that must fail, if any: the newest of all where no smaller step is left to try, the
-        newest of this step where none with it has run."""
+        """Halve the most tokens of a step after the first of `outputs`, and so those sent ahead of its answer, were
+        refused. `in_first`: its `running` sequences. Returns the sequence that must fail, if any: the newest of all
+        where no smaller step is left to try, the newest of this step after too many refusals."""
         first = outputs[0]
         num_tokens = len(first.decodes.rows) + sum(item.num_tokens for item in first.scheduled)
         self.most_tokens = max(1, num_tokens // 2)
@@ -50,15 +50,15 @@ class RefusedSteps:
         return newest if count > MOST_REFUSALS else None
 
     def begin(self, output: SchedulerOutput) -> None:
-        """Entries of block tables that the ranks may lack come first in `output`: later ones may change them."""
+        """Put the table entries that the ranks may lack first in `output`: later ones may change them."""
         output.new_blocks, self._table_entries = self._table_entries + output.new_blocks, []
 
     def drop(self, output: SchedulerOutput) -> None:
-        """`output` is not sent after all."""
+        """Keep the table entries of `output`, which is not sent after all."""
         self._table_entries += output.new_blocks
 
     def ran(self, output: SchedulerOutput) -> None:
-        """The ranks have run `output`."""
+        """Record that the ranks have run `output`, and let steps grow again after enough such."""
         if self.most_tokens is None:
             return
         for item in output.items():
@@ -74,9 +74,9 @@ class RefusedSteps:
 def undo(
     outputs: Outputs[SchedulerOutput], columns: RunningColumns, manager: KVCacheManager
 ) -> tuple[list[Sequence], list[Sequence]]:
-    """Take the running sequences of `outputs` back to where they were before, and what was not computed out of the
-    prefix cache. Returns those of the first output, and those that must give up their blocks: they were admitted, and
-    may share blocks that are not computed, or freed blocks that they would read again."""
+    """Take the running sequences of `outputs` back to where they were before, and blocks that were not computed out of
+    the prefix cache. Returns those of the first output, and those that must give up their blocks: they were admitted,
+    and may share blocks that are not computed, or freed blocks that they would read again."""
     for output in outputs:
         for item in output.scheduled:
             manager.uncache(item.seq, item.start, item.start + item.num_tokens)
@@ -95,8 +95,8 @@ def undo(
 def withdraw(
     output: SchedulerOutput, unfit: list[ScheduledTokens], manager: KVCacheManager
 ) -> tuple[list[Sequence], list[Sequence]]:
-    """Take `unfit` out of a step that was not submitted, and what they were to compute out of the prefix cache. Returns
-    the sequences of `unfit`, and those that share such blocks in this step: they are out of it as well."""
+    """Take `unfit` out of a step that was not submitted, and the blocks they were to compute out of the prefix cache.
+    Returns the sequences of `unfit`, and those that share such blocks in this step and leave it as well."""
     kept: list[ScheduledTokens] = []
     failed: list[Sequence] = []
     again: list[Sequence] = []

@@ -1,4 +1,4 @@
-"""The queue of waiting requests: their order, and when it is full. A full queue refuses (429), it does not grow.
+"""Queue of waiting requests: their order, and when it is full. A full queue refuses (429), it does not grow.
 
 Knows order and counts. Does not know blocks, rows or steps.
 """
@@ -33,8 +33,8 @@ class Pending(NamedTuple):
 
 
 class RequestQueue:
-    """Sequences bounded by requests and by prompt tokens. Clients take turns by their shares; of one client, sequences
-    are in the order of their keys. Those that yield come after all others, and leave the bounds to them."""
+    """Queue bounded in requests and in prompt tokens. Clients take turns by their shares; sequences of one client are
+    in the order of their keys. Sequences that yield come after all others, and do not count for the bounds."""
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self.max_requests = max_requests
@@ -43,7 +43,7 @@ class RequestQueue:
         self._num_yielding_tokens = 0  # of those of sequences that yield
         self.pending: Mapping[str, Pending] = {}  # of each client that has some; they count as waiting
         self._shares = ClientShares()
-        # Of each client that waits, apart those that yield. A line is named by whether it yields, and by its client.
+        # Waiting sequences of each client, those that yield in separate lines: (whether they yield, client).
         self._lines: dict[tuple[bool, str], list[Sequence]] = {}
         self._admitted_s: deque[float] = deque(maxlen=64)  # when the last ones were admitted
 
@@ -51,7 +51,7 @@ class RequestQueue:
         return sum(map(len, self._lines.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In the order in which they would be admitted if no other came."""
+        """Iterate in the order in which sequences would be admitted if no other came."""
         if len(self._lines) == 1:
             yield from next(iter(self._lines.values()))
             return
@@ -67,7 +67,7 @@ class RequestQueue:
                 heappush(turns, (yields, time + work, client, index + 1))
 
     def __getitem__(self, index: int) -> Sequence:
-        """The sequence that `index` others are ahead of."""
+        """The waiting sequence with `index` others ahead of it."""
         return next(islice(self, index, None))
 
     def has_several_clients(self, running: Iterable[Sequence]) -> bool:
@@ -80,7 +80,7 @@ class RequestQueue:
 
     @property
     def clients(self) -> Collection[str]:
-        """Those that wait."""
+        """Clients with waiting sequences."""
         return {client for _, client in self._lines}
 
     @property
@@ -99,7 +99,7 @@ class RequestQueue:
         return sum(one.num_tokens for one in self.pending.values())
 
     def time_of(self, client: str) -> float:
-        """What `client` has been given so far, in work; the one with the least is next."""
+        """Virtual time of `client`: the work done for it so far. The client with the least is next."""
         return self._shares.time_of(client)
 
     def check(self, num_tokens: int, num_free_rows: int, now: float, client: str) -> None:
@@ -136,7 +136,7 @@ class RequestQueue:
         """Remove `seq`, which begins to run."""
         self._admitted_s.append(now)
         if seq.first_scheduled_s is None:
-            # What yields may wait for long, and must not hold back the time of those that it yields to.
+            # Sequences that yield may wait for long, and must not hold back the time of those that they yield to.
             waiting = {client for yields, client in self._lines if yields <= seq.request.yields}
             self._shares.begin(seq.request.client, seq.num_prompt_tokens, waiting)
         self.remove(seq)
@@ -153,11 +153,11 @@ class RequestQueue:
 
     @property
     def has_had_several_clients(self) -> bool:
-        """A client alone needs no count of its tokens: the next one begins where it stands."""
+        """Whether tokens must be counted: for a single client they need not, as the next one begins at its time."""
         return self._shares.num_clients > 1
 
     def count_generated(self, client: str, num_tokens: int) -> None:
-        """Sequences of `client`, which were admitted before, have got so many tokens."""
+        """Count `num_tokens` that were generated for admitted sequences of `client`."""
         if self.has_had_several_clients:
             self._shares.generate(client, num_tokens)
 
@@ -166,7 +166,7 @@ class RequestQueue:
         self._num_yielding_tokens += num_tokens if seq.request.yields else 0
 
     def _retry_after_s(self, now: float) -> float:
-        """About when half of the queue will be gone, at the rate of the last admissions."""
+        """Seconds until about half of the queue will be gone, at the rate of the last admissions."""
         if not self._admitted_s or now <= self._admitted_s[0]:
             return _MIN_RETRY_S
         rate = len(self._admitted_s) / (now - self._admitted_s[0])

@@ -1,4 +1,4 @@
-"""Counts what happens to requests: one function per event, each adds to an `EngineStats`. Times are in seconds."""
+"""Counts the events of requests in an `EngineStats`, with one function per event. Times are in seconds."""
 
 from collections.abc import Collection
 
@@ -12,21 +12,21 @@ from oarlock.engine.types import FinishReason
 
 
 def record_arrival(stats: EngineStats, seq: Sequence) -> None:
-    """`seq` was accepted and waits."""
+    """Count `seq`, which was accepted and waits."""
     stats.num_accepted += 1
     stats.prompt_tokens += seq.num_prompt_tokens
     stats.request_prompt_tokens.observe(seq.num_prompt_tokens)
 
 
 def record_first_scheduled(stats: EngineStats, seq: Sequence, now: float) -> None:
-    """`seq` begins to run for the first time."""
+    """Count `seq`, which begins to run for the first time."""
     stats.queue_time_s.observe(now - seq.arrival_s)
     stats.prefix_cache_queries += seq.num_prompt_tokens
     stats.prefix_cache_hits += seq.num_cached_tokens
 
 
 def record_first_token(stats: EngineStats, seq: Sequence, now: float) -> None:
-    """The first token of `seq` was sampled."""
+    """Count the first sampled token of `seq`."""
     assert seq.first_scheduled_s is not None
     seq.first_token_s = now
     seq.trace.got_first_token(now)
@@ -36,7 +36,7 @@ def record_first_token(stats: EngineStats, seq: Sequence, now: float) -> None:
 
 
 def record_tokens(stats: EngineStats, since_s: np.ndarray) -> None:
-    """One step sampled tokens for n sequences that had one before; `since_s`, float64 [n]: the time since that one.
+    """Count the tokens that a step sampled for n sequences that had one before; `since_s`, float64 [n]: the time since.
 
     Most sequences of a step got their last token in the same step before, so that there are few different times.
     """
@@ -49,8 +49,7 @@ def record_tokens(stats: EngineStats, since_s: np.ndarray) -> None:
 
 
 def record_tokens_of(stats: EngineStats, seq: Sequence, num_tokens: int, now: float) -> None:
-    """A step sampled so many tokens of `seq`, the first of which may be its first. They share the time since the one
-    before."""
+    """Count `num_tokens` that a step sampled for `seq`, perhaps its first. They share the time since the one before."""
     last_s = seq.last_token_s
     if last_s is None:
         assert num_tokens == 1
@@ -61,14 +60,14 @@ def record_tokens_of(stats: EngineStats, seq: Sequence, num_tokens: int, now: fl
 
 
 def record_drafts(stats: EngineStats, num_drafts: int, num_accepted: int) -> None:
-    """So many tokens were drafted after the newest one of a sequence, and so many of them were right."""
+    """Count the drafts after the newest token of a sequence, and those of them that were right."""
     stats.num_drafts += 1
     stats.num_draft_tokens += num_drafts
     stats.num_accepted_draft_tokens += num_accepted
 
 
 def record_finish(stats: EngineStats, seq: Sequence, reason: FinishReason, now: float) -> None:
-    """`seq` has ended. Times of aborted and failed requests are left out: they do not measure the engine's speed."""
+    """Count the end of `seq`. Times of aborted and failed requests are left out: they do not measure speed."""
     stats.finished[reason.value] += 1
     if reason in (FinishReason.ABORT, FinishReason.ERROR):
         return

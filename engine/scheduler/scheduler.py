@@ -1,4 +1,4 @@
-"""Decides who runs next: one token budget per step, shared by decodes, drafts, prefills under way and the queue.
+"""Decides which sequences run next: one token budget a step for decodes, drafts, prefills under way and the queue.
 
 A sequence has known tokens and computed tokens; each step gives it some number of tokens to catch up. Chunked prefill,
 decoding, prefix hits and recomputation after preemption are then the same case, and there are no phases.
@@ -42,7 +42,7 @@ PRIORITY_STEP_S = 30.0
 
 
 class Scheduler:
-    """Every accepted request ends in exactly one terminal event and holds no block after it."""
+    """Schedules one engine. Every accepted request ends in exactly one terminal event and holds no block after it."""
 
     def __init__(self, config: EngineConfig, info: WorkerInfo) -> None:
         worker, caches_blocks = config.worker, config.enable_prefix_caching and not info.whole_texts
@@ -59,7 +59,7 @@ class Scheduler:
         self._max_vectors = max_token_vectors(info.hidden_size, info.max_model_len if info.whole_texts else 0)
         # Every running sequence must be able to get its one token, or decodes would starve each other.
         self.max_num_seqs = min(worker.max_num_seqs, worker.max_num_batched_tokens)
-        self._num_parts = config.num_micro_batches  # the sequences that decode are dealt to so many steps in flight
+        self._num_parts = config.num_micro_batches  # steps in flight among which decoding sequences are divided
         self.refused_steps = RefusedSteps(self.max_num_batched_tokens)
         self._waiting = RequestQueue(config.max_waiting_requests, config.max_waiting_tokens)
         self._running: list[Sequence] = []  # in the order in which they were admitted
@@ -101,7 +101,7 @@ class Scheduler:
 
     @property
     def open_requests(self) -> Mapping[int, Sequence]:
-        """By their ids, in the order in which they were added."""
+        """Open requests by id, in the order in which they were added."""
         return self._open
 
     def add(self, request: Request, now: float, grammar_matcher: GrammarMatcherProtocol | None = None) -> None:
@@ -117,11 +117,11 @@ class Scheduler:
         request_stats.record_arrival(self.stats, seq)
 
     def set_pending(self, pending: Mapping[str, tuple[int, int]]) -> None:
-        """Sets the accepted requests of each client, and their prompt tokens, that are not added yet: they wait too."""
+        """Set the numbers of accepted requests of each client, and of their prompt tokens, that are not added yet."""
         self._waiting.pending = {client: Pending(*counts) for client, counts in pending.items()}
 
     def check(self, request: Request, now: float) -> None:
-        """Raise what `add` raises."""
+        """Raise the errors of `add`, without adding."""
         try:
             if request.request_id in self._open:
                 raise RequestError(f"Request id {request.request_id} is in use.", "request_id")
@@ -138,7 +138,7 @@ class Scheduler:
         return None if seq is None else self._finish(seq, FinishReason.ABORT, now)
 
     def fail(self, request_id: int, message: str, now: float, param: str | None = None) -> TokenEvent | None:
-        """End one request by the engine's fault, or by that of its own field `param`. None when it is not known."""
+        """End one request by the engine's fault, or by that of its field `param`. None when it is not known."""
         seq = self._open.get(request_id)
         if seq is None:
             return None
@@ -167,7 +167,7 @@ class Scheduler:
         self.traces.now_s = now
         self._loading.follow(now)
         most = self.refused_steps.most_tokens or self.max_num_batched_tokens
-        is_short = most < self.max_num_batched_tokens  # of memory: nothing is drafted, and no step sent ahead
+        is_short = most < self.max_num_batched_tokens  # of memory: then nothing is drafted, and no step sent ahead
         drafter, most_drafts = None if is_short else self.drafter, self._most_drafts(most - len(self._running))
         if ahead and (is_short or (self._num_parts == 1 and self._must_wait(most_drafts))):
             return None
@@ -204,14 +204,14 @@ class Scheduler:
         if not output.num_preempted:
             may_pass = partial(may_be_passed, running=self._running, kv_cache_manager=self.kv_cache_manager)
             budget = prefill_order.admit_in_order(self._waiting, budget, run, may_pass, is_urgent=is_urgent)
-        if budget == whole:  # else the step is as short as it can be for those who wait
+        if budget == whole:  # else the step stays as short as it can be for those that wait
             budget = prefill_order.share_among_prompts(last, self._waiting, budget, run)
         output.num_prompt_tokens = whole - budget
         if not output.num_seqs:
             self.refused_steps.drop(output)
             if ahead or not self.kv_offload.has_copies:
                 return None
-            output = SchedulerOutput(output.step_id, [])  # of copies alone
+            output = SchedulerOutput(output.step_id, [])  # a step of copies alone
         else:
             self.refused_steps.begin(output)
             self.stats.iteration_tokens.observe(num_rows + output.num_prompt_tokens)
@@ -232,8 +232,8 @@ class Scheduler:
         return self._answers.apply(output, result, now)
 
     def take_back(self, outputs: list[SchedulerOutput], now: float) -> list[TokenEvent]:
-        """The ranks refused the first of `outputs` for lack of memory, and with it those scheduled ahead: all that are
-        in flight. Nothing of them has happened; the next step is smaller. Returns the events of those that fail."""
+        """Undo `outputs`, all steps in flight: the ranks refused the first for lack of memory, and with it those
+        scheduled ahead. The next step is smaller. Returns the events of requests that fail."""
         self.stats.num_refused_steps += 1
         self.traces.now_s = now
         self.traces.steps.refused(now)
@@ -266,7 +266,7 @@ class Scheduler:
             self.kv_offload.give_back(output.kv_copies)
 
     def _most_drafts(self, room: int) -> int:
-        """Drafts for which a step has place, that has `room` tokens beside those of running sequences."""
+        """Most drafts of a step that has `room` tokens beside those of running sequences."""
         if self.drafter is None:
             return 0
         beside_prompts = bool(self._free_rows and len(self._waiting)) or decodes.any_behind(self._columns)
@@ -278,7 +278,7 @@ class Scheduler:
         return is_short or (self.drafter is not None and decodes.drafts_wait(self._columns, self.drafter, most_drafts))
 
     def _allocate_next_block(self, seq: Sequence, output: SchedulerOutput) -> bool:
-        """One more block for `seq`, by preemption if need be. False when `seq` was itself preempted."""
+        """Allocate one more block for `seq`, by preemption if need be. False when `seq` was itself preempted."""
         if self.kv_cache_manager.sliding_window is not None:
             free_out_of_window(self.kv_cache_manager, seq, output)
         while (new := self.kv_cache_manager.allocate_slots(seq, seq.num_computed_tokens + 1)) is None:
@@ -302,7 +302,7 @@ class Scheduler:
         self._waiting.push(seq)
 
     def _schedule_tokens(self, seq: Sequence, output: SchedulerOutput, budget: int) -> int:
-        """As many tokens of `seq` as the budget allows; return their number."""
+        """Schedule as many tokens of `seq` as the budget allows; return their number."""
         start = seq.num_computed_tokens
         num_tokens = seq.num_tokens - start
         if not self.limits.whole_texts:
@@ -325,7 +325,7 @@ class Scheduler:
         return num_tokens
 
     def _schedule_prompt(self, output: SchedulerOutput, now: float, seq: Sequence, budget: int) -> int:
-        """As `_schedule_tokens`, of a sequence that is admitted first if it waits; it fails alone."""
+        """Schedule tokens of a prompt, admitting it first if it waits; an exception fails this sequence alone."""
         if self.limits.whole_texts and not prefill_order.has_room_for_text(seq, output, budget, self._max_vectors):
             return 0
         try:

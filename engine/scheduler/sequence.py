@@ -1,4 +1,4 @@
-"""The state of one request from its arrival to its end. Private to the engine and mutable.
+"""State of one request from its arrival to its end. Private to the engine and mutable.
 
 Knows token ids and block ids. Does not know policy (`scheduler.py`), free blocks (`kv_cache_manager.py`) or arrays.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Status(Enum):
-    """Where a sequence stands. FINISHED is final: the answer to a step still in flight for it is ignored."""
+    """Status of a sequence. FINISHED is final: the answer to a step still in flight for it is ignored."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -26,7 +26,7 @@ class Status(Enum):
 
 
 class GrammarMatcherProtocol(Protocol):
-    """How far one sequence has come in its grammar. The same calls give the same answers: no clock, no randomness.
+    """Matcher of one sequence with its grammar. Equal calls give equal answers: no clock, no randomness.
 
     It is made before `Scheduler.add` and lives as long as its sequence:
 
@@ -36,7 +36,7 @@ class GrammarMatcherProtocol(Protocol):
         preemption                     no call: recomputed tokens are not accepted again
         end, failure, abort            no call
 
-    An exception from either method ends that one request, by the engine's fault.
+    An exception from any method ends that one request, by the engine's fault.
     """
 
     def fill_masks(self, drafts: Tokens[int], into: "np.ndarray") -> int | None:
@@ -46,20 +46,20 @@ class GrammarMatcherProtocol(Protocol):
         is allowed behind a draft that cannot be accepted. Every word is written, and nothing else is changed: it may be
         called again for the same token.
 
-        Returns how many drafts may be accepted before nothing but the end is left; None where more may follow. At 0 the
+        Returns how many drafts may be accepted before only the end is left; None where more may follow. At 0 the
         sequence ends now, whatever `min_tokens` is, without an end-of-sequence token.
         """
 
     def accept(self, token_ids: Tokens[int]) -> bool:
-        """Move on by `token_ids`. True when nothing but the end is known to be left, as in `fill_masks`; it may be
-        found only there. None of the ids but the last may complete the grammar."""
+        """Move on by `token_ids`. True when only the end is known to be left; False leaves it to `fill_masks` to find
+        that. No id but the last may complete the grammar."""
 
     def only_end_is_left(self) -> bool:
-        """What `fill_masks` would find out for the next token."""
+        """Whether `fill_masks` would return 0 for the next token."""
 
 
 class RowColumns(Protocol):
-    """What changes with every token of running sequences, by row: part of `RunningColumns`."""
+    """State of running sequences that changes with every token, by row: part of `RunningColumns`."""
 
     num_computed: "np.ndarray"  # int64 [rows]
     last_token_s: "np.ndarray"  # float64 [rows]   nan: none yet
@@ -67,10 +67,10 @@ class RowColumns(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Why the KV cache manager refused blocks to a sequence, so that it need not search again while this holds."""
+    """Refusal of blocks by the KV cache manager, which need not search again while its cause holds."""
 
-    floor: int  # with the reserve added: so many blocks must have been released, ever, before it can succeed
-    awaited: bytes | None  # or else the block with this hash must be cached
+    floor: int  # plus the reserve: blocks that must have been released, ever, before it can succeed
+    awaited: bytes | None  # or the block with this hash must be cached
 
 
 class Sequence:
@@ -80,8 +80,8 @@ class Sequence:
     steps scheduled so far have run; the last of these tokens is not known while the step that samples it runs. Drafts
     count as computed until the answer tells how many were right.
 
-    While it runs, `columns` keeps what changes with every token; what follows there from other attributes is brought
-    up to date by `RunningColumns.refresh`.
+    While it runs, `columns` keeps the state that changes with every token; `RunningColumns.refresh` updates there what
+    follows from other attributes.
     """
 
     __slots__ = (
@@ -139,14 +139,14 @@ class Sequence:
         self.key = key  # order of service: the smallest runs first and is preempted last
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        # So many tokens, prompt and generated ones together, end it at the latest.
+        # The sequence ends at this many tokens at the latest, prompt and generated ones together.
         self.final_len = min(self.num_prompt_tokens + params.max_tokens, max_len)
-        # Every token is computed but the last one generated, which predicts nothing.
+        # Every token is computed except the last one generated, which predicts nothing.
         self.num_to_compute = max(self.num_prompt_tokens, self.final_len - 1)
         self.columns: RowColumns | None = None  # None: it does not run
         self._num_computed_tokens = 0
         self.decodes_alone = not self.samples  # its decode steps are scheduled as `ScheduledTokens`
-        # Each of its tokens takes more than to append it.
+        # Whether each of its tokens takes more work than to append it.
         self.is_watched = params.logprobs is not None or grammar_matcher is not None
         self.block_ids: list[int] = []
         self.num_freed_blocks = 0  # leading entries of `block_ids` that are the null block: outside the sliding window
@@ -173,7 +173,7 @@ class Sequence:
 
     @property
     def num_computed_tokens(self) -> int:
-        """By the steps that are scheduled, the last of which may still run."""
+        """Tokens computed by the steps scheduled so far, the last of which may still run."""
         return self._num_computed_tokens if self.columns is None else int(self.columns.num_computed[self.row])
 
     @num_computed_tokens.setter
@@ -185,7 +185,7 @@ class Sequence:
 
     @property
     def last_token_s(self) -> float | None:
-        """When its newest token was sampled."""
+        """Time at which the newest token was sampled."""
         if self.columns is None:
             return self._last_token_s
         last_s = float(self.columns.last_token_s[self.row])
@@ -223,8 +223,8 @@ class Sequence:
 
     @property
     def num_skippable_tokens(self) -> int:
-        """How many leading tokens need not run when their KV is cached: all but those still to be scored, and those
-        whose hidden states are still to be returned."""
+        """Number of leading tokens that need not run when their KV is cached: those before the first that is still to
+        be scored, or whose hidden state is still to be returned."""
         params = self.request.params
         if self.pooling is not None and self.pooling.kind in ("mean", "cls", "token"):
             is_returned = self.pooling.kind == "cls" and self.num_returned_vectors

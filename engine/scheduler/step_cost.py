@@ -1,8 +1,8 @@
-"""The cost of a step, learnt from those that ran, and the division of a step's tokens among drafts and prompts.
+"""Learns the cost of a step from those that ran, and divides a step's tokens among drafts and prompts.
 
-Each decoding sequence gets one token. What is left of a step's tokens is for drafts and for prompts, and neither takes
+Each decoding sequence gets one token. The remaining tokens of a step are for drafts and for prompts, and neither takes
 the part of the other: a prompt would otherwise wait until answers end, or drafts until no prompt comes. Without a limit
-of its time a chunk of a long prompt would hold up everyone's next token for as long as fifty steps without it take.
+on its time a chunk of a long prompt would delay everyone's next token by the time of fifty steps without it.
 
 Pure: knows counts and seconds that it is told; has no clock, and does not know sequences.
 """
@@ -14,20 +14,20 @@ from typing import NamedTuple
 
 from oarlock.workers.step_cost import StepCost
 
-RATIO = 2.5  # of a step with prompt tokens to one without, where no limit is given
-FEWEST_TOKENS = 16  # of a chunk, however long a step takes: prompts must go on
+RATIO = 2.5  # of the time of a step with prompt tokens to one without, where no limit is given
+FEWEST_TOKENS = 16  # of a chunk, however long a step takes: prompts must make progress
 REMEMBERED = 16  # steps of a kind; their median is what another will take
-_TELLING_TOKENS = 8  # so few say little about what a token costs
-_FEWEST = 3  # steps with few rows, and with many, that tell what a row adds
-_FORGET_AFTER = 512  # steps between two kinds: what a row adds may have changed
-# What a row adds to a step of one row, before it is known: not more than this, because what is measured at start may be
-# wrong on a busy machine, and too high a cost would never be corrected; and this, where nothing was measured.
+_TELLING_TOKENS = 8  # steps with fewer say little about the cost of a token
+_FEWEST = 3  # steps with few rows, and with many, that show the cost of a row
+_FORGET_AFTER = 512  # steps between two kinds, after which the cost of a row may have changed
+# Share of a step of one row that a row costs, before it is known: at most the first, because a measurement at start may
+# be wrong on a busy machine, and too high a cost would never be corrected; the second, where nothing was measured.
 _MOST_AT_FIRST, _AT_FIRST = 1 / 8, 1 / 32
-_LEAST = 1 / 128  # of a step, however little it seems
+_LEAST = 1 / 128  # share of a step that a row costs at least
 
 
 class _Kind:
-    """The last steps of about the same number of rows: all numbers with as many bits."""
+    """Newest steps with about the same number of rows: all numbers of rows with equal bit length."""
 
     def __init__(self) -> None:
         self.steps: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # rows and seconds
@@ -35,7 +35,7 @@ class _Kind:
 
 
 class _Line(NamedTuple):
-    """Seconds of a step by its rows, near some number of them."""
+    """Straight line of a step's seconds by its rows, near some number of rows."""
 
     rows: float
     seconds: float  # of a step of `rows`
@@ -43,27 +43,27 @@ class _Line(NamedTuple):
 
 
 class StepCosts:
-    """Seconds of a step by its rows, each a sequence's newest token or a draft, and by its prompt tokens.
+    """Predicts the seconds of a step from its rows, each a sequence's newest token or a draft, and its prompt tokens.
 
-    A step takes what the last ones of about as many rows took, and for each row more what tells steps with few rows
-    from those with many.
+    A step takes as long as the newest ones with about as many rows; each further row adds the slope between steps with
+    few rows and steps with many.
     """
 
     def __init__(self, measured: StepCost | None) -> None:
-        """`measured` by the ranks at start: used until steps have run."""
+        """`measured`: the cost that ranks measured at start, used until steps have run."""
         self.measured = measured
         row_s = _AT_FIRST if measured is None else measured.seconds(1, context=0) - measured.fixed_s
         step_s = 1.0 if measured is None else measured.seconds(1, context=0)
         self._first_row_s = min(row_s, step_s * _MOST_AT_FIRST)
         self._first_fixed_s = step_s - self._first_row_s
         self._kinds: dict[int, _Kind] = {}  # by the bit length of the number of rows
-        self._lines: dict[int, _Line] = {}  # likewise; of those that were asked for since a step was told
+        self._lines: dict[int, _Line] = {}  # likewise; computed since the newest step was observed
         self._num_steps = 0
         self._token_s: deque[float] = deque(maxlen=REMEMBERED)
 
     def observe(self, num_rows: int, num_prompt_tokens: int, seconds: float, num_before: int = 0) -> None:
-        """A step of so many rows and prompt tokens has run, after `num_before` others like it that were not told. Of a
-        clock that stands still nothing is learnt."""
+        """Learn from a step of so many rows and prompt tokens, run after `num_before` like it that were not observed.
+        A clock that stands still teaches nothing."""
         if seconds <= 0:
             return
         if num_prompt_tokens:
@@ -78,7 +78,7 @@ class StepCosts:
         self._lines.clear()
 
     def seconds(self, num_rows: int) -> float | None:
-        """Seconds of a step of so many rows without prompt tokens; None: nothing is known."""
+        """Seconds of a step of `num_rows` rows without prompt tokens; None: not known."""
         if self._kinds:
             return self.step_and_row_s(num_rows)[0]
         return None if self.measured is None else self.measured.seconds(num_rows, context=0)
@@ -91,8 +91,8 @@ class StepCosts:
         return None if self.measured is None else self.measured.token_s
 
     def step_and_row_s(self, num_rows: int) -> tuple[float, float]:
-        """Seconds of a step of so many rows, and what one row more adds. Before anything is known, the first is 1 for
-        a step of one row."""
+        """Seconds of a step of `num_rows` rows, and of one row more. Before anything is known, a step of one row takes
+        1."""
         if not self._kinds:
             step_s, row_s = self._first_fixed_s + num_rows * self._first_row_s, self._first_row_s
         else:
@@ -104,7 +104,7 @@ class StepCosts:
         return step_s, max(row_s, step_s * _LEAST)
 
     def _line(self, bits: int) -> _Line:
-        """The line through the kind of steps that is nearest, and the nearest other one of about the same time."""
+        """Fit a line through the nearest kind of steps, and the nearest other kind of about the same time."""
         near, *others = (self._kinds[kind] for kind in sorted(self._kinds, key=lambda kind: (abs(kind - bits), kind)))
         steps = [*near.steps]
         step_rows, step_s = median(rows for rows, _ in steps), median(one for _, one in steps)
@@ -124,21 +124,21 @@ class StepCosts:
 
 
 class StepBudget:
-    """Divides what decoding sequences leave of a step among drafts and prompts."""
+    """Divides the part of a step that decoding sequences leave among drafts and prompts."""
 
     def __init__(self, costs: StepCosts, max_step_s: float | None, num_stages: int) -> None:
-        """`max_step_s`: of a step in which answers go on; None: `RATIO` times one without prompt tokens. `num_stages`:
-        through which a step passes."""
+        """`max_step_s`: limit for a step that continues answers; None: `RATIO` times one without prompt tokens.
+        `num_stages`: pipeline stages through which a step passes."""
         self._costs = costs
         self._max_step_s = max_step_s
         self._num_stages = num_stages
-        self._part = self._num_after_part = 0  # what was divided last: the tokens of a step, and those that it leaves
+        self._part = self._num_after_part = 0  # the last division: the tokens of a step, and those left after it
 
     def drafts(self, num_decodes: int, room: int, *, beside_prompts: bool) -> int:
         """Most drafts of a step that has `room` tokens beside `num_decodes` sequences that get one each.
 
-        `beside_prompts`: there are some that could be computed. Then half of the room is theirs, and half of the time,
-        if that is limited.
+        `beside_prompts`: there are prompts that could be computed. They get half of the room, and half of the time if
+        it is limited.
         """
         if not beside_prompts:
             return room
@@ -149,7 +149,7 @@ class StepBudget:
         return room
 
     def prompt_tokens(self, num_rows: int, room: int, num_left: int) -> int:
-        """Tokens of prompts in a step that has `room` for them beside `num_rows` rows, drafts included. Prompts have
+        """Prompt tokens of a step that has `room` for them beside `num_rows` rows, drafts included. Prompts have
         `num_left` tokens to compute, in this step and in later ones."""
         measured = self._costs.measured
         if self._num_stages > 1 and measured is not None and measured.fixed_s:
@@ -163,11 +163,11 @@ class StepBudget:
         return min(room, max(FEWEST_TOKENS, int((limit_s - rows_s) / token_s)))
 
     def _of_a_part(self, num_left: int, cost: StepCost) -> int:
-        """Tokens of one of the steps that `num_left` tokens are divided among, so that all stages have one to compute;
-        the same until others come.
+        """Tokens of each step when `num_left` tokens are divided into several, so that all stages have one to compute;
+        constant until other prompts come.
 
-        Of m steps each takes (fixed + token x num_left / m) / stages in each stage, and the last one leaves the last
-        stage after m + stages - 1 of those: soonest for m = sqrt((stages - 1) x token x num_left / fixed).
+        With m steps each takes (fixed + token x num_left / m) / stages in each stage, and the last one leaves the last
+        stage after m + stages - 1 of those times: soonest for m = sqrt((stages - 1) x token x num_left / fixed).
         """
         if num_left > self._num_after_part:
             best = math.sqrt((self._num_stages - 1) * cost.token_s * num_left / cost.fixed_s)

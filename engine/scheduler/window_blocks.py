@@ -1,4 +1,4 @@
-"""Blocks of a sequence where all layers have a sliding window: given back behind it, and given as it moves on."""
+"""Blocks of a sequence where all layers have a sliding window: freed behind the window, allocated as it moves on."""
 
 from oarlock.engine.scheduler.kv_cache_manager import NULL_BLOCK, KVCacheManager
 from oarlock.engine.scheduler.output import SchedulerOutput
@@ -14,7 +14,7 @@ def free_out_of_window(manager: KVCacheManager, seq: Sequence, output: Scheduler
 def allocate_within_window(
     manager: KVCacheManager, seq: Sequence, num_tokens: int, num_running: int, output: SchedulerOutput
 ) -> int:
-    """Blocks for the next `num_tokens` tokens, or for as many as there is room for; return that number.
+    """Allocate blocks for the next `num_tokens` tokens, or for as many as there is room for; return that number.
 
     Leaves a block for each of the other running sequences; `num_running` counts `seq` as well.
     """

@@ -1,1 +1,1 @@
-"""Structured output: grammars are compiled in a sandbox first, and decide a mask for each token."""
+"""Structured output: compiles grammars, in a sandbox first, and computes the mask of each token."""

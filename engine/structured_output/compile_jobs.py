@@ -1,7 +1,7 @@
-"""Grammars that wait to be compiled: a bounded queue in which clients take turns, without those that no request needs.
+"""Queue of grammars that wait to be compiled: bounded, with turns by client, without those that no request needs.
 
-The engine's loop puts and withdraws, compiler threads take. Knows grammars, counts and names of clients. Does not know
-requests or compilers.
+The engine's loop puts and withdraws grammars, compiler threads take them. Knows grammars, counts and names of clients.
+Does not know requests or compilers.
 """
 
 import threading
@@ -13,30 +13,29 @@ from oarlock.engine.sampling_params import Grammar
 MAX_JOBS = 128
 MAX_CHARACTERS = 8 << 20
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
-_WEIGHT = 0.2  # of the last compilation in the average of their times
+_WEIGHT = 0.2  # of the newest compilation in the average of their times
 _SLOW_S = 0.25  # the average beyond which no client has more than one thread
 
 Key = tuple[str, str]  # kind, text
 
 
 def key_of(grammar: Grammar) -> Key:
-    """Equal for grammars that one compilation serves."""
+    """Key of a grammar, equal for grammars that one compilation serves."""
     return grammar.kind, grammar.text
 
 
 class CompileJobs:
-    """Clients take turns; of one client, grammars are in the order in which they were put.
+    """Queue in which clients take turns; the grammars of one client keep the order in which they were put.
 
-    While compilations are slow, a client has one thread at a time: that of another client need not wait for the end of
-    one that takes seconds.
+    While compilations are slow, a client has one thread at a time, so that another client need not wait for seconds.
     """
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._changed = threading.Condition()
         self._jobs: dict[Key, Grammar] = {}
-        # The jobs of each client, the client whose turn is next in front. A grammar that several asked for is a job of
-        # each, and taken with the first turn.
+        # Jobs by client, the client whose turn is next first. A grammar that several clients asked for is a job of each
+        # of them, and is taken with the first turn.
         self._turns: OrderedDict[str, dict[Key, None]] = OrderedDict()
         self._running: dict[str, int] = {}  # threads that each client has
         self._num_characters = 0
@@ -75,7 +74,7 @@ class CompileJobs:
             self._turns.setdefault(client, {})[key] = None
 
     def share(self, key: Key, client: str) -> None:
-        """Another client needs a grammar that was put: its turn may come sooner. Nothing if a thread has taken it."""
+        """Add a queued grammar to the turns of another client, so that it may come sooner, unless a thread has it."""
         with self._changed:
             if key in self._jobs:
                 self._turns.setdefault(client, {})[key] = None
@@ -87,7 +86,7 @@ class CompileJobs:
 
     @property
     def next_client(self) -> str | None:
-        """The client whose grammar `get` returns at once; None: it would wait."""
+        """Client whose grammar `get` returns at once; None: it would wait."""
         is_slow = self._mean_s > _SLOW_S
         return next((client for client in self._turns if not is_slow or client not in self._running), None)
 
@@ -106,7 +105,7 @@ class CompileJobs:
             return client, grammar
 
     def _remove(self, key: Key) -> Grammar | None:
-        """Take a job from all that asked for it."""
+        """Remove a job from the turns of all clients that asked for it."""
         grammar = self._jobs.pop(key, None)
         if grammar is not None:
             self._num_characters -= len(grammar.text)
@@ -117,7 +116,7 @@ class CompileJobs:
         return grammar
 
     def done(self, client: str, seconds: float) -> None:
-        """A compilation in a turn of `client` has ended after so long."""
+        """Record that a compilation in a turn of `client` has ended after `seconds`."""
         with self._changed:
             self._mean_s += _WEIGHT * (seconds - self._mean_s)
             num_left = self._running.pop(client) - 1

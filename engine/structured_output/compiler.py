@@ -21,7 +21,7 @@ from oarlock.engine.structured_output.schema_fault import wrong_type
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-MAX_OBJECT_DEPTH = 16  # of `json_object`
+MAX_OBJECT_DEPTH = 16  # nesting of `json_object`
 _COMPACT: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _MAX_REASON = 300
 # Sets of tokens that llguidance adds to a mask as a whole where all of them are allowed: white space, and pieces of
@@ -64,7 +64,7 @@ class Compiled:
 
 
 class Compiler:
-    """Compiles for one model's tokens. Making it takes seconds for a large vocabulary, with Python's lock held."""
+    """Compiler for one model's tokens. Making it takes seconds for a large vocabulary, with Python's lock held."""
 
     def __init__(self, tokenizer_file: Path) -> None:
         """Raises `ValueError` when the file cannot be read, or its tokens cannot be mapped to bytes."""
@@ -85,16 +85,16 @@ class Compiler:
 
     @property
     def num_words(self) -> int:
-        """Of a mask, uint32 each; the model's vocabulary may be larger or smaller."""
+        """Number of uint32 words in a mask; the model's vocabulary may be larger or smaller."""
         return -(-self.tokens.vocab_size // 32)
 
     def _mask(self, expression: str) -> np.ndarray:
-        """The tokens that a text of this form may begin with, as a mask: uint32 [num_words]."""
+        """Mask of the tokens with which a text that matches `expression` may begin: uint32 [num_words]."""
         matcher = LLMatcher(self.tokens, LLMatcher.grammar_from_regex(expression), log_level=0)
         return np.frombuffer(matcher.compute_bitmask(), np.uint32, self.num_words)
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Raises `GrammarError`. May take long or crash the process for a hostile text."""
+        """Compile `grammar`. Raises `GrammarError`. May take long or crash the process for a hostile text."""
         try:
             source = _source(grammar)
         except (ValueError, RecursionError, GbnfToLarkError) as error:
@@ -109,7 +109,7 @@ class Compiler:
         return compiled
 
     def matcher(self, source: str) -> LLMatcher:
-        """Raises `GrammarError`."""
+        """Make a matcher at the beginning of `source`. Raises `GrammarError`."""
         matcher = LLMatcher(self.tokens, source, log_level=0, limits=_LIMITS)
         _raise_error(matcher)
         return matcher
@@ -132,7 +132,7 @@ def _raise_error(matcher: LLMatcher) -> None:
 
 
 def _short(reason: str) -> str:
-    """One line of bounded length."""
+    """Shorten a reason to one line of bounded length."""
     line = " ".join(reason.replace("<non-verbose/>", "").split())
     if line.startswith("NoExtension"):
         line = "no text matches it"

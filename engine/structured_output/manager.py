@@ -4,8 +4,8 @@
     threads    let the sandbox check that the grammar is safe, then compile it for the engine
     loop       is woken through `fileno`, and `poll`s the requests that are ready or refused
 
-Requests with the same grammar share one compilation, and clients take turns. Compiled grammars are kept, and so are the
-reasons of refusals, so that a grammar which takes too long costs a thread its time once and not with each request. A
+Requests with the same grammar share one compilation, and clients take turns. Compiled grammars and the reasons of
+refusals are kept, so that a grammar that takes too long costs a thread that time once and not with each request. A
 grammar that no request needs any more is not compiled, unless a thread has begun with it. Does not know the scheduler,
 steps or frames.
 """
@@ -37,17 +37,17 @@ from oarlock.engine.types import Request
 
 logger = logging.getLogger("oarlock.engine")
 
-NUM_THREADS = 2  # each with a connection of its own to the sandbox
+NUM_THREADS = 2  # each with a separate connection to the sandbox
 MAX_KEPT = 64
 MAX_KEPT_CHARACTERS = 4 << 20
-MAX_REFUSED = 1024  # of which the reason is kept, each with a digest instead of its text: under 1 MiB in all
-TOO_LONG_KEPT_S = 300.0  # then it is tried again: the machine may have been slow
+MAX_REFUSED = 1024  # grammars whose refusal is kept, by digest instead of text: under 1 MiB in all
+TOO_LONG_KEPT_S = 300.0  # then the grammar is tried again: the machine may have been slow
 LOST = "The process that tries grammars could not be kept alive; the cause is in the server's log. Retry later."
 _STACK_BYTES = 16 << 20
 
 
 class _Failure(Enum):
-    """Why a grammar was not compiled, when nothing is known to be wrong with it."""
+    """Failure to compile a grammar when nothing is known to be wrong with it."""
 
     SANDBOX_LOST = auto()
     EXCEPTION = auto()
@@ -63,7 +63,7 @@ _Result = Compiled | str | _Failure  # compiled, or what is wrong with the gramm
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A request that is pending no longer: it has a matcher, or an error."""
+    """Outcome of a request that was pending: a matcher, or an error."""
 
     request: Request
     arrival_s: float
@@ -78,14 +78,14 @@ class _Pending:
 
 
 class _Refused(NamedTuple):
-    """Refusal of a grammar, and until when it is not tried again."""
+    """Refusal of a grammar, and the time until which it is not tried again."""
 
     reason: str
     until_s: float
 
 
 class StructuredOutputManager:
-    """All methods belong to the engine's loop, and none of them but `fill_masks` blocks."""
+    """Gives requests matchers for their grammars. All methods belong to the engine's loop; only `fill_masks` blocks."""
 
     def __init__(self, tokenizer_file: Path, compiler: Compiler | None, missing: str = "") -> None:
         """`missing` says why there is no compiler."""
@@ -108,7 +108,7 @@ class StructuredOutputManager:
 
     @staticmethod
     def open(tokenizer_path: str) -> "StructuredOutputManager":
-        """For the tokenizer in this directory. Without a usable tokenizer.json there are no grammars, and all else."""
+        """Open the manager for the tokenizer in this directory. Without a usable tokenizer.json it refuses grammars."""
         file = Path(tokenizer_path) / "tokenizer.json"
         begun = time.monotonic()
         try:
@@ -121,7 +121,7 @@ class StructuredOutputManager:
         return StructuredOutputManager(file, compiler)
 
     def fileno(self) -> int:
-        """Readable when `poll` has results."""
+        """File descriptor that is readable when `poll` has results."""
         return self._wake_read
 
     @property
@@ -134,7 +134,7 @@ class StructuredOutputManager:
         return self._pending_by_client
 
     def submit(self, request: Request, now: float) -> GrammarMatcher | None:
-        """The matcher of a request whose grammar is known. None: it is pending, and `poll` returns its outcome.
+        """Return a matcher if the request's grammar is known. None: it is pending, and `poll` returns its outcome.
 
         Raises `RequestError`, and `QueueFullError` when too many grammars wait already.
         """
@@ -193,7 +193,7 @@ class StructuredOutputManager:
         return request_ids
 
     def fill_masks(self, batch: list[Rows]) -> list[int | Exception | None]:
-        """The masks of all matchers of one step, as `MaskBatch.fill_masks` computes them. This one does block."""
+        """Compute the masks of all matchers of one step, as `MaskBatch.fill_masks` does. This call blocks."""
         return self._mask_batch.fill_masks(batch)
 
     def close(self) -> None:
@@ -250,7 +250,7 @@ class StructuredOutputManager:
             self._refused.popitem(last=False)
 
     def _known_reason(self, key: Key, now: float) -> str | None:
-        """Why a grammar was refused before; None: it was not, or so long ago that it is tried again."""
+        """Reason of an earlier refusal; None: there was none, or it is so old that the grammar is tried again."""
         digest = _digest(key)
         refused = self._refused.get(digest)
         if refused is None or now >= refused.until_s:
@@ -261,7 +261,7 @@ class StructuredOutputManager:
     # -- in the threads
 
     def _start_threads(self) -> None:
-        """With the first grammar: a server that never gets one has neither the threads nor the sandbox."""
+        """Start the compiler threads with the first grammar: a server without any needs neither them nor a sandbox."""
         if self._threads:
             return
         size = threading.stack_size(_STACK_BYTES)

@@ -1,4 +1,4 @@
-"""The masks of all grammars of one step at once: those of several grammars side by side in threads.
+"""Computes the masks of all grammars of one step at once: those of different grammars in parallel threads.
 
 Matchers of one compiled grammar share a cache with one lock, so they take turns, and threads would only wait. Does not
 know sequences, steps or where masks go.
@@ -13,7 +13,7 @@ from llguidance import LLExecutor
 
 from oarlock.engine.structured_output.matcher import ALL
 
-# Of each thread: as much as the engine's own, four times what the sandbox lets a grammar use.
+# Stack of each thread: as large as the engine's, four times what the sandbox lets a grammar use.
 _STACK_BYTES = 8 << 20
 
 # A `GrammarMatcher`, the tokens that are drafted after the known ones, and the masks to write: uint32 [1 + drafts, W].
@@ -21,14 +21,14 @@ Rows = tuple[Any, tuple[int, ...], np.ndarray]
 
 
 class MaskBatch:
-    """Computes what `GrammarMatcher.fill_masks` does. Its threads are started when they are first needed."""
+    """Fills masks like `GrammarMatcher.fill_masks`, for many at once. Its threads start when first needed."""
 
     def __init__(self) -> None:
         self._threads: LLExecutor | None = None
-        self._masks = np.empty((0, 0), np.uint32)  # the library's, reused
+        self._masks = np.empty((0, 0), np.uint32)  # the library writes into it; reused
 
     def fill_masks(self, batch: list[Rows]) -> list[int | Exception | None]:
-        """What `fill_masks` of each matcher returns or raises."""
+        """Fill the masks of every matcher; return for each what its `fill_masks` returns or raises."""
         if len({id(matcher.origin) for matcher, _, _ in batch}) == 1:
             return [_outcome(matcher.fill_masks, drafts, into) for matcher, drafts, into in batch]
         computed = self._computed(batch)
@@ -38,7 +38,7 @@ class MaskBatch:
         ]
 
     def _computed(self, batch: list[Rows]) -> list[np.ndarray]:
-        """The library's masks of each matcher: uint32 [1 + drafts, num_words]."""
+        """Masks of each matcher as the library computes them: uint32 [1 + drafts, num_words]."""
         ends = np.cumsum([1 + len(drafts) for _, drafts, _ in batch]).tolist()
         masks = self._room_for(ends[-1], batch[0][0].compiler.num_words)
         plain, drafted = [], []

@@ -1,6 +1,6 @@
-"""How far one sequence has come in its grammar: the mask of its next token, and whether the grammar is complete.
+"""Matches one sequence with its grammar: the mask of its next token, and whether the grammar is complete.
 
-Adds to llguidance's matcher the sequence's own end tokens where the text may end, and a bound on the digits of a JSON
+Adds to llguidance's matcher the sequence's end tokens where the text may end, and a bound on the digits of a JSON
 number, because a model that has begun to write digits may never stop. Does not know steps, rows, or how a grammar is
 compiled.
 """
@@ -23,7 +23,7 @@ _QUOTE, _BACKSLASH, _NEWLINE = b'"\\\n'
 
 
 class BrokenGrammarError(Exception):
-    """The matcher failed: a limit on the work of one token, or a token that its own mask forbids."""
+    """The matcher failed: a limit on the work of one token, or a token that its mask forbids."""
 
 
 class GrammarMatcher:
@@ -47,12 +47,12 @@ class GrammarMatcher:
         return self.finish_masks(drafts, masks, into)
 
     def possible(self, drafts: Tokens[int]) -> list[int]:
-        """`drafts` up to the first one that is no token of the grammar's tokenizer."""
+        """The leading `drafts` that are tokens of the grammar's tokenizer."""
         num_tokens = self.compiler.tokens.vocab_size
         return list(takewhile(lambda token: token < num_tokens, drafts))
 
     def finish_masks(self, drafts: Tokens[int], masks: np.ndarray, into: np.ndarray) -> int | None:
-        """The same from `masks`, uint32 [1 + drafts, num_words]: the library's, which are changed."""
+        """Finish `fill_masks` from the library's `masks`, uint32 [1 + drafts, num_words], which are changed."""
         if self.matcher.is_error():
             self._compute_anew(drafts, masks)
         possible = self.possible(drafts) if drafts else ()
@@ -108,7 +108,7 @@ class GrammarMatcher:
         return self.fill_masks((), np.empty((1, self.compiler.num_words), np.uint32)) == 0
 
     def compute(self, drafts: Tokens[int], masks: np.ndarray) -> None:
-        """Write the library's masks, as far as it can accept the drafts, and all ids behind those.
+        """Write the library's masks as far as it can accept the drafts; rows behind those allow every id.
 
         The state is the same afterwards, or that of an error.
         """
@@ -126,7 +126,7 @@ class GrammarMatcher:
             self.matcher.rollback(num_accepted)
 
     def _compute_anew(self, drafts: Tokens[int], masks: np.ndarray) -> None:
-        """The same after an error. One that only drafts lead to shows when such a draft is accepted."""
+        """Compute the masks again after an error, without the drafts if they cause it: accepting such a draft fails."""
         for tried in (drafts, ()):
             self._start_over()
             self.compute(tried, masks)
@@ -144,7 +144,7 @@ class GrammarMatcher:
         return copy.copy(digits) if to_change else digits
 
     def _bounded_number(self, mask: np.ndarray, digits: "_DigitRun", *, can_end: bool) -> np.ndarray:
-        """`mask` without exponents, and more digits after `MAX_DIGITS`, unless nothing else would be allowed."""
+        """Remove exponents, and further digits after `MAX_DIGITS`, from `mask` unless nothing else would be allowed."""
         if digits.is_in_string:
             return mask
         compiler, length = self.compiler, digits.length
@@ -175,7 +175,7 @@ class _DigitRun:
     __slots__ = ("_escaped", "is_in_string", "length", "num_tokens")
 
     def __init__(self) -> None:
-        self.num_tokens = 0  # that were counted; written by the caller
+        self.num_tokens = 0  # tokens that were pushed; written by the caller
         self.length = 0
         self.is_in_string = False
         self._escaped = False

@@ -1,5 +1,4 @@
-"""A process that tries to compile grammars, so that one which crashes the compiler, hangs or takes too much memory does
-no harm to the engine.
+"""Sandbox process that tries to compile grammars: one that crashes, hangs or takes too much memory harms no engine.
 
     python -m oarlock.engine.structured_output.sandbox --tokenizer FILE --parent PID --fd N [--fd N …]
 
@@ -24,8 +23,8 @@ from oarlock.engine.sampling_params import Grammar
 from oarlock.engine.structured_output.compiler import Compiler, GrammarError
 from oarlock.workers.python_child import die_with_parent, leave_signals_to_parent
 
-DEADLINE_S = 1.0  # of the processor's time, for one trial
-_PATIENCE_S = 10.0  # for the same by the clock, where other programs take the processor
+DEADLINE_S = 1.0  # processor time of one trial
+_PATIENCE_S = 10.0  # clock time of one trial, during which other programs may take the processor
 _MAX_MEMORY_BYTES = 512 << 20  # beyond what the tokenizer took
 _STACK_BYTES = 2 << 20  # a quarter of what the engine's threads have
 _NICENESS = 5  # requests that are being answered come first
@@ -62,7 +61,7 @@ def main(argv: list[str]) -> int:
 
 
 def _serve(connection: socket.socket, compiler: Compiler) -> None:
-    """Until the engine closes the connection."""
+    """Check grammars until the engine closes the connection."""
     with connection, connection.makefile("r", encoding="utf-8") as lines:
         for line in lines:
             problem = _check(compiler, Grammar(**json.loads(line)))
@@ -70,15 +69,16 @@ def _serve(connection: socket.socket, compiler: Compiler) -> None:
 
 
 def _check(compiler: Compiler, grammar: Grammar) -> str | None:
-    """What is wrong with `grammar`, as `_try` says. What took too long is tried again: a machine that stood still for a
-    moment counts that as the time of the process that it stood still in.
+    """Find the problem with `grammar`, trying twice if it took too long.
+
+    A machine that stands still for a moment counts that as processor time of the process that was running.
     """
     problem = _try(compiler, grammar)
     return _try(compiler, grammar) if problem == TOO_LONG else problem
 
 
 def _try(compiler: Compiler, grammar: Grammar) -> str | None:
-    """What is wrong with `grammar`; None when it compiles."""
+    """Find the problem with `grammar` in a forked process; None when it compiles."""
     read, write = os.pipe()
     parent, child = os.getpid(), os.fork()
     if child == 0:
@@ -98,7 +98,7 @@ def _try(compiler: Compiler, grammar: Grammar) -> str | None:
 
 
 def _read_until(fd: int, deadline: float) -> bytes | None:
-    """All bytes until the other end is closed; None if that is after `deadline`."""
+    """Read until the other end is closed; None if that is after `deadline`."""
     parts: list[bytes] = []
     poll = select.poll()
     poll.register(fd, select.POLLIN)
@@ -112,7 +112,7 @@ def _read_until(fd: int, deadline: float) -> bytes | None:
 
 
 def _attempt(compiler: Compiler, grammar: Grammar, write: int) -> None:
-    """In the forked process: compile with narrow limits, write the result to `write`, and end."""
+    """Compile in the forked process with narrow limits, write the result to `write`, and end."""
 
     def compile_it() -> None:
         try:

@@ -1,4 +1,4 @@
-"""The engine's side of the compile sandbox: one process, started when first needed, and again when it was lost.
+"""Client of the compile sandbox in the engine: one process, started when first needed, and again when it was lost.
 
 Knows the lines that are sent to and from the process. Does not know what is done with its answers.
 """
@@ -37,7 +37,7 @@ class CompileSandbox:
         self._is_closed = False
 
     def check(self, number: int, grammar: Grammar) -> str | None:
-        """None when `grammar` compiles in time, else the reason why not. Raises `SandboxLostError`.
+        """Try to compile `grammar`: None when it compiles in time, else the reason. Raises `SandboxLostError`.
 
         `number` is that of the calling thread's connection.
         """
@@ -98,7 +98,7 @@ class CompileSandbox:
 
 
 def _read_line(connection: socket.socket) -> bytes:
-    """One answer; empty when the connection has ended before it."""
+    """Read one answer; empty when the connection has ended before it."""
     parts: list[bytes] = []
     while part := connection.recv(1 << 16):
         parts.append(part)

@@ -1,4 +1,4 @@
-"""Where in a JSON schema a type is none of JSON's: the compiler names the type, but not the place."""
+"""Finds the place in a JSON schema of a type that JSON lacks: the compiler names the type, but not the place."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 
 
 def wrong_type(schema: Any) -> str | None:
-    """One sentence about the first such type, or None."""
+    """One sentence about the first type that JSON lacks, or None."""
     for path, part in _schemas(schema, ""):
         kinds = part.get("type", [])
         for kind in kinds if isinstance(kinds, list) else [kinds]:

@@ -1,1 +1,1 @@
-"""What happened to each request in the engine."""
+"""Traces of requests and the log of steps in the engine."""

@@ -1,6 +1,6 @@
-"""What happened to each request, those that have ended lately included: times, counts and ids, never tokens.
+"""Traces of open and recently ended requests: times, counts and ids, never tokens.
 
-Bounded for each request, and so for all. Costs a step nothing but a few sums (`step_log.py`).
+Each trace is bounded, and so are all together. A step pays only for a few sums (`step_log.py`).
 """
 
 from collections import OrderedDict
@@ -34,7 +34,7 @@ class Requests(Protocol):
 
 
 class RequestTrace:
-    """One request, from its arrival on. All times are those of the engine's clock, in seconds."""
+    """Trace of one request from its arrival on. All times are those of the engine's clock, in seconds."""
 
     __slots__ = (
         "_at_first_token",
@@ -62,12 +62,12 @@ class RequestTrace:
     )
 
     def __init__(self, request_id: int, prompt_tokens: int, arrival_s: float) -> None:
-        self.steps = _NO_STEPS  # those of its engine
+        self.steps = _NO_STEPS  # the step log of its engine
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
         self.arrival_s = arrival_s
-        self.num_running = self.num_waiting = 0  # others, when it arrived
-        self.ahead: tuple[int, ...] = ()  # the first of these
+        self.num_running = self.num_waiting = 0  # other requests, when it arrived
+        self.ahead: tuple[int, ...] = ()  # ids of the first of these
         self.blocked = (
             0,
             0,
@@ -87,7 +87,7 @@ class RequestTrace:
         self._stalls: list[Stall] = []
 
     def admitted(self, now: float, num_cached: int) -> None:
-        """It begins to run, or to run again, with so many cached tokens."""
+        """Record that the request begins to run, or to run again, with `num_cached` cached tokens."""
         if self.first_scheduled_s is None:
             self.first_scheduled_s, self.cached_tokens = now, num_cached
             self.blocked = self._blocked_since_arrival()
@@ -96,14 +96,14 @@ class RequestTrace:
             self._preemptions[-1] = at_s, now, is_short
 
     def computed(self, now: float, step_id: int, num_tokens: int, num_decodes: int) -> None:
-        """A step computes so many tokens of its prompt, beside so many sequences that decode."""
+        """Record a step that computes `num_tokens` of the prompt, beside `num_decodes` sequences that decode."""
         self._num_chunks += 1
         self._num_computed += num_tokens
         if len(self._chunks) < _MAX_CHUNKS:
             self._chunks.append((now, step_id, num_tokens, num_decodes))
 
     def preempted(self, now: float, *, is_short: bool) -> None:
-        """It gave up its blocks. `is_short`: since there were too few; else to share the engine."""
+        """Record a preemption. `is_short`: there were too few blocks; else it makes room for other clients."""
         self.num_preemptions += 1
         if len(self._preemptions) < _MAX_PREEMPTIONS:
             self._preemptions.append((now, None, is_short))
@@ -120,7 +120,7 @@ class RequestTrace:
         self._stalls = self.steps.stalls_since(self.arrival_s, _MAX_STALLS)
 
     def history(self, output_tokens: int) -> RequestHistory:
-        """`output_tokens`: so far, of a request that has not ended."""
+        """The trace as it is sent. `output_tokens`: generated so far, of a request that has not ended."""
         has_ended = self.end_s is not None
         without_row, without_blocks = self.blocked
         if self.first_scheduled_s is None and not has_ended:
@@ -180,27 +180,27 @@ def _sent(stall: Stall) -> StallState:
 
 
 class RequestTraces:
-    """Those of one scheduler."""
+    """Traces of one scheduler's requests."""
 
     def __init__(self) -> None:
         self.steps = StepLog()
-        self.now_s = 0.0  # of the step that is being decided
+        self.now_s = 0.0  # time of the step that is being decided
         self._ended: OrderedDict[int, RequestTrace] = OrderedDict()
 
     def open(self, trace: RequestTrace, running: Requests, waiting: Requests) -> None:
-        """Its request arrives, behind those that wait, or else beside those that run."""
+        """Begin the trace of a request that arrives, behind those that wait, or else beside those that run."""
         trace.steps = self.steps
         trace.blocked = self.steps.without_row, self.steps.without_blocks
         trace.num_running, trace.num_waiting = len(running), len(waiting)
         trace.ahead = tuple(one.request_id for one in islice(waiting if len(waiting) else running, _MAX_AHEAD))
 
     def close(self, trace: RequestTrace, now: float, reason: FinishReason, output_tokens: int) -> None:
-        """Its request has ended."""
+        """End the trace of a request and keep it among the newest ended ones."""
         trace.ended(now, reason, output_tokens)
         self._ended[trace.request_id] = trace
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
     def find(self, request_id: int) -> RequestTrace | None:
-        """That of one of the last requests that have ended."""
+        """Find the trace of a request that has ended recently."""
         return self._ended.get(request_id)

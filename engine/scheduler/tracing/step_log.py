@@ -1,7 +1,7 @@
-"""The log of an engine's steps: what the last ones took, tokens a second, and sums over all of them.
+"""Log of an engine's steps: times of the newest ones, tokens a second, and sums over all of them.
 
-What a request has met of the steps is the difference of two readings of the sums, so a step costs the same few
-microseconds however many requests are traced. Knows counts and seconds; does not know sequences.
+The steps that a request has taken part in are the difference of two readings of the sums, so logging a step takes the
+same few microseconds however many requests are traced. Knows counts and seconds; does not know sequences.
 """
 
 from collections import deque
@@ -16,15 +16,15 @@ _REMEMBERED = 512  # steps, with their times
 _MARK_S = 1.0  # between two readings of the token counters
 _WINDOW_S = 10.0  # over which tokens a second are counted
 _BATCH_SIZES = 16  # buckets of 1, 2, 4, ... sequences
-_STEPS, _SEQUENCES, _PROMPT_TOKENS, _SECONDS, _NUM_SUMS = range(5)  # places among the sums, and what follows them
+_STEPS, _SEQUENCES, _PROMPT_TOKENS, _SECONDS, _NUM_SUMS = range(5)  # places among the sums; batch sizes follow
 _STALLS_REMEMBERED = 256
 _STALL_S = 0.1
-_STALL_RATIO = 4.0  # of a step to the mean of those before
-_MEAN_OF = 32  # steps, about
+_STALL_RATIO = 4.0  # of a stalled step's time to the mean of those before
+_MEAN_OF = 32  # about so many steps make up the moving mean
 
 
 class Stall(NamedTuple):
-    """A time in which nobody got a token, longer than a step usually takes."""
+    """A pause in which no request got a token, longer than a step usually takes."""
 
     kind: str  # `step`: a long one; `pause`: between two steps; `memory`: steps that the ranks refused
     begun_s: float
@@ -34,14 +34,14 @@ class Stall(NamedTuple):
 
 
 class StepLog:
-    """Steps in the order of their answers. Times are in seconds of the engine's clock."""
+    """Log of steps in the order of their answers. Times are in seconds of the engine's clock."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * (_NUM_SUMS + _BATCH_SIZES)
         self._seconds = np.zeros(_REMEMBERED)
         self._rank_ns = np.zeros((_REMEMBERED, 0), np.int64)
         self._marks: deque[tuple[float, int, int]] = deque()  # (time, prompt tokens, generated tokens)
-        self.without_row = self.without_blocks = 0  # steps in which the next in turn could not begin to run
+        self.without_row = self.without_blocks = 0  # steps in which the next request in turn could not begin to run
         self._mean_s = 0.0
         self._ended_s: float | None = None
         self.stalls: deque[Stall] = deque(maxlen=_STALLS_REMEMBERED)  # in the order of their ends
@@ -55,8 +55,9 @@ class StepLog:
         num_generated_before: int = 0,
         rank_ns: Sequence[int] = (),
     ) -> None:
-        """A step with so many sequences, and so many tokens of prompts among them, ended `seconds` after `begun_s`.
-        `num_generated_before`: tokens sampled before it, ever. `rank_ns`: of the newest step that each rank has ended.
+        """Log a step with so many sequences and prompt tokens that ended `seconds` after `begun_s`.
+
+        `num_generated_before`: tokens sampled before it, ever. `rank_ns`: time of the newest step each rank has ended.
         """
         if not self._marks or begun_s - self._marks[-1][0] >= _MARK_S:
             self._marks.append((begun_s, self._num_prompt_tokens, num_generated_before))
@@ -76,7 +77,7 @@ class StepLog:
         sums[_NUM_SUMS + min(num_sequences.bit_length(), _BATCH_SIZES) - 1] += 1
 
     def refused(self, now: float) -> None:
-        """The ranks refused all steps in flight for lack of memory."""
+        """Log a stall: the ranks refused all steps in flight for lack of memory."""
         begun_s = now if self._ended_s is None else self._ended_s
         self.stalls.append(Stall("memory", begun_s, now - begun_s, 0, 0))
         self._ended_s = now
@@ -86,7 +87,7 @@ class StepLog:
         return tuple(self._sums)
 
     def stalls_since(self, begun_s: float, most: int) -> list[Stall]:
-        """The newest stalls that lasted at `begun_s` or began later, each from then on, in their order."""
+        """The newest stalls in their order, each cut to its part after `begun_s`."""
         found: list[Stall] = []
         for stall in reversed(self.stalls):
             end_s = stall.begun_s + stall.seconds
@@ -119,7 +120,7 @@ class StepLog:
         )
 
     def token_rates(self, now: float, num_generated: int) -> TokenRates:
-        """Tokens a second over the last ten seconds, or since the first step after a pause. `num_generated`: ever."""
+        """Tokens a second over ten seconds, or since the first step after a pause. `num_generated`: since the start."""
         mark = next((one for one in self._marks if one[0] >= now - _WINDOW_S), None)
         if mark is None:
             return TokenRates(prompt=0.0, generation=0.0)
