@@ -17,13 +17,15 @@ SIZES = {
 
 
 def answers(server):
-    """Text and log-probabilities, greedy and with a seed, for each prompt alone and for all at once."""
+    """Text and log-probabilities, greedy and with a seed, for each prompt alone and for all at once; and by a grammar,
+    whose masks follow their steps."""
     found = []
     for ask in ({"temperature": 0}, {"temperature": 0.8, "seed": 7}):
         alone = [server.complete(prompt, **ask, max_tokens=12, logprobs=1)["choices"][0] for prompt in PROMPTS]
         together = server.complete(PROMPTS, **ask, max_tokens=12, logprobs=1)["choices"]
         found += [(choice["text"], choice["logprobs"]["token_logprobs"]) for choice in (*alone, *together)]
-    return found
+    by_grammar = server.complete(PROMPTS[0], max_tokens=8, temperature=0, structured_outputs={"regex": "[a-f]{40}"})
+    return [*found, by_grammar["choices"][0]["text"]]
 
 
 def two_hosts(kind):

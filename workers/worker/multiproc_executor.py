@@ -14,7 +14,7 @@ from oarlock.workers.platform.cores import available_cores
 from oarlock.workers.protocol import StepMetadata, StepOutput, empty_step
 from oarlock.workers.worker.joint_info import joint_info
 from oarlock.workers.worker.load_progress import LoadProgress
-from oarlock.workers.worker.nodes.ranks import Place, Ranks
+from oarlock.workers.worker.nodes.host_ranks import HostRanks, Place
 from oarlock.workers.worker.step_limits import adapted
 
 logger = logging.getLogger("oarlock.executor")
@@ -26,7 +26,7 @@ class MultiprocExecutor:
     def __init__(
         self,
         config: WorkerConfig,
-        ranks: Ranks,
+        ranks: HostRanks,
         on_progress: OnProgress,
         *,
         loading_timeout_s: float = LOADING_TIMEOUT_S,

@@ -15,7 +15,7 @@ from oarlock.workers.worker.joint_info import joint_info
 from oarlock.workers.worker.memory.rank_weights import rank_weight_bytes
 from oarlock.workers.worker.memory_needs import weight_bytes, weight_bytes_of_node
 from oarlock.workers.worker.multiproc_executor import first_stage_behind
-from oarlock.workers.worker.nodes.ranks import Place
+from oarlock.workers.worker.nodes.host_ranks import Place
 from tests.golden.tiny_models import make_tiny
 
 

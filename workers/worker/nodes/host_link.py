@@ -3,13 +3,9 @@
 down   STEP         the bytes of a step, as they lie in the ring
        FIRST_PART   the same of a step whose masks follow, without their bytes
        MASKS        the masks of the step before
-       TELL         what every rank gets on its control channel
-       PING         answered by PONG when the ranks have finished every step before
 up     ANSWER       the bytes of an answer, from the node of the answering rank
-       RANK         what a rank has sent on its control channel
-       PONG
-       LEAVE        the node's operator wants it to stop: node 0 ends all
-both   BEAT         when there has been nothing else for a second; up with how far each rank has come
+both   SAID         JSON: down what the engine says, up what is for it
+       BEAT         when there has been nothing else for a second
 
 A message is a first piece of fixed size, which holds most steps, and the rest, if there is any. A wait ends after
 `SILENCE_S`, and at once where the peer closes its connection.
@@ -18,9 +14,11 @@ A message is a first piece of fixed size, which holds most steps, and the rest, 
 import json
 import os
 import struct
+import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Final, NamedTuple
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,16 +27,17 @@ from torch import Tensor
 from oarlock.workers.errors import EXIT_RANK_DIED, StartupError
 from oarlock.workers.worker.nodes.membership import Membership
 
-STEP: Final = 1
-FIRST_PART: Final = 2
-MASKS: Final = 3
-TELL: Final = 4
-PING: Final = 5
-ANSWER: Final = 6
-RANK: Final = 7
-PONG: Final = 8
-LEAVE: Final = 9
-BEAT: Final = 10
+
+class Kind(IntEnum):
+    """Of a message."""
+
+    STEP = 1
+    FIRST_PART = 2
+    MASKS = 3
+    ANSWER = 4
+    SAID = 5
+    BEAT = 6
+
 
 BEAT_S = 1.0
 SILENCE_S = 5.0  # without a message, the other side is lost
@@ -55,7 +54,7 @@ class Message(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of a message that holds JSON."""
+        """Of SAID."""
         return json.loads(bytes(self.payload))
 
 
@@ -64,11 +63,12 @@ class NodeLostError(Exception):
 
 
 class HostLink:
-    """One node's. One thread may broadcast or receive broadcasts, and one for each peer may send or receive."""
+    """One node's. One thread may broadcast or receive broadcasts, one for each peer may receive, and any may send."""
 
     def __init__(self, membership: Membership) -> None:
         """Blocks until all nodes are connected. Raises `StartupError`."""
         os.environ["GLOO_SOCKET_IFNAME"] = membership.own.name
+        self._sending = threading.Lock()
         node, nnodes = membership.node, membership.nnodes
         store = dist.PrefixStore("link", membership.store)
         try:
@@ -92,7 +92,12 @@ class HostLink:
 
     def send(self, kind: int, *buffers: Buffer) -> None:
         """To node 0. Raises `NodeLostError`."""
-        self._put(lambda piece: dist.isend(piece, 0), kind, buffers)
+        with self._sending:
+            self._put(lambda piece: dist.isend(piece, 0), kind, buffers)
+
+    def say(self, kind: str, **fields: Any) -> None:
+        """Send SAID. Raises `NodeLostError`."""
+        self.send(Kind.SAID, json.dumps({"kind": kind, **fields}).encode())
 
     def receive_from(self, node: int) -> Message:
         """The next message of `node` to node 0. Raises `NodeLostError`."""

@@ -3,7 +3,7 @@
 owner --steps--> ring --> its ranks                     the answering rank --outputs--> ring --> owner
 owner <--control socket (JSON lines)--> each rank       rank <--collectives--> rank (shared memory, TCP or NCCL)
 
-Does not know what is on other hosts.
+Ranks have their numbers in the whole group everywhere. Does not know what is on other hosts: `group_ranks.py` does.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,19 +41,34 @@ from oarlock.workers.protocol import (
 )
 from oarlock.workers.rank_processes import SERVES, RankProcess
 from oarlock.workers.worker.nodes.first_cause import FirstCause
-from oarlock.workers.worker.nodes.ranks import GRACE_AFTER_FAILURE_S, GRACE_S, Place
 from oarlock.workers.worker.spawn_ranks import THE_ONLY_NODE, NodePlace, describe_exit, spawn_ranks
 from oarlock.workers.worker.worker_process import RankRings
 
+GRACE_S = 3.0  # for ranks to end by themselves
+GRACE_AFTER_FAILURE_S = 0.5  # they may wait for one that is lost
+_POLL_S = 0.001
 _KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network file system may never end
-_LAST_WORDS_S = 0.2  # a rank's pipe may end shortly before its last message arrives
+
+
+class Place(NamedTuple):
+    """How far a rank has come, in growing numbers; the first that differs tells which of two ranks is behind."""
+
+    finished: int  # steps
+    vote: int
+    collective: int
 
 
 class HostRanks:
-    """`Ranks` of one host. Starts them in its constructor, and leaves nothing behind where that fails."""
+    """What an executor drives. Starts the ranks in its constructor, and leaves nothing behind where that fails.
+
+    Methods that send, receive or wait raise `ChannelClosedError` when a rank has ended or raised; then `failure` says
+    which, and why.
+    """
 
     steps: RingWriter
     answers: RingReader | None  # None where nobody here reads them
+    kv_reports: KVReports | None = None  # None where no blocks are kept beyond the pool
+    last_words_s = 0.2  # a rank's pipe may end shortly before its last message arrives
 
     def __init__(
         self,
@@ -67,17 +82,16 @@ class HostRanks:
         topology = Topology.of(config)
         self.numbers = topology.ranks_of(place.node)
         self.answers = None
-        self.kv_reports: KVReports | None = None
         self._processes = [rank.process for rank in ahead]
         self._controls = [rank.control for rank in ahead]
-        self._closed = self._steps_are_closed = False
+        self._closed = False
         self._first_cause = FirstCause()
         try:
             self._spawn(config, topology.answering_rank, ahead, place, relay)
-        except BaseException:
-            self.close(grace_s=0.0)
+        except BaseException as error:
+            self.close(error if isinstance(error, Exception) else None, grace_s=0.0)
             raise
-        self._open = list(self._controls)  # of ranks that have not ended
+        self._open = list(self._controls)  # of ranks that have not ended, and what else has something to say
 
     def _spawn(
         self,
@@ -129,14 +143,17 @@ class HostRanks:
 
     @property
     def pids(self) -> tuple[int, ...]:
+        """Of the ranks of this host, in their order."""
         return tuple(process.pid for process in self._processes)
 
     @property
     def filenos(self) -> list[int]:
+        """Descriptors that become readable when a rank has ended or raised."""
         return [control.fileno() for control in self._open]
 
     @property
     def step_times_ns(self) -> Sequence[int]:
+        """How long each rank of this host, the first ones of all, has worked on the newest step that it has ended."""
         return self.steps.durations()[: len(self.numbers)]
 
     # -- messages
@@ -152,25 +169,32 @@ class HostRanks:
         return any(control.has_pending for control in self._open)
 
     def messages(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
-        """One message of each rank that has sent some."""
+        """One message of each rank that has sent some, after waiting for the first, as (rank, message). A rank that has
+        ended has sent a last message of the kind "ended", with a `cause`."""
+        return self._hear(timeout_s)
+
+    def _hear(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
         ready = [control for control in self._open if control.has_pending]
         ready = ready or select.select(self._open, [], [], timeout_s)[0]
-        messages: list[tuple[int, dict[str, Any]]] = []
-        for control in ready:
-            number = self._controls.index(control)
-            try:
-                message = control.recv()
-            except ChannelClosedError:
-                self._open.remove(control)
-                message = {"kind": "ended", "cause": _how_it_ended(self._processes[number])}
-            self._first_cause.add(self.numbers[number], message)
-            messages.append((self.numbers[number], message))
+        messages = [said for control in ready if (said := self._read(control)) is not None]
+        for rank, message in messages:
+            self._first_cause.add(rank, message)
         return messages
 
+    def _read(self, control: Control) -> tuple[int, dict[str, Any]] | None:
+        number = self._controls.index(control)
+        try:
+            message = control.recv()
+        except ChannelClosedError:
+            self._open.remove(control)
+            message = {"kind": "ended", "cause": how_it_ended(self._processes[number])}
+        return self.numbers[number], message
+
     def failure(self, step_id: int) -> WorkerError:
-        deadline = time.monotonic() + _LAST_WORDS_S
+        """The first cause, where a rank has ended or raised. `step_id`: of the newest step."""
+        deadline = time.monotonic() + self.last_words_s
         while not self._first_cause.is_sure and (left := deadline - time.monotonic()) > 0:
-            self.messages(left)
+            self._hear(left)
         error = self._first_cause.error(step_id)
         return error or WorkerError(self.numbers[0], step_id, "its channel closed")
 
@@ -181,13 +205,14 @@ class HostRanks:
             pack_step(step, slot, without_masks=masks_follow)
 
     def send_masks(self, bits: np.ndarray) -> None:
+        """Complete the step that was sent last."""
         with self.steps.send_rest() as slot:
             unpack_step(slot).mask_bits[:] = bits
 
-    def receive_answer(self, timeout_s: float, others: Sequence[int] = ()) -> StepOutput | None:
-        """`others`: descriptors that become readable when the answer may never come, as those of ranks do."""
+    def receive_answer(self, timeout_s: float) -> StepOutput | None:
+        """The next answer, of the answering rank; None after `timeout_s`."""
         assert self.answers is not None, "the answering rank is on another host"
-        ready = select.select([self.answers.wake_fd, *self._open, *others], [], [], timeout_s)[0]
+        ready = select.select([self.answers.wake_fd, *self._open], [], [], timeout_s)[0]
         if self.answers.wake_fd in ready:
             with self.answers.recv() as slot:
                 return unpack_output(slot)
@@ -196,50 +221,42 @@ class HostRanks:
         return None
 
     def wait_until_finished(self, timeout_s: float) -> bool:
+        """Whether all ranks finish all steps that were sent within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while not self.have_finished:
-            if select.select(self._open, [], [], 0.001)[0]:
-                raise ChannelClosedError("a rank has something to say, or has ended")
+        while any(place.finished < self.steps.sent for place in self.places()):
+            self._hear(_POLL_S)
+            if self._first_cause.error(0) is not None:
+                raise ChannelClosedError("a rank or a node has ended or raised")
             if time.monotonic() > deadline:
                 return False
         return True
 
-    @property
-    def have_finished(self) -> bool:
-        """Whether every rank has finished all steps that were sent."""
-        return all(self.steps.finished(reader) == self.steps.sent for reader in range(len(self.numbers)))
-
     # -- hung ranks
 
     def places(self) -> list[Place]:
+        """Of all ranks, in their order."""
         finished = [self.steps.finished(reader) for reader in range(len(self.numbers))]
         return list(map(Place, finished, self._collectives.read_votes(), self._collectives.read()))
 
     def log_stacks(self) -> None:
-        self.ask_for_stacks()
-        time.sleep(0.2)
-
-    def ask_for_stacks(self) -> None:
+        """Make each rank that still runs write the stacks of its threads to the log."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
 
     # -- end
 
-    def begin_to_close(self) -> None:
-        """Close the ring, without waiting for what `close` waits for."""
-        if hasattr(self, "steps") and not self._steps_are_closed:
-            self._steps_are_closed = True
-            self.steps.close()
-
     def close(self, failure: Exception | None = None, *, grace_s: float | None = None) -> None:
-        """Close the ring, at which ranks end; one that has not after `grace_s` is killed."""
+        """Close the ring, at which ranks end; one that has not after `grace_s` is killed. `failure`: why, if it is one.
+        Idempotent."""
         if self._closed:
             return
         self._closed = True
         if grace_s is None:
             grace_s = GRACE_S if failure is None else GRACE_AFTER_FAILURE_S
-        self.begin_to_close()
+        if hasattr(self, "steps"):
+            self.steps.close()
         deadline = time.monotonic() + grace_s
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -258,8 +275,8 @@ class HostRanks:
             self._collectives.close()
 
 
-def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
-    """In words, of a rank whose channel has ended."""
+def how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    """In words, of a process whose channel has ended."""
     try:
         status = process.wait(1.0)
     except subprocess.TimeoutExpired:

@@ -1,6 +1,6 @@
 """Membership of the hosts of one group, in torch's store: who is there, what they agree on, and how they ended.
 
-    hosts/N   node N's name, address, start and facts: written when it could start
+    hosts/N   node N's name, address, start and facts: written when it could start, emptied when it leaves before
     group     the start of every node, written by node 0 once all are there and agree
     ending    the first cause of the end, written by whichever node knows it first
 
@@ -73,15 +73,15 @@ class Membership:
                 "See its log.",
             ) from None
         except BaseException:
-            self.store.delete_key(f"hosts/{self.node}")  # it may come again
+            self.store.set(f"hosts/{self.node}", "")  # it may come again
             raise
 
     def end(self, ending: Ending) -> Ending:
         """Write how the group ends. Returns what was written first."""
         return Ending.from_bytes(self.store.compare_set("ending", "", ending.to_bytes().decode()))
 
-    def watch(self, on_ending: Callable[[Ending | None], None]) -> None:
-        """Call `on_ending` in another thread once it is known how the group ends; with None, if the store is lost."""
+    def watch(self, on_ending: Callable[[Ending | str], None]) -> None:
+        """Call `on_ending` in another thread once it is known how the group ends, or, with words, the store is lost."""
         store = dist.PrefixStore(self.where.prefix, self._connect())
         store.set_timeout(_FOREVER)
 
@@ -89,7 +89,7 @@ class Membership:
             try:
                 on_ending(Ending.from_bytes(store.get("ending")))
             except dist.DistError:
-                on_ending(None)
+                on_ending("has hung up")
 
         threading.Thread(target=wait, name="ending", daemon=True).start()
 
@@ -98,15 +98,15 @@ class Membership:
         store, node = self.store, self.node
         if store.check(["ending"]):
             raise _error(Ending.from_bytes(store.get("ending")))
-        there = [number for number in range(self.nnodes) if store.check([f"hosts/{number}"])]
-        hosts = {number: json.loads(store.get(f"hosts/{number}")) for number in there}
+        said = {key: store.get(f"hosts/{key}") for key in range(self.nnodes) if store.check([f"hosts/{key}"])}
+        hosts = {number: json.loads(text) for number, text in said.items() if text}
         names = {number: f"node {number} ({printable(of['host'])}, {of['address']})" for number, of in hosts.items()}
         if hosts[node]["start"] != mine["start"]:
             raise _DisplacedError(
                 f"{names[node]} has taken the place of this host ({own_host()}), which is node {node} too.",
                 "Give each node a --node-rank of its own.",
             )
-        for number in there if 0 in hosts else []:
+        for number in hosts if 0 in hosts else ():
             different = first_difference(hosts[0]["facts"], names[0], hosts[number]["facts"], names[number])
             if different is not None:
                 raise different

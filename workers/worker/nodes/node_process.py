@@ -1,12 +1,16 @@
 """The process of a node that is not node 0: it runs the ranks of its host, and passes on what they need.
 
 One thread hears node 0 and writes steps into the ring, another hears the ranks, and a third waits for the store to say
-how the group ends. When a rank fails, node 0 is told, and says how the whole group ends.
+how the group ends. When a rank fails, node 0 is told, and says how the whole group ends. To the engine it says:
+
+    rank       what a rank has sent
+    places     how far the ranks have come, as it was asked
+    leave      the operator wants this node to stop: node 0 ends all
 """
 
 import contextlib
-import json
 import logging
+import queue
 import select
 import threading
 import time
@@ -21,32 +25,15 @@ from oarlock.workers.protocol import mask_span, output_bytes, unpack_output, unp
 from oarlock.workers.rank_processes import RankProcess
 from oarlock.workers.worker.nodes.ending import Ending
 from oarlock.workers.worker.nodes.first_cause import FirstCause
-from oarlock.workers.worker.nodes.host_link import (
-    ANSWER,
-    BEAT,
-    BEAT_S,
-    FIRST_PART,
-    LEAVE,
-    MASKS,
-    PING,
-    PONG,
-    RANK,
-    STEP,
-    TELL,
-    HostLink,
-    Message,
-    NodeLostError,
-)
-from oarlock.workers.worker.nodes.host_ranks import HostRanks
+from oarlock.workers.worker.nodes.host_link import BEAT_S, HostLink, Kind, Message, NodeLostError
+from oarlock.workers.worker.nodes.host_ranks import GRACE_AFTER_FAILURE_S, GRACE_S, HostRanks
 from oarlock.workers.worker.nodes.membership import Membership
-from oarlock.workers.worker.nodes.ranks import GRACE_AFTER_FAILURE_S, GRACE_S
 from oarlock.workers.worker.spawn_ranks import NodePlace
 
 logger = logging.getLogger("oarlock.nodes")
 
-_END_S = 3.0  # for node 0 to say how the group ends, after a rank has failed
-_CAUSE_S = 1.5  # for the store to say it, after node 0 was lost
-_POLL_S = 0.001  # while something waits for the ranks, which say nothing when they have finished a step
+_CAUSE_S = 1.5  # for the store to say how the group ends, after node 0 was lost
+_POLL_S = 0.001  # while the ring has no room for another step
 
 
 class NodeProcess:
@@ -69,12 +56,9 @@ class NodeProcess:
         self._ranks = HostRanks(config, ahead, place)
         self._answers_fds = [] if self._ranks.answers is None else [self._ranks.answers.wake_fd]
         self._read: dict[int, float] = {}  # the share of its weights that a rank has read
-        self._pings: list[int] = []  # numbers that wait for the ranks
         self._first_cause = FirstCause()
-        self._has_told = False  # of a failure
-        self._ending: Ending | None = None
-        self._why_lost = ""  # of node 0
-        self._done = threading.Event()
+        self._endings: queue.SimpleQueue[Ending | str] = queue.SimpleQueue()  # a word: how node 0 was lost
+        self._is_over = False
 
     def run(self) -> Ending:
         failed = True
@@ -91,96 +75,71 @@ class NodeProcess:
 
     def _run(self) -> Ending:
         self._link = HostLink(self._membership)
-        self._membership.watch(self._on_ending)
+        self._membership.watch(self._endings.put)
         for work in (self._hear, self._say):  # each may wait for seconds for a lost node
             threading.Thread(target=self._watched, args=(work,), name=work.__name__, daemon=True).start()
-        self._done.wait()
-        return self._ending or self._own_ending()
-
-    def _own_ending(self) -> Ending:
-        """Without node 0's word, unless that comes late."""
-        deadline = time.monotonic() + _CAUSE_S
-        while self._ending is None and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        why = f"{self._membership.names[0]} {self._why_lost}"
-        error = self._first_cause.error(0)
-        return self._ending or Ending(EXIT_RANK_DIED, why if error is None else f"{error}; {why}")
-
-    # -- how it ends, from any thread
+        ending = first = self._endings.get()
+        if isinstance(first, str):  # the store may still say why; where it is lost as well, it does not
+            with contextlib.suppress(queue.Empty):
+                ending = self._endings.get(timeout=_CAUSE_S)
+        self._is_over = True
+        if isinstance(ending, str):
+            why, error = f"{self._membership.names[0]} {first}", self._first_cause.error(0)
+            ending = Ending(EXIT_RANK_DIED, why if error is None else f"{error}; {why}")
+        elif ending.exit_code == EXIT_RANK_HUNG:
+            self._ranks.log_stacks()
+        return ending
 
     def _watched(self, work: Callable[[], None]) -> None:
         """`work` until node 0 is lost; what else it raises ends this node."""
         try:
             work()
         except NodeLostError as error:
-            self._lose(str(error))
+            self._endings.put(str(error))
         except Exception as error:
-            if not self._done.is_set():  # else the ranks were closed meanwhile
+            if not self._is_over:  # else the ranks were closed meanwhile
                 logger.exception("event=node_failed")
-                self._ending = Ending.of(error)
-                self._done.set()
-
-    def _on_ending(self, ending: Ending | None) -> None:
-        if ending is None:
-            self._lose("has hung up")
-            return
-        if ending.exit_code == EXIT_RANK_HUNG:
-            self._ranks.log_stacks()
-        self._ending = ending
-        self._done.set()
-
-    def _lose(self, why: str) -> None:
-        self._why_lost = self._why_lost or why
-        self._done.set()
+                self._endings.put(Ending.of(error))
 
     # -- what ranks say, to node 0
 
     def _say(self) -> None:
         next_beat_s = 0.0
-        while not self._done.is_set():
+        while not self._is_over:
             if time.monotonic() > next_beat_s:
                 next_beat_s = time.monotonic() + BEAT_S
-                self._link.send(BEAT, _packed(places=self._ranks.places()))
+                self._link.send(Kind.BEAT)
             self._turn(next_beat_s - time.monotonic())
 
     def _turn(self, wait_s: float) -> None:
-        if self._pings:
-            wait_s = min(wait_s, _POLL_S)
         if self._ranks.has_message:
             wait_s = 0.0
         readable = [*self._stop_fds, *self._answers_fds, *self._ranks.filenos]
         ready = select.select(readable, [], [], max(0.0, wait_s))[0]
         messages = self._ranks.messages(0.0)
-        if self._done.is_set():  # ranks end because this ends them, and `stop_fd` may be closed
+        if self._is_over:  # ranks end because this ends them, and `stop_fd` may be closed
             return
         if set(ready) & set(self._stop_fds):
             self._stop_fds = []
             logger.info("event=leaving")
-            self._link.send(LEAVE)
+            self._link.say("leave")
         if set(ready) & set(self._answers_fds):
             self._send_answer()
         for rank, message in messages:
-            self._link.send(RANK, _packed(rank=rank, message=message))
+            self._link.say("rank", rank=rank, message=message)
             self._note(rank, message)
-        if self._pings and self._ranks.have_finished:
-            self._link.send(PONG, _packed(number=self._pings.pop(0)))
 
     def _send_answer(self) -> None:
         assert self._ranks.answers is not None
         try:
             with self._ranks.answers.recv() as slot:
-                self._link.send(ANSWER, slot[: output_bytes(unpack_output(slot))])
+                self._link.send(Kind.ANSWER, slot[: output_bytes(unpack_output(slot))])
         except ChannelClosedError:
             self._answers_fds = []  # the answering rank has ended: its own channel says how
 
     def _note(self, rank: int, message: dict) -> None:
         if self._first_cause.add(rank, message):
             logger.error('event=rank_lost rank=%d cause="%s"', rank, message["cause"])
-            if not self._has_told:
-                self._has_told = True
-                timer = threading.Timer(_END_S, self._lose, ["did not say how the group ends"])
-                timer.daemon = True
-                timer.start()
         elif message["kind"] == "progress":
             self._read[rank] = float(message["fraction"])
             self._on_phase("loading", min(self._read.get(number, 0.0) for number in self._ranks.numbers))
@@ -195,24 +154,25 @@ class NodeProcess:
                 self._take(self._link.receive_broadcast())
 
     def _take(self, message: Message) -> None:
-        if message.kind in (STEP, FIRST_PART):
+        if message.kind in (Kind.STEP, Kind.FIRST_PART):
             while not self._ranks.steps.has_room:  # ranks of this node may be slower than the one that answers
                 time.sleep(_POLL_S)
             self._pass_on(message)
-        elif message.kind == MASKS:
+        elif message.kind == Kind.MASKS:
             with self._ranks.steps.send_rest() as slot:
                 bits = unpack_step(slot).mask_bits
                 bits[:] = np.frombuffer(message.payload, bits.dtype, bits.size).reshape(bits.shape)
-        elif message.kind == TELL:
+        elif message.kind == Kind.SAID:
             said = message.fields
-            self._ranks.tell_all(said["kind"], **said["fields"])
-        elif message.kind == PING:
-            self._pings.append(message.fields["number"])
+            if said["kind"] == "tell":
+                self._ranks.tell_all(said["message"]["kind"], **said["message"]["fields"])
+            else:
+                self._link.say("places", number=said["number"], places=self._ranks.places())
 
     def _pass_on(self, message: Message) -> None:
         """Write a step into the ring, with room for its masks where they follow."""
         payload = message.payload
-        if message.kind == STEP:
+        if message.kind == Kind.STEP:
             with self._ranks.steps.send() as slot:
                 slot[: len(payload)] = payload
             return
@@ -220,7 +180,3 @@ class NodeProcess:
         with self._ranks.steps.send(rest_follows=True) as slot:
             slot[:begin] = payload[:begin]
             slot[end : end + len(payload) - begin] = payload[begin:]
-
-
-def _packed(**fields: object) -> bytes:
-    return json.dumps(fields).encode()

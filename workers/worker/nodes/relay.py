@@ -6,12 +6,11 @@ keeps the store of the group, and ends with its parent. Its messages to the engi
     waiting    for whom, once a second, until all nodes have joined
     joined     names of the nodes, where ranks find the store, and the interface; then it waits for `rings`
     failed     why the group does not start
-    rank       what a rank of another node has sent
     lost       which node, and in which way
-    pong       all ranks of all other nodes have finished every step before the ping
-    places     how far those ranks have come
+    rank       from a node: what one of its ranks has sent
+    places     from a node: how far its ranks have come
 
-and the engine's to it: `join`, `rings`, `tell`, `ping`, `places`, `end`.
+and the engine's to it: `join`, `rings` and `end`; every other one goes to all nodes as it is (`node_process.py`).
 """
 
 import contextlib
@@ -30,23 +29,7 @@ from oarlock.workers.distributed.shm_ring import ChannelClosedError, RingLayout,
 from oarlock.workers.errors import StartupError
 from oarlock.workers.protocol import mask_span, step_bytes, unpack_step
 from oarlock.workers.worker.nodes.ending import Ending
-from oarlock.workers.worker.nodes.host_link import (
-    ANSWER,
-    BEAT,
-    BEAT_S,
-    FIRST_PART,
-    LEAVE,
-    MASKS,
-    PING,
-    PONG,
-    RANK,
-    SILENCE_S,
-    STEP,
-    TELL,
-    HostLink,
-    Message,
-    NodeLostError,
-)
+from oarlock.workers.worker.nodes.host_link import BEAT_S, HostLink, Kind, Message, NodeLostError
 from oarlock.workers.worker.nodes.membership import Membership, join
 from oarlock.workers.worker.worker_process import RankRings, begin
 
@@ -63,12 +46,8 @@ class Relay:
         self._membership = membership
         self._leave_pid = leave_pid
         self._others = range(1, membership.nnodes)
-        self._places: dict[int, list] = {}
-        self._pongs = dict.fromkeys(self._others, 0)
-        self._pings = 0
-        self._queue: deque[tuple[int, bytes]] = deque()  # messages that are no steps
+        self._queue: deque[bytes] = deque()  # of what the engine says
         self._queued_fd, self._queue_fd = os.pipe()
-        self._is_ending = False
 
     def run(self) -> None:
         """Raises `StartupError` where the nodes cannot reach each other."""
@@ -92,7 +71,6 @@ class Relay:
         for thread in (*hearing, threading.Thread(target=self._broadcast_all, daemon=True)):
             thread.start()
         ending = self._obey()
-        self._is_ending = True
         with contextlib.suppress(RuntimeError):  # a launcher's store may have ended
             self._membership.end(ending)
         deadline = time.monotonic() + _LEAVE_S
@@ -100,27 +78,16 @@ class Relay:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _obey(self) -> Ending:
-        while True:
-            said = self._control.recv()
-            if said["kind"] == "end":
-                return Ending(**said["ending"])
-            if said["kind"] == "tell":
-                self._enqueue(TELL, json.dumps(said["message"]).encode())
-            elif said["kind"] == "ping":
-                self._pings += 1
-                self._enqueue(PING, json.dumps({"number": self._pings}).encode())
-            elif said["kind"] == "places":
-                self._say("places", places=[self._places.get(node) for node in self._others])
+        while (said := self._control.recv())["kind"] != "end":
+            self._queue.append(json.dumps(said).encode())
+            os.write(self._queue_fd, b"\0")
+        return Ending(**said["ending"])
 
     def _say(self, kind: str, **fields: object) -> None:
         with self._sending, contextlib.suppress(ChannelClosedError):  # the engine has ended: so does this
             self._control.send(kind, **fields)
 
     # -- down
-
-    def _enqueue(self, kind: int, payload: bytes) -> None:
-        self._queue.append((kind, payload))
-        os.write(self._queue_fd, b"\0")
 
     def _broadcast_all(self) -> None:
         """Until the engine closes the ring, or a node is lost."""
@@ -131,30 +98,22 @@ class Relay:
                     self._broadcast_step()
                 elif self._queued_fd in ready:
                     os.read(self._queued_fd, 1)
-                    kind, payload = self._queue.popleft()
-                    self._link.broadcast(kind, payload)
+                    self._link.broadcast(Kind.SAID, self._queue.popleft())
                 else:
-                    self._link.broadcast(BEAT)
-        except ChannelClosedError:
+                    self._link.broadcast(Kind.BEAT)
+        except (ChannelClosedError, NodeLostError):  # a node that is lost is heard to be
             return
-        except NodeLostError as error:
-            time.sleep(2 * SILENCE_S)  # who hears the lost node says so before
-            self._lose(self._others.start, f"a node {error}")
 
     def _broadcast_step(self) -> None:
         with self._steps.recv() as slot:
             size = step_bytes(unpack_step(slot))
             if not self._steps.lacks_rest:
-                self._link.broadcast(STEP, slot[:size])
+                self._link.broadcast(Kind.STEP, slot[:size])
                 return
             begin, end = mask_span(slot)
-            self._link.broadcast(FIRST_PART, slot[:begin], slot[end:size])
-            while self._steps.lacks_rest:
-                try:
-                    self._steps.wait_for_rest(BEAT_S)
-                except TimeoutError:
-                    self._link.broadcast(BEAT)
-            self._link.broadcast(MASKS, slot[begin:end])
+            self._link.broadcast(Kind.FIRST_PART, slot[:begin], slot[end:size])
+            self._steps.wait_for_rest()
+            self._link.broadcast(Kind.MASKS, slot[begin:end])
 
     # -- up
 
@@ -164,26 +123,18 @@ class Relay:
             while True:
                 self._take(node, self._link.receive_from(node))
         except NodeLostError as error:
-            self._lose(node, f"{self._membership.names[node]} {error}")
+            self._say("lost", node=node, why=f"{self._membership.names[node]} {error}")
 
     def _take(self, node: int, message: Message) -> None:
-        if message.kind == ANSWER:
+        if message.kind == Kind.ANSWER:
             with self._answers.send() as slot:
                 slot[: len(message.payload)] = message.payload
-        elif message.kind == RANK:
-            self._say("rank", node=node, **message.fields)
-        elif message.kind == PONG:
-            self._pongs[node] = message.fields["number"]
-            if min(self._pongs.values()) == self._pings == self._pongs[node]:
-                self._say("pong")
-        elif message.kind == LEAVE:
-            os.kill(self._leave_pid, signal.SIGTERM)
-        elif message.kind == BEAT:
-            self._places[node] = message.fields["places"]
-
-    def _lose(self, node: int, why: str) -> None:
-        if not self._is_ending:
-            self._say("lost", node=node, why=why)
+        elif message.kind == Kind.SAID:
+            said = message.fields
+            if said["kind"] == "leave":
+                os.kill(self._leave_pid, signal.SIGTERM)
+            else:
+                self._say(**said, node=node)
 
 
 def main(argv: list[str]) -> int:
