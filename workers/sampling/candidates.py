@@ -57,7 +57,7 @@ def best(x: Tensor, rows: Tensor, maxima: Tensor, count: int, first_id: int) -> 
 
 
 def is_left(values: Tensor, ids: Tensor, low: Tensor, end: Tensor) -> Tensor:
-    """Which (value, id) come before the pair (`low`, `end`) in the order of the module: all broadcast together."""
+    """Whether each (value, id) comes before the pair (`low`, `end`) in this module's order: all broadcast together."""
     return (values > low) | ((values == low) & (ids < end))
 
 

@@ -1,4 +1,4 @@
-"""What a device must know of a step to sample its rows: numpy arrays for the host, tensors of a fixed place.
+"""Sampling parameters of a step's rows, for a device: numpy arrays on the host, tensors of a fixed place.
 
 Columns have R rows, at least as many as the step has rows of logits; what lies beyond those is padding, which is
 sampled greedily and without any option. Everything is 32 bits wide. Two sections have a length of their own: additions
@@ -22,7 +22,7 @@ NONE = -1
 
 
 class Variant(NamedTuple):
-    """What a step asks of sampling: each is launched only for steps that have such rows."""
+    """Kernels that a step's sampling needs: each is launched only for steps that have such rows."""
 
     random: bool = False  # rows that are drawn
     filtered: bool = False  # rows with min-p, top-k or top-p
@@ -38,13 +38,13 @@ class Variant(NamedTuple):
         return Variant(bool(drawn.any()), bool(filtered.any()), bool(processed), bool(logprobs.any()))
 
     def serves(self, other: "Variant") -> bool:
-        """Whether what this one launches is enough for a step of `other`."""
+        """Whether this variant launches all kernels that a step of `other` needs."""
         return all(mine or not wanted for mine, wanted in zip(self, other, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """On the device. A kernel reads row r of the logits' columns for row r of the logits."""
+    """Sampling parameters on the device. A kernel reads row r of the logits' columns for row r of the logits."""
 
     temperature: Tensor  # float32 [R]   0: greedy
     top_p: Tensor  # float32 [R]   1: off
@@ -68,7 +68,7 @@ class SamplingColumns:
 
     @staticmethod
     def of_step(step: StepMetadata, device: torch.device) -> "SamplingColumns":
-        """In tensors of their own, without padding."""
+        """Copies the parameters of `step` into new tensors, without padding."""
         arrays = {name: np.empty(shape, dtype) for name, dtype, shape in sections(len(step.logits_indices))}
         write_rows(step, arrays)
         arrays["bias"], arrays["mask_bits"] = bias_entries(step), step.mask_bits.view(np.int32)

@@ -1,4 +1,4 @@
-"""What sampling on a device leaves there for the rows of a step, and the step's output made from a copy of it."""
+"""Results of sampling on a device for the rows of a step, and the step's output made from a copy of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -13,7 +13,7 @@ from oarlock.workers.sampling.drafts import num_accepted
 
 @dataclass(frozen=True, slots=True)
 class DeviceOutputs:
-    """R rows, at least as many as the step has rows of logits. The last four are written where logprobs are sampled."""
+    """Results of R rows, at least as many as the step has of logits. The last four are written if it wants logprobs."""
 
     tokens: Tensor  # int32 [R]   sampled, or scored
     states: Tensor  # int32 [R]   `StepOutput.finite`
@@ -24,7 +24,7 @@ class DeviceOutputs:
 
     @staticmethod
     def empty(rows: int, device: torch.device) -> "DeviceOutputs":
-        """In tensors of their own."""
+        """Allocates new tensors."""
         types = {"<i4": torch.int32, "<f4": torch.float32}
         columns = {name: torch.empty(shape, dtype=types[dtype], device=device) for name, dtype, shape in sections(rows)}
         return DeviceOutputs(**columns)

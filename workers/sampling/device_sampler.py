@@ -33,7 +33,7 @@ _FORMS = (Variant(), Variant(random=True), Variant(random=True, filtered=True), 
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """For up to L rows."""
+    """Intermediate results of the kernels for up to L rows."""
 
     maxima: Tensor  # float32 [L, B]
     screens: Tensor  # float32 [L, B]
@@ -51,7 +51,7 @@ class _Scratch:
 
 
 class DeviceSampler:
-    """Of a vocabulary of V ids, at most `max_rows` rows of logits at a time."""
+    """Sampler by Triton kernels for a vocabulary of V ids, at most `max_rows` rows of logits at a time."""
 
     def __init__(
         self, vocab_size: int, max_rows: int, histories: DenseHistories, device: torch.device, short: int = _SHORT
@@ -139,7 +139,7 @@ class DeviceSampler:
     def _choose(self, logits: Tensor, c: SamplingColumns, out: DeviceOutputs, variant: Variant, first: int) -> None:
         choose, _, _, _, _, survey = self._kernels
         s, rows = self._scratch, len(logits)
-        # With changed rows there is one form of the kernels: each takes seconds to compile.
+        # Steps with changed rows share one form of the kernels, since each form takes seconds to compile.
         random = variant.random or variant.processed
         filtered = (variant.random and variant.filtered) or variant.processed
         parts = {"RANDOM": random, "FILTERED": filtered, "PROCESSED": variant.processed}

@@ -1,4 +1,4 @@
-"""Which drafted tokens were right: those before which every draft equals the token that was sampled in its place.
+"""Verifies drafted tokens: a draft is right if it and all before it equal the tokens that were sampled in their places.
 
 Noise is keyed by seed and position, so the token sampled after right drafts is the one that would have been sampled
 without drafts: accepting while sample and draft are equal is exact for greedy and for seeded sampling alike.
@@ -12,7 +12,7 @@ from oarlock.workers.protocol import StepMetadata
 
 
 def num_accepted(step: StepMetadata, sampled: Tensor) -> Tensor:
-    """How many drafts of each sequence are right: int32 [S]. Waits for no device.
+    """Number of right drafts of each sequence: int32 [S]. Waits for no device.
 
     `sampled` int64 [L]: the tokens of all rows of logits. `step.num_drafts` must not be empty.
     """

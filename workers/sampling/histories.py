@@ -1,4 +1,4 @@
-"""Where the histories of penalties are kept on a device: counted in the host's memory, or dense beside the logits."""
+"""Chooses how a device keeps the histories of penalties: counted in the host's memory, or dense beside the logits."""
 
 import torch
 
@@ -9,7 +9,7 @@ from oarlock.workers.sampling.token_histories import Histories, TokenHistories
 def make_histories(
     device: torch.device, num_rows: int, max_model_len: int, vocab_start: int, vocab_local: int, vocab_size: int
 ) -> Histories:
-    """Of `num_rows` rows, with nothing in them. This rank's shard of the vocabulary has the ids from `vocab_start` on,
+    """Empty histories of `num_rows` rows. This rank's shard of the vocabulary has the ids from `vocab_start` on,
     `vocab_local` of them."""
     if device.type != "cpu":
         return DenseHistories(num_rows, vocab_start, vocab_local, device)

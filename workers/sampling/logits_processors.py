@@ -95,7 +95,7 @@ def _penalise(x: Tensor, step: StepMetadata, entries: Entries, first_id: int, do
 
 
 def _penalise_densely(x: Tensor, step: StepMetadata, histories: DenseHistories) -> None:
-    """The same for every id of the shard at once, some rows at a time."""
+    """Penalises every id of the shard at once as `_penalise` does, some rows at a time."""
     for start in range(0, len(step.penalty_rows), _ROWS_AT_ONCE):
         some = slice(start, start + _ROWS_AT_ONCE)
         seen = histories.of(step, some)  # [p, V]
@@ -114,7 +114,7 @@ def _penalise_densely(x: Tensor, step: StepMetadata, histories: DenseHistories) 
 
 
 def _places(x: Tensor, rows: np.ndarray, local_ids: np.ndarray) -> tuple[slice | np.ndarray, Tensor]:
-    """Which entries are ids of this rank's shard, and their places in its flat logits: int64 [n]."""
+    """The entries whose ids are in this rank's shard, and their places in its flat logits: int64 [n]."""
     width = x.shape[1]
     ours: slice | np.ndarray = slice(None)
     if len(local_ids) and (local_ids.min() < 0 or local_ids.max() >= width):
@@ -137,7 +137,7 @@ def _mask(x: Tensor, step: StepMetadata, first_id: int) -> None:
 
 
 def mask_with_torch(x: Tensor, step: StepMetadata, first_id: int) -> None:
-    """The same with torch and numpy, for every device; tests compare the kernel with it."""
+    """Masks as `_mask` does, with torch and numpy, for every device; tests compare the kernel with it."""
     first_word, last_word = first_id // 32, -(-(first_id + x.shape[1]) // 32)
     bits = step.mask_bits[:, first_word:last_word]  # [G, W]   fewer words than ids: beyond the vocabulary
     allowed = _unpacked_bits(bits) if x.device.type == "cpu" else _unpacked_bits_on(bits, x.device)
@@ -158,7 +158,7 @@ def _unpacked_bits(words: np.ndarray) -> Tensor:
 
 
 def _unpacked_bits_on(words: np.ndarray, device: torch.device) -> Tensor:
-    """The same on another device: only the words are copied there."""
+    """uint32 [G, W] -> its bits [G, 32 W] on `device`: only the words are copied there."""
     moved = torch.from_numpy(np.ascontiguousarray(words).view(np.int32)).to(device)
     return (moved.unsqueeze(2) >> torch.arange(32, device=device, dtype=torch.int32)).bitwise_and_(1).flatten(1)
 

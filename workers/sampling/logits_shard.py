@@ -47,12 +47,12 @@ class LogitsShard(Protocol):
         ...
 
     def count_above(self, rows: Tensor, values: Tensor) -> Tensor:
-        """How many logits are larger than `values` float32 [R]: int64 [R]."""
+        """Number of logits that are larger than `values` float32 [R]: int64 [R]."""
         ...
 
 
 class TorchLogitsShard:
-    """With torch's operations, for every device."""
+    """`LogitsShard` with torch's operations, for every device."""
 
     def __init__(self, x: Tensor, first_id: int, noise: Noise) -> None:
         self.x = x
@@ -72,8 +72,8 @@ class TorchLogitsShard:
         return self._noise.argmax(self.x, rows, self._maxima[rows], temperature, keys, low, end - self.first_id)
 
     def mass(self, rows: Tensor, temperature: Tensor, peak: Tensor, low: Tensor, end: Tensor) -> Tensor:
-        """As one slice. torch's softmax is several times faster than its exp. Its own sum is not exact enough, but
-        cancels here."""
+        """Sums the shard as one slice. torch's softmax is several times faster than its exp. Its own sum is not exact
+        enough, but cancels here."""
         masses = torch.zeros_like(temperature)
         ids = torch.arange(self.x.shape[1], device=self.x.device)
         low, end = low.unsqueeze(1), (end - self.first_id).unsqueeze(1)

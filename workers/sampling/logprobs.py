@@ -16,7 +16,7 @@ from oarlock.workers.sampling.logits_shard import LogitsShard, total_mass
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
-    """For R rows; the same on every rank."""
+    """Logprobs of R rows; the same on every rank."""
 
     logprobs: Tensor  # float64 [R]
     ranks: Tensor  # int64 [R]   1 = most likely; equal logits share the best rank
@@ -25,7 +25,7 @@ class RawLogprobs:
 
 
 def raw_logprobs(tp: TensorParallel, shard: LogitsShard, rows: Tensor, tokens: Tensor, count: int) -> RawLogprobs:
-    """Of `tokens` [R] in `rows` [R] of the raw logits, with the `count` most likely of each row."""
+    """Logprobs of `tokens` [R] in `rows` [R] of the raw logits, with the `count` most likely of each row."""
     index = tokens - shard.first_id
     width = shard.x.shape[1]
     ours = (index >= 0) & (index < width)

@@ -11,7 +11,7 @@ from oarlock.workers.protocol import StepMetadata, StepOutput
 
 
 def logits_rows(step: StepMetadata, start: int, stop: int) -> StepMetadata:
-    """The same step with logits rows `start` to `stop` only. What it writes before it samples stays whole."""
+    """Cuts a step to its logits rows `start` to `stop`. The histories that it writes before it samples stay whole."""
     if start == 0 and stop == len(step.logits_indices):
         return step
     cut = {

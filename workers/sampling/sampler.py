@@ -49,7 +49,7 @@ from oarlock.workers.sampling.top_k_top_p import (
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """How each of the L rows is sampled: indices on the device."""
+    """Rows among the L by the way they are sampled: indices on the device."""
 
     greedy: Tensor
     drawn: Tensor  # at random from all ids
@@ -68,7 +68,7 @@ class _Gathered:
 
 
 class Sampler:
-    """Of the logits of `vocab_local` ids from `vocab_start` on; ids from `vocab_size` on are padding with -inf."""
+    """Sampler of the logits of `vocab_local` ids from `vocab_start` on; ids from `vocab_size` on are padding (-inf)."""
 
     def __init__(
         self, tp: TensorParallel, vocab_start: int, vocab_local: int, vocab_size: int, histories: Histories
@@ -124,7 +124,7 @@ class Sampler:
         return tokens.masked_fill_(~finite, 0), first.peak
 
     def _first_round(self, shard: LogitsShard, rows: _Rows, filters: Filters) -> _Gathered:
-        """What each rank computes from its shard, and the one gather that merges it."""
+        """Computes maxima, scores and candidates of this rank's shard, and merges those of all ranks by one gather."""
         top = shard.top.double()
         size = len(top)
         scores = top.clone()
@@ -174,7 +174,7 @@ class Sampler:
 
 
 def _row_kinds(step: StepMetadata, vocab_size: int, device: torch.device) -> _Rows:
-    """How each row is sampled. Rows that only score a given token are not sampled."""
+    """Sorts rows by the way they are sampled. Rows that only score a given token are in none of the groups."""
     chosen = step.target_ids < 0
     greedy = chosen & ((step.temperature == 0) | (step.top_k == 1))
     filtering = (step.top_p < 1) | (step.min_p > 0) | ((step.top_k > 0) & (step.top_k < vocab_size))

@@ -24,7 +24,7 @@ class Entries(NamedTuple):
 
 
 class PenalisedRows(NamedTuple):
-    """Where the rows of logits with penalties belong."""
+    """The engine's rows, sequences and drafts that rows of logits with penalties belong to."""
 
     rows: np.ndarray  # int64 [P]   of the engine's tables
     seqs: np.ndarray  # int64 [P]   of the step's S sequences
@@ -45,7 +45,7 @@ class PenalisedRows(NamedTuple):
 
 
 class Histories(Protocol):
-    """Where a rank keeps the histories."""
+    """Store of a rank's histories."""
 
     def write(self, step: StepMetadata) -> None:
         """Write the histories that `step` brings, before it samples."""

@@ -61,7 +61,7 @@ def draw_from_list(keys: Tensor, filters: Filters, total: Tensor) -> tuple[Tenso
 
 
 def draw_from_list_with_torch(keys: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with torch's operations, for every device; tests compare the kernel with it."""
+    """Computes `draw_from_list` with torch's operations, for every device; tests compare the kernel with it."""
     values, ids = decode(keys)
     peak = values[:, :1].double()
     lowest = filters.lowest(peak.squeeze(1)).unsqueeze(1)

@@ -68,7 +68,7 @@ class _Fault:
         return self.ours(rank)[:, : truth.shape[1]] - truth
 
     def wrong_tokens(self) -> Tensor:
-        """Which tokens are wrong on the first wrong rank, bool [T]: off by a tenth of the worst token's error."""
+        """Mask of the wrong tokens on the first wrong rank, bool [T]: off by a tenth of the worst token's error."""
         rms = self.error(self.row.wrong_ranks[0]).square().mean(1).sqrt()
         return rms > 0.1 * rms.max()
 
@@ -167,7 +167,7 @@ def _projection(fault: _Fault) -> str:
 
 
 def _scales(fault: _Fault, rank: int, module: str) -> str:
-    """Of the rows of a column-parallel weight that a rank holds, if the weight has scales."""
+    """Describes wrong scales among the rows of a column-parallel weight that a rank holds; "" if there are none."""
     meant = fault.meant
     if not meant.has(module) or meant.arithmetic(module) is Arithmetic.DENSE:
         return ""
@@ -177,7 +177,7 @@ def _scales(fault: _Fault, rank: int, module: str) -> str:
 
 
 def _moved_heads(fault: _Fault, rank: int) -> str:
-    """Which heads of a rank hold another head's numbers, as they do where a shard is cut in a wrong place."""
+    """Names the heads of a rank that hold another head's numbers, as they do where a shard is cut in a wrong place."""
     part = part_of(fault.row.tensor, fault.spec, rank, fault.size)
     heads = Recorded(fault.folder).truth(fault.row.name).split(part.group, 1)
     found = []
@@ -216,7 +216,7 @@ def _attention(fault: _Fault) -> str:
 
 
 def _positions(folder: Path) -> tuple[Tensor, Tensor]:
-    """Of every recorded token: its position in its sequence [T], and whether it follows the prompt, bool [T]."""
+    """Position of every recorded token in its sequence [T], and whether it follows the prompt, bool [T]."""
     text = Text.read(folder)
     counts = [(len(prompt), len(sequence)) for prompt, sequence in zip(text.prompts, text.inputs(), strict=True)]
     positions = torch.cat([torch.arange(total) for _, total in counts])

@@ -65,7 +65,7 @@ class Part:
 
 
 def part_of(tensor: str, spec: DecoderSpec, rank: int, size: int) -> Part:
-    """What `rank` of `size` holds of `tensor`, a name without its layer."""
+    """Part of `tensor`, a name without its layer, that `rank` of `size` holds."""
     if tensor in _QUERY_HEADS or tensor in _KV_HEADS:
         shard = shard_heads("attention", spec.num_heads, spec.num_kv_heads, rank, size)
         first, count = (
@@ -88,7 +88,7 @@ class Recorded:
         self._folder = folder
 
     def has_tensors(self) -> bool:
-        """Not where only tokens were asked for."""
+        """False where only tokens were asked for."""
         return (self._folder / "truth-ends.safetensors").is_file()
 
     def truth(self, name: str) -> Tensor:
@@ -179,7 +179,7 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All tensors in the order they are computed, the greedy text, and whether layers serve as they were compared."""
+    """Results for all tensors in the order they are computed, the greedy text, and the halves of layers as served."""
 
     rows: list[Row]
     tokens: list[TokenRow] = field(default_factory=list)
@@ -202,9 +202,9 @@ class Comparison:
 def compare(
     folder: Path, spec: DecoderSpec, size: int, dtype: str, *, has_scales: bool = False, stages: int = 1
 ) -> Comparison:
-    """What `size` ranks of each of `stages` have left in `folder` against the reference's; one tensor in memory at a
-    time. `has_scales`: weights may have scales that kernels round, which no sum makes up for where they are looked
-    up."""
+    """Compares the tensors that `size` ranks of each of `stages` recorded in `folder` with the reference's; one tensor
+    in memory at a time. `has_scales`: weights may have scales that kernels round, which no sum evens out where they
+    are looked up."""
     recorded = Recorded(folder)
     rounding = max(_ROUNDING[dtype], _SCALES if has_scales else 0.0)
     rows = [_compare_tensor(recorded, name, spec, size, rounding) for name in tensor_names(spec.num_layers)]

@@ -172,7 +172,7 @@ def _four_bits(module: _Module) -> Tensor:
     return values.reshape(state["shape"])
 
 
-# The tensor by which each form is known, the most particular one first.
+# The tensor by which each form is recognised, the most specific one first.
 _KINDS: dict[str, Callable[[_Module], Tensor]] = {
     "qweight": _gptq_or_awq,
     "weight_packed": _packed,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from oarlock.workers.layers.layer_halves import PreparedLayers
 
-# What a half leaves, by the name under which the separate operations are recorded.
+# The result of each half, by the name under which the separate operations are recorded.
 _TENSORS = {"attention": "mid_residual", "mlp": "residual"}
 HALVES = tuple(_TENSORS)
 
@@ -32,13 +32,13 @@ class HalfDifference:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """In the order in which they are computed."""
+        """Sort key: the order in which halves are computed."""
         return self.layer, HALVES.index(self.half), self.rank
 
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """What came of comparing both forms on all ranks."""
+    """Result of comparing both forms of a layer's halves on all ranks."""
 
     compared: int  # halves of one rank
     why_not: str | None  # None: they were compared
@@ -46,7 +46,7 @@ class Halves:
 
     @staticmethod
     def read(folder: Path, size: int, stages: int = 1) -> Halves | None:
-        """Those of all `size` ranks of each of `stages`; None where no tensors were recorded."""
+        """Merges the results of all `size` ranks of each of `stages`; None where no tensors were recorded."""
         files = [_file(folder, rank, stage) for stage in range(stages) for rank in range(size)]
         if not all(file.is_file() for file in files):
             return None

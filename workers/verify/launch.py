@@ -77,7 +77,7 @@ def _follow_reference(process: subprocess.Popen[bytes], control: Control, say: S
 
 
 def _processor_time_s(pid: int) -> float:
-    """What all threads of a child that was not waited for have used so far."""
+    """Processor time of all threads of a child that was not waited for yet."""
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system
 
@@ -96,7 +96,7 @@ def run_ranks(config: WorkerConfig, folder: Path, say: Say, *, timeout_s: float 
 
 
 def _follow(ranks: SpawnedRanks, say: Say, timeout_s: float) -> None:
-    """Until every rank is done; the first that fails ends all."""
+    """Follows the ranks until every one is done. Raises `StartupError` for the first that fails."""
     running = dict(enumerate(ranks.controls))
     progress = [["starting"] for _ in running]  # per rank, the different lines it has sent
     while running:

@@ -26,7 +26,7 @@ _ROUNDED: dict[tuple[str, Arithmetic], RoundRows] = {
 
 @dataclass(frozen=True, slots=True)
 class LayerLoss:
-    """How far one layer is from the model before its weights were rounded: root mean squares, relative."""
+    """Distance of one layer from the model before its weights were rounded: root mean squares, relative."""
 
     layer: int
     weights: float  # of all products of the layer
@@ -35,7 +35,7 @@ class LayerLoss:
 
 @dataclass(frozen=True, slots=True)
 class RoundingLoss:
-    """What rounding the weights costs, by layer, and of the logits at the end."""
+    """Error that rounding the weights adds to each layer, and to the logits at the end."""
 
     layers: list[LayerLoss]
     logits: float
@@ -45,7 +45,7 @@ class RoundingLoss:
 
     @staticmethod
     def read(folder: Path) -> "RoundingLoss | None":
-        """None where no weight was rounded at load."""
+        """Reads the loss; None where no weight was rounded at load."""
         path = folder / "rounding.json"
         if not path.is_file():
             return None
@@ -90,7 +90,7 @@ class MeantModel:
 
     @contextmanager
     def as_it_was(self) -> Generator[None]:
-        """While this lasts, the model has the weights that it was stored with."""
+        """Gives the model the weights that it was stored with, within the context."""
         self._use(self._was)
         try:
             yield
@@ -102,7 +102,7 @@ class MeantModel:
             parameter.data = data
 
     def errors(self, layers: nn.ModuleList) -> Iterator[float]:
-        """Of the weights of each layer: the distance that rounding moved them, relative to their size."""
+        """Distance that rounding moved the weights of each layer, relative to their size."""
         for layer in layers:
             moved = size = 0.0
             for parameter in layer.parameters():
@@ -114,7 +114,7 @@ class MeantModel:
 
     @contextmanager
     def as_served(self) -> Generator[None]:
-        """While this lasts, products of quantised weights compute in float32, and round inputs where ours do."""
+        """Makes products of quantised weights compute in float32 and round inputs where ours do, within the context."""
         changed = []
         for module in self._model.modules():
             if isinstance(module, nn.Linear | nn.Embedding) and module.weight in self._meant:

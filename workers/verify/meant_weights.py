@@ -1,4 +1,4 @@
-"""What the weights of a model mean in the form that they are served in: whole, in floating point, without our readers.
+"""Dequantised weights of a model in the form that it is served in: whole, in floating point, without our readers.
 
 A form is one that checkpoints store, one that weights are rounded to at load, or the dtype of the checkpoint.
 """
@@ -26,23 +26,23 @@ _ROWS = 8192  # of a weight that are rounded at once
 
 
 class MeantWeights(Protocol):
-    """Modules are named as in transformers' models."""
+    """Dequantised weights by module, named as in transformers' models."""
 
     def has(self, module: str) -> bool:
-        """Whether it is stored by itself, and not fused with others."""
+        """Whether the module's weight is stored by itself, and not fused with others."""
 
     def weight(self, module: str) -> Tensor:
-        """Of a linear module or an embedding: [N, K], in the dtype it is stored in, float32 or float64."""
+        """The weight of a linear module or an embedding: [N, K], in the dtype it is stored in, float32 or float64."""
 
     def arithmetic(self, module: str) -> Arithmetic:
-        """Of its product; what is looked up or not quantised is `DENSE`."""
+        """Arithmetic of the module's product; weights that are looked up or not quantised are `DENSE`."""
 
     def other(self, name: str) -> Tensor:
         """A tensor that is no such weight: of a norm, or a bias."""
 
 
 def meant_weights(model: Path, quantization: str, dtype: torch.dtype | None = None) -> MeantWeights:
-    """`quantization`: as resolved by preflight. `dtype`: what weights are read in to be rounded; None: their own."""
+    """Opens a model's weights. `quantization`: as preflight resolves it. `dtype`: to round from; None: their own."""
     if gguf_file(model) is not None:
         return _OfGGUF(model, quantization)
     if quantization in QUANTIZATIONS:
@@ -97,7 +97,7 @@ class _AtLoad:
 
 
 class _Stored:
-    """Of a quantised checkpoint in safetensors files."""
+    """`MeantWeights` of a quantised checkpoint in safetensors files."""
 
     def __init__(self, model: Path) -> None:
         stored = stored_quantization(model, read_config(model))
@@ -120,7 +120,7 @@ class _Stored:
 
 
 class _OfGGUF:
-    """Of the GGUF file that a described model links to."""
+    """`MeantWeights` of the GGUF file that a described model links to."""
 
     def __init__(self, model: Path, quantization: str) -> None:
         self._model = model
@@ -141,7 +141,7 @@ class _OfGGUF:
 
 
 def rounded(weight: Tensor, form: str) -> Tensor:
-    """What `weight` [N, K] means after it is rounded to one of `QUANTIZATIONS`: float32 [N, K]."""
+    """Rounds `weight` [N, K] to one of `QUANTIZATIONS`, and dequantises it: float32 [N, K]."""
     if form == "none":
         return weight
     rows = weight.split(_ROWS)

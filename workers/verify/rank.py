@@ -83,7 +83,7 @@ def run_rank(
 
 
 def _answers(text: Text, chosen: dict[tuple[int, int], int]) -> list[list[int]]:
-    """For each sequence, this model's greedy choice in place of each token of the known output."""
+    """This model's greedy choice in place of each token of the known output, by sequence."""
     return [
         [chosen[seq, len(prompt) - 1 + index] for index in range(len(output))]
         for seq, (prompt, output) in enumerate(zip(text.prompts, text.outputs, strict=True))
@@ -100,9 +100,9 @@ def _files(steps: list[dict[str, Tensor]], order: Tensor) -> Iterator[tuple[str,
 
 
 def steps_of(text: Text, block_size: int) -> Iterator[tuple[StepMetadata, list[tuple[int, int]]]]:
-    """All prompts in one step, then one token of each sequence per step; every row asks for logits.
+    """Yields steps: all prompts in one, then one token of each sequence per step; every row asks for logits.
 
-    With each step, the (sequence, position) of its rows.
+    With each step comes the (sequence, position) of its rows.
     """
     sequences = text.inputs()
     tables = _block_tables([len(sequence) for sequence in sequences], block_size)
@@ -123,12 +123,12 @@ def steps_of(text: Text, block_size: int) -> Iterator[tuple[StepMetadata, list[t
 
 
 def blocks_needed(text: Text, block_size: int) -> int:
-    """The null block included."""
+    """Number of blocks that the text needs, the null block included."""
     return 1 + sum(-(-len(sequence) // block_size) for sequence in text.inputs())
 
 
 def _block_tables(lengths: list[int], block_size: int) -> list[list[int]]:
-    """In a shuffled order: nothing may rely on adjacent pages."""
+    """Block tables in a shuffled order: nothing may rely on adjacent pages."""
     counts = [-(-length // block_size) for length in lengths]
     ids = list(range(1, 1 + sum(counts)))
     random.Random(0).shuffle(ids)
@@ -198,7 +198,7 @@ class RecordingDecoder:
         return self.decoder(batch, kv, recording, plan, hidden)  # ty: ignore[invalid-argument-type]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """As the decoder's."""
+        """Computes logits as the decoder does, and records them."""
         logits = self.decoder.compute_logits(hidden)
         so_far = self.last.get("logits", logits[:0])  # a step with many rows asks in several calls
         self._record("logits", torch.cat((so_far, logits)))
@@ -225,7 +225,7 @@ class RecordingDecoder:
         tp.all_reduce = self._recording_all_reduce(tp.all_reduce)  # ty: ignore[invalid-assignment]
 
     def _install_layer(self, place: int) -> None:
-        """Of the layer at `place` in its stage."""
+        """Installs the hooks of the layer at `place` in its stage."""
         block, layer = self.decoder.layers[place], self.decoder.stage[place]
         attention, mlp = block.attention, block.mlp
 

@@ -158,7 +158,7 @@ def _loss(weights: Iterable[float], rounded: dict[str, Tensor], before: dict[str
 
 
 def _run(model: PreTrainedModel, spec: DecoderSpec, text: Text, keep: torch.dtype) -> dict[str, Tensor]:
-    """All sequences, one after the other, each in one call: every tensor as [T, columns]."""
+    """Runs all sequences, one after the other, each in one call: every tensor as [T, columns]."""
     recorder = TransformersRecorder(model, spec, keep)
     try:
         for sequence in text.inputs():
@@ -273,7 +273,7 @@ class TransformersRecorder:
 
 @contextmanager
 def in_float64(model: nn.Module) -> Generator[None]:
-    """While this lasts, `model` computes in float64 on its own weights. Attention needs `exact_attention` as well.
+    """Makes `model` compute in float64 on its own weights, within the context. Attention needs `exact_attention` too.
 
     Each module widens its weight while it computes, a block of rows at a time, so that no second copy of the model has
     to fit. Norms, which transformers computes in float32 whatever the model's dtype, are written out. Only cos and sin

@@ -36,7 +36,7 @@ class Report:
 
     @property
     def form(self) -> str:
-        """Of the weights, in words."""
+        """The form of the weights, in words."""
         if self.dequantize:
             return f"{self.quantization}, written out in this dtype"
         return "this dtype" if self.quantization == "none" else f"{self.quantization}, whose products round inputs"
@@ -138,7 +138,7 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def _loss_lines(loss: RoundingLoss, quantization: str) -> list[str]:
-    """How far the model is from the one that was stored."""
+    """Lines about the distance of the model from the one that was stored."""
     lines = [f"what {quantization} costs: distance from the weights as stored and from their answers in float64"]
     lines.append("layer  weights  hidden")
     lines += [f"{one.layer:5}  {one.weights:7.2%}  {one.hidden:6.2%}" for one in loss.layers]

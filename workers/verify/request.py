@@ -1,4 +1,4 @@
-"""What is verified, on which token ids, as JSON files in the folder that all processes of a verification share.
+"""The model and token ids of a verification, as JSON files in the folder that all of its processes share.
 
 Torch-free; transformers is imported only to run the checkpoint's own tokenizer.
 """
@@ -52,12 +52,12 @@ class Text:
     outputs: list[list[int]]
 
     def inputs(self) -> list[list[int]]:
-        """What is fed to the model, per sequence: the last generated token is only ever an output."""
+        """Token ids that are fed to the model, per sequence: the last generated token is only ever an output."""
         return [prompt + output[:-1] for prompt, output in zip(self.prompts, self.outputs, strict=True)]
 
     @property
     def num_tokens(self) -> int:
-        """Of all `inputs`: the rows T of every recorded tensor."""
+        """Number of tokens in all `inputs`: the rows T of every recorded tensor."""
         return sum(len(sequence) for sequence in self.inputs())
 
     def write(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whether a wrong product is one of the right numbers with wrong scales: a scale was cut wrongly."""
+"""Finds out whether a wrong product is one of the right numbers with wrong scales: a scale was cut wrongly."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ def wrong_scales(inputs: Tensor, weight: Tensor, outputs: Tensor) -> str | None:
 
 
 def _of_groups(inputs: Tensor, weight: Tensor, outputs: Tensor, group: int) -> str | None:
-    """With a scale for every `group` inputs: for each output, the least squares problem of a factor for each group."""
+    """Describes wrong scales if there is one for every `group` inputs; else None. Solves, for each output, the least
+    squares problem of a factor for each group."""
     tokens, width = inputs.shape
     starts = range(0, width, group)
     if tokens < 2 * (len(starts) + 1):

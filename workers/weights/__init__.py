@@ -1,1 +1,1 @@
-"""Where a rank's weights come from: safetensors files, or deterministic noise."""
+"""Sources of a rank's weights: safetensors files, GGUF files, or deterministic noise."""

@@ -46,7 +46,7 @@ class Checkpoint:
 
 
 def weight_files(directory: Path, names: Collection[str], model: str) -> list[str]:
-    """Of the files `names` of `model`, those that `Checkpoint.open` reads. In `directory` the index is enough."""
+    """Files of `model`, among `names`, that `Checkpoint.open` reads. `directory` needs no file but the index."""
     if SINGLE_FILE in names:
         return [SINGLE_FILE]
     if INDEX_FILE in names:

@@ -31,7 +31,7 @@ class DummyWeights:
         return False
 
     def shape_of(self, name: str) -> None:
-        """Every shape is drawn."""
+        """None: dummy weights have every shape."""
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         check_slice(name, into, shape, dim, start)
@@ -51,4 +51,4 @@ class DummyWeights:
             into.add_(1.0)  # norm weights are about one
 
     def finish(self, ignorable: Callable[[str], bool]) -> None:
-        """No tensor can be left over."""
+        """Does nothing: no tensor can be left over."""

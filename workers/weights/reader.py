@@ -38,7 +38,7 @@ _DTYPES = {
 
 
 class _Piece:
-    """Some rows of a tensor's slice, being read."""
+    """Rows of a tensor's slice that a thread is reading."""
 
     def __init__(self, first_row: int, part: Tensor, stored: Tensor, done: "Future[None]") -> None:
         self.first_row = first_row  # in the whole tensor

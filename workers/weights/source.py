@@ -15,7 +15,7 @@ class WeightSource(Protocol):
         """Whether the checkpoint holds `name`: for layers that can read two layouts."""
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """As it is stored; None: the checkpoint does not hold `name`, or any shape would do."""
+        """The shape as it is stored; None: the checkpoint does not hold `name`, or any shape would do."""
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         """Fill `into` with `name`'s slice [start, start + into.shape[dim]) along `dim`, in `into`'s dtype.

@@ -55,7 +55,7 @@ def _run_explained(argv: list[str]) -> int:
 
 
 def checks(config: WorkerConfig, host: str, port: int) -> list[Finding]:
-    """Of the machine: everything that takes no time."""
+    """Findings of all checks of the machine that take no time."""
     ranks = Topology.of(config).ranks_per_node
     of_cuda = cuda.findings(config.device, ranks)
     device = "cuda" if any(finding.check == "device 0" for finding in of_cuda) else "cpu"
@@ -85,7 +85,7 @@ def _versions() -> Finding:
 
 
 def _hub_cache() -> Path:
-    """Where `huggingface_hub` keeps what it downloads."""
+    """Directory in which `huggingface_hub` keeps its downloads."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     return Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
 

@@ -15,7 +15,7 @@ NOT_MEASURED = "not measured on a GPU yet: make gpu-check does"
 
 
 def findings(asked: str, ranks: int) -> list[Finding]:
-    """`asked`: auto, cpu or cuda."""
+    """Checks the CUDA devices. `asked`: auto, cpu or cuda."""
     driver, built = driver_version(), torch.version.cuda
     facts = {"driver": driver, "torch": built}
     if asked == "cpu":

@@ -1,4 +1,4 @@
-"""Which way ranks on CUDA devices sum, and how long each way takes: what each start measures, without a model.
+"""Measures how ranks on CUDA devices sum, and how long each way takes, as each start does, but without a model.
 
 python -m oarlock.workers.verify.doctor.device_sums PARENT_PID CONTROL_FD     # one of the ranks
 """
@@ -21,7 +21,7 @@ _TIMEOUT_S = 120.0  # for all ranks to join and measure
 
 
 def all_reduce_choice(config: WorkerConfig) -> Finding:
-    """What the ranks of `config`, which names a device, choose. None of them is left when this returns."""
+    """Starts the ranks of `config`, which names a device, and reports how they sum. All have ended on return."""
     count = torch.cuda.device_count() if config.device == "cuda" else config.tensor_parallel_size
     if count < config.tensor_parallel_size:
         text = f"not measured: {count} CUDA device(s) for {config.tensor_parallel_size} ranks"

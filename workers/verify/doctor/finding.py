@@ -9,7 +9,7 @@ OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found. An error keeps a server from starting; a warning makes it slower, or less certain."""
+    """Result of one check. An error keeps a server from starting; a warning makes it slower, or less certain."""
 
     check: str  # one or two words
     text: str  # one line

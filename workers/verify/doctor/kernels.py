@@ -36,7 +36,7 @@ def level() -> Finding:
 
 
 def number_types() -> Finding:
-    """Which 16-bit types the processor multiplies: others are widened to float32 as they are read."""
+    """Reports the 16-bit types that the processor multiplies: others are widened to float32 as they are read."""
     cpu = processor.here()
     native = [name for name in ("bfloat16", "float16") if cpu.multiplies(name)]
     if native:
@@ -73,7 +73,7 @@ def _is_compiled(level: levels.Level) -> bool:
 
 
 def cache() -> Path | None:
-    """Where compiled kernels are kept; None where none can be."""
+    """Directory of compiled kernels; None where none can be."""
     try:
         return build.cache_directory()
     except KernelsUnavailable:

@@ -19,7 +19,7 @@ _LEAST_FILES = 4096  # descriptors: one for each connection, and some dozens
 
 
 def cores() -> Finding:
-    """How many physical cores ranks may use, and what is left out."""
+    """Counts the physical cores that ranks may use, and those that are left out."""
     every = physical_cores(allowed_cpus())
     fast = fast_cores(every)
     paid = within_quota(len(fast))
@@ -73,7 +73,7 @@ def shared_memory(folder: Path = Path("/dev/shm"), *, ranks: int = 1, device: st
 
 
 def locked_memory(*, device: str) -> Finding:
-    """How much memory may be pinned: copies to a GPU come from such memory."""
+    """Reports the limit of pinned memory, from which copies to a GPU are made."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = limit == resource.RLIM_INFINITY
     text = "no limit" if unlimited else f"at most {human_bytes(limit)}"
@@ -85,7 +85,7 @@ def locked_memory(*, device: str) -> Finding:
 
 
 def open_files() -> Finding:
-    """Each connection of a client takes a descriptor."""
+    """Reports the limit of open files: each connection of a client takes a descriptor."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     facts = {"limit": limit}
     if limit != resource.RLIM_INFINITY and limit < _LEAST_FILES:

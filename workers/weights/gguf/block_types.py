@@ -55,7 +55,7 @@ FLOATS = ("F32", "F16", "BF16")  # the same names as in safetensors files
 
 @dataclass(frozen=True, slots=True)
 class GroupForm:
-    """What the numbers of blocks are: weight = value * scale + offset, one scale for `group` neighbours of a row."""
+    """Form of the numbers in blocks: weight = value * scale + offset, one scale for `group` neighbours of a row."""
 
     group: int
     bits: int  # 4: values are from -8 to 7; 8: from -128 to 127

@@ -24,7 +24,7 @@ class Groups:
 
     @staticmethod
     def empty(rows: int, inputs: int, group: int, *, offsets: bool) -> "Groups":
-        """Not initialised, but for offsets, which are zero."""
+        """Allocates groups without initialising them, except for offsets, which are zero."""
         scales = torch.empty((rows, -(-inputs // group)))
         values = torch.empty((rows, inputs), dtype=torch.int8)
         return Groups(values, scales, torch.zeros_like(scales) if offsets else None, group)

@@ -36,7 +36,7 @@ Value = int | float | bool | str | list[str] | array
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """What a file says about itself."""
+    """Settings and tensor entries of one file."""
 
     path: Path
     version: int
@@ -45,7 +45,7 @@ class GGUFHeader:
 
 
 class _Damaged(Exception):
-    """What is wrong, to follow the file's name."""
+    """The fault of a damaged file, as a phrase to follow its name."""
 
 
 def read_header(path: Path) -> GGUFHeader:
@@ -182,7 +182,7 @@ def _value(cursor: _Cursor, key: str) -> Value:
 
 
 def _tensor(cursor: _Cursor, name: str, alignment: int) -> TensorEntry:
-    """With `begin` and `end` counted from the beginning of the data."""
+    """Reads a tensor's entry, with `begin` and `end` counted from the beginning of the data."""
     dimensions = cursor.count("I")
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
         raise _Damaged(f"gives tensor {name!r} {dimensions} dimensions")

@@ -44,10 +44,10 @@ _INTERLEAVED = re.compile(r".*\.self_attn\.(q|k|qkv)_proj\.(weight|bias)")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How stored numbers differ from those of a Hugging Face checkpoint."""
+    """Differences between stored numbers and those of a Hugging Face checkpoint."""
 
-    # Of so many heads at the beginning, row 2 * j + c is row j of half c: Hugging Face rotates halves of a head, and
-    # GGUF's Llama neighbours.
+    # In so many heads at the beginning, row 2 * j + c is row j of half c: Hugging Face's rotation pairs the halves of a
+    # head, and GGUF's for Llama pairs neighbours.
     interleaved_heads: int = 0
     head_dim: int = 0
     added: float = 0.0  # to every number: Gemma's norms scale by 1 + weight
@@ -67,7 +67,7 @@ def hf_name(architecture: str, name: str) -> str | None:
 
 
 def layout(architecture: str, hf: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Layout:
-    """Of the tensor whose Hugging Face name is `hf`."""
+    """Layout of the tensor whose Hugging Face name is `hf`."""
     if architecture in ("gemma2", "gemma3") and hf.endswith("norm.weight"):
         return Layout(added=1.0)
     found = _INTERLEAVED.fullmatch(hf) if architecture == "llama" else None
