@@ -182,7 +182,7 @@ def _logits_fault(model: Decoder, hidden: Tensor) -> str | None:
 
 
 def _difference(name: str, expected: Tensor, found: Tensor) -> str | None:
-    """None if the bits are equal, else a phrase with the size of the difference."""
+    """Describes the size of a difference as a phrase; None if the bits are equal."""
     if torch.equal(expected, found):
         return None
     gaps = (expected.double() - found.double()).nan_to_num(posinf=0.0, neginf=0.0).abs()

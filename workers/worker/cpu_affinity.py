@@ -1,4 +1,4 @@
-"""How many threads each rank computes on, and which CPUs they may run on. Torch-free, but for `use_cpus`.
+"""Divides threads and CPUs among the ranks. Torch-free, but for `use_cpus`.
 
 Without pinning, the system moves threads between cores as other programs come and go: a rank of one NUMA node then
 reads its weights from the memory of another, and two threads of a rank may meet on one core while the rest wait.
@@ -40,7 +40,7 @@ _OF_OPENMP = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """What all ranks get."""
+    """Threads and CPUs of all ranks."""
 
     threads: int  # of each rank
     cpus: tuple[tuple[int, ...], ...] = ()  # of each rank; empty: wherever the system puts them
@@ -48,12 +48,12 @@ class CpuPlan:
 
     @property
     def affinity(self) -> str:
-        """As `--cpu-affinity` has it."""
+        """The CPUs of all ranks in the syntax of `--cpu-affinity`."""
         return "|".join(map(format_cpu_list, self.cpus)) or NONE
 
 
 def plan_cpus(cores: Sequence[Core], ranks: int, num_threads: int | None = None, paid: int | None = None) -> CpuPlan:
-    """Each of `ranks` gets an equal share of one NUMA node's cores, and as many threads unless `num_threads` says else.
+    """Gives each of `ranks` an equal share of a NUMA node's cores, and as many threads unless `num_threads` is given.
 
     `cores`: those that this process may use. `paid`: how many of them a container's quota pays for; None: all.
 
@@ -80,7 +80,7 @@ def plan_cpus(cores: Sequence[Core], ranks: int, num_threads: int | None = None,
 
 
 def _shares(cores: Sequence[Core], ranks: int) -> list[list[Core]]:
-    """For each rank, cores of one node. Ranks of one node follow each other and have equal shares."""
+    """Deals each rank cores of one node. Ranks of one node follow each other and have equal shares."""
     left = Counter(core.node for core in cores)
     placed: Counter[int] = Counter()
     for _ in range(ranks):  # each to the node where its share will be largest
@@ -94,7 +94,7 @@ def _shares(cores: Sequence[Core], ranks: int) -> list[list[Core]]:
 
 
 def check_affinity(config: WorkerConfig) -> None:
-    """Raises `StartupError` for CPUs that the ranks cannot be pinned to."""
+    """Checks `--cpu-affinity`. Raises `StartupError` for CPUs that the ranks cannot be pinned to."""
     parts = cpus_of_ranks(config)
     if parts is None:
         return
@@ -135,8 +135,8 @@ def with_cpus(config: WorkerConfig, device: str) -> WorkerConfig:
 
 
 def cpus_of_ranks(config: WorkerConfig) -> list[set[int]] | None:
-    """What `cpu_affinity` lists for each rank of each replica; None for `auto` and `none`. Raises `StartupError` for a
-    wrong list."""
+    """CPUs that `cpu_affinity` lists for each rank of each replica; None for `auto` and `none`. Raises `StartupError`
+    for a wrong list."""
     text, ranks = config.cpu_affinity, config.ranks_on_host
     if text in (AUTO, NONE):
         return None

@@ -1,4 +1,7 @@
-"""What all ranks together report to the engine: the number that limits, or the sum over stages. Torch-free."""
+"""Merges the reports of all ranks into one for the engine: the number that limits, or the sum over stages.
+
+Torch-free.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,8 +12,8 @@ from oarlock.workers.step_cost import StepCost
 
 
 def joint_info(infos: Mapping[int, WorkerInfo]) -> WorkerInfo:
-    """`infos`: by rank. Bytes and seconds are those of the rank with the most. Invariant only if every rank is, else
-    with the reason of the first that is not."""
+    """Merges reports, by rank. Bytes and seconds are those of the rank with the most. Invariant only if every rank is,
+    else with the reason of the first that is not."""
     joint = infos[0]
     everyone = [info for _, info in sorted(infos.items())]
     for rank, info in enumerate(everyone):
@@ -42,7 +45,7 @@ def _smallest(tiers: Sequence[KVOffloadInfo | None]) -> KVOffloadInfo | None:
 
 
 def _through_all(costs: Sequence[StepCost | None]) -> StepCost | None:
-    """Of a step that passes through stages with these costs; the last one computes the logits."""
+    """Cost of a step that passes through stages with these costs; the last one computes the logits."""
     known = [cost for cost in costs if cost is not None]
     if len(known) < len(costs):
         return None

@@ -1,4 +1,4 @@
-"""How many KV blocks a rank has memory for, and the error with the arithmetic when one sequence does not fit.
+"""Computes how many KV blocks a rank has memory for; if one sequence does not fit, the error shows the arithmetic.
 
 Knows the memory of the machine and the bytes of a block, not the layout of pages (the attention backend owns it).
 Torch-free.
@@ -20,7 +20,7 @@ from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 if TYPE_CHECKING:
     from oarlock.workers.worker.memory.meter import MemoryMeter
 
-# Of the memory that is free once the weights are loaded; the rest is for other processes and the page cache.
+# Share of the memory that is free once the weights are loaded; the rest is for other processes and the page cache.
 CPU_SHARE = 0.25
 # Block 0 is the null block, and a backend may keep one page that is never written.
 RESERVED_BLOCKS = 2
@@ -36,9 +36,12 @@ class KVRoom(NamedTuple):
 def room_for_kv(
     config: WorkerConfig, meter: MemoryMeter | None, step_bytes: int, graph_bytes: int = 0, weight_bytes: int = 0
 ) -> KVRoom:
-    """Measured after the weights are loaded and the largest step has run, which took `step_bytes`, unless a size is
-    given. `graph_bytes`: of decode graphs. `meter`: of the device; None for the host's memory. Where replicas load side
-    by side that was measured before: then each is yet to take `weight_bytes` from it, those of this one."""
+    """Memory for KV blocks: the size that is given, or else measured once the weights are loaded and the largest step
+    has run, which took `step_bytes`.
+
+    `graph_bytes`: of decode graphs. `meter`: of the device; None for the host's memory. Where replicas load side by
+    side, the host's free memory was measured before: each replica then takes another `weight_bytes` from it.
+    """
     if config.kv_cache_bytes is not None:
         return room_given(config)
     if meter is not None:
@@ -50,13 +53,13 @@ def room_for_kv(
 
 
 def room_given(config: WorkerConfig) -> KVRoom:
-    """As `--kv-cache-memory` says."""
+    """Memory for KV blocks that `--kv-cache-memory` gives."""
     assert config.kv_cache_bytes is not None
     return KVRoom(config.kv_cache_bytes, "--kv-cache-memory gives")
 
 
 def room_on_device(config: WorkerConfig, total: int, used: int, step_bytes: int, graph_bytes: int = 0) -> KVRoom:
-    """Of a device with `total` bytes, of which `used` are taken when the weights are loaded."""
+    """Memory for KV blocks on a device with `total` bytes, of which `used` are taken when the weights are loaded."""
     share = config.gpu_memory_utilization
     graphs = f", {human_bytes(graph_bytes)} for decode graphs" if graph_bytes else ""
     source = (
@@ -68,14 +71,14 @@ def room_on_device(config: WorkerConfig, total: int, used: int, step_bytes: int,
 
 
 def room_on_host(config: WorkerConfig, free: int) -> KVRoom:
-    """Of a host with `free` bytes when the weights of all its ranks are loaded."""
+    """Memory for a rank's KV blocks on a host with `free` bytes when the weights of all its ranks are loaded."""
     ranks = config.ranks_on_host
     free = max(0, free - (config.kv_offload_bytes or 0) * ranks)
     return KVRoom(int(free * CPU_SHARE) // ranks, f"{CPU_SHARE:.0%} of free memory shared by {ranks} rank(s) is")
 
 
 def kv_shape(config: WorkerConfig, spec: DecoderSpec, stage: int = 0) -> KVShape:
-    """Of a rank of `stage`; the first has the most layers. `config`: with its dtype and lengths resolved."""
+    """KV memory of a rank of `stage`; the first has the most layers. `config`: with its dtype and lengths resolved."""
     shard = shard_heads("attention", spec.num_heads, spec.num_kv_heads, 0, config.tensor_parallel_size)
     return KVShape(
         num_layers=len(layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)),
@@ -115,7 +118,7 @@ def fitted_length(config: WorkerConfig, num_blocks: int) -> int:
 
 
 def check_given_size(config: WorkerConfig, spec: DecoderSpec) -> None:
-    """Whether `--kv-cache-memory` holds one sequence, as far as that can be known before a rank starts."""
+    """Checks that `--kv-cache-memory` holds one sequence, as far as that can be known before a rank starts."""
     blocks_that_fit(kv_shape(config, spec), config, room_given(config))
 
 

@@ -8,7 +8,7 @@ from oarlock.workers.errors import StartupError
 
 HUNG = 6  # exit code
 
-# In the order of every rank. A message of a rank has one of these as its kind or as its name.
+# Phases in the order in which every rank goes through them. A rank's message has one as its kind or as its name.
 PHASES = ("starting", "joining", "loading", "loaded", "allocating", "timing", "ready")
 _DOING = {
     "starting": "importing its libraries",
@@ -31,7 +31,7 @@ class LoadProgress:
         self.infos: dict[int, WorkerInfo] = {}
 
     def handle(self, rank: int, message: dict) -> None:
-        """Raises `StartupError` when the rank has failed or ended."""
+        """Handles a message of a loading rank. Raises `StartupError` when the rank has failed or ended."""
         kind = message["kind"]
         if kind == "failed":
             raise StartupError(message["cause"], message["fix"], int(message["exit_code"]))

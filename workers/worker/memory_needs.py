@@ -57,20 +57,20 @@ def step_bytes(config: WorkerConfig, spec: DecoderSpec, num_tokens: int, num_row
 
 
 def largest_step_bytes(config: WorkerConfig, spec: DecoderSpec, *, has_head: bool = True) -> int:
-    """Of the largest step that the limits allow. `has_head`: whether the rank computes logits."""
+    """Bytes of the largest step that the limits allow. `has_head`: whether the rank computes logits."""
     tokens = config.max_num_batched_tokens
     return step_bytes(config, spec, tokens, tokens if has_head else 0)
 
 
 def sampling_bytes(config: WorkerConfig, spec: DecoderSpec) -> int:
-    """What a rank on a CUDA device keeps to sample from: float32 logits of the whole vocabulary, and int32 counts of
-    every id for each sequence (`DenseHistories`)."""
+    """Bytes that a rank on a CUDA device keeps to sample from: float32 logits of the whole vocabulary, and int32 counts
+    of every id for each sequence (`DenseHistories`)."""
     return 4 * spec.vocab_size * (logits_rows_at_once(config) + config.max_num_seqs)
 
 
 def check_weights_fit(config: WorkerConfig, spec: DecoderSpec, dtype: str, forms: WeightForms) -> None:
-    """On the CPU, where all ranks of a node share the memory, those of all replicas. Raises `StartupError` (exit code
-    4) with the arithmetic."""
+    """Checks that the weights fit on the CPU, where the ranks of all replicas on a node share the memory. Raises
+    `StartupError` (exit code 4) with the arithmetic."""
     of_replica, replicas = weight_bytes_of_node(config, spec, dtype, forms), config.data_parallel_size
     need, free = replicas * of_replica, free_before_load(config)
     if need > free:
@@ -141,7 +141,7 @@ def out_of_memory(
 
 
 def form_name(config: WorkerConfig, dtype: str) -> str:
-    """What the weights are in, for messages."""
+    """Name of the form that the weights are in, for messages."""
     if config.dequantize:
         return f"{config.quantization} dequantised to {dtype}"
     return dtype if config.quantization == "none" else f"{config.quantization} and {dtype}"

@@ -64,7 +64,7 @@ logger = logging.getLogger("oarlock.runner")
 
 
 class ModelRunner:
-    """Call `load`, then `allocate`, then `execute` any number of times."""
+    """Runs a decoder on one rank: call `load`, then `allocate`, then `execute` any number of times."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class ModelRunner:
             self.sampler = Sampler(self.tp, *shard, rows)
 
     def num_blocks_that_fit(self) -> int:
-        """How many KV blocks this rank has room for. Raises `StartupError` when one sequence would not fit.
+        """Number of KV blocks this rank has room for. Raises `StartupError` when one sequence would not fit.
 
         Where the device can be measured, the largest step runs first: every rank must call this at the same point.
         """
@@ -264,7 +264,7 @@ class ModelRunner:
         return float(self.tp.all_gather(torch.tensor([number], dtype=torch.float64, device=self.device)).max())
 
     def info(self) -> WorkerInfo:
-        """What this rank reports to the engine. Valid after `allocate`."""
+        """Report of this rank to the engine. Valid after `allocate`."""
         config, num_blocks = self.config, self.num_blocks
         assert config.max_model_len is not None and num_blocks is not None
         return WorkerInfo(
@@ -302,7 +302,7 @@ class ModelRunner:
         return self._device_steps is not None
 
     def bytes_of(self, step: StepMetadata) -> int:
-        """What `step` takes beside all that this rank holds; 0 where a graph runs it."""
+        """Bytes that `step` takes beside all that this rank holds; 0 where a graph runs it."""
         if step.num_seqs == 0:
             return 0
         is_replayed = self._device_steps is not None and self._device_steps.replays(step)
@@ -344,7 +344,7 @@ class ModelRunner:
         *,
         in_pipeline: bool = False,
     ) -> StepOutput | None:
-        """`kv`: the pages of `model`'s layers. Only `in_pipeline` other stages take part."""
+        """Computes a step. `kv`: the pages of `model`'s layers. Only `in_pipeline` other stages take part."""
         if self._device_steps is not None:
             return self._device_steps.launch(step, await_masks, (model, kv)).wait()
         self._tables.write(step)

@@ -125,7 +125,7 @@ class MultiprocExecutor:
         raise self._failure from None
 
     def _fail_hung(self) -> NoReturn:
-        """No output in time: raise with the rank that is behind the others, which wait for it in a collective."""
+        """Raise that no output came in time, naming the rank that is behind: the others wait for it in a collective."""
         places = self._ranks.places()
         stage = first_stage_behind(places, self.config.tensor_parallel_size)
         last = last_of(*zip(*places[stage.start : stage.stop], strict=True))

@@ -12,7 +12,7 @@ from oarlock.workers.protocol import StepOutput
 
 
 class PendingOutput(Protocol):
-    """What a launched step will answer."""
+    """Output of a launched step, perhaps still being computed."""
 
     def wait(self) -> StepOutput | None:
         """Blocks until the step has been computed. The output on rank 0, None on others. Called once."""

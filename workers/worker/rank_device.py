@@ -20,7 +20,7 @@ def device_of(config: WorkerConfig, rank: int) -> torch.device:
 
 
 def use_device(config: WorkerConfig, rank: int) -> torch.device:
-    """`device_of`, and from now on the one that the calling thread means when it calls CUDA."""
+    """Makes `device_of` the calling thread's CUDA device, and returns it."""
     device = device_of(config, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

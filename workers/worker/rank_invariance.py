@@ -64,7 +64,7 @@ def check_sums(outputs: Sequence[RowParallelLinear], place: Placement, why_not: 
 
 
 def _why_not(model: Decoder, kv: list[LayerKV], backend: AttentionBackend) -> str | None:
-    """Why nothing is promised; the same on every rank."""
+    """The reason why nothing is promised, the same on every rank; None where it is."""
     device = model.place.device
     if device.type != "cpu":
         return None
@@ -88,7 +88,7 @@ def _fault(outputs: Sequence[RowParallelLinear], place: Placement) -> str | None
 
 
 def _adds_up(layer: RowParallelLinear, slices: int, draw: torch.Generator) -> bool:
-    """With all inputs but those of a slice at zero, a product is the sum of that slice."""
+    """Whether a rank's product equals the sum of its slices, each computed with all other inputs at zero."""
     product = layer.product
     assert isinstance(product, CppMatmul | CppPackedMatmul)
     share = product.as_share()

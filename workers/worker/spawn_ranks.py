@@ -36,12 +36,12 @@ class RankArguments:
 
     @property
     def local_rank(self) -> int:
-        """Its place among the ranks of this host."""
+        """Place of this rank among the ranks of its host."""
         return self.rendezvous.topology.local_rank(self.rank)
 
     @staticmethod
     def receive(control: Control) -> "RankArguments":
-        """Blocks. Raises `ChannelClosedError` when the parent has ended."""
+        """Waits for the arguments. Raises `ChannelClosedError` when the parent has ended."""
         fields = control.recv()
         return RankArguments(
             RendezvousInfo.from_fields(fields["rendezvous"]), WorkerConfig(**fields["config"]), fields["extra"]
@@ -50,7 +50,7 @@ class RankArguments:
 
 @dataclass(frozen=True, slots=True)
 class NodePlace:
-    """Which ranks are started here, and where they meet those of other hosts."""
+    """This host's place among the nodes, and the store where its ranks meet those of other hosts."""
 
     node: int = 0
     interface: str | None = None  # of this host, for what goes between hosts; None: there is one host
@@ -61,7 +61,7 @@ THE_ONLY_NODE = NodePlace()
 
 
 class SpawnedRanks(NamedTuple):
-    """All in rank order. The caller ends the processes and closes the rest, by `end` or otherwise."""
+    """Processes and channels in rank order. The caller ends and closes them, by `end` or otherwise."""
 
     processes: list[subprocess.Popen[bytes]]
     controls: list[Control]

@@ -13,7 +13,7 @@ PATIENCE = 4.0  # times the worst step: load on the machine must not look like a
 
 
 def step_tokens(config: WorkerConfig, cost: StepCost) -> int:
-    """Of the largest step."""
+    """Number of tokens of the largest step."""
     tokens = config.max_num_batched_tokens
     if not config.lower_step_size:
         return tokens

@@ -29,9 +29,11 @@ def time_steps(
     max_model_len: int,
     block_size: int,
 ) -> StepCost:
-    """Every rank must call this at the same point. `agree` returns the largest of all ranks' numbers, so that all ranks
-    time the same steps. `execute_part` runs a step on `share` of the layers, with the whole embedding and head.
-    `max_tokens`: of one step. Reads and writes the null block only.
+    """Measures the cost of steps. Every rank must call this at the same point.
+
+    `agree` returns the largest of all ranks' numbers, so that all ranks time the same steps. `execute_part` runs a step
+    on `share` of the layers, with the whole embedding and head. `max_tokens`: of one step. Reads and writes the null
+    block only.
     """
 
     def seconds(run: Execute, tokens: int, context: int, rows: int = 0) -> float:

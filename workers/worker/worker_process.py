@@ -73,7 +73,7 @@ def log_to_stderr(config: WorkerConfig, rank: int) -> None:
 
 
 def begin(argv: list[str]) -> Control:
-    """What every kind of rank process does first: it ends with its parent, which alone decides. `argv`: as given."""
+    """Begins any kind of rank process, which ends with its parent and leaves signals to it. `argv`: as given."""
     parent_pid, control_fd = map(int, argv)
     die_with_parent(parent_pid)
     leave_signals_to_parent()
@@ -130,8 +130,8 @@ def main(argv: list[str]) -> int:
 
 
 def join(arguments: RankArguments) -> RankGroups:
-    """This rank's groups, once all ranks are there. First puts this process on its CPUs and its device: on a CUDA
-    device the ranks try sums as they join."""
+    """Joins this rank's groups, and returns once all ranks have. First puts this process on its CPUs and its device: on
+    a CUDA device the ranks try sums as they join."""
     # Imported late: a parent that is already gone should be noticed before.
     from oarlock.workers.distributed.rank_groups import join_groups
     from oarlock.workers.worker.rank_device import use_device

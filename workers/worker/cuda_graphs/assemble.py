@@ -1,4 +1,4 @@
-"""What a rank on a CUDA device runs its steps with, and for which numbers of sequences it captures graphs."""
+"""Assembles the `DeviceSteps` of a rank on a CUDA device, captures its graphs, and measures their memory."""
 
 import logging
 import time
@@ -31,7 +31,7 @@ def device_steps(
     tables: BlockTables,
     pooler: Pooler,
 ) -> DeviceSteps:
-    """With all memory that steps and graphs share, so that what is left can be measured."""
+    """Allocates all memory that steps and graphs share, so that the rest of the device can be measured."""
     assert config.max_model_len is not None
     seqs, device, vocab_size = config.max_num_seqs, tables.tables.device, model.spec.vocab_size
     rows = max(seqs, config.max_num_batched_tokens)
@@ -69,15 +69,15 @@ def capture(
 def bytes_of_graphs(
     steps: DeviceSteps, maker: GraphMaker, config: WorkerConfig, backend: AttentionBackend, meter: MemoryMeter
 ) -> int:
-    """What `capture` will take from the device. Captures some graphs, and destroys them: every rank must call this at
-    the same point."""
+    """Bytes that `capture` will take from the device. Captures some graphs, and destroys them: every rank must call
+    this at the same point."""
     if _why_none(config, backend) is not None:
         return 0
     return graph_bytes(lambda size: steps.capture(maker, [size]), steps.release, graph_sizes(config), meter)
 
 
 def _why_none(config: WorkerConfig, backend: AttentionBackend) -> str | None:
-    """Why a rank has no graphs; None if it has."""
+    """The reason why a rank has no graphs; None if it has."""
     if config.enforce_eager:
         return "--enforce-eager"
     if not isinstance(backend, CapturableBackend):

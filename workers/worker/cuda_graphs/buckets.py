@@ -31,7 +31,7 @@ def graph_sizes(config: WorkerConfig) -> list[int]:
 
 
 def logits_rows_at_once(config: WorkerConfig) -> int:
-    """For which a rank on a CUDA device has memory: as many as the largest graph computes, or more."""
+    """Rows of logits for which a rank on a CUDA device has memory: as many as the largest graph computes, or more."""
     rows = max(config.max_num_seqs, config.max_num_batched_tokens)
     return min(rows, max(_ROWS_AT_ONCE, graph_sizes(config)[-1]))
 

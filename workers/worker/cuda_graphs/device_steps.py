@@ -41,10 +41,10 @@ class StepSampling(Protocol):
 
     @property
     def variants(self) -> Sequence[Variant]:
-        """Those to capture, each of which serves more steps than the ones before."""
+        """Variants to capture, each of which serves more steps than the ones before."""
 
     def begin(self, step: StepMetadata) -> None:
-        """Before the step is sent to the device."""
+        """Prepares for a step before it is sent to the device."""
 
     def sample(self, logits: Tensor, place: InputPlace, first: int, variant: Variant) -> None:
         """Rows `first` to `first + n` of the step in `place`: `logits` float32 [n, V], of the whole vocabulary.
@@ -57,7 +57,10 @@ class StepSampling(Protocol):
 
 
 class DeviceSteps:
-    """Set `kv`, call `capture` or not, then `launch` any number of times, then `release`."""
+    """Launches the steps of a rank on a CUDA device.
+
+    Set `kv`, call `capture` or not, then `launch` any number of times, then `release`.
+    """
 
     def __init__(
         self,

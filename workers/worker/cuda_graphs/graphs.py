@@ -55,7 +55,7 @@ class Calls:
 
 
 class CudaGraph:
-    """One of CUDA's graphs, beside the work whose memory it reads and writes."""
+    """A graph of CUDA with the work that was captured: it keeps alive the memory that the graph reads and writes."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, work: Work) -> None:
         self._graph = graph

@@ -22,7 +22,7 @@ from oarlock.workers.worker.cuda_graphs.staging import Layout, Section, StagingB
 
 
 class Shape(NamedTuple):
-    """How many of each thing a step has, or has room for."""
+    """Numbers of tokens, sequences, rows of logits and table entries that a step has, or has room for."""
 
     tokens: int
     seqs: int
@@ -35,7 +35,7 @@ class Shape(NamedTuple):
 
     @staticmethod
     def bucket(size: int) -> "Shape":
-        """Of plain decodes: one token each, and at most one new block."""
+        """Shape of `size` plain decodes: one token each, and at most one new block."""
         return Shape(size, size, size, size)
 
     def sections(self) -> list[Section]:
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
 
 class InputPlace:
-    """Where the steps of one shape lie on the device, one at a time."""
+    """Memory on the device for steps of one shape, one at a time."""
 
     def __init__(self, shape: Shape, memory: Tensor, tables: BlockTables, bias: Tensor, mask_bits: Tensor) -> None:
         self.shape = shape
@@ -170,6 +170,6 @@ def _fill(into: np.ndarray, array: np.ndarray, padding: int) -> None:
 
 
 def _count_on(into: np.ndarray, array: np.ndarray, first: int) -> None:
-    """As `_fill`, with `first`, `first + 1` and so on: each sequence that is padding has one token and one row."""
+    """Fills as `_fill`, with `first`, `first + 1` and so on: a sequence that is padding has one token and one row."""
     into[: len(array)] = array
     into[len(array) :] = first + np.arange(len(into) - len(array))

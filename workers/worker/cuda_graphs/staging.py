@@ -18,7 +18,7 @@ Section = tuple[str, str, tuple[int, ...]]  # name, dtype as numpy writes it, sh
 
 
 class Layout:
-    """Where sections lie, one after the other."""
+    """Offsets of sections that lie one after the other."""
 
     def __init__(self, sections: Sequence[Section]) -> None:
         self._places: list[tuple[Section, int]] = []
@@ -36,7 +36,7 @@ class Layout:
         }
 
     def tensors(self, memory: Tensor) -> dict[str, Tensor]:
-        """The same of a tensor."""
+        """Views of the sections in `memory`, a uint8 tensor [at least `num_bytes`]."""
         views = {}
         for (name, dtype, shape), start in self._places:
             kind = _TORCH[dtype]
@@ -52,7 +52,7 @@ class StagingBuffer:
         on_cuda = device.type == "cuda"
         self.on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._halves = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=on_cuda) for _ in range(2)]
-        # A thread that waits for one of these sleeps.
+        # A thread that waits for such an event sleeps instead of spinning.
         self._copied = [torch.cuda.Event(blocking=True) for _ in range(2)] if on_cuda else None
         self._current = 0
 

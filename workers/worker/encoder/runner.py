@@ -34,7 +34,7 @@ from oarlock.workers.worker.rank_device import use_device
 
 
 class EncoderRunner:
-    """Call `load`, then `allocate`, then `execute` any number of times."""
+    """Runs an encoder on one rank: call `load`, then `allocate`, then `execute` any number of times."""
 
     kv_offload = None
     runs_ahead = False
@@ -50,7 +50,7 @@ class EncoderRunner:
         self._num_blocks, self._load_seconds = 0, 0.0
 
     def load(self, on_progress: Callable[[float], None]) -> None:
-        """As `ModelRunner.load`."""
+        """Loads the weights, as `ModelRunner.load` does."""
         started, done = time.monotonic(), 0.0
         if self.device.type == "cpu" and self.tp.rank == 0:
             log_kernels(self.dtype)
@@ -74,11 +74,11 @@ class EncoderRunner:
         self._load_seconds = time.monotonic() - started
 
     def num_blocks_that_fit(self) -> int:
-        """For as many of the longest texts as may run at once, and the null block."""
+        """Blocks for as many of the longest texts as may run at once, and the null block."""
         return self.config.max_num_seqs * table_width(self.config) + 1
 
     def allocate(self, num_blocks: int) -> None:
-        """Compute a text in different company. Every rank must call this at the same point."""
+        """Compute a text alone and in a batch with others. Every rank must call this at the same point."""
         self._num_blocks = num_blocks
         assert self.config.max_model_len is not None
         with self._memory_for("trying the model out"):
@@ -90,7 +90,7 @@ class EncoderRunner:
             self.invariance.require()
 
     def time_steps(self) -> None:
-        """Nothing depends on what steps of an encoder cost: there are no answers that wait for prompts."""
+        """Does nothing: an encoder's limits do not depend on the cost of steps, since no answers wait for prompts."""
 
     @contextmanager
     def _memory_for(self, doing: str) -> Generator[None]:
@@ -106,7 +106,7 @@ class EncoderRunner:
             ) from error
 
     def info(self) -> WorkerInfo:
-        """Valid after `allocate`."""
+        """Report of this rank to the engine. Valid after `allocate`."""
         config, spec = self.config, self.spec
         assert config.max_model_len is not None
         return WorkerInfo(
@@ -135,11 +135,11 @@ class EncoderRunner:
         )
 
     def bytes_of(self, step: StepMetadata) -> int:
-        """What `step` takes beside all that this rank holds."""
+        """Bytes that `step` takes beside all that this rank holds."""
         return step_bytes(self.spec, self.tp.size, step.num_tokens)
 
     def close(self) -> None:
-        """Nothing of it must be gone before the process group is."""
+        """Does nothing: an encoder holds nothing that must be freed before the process group."""
 
     def execute(self, step: StepMetadata) -> StepOutput | None:
         """Run one step. Rank 0 returns the output, the others None; every rank makes the same collective calls."""
@@ -155,7 +155,7 @@ class EncoderRunner:
         return None if pooled is None else pooled.add_to(empty_output(step.step_id))
 
     def launch(self, step: StepMetadata, await_masks: Callable[[], None] | None = None) -> PendingOutput:
-        """As `execute`; masks are of sampling, which there is none of."""
+        """Executes the step at once. Ignores `await_masks`: masks are for sampling, which an encoder does not do."""
         return Computed(self.execute(step))
 
     def _hidden(self, ids: Tensor, positions: Tensor, types: Tensor, lens: list[int]) -> Tensor:
@@ -164,7 +164,7 @@ class EncoderRunner:
 
 
 def _types(step: StepMetadata) -> Tensor:
-    """Which of its two texts a token belongs to: int64 [T]."""
+    """Token types: which of its sequence's two texts each token belongs to, int64 [T]."""
     starts, types = step.query_start_loc.tolist(), torch.zeros(step.num_tokens, dtype=torch.int64)
     bounds = list(pairwise(starts))
     for seq, second in zip(step.pool_seqs.tolist(), step.pool_second.tolist(), strict=True):

@@ -20,8 +20,8 @@ Hidden = Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]
 
 
 def check_alone_and_in_company(hidden: Hidden, vocab_size: int, max_len: int, device: torch.device) -> InvarianceResult:
-    """Compute one text alone, beside others, and a part of it as a text of its own in both ways. Every rank must call
-    this at the same point: layers sum over ranks."""
+    """Checks that texts of two lengths get the same bits alone and in a batch with others. Every rank must call this at
+    the same point: layers sum over ranks."""
     if device.type != "cpu":
         return InvarianceResult(False, f"on {device.type} the libraries choose kernels by the shape of the batch")
     started, draw = time.monotonic(), random.Random(0)
@@ -49,7 +49,10 @@ def check_alone_and_in_company(hidden: Hidden, vocab_size: int, max_len: int, de
 
 
 def check_sums_of_ranks(model: Encoder) -> RankInvariance:
-    """Every rank must call this at the same point. Heads are computed one by one, and all else is row by row."""
+    """Checks the products that are summed over ranks. Every rank must call this at the same point.
+
+    Nothing else can differ: heads are computed one by one, and all else is row by row.
+    """
     layers = {layer.attention.reach: layer for layer in model.layers}.values()  # one of each kind
     outputs = [output for layer in layers for output in (layer.attention.output, layer.mlp.output)]
     by_kernels = all(isinstance(output.product, CppMatmul) for output in outputs)

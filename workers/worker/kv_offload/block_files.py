@@ -21,7 +21,7 @@ _number = count()
 
 
 class DamagedFileError(Exception):
-    """What lies under the name of a block is not that block."""
+    """The file with a block's name does not hold that block."""
 
 
 def path_of(directory: Path, digest: bytes) -> str:

@@ -45,7 +45,7 @@ def disk_limit(path: str, asked: int | None) -> int:
 
 
 class Usage(NamedTuple):
-    """What lies in the directory, of all models and ranks."""
+    """Bytes and blocks in the directory, of all models and ranks."""
 
     num_bytes: int
     num_blocks: int
@@ -63,7 +63,7 @@ class BlockDirectory:
         self.make_folders()
 
     def make_folders(self) -> None:
-        """For this user alone. The root is not made again if it is gone. Raises `OSError`."""
+        """Makes the folders, for this user alone. Does not make the root again if it is gone. Raises `OSError`."""
         for path in (self.path.parent, self.path, self.path / WRITING):
             path.mkdir(mode=0o700, exist_ok=True)
 
@@ -110,7 +110,7 @@ class BlockDirectory:
 
     @contextlib.contextmanager
     def _alone(self) -> Generator[bool]:
-        """Whether no other process makes room now. The lock of one that ends is released by the kernel."""
+        """Takes the lock for making room; False if another process has it. The kernel frees it when its holder ends."""
         fd = os.open(self.root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -156,7 +156,7 @@ def _digests(names: set[str]) -> list[bytes]:
 
 
 def _digest_of(name: str) -> bytes | None:
-    """None where it is not the name of a block: such a file is not ours."""
+    """The digest that a file's name stands for; None where it is no block's, and so not our file."""
     digest = name.removesuffix(SUFFIX)
     is_ours = len(digest) == 64 and len(name) == 64 + len(SUFFIX) and not set(digest) - set(_HEX)
     return bytes.fromhex(digest) if is_ours else None

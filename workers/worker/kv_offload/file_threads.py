@@ -30,7 +30,7 @@ _Job = Sequence[tuple[int, bytes]] | None  # (slot, digest) of each block; None:
 
 
 class FileThreads:
-    """`read` and `write` return at once."""
+    """Threads that read and write files of blocks. `read` and `write` return at once."""
 
     def __init__(self, files: BlockDirectory, slots: np.ndarray, reports: KVReportSender, *, num_ranks: int) -> None:
         """`slots`: uint8 [slots, bytes of a block]. `num_ranks`: that write as much as this one."""
@@ -38,7 +38,7 @@ class FileThreads:
         self._num_ranks = num_ranks
         self._reads: SimpleQueue[_Job] = SimpleQueue()
         self._writes: SimpleQueue[_Job] = SimpleQueue()
-        self._deadline_s: float | None = None  # None: it goes on
+        self._deadline_s: float | None = None  # None: no end was asked for
         self._keeper: KeeperProcess | None = None
         self._num_unseen = 0  # bytes that were written since room was asked for
         self._logged: set[str] = set()

@@ -17,7 +17,7 @@ _BLOCKS_AT_ONCE = 32  # through a buffer on the device
 
 
 class HostSlots(Protocol):
-    """`memory`, uint8 [slots, bytes of a block]: for each layer, the block's page of keys, then that of values."""
+    """Slots in `memory`, uint8 [slots, bytes of a block]: for each layer, the block's page of keys, then of values."""
 
     memory: np.ndarray
 
@@ -29,17 +29,17 @@ class HostSlots(Protocol):
 
 
 def bytes_per_block(pages: Sequence[LayerKV]) -> int:
-    """Of this rank's share, in the layout of the backend that allocated `pages`."""
+    """Bytes of this rank's share of a block, in the layout of the backend that allocated `pages`."""
     return sum(page.shape[1] for page in _as_bytes(pages))
 
 
 def make_slots(pages: Sequence[LayerKV], num_slots: int) -> HostSlots:
-    """`pages`: of all layers of this rank; the first dimension of each tensor is the block."""
+    """Allocates slots. `pages`: of all layers of this rank; the first dimension of each tensor is the block."""
     return (SlotsOfHost if pages[0].k.device.type == "cpu" else SlotsOfDevice)(pages, num_slots)
 
 
 class SlotsOfHost:
-    """For pages in host memory."""
+    """Slots for pages in host memory."""
 
     def __init__(self, pages: Sequence[LayerKV], num_slots: int) -> None:
         self._pages = [page.numpy() for page in _as_bytes(pages)]
@@ -57,7 +57,7 @@ class SlotsOfHost:
 
 
 class SlotsOfDevice:
-    """For pages on a device; the slots are pinned, and copies pass through a buffer there."""
+    """Slots for pages on a device: pinned memory of the host. Copies pass through a buffer on the device."""
 
     def __init__(self, pages: Sequence[LayerKV], num_slots: int, *, pinned: bool = True) -> None:
         self._pages, self._pinned = _as_bytes(pages), pinned

@@ -14,7 +14,8 @@ logger = logging.getLogger("oarlock.kv_offload")
 
 
 class KeeperProcess:
-    """Call `run` in a thread of its own: the process ends with that thread, as the kernel sees to it."""
+    """Keeper of the directory in a process. Call `run` in a thread that does nothing else: the kernel ends the process
+    with that thread."""
 
     def __init__(self, files: BlockDirectory, reports_fd: int, look_s: float) -> None:
         """`reports_fd`: the ranks' pipe, to which the process writes by itself. `look_s`: between two looks."""
@@ -29,7 +30,7 @@ class KeeperProcess:
         self._warned: set[str] = set()
 
     def run(self) -> None:
-        """Until `close`."""
+        """Runs the keeper's process, again when it ends, until `close`."""
         while not self._is_closed.is_set():
             try:
                 self._run_once()
@@ -54,7 +55,7 @@ class KeeperProcess:
             self._warn(f'event=kv_offload_failed kind=keeper cause="ended with status {child.returncode}" once=true')
 
     def make_room(self) -> None:
-        """So much was written that room may be needed. Returns at once; a process that starts makes room by itself."""
+        """Tells the keeper that room may be needed. Returns at once; a process that starts makes room by itself."""
         child = self._child
         if child is not None and child.stdin is not None:
             with contextlib.suppress(OSError, ValueError):  # it has ended, and its pipe perhaps is closed

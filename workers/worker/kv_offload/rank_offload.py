@@ -1,4 +1,4 @@
-"""What a rank does for KV blocks beyond the pool: it obeys the copies of each step, and decides nothing.
+"""Makes the copies of KV blocks beyond the pool that each step orders; decides nothing itself.
 
 Copies between pages and slots are made at once, in the order of the step, before anything else of it; those between
 slots and files by threads (`file_threads.py`).
@@ -27,7 +27,7 @@ _MEASURED_BYTES = 32 << 20
 
 
 class RankOffload:
-    """Call `start`, then `obey` for each step that has copies, then `close`."""
+    """KV offload of one rank: call `start`, then `obey` for each step that has copies, then `close`."""
 
     def __init__(self, config: WorkerConfig, pages: Sequence[LayerKV], facts: dict[str, str], rank: int) -> None:
         """`config` is resolved. `pages`: of all layers of this rank. `facts`: what decides their content beside
@@ -60,7 +60,7 @@ class RankOffload:
         self.info = KVOffloadInfo(num_slots, size, speed, num_ranks, max_bytes)
 
     def _bytes_read_per_s(self, num_blocks: int) -> float:
-        """Measured with so many files that are written for it, and read from the disk as those of blocks are."""
+        """Measures reading with so many files, written for it and read from the disk as files of blocks are."""
         assert self._files is not None
         path, places = self._files.path, [slot.data for slot in self._slots.memory[:num_blocks]]
         names = [urandom(DIGEST_BYTES) for _ in places]

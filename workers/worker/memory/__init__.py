@@ -1,1 +1,1 @@
-"""How much memory a rank's steps take, and what happens when there is not enough for one."""
+"""Accounts for the memory of a rank's weights and steps, and refuses steps for which there is not enough."""

@@ -1,4 +1,4 @@
-"""What the graphs of decode steps take from a device, known before KV memory takes the rest.
+"""Measures the memory that graphs of decode steps take from a device, before KV memory takes the rest.
 
 The largest graphs bring the pool, in which the others find room for what they compute. What each size takes beside
 it, for the kernels' arguments and its own tensors, the second largest tells: a smaller one takes no more. So two sizes
@@ -13,7 +13,7 @@ from oarlock.workers.worker.memory.meter import MemoryMeter
 def graph_bytes(
     capture: Callable[[int], object], release: Callable[[], None], sizes: Sequence[int], meter: MemoryMeter
 ) -> int:
-    """Of graphs for all `sizes`, ascending. `capture` those of one size; `release` all.
+    """Bytes of graphs for all `sizes`, ascending. `capture` makes those of one size, `release` destroys all.
 
     Compared with the device after `release`, so that what libraries load and keep at a first use is not counted: that
     is in use already.

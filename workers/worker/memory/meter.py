@@ -9,13 +9,13 @@ from oarlock.workers.platform.host_memory import free_host_bytes
 
 
 class MemoryMeter(Protocol):
-    """Of one device, in bytes."""
+    """Memory of one device, in bytes."""
 
     def total_bytes(self) -> int:
-        """All that the device has."""
+        """Bytes of the whole device."""
 
     def free_bytes(self) -> int:
-        """What nobody holds, after this process has given back what it does not use."""
+        """Bytes that no process holds, after this one has given back those that it does not use."""
 
     def peak_of(self, run: Callable[[], object]) -> int:
         """The most that `run` took from the device beside what was held before; it is given back."""
@@ -35,7 +35,7 @@ class CudaMeter:
         return torch.cuda.mem_get_info(self._device)[0]
 
     def peak_of(self, run: Callable[[], object]) -> int:
-        """Without what libraries allocate by themselves: they keep it, and `free_bytes` is less by it afterwards."""
+        """Leaves out memory that libraries allocate by themselves: they keep it, which lowers `free_bytes` later."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -48,7 +48,7 @@ class CudaMeter:
 
 
 def meter_of(device: torch.device) -> MemoryMeter | None:
-    """None on the CPU, whose memory others use as well: there steps are estimated, and KV memory is a share."""
+    """The meter of a CUDA device; None on the CPU, whose memory others use as well: steps are estimated there."""
     return CudaMeter(device) if device.type == "cuda" else None
 
 

@@ -24,7 +24,7 @@ _FLOAT32 = 4
 
 
 def rank_weight_bytes(config: WorkerConfig, spec: DecoderSpec, forms: WeightForms = NONE, stage: int = 0) -> int:
-    """Of any rank of `stage`: all have as much. `config`: with its dtype resolved."""
+    """Bytes of the weights of any rank of `stage`: all have as many. `config`: with its dtype resolved."""
     size, item = config.tensor_parallel_size, ITEM_BYTES[config.dtype]
     shard = shard_heads("attention", spec.num_heads, spec.num_kv_heads, 0, size)
     # On the CPU kernels read the scales of norms in float32.

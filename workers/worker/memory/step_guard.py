@@ -24,7 +24,7 @@ logger = logging.getLogger("oarlock.rank")
 
 
 class StepGuard:
-    """One rank's. Every rank must be given the same steps, in order."""
+    """Guard of one rank's steps. Every rank must be given the same steps, in order."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class StepGuard:
         self._has_refused = False  # the last step
 
     def run(self, step: StepMetadata, launch: Callable[[], PendingOutput]) -> PendingOutput:
-        """What `launch` returns, or the refusal of `step`."""
+        """Launches `step` and returns its output, or a refusal where a rank lacks the memory."""
         if not (step.is_ahead and self._has_refused):
             self._has_refused = not self._all_have_room(step)
         if self._has_refused:

@@ -1,4 +1,4 @@
-"""What steps take beside weights and KV memory: estimated, and where the device can be measured, by its largest step.
+"""Memory of steps beside weights and KV memory: estimated, and where a device can be measured, by its largest step.
 
 The estimate has the right form, so many bytes for each token and each row of logits; how far it is off on a device,
 with its kernels and allocator, one measured step tells.
@@ -24,7 +24,7 @@ class StepMemory:
         self.largest = max(self._estimate, measured or 0)
 
     def of(self, step: StepMetadata) -> int:
-        """Of `step`: its part of the largest one."""
+        """Bytes of `step`: its part of the largest one."""
         if step.num_seqs == 0:
             return 0
         num_rows = len(step.logits_indices) + int((step.pool_kinds == LOGITS).sum())

@@ -47,7 +47,7 @@ class _Chunk(NamedTuple):
 
 
 class Pooled(NamedTuple):
-    """What the sequences of a step asked for, perhaps still to be computed."""
+    """Vectors and logits that the sequences of a step asked for, perhaps still being computed."""
 
     values: Tensor  # float32 [X] on the host
     lens: list[int]  # of each sequence, in the order of `pool_seqs`
@@ -71,8 +71,8 @@ class Pooled(NamedTuple):
 
 
 class Pooler:
-    """One rank's. The ranks of a step hold the same hidden states, of which the answering one makes vectors; logits are
-    sharded, and all take part."""
+    """Pooler of one rank. All ranks hold the same hidden states, of which the answering one makes vectors; logits are
+    sharded, and all ranks take part."""
 
     def __init__(
         self, tp: TensorParallel, vocab_start: int, *, answers: bool, classify: Classify | None = None
@@ -118,7 +118,7 @@ class Pooler:
         return before, _Sum(total, chunk.position + chunk.end - chunk.start)
 
     def _named_logits(self, chunks: list[_Chunk], hidden: Tensor, compute_logits: ComputeLogits) -> list[Tensor]:
-        """For each of `chunks` the logits of its ids after its last token: float32 [ids]."""
+        """Logits of the ids that each of `chunks` names, after its last token: float32 [ids] for each."""
         found = []
         for first in range(0, len(chunks), MAX_LOGITS_ROWS):
             some = chunks[first : first + MAX_LOGITS_ROWS]
@@ -163,7 +163,7 @@ def _wants_logits(chunk: _Chunk) -> bool:
 
 
 def _returned(chunk: _Chunk) -> slice:
-    """Whose hidden states are returned as they are, of the T tokens of the step."""
+    """Slice of the step's T tokens whose hidden states are returned as they are."""
     if chunk.kind == TOKEN:
         return slice(chunk.start, chunk.end)
     if chunk.kind == LAST and chunk.is_last:

@@ -42,7 +42,7 @@ def _check_cores(config: WorkerConfig) -> None:
 
 
 def check_products_on_cuda(config: WorkerConfig) -> None:
-    """Those of quantised weights are kernels in Triton, and so is all that `--batch-invariant` takes."""
+    """Checks that Triton kernels run if quantised weights or `--batch-invariant` need them. Raises `StartupError`."""
     if config.batch_invariant:
         _check_batch_invariance(config)
     if config.quantization == "none":
@@ -53,7 +53,7 @@ def check_products_on_cuda(config: WorkerConfig) -> None:
 
 
 def _check_batch_invariance(config: WorkerConfig) -> None:
-    """That the kernels of CUDA which promise it serve this configuration."""
+    """Checks that the CUDA kernels which promise batch invariance serve this configuration."""
     wrong = triton_needs.why_not(ranks_here(config))
     if wrong is not None:
         reason = f"takes kernels in Triton: {wrong[0]}"

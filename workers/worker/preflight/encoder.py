@@ -21,7 +21,7 @@ from oarlock.workers.worker.preflight.dtypes import this_cpu
 
 logger = logging.getLogger("oarlock.preflight")
 
-# Settings that only models of texts have, and what they are without.
+# Settings that an encoder does not have: the value that means "not set", and the reason.
 _WITHOUT = {
     "quantization": ("none", "weights of an encoder are served in their own type"),
     "dequantize": (False, "weights of an encoder are served in their own type"),
@@ -41,7 +41,7 @@ _FLAGS = {
 
 
 def check_encoder(config: WorkerConfig) -> EncoderSpec:
-    """What `config.json` means. Raises `StartupError` for what an encoder cannot be served with."""
+    """Describes the encoder of a configuration. Raises `StartupError` for settings that it cannot be served with."""
     spec = describe_encoder(read_config(Path(config.model_path)))
     for field, (neutral, reason) in _WITHOUT.items():
         value = getattr(config, field)
@@ -92,7 +92,7 @@ def encoder_preflight(config: WorkerConfig) -> WorkerConfig:
 
 
 def encoder_is_not_planned(config: WorkerConfig) -> StartupError:
-    """For `oarlock plan`, which divides what is left for KV memory: with what an encoder takes."""
+    """The error of `oarlock plan` for an encoder, which has no KV memory to plan: it says how much memory it takes."""
     spec = describe_encoder(read_config(Path(config.model_path)))
     dtype = config.dtype if config.dtype != "auto" else spec.dtype or "float32"
     weights, tokens = weight_bytes(spec, dtype), max(config.max_num_batched_tokens, spec.max_positions)
@@ -115,8 +115,8 @@ def _checked_length(config: WorkerConfig, spec: EncoderSpec) -> int:
 
 
 def _resolve_dtype(config: WorkerConfig, device: str, spec: EncoderSpec, checkpoint: Checkpoint | None) -> str:
-    """As asked for, else as the checkpoint declares it or its embedding has it; in float32 where the processor would
-    emulate that."""
+    """The dtype as asked for, else as the checkpoint declares it or its embedding has it; float32 where the processor
+    would emulate that."""
     if config.dtype != "auto":
         return config.dtype
     found = None if checkpoint is None else checkpoint.find(f"{spec.prefix}{spec.names.words}.weight")
@@ -141,7 +141,7 @@ def _check_memory(config: WorkerConfig, spec: EncoderSpec, dtype: str) -> None:
 
 
 def _check_tensors(checkpoint: Checkpoint, spec: EncoderSpec) -> None:
-    """Every tensor of the model is there in its shape, and no other. Ranks check again as they load."""
+    """Checks that every tensor of the model is there in its shape, and no other. Ranks check again as they load."""
     left = dict(checkpoint.tensors)
     for name, shape in spec.tensor_shapes().items():
         found = left.pop(name, None)

@@ -1,4 +1,4 @@
-"""Whether blocks can be kept beyond the pool as asked, and the sizes where none are given."""
+"""Checks whether blocks can be kept beyond the pool as asked, and chooses the sizes that are not given."""
 
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError

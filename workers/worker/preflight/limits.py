@@ -30,7 +30,7 @@ _MAX_BLOCK_SIZE = 1024
 
 
 def check_limits(config: WorkerConfig) -> None:
-    """Raises `StartupError`."""
+    """Checks the limits of a configuration against each other. Raises `StartupError`."""
     for field, choices in _CHOICES.items():
         value = getattr(config, field)
         if value not in choices:

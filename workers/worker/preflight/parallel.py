@@ -1,4 +1,4 @@
-"""Whether a model can be divided among the ranks that are asked for: its layers among stages, its heads within each."""
+"""Checks that a model can be divided among its ranks: its layers among stages, its heads within each stage."""
 
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
@@ -8,7 +8,7 @@ from oarlock.workers.layers.sharding import supported_tp_sizes
 
 
 def check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
-    """Raises `StartupError`, which names the sizes that work."""
+    """Checks the numbers of stages and ranks. Raises `StartupError`, which names the sizes that work."""
     stages = config.pipeline_parallel_size
     if stages > spec.num_layers:
         raise StartupError(

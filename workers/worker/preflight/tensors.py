@@ -1,4 +1,4 @@
-"""Whether a checkpoint has exactly the tensors of its model, each in its shape and in a type that is served."""
+"""Checks that a checkpoint has exactly the tensors of its model, each in its shape and in a type that is served."""
 
 from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.decoder_spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
@@ -11,7 +11,7 @@ from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint, type_not_ser
 
 
 def check_tensors(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms) -> None:
-    """Every tensor of the model is there in its shape, and no other. Ranks check again as they load."""
+    """Checks that every tensor of the model is there in its shape, and no other. Ranks check again as they load."""
     left = dict(checkpoint.tensors)
     is_gguf = isinstance(checkpoint, GGUFCheckpoint)
     for name, wanted in _wanted(checkpoint, spec, forms).items():
