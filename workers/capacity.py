@@ -42,7 +42,7 @@ from oarlock.workers.worker.preflight.limits import check_limits
 from oarlock.workers.worker.preflight.parallel import check_parallel
 from oarlock.workers.worker.step_limits import step_tokens
 
-# Of one core in one cycle: multiplications and additions of 32 bits, and how many times as many of narrower numbers.
+# Multiplications and additions of 32 bits that a core does in a cycle, and how many times as many of narrower numbers.
 _CORE_OPS = (("avx512f", 64), ("avx2", 32), ("asimd", 16))
 _NARROW = {
     "bfloat16": (("amx_bf16", 16), ("avx512_bf16", 2), ("bf16", 2)),
@@ -65,9 +65,9 @@ __all__ = [
     "work_of",
 ]
 
-# Of each CUDA device, for CUDA's context, NCCL, workspaces and graphs: a guess that errs upwards.
+# Memory of each CUDA device for CUDA's context, NCCL, workspaces and graphs: a guess that errs upwards.
 CUDA_BYTES = 1 << 30
-# Of a host, for each process of a server that computes on the CPU: Python, torch and what they allocate at first use.
+# Memory of a host for a rank's process, and for a server's others: Python, torch and what they allocate at first use.
 CPU_RANK_BYTES, CPU_SERVER_BYTES = 320 << 20, 400 << 20
 
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels of this machine's processor while the rest of a start goes on. Torch-free and light to import.
+"""Compiles the kernels of this machine's processor beside the rest of a start. Torch-free and light to import.
 
 python -m oarlock.workers.compile_ahead ELEMENT_TYPE
 """
@@ -21,7 +21,7 @@ def begin_compiling(model: str | None, dtype: str) -> None:
 
     `model` and `dtype` as for `likely_element_type`. Ranks wait for the process, by the lock of the cache.
 
-    It goes on when this process ends, so that the next start finds them. It says nothing where they cannot be compiled:
+    It continues when this process ends, so that the next start finds them. It prints nothing where compiling fails:
     who needs them tries again, and reports the reason.
     """
     try:

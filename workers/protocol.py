@@ -26,8 +26,8 @@ MAX_BIAS_PER_ROW = 3 * 1024  # stop ids banned by min_tokens, logit_bias and bad
 MAX_VOCAB_SIZE = 1 << 20  # slots are sized before the vocabulary is known; unused pages take no memory
 NULL_BLOCK = 0
 NONFINITE, FINITE, ALL_BANNED = 0, 1, 2  # of `StepOutput.finite`
-# Of `StepMetadata.pool_kinds`: the hidden state of the last token, the mean of all, that of the first token, that of
-# each token, logits after the last one, or the labels of an encoder's head. Hidden states: after the final norm.
+# Values of `StepMetadata.pool_kinds`: the hidden state of the last token, the mean of all, the first token's, each
+# token's, logits after the last one, or the labels of an encoder's head. Hidden states: after the final norm.
 LAST, MEAN, CLS, TOKEN, LOGITS, LABELS = range(6)
 NOT_POOLED = -1  # of `StepOutput.pooled_lens`
 _MAGIC = 0x4F41524C  # "OARL"
@@ -108,8 +108,8 @@ class StepMetadata:
     kv_copies: np.ndarray = field(default_factory=_no_copies)  # int32 [C, 3]   `Copy`, block id, slot
     kv_digests: np.ndarray = field(default_factory=_no_digests)  # uint8 [C, 32]   of files, else 0
 
-    # Sent before the answer to the step before was known. Where that one was refused, so is this one, untried: what it
-    # follows has not happened.
+    # Whether the step was sent before the answer to the previous one was known. If ranks refused the previous one, they
+    # refuse this one without trying it, since it builds on the other's results.
     is_ahead: bool = False
 
     @property

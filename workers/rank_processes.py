@@ -45,7 +45,7 @@ def start_ranks(count: int, module: str = SERVES) -> list[RankProcess]:
 
 
 def start_ranks_ahead(count: int) -> list[RankProcess]:
-    """Start those of `count` ranks that serve which have a core each: a wrong number must not start thousands."""
+    """Start the processes of up to `count` ranks, one for each core: a wrong number must not start thousands."""
     return start_ranks(min(count, os.cpu_count() or 1))
 
 

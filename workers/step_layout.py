@@ -67,7 +67,7 @@ class Layout:
     empty: dict[str, np.ndarray]  # the others, each of its dtype and shape
 
     def views(self, buffer: memoryview) -> dict[str, np.ndarray]:
-        """All arrays by name; those that are not empty are views of `buffer`."""
+        """Arrays by name; those that are not empty are views of `buffer`."""
         views = dict(self.empty)
         for place in self.places:
             views[place.name] = _view(buffer, place)

@@ -16,7 +16,7 @@ _BLOCK = 512  # queries at a time, where a token attends to its neighbourhood al
 
 
 def attend_both_ways(q: Tensor, k: Tensor, v: Tensor, lens: Sequence[int], reach: int | None, scale: float) -> Tensor:
-    """`q`, `k`, `v` [T, H, D] -> [T, H * D] of `q`'s type.
+    """Attends to both sides within each text: `q`, `k`, `v` [T, H, D] -> [T, H * D] of `q`'s type.
 
     `lens`: how many of the T tokens are each text's. `reach`: to how many tokens on each side a token attends; None: to
     all. `scale`: of scores.
@@ -39,7 +39,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _of_text(q: Tensor, k: Tensor, v: Tensor, reach: int | None, scale: float) -> Tensor:
-    """All [1, H, n, D]."""
+    """Attends within one text: `q`, `k`, `v` [1, H, n, D] -> [1, H, n, D]."""
     length = q.shape[2]
     if reach is None or reach >= length - 1:
         return F.scaled_dot_product_attention(q, k, v, scale=scale)

@@ -12,7 +12,7 @@ from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
 
 
 class BlockTables:
-    """`tables`, int32 [rows + 1, B] on the device. It stays the same tensor; `write` changes entries."""
+    """Block tables on the device: `tables`, int32 [rows + 1, B], stays the same tensor; `write` changes entries."""
 
     def __init__(self, num_rows: int, width: int, device: torch.device) -> None:
         self.tables = torch.full((num_rows + 1, width), NULL_BLOCK, dtype=torch.int32, device=device)

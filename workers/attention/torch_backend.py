@@ -64,7 +64,7 @@ class _Decode:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Some query rows of one sequence and the columns they attend to."""
+    """Query rows of one sequence and the columns they attend to."""
 
     start: int
     stop: int

@@ -167,7 +167,7 @@ class TritonBackend:
     def rotate_and_write(
         self, kv: LayerKV, qkv: Tensor, norm: tuple[Tensor, float] | None, cos: Tensor, sin: Tensor, batch: ForwardBatch
     ) -> Tensor:
-        """As in `FusedBackend`."""
+        """Rotates queries and keys and writes keys and values, as `FusedBackend` describes."""
         spec = self.spec
         rows, heads, width = qkv.shape[0], qkv.shape[1] - 2 * spec.num_kv_heads, spec.head_dim
         assert qkv.stride(2) == 1 and qkv.stride(1) == width and cos.is_contiguous() and sin.is_contiguous()

@@ -26,5 +26,5 @@ class GatedMLP:
         return self.down(self.gate_up(x), residual)
 
     def unrounded(self, x: Tensor) -> Tensor:
-        """Without a residual, as `RowParallelLinear.unrounded`."""
+        """The MLP's output without a residual, as `RowParallelLinear.unrounded` gives it."""
         return self.down.unrounded(self.gate_up(x))

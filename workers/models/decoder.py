@@ -86,7 +86,7 @@ class Decoder:
         self.spec = spec
         self.stage = stage = stage or range(spec.num_layers)
         self.is_first, self.is_last = stage.start == 0, stage.stop == spec.num_layers
-        # Elsewhere sums over ranks are left to libraries, and slices would only cost time.
+        # On other devices libraries compute the sums over ranks, and slices would only cost time.
         slices = slices_of(spec, quantization) if device.type == "cpu" else 1
         self.place = place = Placement(tp, dtype, device, quantization, slices)
         vocab, hidden = spec.vocab_size, spec.hidden_size

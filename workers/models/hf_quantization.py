@@ -16,7 +16,7 @@ from oarlock.workers.weights.checkpoint_files import is_there, read_json
 from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint
 
 GGUF = "gguf"  # the name of the forms of a GGUF model, whose settings do not say them
-# Where config.json has the settings, and the method of those that do not name it.
+# Keys of config.json that hold the settings, and the method of settings that do not name it.
 _KEYS = {"quantization_config": None, "compression_config": "compressed-tensors"}
 # Older quantised checkpoints have their settings in a file of their own only: its name -> the method.
 QUANTISATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}

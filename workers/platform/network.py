@@ -105,7 +105,7 @@ def resolved(name: str, wait_s: float, on_wait: Callable[[], object] = lambda: N
 
 
 def check_port_is_free(address: str, port: int) -> None:
-    """Raises `StartupError` when another program of this host listens there, or the address is not this host's."""
+    """Checks that a port is free. Raises `StartupError` if a program listens there, or `address` is another host's."""
     with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as those that listen do
         try:

@@ -47,7 +47,7 @@ class KernelsUnavailable(RuntimeError):
 
 
 def why_not_obtainable(level: Level) -> str | None:
-    """Without compiling: None if the library for `level` can be had here, else the reason as one phrase. Torch-free."""
+    """None if the library for `level` can be had here, else the reason as one phrase. Compiles nothing. Torch-free."""
     if prebuilt(level).exists():
         return None
     try:

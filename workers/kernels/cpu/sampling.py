@@ -21,7 +21,7 @@ def can_serve(device: torch.device) -> bool:
 
 
 class KernelLogitsShard:
-    """Methods and tensors are those of `TorchLogitsShard`."""
+    """`LogitsShard` by the C++ kernels. Methods and tensors are those of `TorchLogitsShard`."""
 
     def __init__(self, x: Tensor, first_id: int, slice_length: int) -> None:
         assert x.dtype == torch.float32 and x.is_contiguous()

@@ -87,8 +87,8 @@ QUANTIZATIONS = {
 
 
 def slices_of(spec: DecoderSpec, forms: WeightForms) -> int:
-    """Into how many slices inputs that are cut among ranks are divided: of the numbers of ranks that are served, the
-    largest power of two up to 8."""
+    """Number of slices of inputs that are cut among ranks: of the numbers of ranks that are served, the largest power
+    of two up to 8."""
     slices = spec.slices
     if isinstance(forms, Quantization):
         cut = spec.num_heads * spec.head_dim, spec.intermediate_size

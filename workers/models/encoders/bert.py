@@ -25,8 +25,8 @@ _NAMES = EncoderNames(
 
 
 def describe_bert(fields: Fields, *, scores: bool) -> EncoderSpec:
-    """`scores`: whether the checkpoint has a classification head, which reads the first token through the dense layer
-    that BERT was trained with for it."""
+    """Describes BERT. `scores`: whether it has a classification head, which reads the first token through the dense
+    layer that BERT was trained with for it."""
     head = ClassifierSpec("bert.pooler.dense", "classifier", num_labels(fields), "tanh") if scores else None
     return _describe(fields, "bert.", 0, head)
 

@@ -54,7 +54,7 @@ class Encoder:
 
     def __init__(self, spec: EncoderSpec, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
-        # Elsewhere sums over ranks are left to libraries, and slices would only cost time.
+        # On other devices libraries compute the sums over ranks, and slices would only cost time.
         slices = slices_for(spec.num_heads, spec.num_heads, spec.intermediate_size) if device.type == "cpu" else 1
         self.place = place = Placement(tp, dtype, device, slices=slices)
         names, hidden, before = spec.names, spec.hidden_size, spec.prefix

@@ -31,7 +31,7 @@ _EVERY = "global_attn_every_n_layers"
 
 
 def describe_modernbert(fields: Fields, *, scores: bool) -> EncoderSpec:
-    """`scores`: whether the checkpoint has a classification head."""
+    """Describes ModernBERT. `scores`: whether the checkpoint has a classification head."""
     shape, norm_bias = shape_of(fields), fields.flag("norm_bias", False)
     every, positions = fields.count(_EVERY, 3), fields.count("max_position_embeddings", 8192)
     kinds = layer_kinds(fields) or [

@@ -67,7 +67,7 @@ def draw_kept(
     SHORT: tl.constexpr,
     PROCESSED: tl.constexpr,
 ):
-    """Arguments are those of `choose`."""
+    """Draws filtered rows from the blocks `short`, which hold the largest logits. Arguments are those of `choose`."""
     place = tl.program_id(0)
     row = first + place
     tl.store(pending + place, 0)

@@ -70,7 +70,10 @@ def report_logprobs(
     WIDTH: tl.constexpr,  # the power of 2 from B on
     TILES: tl.constexpr,  # the power of 2 from `tiles` on
 ):
-    """Other arguments are those of `survey_raw`. Rows that are not finite get none."""
+    """Writes logprobs, ranks and the best ids of the rows that want them. Rows that are not finite get none.
+
+    Other arguments are those of `survey_raw`.
+    """
     place = tl.program_id(0)
     row = first + place
     column = tl.arange(0, MOST_WIDTH)

@@ -55,7 +55,7 @@ def penalise_and_mask(
     words,
     TILE: tl.constexpr,  # ids for one program
 ):
-    """All ids without bias, of rows that change."""
+    """Changes the logits of all ids without bias, in rows that change."""
     place, tile = tl.program_id(0), tl.program_id(1)
     row = first + place
     if tl.load(changed + row) == 0:
@@ -94,7 +94,7 @@ def add_bias(
     words,
     TILE: tl.constexpr,  # entries at a time
 ):
-    """The ids with a bias again, from the raw logits on. Other arguments are those of `penalise_and_mask`."""
+    """Changes ids with a bias again, from the raw logits on. Other arguments are those of `penalise_and_mask`."""
     place = tl.program_id(0)
     row = first + place
     if tl.load(changed + row) == 0:

@@ -47,7 +47,7 @@ def draw_in_rounds(
     TILE: tl.constexpr,
     PROCESSED: tl.constexpr,
 ):
-    """Arguments are those of `choose` and of `draw_kept`."""
+    """Draws rows that `draw_kept` left pending, in rounds. Arguments are those of `choose` and of `draw_kept`."""
     place = tl.program_id(0)
     row = first + place
     if tl.load(pending + place) == 0:

@@ -63,7 +63,10 @@ class AWQForm:
 
 
 def awq(settings: Settings) -> AWQForm:
-    """Raises `StartupError` for what is not served. The second names of keys are those of AutoAWQ's own file."""
+    """Parses AWQ's settings. Raises `StartupError` for those that are not served.
+
+    The second names of keys are those of AutoAWQ's own file.
+    """
     settings.one_of(("bits", "w_bit"), 4, (4,))
     settings.one_of(("version", "format"), "gemm", ("gemm",))
     settings.one_of(("zero_point",), True, (True,))

@@ -73,7 +73,7 @@ class BitsAndBytesForm:
 
 
 def bitsandbytes(settings: Settings) -> BitsAndBytesForm:
-    """Raises `StartupError` for what is not served."""
+    """Parses bitsandbytes' settings. Raises `StartupError` for those that are not served."""
     if not settings.flag("load_in_4bit", "_load_in_4bit", default=False):
         raise settings.unsupported("load_in_4bit", False, f"Only its forms of 4 bits are served. {USE_ANOTHER}")
     settings.one_of(("bnb_4bit_quant_storage",), "uint8", ("uint8",))

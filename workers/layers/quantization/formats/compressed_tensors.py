@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _PACKED, _INTEGERS, _FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 _FORMATS = (_PACKED, _INTEGERS, _FLOATS, "naive-quantized", "mixed-precision")
 _LONGEST_PATTERN = 500  # characters
-# Of `actorder`: inputs have groups of their own, or only the order in which they were rounded differs.
+# Values of `actorder`: inputs are assigned to groups one by one, or only the order of rounding differs.
 _BY_GROUP, _BY_WEIGHT = ("group", "dynamic", True), ("weight", "static", False)
 
 
@@ -149,7 +149,7 @@ class CompressedTensorsScheme:
 
 
 def compressed_tensors(settings: Settings) -> CompressedTensorsScheme:
-    """Raises `StartupError` for what is not served."""
+    """Parses compressed-tensors' settings. Raises `StartupError` for those that are not served."""
     sparsity = settings.table("sparsity_config")
     sparsity.one_of(("format",), "dense", ("dense",))
     settings.refuse("transform_config", ({}, {"config_groups": {}}))

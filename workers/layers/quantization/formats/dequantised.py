@@ -76,7 +76,7 @@ def dequantised_forms(forms: WeightForms, device: str) -> WeightForms:
         return DequantisedForms(forms, device)
     if (device, forms.arithmetic) not in _ROUNDING:
         return forms
-    # Shards begin where they do without this, so that weights are rounded in the same groups.
+    # `group` stays, so that shards begin where they do for rounded inputs, and weights are rounded in the same groups.
     plain = replace(
         forms, method=partial(_dequantising, forms.method), bits=None, bytes_per_row=0, bytes_per_group=0, head=None
     )

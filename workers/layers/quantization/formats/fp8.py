@@ -59,7 +59,7 @@ class FP8Form:
 
 
 def fp8(settings: Settings) -> FP8Form:
-    """Raises `StartupError` for what is not served."""
+    """Parses the settings of weights in float8. Raises `StartupError` for those that are not served."""
     settings.one_of(("activation_scheme",), "dynamic", ("dynamic",))
     settings.one_of(("fmt",), "e4m3", ("e4m3",))
     block = settings.get("weight_block_size")

@@ -81,5 +81,5 @@ class GGUFForms:
         )
 
     def ignores(self, name: str) -> bool:
-        """Every tensor of a GGUF model has its place."""
+        """False: every tensor of a GGUF model has its place."""
         return False

@@ -79,7 +79,7 @@ class GPTQScheme:
 
 
 def gptq(settings: Settings) -> GPTQScheme:
-    """Raises `StartupError` for what is not served."""
+    """Parses GPTQ's settings. Raises `StartupError` for those that are not served."""
     settings.refuse("is_marlin_format", (False,))
     settings.refuse("pack_dtype", ("int32",))
     settings.refuse("adapter", ({},))
