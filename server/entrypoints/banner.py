@@ -129,7 +129,7 @@ def _rounding(info: EngineInfo) -> str:
 
 
 def _ranks(info: EngineInfo) -> str:
-    """`2`, `2 x 2 stages`, `4 on 2 hosts`, `1 x 2 replicas`."""
+    """Number of ranks as text: `2`, `2 x 2 stages`, `4 on 2 hosts`, `1 x 2 replicas`."""
     stages = "" if info.pipeline_parallel_size == 1 else f" x {_plural(info.pipeline_parallel_size, 'stage')}"
     hosts = "" if info.nnodes == 1 else f" on {_plural(info.nnodes, 'host')}"
     replicas = "" if info.data_parallel_size == 1 else f" x {_plural(info.data_parallel_size, 'replica')}"
@@ -137,14 +137,14 @@ def _ranks(info: EngineInfo) -> str:
 
 
 def _kv_size(info: EngineInfo) -> str:
-    """`64 blocks of 16 = 1024 tokens`."""
+    """Size of KV memory as text: `64 blocks of 16 = 1024 tokens`."""
     blocks = info.num_blocks - 1
     each = "" if info.data_parallel_size == 1 else f" on each of {info.data_parallel_size} replicas"
     return f"{blocks} blocks of {info.block_size} = {blocks * info.block_size} tokens{each}"
 
 
 def _kv_form(info: EngineInfo) -> str:
-    """What a token takes on each rank."""
+    """Type and size of a token's keys and values on each rank, as text."""
     return f"{info.kv_cache_dtype}, {format_size(info.kv_bytes_per_token_per_rank)} a token"
 
 

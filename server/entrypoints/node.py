@@ -25,7 +25,7 @@ _log = logs.logger("node")
 
 
 def serve_node(settings: Settings, nodes: NodesConfig) -> int:
-    """Returns the exit code. Raises `StartupError` when the start fails."""
+    """Run this host's ranks; returns the exit code. Raises `StartupError` when the start fails."""
     logs.configure(settings.log_level, settings.log_format)
     progress = Progress(as_events=settings.log_format == "json")
     try:
@@ -41,7 +41,7 @@ def serve_node(settings: Settings, nodes: NodesConfig) -> int:
 
 def wait_for_first() -> int:
     """Wait for the first process that torchrun has started on this host, which runs all ranks there: torchrun ends
-    when all processes have. Signals are the first one's to answer."""
+    when all processes have. Signals are left to that first process."""
     import psutil
 
     for number in _SIGNALS:

@@ -141,7 +141,7 @@ class Driver:
             signal.signal(number, signal.SIG_IGN)
 
     def _give_up(self, address: str, fix: str) -> None:
-        """Ray itself goes on trying for minutes."""
+        """Give up a cluster that does not answer: Ray itself would keep trying for minutes."""
         self._fail(f"There is no Ray cluster to use at {address}: it did not answer within {_CONNECT_S:g} s.", fix, 3)
         os._exit(1)
 
@@ -192,7 +192,7 @@ class Driver:
         return [nodes[of_bundle[index]] for index in range(len(of_bundle))]
 
     def _watch(self, running: dict[Any, str]) -> None:
-        """Until the server has ended, and the parts after it. A part that ends before is named."""
+        """Watch the parts until the server has ended, and then they. A part that ends before the server is named."""
         end = None
         while end is None or (running and time.monotonic() < end):
             if end is None and self._is_left.is_set():

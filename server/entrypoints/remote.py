@@ -58,7 +58,7 @@ class ServerError(Exception):
 
     @property
     def fix(self) -> str:
-        """What the caller can do, in one line."""
+        """Fix that the caller can apply, in one line."""
         if self.status in (401, 403):
             return f"Put the server's key into the environment: {KEY_VARIABLE}."
         if self.status == 404:
@@ -68,12 +68,12 @@ class ServerError(Exception):
         return "The server's log says more."
 
     def as_startup_error(self) -> StartupError:
-        """The same as the end of a command."""
+        """Convert it to the `StartupError` that ends a command."""
         return StartupError(self.cause, self.fix)
 
 
 class Remote:
-    """One server. All methods raise `ServerError`."""
+    """Client of one server. All methods raise `ServerError`."""
 
     def __init__(self, url: str, key: str | None) -> None:
         """Raises `UsageError` where `url` is no address."""

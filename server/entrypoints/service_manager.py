@@ -25,7 +25,7 @@ _log = logger("service_manager")
 
 
 class ServiceManager:
-    """What started this process, if it speaks the protocol."""
+    """Service manager that started this process, if it speaks the protocol of systemd."""
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
         """Takes its variables out of `environment`: they are for this process alone."""
@@ -61,18 +61,18 @@ class ServiceManager:
         return listener, replace(settings, host=address[0], port=address[1])
 
     def loading(self, phase: str, fraction: float) -> None:
-        """The start goes on: this much of this phase is done."""
+        """Report progress of the start: this much of this phase is done."""
         status = f"{phase} {fraction:.0%}"
         if status != self._last_status:  # progress comes many times a second
             self._last_status = status
             self._send(STATUS=status, EXTEND_TIMEOUT_USEC=f"{_START_S * 1e6:.0f}")
 
     def ready(self) -> None:
-        """Requests are served."""
+        """Report that requests are served."""
         self._send(READY="1", STATUS="serving")
 
     def stopping(self, within_s: float) -> None:
-        """The server ends, after open requests."""
+        """Report that the server ends, after open requests."""
         self._send(STOPPING="1", STATUS="finishing open requests", EXTEND_TIMEOUT_USEC=f"{within_s * 1e6:.0f}")
 
     async def watch(self) -> None:

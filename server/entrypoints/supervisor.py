@@ -58,7 +58,7 @@ _log = logs.logger("supervisor")
 
 
 class RunningEngine(Engine, Protocol):
-    """What the supervisor needs of `oarlock.engine.client.EngineClient` or `oarlock.engine.replicas.Replicas`."""
+    """Engine as the supervisor uses it: `oarlock.engine.client.EngineClient` or `oarlock.engine.replicas.Replicas`."""
 
     dead: asyncio.Event  # its process has ended, with `exit_code`
     lost: asyncio.Event  # a replica has, for good and with `exit_code`: the others can finish what they have

@@ -14,7 +14,7 @@ _FIRST = ("serve", "config")  # in the help
 
 
 class Command(Protocol):
-    """What the file of a command offers."""
+    """Interface of a command's file."""
 
     HELP: str
 

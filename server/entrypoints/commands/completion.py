@@ -23,7 +23,7 @@ _FILES = re.compile(r"FILE|PATH|MODEL|DIR|STRING")  # in a metavar: what may be 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What can stand behind `path`, a command with its own commands before it, or nothing: `()`."""
+    """Words that may follow `path`, the names of a command and of its subcommands; `()`: `oarlock` alone."""
 
     path: tuple[str, ...]
     commands: dict[str, str]  # name -> what it does
@@ -75,7 +75,7 @@ def _walk(parser: argparse.ArgumentParser, path: tuple[str, ...]) -> Iterator[Wo
 
 
 def _choices_in(metavar: str) -> tuple[str, ...]:
-    """`auto|cpu|cuda`, as options write their choices."""
+    """Choices of a metavar such as `auto|cpu|cuda`."""
     return tuple(metavar.split("|")) if re.fullmatch(r"[\w.-]+(\|[\w.-]+)+", metavar) and metavar.islower() else ()
 
 
@@ -85,7 +85,7 @@ def _cases(found: list[Words]) -> Iterator[tuple[str, Words]]:
 
 
 def as_bash(found: list[Words]) -> str:
-    """For bash 4 and later."""
+    """Completion script for bash 4 and later."""
     lines = [
         "# Completion of oarlock for bash.",
         "_oarlock() {",
@@ -120,7 +120,7 @@ def _alternatives(found: list[Words]) -> str:
 
 
 def as_zsh(found: list[Words]) -> str:
-    """For zsh with compinit: the same choice of words, with what each does."""
+    """Completion script for zsh with compinit, which shows what each word does."""
     lines = [
         "#compdef oarlock",
         "_oarlock() {",
@@ -147,7 +147,7 @@ def as_zsh(found: list[Words]) -> str:
 
 
 def as_fish(found: list[Words]) -> str:
-    """For fish 3 and later."""
+    """Completion script for fish 3 and later."""
     lines = ["# Completion of oarlock for fish."]
     for words in found:
         seen = [f"__fish_seen_subcommand_from {name}" for name in words.path]
@@ -170,5 +170,5 @@ def as_fish(found: list[Words]) -> str:
 
 
 def _fish(text: str) -> str:
-    """In single quotes, where fish has an escape for them."""
+    """Put a text in single quotes, for which fish has an escape."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

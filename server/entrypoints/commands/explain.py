@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _ask(url: str, request_id: str, key: str | None) -> dict[str, Any]:
-    """Raises `StartupError`."""
+    """Ask the server what happened to a request. Raises `StartupError`."""
     from urllib.error import HTTPError, URLError
     from urllib.parse import quote
     from urllib.request import Request, urlopen

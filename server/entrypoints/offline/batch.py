@@ -21,7 +21,7 @@ Report = Callable[[str, float, str], None]  # phase, fraction, detail
 
 
 async def answer_all(engine: OfflineEngine, requests: RequestFile, answers: AnswerFile, report: Report) -> None:
-    """Raises `StartupError` when the engine dies or the disk is full: what was answered by then is in the file."""
+    """Answer all requests. Raises `StartupError` when the engine dies or the disk is full: earlier answers are kept."""
     progress = asyncio.create_task(_report(engine, requests, answers, report))
     try:
         with ThreadPoolExecutor(1, "batch") as disk:

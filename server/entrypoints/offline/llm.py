@@ -82,7 +82,7 @@ class LLM:
 
     @classmethod
     async def create(cls, model: str | None = None, **settings: Any) -> Self:
-        """The same for a program with an event loop of its own, which goes on while the model loads."""
+        """Load a model in a program with its own event loop, which keeps running meanwhile. Raises as `LLM` does."""
         llm = cls.__new__(cls)
         try:
             await asyncio.wrap_future(llm._open(model, settings))
@@ -93,7 +93,7 @@ class LLM:
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine has found out about model and machine, such as `max_model_len`."""
+        """Facts that the engine has found out about model and machine, such as `max_model_len`."""
         return self._engine.engine.info
 
     @property
@@ -315,7 +315,7 @@ class LLM:
         return await self._all(answers, count, use_tqdm)
 
     async def _all(self, answers: Sequence[Answer[list[_T]]], count: int, use_tqdm: bool | None) -> list[_T]:
-        """What `answers` return, `count` outputs together. The first failure ends the others."""
+        """Run `answers`, which return `count` outputs together. The first failure ends the others."""
         limit = asyncio.Semaphore(self._engine.num_at_once)
         is_off = not use_tqdm if use_tqdm is not None else True if count == 1 else None  # None: no terminal
         num_tokens = 0
@@ -371,4 +371,4 @@ async def _cancel_others() -> None:
 
 
 def _silent(phase: str, fraction: float, detail: str = "") -> None:
-    """Programs do not want a progress line."""
+    """Ignores progress: programs do not want a progress line."""

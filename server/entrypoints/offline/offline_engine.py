@@ -72,12 +72,12 @@ class OfflineEngine:
 
     @property
     def generation_tokens(self) -> int:
-        """Of all requests that have ended."""
+        """Number of tokens generated for all requests that have ended."""
         return self._counters.generation_tokens
 
     @property
     def num_at_once(self) -> int:
-        """So many requests keep every row of every replica busy, with as many waiting as can run."""
+        """Number of requests that keep every row of every replica busy, with as many waiting as can run."""
         info = self.engine.info
         return 2 * info.data_parallel_size * info.max_num_seqs
 

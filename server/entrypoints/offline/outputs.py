@@ -83,22 +83,22 @@ class RequestOutput:
 
     @property
     def text(self) -> str:
-        """The first answer's."""
+        """Text of the first answer."""
         return self.outputs[0].text
 
     @property
     def finish_reason(self) -> str | None:
-        """The first answer's."""
+        """Finish reason of the first answer."""
         return self.outputs[0].finish_reason
 
     @property
     def message(self) -> dict[str, Any] | None:
-        """The first answer's, of a chat."""
+        """Message of the first answer of a chat."""
         return self.outputs[0].message
 
     @property
     def num_tokens(self) -> int:
-        """Of all answers."""
+        """Number of tokens of all answers."""
         return sum(len(output.token_ids) for output in self.outputs)
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """The fields of a request that decide its answer. What is None has the server's default, which for sampling may be
-    the model's own; the same ranges hold, and the same errors name what is wrong.
+    """Fields of a request that decide its answer.
+
+    A field that is None has the server's default, which for sampling may be the model's own. Ranges and errors are
+    those of the server.
 
     `docs/api.md` describes each field.
     """
@@ -44,11 +46,11 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def as_fields(self) -> dict[str, Any]:
-        """What was given, as the body of a completion has it."""
+        """Fields that were given, as the body of a completion has them."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
 
     def as_chat_fields(self) -> dict[str, Any]:
-        """What was given, as the body of a chat completion has it."""
+        """Fields that were given, as the body of a chat completion has them."""
         found = self.as_fields()
         if self.logprobs is not None:
             found |= {"logprobs": True, "top_logprobs": self.logprobs}

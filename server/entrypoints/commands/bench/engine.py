@@ -1,4 +1,4 @@
-"""What `bench throughput` and `bench latency` share: the engine without HTTP, asked in rounds."""
+"""Rounds of the engine without HTTP, which `bench throughput` and `bench latency` measure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Round = Callable[[float, int, int], dict[str, float]]  # seconds, tokens in, tok
 def add_arguments(
     parser: argparse.ArgumentParser, *, prompts: str, count: int, input_tokens: int, output_tokens: int, rounds: int
 ) -> None:
-    """`prompts`: the flag for how many there are in a round. Flags have the names of `vllm bench` too."""
+    """Add the common flags. `prompts`: the flag for their number in a round. Flags have vLLM's names, too."""
     group = parser.add_argument_group("measurement")
     names = (prompts, "--num-prompts") if prompts == "--num-requests" else (prompts,)
     group.add_argument(

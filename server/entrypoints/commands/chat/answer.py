@@ -23,7 +23,7 @@ class Listener(Protocol):
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one request, whole or not."""
+    """Answer to one request, whole or not."""
 
     request_id: str = ""
     text: str = ""
@@ -42,12 +42,12 @@ class Answer:
 
     @property
     def output_tokens(self) -> int:
-        """As the server counts them; of an answer that was stopped, its chunks."""
+        """Number of answer tokens as the server counts them; of an answer that was stopped, its chunks."""
         return self.chunks if self.usage is None else int(self.usage.get("completion_tokens") or 0)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all tokens after the first."""
+        """Tokens per second after the first token; None where it cannot be told."""
         if self.first_at is None or self.last_at is None or self.last_at <= self.first_at or self.output_tokens < 2:
             return None
         return (self.output_tokens - 1) / (self.last_at - self.first_at)

@@ -16,18 +16,18 @@ class ConversationError(Exception):
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far. `system` stands before the messages and is no part of them."""
+    """Messages of a conversation so far. `system` stands before the messages and is not one of them."""
 
     system: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
     file: Path | None = None  # that it was last saved to or loaded from
 
     def as_messages(self) -> list[dict[str, str]]:
-        """What a request carries."""
+        """Messages that a request carries."""
         return [{"role": "system", "content": self.system}, *self.messages] if self.system else list(self.messages)
 
     def reset(self) -> None:
-        """Forget what was said; the system prompt stays."""
+        """Forget the messages; the system prompt stays."""
         self.messages.clear()
 
     def save(self, name: str, model: str) -> Path:
@@ -46,7 +46,7 @@ class Conversation:
         return path
 
     def load(self, name: str) -> int:
-        """Take the place of what was said; returns the number of messages. Raises `ConversationError`.
+        """Replace the messages by those of a file; returns their number. Raises `ConversationError`.
 
         A file of `save`, or a list of messages as a request has it; of text only.
         """

@@ -22,7 +22,7 @@ class MarkdownBlocks:
 
     @property
     def rest(self) -> str:
-        """What belongs to no complete block."""
+        """Text that belongs to no complete block yet."""
         return "".join(self._lines) + self._line
 
     def add(self, text: str) -> list[str]:

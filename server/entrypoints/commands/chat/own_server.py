@@ -24,15 +24,15 @@ _URL = re.compile(r"^  URL +(\S+)$", re.MULTILINE)
 _PROGRESS = re.compile(r"^[a-z][a-z ]* +\d+%.*$", re.MULTILINE)
 _EVERY_S = 0.05
 _LEAVE_S = 20.0
-# What the chat decides itself.
+# Flags whose values the chat decides.
 _OWN_FLAGS = ("--host", "--port", "--api-key", "--uds")
 
 
 class OwnServer:
-    """Use as a context manager: leaving it ends the server. `url` and `key` are set by `wait`."""
+    """Server of one chat, as a context manager: leaving it ends the server. `url` is set by `wait`."""
 
     def __init__(self, model: str | None, flags: Sequence[str]) -> None:
-        """`flags`: of `oarlock serve`."""
+        """Starts the server. `flags`: of `oarlock serve`."""
         self.url = ""
         self.key = secrets.token_hex(16)
         self._log = tempfile.NamedTemporaryFile("w+b", prefix="oarlock-chat-", suffix=".log")  # noqa: SIM115
@@ -57,7 +57,7 @@ class OwnServer:
         self._log.close()
 
     def wait(self, on_progress: Callable[[str], None]) -> None:
-        """Until it is ready; `on_progress` gets the newest line of its start. Raises `StartupError` where it ends."""
+        """Wait until it is ready; `on_progress` gets the newest line of its start. Raises `StartupError` if it ends."""
         while True:
             has_ended = self._process.poll() is not None
             log = self.log
@@ -72,7 +72,7 @@ class OwnServer:
 
     @property
     def log(self) -> str:
-        """What it has printed."""
+        """Output of the server so far."""
         return Path(self._log.name).read_text("utf-8", "replace")
 
     @property
@@ -80,7 +80,7 @@ class OwnServer:
         return self._process.poll() is not None
 
     def failure(self) -> StartupError:
-        """Why it ended, in its own words where it had some."""
+        """Error that says why the server ended, in the server's words where its log has them."""
         log, code = self.log, self._process.returncode
         cause, fix = (re.findall(rf"^{word}: (.*)$", log, re.MULTILINE)[-1:] for word in ("error", "fix"))
         if cause and fix:

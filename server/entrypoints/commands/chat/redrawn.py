@@ -59,8 +59,8 @@ def _without_end(line: list[Segment]) -> list[Segment]:
 
 @contextlib.contextmanager
 def typing_hidden(terminal: TextIO) -> Generator[None]:
-    """The keys typed at `terminal` are not shown meanwhile. A line that is typed is read afterwards; Ctrl-C is still a
-    signal, and forgets what was typed before it. Elsewhere than on a terminal nothing changes."""
+    """Hide the keys typed at `terminal` meanwhile. A line that is typed is read afterwards; Ctrl-C is still a signal,
+    and discards what was typed before it. Elsewhere than on a terminal nothing changes."""
     if not terminal.isatty():
         yield
         return

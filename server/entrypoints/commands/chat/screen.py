@@ -1,4 +1,4 @@
-"""What a chat shows: answers as Markdown while they are written, on a terminal; plain text elsewhere."""
+"""Display of a chat: answers as Markdown while they are written, on a terminal; plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ class Screen:
         self._redraw: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """An answer follows."""
+        """Begin an answer."""
         self._blocks = MarkdownBlocks()
         self._take_terminal()
 
     def thought(self, text: str) -> None:
-        """A piece of the reasoning that comes before the answer."""
+        """Show a piece of the reasoning that comes before the answer."""
         if not self._thinks:
             self._end_block()
             self._thinks = True
         self._add(text)
 
     def said(self, text: str) -> None:
-        """A piece of the answer."""
+        """Show a piece of the answer."""
         if self._thinks:
             self._end_block()
             self._thinks = False
         self._add(text)
 
     def end(self) -> None:
-        """The answer is over, or broke off."""
+        """End an answer, whole or broken off."""
         if self._redraw is not None:
             self._redraw.cancel()
             self._redraw = None
@@ -66,11 +66,11 @@ class Screen:
         self._thinks = False
 
     def notice(self, text: str) -> None:
-        """A line of the program's own."""
+        """Show a line of the program itself."""
         self.console.print(Text(fit(text), style="dim"))
 
     def problem(self, text: str) -> None:
-        """A line about what went wrong."""
+        """Show an error in one line."""
         self.console.print(Text(fit(text), style="red"))
 
     def _take_terminal(self) -> None:
@@ -131,7 +131,7 @@ class PlainScreen:
         self._ends_line = True
 
     def thought(self, text: str) -> None:
-        """Left out: what reads this wants the answer."""
+        """Leaves reasoning out: a program that reads this output wants the answer."""
 
     def said(self, text: str) -> None:
         self._stream.write(fit(text) if self._stream.isatty() else text)
@@ -151,7 +151,7 @@ class PlainScreen:
 
 
 def make_screen(*, interactive: bool) -> Screen | PlainScreen:
-    """For standard output as it is."""
+    """Choose the screen that fits standard output."""
     if not sys.stdout.isatty():
         return PlainScreen(sys.stdout)
     if not interactive:

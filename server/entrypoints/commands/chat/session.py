@@ -14,7 +14,7 @@ from oarlock.server.entrypoints.remote import Remote, ServerError
 
 @dataclass(slots=True)
 class Totals:
-    """Of all answers of this chat."""
+    """Totals over all answers of this chat."""
 
     answers: int = 0
     prompt_tokens: int = 0
@@ -24,7 +24,7 @@ class Totals:
 
 @dataclass(slots=True)
 class Session:
-    """`runner`: its loop runs the requests, and turns Ctrl-C into their cancellation."""
+    """One chat with a server. `runner`: its loop runs the requests, and turns Ctrl-C into their cancellation."""
 
     remote: Remote
     model: str
@@ -81,7 +81,7 @@ class Session:
 
 
 def notices(answer: Answer) -> list[str]:
-    """What has to be said about how an answer ended."""
+    """Notices about how an answer ended."""
     found = []
     if answer.is_stopped:
         found.append("(stopped)" if answer.text else "(stopped before the first word; the message was taken back)")
@@ -93,7 +93,7 @@ def notices(answer: Answer) -> list[str]:
 
 
 def figures(session: Session) -> str:
-    """What `/stats` shows."""
+    """Figures that `/stats` shows."""
     last, totals = session.last, session.totals
     if last is None:
         return f"No answer yet. Model {session.model} at {session.remote.url}."

@@ -11,7 +11,7 @@ from oarlock.server.entrypoints.commands.migrate.translation import Translation,
 
 @dataclass(frozen=True, slots=True)
 class Theirs:
-    """Describes a flag. Without `option` it asks for what `holds`, or, if `is_lost`, for what there is not."""
+    """Describes a flag. Without `option` it asks for what `holds`, or, if `is_lost`, for what Oarlock lacks."""
 
     option: str = ""  # ours, or "model"
     holds: str = ""  # a sentence; with an option, on what is another there
@@ -46,7 +46,7 @@ def holds(sentence: str, *names: str, switch: bool = False) -> dict[str, Theirs]
 
 
 def lost(sentence: str, *names: str, switch: bool = False, many: bool = False) -> dict[str, Theirs]:
-    """Describe flags that ask for what there is not."""
+    """Describe flags that ask for what Oarlock lacks."""
     return dict.fromkeys(names, Theirs(holds=sentence, is_switch=switch, is_lost=True, many=many))
 
 

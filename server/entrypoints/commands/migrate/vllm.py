@@ -106,7 +106,7 @@ def _flag(found: Translation, word: str, rest: list[str]) -> None:
 
 
 def _other(found: Translation, shown: str, given: list[str] | None, rest: list[str]) -> None:
-    """A flag that is no option here."""
+    """Translate a flag that is no option of Oarlock."""
     plain = shown.lstrip("-").replace("_", "-")
     known = vllm_flags.FLAGS.get(plain) or vllm_flags.FLAGS.get(plain.removeprefix("no-"))
     if known is None:

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """What is wrong with the flags of a simulation. Raises `UsageError`."""
+    """Check the flags of a simulation. Raises `UsageError`."""
     if arguments.simulate is None:
         for flag in ("replicas", "slo", "calibrate"):
             if getattr(arguments, flag) is not None:

@@ -18,7 +18,7 @@ _FIX = "Give results of `oarlock bench serve --concurrency N --output FILE`, of 
 
 
 class _Run(NamedTuple):
-    """What a run tells of steps. Seconds; means over its requests."""
+    """Figures of one run, to which the time of a step is fitted."""
 
     users: float  # at once
     gap_s: float  # between tokens: the median
@@ -28,8 +28,9 @@ class _Run(NamedTuple):
 
 
 def calibrated(files: Sequence[Path], estimate: StepTime) -> Measured:
-    """A straight line through `files`: through their gaps by the number of users, and through the first tokens of the
-    run with the fewest users. Of one run, `estimate` says how much a user more adds. Raises `StartupError`."""
+    """Fit the time of a step to `files`: a straight line through their gaps by the number of users, and the first
+    tokens of the run with the fewest users. With a single run, `estimate` says how much one more user adds. Raises
+    `StartupError`."""
     runs = sorted((_run(file) for file in files), key=lambda run: run.users)
     users, gaps_s = np.array([run.users for run in runs]), np.array([run.gap_s for run in runs])
     if users[-1] - users[0] > 0.5:

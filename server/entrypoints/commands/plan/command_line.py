@@ -11,7 +11,7 @@ from oarlock.server.config.settings import OPTIONS
 
 
 def serve_command(arguments: argparse.Namespace, chosen: Mapping[str, Any]) -> str:
-    """`arguments`: of `plan`, with the flags as they were written. `chosen`: values of options in place of those."""
+    """Write the `oarlock serve` command with the flags of `plan`. `chosen`: values of options that replace theirs."""
     words = ["oarlock", "serve"]
     if arguments.model is not None:
         words.append(arguments.model)

@@ -28,14 +28,14 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One of `--slo`: `ttft_p99` of at most so many seconds."""
+    """One limit of `--slo`: `ttft_p99` of at most so many seconds."""
 
     measure: str
     percent: int
     seconds: float
 
     def holds(self, report: Any) -> bool:
-        """Of a `FleetReport`. Every request must have been served, too."""
+        """Whether a `FleetReport` holds the limit. Every request must have been served, too."""
         found = getattr(report, f"{self.measure}_s")
         value = 0.0 if found is None else getattr(found, f"p{self.percent}")
         return not report.refused + report.failed and value <= self.seconds
@@ -56,7 +56,7 @@ def add_simulation(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_replicas(text: str | None) -> tuple[list[int], bool]:
-    """The sizes, ascending, and whether those between may be left out. Raises `UsageError`."""
+    """Parse `--replicas`: the sizes, ascending, and whether those between may be left out. Raises `UsageError`."""
     text = "1..8" if text is None else text
     fix = "Write a number, several or a range, such as --replicas 4, --replicas 1,2,8 or --replicas 1..64."
     match = re.fullmatch(r"(\d+)\.\.(\d+)", text)
@@ -75,7 +75,7 @@ def parse_replicas(text: str | None) -> tuple[list[int], bool]:
 
 
 def parse_slo(text: str | None) -> list[Limit]:
-    """Raises `UsageError`."""
+    """Parse `--slo`. Raises `UsageError`."""
     found = []
     for part in (text or "").split(",") if text is not None else []:
         match = re.fullmatch(r"\s*([a-z0-9]+)_p(\d+)\s*=\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", part)

@@ -102,6 +102,6 @@ def _named(kind: str) -> Gpu | None:
 
 
 def _plain(name: str) -> str:
-    """Without what people write or leave out before a name."""
+    """Name of a GPU in lower case, without white space, dashes and the brand before it."""
     name = re.sub(r"[\s_-]", "", name.lower())
     return re.sub(r"^(nvidia|geforce|tesla)*(rtx(?=\d{4}$))?", "", name)

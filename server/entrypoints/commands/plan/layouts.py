@@ -29,14 +29,14 @@ _MORE_GPUS = 32  # as many are tried at most
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way: replicas of pipeline stages of tensor-parallel ranks."""
+    """One layout of a model on a machine: replicas of pipeline stages of tensor-parallel ranks."""
 
     capacity: Capacity
     time: Roofline | None  # None: the speed of the machine is not known
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """TP, PP, DP."""
+        """Parallel sizes: TP, PP, DP."""
         config = self.capacity.config
         return config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
 
@@ -46,24 +46,24 @@ class Layout:
 
     @property
     def kv_tokens(self) -> int:
-        """Of all replicas."""
+        """Tokens that fit in the KV memory of all replicas."""
         return self.capacity.kv_tokens * self.sizes[2]
 
     def users(self, context: int) -> int:
-        """Of all replicas, as far as KV memory goes."""
+        """Number of users with `context` tokens each that the KV memory of all replicas holds."""
         return self.capacity.users(context) * self.sizes[2]
 
     def at_once(self, context: int) -> int:
-        """Of one replica, as `--max-num-seqs` allows."""
+        """Number of users that run at once on one replica, as KV memory and `--max-num-seqs` allow."""
         return min(self.capacity.users(context), self.capacity.config.max_num_seqs)
 
     def tokens_per_s(self, users: int, context: int) -> float | None:
-        """Of one replica, generated for `users` with `context` tokens each, together."""
+        """Tokens per second that one replica generates for `users` together, with `context` tokens each."""
         return None if self.time is None or not users else decode_tokens_per_s(self.time, users, context)
 
     @property
     def user_context(self) -> int:
-        """Of the users that speeds are given for."""
+        """Tokens of context of the users that speeds are given for."""
         assert self.capacity.config.max_model_len is not None
         return min(CONTEXTS[0], self.capacity.config.max_model_len)
 
@@ -78,12 +78,12 @@ class Layout:
 
     @property
     def prompts(self) -> float | None:
-        """Tokens of prompts per second, of all replicas."""
+        """Prompt tokens per second of all replicas."""
         return None if self.time is None or not self.fits else prompt_tokens_per_s(self.time, _PROMPT) * self.sizes[2]
 
 
 def layouts(model: OpenModel, machine: Machine, given: Mapping[str, int]) -> list[Layout]:
-    """Every way that uses all devices, or the one that is `given`, the best first. Raises `StartupError` where a given
+    """Layouts that use all devices, or that have the `given` sizes, the best first. Raises `StartupError` where a given
     size does not divide the model."""
     found = []
     for tp, pp, dp in _sizes(model, machine, given):
@@ -95,7 +95,7 @@ SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 def layout(model: OpenModel, machine: Machine, changes: Mapping[str, Any]) -> Layout:
-    """Raises `StartupError`."""
+    """Lay the model out with `changes`. Raises `StartupError`."""
     held = capacity(model, changes, machine.memory)
     return Layout(held, _time(model, machine, held))
 
@@ -133,14 +133,14 @@ def _time(model: OpenModel, machine: Machine, held: Capacity) -> Roofline | None
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What would make it fit: flags, or more devices."""
+    """One change that makes the model fit: a flag, or more devices."""
 
     text: str
     kv_tokens: int
 
 
 def remedies(model: OpenModel, machine: Machine, nearest: Layout) -> list[Remedy]:
-    """Of one change each, those that work, by the same arithmetic."""
+    """Single changes that make the model fit, each tried by the same arithmetic."""
     sizes = dict(zip(SIZES, nearest.sizes, strict=True))
     changes: list[tuple[str, dict[str, Any]]] = []
     if model.config.quantization == "none":
@@ -189,7 +189,7 @@ def _shorter(model: OpenModel, machine: Machine, sizes: dict[str, int], nearest:
 
 
 def _more_devices(model: OpenModel, machine: Machine) -> list[Remedy]:
-    """The fewest devices of the same kind that hold it, or the memory of a host."""
+    """The fewest GPUs of the same kind that hold the model."""
     if machine.memory.device == "cpu":
         return []
     for size in tensor_parallel_sizes(model):

@@ -33,7 +33,7 @@ class Machine:
 
 
 def machine_of(arguments: argparse.Namespace, *, has_vectors: bool = False) -> Machine:
-    """`has_vectors`: whether the model that it serves makes them. Raises `UsageError`."""
+    """Machine that the flags describe. `has_vectors`: whether the model makes vectors. Raises `UsageError`."""
     memory, bandwidth = _size(arguments.memory, "--memory", "24GB"), _size(arguments.bandwidth, "--bandwidth", "1008GB")
     ops = _tflops(arguments.tflops)
     if arguments.gpus is not None and arguments.cpu:

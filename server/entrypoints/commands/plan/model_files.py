@@ -36,7 +36,7 @@ def has_vectors(settings: Settings, model: OpenModel) -> bool:
 
 
 def _directory(settings: Settings) -> Path:
-    """Of this machine's copy; of a model on the hub, which need not be here whole, the description is fetched."""
+    """Directory of this machine's copy; of a model on the hub without one, only the description is fetched."""
     try:
         return Path(asyncio.run(resolve(replace(settings, offline=True), lambda *progress: None)))
     except StartupError as error:

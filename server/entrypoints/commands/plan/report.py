@@ -13,7 +13,7 @@ from oarlock.server.entrypoints.commands.plan.machine import Machine
 def as_json(
     model: OpenModel, machine: Machine, found: Sequence[Layout], command: str | None, helps: Sequence[Remedy]
 ) -> dict[str, Any]:
-    """`found`: the best first. `command`: None where nothing fits; then `helps` says what would."""
+    """Plan as JSON. `found`: the best first. `command`: None where nothing fits; then `helps` says what would."""
     return {
         "model": {"architecture": model.spec.architecture, "parameters": model.spec.num_parameters},
         "machine": {

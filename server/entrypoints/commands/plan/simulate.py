@@ -100,7 +100,7 @@ def run_sizes(
 
 
 def as_text(reports: Sequence[FleetReport], limits: Sequence[Limit], fewest: int | None, routing: str) -> str:
-    """By number of replicas."""
+    """Table of the simulated fleets, by number of replicas."""
     heads = ["replicas", "TTFT p50", "p95", "p99", "ITL p50", "p95", "p99", "E2E p50", "p95", "p99"]
     heads += ["tokens/s", "busy", "queue", "prefix hits", "refused"]
     rows = [heads + (["holds"] if limits else [])]
@@ -129,7 +129,7 @@ def duration(seconds: float) -> str:
 def as_json(
     reports: Sequence[FleetReport], limits: Sequence[Limit], fewest: int | None, routing: str
 ) -> dict[str, Any]:
-    """Seconds; rates per second."""
+    """Simulated fleets as JSON: times in seconds, rates per second."""
     return {
         "routing": routing,
         "slo": [asdict(limit) for limit in limits],

@@ -12,7 +12,7 @@ from oarlock.server.entrypoints.commands.plan.machine import Machine
 def as_text(
     model: OpenModel, machine: Machine, found: Sequence[Layout], command: str | None, helps: Sequence[Remedy]
 ) -> str:
-    """`command`: of the first of `found`, if it fits; else `helps` says what would."""
+    """Plan as text. `command`: of the first of `found`, if it fits; else `helps` says what would."""
     best = found[0]
     lines = [model_line(model, best), machine.text, "", *aligned(_rows(machine, found))]
     if command is not None:
@@ -65,7 +65,7 @@ def _rows(machine: Machine, found: Sequence[Layout]) -> list[list[str]]:
 
 
 def users(one: Layout, context: int) -> str:
-    """As far as KV memory goes."""
+    """Number of users that KV memory holds, as text."""
     assert one.capacity.config.max_model_len is not None
     if not one.fits or context > one.capacity.config.max_model_len:
         return "-"

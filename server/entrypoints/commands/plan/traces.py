@@ -27,7 +27,7 @@ _FIX = f"A line is such as {_FORM}, or of a trace of Mooncake or Bailian."
 
 
 def read(file: Path) -> list[TracedRequest]:
-    """In the order of arrival, from time 0. Raises `StartupError` with the line that is wrong."""
+    """Read the requests in the order of arrival, from time 0. Raises `StartupError` with the line that is wrong."""
     try:
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -65,7 +65,7 @@ def _is_result(text: str) -> bool:
 
 
 def _from_result(file: Path) -> list[TracedRequest]:
-    """When each request was due, or in a closed loop sent."""
+    """Read the requests of a result: each arrives when it was due, or in a closed loop sent."""
     try:
         samples = result.read(file).samples
     except StartupError as error:

@@ -1,4 +1,4 @@
-"""What `top` reads from `/metrics`: latencies, prefix hits and preemptions, of the time between two looks."""
+"""Latencies, prefix hits and preemptions between two readings of `/metrics`, for `oarlock top`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Reading:
 
 
 def read(text: str) -> Reading:
-    """From the text of `/metrics`. Raises `ValueError` where it is none."""
+    """Read the text of `/metrics`. Raises `ValueError` for another text."""
     from prometheus_client.parser import text_string_to_metric_families
 
     buckets: dict[str, dict[float, float]] = {name: {} for name in _HISTOGRAMS}
@@ -42,7 +42,7 @@ def read(text: str) -> Reading:
 def between(before: Reading, now: Reading) -> dict[str, Any]:
     """Percentiles in ms, the share of prompt tokens found in the prefix cache, and preemptions. None: nothing happened.
 
-    Where the server was started anew in between, what it counted since then.
+    If the server was started again in between, the figures are those since that start.
     """
     if any(now.counters[name] < before.counters.get(name, 0.0) for name in now.counters):
         before = Reading()
@@ -58,7 +58,7 @@ def between(before: Reading, now: Reading) -> dict[str, Any]:
 
 
 def percentile(buckets: dict[float, float], share: float) -> float | None:
-    """In ms, by linear interpolation within a bucket, as Prometheus does. `buckets`: cumulative, by limit in s."""
+    """Percentile in ms, interpolated within a bucket as Prometheus does. `buckets`: cumulative, by limit in s."""
     total = max(buckets.values(), default=0.0)
     if total <= 0:
         return None

@@ -34,7 +34,7 @@ class Watcher:
         self._before = Reading()
 
     async def look(self) -> dict[str, Any]:
-        """Raises `ServerError`."""
+        """Ask for the state and the metrics. Raises `ServerError`."""
         state = await self._remote.get_json("/v1/state")
         try:
             now = read((await self._remote.get("/metrics")).decode())
