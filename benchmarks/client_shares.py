@@ -39,7 +39,7 @@ QUIET_TOKENS, LOUD_TOKENS = (64, 8), (128, 64)  # of a prompt and of its answer
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What is asked beside the quiet client."""
+    """Load that runs beside the quiet client."""
 
     name: str
     concurrency: int

@@ -48,7 +48,7 @@ def load(folder: Path, name: str, dtype: torch.dtype, settings: dict[str, int]) 
 
 
 def steps(ours: Encoder, theirs: torch.nn.Module, lens: list[int]) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The same texts as one step of ours, and as one padded batch."""
+    """Calls that compute random texts of `lens` tokens: as one step of ours, and as one padded batch of theirs."""
     texts = [torch.randint(5, 100, (length,)) for length in lens]
     ids, positions = torch.cat(texts), torch.cat([torch.arange(length) for length in lens])
     padded = torch.zeros(len(lens), max(lens), dtype=torch.int64)

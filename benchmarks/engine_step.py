@@ -52,7 +52,7 @@ _CACHE_BYTES = 64 << 20
 
 @contextmanager
 def published(scheduler: Any, address: str | None) -> Generator[Callable[[], None]]:
-    """What the engine calls in each step for the KV events of `scheduler`, published at `address`. None: nothing."""
+    """Function that publishes the KV events of `scheduler` at `address`, called in each step. None: it does nothing."""
     if address is None:
         yield lambda: None
         return
@@ -73,7 +73,7 @@ def published(scheduler: Any, address: str | None) -> Generator[Callable[[], Non
 
 
 def recorder(scheduler: Any, engine_core: Any) -> Callable[[Any, float], None]:
-    """What the engine notes of each step before its answer is applied; in a checkout that notes nothing, nothing."""
+    """Function that notes each step before its answer is applied, as the engine does in this checkout."""
     if not hasattr(scheduler, "traces"):
         return lambda output, now: None
     steps, stats, rank_ns = scheduler.traces.steps, scheduler.stats, (10_000_000, 10_000_000)
@@ -161,7 +161,7 @@ def milliseconds(
 
 
 def measure(tree: Path, num_seqs: int, longest: int, kv_events: bool) -> dict[str, float]:
-    """The same in a process that imports the packages of `tree`."""
+    """Measure a decode step, in a process that imports the packages of `tree`."""
     command = [sys.executable, str(Path(__file__).resolve()), "--measure", str(num_seqs), "--longest", str(longest)]
     command += ["--kv-events"] * kv_events
     environment = {**os.environ, "PYTHONPATH": str(tree)}

@@ -32,7 +32,7 @@ def python(name: str) -> Path:
 
 
 def fingerprint(name: str) -> str:
-    """What an installation was made from: another one is made when this changes."""
+    """Fingerprint of what an installation is made from: it is made again when this changes."""
     parts = [sys.version, importlib.metadata.version("torch"), (PINS / f"{name}.txt").read_text()]
     if name == "llamacpp":  # compiled for the processor at hand
         parts += [LLAMACPP_ARCHIVE, platform.machine(), *_features()]

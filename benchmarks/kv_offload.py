@@ -55,7 +55,7 @@ class Asked:
         return first_s, tokens, cached
 
     def settle(self) -> None:
-        """Until all that was saved is in files."""
+        """Wait until all saved blocks are in files, two minutes at most."""
         stats = self.scheduler.stats
         deadline = time.monotonic() + 120
         while stats.kv_offload_written_blocks < stats.kv_offload_saved_blocks and time.monotonic() < deadline:

@@ -41,7 +41,7 @@ ONE, TWO, TP, PP = "one host, 1 rank", "one host, TP 2", "two hosts, TP 2", "two
 
 @dataclass(frozen=True)
 class Link:
-    """What is asked of the emulated link. `mbit` None: as much as the emulation carries."""
+    """Settings of the emulated link. `mbit` None: as much as the emulation carries."""
 
     delay_ms: float = 0.0
     mbit: float | None = None
@@ -52,14 +52,14 @@ class Link:
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """What the emulated link does, measured."""
+    """Measured figures of the emulated link."""
 
     round_trip_s: float
     bytes_per_s: float
 
     @property
     def latency_s(self) -> float:
-        """One way."""
+        """Latency of one way."""
         return self.round_trip_s / 2
 
     def message_s(self, num_bytes: float) -> float:
@@ -104,20 +104,22 @@ def pp_step_s(
 
 
 def last_stage_share(shape: str) -> float:
-    """Of the weights that a step reads, the part that the last of two stages has: its layers and the output head, which
-    also is the embedding. Of that a step reads a few rows."""
+    """Share of the weights that a step reads in the last of two stages: its layers and the output head.
+
+    The head also is the embedding, of which a step reads a few rows.
+    """
     everything, inner = parameters(shape)
     num_layers = SHAPES[shape]["num_hidden_layers"]
     return 1 - inner / everything * len(layers_of_stage(num_layers, 0, 2)) / num_layers
 
 
 def num_micro_batches(concurrency: int) -> int:
-    """In flight with two stages."""
+    """Number of micro-batches in flight with two stages."""
     return min(concurrency, 2)
 
 
 def micro_batch(concurrency: int) -> int:
-    """Sequences of one of them."""
+    """Number of sequences of one micro-batch."""
     return concurrency // num_micro_batches(concurrency)
 
 

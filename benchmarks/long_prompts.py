@@ -29,7 +29,7 @@ WAYS = {"as large as fits": 1e9, "as time allows": None}  # `EngineConfig.max_st
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds."""
+    """Times of one round, in seconds."""
 
     idle: list[float]  # gaps of all streams before the prompt comes
     beside: list[float]  # and until it has its token
@@ -69,7 +69,7 @@ def one_round(executor: Executor, max_step_s: float | None, streams: int, length
 
 
 def stream_tokens(length: int, before: int) -> int:
-    """So many that the streams go on until the prompt is answered."""
+    """Number of tokens with which the streams still run when the prompt is answered."""
     return 2 * before + length // 16
 
 

@@ -36,7 +36,7 @@ def kind(features: frozenset[str]) -> str:
 
 
 def about(features: frozenset[str]) -> dict[str, Any]:
-    """What a reader needs to know of this machine."""
+    """Description of this machine for readers of a result."""
     return {
         "kind": kind(features),
         "processor": _processor_name(),

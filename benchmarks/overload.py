@@ -67,13 +67,13 @@ def start(checkout: Path, threads: int) -> HttpSystem:
 
 
 def body(number: int, answer_tokens: int = ANSWER_TOKENS) -> bytes:
-    """No two requests share the beginning of a prompt."""
+    """Body of a request; no two share the beginning of a prompt."""
     fields = {"prompt": f"{number} {PROMPT}", "max_tokens": answer_tokens, "temperature": 0, "ignore_eos": True}
     return json.dumps(fields).encode()
 
 
 async def ask(client: HttpClient, content: bytes) -> int:
-    """The status; 0: there was none."""
+    """Send a request and return its status, 0 where none came."""
     try:
         await client.post("/v1/completions", content, lambda at, piece: None)
     except StatusError as error:

@@ -84,7 +84,7 @@ def start_all(chosen: dict[str, Callable[[Plan], System]], plan: Plan, stack: co
 
 
 def note_idle_use(systems: list[System], seconds: float = 2.0) -> None:
-    """How many cores each one keeps busy while nobody asks it: what spins there would slow the others down."""
+    """Note the cores that each system keeps busy while it is idle: one that spins slows the others down."""
     before = [system.process.seconds_of_processor() for system in systems]
     time.sleep(seconds)
     for system, earlier in zip(systems, before, strict=True):

@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def simulated_ways(config: WorkerConfig, step_s: float) -> dict[str, tuple[Executor, int]]:
-    """By name: the executor, and the pipeline depth."""
+    """Ways to run steps by name, each an executor and its pipeline depth."""
     device = SimulatedDevice(config, step_s)
     return {"device": (device, 1), "device, ahead": (device, 2)}
 

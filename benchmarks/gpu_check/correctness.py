@@ -77,7 +77,7 @@ def demo(where: Where, ranks: int = 1) -> Iterator[Row]:
 
 
 def quantised(where: Where) -> Iterator[Row]:
-    """The same with weights rounded at load, beside the float64 model with those weights."""
+    """The demo model with weights rounded at load, beside the float64 model with those weights."""
     for form in ("int8",) if where.is_tiny else ("int8", "int4"):
         model = ROOT / "models" / "oarlock-demo"
         yield verified(f"demo model, {form}", model, where, "bfloat16", options=("--quantization", form))

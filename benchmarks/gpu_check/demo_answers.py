@@ -103,7 +103,7 @@ def batch_invariant(where: Where) -> Iterator[Row]:
 
 
 def compared(name: str, together: dict[int, Answer], found: dict[int, Answer]) -> Row:
-    """`that differ`: of the answers."""
+    """Row of a comparison. `that differ`: the number of answers that are not the same."""
     differ = [number for number, answer in together.items() if found[number] != answer]
     note = f"requests {', '.join(map(str, differ[:5]))}" if differ else ""
     return Row(name, {"answers": float(len(together)), "that differ": float(len(differ))}, ok=not differ, note=note)

@@ -48,7 +48,7 @@ def seconds_of(where: Where, call: Callable[[], Any], at_once: int = 1) -> float
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Measured, not looked up."""
+    """Ceilings of the device, as measured."""
 
     read_bytes_s: float  # one pass over memory that no cache holds, summed up
     copy_bytes_s: float  # bytes read and bytes written
@@ -62,7 +62,7 @@ class Ceilings:
 
 
 def measure_ceilings(where: Where) -> Ceilings:
-    """Takes about a second on a GPU."""
+    """Measure the device's ceilings: about a second on a GPU."""
     size = 2**16 if where.is_tiny else 2**30  # float32 elements: 4 GiB, many times a cache
     if where.device == "cuda":
         size = min(size, torch.cuda.mem_get_info()[0] // 16)

@@ -71,7 +71,7 @@ def _answers(output: StepOutput | None) -> Answers:
 
 
 def compared(name: str, graph: Answers, eager: Answers, reference: Answers) -> Row:
-    """`same tokens`: the share; `distance`: the largest of the chosen tokens' logprobs; beside it that of rounding."""
+    """Row of a comparison. `same tokens`: their share. `distance`, `rounding`: the largest of the tokens' logprobs."""
     same = float((graph[0] == eager[0]).mean())
     distance = float(np.abs(graph[1] - eager[1]).max())
     rounding = float(np.abs(eager[1] - reference[1]).max())

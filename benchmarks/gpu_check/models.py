@@ -111,7 +111,7 @@ def inner_parameters(spec: DecoderSpec) -> int:
 
 
 def streamed_bytes(runner: ModelRunner) -> int:
-    """Of the weights that a step reads: not those of an embedding beside the head, of which it reads a few rows."""
+    """Bytes of the weights that a step reads, without an embedding beside the head, of which it reads a few rows."""
     spec = runner.spec
     embedding = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size * runner.dtype.itemsize
     return runner.model.weight_bytes - embedding

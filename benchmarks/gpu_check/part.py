@@ -1,7 +1,4 @@
-"""What a part of the check is, and the process that runs one: a row of results is written as soon as it is there.
-
-python -m benchmarks.gpu_check.part NAME --device cuda --rows FILE      # by benchmarks/gpu_check/__main__.py
-"""
+"""Parts of the check: their description, the device that they run on, and the rows of their results."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One result. `ok`: of a check; None: a figure, which is neither right nor wrong."""
+    """Row of results. `ok`: of a check; None: a figure, which is neither right nor wrong."""
 
     name: str
     figures: dict[str, float] = field(default_factory=dict)  # name with its unit -> number
@@ -36,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`needs_devices`: fewer, and it is left out. `is_check`: it says whether the program is right, not how fast."""
+    """One part of the check. `needs_devices`: with fewer it is left out. `is_check`: it tests results, not speed."""
 
     name: str
     run: Callable[[Where], Iterator[Row]]

@@ -10,14 +10,14 @@ from benchmarks.gpu_check.part import Part, Row, Where
 
 
 def _serving(name: str, where: Where, **options: int) -> Iterator[Row]:
-    """What asks servers imports a client for it, which the other parts do without."""
+    """Rows of a part that asks servers: its client is imported here, as the other parts do without it."""
     from benchmarks.gpu_check import serving
 
     yield from getattr(serving, name)(where, **options)
 
 
 def _answers(name: str, where: Where) -> Iterator[Row]:
-    """As `_serving`: a tokenizer."""
+    """Rows of a part that reads text: its tokenizer is imported here, as the other parts do without it."""
     from benchmarks.gpu_check import demo_answers
 
     yield from getattr(demo_answers, name)(where)

@@ -36,7 +36,7 @@ FORMS: dict[str, tuple[Callable[[Tensor], LinearWeight], float]] = {
 
 
 def products(where: Where) -> Iterator[Row]:
-    """Of weights that a cache does not hold, at the rows of decoding steps and of prompts."""
+    """Products with weights that no cache holds, at the rows of decode steps and of prompts."""
     device = torch.device(where.device, 0) if where.device == "cuda" else torch.device("cpu")
     missing = availability.why_not(device)
     if missing is not None:

@@ -23,7 +23,7 @@ _LOG_LINES = 30
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the figures are of. Results of another machine, or of another state of the code, are not continued."""
+    """Machine and commit that the figures are from. Results of another machine, or of other code, are not continued."""
     import torch
 
     devices = []
@@ -45,7 +45,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of this checkout, with a plus sign if files differ from it."""
+    """Commit of this checkout, with a plus sign if files differ from it."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
     found = subprocess.run(git, capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
@@ -62,7 +62,7 @@ def kept(file: Path, this: dict[str, Any]) -> dict[str, Any]:
 
 
 def entry(rows: Sequence[dict[str, Any]], status: int | None, seconds: float, log: str) -> dict[str, Any]:
-    """`status`: of the part's process, None where it ran out of time. `log`: what it printed."""
+    """Result of one part. `status`: of its process, None where it ran out of time. `log`: what it printed."""
     reasons = [row["left_out"] for row in rows if "left_out" in row]
     found: dict[str, Any] = {"seconds": round(seconds, 1), "rows": [row for row in rows if "left_out" not in row]}
     checks = [row["ok"] for row in found["rows"] if row["ok"] is not None]
@@ -99,7 +99,7 @@ def is_fine(found: dict[str, Any]) -> bool:
 
 
 def table(found: dict[str, Any]) -> str:
-    """As text for a terminal."""
+    """Table of the results as text for a terminal."""
     about = found["machine"]
     lines = [
         f"{'; '.join(about['devices']) or about['device']}; driver for CUDA {about['driver']}, torch {about['torch']}"

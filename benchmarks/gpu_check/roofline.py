@@ -31,7 +31,7 @@ STEPS = 20
 
 
 def ceilings(where: Where) -> Iterator[Row]:
-    """What the device allows, and what its products reach for the rows of a decode step."""
+    """Ceilings of the device, and the rates that its products reach for the rows of a decode step."""
     found = measure_ceilings(where)
     memory = {"read GB/s": found.read_bytes_s / 1e9, "copy GB/s": found.copy_bytes_s / 1e9}
     yield Row("memory", memory)
@@ -66,8 +66,10 @@ def attention(where: Where) -> Iterator[Row]:
 def attend_seconds(
     where: Where, backend: AttentionBackend, spec: KVSpec, batch: int, context: int, group: int
 ) -> float:
-    """Of all layers of `spec`, for one query token of each of `batch` sequences. As a graph, where the backend's decode
-    steps are one: the host launches more slowly than a device computes a layer."""
+    """Seconds of the attention of all layers of `spec`, for one query token of each of `batch` sequences.
+
+    It runs as a graph where the backend's decode steps do: the host launches more slowly than a device computes.
+    """
     heads, width = spec.num_kv_heads, spec.head_dim
     pages = backend.allocate(batch * -(-context // spec.block_size) + 2)
     q = torch.randn(batch, heads * group, width, device=where.device).bfloat16()
@@ -119,7 +121,7 @@ def decode_step(runner: ModelRunner, batch: int, context: int) -> StepMetadata:
 
 
 def step_seconds(runner: ModelRunner, step: StepMetadata, where: Where) -> tuple[float, float]:
-    """Of one step from its arrays to its output: where each is waited for, and where the next is launched before that.
+    """Seconds of a step from its arrays to its output: with each awaited, and with the next one launched before that.
 
     Block tables are sent once.
     """

@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[float, dict[str, float]]] = {
 
 
 def sampling(where: Where) -> Iterator[Row]:
-    """Microseconds; `floor` is one pass over the logits at the best bandwidth."""
+    """Times of sampling in microseconds; `floor` is one pass over the logits at the best bandwidth."""
     device = torch.device(where.device)
     if reason := availability.why_not(device):
         raise NotHere(reason)

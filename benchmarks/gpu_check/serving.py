@@ -21,7 +21,7 @@ ROUNDS = 2
 
 
 def _server(name: str, where: Where, most: int, *options: str, measures_memory: bool = False) -> HttpSystem:
-    """`measures_memory`: KV memory is as large as the start finds room for."""
+    """Start a server. `measures_memory`: KV memory is as large as the start finds room for."""
     model = checkpoint.ensure("quick" if where.is_tiny else "0.5b")
     kv = () if measures_memory else ("--kv-cache-memory", "64MiB" if where.is_tiny else "8GiB")
     command = [sys.executable, "-P", "-m", "oarlock", "serve", str(model), "--port", "{port}", "--device", where.device]
@@ -42,7 +42,7 @@ def _vocabulary(where: Where) -> int:
 
 
 def load(where: Where, ranks: int = 1) -> Iterator[Row]:
-    """A closed loop of users, streamed, greedy."""
+    """Throughput of a closed loop of users, streamed and greedy."""
     users, prompt, answer = _load(where)
     with contextlib.closing(_server("oarlock", where, max(users), "--tensor-parallel-size", str(ranks))) as server:
         _warm(server, where, max(users), prompt)
@@ -65,7 +65,7 @@ def memory(where: Where) -> Iterator[Row]:
 
 
 def ahead(where: Where) -> Iterator[Row]:
-    """The same server with steps scheduled one ahead and without, in turns."""
+    """Throughput of a server with steps scheduled one ahead, and of one without, in turns."""
     users, prompt, answer = _load(where)
     most = max(users)
     with contextlib.ExitStack() as stack:

@@ -76,7 +76,7 @@ def start_engine(plan: Plan) -> System:
 
 
 def start_transformers(plan: Plan) -> System:
-    """float32 where the processor does not multiply the type asked for: emulated, it would be slower still."""
+    """Start transformers, in float32 where the processor does not multiply the type asked for: emulation is slower."""
     dtype = plan.dtype if processor.here().multiplies(plan.dtype) else "float32"
     command = [sys.executable, "-m", "benchmarks.systems.transformers_jobs", "--model", str(plan.model)]
     command += ["--dtype", dtype, "--threads", str(plan.threads)]
@@ -86,7 +86,7 @@ def start_transformers(plan: Plan) -> System:
 
 
 def start_openvino(plan: Plan) -> System:
-    """Weights stored in float16, its usual 16-bit export, or in int8; the library chooses the type it computes in."""
+    """Start OpenVINO with weights in float16, its usual export, or in int8; the library chooses its computing type."""
     model = models.openvino(plan)
     script = ROOT / "benchmarks" / "systems" / "openvino_jobs.py"
     command = [str(python("openvino")), str(script), "--model", str(model), "--threads", str(plan.threads)]
@@ -96,7 +96,7 @@ def start_openvino(plan: Plan) -> System:
 
 
 def start_llamacpp(plan: Plan) -> System:
-    """One slot per client, each with room for the longest sequence."""
+    """Start llama.cpp's server with one slot per client, each with room for the longest sequence."""
     model = models.llamacpp(plan)
     threads, slots = str(plan.threads), plan.max_concurrency
     command = [str(folder("llamacpp") / "build" / "bin" / "llama-server"), "-m", str(model), "--alias", SERVED_NAME]
@@ -110,7 +110,7 @@ def start_llamacpp(plan: Plan) -> System:
 
 
 def start_vllm(plan: Plan) -> System:
-    """Bound to the first cores; its memory for keys and values is a setting of the environment."""
+    """Start vLLM, bound to the first cores; its memory for keys and values is set by the environment."""
     command = [str(python("vllm").with_name("vllm")), "serve", str(plan.model), "--dtype", plan.dtype]
     command += ["--host", "127.0.0.1", "--port", "{port}", "--served-model-name", SERVED_NAME]
     command += ["--max-model-len", str(plan.max_tokens), "--max-num-seqs", str(plan.max_concurrency)]
@@ -150,7 +150,7 @@ def available() -> list[str]:
 
 
 def _form(plan: Plan) -> str:
-    """Of the weights."""
+    """Form of the weights: the quantization, else the number type."""
     return plan.dtype if plan.quantization == "none" else plan.quantization
 
 

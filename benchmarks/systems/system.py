@@ -1,4 +1,4 @@
-"""What is measured: a server behind HTTP, or an engine without a server in a process of its own."""
+"""Systems that are measured: a server behind HTTP, or an engine without a server in a separate process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ READY_WITHIN_S = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every system is started with. `threads` are those of one system in all."""
+    """Settings that every system is started with. `threads`: of one system in all."""
 
     model: Path
     dtype: str
