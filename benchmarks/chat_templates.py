@@ -31,7 +31,7 @@ def conversation(turns: int) -> list[dict[str, Any]]:
 
 
 async def measure(source: str, turns: int, rounds: int) -> dict[str, list[float]]:
-    """Name of the way -> microseconds of each round."""
+    """Microseconds of each round, by the way of rendering."""
     messages, renderer, template = conversation(turns), Renderer({"default": source}, {}), ChatTemplate(source, {})
     variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
 

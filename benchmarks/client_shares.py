@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def table(found: dict[str, list[float]]) -> str:
-    """Lines of Markdown."""
+    """Table in Markdown."""
     lines = ["| beside | mean, ms | p50 | p95 | mean / share | p95 / share |", "|---|" + "---:|" * 5]
     share = np.array(found["share"]) * 1e3
     for name, seconds in found.items():

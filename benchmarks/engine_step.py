@@ -170,7 +170,7 @@ def measure(tree: Path, num_seqs: int, longest: int, kv_events: bool) -> dict[st
 
 
 def table(found: dict[str, list[dict[str, float]]]) -> str:
-    """Lines of Markdown: the median of each part over the rounds of each tree, and the sum of the engine's."""
+    """Table in Markdown: the median of each part over the rounds of each tree, and the sum of the engine's."""
     lines = ["| checkout | " + " | ".join((*PARTS, "sum", *BESIDE)) + " |", "|---|" + "---:|" * (len(ALL) + 1)]
     for name, rounds in found.items():
         medians = {part: statistics.median(one[part] for one in rounds) for part in ALL}

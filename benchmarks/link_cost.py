@@ -68,8 +68,9 @@ class LinkFigures:
 
 @dataclass
 class Figures:
-    """By way of serving, one entry per round: seconds of a step in which every sequence gets a token, and bytes that
-    such a step put on the wire, both directions. Of the seconds the least counts: others only take the cores away."""
+    """Figures by way of serving, one entry per round: seconds of a step in which every sequence gets a token, and bytes
+    that such a step put on the wire, both directions. The least of the seconds counts: other programs only add to it.
+    """
 
     steps_s: dict[str, list[float]] = field(default_factory=dict)
     bytes: dict[str, list[float]] = field(default_factory=dict)

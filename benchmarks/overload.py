@@ -209,7 +209,7 @@ def measure(checkouts: dict[str, Path], threads: int, seconds: float, rounds: in
 
 
 def table(found: dict[str, Found]) -> str:
-    """Lines of Markdown: medians over the rounds, with their range for shares."""
+    """Table in Markdown: medians over the rounds, with their range for shares."""
     head = ["server", "capacity, requests/s", *(f"completed at {factor} x" for factor in FACTORS)]
     head += [*(f"/health p99 at {factor} x, ms" for factor in FACTORS), "processor time of a refusal, ms"]
     lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]

@@ -47,7 +47,7 @@ MOST_HEAD_ROWS = 64  # a step computes the logits of one row of each sequence
 LEAST_SECONDS = 0.15  # of one system at one number of rows in a round, in whole walks
 MOST_SECONDS = 10.0  # of one walk; a system that takes longer is not asked for more rows
 ACTIVATION = "silu"
-# What oneDNN and torch may use at each level that can be named.
+# Instructions that oneDNN and torch may use at each level that can be named.
 PEER_LIMITS = {
     "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "ATEN_CPU_CAPABILITY": "avx512"},
     "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
@@ -93,7 +93,7 @@ def shapes_of(model: str) -> tuple[list[Shape], Shape, int]:
 
 
 def kinds(args: argparse.Namespace) -> dict[str, tuple[Any, Any]]:
-    """System -> its plain and its gated product, of those that this processor and this build of torch have."""
+    """Plain and gated product of each system that this processor and this build of torch have."""
     dtype = getattr(torch, args.dtype)
     found: dict[str, tuple[Any, Any]] = {}
     if library.why_not() is None:

@@ -145,7 +145,7 @@ async def routing(arguments: argparse.Namespace) -> dict[str, list[Round]]:
 
 
 def routing_table(arguments: argparse.Namespace, found: dict[str, list[Round]]) -> str:
-    """Lines of Markdown: medians over rounds; percentiles of all requests of all rounds, of which one has too few."""
+    """Table in Markdown: medians over rounds; percentiles are of all rounds together, as one has too few requests."""
     of_all = arguments.requests * (arguments.prefix + arguments.rest)
     lines = [
         "| choice | cached | first token, p50 | p90 | requests per second | beside random |",
@@ -196,7 +196,7 @@ async def ranks(arguments: argparse.Namespace) -> dict[tuple[str, int], list[Rou
 
 
 def ranks_table(arguments: argparse.Namespace, found: dict[tuple[str, int], list[Round]]) -> str:
-    """Lines of Markdown: medians over rounds."""
+    """Table in Markdown: medians over rounds."""
     lines = ["| users | -dp 2, tokens/s | -tp 2, tokens/s | ratio | -dp 2, a request | -tp 2 |", "|---:|" + "---:|" * 5]
     for concurrency in arguments.concurrency:
         speeds, times = list[float](), list[float]()

@@ -26,7 +26,7 @@ from tests.clients.pin import resolve
 
 NAMES = ("openvino", "llamacpp", "vllm", "transformers")
 LLAMACPP_AVX2 = ("SSE42", "AVX", "AVX2", "AVX_VNNI", "FMA", "F16C", "BMI2")
-# What the pins were resolved from; vLLM's are those of its wheel.
+# Requirements that the pins were resolved from; vLLM's are in its wheel.
 REQUIRES = {
     "openvino": ["optimum-intel[openvino]==2.2.0", "openvino-genai==2026.4.1.0"],
     "llamacpp": ["cmake", "ninja", "gguf", "sentencepiece", "transformers==5.23.0", "protobuf"],
@@ -52,7 +52,7 @@ def set_up_openvino() -> None:
 
 
 def set_up_vllm() -> None:
-    """vLLM asks for its own version under the name `vllm`; the CPU build's wheel has another."""
+    """Install vLLM's CPU build under the name `vllm`, by which vLLM asks for its own version."""
     environment("vllm")
     pip("vllm", "install", "-qq", "--no-deps", VLLM_WHEEL)
     site = next(folder("vllm").glob("lib/python*/site-packages"))
@@ -67,7 +67,7 @@ def set_up_vllm() -> None:
 
 
 def set_up_llamacpp() -> None:
-    """Its server, its bench and its quantizer, from the sources in its Python package's archive."""
+    """Build llama.cpp's server, bench and quantizer, from the sources in its Python package's archive."""
     environment("llamacpp")
     place = folder("llamacpp")
     pip("llamacpp", "download", "-qq", "--no-deps", "--no-binary", ":all:", "-d", place / "archive", LLAMACPP_ARCHIVE)

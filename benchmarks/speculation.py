@@ -140,7 +140,7 @@ HEAD = """| texts | without, ms | with, ms | without / with | drafts right | ste
 
 
 def row_of(name: str, turns: list[dict[str, Run]]) -> str:
-    """A line of Markdown."""
+    """Row of the table in Markdown."""
     plain, drafted = ([turn[way] for turn in turns] for way in ("without", "with"))
     ratios = [one.token_ms / other.token_ms for one, other in zip(plain, drafted, strict=True)]
     cells = [f"{statistics.median(one.token_ms for one in some):.2f}" for some in (plain, drafted)]

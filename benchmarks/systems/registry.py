@@ -133,14 +133,14 @@ STARTS: dict[str, Callable[[Plan], System]] = {
 }
 
 
-# Those that round weights here: `vllm` and `transformers` need other checkpoints or libraries for it.
+# Systems that round weights here: `vllm` and `transformers` need other checkpoints or libraries for it.
 ROUNDING = {
     "none": tuple(STARTS),
     "int8": ("oarlock", "engine", "openvino", "llamacpp"),
     "int4": ("oarlock", "engine", "llamacpp"),
 }
-# Those that can be held to the instructions of a level: OpenVINO chooses kernels by the processor whatever its oneDNN
-# may use, and with ONEDNN_MAX_CPU_ISA=AVX2 finds none for weights of 8 bits.
+# Systems that can be held to the instructions of a level: OpenVINO chooses kernels by the processor whatever its
+# oneDNN may use, and with ONEDNN_MAX_CPU_ISA=AVX2 finds none for weights of 8 bits.
 LEVELS = {"avx2": ("oarlock", "engine", "llamacpp")}
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 
 
 class Clock(StoppingCriteria):
-    """Stops nothing; notes when each token of the batch was chosen."""
+    """Stopping criterion that never stops: it notes when each token of the batch was chosen."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

@@ -1,1 +1,1 @@
-"""`oarlock bench`: the load, the client, the measures and the reports. Speaks HTTP and nothing of the server's."""
+"""`oarlock bench`: the load, the client, the measures and the reports. Reaches the server over HTTP alone."""

@@ -25,7 +25,7 @@ SLO_METRICS = ("ttft", "tpot", "e2el")  # those of which a request has one figur
 
 
 class Cause(StrEnum):
-    """Why a request failed. A status other than 200 is a cause by itself: `HTTP 429`."""
+    """Cause of a failed request. A status other than 200 is a cause by itself: `HTTP 429`."""
 
     CONNECT = "connection failed"
     TIMEOUT = "timed out"
@@ -39,7 +39,7 @@ class Cause(StrEnum):
 
 @dataclass(slots=True)
 class Sample:
-    """One request. Times in seconds; `sent_s` and `scheduled_s` count from the start of the run."""
+    """Figures of one request. Times in seconds; `sent_s` and `scheduled_s` count from the start of the run."""
 
     sent_s: float
     asked_tokens: int
@@ -55,7 +55,7 @@ class Sample:
 
     @property
     def tpot_s(self) -> float | None:
-        """None for an answer of one token."""
+        """Time per output token after the first; None for an answer of one token."""
         return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
@@ -107,7 +107,7 @@ def meets(sample: Sample, slo_ms: Mapping[str, float]) -> bool:
 
 
 def chunk_times(sample: Sample) -> np.ndarray:
-    """When each chunk arrived, in seconds since the start of the run: shape [chunks]."""
+    """Arrival times of the chunks, in seconds since the start of the run: shape [chunks]."""
     return sample.sent_s + sample.ttft_s + np.concatenate([[0.0], np.cumsum(sample.itl_s)])
 
 

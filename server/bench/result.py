@@ -56,7 +56,7 @@ class Result:
 
 
 def write(result: Result, file: Path) -> None:
-    """Raises `StartupError`."""
+    """Write the result as JSON. Raises `StartupError`."""
     write_text(file, json.dumps(result.as_json(), allow_nan=False) + "\n", "--output")
 
 
@@ -69,7 +69,7 @@ def write_text(file: Path, text: str, flag: str) -> None:
 
 
 def read(file: Path) -> Result:
-    """A file that `write` made. Raises `StartupError`."""
+    """Read a file that `write` made. Raises `StartupError`."""
     fix = "Name a file that `oarlock bench` wrote with --output."
     try:
         found: Any = json.loads(file.read_text("utf-8"))
@@ -119,5 +119,5 @@ def _rounded(value: float) -> float | None:
 
 
 def lateness_ms(samples: Sequence[Sample]) -> list[float]:
-    """Open loop: how long after its time each request was sent."""
+    """Lateness of the requests of an open loop: how long after its due time each was sent."""
     return [1e3 * (each.sent_s - each.scheduled_s) for each in samples if each.scheduled_s is not None]

@@ -151,7 +151,7 @@ class LoadRun:
 
 
 def run_until_done(work: Coroutine[Any, Any, _T]) -> _T:
-    """`work` on an event loop of its own. SIGINT and SIGTERM cancel it, in the main thread; it may still return."""
+    """Run `work` on a new event loop. SIGINT and SIGTERM cancel it, in the main thread; it may still return."""
 
     async def main() -> _T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()

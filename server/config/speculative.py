@@ -13,7 +13,7 @@ EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 5}'
 _FLAG = "--speculative-config"
 _LIMITS = {"num_speculative_tokens": 16, "prompt_lookup_max": 16, "prompt_lookup_min": 16}  # the largest values
 _NUM_SPECULATIVE_TOKENS, _LOOKUP_MAX, _LOOKUP_MIN = 5, 4, 2  # where not given; with another maximum, at most that
-# Other keys of vLLM, and what holds here.
+# Other keys of vLLM, and what Oarlock does instead.
 _NOT_HERE = {
     **dict.fromkeys(
         (

@@ -16,7 +16,7 @@ from oarlock.server.observability.logs import event, logger
 _log = logger("start")
 _TYPICAL_CONTEXT = 4096
 _ON_CUDA = "not measured on a GPU yet: `oarlock verify` checks the numbers on this one, `make gpu-check` times it too"
-# What to try first: a path and a body, of a chat or of what the model is served for.
+# First request to try: a path and a body, for a chat or for the model's task.
 _TRIALS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (
         "/v1/chat/completions",

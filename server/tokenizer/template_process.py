@@ -65,7 +65,7 @@ class _Renderers:
         """Serve until the server has ended. Renderers are killed by the kernel then."""
         while True:
             ready = {fd for fd, _ in self._poll.poll()}
-            # Before those that have ended are reaped: their connections, and the numbers of these, are free afterwards.
+            # Kill before reaping: afterwards the descriptors of renderers that have ended may belong to new ones.
             for fd in ready - {self._control.fileno(), self._wake}:
                 self._kill(fd)
             if self._wake in ready:

@@ -36,7 +36,7 @@ class LoopLag:
         self._wait(loop)
 
     def stop(self) -> dict[str, Any]:
-        """`lag_ms`: p50, p99 and longest; `cpu_share`: CPU seconds of this process per second."""
+        """Stop and return the figures: `lag_ms` (p50, p99, longest) and `cpu_share` (CPU seconds per second)."""
         if self._handle is not None:
             self._handle.cancel()
         lasted = time.perf_counter() - self._began

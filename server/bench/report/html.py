@@ -40,7 +40,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def as_html(result: Result) -> str:
-    """The whole page."""
+    """Result as one HTML page."""
     title = f"oarlock bench {result.kind}: {result.settings['model']}"
     body = [f"<h1>{escape(title)}</h1>", f"<p>{escape(result.created)}</p>"]
     body += [f'<p class="note">{escape(note)}</p>' for note in notes(result)]

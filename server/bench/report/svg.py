@@ -37,7 +37,7 @@ class _Panel:
 
 
 def distribution(title: str, values: Sequence[float], marks: Sequence[tuple[str, float]]) -> str:
-    """Values in ms: how many in each of up to 40 parts of their range, and below, the share that is at most x.
+    """Histogram of values in ms over up to 40 parts of their range, and below, the share that is at most x.
 
     `marks`: percentiles to draw as lines. What lies beyond p99.5 is left out of the picture, and counted in its title.
     """

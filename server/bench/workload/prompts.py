@@ -50,7 +50,7 @@ Prompts = IdPrompts | TextPrompts
 
 
 def joined(pieces: list[Piece]) -> Piece:
-    """Pieces of one kind as one prompt."""
+    """Join pieces of one kind into one prompt."""
     if isinstance(pieces[0], str):
         return "".join(piece for piece in pieces if isinstance(piece, str))
     return [number for piece in pieces for number in piece if isinstance(number, int)]

@@ -54,7 +54,7 @@ class OfflineEngine:
     @staticmethod
     async def start(settings: Settings, on_progress: OnProgress) -> OfflineEngine:
         """Load the model. Raises `StartupError`. The engine ends with the thread that called this."""
-        # It imports its libraries, and its ranks theirs, while the tokenizer is read here.
+        # The engine and its ranks import their libraries while the tokenizer is read here.
         processes = engine_processes(settings)
         try:
             files = await find_files(settings, on_progress)

@@ -36,7 +36,7 @@ _SWITCHES = ("save-result", "save-detailed", "trust-remote-code", "skip-tokenize
 _SAMPLING = (
     "temperature", "top-p", "top-k", "min-p", "frequency-penalty", "presence-penalty", "repetition-penalty",
 )  # fmt: skip
-# Collected, and put together when the whole line is read.
+# Flags that are collected, and combined when the whole line is read.
 _COMBINED = {
     *_SWITCHES,
     *_SAMPLING,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from oarlock.server.entrypoints.commands.migrate.translation import Translation
 
-# What an image starts where the line gives no command of its own.
+# The program that an image starts where the line gives no command.
 IMAGES = {
     "vllm": re.compile(r"(.*/)?(vllm/vllm-openai|vllm-cpu-release-repo|rocm/vllm|nvidia/vllm)([:@].*)?"),
     "tgi": re.compile(r"(.*/)?text-generation-inference([:@].*)?"),
