@@ -25,7 +25,7 @@ from oarlock.server.observability import logs
 _HEAD_ONLY = ("HTTP",)  # groups of options that parts have no use for
 _PREFIXES = ("HF_", "HUGGING_FACE_", "NCCL_", "GLOO_", "UCX_")  # of variables that parts get from this process
 _VARIABLES = ("OARLOCK_CPU_LEVEL",)
-_LAST_WORDS_S = 3.0  # for the group's own word on its end, which is the better one
+_LAST_WORDS_S = 3.0  # for a group that has failed to say it itself, which is the better word, and to end
 _CLOSE_S = 15.0
 
 
@@ -69,12 +69,13 @@ class RayGroup:
         await asyncio.sleep(_LAST_WORDS_S)
         return error
 
-    def close(self) -> None:
-        """Let the driver end once the parts have."""
+    def close(self, *, in_order: bool = False) -> None:
+        """Let the driver end once the parts have. Parts of a group that has failed end by themselves, and one that is
+        out of reach is not heard of: the driver does not wait long for those."""
         assert self._driver.stdin is not None
         try:
             self._driver.stdin.close()
-            self._driver.wait(_CLOSE_S)
+            self._driver.wait(_CLOSE_S if in_order else _LAST_WORDS_S)
         except (OSError, subprocess.TimeoutExpired):
             self._driver.kill()
             self._driver.wait()

@@ -56,10 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     from oarlock.server.entrypoints.ray_group import RayGroup
 
     group = RayGroup(loaded)
+    status = None
     try:
-        return _serve(settings, group.nodes, group)
+        status = _serve(settings, group.nodes, group)
+        return status
     finally:
-        group.close()
+        group.close(in_order=status == 0)
 
 
 def _serve(settings: Settings, nodes: NodesConfig | None, ray: RayGroup | None = None) -> int:
