@@ -169,6 +169,7 @@ class SwitchedHosts(Hosts):
             switch = _new_host("switch", "")
             cleanup.callback(switch.close)
             assert switch.namespaces is not None
+            self._switch = switch
             net = switch.namespaces[0]
             with switch.inside():
                 _ip("link", "add", "bridge0", "type", "bridge")
@@ -184,6 +185,17 @@ class SwitchedHosts(Hosts):
             self._give_addresses()
             self._cleanup = cleanup.pop_all()
         return self
+
+    def cut(self, host: Host) -> None:
+        """Nothing reaches the host or comes from it any more, and nobody is told."""
+        self._set_port(host, "nomaster")
+
+    def heal(self, host: Host) -> None:
+        self._set_port(host, "master", "bridge0")
+
+    def _set_port(self, host: Host, *words: str) -> None:
+        with self._switch.inside():
+            _ip("link", "set", f"port{self.hosts.index(host)}", *words)
 
 
 class TwoHosts(Hosts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,8 @@ import psutil
 from tests.e2e.running import DEMO, ROOT, RunningServer
 from tests.ray.cluster import Cluster, Replica, eventually
 from tests.ray.faults import killed
-from tests.ray.nodes import LAYERS_ON_TWO, oarlock_with_ray, part_of, parts
-from tests.ray.trial import node_trial
+from tests.ray.nodes import CORES, LAYERS_ON_TWO, NodeCluster, oarlock_with_ray, part_of, parts
+from tests.ray.trial import FAST, both_running, node_trial, streams_on_both
 
 PROMPTS = ["Q: What does os.path.join do?\nA:", "import os\nimport sys\n\n", "for line in file:\n"]
 ONE_RANK = ("--device", "cpu", "--num-threads", 1, "--dtype", "float32")
@@ -147,4 +148,83 @@ def killed_part_of_a_replica(cluster: Cluster) -> tuple[str, str, str]:
         "SIGKILL to a part of one of two replicas of two nodes each",
         f"{followed}; replaced as a whole group",
         str(lost),
+    )
+
+
+def lose(cluster: NodeCluster, fault: str) -> None:
+    """Take the second node from the cluster: its raylet is killed, or the link to it is cut."""
+    if fault == "raylet":
+        cluster.kill_raylet(cluster.hosts.node)
+    else:
+        cluster.hosts.cut(cluster.hosts.node)
+
+
+def bring_back(cluster: NodeCluster, cores: int = CORES) -> None:
+    """The second node as after a restart: nothing runs on it but a new raylet."""
+    cluster.switch_off(cluster.hosts.node)
+    cluster.hosts.heal(cluster.hosts.node)
+    cluster.join(cluster.hosts.node, cores)
+
+
+@node_trial
+def lost_node_of_a_server(cluster: NodeCluster) -> tuple[str, str, str]:
+    seconds = {}
+    for fault in ("raylet", "link"):
+        with server(cluster, *ON_RAY, "-pp", 2) as head:
+            (part,) = parts()
+            group = [part, *part.children(recursive=True)]
+            began = time.monotonic()
+            lose(cluster, fault)
+            assert head.process.wait(60) == 5, head.log
+            eventually(lambda group=group: not any(map(psutil.Process.is_running, group)), "the part has ended")
+            seconds[fault] = time.monotonic() - began
+            assert "node 1 (node1, 10.83.0.2) has " in head.log and "Traceback" not in head.log, head.log
+        bring_back(cluster)
+    return (
+        "the raylet of a server's other node is killed; the link to that node is cut",
+        f"server and part end after {seconds['raylet']:.1f} s and {seconds['link']:.1f} s, status 5 and the node's "
+        "name; it can be started again when the node is back",
+        "all",
+    )
+
+
+@node_trial
+def lost_node_of_a_replica(cluster: NodeCluster) -> tuple[str, str, str]:
+    bring_back(cluster, cores=1)
+    options = FAST | {"max_ongoing_requests": 4}  # half of the streams
+    cluster.deploy(cluster.config(LAYERS_ON_TWO, num_replicas=1, **options))
+    (first,) = cluster.running(1)  # so it is on the head and the second node
+    third = cluster.hosts.hosts[2]
+    cluster.join(third, cores=1)
+    cluster.deploy(cluster.config(LAYERS_ON_TWO, num_replicas=2, **options))
+    told, lost = [], []
+    for fault in ("raylet", "link"):
+        living, dying = sorted(both_running(cluster), key=lambda replica: replica.id == first.id)
+        part = part_of(dying)
+        group = [*dying.processes[1:], part, *part.children(recursive=True)]
+        streams, (whole, broken) = streams_on_both(cluster, [living, dying])
+        began = time.monotonic()
+        lose(cluster, fault)
+        eventually(lambda group=group: not any(map(psutil.Process.is_running, group)), "the group has ended")
+        group_s = time.monotonic() - began
+        eventually(lambda ends=streams.ends, broken=broken: len(ends.errors) == broken, "clients have been told")
+        told_s = time.monotonic() - began
+        ends = streams.finish()
+        assert (ends.whole, ends.lost) == (whole, broken), str(ends)
+        bring_back(cluster, cores=1)
+        replicas = cluster.running(2)
+        (first,) = (replica for replica in replicas if replica.id != living.id)
+        assert first.id != dying.id and len(parts()) == 2
+        lost.append(str(broken))
+        codes = " or ".join(sorted({f"`{error.split()[1]}`" for error in ends.errors}))
+        told.append(f"after {group_s:.1f} s the group has ended, and its streams by {codes} after {told_s:.1f} s")
+    assert "node 1 (node1, 10.83.0.2) has " in cluster.logs()
+    cluster.clear()
+    cluster.switch_off(third)
+    bring_back(cluster)
+    return (
+        "two replicas of two nodes each, on three; the raylet of a node that one of them has is killed, then the link "
+        "to it is cut",
+        f"{'; '.join(told)}; the other's streams whole; replaced as a whole group when the node is back",
+        " and ".join(lost),
     )

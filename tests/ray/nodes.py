@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on one machine, each in a network namespace of its own, and an Oarlock that has Ray.
+"""A Ray cluster of several nodes on one machine, each in a network namespace of its own, and an Oarlock that has Ray.
 
 The thread that enters the cluster is on the head's host until it leaves it, as is what it starts.
 """
@@ -14,37 +14,66 @@ from pathlib import Path
 import psutil
 
 from tests.e2e.running import ROOT
-from tests.multihost.hosts import TwoHosts, why_not
-from tests.ray.cluster import HEAD_PORT, Cluster, Replica, command
+from tests.multihost.hosts import Host, SwitchedHosts, why_not
+from tests.ray.cluster import HEAD_PORT, Cluster, Replica, command, eventually
 
-SIZE = 4  # cores of each node, so Ray is told
+HEAD_CORES, CORES = 4, 2  # of the head and of each other node, so Ray is told
 LAYERS_ON_TWO = command("--max-num-seqs", 8, "--pipeline-parallel-size", 2, "--nnodes", 2)
 
 
 class NodeCluster(Cluster):
-    """Use as a context manager, as `Cluster`."""
+    """Use as a context manager, as `Cluster`. It begins with the head and one node; a third host is there."""
 
     def __init__(self) -> None:
-        reason = why_not("veth")
+        reason = why_not("switch")
         assert reason is None, reason
-        self.hosts = TwoHosts("veth")
+        self.hosts = SwitchedHosts(3)
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> NodeCluster:
         with contextlib.ExitStack() as cleanup:
             cleanup.enter_context(self.hosts)
             cleanup.enter_context(self.hosts.head.inside())
-            super().__init__(SIZE, 0, self.hosts.head.address)
+            super().__init__(HEAD_CORES, 0, self.hosts.head.address)
             super().__enter__()
             cleanup.callback(super().__exit__)
-            with self.hosts.node.inside():
-                head = f"--address={self.hosts.head.address}:{HEAD_PORT}"
-                self.ray("ray", "start", head, f"--node-ip-address={self.hosts.node.address}", *self._size)
+            self.join(self.hosts.node)
             self._cleanup = cleanup.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._cleanup.close()
+
+    def join(self, host: Host, cores: int = CORES) -> None:
+        """Make the host a node."""
+        where = (f"--address={self.hosts.head.address}:{HEAD_PORT}", f"--node-ip-address={host.address}")
+        with host.inside():
+            self.ray("ray", "start", *where, "--num-cpus", str(cores), "--object-store-memory=100000000")
+
+    def kill_raylet(self, host: Host) -> None:
+        """Kill what makes the host a node, and nothing else."""
+        next(one for one in self._processes(host) if Path(one.cmdline()[0]).name == "raylet").kill()
+
+    def switch_off(self, host: Host) -> None:
+        """End all that runs there."""
+
+        def nothing_runs() -> bool:
+            running = self._processes(host)
+            for process in running:
+                process.kill()
+            return not running
+
+        eventually(nothing_runs, f"all processes of {host.name} have ended", 30)
+
+    def _processes(self, host: Host) -> list[psutil.Process]:
+        with host.inside():
+            here = os.stat("/proc/thread-self/ns/net").st_ino
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{process.pid}/ns/net").st_ino == here:
+                    found.append(process)
+        return found
 
     def inside(self, address: str) -> contextlib.AbstractContextManager[None]:
         return next(host for host in self.hosts.hosts if host.address == address).inside()

@@ -130,6 +130,13 @@ def test_each_part_is_told_where_it_is():
             "a line\nlast one\n",
             ("It ended. Its last line: last one", "The log of the replica has all that it printed."),
         ),
+        (
+            "a level=ERROR event=engine_dead\nlast one\n",
+            (
+                "It ended. Its last error: a level=ERROR event=engine_dead",
+                "The log of the replica has all that it printed.",
+            ),
+        ),
         ("", ("It ended.", "The log of the replica has all that it printed.")),
     ],
 )

@@ -28,8 +28,13 @@ def node_trial(function: Trial) -> Trial:
 
 
 def two_replicas(cluster: Cluster, serve: str = PLAIN, **options: object) -> list[Replica]:
-    """Two that run, and that the proxy sends requests to: it hears of a new one a moment after the status does."""
+    """Two that run, and that the proxy sends requests to."""
     cluster.deploy(cluster.config(serve, num_replicas=2, **FAST | options))
+    return both_running(cluster)
+
+
+def both_running(cluster: Cluster) -> list[Replica]:
+    """The two replicas, once they run and the proxy sends requests to both: it hears of a new one after the status."""
     replicas = cluster.running(2)
     before = [replica.accepted() for replica in replicas]
 

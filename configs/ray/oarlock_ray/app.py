@@ -82,7 +82,7 @@ class Oarlock:
         await self._server.wait()
         if self._server.stopping:
             return
-        _log.error("%s This replica ends; Serve starts another one.", self._server.how_it_ended())
+        _log.error("this replica ends, and Serve starts another one\n%s", self._server.error())
         await self._forwarder.idle()
         await asyncio.sleep(_LAST_BYTES_S)
         os._exit(1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ _EXAMPLE = "oarlock serve Qwen/Qwen2.5-7B-Instruct --device cuda --tensor-parall
 # A replica listens on a free port of loopback, and only its own actor connects to it; which host is which, Ray says.
 _OURS = ("--host", "--port", "--node-rank", "--master-addr", "--master-port")
 _PARSE_TIMEOUT_S = 120.0
+_LOGGED_ERROR = re.compile(r'\blevel"?[=:] ?"?ERROR\b')  # in both formats of the log
 
 
 class ArgumentError(ValueError):
@@ -136,9 +138,10 @@ def describe(words: tuple[str, ...], settings: Mapping[str, str]) -> Replica:
 
 
 def last_error(printed: str, otherwise: str) -> tuple[str, str]:
-    """Cause and fix as Oarlock printed them; without such lines, `otherwise` and the last line there is."""
+    """Cause and fix as Oarlock printed them; without such lines, `otherwise` and the last error of its log, or line."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     cause = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)
     fix = next((line.removeprefix("fix: ") for line in reversed(lines) if line.startswith("fix: ")), None)
-    last = f" Its last line: {lines[-1]}" if lines and cause is None else ""
+    logged = next((f" Its last error: {line}" for line in reversed(lines) if _LOGGED_ERROR.search(line)), "")
+    last = logged or f" Its last line: {lines[-1]}" if lines and cause is None else ""
     return f"{cause or otherwise}{last}", fix or "The log of the replica has all that it printed."
