@@ -37,7 +37,7 @@ def deploy_by_command(cluster: Cluster) -> tuple[str, str, str]:
 
 def comparable(answer: httpx.Response) -> tuple[int, dict[str, str], str]:
     """What must be the same of two answers to one request: all but time and what belongs to a connection."""
-    left_out = {"date", "server", "connection", "keep-alive", "transfer-encoding"}
+    left_out = {"date", "server", "server-timing", "connection", "keep-alive", "transfer-encoding"}
     headers = {name: value for name, value in answer.headers.items() if name not in left_out}
     return answer.status_code, headers, re.sub(r'"created":\d+', "", answer.text)
 
