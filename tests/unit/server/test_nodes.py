@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,7 @@ from oarlock.server.config.settings import Settings, make_settings
 from oarlock.server.config.sources import load_settings
 from oarlock.server.entrypoints.cli import main
 from oarlock.server.entrypoints.ray_driver import last_error
-from oarlock.server.entrypoints.ray_group import request
+from oarlock.server.entrypoints.ray_group import RayGroup, request
 from oarlock.workers.config import WorkerConfig
 
 TWO = {"nnodes": 2, "node_rank": 0, "master_addr": "10.0.0.1"}
@@ -120,6 +121,15 @@ def test_what_a_part_printed_last_is_why_it_failed():
     assert last_error(["x", "error: A.", "fix: B.", "y"], 3) == ("A.", "B.")
     cause, fix = last_error(["x"], -9)
     assert cause == "the part was killed by signal 9. x" and "Ray's logs" in fix
+
+
+def test_parts_of_a_group_that_has_failed_are_not_waited_for_as_others_are():
+    waits = []
+    group = object.__new__(RayGroup)
+    group._driver = SimpleNamespace(stdin=SimpleNamespace(close=lambda: None), wait=waits.append)
+    group.close(in_order=True)
+    group.close()
+    assert waits == [15.0, 3.0], "5 s to notice a cut link, and all within 10 s"
 
 
 def test_configurations_with_nodes_pass_the_engine_s_socket():
