@@ -1,4 +1,4 @@
-"""Log lines as JSON objects for the engine and the server; the same class as in the workers."""
+"""Formats log lines as JSON objects for the engine and the server; re-exports the workers' class."""
 
 from oarlock.workers.log_format import JsonFormatter
 

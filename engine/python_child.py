@@ -1,4 +1,4 @@
-"""Starts Python processes for the server, and lets them end with it; the same functions as in the workers."""
+"""Starts Python processes that end with the server; re-exports the workers' functions."""
 
 from oarlock.workers.python_child import (
     EXIT_UNREAD,

@@ -52,7 +52,7 @@ class Histogram:
             self.counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count `value` as often as it was seen."""
+        """Count `value`, seen `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
         self.count += times
@@ -80,7 +80,7 @@ def _iteration_tokens() -> Histogram:
 
 @dataclass(slots=True)
 class EngineStats:
-    """One engine since its start. Gauges are set when a snapshot is taken, counters only grow."""
+    """Statistics of one engine since its start. Gauges are set when a snapshot is taken, counters only grow."""
 
     state: str = "ready"  # ready | dead
     uptime_s: float = 0.0
@@ -95,12 +95,12 @@ class EngineStats:
     num_blocks_cached: int = 0  # held by no request, kept for prefix hits, evicted when needed
     num_blocks_held: int = 0
     # gauges of the tiers below the pool; blocks that the pool also holds are counted
-    num_requests_loading: int = 0  # of those that wait: for files to be read
+    num_requests_loading: int = 0  # waiting requests that wait for files to be read
     kv_offload_host_blocks: int = 0
-    kv_offload_host_blocks_total: int = 0  # that fit
+    kv_offload_host_blocks_total: int = 0  # blocks that fit into host memory
     kv_offload_disk_blocks: int = 0  # files, of all models and processes that share the directory
     kv_offload_disk_bytes: int = 0
-    kv_offload_disk_bytes_total: int = 0  # that files may take
+    kv_offload_disk_bytes_total: int = 0  # bytes that files may take
     # counters
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # prompt tokens found
@@ -108,11 +108,11 @@ class EngineStats:
     generation_tokens: int = 0
     kv_offload_saved_blocks: int = 0  # from the pool to host memory
     kv_offload_loaded_blocks: int = 0  # from host memory to the pool
-    kv_offload_hit_tokens: int = 0  # of these blocks
+    kv_offload_hit_tokens: int = 0  # tokens of these blocks
     kv_offload_written_blocks: int = 0  # from host memory to files
     kv_offload_read_blocks: int = 0  # from files to host memory
     kv_offload_failed_blocks: int = 0  # not written, or not read: files missing or damaged, no room, no answer
-    kv_offload_dropped_blocks: int = 0  # evicted without being saved or written: more than could be kept up with
+    kv_offload_dropped_blocks: int = 0  # evicted without being saved or written, for lack of slots or time
     num_preemptions: int = 0
     num_refused_steps: int = 0  # by the ranks, for lack of memory; those sent ahead behind one are not counted
     num_drafts: int = 0  # rows of steps that had drafted tokens after their newest one
@@ -123,7 +123,7 @@ class EngineStats:
     num_errors: int = 0  # requests that failed by the engine's fault
     num_nonfinite: int = 0  # of these: the model's logits were not finite
     num_kv_event_batches: int = 0  # published
-    num_kv_event_batches_dropped: int = 0  # not encoded, since too many were waiting for that
+    num_kv_event_batches_dropped: int = 0  # not encoded, since too many were waiting to be
     num_kv_event_overflows: int = 0  # times that a subscriber fell too far behind, and missed batches until it read
     finished: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
     # histograms
@@ -166,19 +166,19 @@ def _is_histogram(value: object) -> bool:
 
 
 class KvState(TypedDict):
-    """The pool of KV blocks."""
+    """Live state of the pool of KV blocks."""
 
     block_size: int  # tokens
     total: int  # blocks, without the null block
     held: int
     cached: int
     free: int
-    cells_of: int  # so many blocks are one cell of the map, which shows the first of them
+    cells_of: int  # blocks in one cell of the map, which shows the first of them
     map: str  # runs of cells in the order of the blocks: `h12c40f2000` - held, cached, free
 
 
 class RankTimes(TypedDict):
-    """How long one rank works on a step."""
+    """Time that one rank works on a step."""
 
     rank: int
     last_ms: float
@@ -186,7 +186,7 @@ class RankTimes(TypedDict):
 
 
 class StepTimesState(TypedDict):
-    """From the moment that a step could begin to its answer, of the last 512 steps."""
+    """Times of the last 512 steps, from the moment that a step could begin to its answer."""
 
     count: int  # since the start
     last_ms: float
@@ -203,7 +203,7 @@ class TokenRates(TypedDict):
 
 
 class OpenRequest(TypedDict):
-    """One choice that waits or runs."""
+    """Choice of a request that waits or runs."""
 
     request_id: int
     state: str  # waiting | running
@@ -214,7 +214,7 @@ class OpenRequest(TypedDict):
 
 
 class EngineState(TypedDict):
-    """One engine at a moment."""
+    """Live state of one engine."""
 
     running: int
     waiting: int
@@ -224,7 +224,7 @@ class EngineState(TypedDict):
     slowest: list[OpenRequest]  # those that have been there longest, at most 20
 
 
-# -- what happened to one request, as it is sent: JSON. Times are those of `time.monotonic`, in seconds
+# -- the history of one request, as it is sent: JSON. Times are those of `time.monotonic`, in seconds
 
 
 class Chunk(TypedDict):
@@ -247,7 +247,7 @@ class DecodeSteps(TypedDict):
 
 
 class Preemption(TypedDict):
-    """It gave up its blocks, and its tokens were computed again later."""
+    """Preemption of a request: it gave up its blocks, and its tokens were computed again later."""
 
     at_s: float
     back_s: float | None  # None: it does not run again yet
@@ -255,7 +255,7 @@ class Preemption(TypedDict):
 
 
 class StallState(TypedDict):
-    """A time in which nobody got a token."""
+    """Pause in which no request got a token."""
 
     kind: str  # step | pause | memory
     begun_s: float
@@ -265,7 +265,7 @@ class StallState(TypedDict):
 
 
 class RequestHistory(TypedDict):
-    """One request in the engine."""
+    """History of one request in the engine."""
 
     request_id: int
     prompt_tokens: int
@@ -276,7 +276,7 @@ class RequestHistory(TypedDict):
     num_waiting: int
     ahead: list[int]  # ids of the first few of those that waited, or else of those that ran
     without_row: int  # steps while it waited in which the next in turn found all rows taken
-    without_blocks: int  # the same, and too few KV blocks
+    without_blocks: int  # steps while it waited in which the next in turn found too few KV blocks
     first_scheduled_s: float | None
     num_chunks: int
     computed_tokens: int  # of the prompt, and of what was generated before a preemption

@@ -1,1 +1,1 @@
-"""The engine process, its loop, and one step."""
+"""The engine's process, its event loop, and its steps."""

@@ -34,9 +34,9 @@ class EngineCore:
     """`begin` schedules and submits a step, `finish` collects and applies the answer to the oldest one submitted.
 
     At a pipeline depth of 1 they alternate. At 2 a step is begun while the one before runs, so that ranks need not wait
-    for the engine; tokens that only the answer to that one will tell are references in the step, and masks that they
-    decide are sent after it: `send_masks`. With pipeline stages a step is in flight for each of them, and their
-    sequences are different ones, so that all tokens are known.
+    for the engine; tokens that are not sampled yet are references in the step, and masks that depend on them are sent
+    after it: `send_masks`. With pipeline stages a step is in flight for each of them, and their sequences differ, so
+    that all tokens are known.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class EngineCore:
         return len(self._submitted) >= self._depth
 
     def receive_reports(self) -> None:
-        """Take what ranks say about blocks that they read from files or wrote to them."""
+        """Receive the ranks' reports of blocks that they read from files or wrote to them."""
         if self.executor.kv_reports is not None:
             for report in self.executor.kv_reports.receive():
                 self.scheduler.kv_offload.report(report)
 
     def begin(self) -> SchedulerOutput | None:
-        """Schedule and submit a step. If it has masks, `send_masks` must follow before the ranks are to sample.
+        """Schedule and submit a step. If it has masks, `send_masks` must follow before the ranks sample.
 
         None when there is nothing to do, or nothing before an answer is known: then the oldest step in flight must be
         finished before the next call. Raises `WorkerError` when the ranks are lost.
@@ -103,8 +103,8 @@ class EngineCore:
     def finish(self) -> TokenEvents:
         """Collect and apply the next answer; return its events. Raises `WorkerError` when the ranks are lost.
 
-        Masks that had to wait for this answer are the next thing that the ranks need. When the ranks had not enough
-        memory for the step, this and all in flight behind it are taken back.
+        Masks that waited for this answer should be sent next. When the ranks had too little memory for the step, it is
+        taken back with all steps in flight behind it.
         """
         self.send_masks()
         output, num_rows, begun_s = self._submitted.popleft()
@@ -130,8 +130,8 @@ class EngineCore:
         scheduler.step_costs.observe(output.num_decodes + output.num_drafts, num_prompt_tokens, seconds)
 
     def _take_back(self, output: SchedulerOutput) -> TokenEvents:
-        """The ranks have refused `output`, and so those that were sent ahead behind it."""
-        if self._masks is not None:  # those of the last step, which were to follow from a token of `output`
+        """Take back `output`, which the ranks have refused, and the steps that were sent ahead behind it."""
+        if self._masks is not None:  # masks of the last step, which wait for a token of `output`
             self.executor.send_masks(self._masks.until_known)
             self._masks = None
         outputs = [output]
@@ -153,11 +153,10 @@ class EngineCore:
         return TokenEvents(others=failed)
 
     def send_masks(self) -> None:
-        """Give the ranks the masks that they lack, if all tokens that decide them are known. `begin` and `finish` do so
+        """Send the ranks the masks that they lack, if all tokens that decide them are known. `begin` and `finish` do so
         first if it was not done.
 
-        What is sampled for a sequence that ends here, because its grammar allows nothing but the end or raises, is
-        dropped.
+        A sequence ends here if its grammar allows only the end or raises: the token sampled for it is dropped.
         """
         masks = self._masks
         if masks is None or (self.num_in_flight > 1 and masks.must_wait):
@@ -175,7 +174,7 @@ class EngineCore:
         return self.scheduler.take_events() + events
 
     def _build(self, output: SchedulerOutput, now: float) -> BuiltStep | None:
-        """The step's arrays; None if nothing is left of it. A request that cannot be built fails alone."""
+        """Build the step's arrays; None if nothing is left of it. A request that cannot be built fails alone."""
         try:
             return self._input_batch.build(output)
         except Exception:

@@ -1,4 +1,4 @@
-"""The engine's loop: read frames, run a step, send its events. An idle engine blocks in one `select`, with a heartbeat.
+"""Runs the engine's loop: reads frames, runs steps, sends events. An idle engine waits in `select`, with a heartbeat.
 
 An exception with one request ends that request. A lost rank ends every request, each with one event, and the loop. Does
 not know asyncio, HTTP or text; never waits for the frontend to read.
@@ -46,7 +46,7 @@ DEAD = "The inference engine stopped while this request was running. Nothing mor
 STOPPING = "The server is shutting down; this request was not completed."
 
 _DRAIN_S = 2.0  # for sending the last events to a frontend that reads slowly
-FLUSH_S = 3.0  # for writing what is cached to files; the frontend waits for the end of this process a little longer
+FLUSH_S = 3.0  # for writing cached blocks to files; the frontend waits for the end of this process a little longer
 
 
 class EngineLoop:
@@ -80,9 +80,9 @@ class EngineLoop:
             self.subscribe_to_blocks(kv_events.publish)
         if config.reports_blocks:
             self.subscribe_to_blocks(self._report_blocks)
-        self._state_asked: list[int] = []  # numbers of the questions
+        self._state_asked: list[int] = []  # numbers of the open questions for the live state
         self._stopping = False
-        self.ending = "the server stopped in order"  # known when `run` has returned
+        self.ending = "the server stopped in order"  # final when `run` has returned
         self._was_stuck = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(frame_socket, selectors.EVENT_READ, "socket")
@@ -106,7 +106,7 @@ class EngineLoop:
         self._stopping = True
 
     def run(self) -> int:
-        """Until `stop`, or until the frontend or a rank is gone."""
+        """Run until `stop`, or until the frontend or a rank is gone; return the exit code."""
         try:
             while not self._stopping:
                 if not self.tick() and not self._stopping:
@@ -126,8 +126,8 @@ class EngineLoop:
             return self._die(f"the engine loop failed: {type(error).__name__}", EXIT_BUG)
 
     def tick(self) -> bool:
-        """One turn: inbox, the next step, outbox, an answer. False when nothing can be computed now; then no step is in
-        flight."""
+        """Run one turn: inbox, the next step, outbox, an answer. False when nothing can be computed now; then no step
+        is in flight."""
         self._receive()
         if self._stopping or self._frame_socket.is_full:
             while self.engine_core.num_in_flight:
@@ -203,7 +203,7 @@ class EngineLoop:
 
     @contextmanager
     def _refusing(self, request_id: int) -> Generator[None]:
-        """Send the refusal of a request that cannot be added; an exception of ours ends that request alone."""
+        """Send the refusal of a request that cannot be added; a bug in the engine ends that request alone."""
         try:
             yield
         except (RequestError, QueueFullError) as error:
@@ -216,7 +216,7 @@ class EngineLoop:
             self._post([self._fail(request_id)])
 
     def _add_with_grammar(self, request: Request, now: float) -> None:
-        """A request whose grammar must be compiled first is pending in the manager until then."""
+        """Add a request with a grammar; it is pending in the manager until its grammar is compiled."""
         if self._structured_output is None:
             raise RequestError("This engine was started without grammars.", "structured_outputs")
         self.scheduler.check(request, now)
@@ -237,7 +237,7 @@ class EngineLoop:
                 if outcome.error is not None:
                     self.scheduler.stats.num_rejected += isinstance(outcome.error, RequestError)
                     raise outcome.error
-                # It was accepted when it arrived: that the queue has filled since is no reason to refuse it.
+                # It was accepted when it arrived, and must not be refused because the queue has filled since.
                 self.scheduler.add(replace(outcome.request, has_place=True), outcome.arrival_s, outcome.matcher)
 
     def _abort(self, request_id: int) -> None:
@@ -269,7 +269,7 @@ class EngineLoop:
     # -- outbox
 
     def _post(self, events: list[TokenEvent]) -> None:
-        """Into the outbox, behind all that is there."""
+        """Append `events` to the outbox."""
         if events and not self._outbox:
             self._outbox.append(TokenEvents())
         if events:
@@ -302,7 +302,7 @@ class EngineLoop:
                 subscriber(events)
 
     def _tell_state(self) -> None:
-        """Answer those who asked for the live state: while the ranks compute, since it takes part of a millisecond."""
+        """Answer questions for the live state while the ranks compute, since it takes part of a millisecond."""
         if self._state_asked:
             self._count_pending()
             state = live_state(self.scheduler, self._clock())
@@ -316,7 +316,7 @@ class EngineLoop:
     # -- idle
 
     def _may_go_on(self) -> bool:
-        """After a turn without a step: whether to try another. If two in a row have none, fail all open requests."""
+        """Whether to try another turn after one without a step. After two in a row, fail all open requests."""
         if not self.scheduler.has_work or self.scheduler.num_loading:
             return False
         if not self._was_stuck:
@@ -377,7 +377,7 @@ class EngineLoop:
                 self._frame_socket.flush()
 
     def _flush(self) -> None:
-        """Write what is cached to files, where there are any, for `FLUSH_S` at most."""
+        """Write cached blocks to files, where there are any, for at most `FLUSH_S`."""
         stats, reports = self.scheduler.stats, self._executor.kv_reports
         if reports is None or not self.scheduler.kv_offload.has_disk:
             return

@@ -1,4 +1,4 @@
-"""One engine at this moment: its requests, a map of its KV blocks, what its steps take. Of bounded size and cost."""
+"""Live state of one engine: its requests, a map of its KV blocks, the times of its steps. Bounded in size and cost."""
 
 from collections.abc import Iterable
 from itertools import chain, groupby, islice
@@ -13,7 +13,7 @@ MAX_SLOWEST = 20
 
 
 def live_state(scheduler: Scheduler, now: float) -> EngineState:
-    """The state between two steps. `now`: the engine's clock."""
+    """Take the state between two steps. `now`: the engine's clock."""
     stats, steps = scheduler.refresh_gauges(), scheduler.traces.steps
     return EngineState(
         running=stats.num_requests_running,
@@ -26,7 +26,7 @@ def live_state(scheduler: Scheduler, now: float) -> EngineState:
 
 
 def history(scheduler: Scheduler, request_id: int) -> RequestHistory | None:
-    """What happened to a request that is open, or was one of the last to end."""
+    """History of a request that is open, or was one of the last to end."""
     seq = scheduler.open_requests.get(request_id)
     if seq is not None:
         return seq.trace.history(seq.num_generated_tokens)
@@ -48,7 +48,7 @@ def _kv_state(manager: KVCacheManager) -> KvState:
 
 
 def run_lengths(letters: Iterable[str]) -> str:
-    """`hhhcc` as `h3c2`."""
+    """Run-length encoding: `hhhcc` becomes `h3c2`."""
     return "".join(chain.from_iterable((letter, str(sum(1 for _ in run))) for letter, run in groupby(letters)))
 
 

@@ -1,4 +1,4 @@
-"""What the engine's process does: it reads its configuration, starts the ranks and runs the loop.
+"""Runs the engine's process: reads its configuration, starts the ranks and runs the loop.
 
 The first frame on the socket is the configuration. Loading sends progress frames, then the loop runs. The process never
 outlives its frontend: end-of-file on the socket ends it. Does not import torch.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("oarlock.engine")
 
 _SHUTDOWN_S = 5.0  # for clean-up; then the process ends, whatever hangs
-_ORPHAN_S = 1.0  # the same when the frontend is gone; ranks notice the end of this process by themselves
+_ORPHAN_S = 1.0  # for clean-up when the frontend is gone; ranks notice the end of this process by themselves
 _WATCH_S = 1.0
 
 
@@ -137,7 +137,7 @@ def _startup_failure(error: Exception) -> StartupError:
 
 
 def _open_kv_events(config: EngineConfig) -> "KvEventPublisher | None":
-    """Bind the sockets of KV events, before the model is read. Its libraries are needed only where it is asked for."""
+    """Bind the sockets of KV events before the model is read. Its libraries are imported only if it is asked for."""
     if config.kv_events is None:
         return None
     from oarlock.engine.kv_cache.publisher import KvEventPublisher
@@ -152,13 +152,13 @@ def _loop(
     structured_output: StructuredOutputManager | None,
     kv_events: "KvEventPublisher | None",
 ) -> tuple[int, str]:
-    """Serve. Returns the exit code, and how it ended."""
+    """Run the loop. Returns the exit code, and how it ended."""
     info = executor.info
     if config.kv_events is not None and kv_events is not None:
         kv_events.start(Wire(info.block_size, info.sliding_window, config.kv_events.has_key_in_salts))
     sock.sendall(messages.ready(engine_info(config, executor)))
     loop = EngineLoop(config, executor, FrameSocket(sock), structured_output=structured_output, kv_events=kv_events)
-    # Objects made while loading are kept for good: garbage collections during steps need not look through them.
+    # Objects made while loading are kept for good: garbage collections during steps need not scan them.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -213,7 +213,7 @@ def engine_info(config: EngineConfig, executor: "Executor") -> EngineInfo:
 
 
 def _first_frame(sock: socket.socket) -> Frame:
-    """The configuration. Nothing may follow it: the frontend sends more only after it has read `ready`."""
+    """Read the configuration. Nothing may follow it: the frontend sends more only after it has read `ready`."""
     reader = FrameReader()
     while data := sock.recv(1 << 16):
         frames = reader.feed(data)
@@ -222,7 +222,7 @@ def _first_frame(sock: socket.socket) -> Frame:
         if frames:
             return frames[0]
     reader.finish()
-    # Its own start failed, and it says why: no error of the engine.
+    # The frontend's start failed, and it reports why: no error of the engine.
     raise ConnectionError("the frontend left before it sent a configuration")
 
 
@@ -262,7 +262,7 @@ class _GrammarLoader(threading.Thread):
 
 
 class _Deadline(threading.Thread):
-    """Ends the process after `seconds`, whatever its clean-up is waiting for."""
+    """Ends the process after `seconds`, even if its clean-up hangs."""
 
     def __init__(self, seconds: float, exit_code: int) -> None:
         super().__init__(name="deadline", daemon=True)
@@ -278,7 +278,7 @@ class _LoadingWatchdog(threading.Thread):
     """Ends the process when loading makes no progress: the loading thread may be in a read that never returns."""
 
     def __init__(self, sock: socket.socket, limit_s: float) -> None:
-        """The executor finds a rank that is stuck for `limit_s`, so this waits a tenth longer."""
+        """`limit_s`: after which the executor reports a stuck rank; this thread waits a tenth longer."""
         super().__init__(name="loading", daemon=True)
         self._sock = sock
         self._limit_s = limit_s
@@ -314,7 +314,7 @@ class _LoadingWatchdog(threading.Thread):
 class LineFormatter(logging.Formatter):
     """One line per event: `time=... level=... logger=... pid=... event=... key=value`, times in UTC.
 
-    Control characters are escaped, so that no logged text can start a line of its own; tracebacks follow indented.
+    Control characters are escaped, so that no logged text can start a new line; tracebacks follow indented.
     """
 
     converter = time.gmtime

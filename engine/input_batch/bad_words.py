@@ -1,4 +1,4 @@
-"""Which ids would complete a bad word now, at a cost that does not depend on the number of words.
+"""Finds the ids that would complete a bad word now, at a cost that does not depend on the number of words.
 
 The words of a request form a tree by their tokens in reverse order, without the last one, which is the id to ban. Each
 step walks it from the newest token back while some word matches, at most as far as the longest word. A node is split
@@ -17,7 +17,7 @@ _Node = list[Word] | _Split  # until it is first reached, the words below it
 
 
 class BadWords:
-    """The bad words of one request; its choices share it."""
+    """Tree of the bad words of one request; its choices share it."""
 
     def __init__(self, words: tuple[Word, ...]) -> None:
         self.made_from = words
@@ -40,7 +40,7 @@ class BadWords:
 
 
 def _split(words: list[Word], depth: int) -> _Split:
-    """A node for `words`, whose `depth` ids before the last are those on the path to it."""
+    """Make a node for `words`, whose `depth` ids before the last are those on the path to it."""
     deeper: defaultdict[int, list[Word]] = defaultdict(list)
     ends = []
     length, before = depth + 1, -2 - depth

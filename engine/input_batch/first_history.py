@@ -1,7 +1,7 @@
-"""The distinct ids of a sequence and how often each was generated, when it begins to sample in its row.
+"""First history of a sequence in its row: its distinct ids and how often each was generated.
 
-Ranks keep it from there on, and count what they sample. The distinct ids of a prompt are computed once for all choices
-that share it. Does not know penalties.
+Ranks keep the history from there on, and count the tokens that they sample. The distinct ids of a prompt are computed
+once for all choices that share it. Does not know penalties.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ _prompts = IdentityCache(_PromptIds)
 
 
 class FirstHistory:
-    """What is known of one sequence: the ids of its prompt, if they count."""
+    """Distinct ids of one sequence's prompt, if penalties count them, and the history made from them."""
 
     def __init__(self, seq: Sequence) -> None:
         request = seq.request

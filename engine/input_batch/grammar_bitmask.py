@@ -1,4 +1,4 @@
-"""The masks of a step that depend on tokens, which may not be known yet when the step is built.
+"""Masks of a step that depend on tokens, which may not be known yet when the step is built.
 
 Knows sequences and their constraints. Does not know rows of the step, or how masks reach the ranks.
 """
@@ -18,12 +18,12 @@ ALL = 0xFFFFFFFF
 
 # A matcher, the tokens that are drafted after the known ones, and the masks to write: uint32 [1 + drafts, W].
 GrammarRows = tuple[GrammarMatcherProtocol, tuple[int, ...], np.ndarray]
-# Writes the masks of all of them; returns what `GrammarMatcherProtocol.fill_masks` of each returned or raised.
+# Writes the masks of all matchers; returns for each what its `GrammarMatcherProtocol.fill_masks` returned or raised.
 FillMasks = Callable[[list[GrammarRows]], list[int | Exception | None]]
 
 
 def fill_one_by_one(rows: list[GrammarRows]) -> list[int | Exception | None]:
-    """The plain `FillMasks`."""
+    """Fill the masks of one matcher after the other: the plain `FillMasks`."""
     results: list[int | Exception | None] = []
     for matcher, drafts, masks in rows:
         try:
@@ -35,22 +35,22 @@ def fill_one_by_one(rows: list[GrammarRows]) -> list[int | Exception | None]:
 
 @dataclass(slots=True)
 class MaskedRows:
-    """The next row of one sequence, and a row after each of its drafted tokens."""
+    """Masked rows of one sequence: its next row, and a row after each of its drafted tokens."""
 
     seq: Sequence
     constraints: Constraints
     num_generated: int  # tokens that the sequence will have generated before the first of these rows
-    bans: list[list[int]]  # by row: ids that the step's bias bans now, beside those that it always does
+    bans: list[list[int]]  # by row: ids that the step's bias bans now, beside those that it always bans
     drafts: tuple[int, ...] = ()
 
     @property
     def is_live(self) -> bool:
-        """False when the sequence has ended or was preempted: what is sampled for it is dropped."""
+        """False when the sequence has ended or was preempted: the token sampled for it is dropped."""
         return self.seq.status is Status.RUNNING
 
 
 class GrammarBitmask:
-    """The masks of one step, computed while the ranks run it: they need the masks only when they sample."""
+    """Masks of one step, computed while the ranks run it: they need the masks only when they sample."""
 
     def __init__(self, masked: list[MaskedRows], num_words: int) -> None:
         """`masked`: in the order of the step's rows. `num_words`: of one mask."""
@@ -71,11 +71,11 @@ class GrammarBitmask:
 
     @property
     def must_wait(self) -> bool:
-        """Whether a token that decides a mask is not known: the answer to the step before will tell it."""
+        """Whether a token that decides a mask is not known before the answer to the step before."""
         return any(rows.num_generated > rows.seq.num_generated_tokens for rows in self._masked)
 
     def compute(self, fill_masks: FillMasks = fill_one_by_one) -> np.ndarray:
-        """uint32 [G, W]. Every id is allowed to a sequence that has ended, or that ends here: its token is dropped."""
+        """Compute uint32 [G, W]. A sequence that has ended or ends here is allowed every id: its token is dropped."""
         bits = np.empty(self._shape, np.uint32)
         live: list[tuple[MaskedRows, np.ndarray]] = []
         grammars: list[tuple[Sequence, GrammarRows]] = []
@@ -95,7 +95,7 @@ class GrammarBitmask:
         return bits
 
     def _fill(self, grammars: list[tuple[Sequence, GrammarRows]], fill_masks: FillMasks) -> None:
-        """The part of the grammars."""
+        """Fill the masks of sequences with grammars."""
         if not grammars:
             return
         results = fill_masks([rows for _, rows in grammars])

@@ -1,4 +1,4 @@
-"""A cache of what is computed from a long tuple, for all sequences that hold the same object: the choices of a request.
+"""Cache of values computed from a long tuple, for all sequences that hold the same object: the choices of a request.
 
 `messages.RequestReader` gives them the same object. The lookup is by identity: hashing or comparing a tuple as long as
 a context would cost as much as is saved.

@@ -1,4 +1,4 @@
-"""Builds the arrays of a step, `StepMetadata`, from what the scheduler decided.
+"""Builds the arrays of a step, `StepMetadata`, from the scheduler's decision.
 
 Block tables and sampling parameters are kept in tables addressed by a sequence's row; a step carries the entries of
 block tables that changed, and the parameters of its rows. Knows numpy and the step's layout. Does not know policy or
@@ -32,14 +32,14 @@ _NEVER = 0  # before the first step
 
 
 class BuiltStep(NamedTuple):
-    """A step for the ranks, and what computes its `mask_bits` after its submission; None when they are complete."""
+    """A step for the ranks, and the masks that are computed after its submission; None when they are complete."""
 
     step: StepMetadata
     masks: GrammarBitmask | None
 
 
 class _Tokens(NamedTuple):
-    """The tokens of a step, before it is known where they are written."""
+    """Tokens of a step, before their places in the KV cache are known."""
 
     rows_of_seqs: np.ndarray  # int64 [S]   of the engine's tables
     seq_lens: np.ndarray  # int64 [S]
@@ -72,7 +72,7 @@ class InputBatch:
             max_num_seqs, np.int64
         )  # position from which on no bias, penalty or mask is needed
         self._history_step = np.zeros(max_num_seqs, np.int64)  # in which the history of a row's sequence was sent
-        # of the last step in which every sequence decoded: while no row changes, the next one has the same
+        # kept from the last step in which every sequence decoded: while no row changes, the next one has the same
         self._gathered_of: np.ndarray | None = None
         self._gathered: dict[str, np.ndarray] = {}
         self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
@@ -113,7 +113,7 @@ class InputBatch:
         return BuiltStep(step, masks)
 
     def forget_histories(self) -> None:
-        """The ranks may have lost what they keep of penalties: it is sent again, whole. No step is in flight."""
+        """Send all histories again: the ranks may have lost theirs, which penalties need. No step is in flight."""
         self._history_step[:] = _NEVER
 
     def _decodes(self, decodes: Decodes) -> _Tokens:
@@ -132,7 +132,7 @@ class InputBatch:
         return _Tokens(rows, seq_lens, query_start_loc, rows, decodes.token_ids, positions, rows, columns)
 
     def _mixed(self, output: SchedulerOutput) -> _Tokens:
-        """The tokens of a step with some of prompts or the like."""
+        """The tokens of a step in which some sequences do more than decode one token."""
         scheduled, decodes, num_decodes = output.scheduled, output.decodes, len(output.decodes.rows)
         rows = _joined(decodes.rows, [item.seq.row for item in scheduled])  # [S]
         starts = _joined(decodes.positions, [item.start for item in scheduled])  # [S]
@@ -220,7 +220,7 @@ class InputBatch:
         }
 
     def _gather(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """How tokens are chosen in `rows`, int64 [L]: fields of the step over L."""
+        """Sampling parameters of `rows`, int64 [L]: fields of the step over L."""
         return {name: column[rows] for name, column in self._choices.items()}
 
     def _sampling_metadata(
@@ -245,7 +245,7 @@ class InputBatch:
         return sections, masks
 
     def _without_history(self, asking: list[AskingRow], step_id: int) -> list[Sequence]:
-        """Of the sequences that sample with penalties, those that do so for the first time in their row."""
+        """Sequences that sample with penalties for the first time in their row."""
         new: dict[int, Sequence] = {}
         for _, seq, num_generated, _ in asking:
             is_new = self._history_step[seq.row] in (_NEVER, step_id) and seq.row not in new

@@ -1,10 +1,10 @@
-"""The constraints of one request on its logits: bans, additions and masks over the vocabulary.
+"""Constraints of one request on its logits: bans, additions and masks over the vocabulary.
 
     bias     additions of `logit_bias`; -inf for its -100, for bad words of one token, for stop ids too early
     mask     the grammar, narrowed to `allowed_token_ids`, to the ids that `logit_bias` forces with 100, and to those
              that complete no bad word of several tokens
 
-So what the newest token decides is in the mask, and the bias is known before that token is.
+Constraints that depend on the newest token are in the mask; the bias is known before that token is.
 
 Forced ids exclude all others, but bans exclude forced ids: where every forced id is banned or outside the mask, nothing
 is forced. Does not know rows, steps, or how the ranks apply the constraints.
@@ -39,7 +39,7 @@ _allowed_ids = IdentityCache(_AllowedIds)
 
 
 class Constraints:
-    """The constraints of one sequence."""
+    """Constraints of one sequence on its logits."""
 
     __slots__ = (
         "_allowed",
@@ -68,10 +68,10 @@ class Constraints:
         self._stop_ids = sorted(seq.stop_ids)
         has_long_words = any(len(word) > 1 for word in params.bad_words)
         self._bad_words = _bad_words.get(params.bad_words) if has_long_words else None
-        self.follows_tokens = has_long_words or seq.grammar_matcher is not None  # whether the mask does
+        self.follows_tokens = has_long_words or seq.grammar_matcher is not None  # whether the mask depends on tokens
 
     def bans_now(self, num_generated: int) -> list[int]:
-        """Ids that the bias bans after `num_generated` tokens, in addition to those that it always does."""
+        """Ids that the bias bans after `num_generated` tokens, in addition to those that it always bans."""
         return self._stop_ids if num_generated < self._min_tokens else []
 
     def bias(self, bans_now: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -95,8 +95,8 @@ class Constraints:
     ) -> None:
         """Narrow `masks`, uint32 [1 + drafts, W], which hold the grammar's or all ids.
 
-        The last `num_generated` of `token_ids` were generated; row j stands after them and `drafts[:j]`. `bans`: by
-        row, what `bans_now` was.
+        The last `num_generated` of `token_ids` were generated; row j stands after them and `drafts[:j]`. `bans`: the
+        result of `bans_now` by row.
         """
         if self._allowed is not None:
             self._allowed.narrow(masks)

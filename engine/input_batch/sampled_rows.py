@@ -1,4 +1,4 @@
-"""How a step refers to tokens that the step before it samples, and that are not known when it is built.
+"""References of a step to tokens that the step before it samples, and that are not known when it is built.
 
 Knows rows of the engine's tables and of logits. Does not know sequences.
 """
@@ -9,7 +9,7 @@ _NONE = -1
 
 
 class SampledRows:
-    """For the last two steps, which row of logits sampled for each row of the engine's tables."""
+    """Maps rows of the engine's tables to the rows of logits that sampled for them, for the last two steps."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._index_of = np.full((2, max_num_seqs), _NONE, np.int32)
@@ -24,7 +24,7 @@ class SampledRows:
         self._step_ids[step_id % 2] = step_id
 
     def references(self, step_id: int, rows: np.ndarray) -> np.ndarray:
-        """What stands in the `token_ids` of step `step_id` for the tokens that the step before samples for `rows`."""
+        """References for the `token_ids` of step `step_id` to the tokens that the step before samples for `rows`."""
         before = step_id - 1
         assert self._step_ids[before % 2] == before, "the step before was not built"
         indices = self._index_of[before % 2, rows]

@@ -1,4 +1,4 @@
-"""The sections of a step that only some requests ask for: bias, penalties and masks of the rows that sample.
+"""Sections of a step that only some requests ask for: bias, penalties and masks of the rows that sample.
 
 Knows numpy and the step's layout. Does not know which row of the engine's tables belongs to which sequence.
 """
@@ -15,13 +15,13 @@ from oarlock.workers.protocol import mask_words
 ALWAYS = np.iinfo(np.int64).max
 
 _NO_INTS = np.empty(0, np.int32)
-# Index into the L rows, its sequence, how many tokens that will have generated before this row's, and its drafts.
+# Index into the L rows, its sequence, the tokens it will have generated before this row's, and its drafts.
 AskingRow = tuple[int, Sequence, int, tuple[int, ...]]
 NO_BIAS = {"bias_rows": _NO_INTS, "bias_ids": _NO_INTS, "bias_values": np.empty(0, np.float32)}
 
 
 class SamplingState:
-    """What is kept for one sequence from step to step, in `Sequence.sampling_state`. Made when it is first needed."""
+    """Sampling state of one sequence, kept from step to step in `Sequence.sampling_state`. Made when first needed."""
 
     __slots__ = ("constraints", "history")
 
@@ -43,7 +43,7 @@ def build_sampling_metadata(
 ) -> tuple[dict[str, np.ndarray], GrammarBitmask | None]:
     """Sections of `StepMetadata`, by field name, for `rows`, in index order.
 
-    Also returns what computes `mask_bits` later; None when they are complete.
+    Also returns the masks whose bits are computed later; None when they are complete.
     """
     biases: list[tuple[int, np.ndarray, np.ndarray]] = []
     masked: list[MaskedRows] = []
@@ -106,7 +106,7 @@ def _penalty_sections(penalised: list[tuple[int, Sequence]]) -> dict[str, np.nda
 
 
 def history_sections(seqs: list[Sequence]) -> dict[str, np.ndarray]:
-    """The whole histories of `seqs`, some that have penalties, and whose tokens are all known."""
+    """The whole histories of `seqs`, which have penalties and whose tokens are all known."""
     found = []
     for seq in seqs:
         assert isinstance(seq.sampling_state, SamplingState) and seq.sampling_state.history is not None

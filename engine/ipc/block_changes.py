@@ -1,4 +1,4 @@
-"""The frame by which an engine tells its frontend what entered and left its prefix cache: hashes as ints of 32 bits."""
+"""Frame with the changes of an engine's prefix cache, for its frontend: hashes as ints of 32 bits."""
 
 from array import array
 
@@ -8,7 +8,7 @@ from oarlock.engine.kv_cache.hashing import HASH_BYTES
 
 
 def blocks(value: BlockChanges) -> bytes:
-    """The hashes that are stored come first."""
+    """Write the changes; the hashes that are stored come first."""
     ints = array("i", b"".join((*value.stored, *value.removed)))
     return encode({"kind": "blocks", "cleared": value.is_cleared, "num_stored": len(value.stored)}, ints)
 

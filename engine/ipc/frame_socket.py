@@ -1,4 +1,4 @@
-"""The engine's end of the socket to its frontend: sends and receives frames, and never blocks.
+"""Socket to the frontend, at the engine's end: sends and receives frames, and never blocks.
 
 Does not know what the frames mean.
 """
@@ -21,7 +21,7 @@ class FrameSocketClosedError(Exception):
 
 
 class FrameSocket:
-    """Buffers what the frontend has not yet read. While `is_full`, the loop should send nothing more."""
+    """Buffers frames that the frontend has not read yet. While `is_full`, the loop should send nothing more."""
 
     def __init__(
         self, sock: socket.socket, *, full_bytes: int = _FULL_BYTES, clock: Callable[[], float] = time.monotonic
@@ -32,7 +32,7 @@ class FrameSocket:
         self._pending = bytearray()
         self._full_bytes = full_bytes
         self._clock = clock
-        self._blocked_s: float | None = None  # when the frontend stopped reading what is pending
+        self._blocked_s: float | None = None  # when the frontend stopped reading the pending bytes
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -63,12 +63,12 @@ class FrameSocket:
         return frames
 
     def send(self, frame: bytes) -> None:
-        """Send now what the socket takes now; keep the rest for `flush`."""
+        """Send as much of `frame` as the socket takes now; keep the rest for `flush`."""
         self._pending += frame
         self.flush()
 
     def flush(self) -> None:
-        """Send what the socket takes. Raises `FrameSocketClosedError` when the frontend is gone or reads no more."""
+        """Send as much as the socket takes. `FrameSocketClosedError` when the frontend is gone or reads no more."""
         if not self._pending:
             return
         sent = 0
@@ -84,7 +84,7 @@ class FrameSocket:
         del self._pending[:sent]
 
     def _record_blocked(self, *, sent_some: bool) -> None:
-        """Only time between two blocked attempts counts, not that of a long step before the first."""
+        """Measure how long sending is blocked: between blocked attempts, not during a long step before the first."""
         now = self._clock()
         if sent_some or self._blocked_s is None:
             self._blocked_s = now

@@ -29,7 +29,7 @@ class FrameError(ValueError):
 
 @dataclass(slots=True)
 class Frame:
-    """One message. `head["kind"]` says which."""
+    """One message, whose kind is `head["kind"]`."""
 
     head: dict[str, Any]
     ints: array = field(default_factory=lambda: array("i"))
@@ -53,7 +53,7 @@ def encode(head: dict[str, Any], ints: Iterable[int] = (), floats: Iterable[floa
 
 
 class FrameReader:
-    """Frames from bytes that arrive in pieces of any size. After a `FrameError` the stream must not be read further."""
+    """Reads frames from bytes in pieces of any size. After a `FrameError` the stream must not be read further."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -78,7 +78,7 @@ class FrameReader:
         return frames
 
     def finish(self) -> None:
-        """The stream has ended. Raises `FrameError` if it ended inside a frame."""
+        """Check the end of the stream. Raises `FrameError` if it ended inside a frame."""
         if self._buffer:
             raise FrameError(f"the stream ended inside a frame, after {len(self._buffer)} bytes of it")
 

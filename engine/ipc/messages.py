@@ -1,4 +1,4 @@
-"""The messages between frontend and engine as frames: for each a function that writes it and one that reads it.
+"""Messages between frontend and engine as frames: for each a function that writes it and one that reads it.
 
     frontend -> engine   config, request, abort, stats, reset_cache, stop
     engine -> frontend   progress, failed, ready, events, refused, alive, stats, cache_reset, dead, and blocks
@@ -91,7 +91,7 @@ def read_ready(frame: Frame) -> EngineInfo:
 
 
 def request(value: Request) -> bytes:
-    """Lists that can be as long as a vocabulary or a context are sent as ints. `FrameError` for ids over 32 bits."""
+    """Write a request, with lists as long as a vocabulary or context as ints. `FrameError` for ids over 32 bits."""
     params = {field.name: getattr(value.params, field.name) for field in fields(value.params)}
     allowed, words = params.pop("allowed_token_ids"), params.pop("bad_words")
     if value.params.grammar is not None:
@@ -117,11 +117,11 @@ class RequestReader:
     """Reads the `request` frames of one connection.
 
     The choices of one request arrive one after the other, with equal prompts, allowed ids and bad words. They get the
-    same tuple objects, so that what the engine computes from a list is computed once for all of them.
+    same tuple objects, so that the engine derives from each list only once.
     """
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[Any, Any]] = {}  # by field: the numbers as they came, and what was made of them
+        self._last: dict[str, tuple[Any, Any]] = {}  # by field: the numbers as they came, and the value made of them
 
     def read(self, frame: Frame) -> Request:
         """Raises `FrameError` when the frame is not a valid request."""
@@ -351,7 +351,7 @@ def _slice(numbers: array, first: int, count: int) -> array:
 
 
 def alive(step_id: int) -> bytes:
-    """Every rank has just answered, without events."""
+    """Write a heartbeat: every rank has just answered, without events."""
     return encode({"kind": "alive", "step_id": step_id})
 
 
@@ -375,7 +375,7 @@ def read_stats(frame: Frame) -> tuple[int, EngineStats]:
 
 
 def reset_cache(number: int) -> bytes:
-    """Empty the prefix cache."""
+    """Write the request to empty the prefix cache."""
     return encode({"kind": "reset_cache", "number": number})
 
 
@@ -402,7 +402,7 @@ def read_dead(frame: Frame) -> tuple[str, int]:
 
 
 def chunks(values: TokenEvents, most_entries: int = 4_000_000) -> Iterable[TokenEvents]:
-    """The same events in order, in parts that each fit one frame, however many logprobs they carry."""
+    """Split events into parts that each fit one frame, however many logprobs they carry; keeps their order."""
     chunk = replace(values, others=[])
     size = len(chunk)
     for event in values.others:

@@ -1,5 +1,6 @@
-"""Questions of the frontend that the engine answers by their number: statistics, an emptied cache, the live state, and
-what happened to requests. The messages of the last two are here.
+"""Questions of the frontend that the engine answers by number: statistics, a cache reset, the live state, histories.
+
+The messages of the last two are here.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ def read_state(frame: Frame) -> tuple[int, EngineState]:
 
 
 def ask_histories(request_ids: Sequence[int]) -> Callable[[int], bytes]:
-    """What happened to these requests."""
+    """Write the question for the histories of these requests."""
     return lambda number: encode({"kind": "histories", "number": number, "ids": list(request_ids)})
 
 
@@ -41,7 +42,7 @@ def read_ids(frame: Frame) -> list[int]:
 
 
 def histories(number: int, values: list[RequestHistory]) -> bytes:
-    """Of those requests that are known."""
+    """Write the answer: the histories of those requests that are known."""
     return encode({"kind": "histories", "number": number, "histories": values})
 
 
@@ -54,7 +55,7 @@ def read_histories(frame: Frame) -> tuple[int, list[RequestHistory]]:
 
 
 class Questions:
-    """Those that wait for an answer."""
+    """Questions that wait for an answer, by number."""
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
         """`write`: to the engine's socket."""
@@ -63,7 +64,7 @@ class Questions:
         self._open: dict[int, asyncio.Future[Any]] = {}
 
     async def ask(self, frame: Callable[[int], bytes]) -> Any:
-        """The answer to the question `frame(number)`. Raises what `fail_all` is given."""
+        """Ask the question `frame(number)` and wait for its answer. Raises the error that `fail_all` is given."""
         number = next(self._numbers)
         future = self._open[number] = asyncio.get_running_loop().create_future()
         self._write(frame(number))
@@ -73,13 +74,13 @@ class Questions:
             self._open.pop(number, None)
 
     def answer(self, number: int, value: Any) -> None:
-        """One that nobody waits for any more is dropped."""
+        """Pass an answer to the caller that waits for it; drop it if there is none any more."""
         future = self._open.pop(number, None)
         if future is not None and not future.done():
             future.set_result(value)
 
     def fail_all(self, error: Exception) -> None:
-        """The engine will answer none of them."""
+        """Fail all open questions: the engine will answer none of them."""
         for future in self._open.values():
             if not future.done():
                 future.set_exception(error)

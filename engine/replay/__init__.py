@@ -1,1 +1,1 @@
-"""Records the steps of an engine, and runs them again."""
+"""Records the steps of an engine, and replays them."""

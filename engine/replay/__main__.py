@@ -34,7 +34,7 @@ _PROGRESS_S = 0.2
 
 @dataclass(slots=True)
 class Survey:
-    """Counts of a first pass over the file."""
+    """Counts steps and blocks in a first pass over the file."""
 
     num_steps: int = 0
     num_answers: int = 0
@@ -103,7 +103,7 @@ def _why_not_bits(header: Header, info: WorkerInfo) -> str | None:
 
 
 def _run(executor: Executor, recording: Recording, survey: Survey, comparison: Comparison) -> str | None:
-    """Every step in order. Returns how a rank failed, if one did."""
+    """Run every step in order. Returns how a rank failed, if one did."""
     shown = 0.0
     try:
         for number, (step, expected) in enumerate(_steps(recording), 1):
@@ -122,7 +122,7 @@ def _run(executor: Executor, recording: Recording, survey: Survey, comparison: C
 def _steps(recording: Recording) -> Iterator[tuple[StepMetadata, StepOutput | None]]:
     """Each step with its answer; None where none was recorded.
 
-    A step may be recorded before the answer to the one before, and refer to its tokens: they are put in.
+    A step may be recorded before the answer to the one before, and refer to its tokens: they are inserted.
     """
     waiting: deque[StepMetadata] = deque()
     before: StepOutput | None = None
@@ -193,8 +193,8 @@ def _check_layout(recording: Recording) -> None:
 def _config(
     recording: Recording, survey: Survey, ranks: int | None, stages: int | None, model: str | None
 ) -> WorkerConfig:
-    """The recorded configuration with another number of ranks or model directory, if given. A replica runs alone, and
-    so does a host."""
+    """The recorded configuration with another number of ranks or model directory, if given, for one replica and one
+    host."""
     header = recording.header
     changes: dict[str, Any] = {"num_kv_blocks": survey.num_blocks, "cpu_affinity": "auto", "log_level": "WARNING"}
     changes |= {"data_parallel_size": 1, "data_parallel_rank": 0, "host_free_bytes": None}

@@ -12,7 +12,7 @@ from oarlock.workers.protocol import ALL_BANNED, FINITE, StepMetadata, StepOutpu
 
 @dataclass(slots=True)
 class Tally:
-    """One line of the table."""
+    """Tally of equal and different values: one line of the table."""
 
     compared: int = 0
     different: int = 0
@@ -20,7 +20,7 @@ class Tally:
 
 
 class Comparison:
-    """Fed step by step. `tolerance` is the largest difference of a logprob that passes; None: they only count."""
+    """Comparison, fed step by step. `tolerance`: largest difference of a logprob that passes; None: only counted."""
 
     def __init__(self, tolerance: float | None) -> None:
         self.tolerance = tolerance

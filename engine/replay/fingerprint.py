@@ -1,4 +1,4 @@
-"""One fingerprint of everything that decides a number: the checkpoint, versions of libraries, and the configuration.
+"""Fingerprint of everything that decides a number: the checkpoint, versions of libraries, and the configuration.
 
 A recording carries the parts, answers carry this digest of them all. Torch-free.
 """

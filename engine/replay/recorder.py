@@ -1,7 +1,7 @@
-"""An `Executor` around another one that writes every step and answer to a file (`oarlock serve --record`).
+"""Executor around another one that writes every step and answer to a file (`oarlock serve --record`).
 
 A step and its masks are written before the ranks get them, so that a step which kills them is in the file. When the
-file reaches its limit or the disk is full, recording stops with a line in the log, and serving goes on.
+file reaches its limit or the disk is full, recording stops with a line in the log, and serving continues.
 """
 
 import logging
@@ -79,7 +79,7 @@ class RecordingExecutor:
 
     @property
     def kv_reports(self) -> None:
-        """What lies in files is no function of the steps: it cannot be recorded."""
+        """No reports: the content of KV files is no function of the steps and cannot be recorded."""
 
     def fileno_for_death(self) -> list[int]:
         return self._executor.fileno_for_death()
@@ -110,7 +110,7 @@ class RecordingExecutor:
         self._guarded(lambda: writer.write(kind, content))
 
     def _guarded(self, write: Callable[[], None]) -> None:
-        """Write; on an `OSError` the recording ends with a line in the log, and serving goes on."""
+        """Write; on an `OSError` the recording ends with a line in the log, and serving continues."""
         try:
             write()
         except OSError as error:

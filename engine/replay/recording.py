@@ -1,12 +1,12 @@
-"""The file format of a recording: steps and the ranks' answers, readable even if the writer was killed.
+"""File format of a recording: steps and the ranks' answers, readable even if the writer was killed.
 
     magic | record | record | …        record = kind (1 byte), length, CRC-32 of kind and content, content
 
-The first record is the header (JSON). The second has a place for why the recording ended: blank until then, and written
-over at the end, since a full disk would take no record behind the others. Then come steps and answers as the ranks'
-protocol packs them. Where the masks of a step were sent after it, they are a record of their own, behind the step
-and before the next one: uint32 [G, W]. Every record is one `write`, so a process that is killed leaves at most one
-incomplete record. Nothing is synced to the disk: a power failure may lose more.
+The first record is the header (JSON). The second has room for why the recording ended: blank until then, and
+overwritten at the end, since a full disk would take no further record. Then come steps and answers as the ranks'
+protocol packs them. Masks that were sent after their step are a separate record between it and the next step: uint32
+[G, W]. Every record is one `write`, so a process that is killed leaves at most one incomplete record. Nothing is synced
+to the disk: a power failure may lose more.
 
 Knows bytes and this format. Does not know what a step means, ranks or the engine.
 """
@@ -37,7 +37,7 @@ _LARGEST = 1 << 32  # a longer record is a damaged length, not a step
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a replay needs before the first step. Stored as JSON."""
+    """Facts that a replay needs before the first step. Stored as JSON."""
 
     worker: dict[str, Any]  # the resolved WorkerConfig
     info: dict[str, Any]  # the WorkerInfo of the ranks
@@ -60,7 +60,7 @@ class RecordingWriter:
     def __init__(self, path: str) -> None:
         self.path = path
         self.size = 0
-        self._end_at: int | None = None  # the place for why it ended
+        self._end_at: int | None = None  # offset of the room for why it ended
         try:
             # Never an existing file: it may be the recording of a crash before this start.
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -73,12 +73,12 @@ class RecordingWriter:
             raise StartupError(
                 f"The recording {path} cannot be made: {error.strerror}.", "Give --record a writable place."
             ) from None
-        with contextlib.suppress(OSError):  # some file systems have no locks: then a reader takes us for dead
+        with contextlib.suppress(OSError):  # some file systems have no locks: then a reader assumes that we are dead
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._put(_MAGIC)
 
     def write(self, kind: bytes, content: bytes | memoryview) -> None:
-        """One record, handed to the operating system before this returns."""
+        """Write one record, handed to the operating system before this returns."""
         self._put(_fixed_part(kind, content), content)
 
     def write_header(self, header: Header) -> None:
@@ -87,7 +87,7 @@ class RecordingWriter:
         self._end_at = self.size - _RECORD.size - _END_BYTES
 
     def end(self, why: str) -> None:
-        """Say why nothing more will come, behind the last record that is whole."""
+        """Write why the recording ended, after the last whole record."""
         os.ftruncate(self._fd, self.size)
         if self._end_at is not None:
             _write_end(self._fd, self._end_at, why)
@@ -124,7 +124,7 @@ def _write_end(fd: int, place: int, why: str) -> None:
 
 
 def end_of_killed(path: str, why: str) -> None:
-    """Write why a recording ended whose writer was killed, unless it said so before."""
+    """Write why a recording ended whose writer was killed, unless it was written before."""
     blank = b" " * _END_BYTES
     try:
         with open(path, "r+b") as file:

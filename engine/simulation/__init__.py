@@ -1,1 +1,1 @@
-"""The scheduler in virtual time: no ranks, no tensors."""
+"""Simulates the scheduler in virtual time: no ranks, no tensors."""

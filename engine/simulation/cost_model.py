@@ -1,4 +1,4 @@
-"""Ranks without a model: a formula for the seconds of a step, and an executor that lets only virtual time pass."""
+"""Simulated ranks: a formula for the seconds of a step, and an executor that lets only virtual time pass."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ END_TOKEN = 0  # ends an answer
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of one step: a constant for the weights, and so much per computed token and per token of context."""
+    """Seconds of one step: a constant for the weights, and a cost per computed token and per token of context."""
 
     step_s: float = 0.020
     token_s: float = 0.0006
@@ -27,7 +27,7 @@ class CostModel:
 
 
 def pooled_lens(step: StepMetadata, hidden_size: int) -> np.ndarray:
-    """How many numbers ranks return of each sequence that is pooled: int32 [Q]."""
+    """Count the numbers that ranks return for each pooled sequence: int32 [Q]."""
     seqs, kinds = step.pool_seqs, step.pool_kinds
     counts, lens = np.diff(step.query_start_loc)[seqs], step.seq_lens[seqs]
     ends, begins = lens == step.pool_lens, lens == counts
@@ -86,7 +86,7 @@ class SimulatedExecutor:
         self._steps.append((step, at_s))
 
     def send_masks(self, bits: np.ndarray) -> None:
-        """Masks decide nothing here."""
+        """Ignore the masks: simulated tokens do not depend on them."""
 
     def collect(self) -> StepOutput:
         step, at_s = self._steps.popleft()

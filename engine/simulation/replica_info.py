@@ -1,4 +1,4 @@
-"""What ranks that are not there would report to the scheduler: for simulations, benchmarks and tests of the engine."""
+"""Report of simulated ranks to the scheduler: for simulations, benchmarks and tests of the engine."""
 
 from oarlock.engine.config import WorkerConfig
 from oarlock.workers.config import WorkerInfo
@@ -15,7 +15,7 @@ def replica_info(
     sliding_window: int | None = None,
     step_cost: StepCost | None = None,
 ) -> WorkerInfo:
-    """Raises `ValueError` without `max_model_len`."""
+    """Make the `WorkerInfo` that ranks would report. Raises `ValueError` without `max_model_len`."""
     if worker.max_model_len is None:
         raise ValueError("a simulation has no model to read max_model_len from: set it")
     return WorkerInfo(

@@ -1,7 +1,7 @@
-"""How long a step takes by the roofline: what is read at the speed of memory, what is computed at that of arithmetic.
+"""Estimates the time of a step by the roofline model: bytes read at memory speed, operations at arithmetic speed.
 
-Whichever of the two takes longer decides; sums over ranks and what every step costs come on top. numpy arrays can stand
-for the numbers of many steps. Does not know requests.
+The longer of the two decides; sums over ranks and the fixed cost of every step are added. numpy arrays can stand for
+the numbers of many steps. Does not know requests.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, Protocol
 
 from oarlock.workers.capacity import RankWork
 
-# Of what a device's data sheet, or a measured read, promises, so much is reached by steps.
+# Share of the speed in a device's data sheet, or of a measured read, that steps reach.
 BANDWIDTH_REACHED, OPS_REACHED = {"cuda": 0.80, "cpu": 0.80}, {"cuda": 0.55, "cpu": 0.90}
-# Seconds of every step beside: launching it, sampling, the engine and its messages.
+# Seconds that every step adds: launching it, sampling, the engine and its messages.
 STEP_S = {"cuda": 0.0005, "cpu": 0.0008}
 
 
 class StepLoad(NamedTuple):
-    """What one step does. Numbers, or arrays [steps] of them."""
+    """Work of one step. Numbers, or arrays [steps] of them."""
 
     tokens: Any  # computed
     rows: Any  # of logits
@@ -27,32 +27,32 @@ class StepLoad(NamedTuple):
 
 
 class StepTime(Protocol):
-    """Seconds of a step."""
+    """Predicts the seconds of a step."""
 
     def seconds(self, load: StepLoad) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of one device, or of a host whose ranks share it. Per second."""
+    """Speed of one device, or of a host whose ranks share it. Per second."""
 
     bandwidth: float  # bytes of memory read
     ops: float  # multiplications and additions of the numbers that the model computes in
     link: float  # bytes to another rank
-    sum_s: float  # seconds of a sum over ranks of next to nothing
-    step_s: float  # seconds of every step, beside
+    sum_s: float  # seconds of a very small sum over ranks
+    step_s: float  # seconds that every step adds
     is_shared: bool  # by all ranks
 
     @staticmethod
     def reached(device: str, bandwidth: float, ops: float, link: float, sum_s: float) -> Speed:
-        """From what a data sheet or a measurement promises."""
+        """Speed that steps reach, from a data sheet or a measurement."""
         kept = BANDWIDTH_REACHED[device] * bandwidth, OPS_REACHED[device] * ops
         return Speed(*kept, link, sum_s, STEP_S[device], device == "cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """`StepTime` of one server: its pipeline stages one after another."""
+    """`StepTime` of one server by the roofline: its pipeline stages one after another."""
 
     stages: tuple[RankWork, ...]
     ranks: int  # of each stage
@@ -88,15 +88,15 @@ class Measured:
 
 
 def _larger(one: Any, other: Any) -> Any:
-    """Of two numbers, or entry by entry of two arrays."""
+    """The larger of two numbers, or of each pair of entries of two arrays."""
     return (one + other + abs(one - other)) / 2
 
 
 def decode_tokens_per_s(time: StepTime, users: int, context: int) -> float:
-    """Of all of `users` together, each with `context` tokens, one token a step."""
+    """Generated tokens a second of all `users` together, each with `context` tokens, one token a step."""
     return users / time.seconds(StepLoad(users, users, users * context, users * context)) if users else 0.0
 
 
 def prompt_tokens_per_s(time: StepTime, tokens: int) -> float:
-    """Of a step that computes `tokens` of one prompt from its beginning."""
+    """Prompt tokens a second of a step that computes the first `tokens` of one prompt."""
     return tokens / time.seconds(StepLoad(tokens, 1, tokens, tokens * (tokens + 1) / 2))

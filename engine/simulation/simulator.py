@@ -1,4 +1,4 @@
-"""The engine in virtual time: the real `EngineCore`, and ranks that only take time.
+"""Simulates the engine in virtual time: the real `EngineCore`, and ranks that only take time.
 
 Shows in seconds how given settings would serve given traffic, without a model, a device or a socket. The same trace and
 settings give the same report, to the last digit.
@@ -23,7 +23,7 @@ from oarlock.engine.types import POOLS, FinishReason, Request, TokenEvent
 
 @dataclass(frozen=True, slots=True)
 class SimulationConfig:
-    """What is simulated. `engine.worker.max_model_len` must be set: there is no model to read it from."""
+    """Settings of a simulation. `engine.worker.max_model_len` must be set: there is no model to read it from."""
 
     engine: EngineConfig
     num_blocks: int = 1024

@@ -1,9 +1,9 @@
-"""How many tokens to draft for each sequence of a step: as many as are likely to be worth their rows.
+"""Chooses the number of tokens to draft for each sequence of a step: as many as are likely to be worth their rows.
 
-A row more makes a step a little longer, and an accepted draft saves a row of a later step. So a draft is made while
-what it is expected to add to the step's tokens, for its seconds more, is more than the step gives anyway.
+A further row makes a step a little longer, and an accepted draft saves a row of a later step. A draft is made while the
+tokens it is expected to add, by the seconds it adds, exceed the tokens a second of the step without it.
 Where steps mostly read weights, rows cost little and drafts are long; with many sequences each row costs its share, and
-none is made. Times decide how many tokens are drafted, and never which token is next.
+no drafts are made. Times decide how many tokens are drafted, and never which token is next.
 
 Knows token ids and the times of steps; does not know requests, blocks or why a draft was wrong.
 """
@@ -14,14 +14,14 @@ from typing import NamedTuple, Protocol
 from oarlock.engine.config import SpeculativeConfig
 from oarlock.engine.spec_decode.ngram_index import NgramIndex
 
-_FIRST_RATE = 0.6  # of a sequence of which nothing was drafted: it begins with about 4 drafts where rows cost little
-_WEIGHT = 0.2  # of the last draft in a sequence's rate
+_FIRST_RATE = 0.6  # of a sequence without drafts so far: it begins with about 4 drafts where rows cost little
+_WEIGHT = 0.2  # of the newest draft in a sequence's rate
 _RETRY_TOKENS = 128  # of one sequence without a draft, after which it is tried as if it were new
 _MARGIN = 1.5  # by how much a draft must be worth more than it costs: the costs are estimates
 
 
 class DraftState:
-    """What is known of the drafts of one sequence."""
+    """Draft statistics and n-gram index of one sequence."""
 
     __slots__ = ("drafted_at", "index", "rate")
 
@@ -31,12 +31,12 @@ class DraftState:
         self.drafted_at: int | None = None  # length of the sequence when the last draft was made
 
     def rate_at(self, length: int) -> float:
-        """What to expect of the next draft. After a long time without one it may be another kind of text."""
+        """Expected rate of the next draft. After a long time without one the text may be of another kind."""
         is_old = self.drafted_at is not None and length - self.drafted_at >= _RETRY_TOKENS
         return max(self.rate, _FIRST_RATE) if is_old else self.rate
 
     def record(self, length: int, num_drafts: int, num_accepted: int) -> None:
-        """Of so many drafts for a sequence of `length` tokens so many were right."""
+        """Record that `num_accepted` of `num_drafts` drafts for a sequence of `length` tokens were right."""
         assert 0 <= num_accepted <= num_drafts
         self.drafted_at = length
         for _ in range(num_accepted):
@@ -50,14 +50,14 @@ class Candidate(NamedTuple):
 
     state: DraftState
     token_ids: list[int]
-    room: int  # for so many drafts
+    room: int  # most drafts
 
 
 class RowCosts(Protocol):
-    """Times of steps, as far as drafts depend on them."""
+    """Source of the step times that drafts depend on."""
 
     def step_and_row_s(self, num_rows: int) -> tuple[float, float]:
-        """Seconds of a step of so many rows, and what one row more adds."""
+        """Seconds of a step of `num_rows` rows, and of one row more."""
         ...
 
 
@@ -69,7 +69,7 @@ class Drafter:
         self._costs = costs
 
     def new_state(self) -> DraftState:
-        """Of a sequence of which nothing was drafted."""
+        """Make the state of a sequence without drafts so far."""
         return DraftState(self.config)
 
     def may_pay(self, num_seqs: int) -> bool:
@@ -78,10 +78,10 @@ class Drafter:
         return _is_worth(1.0, row_s, step_s, num_seqs)
 
     def choose(self, candidates: Sequence[Candidate], num_seqs: int, most: int) -> list[list[int]]:
-        """The drafts of each candidate, most often none, for a step in which `num_seqs` sequences decode; at most
+        """Choose the drafts of each candidate, often none, for a step in which `num_seqs` sequences decode: at most
         `most` in all.
 
-        Changes nothing but what is remembered of the texts: it may be called again for the same step.
+        Changes only the n-gram indexes: it may be called again for the same step.
         """
         drafts: list[list[int]] = [[] for _ in candidates]
         step_s, row_s = self._costs.step_and_row_s(num_seqs)

@@ -1,10 +1,10 @@
-"""Drafts by lookup: what followed the last tokens of a sequence where they stood before, in its prompt or its answer.
+"""Drafts by lookup: the tokens that followed the last ones of a sequence at an earlier place in its prompt or answer.
 
-Of the last `longest` to `shortest` tokens, the longest run that stands somewhere before is looked up, and of its places
-the latest one (prompt lookup decoding, https://github.com/apoorvumang/prompt-lookup-decoding). The tokens that followed
-there are the draft. Where they reach the end of the sequence they are repeated, as in LZ77: the sequence is in a loop.
+The longest run of the last `longest` to `shortest` tokens that occurs earlier is looked up, at its latest place (prompt
+lookup decoding, https://github.com/apoorvumang/prompt-lookup-decoding). The tokens that followed there are the draft.
+Where they reach the end of the sequence they are repeated, as in LZ77: the sequence is in a loop.
 
-Pure: the same tokens give the same drafts. Knows token ids; does not know requests, costs or what became of a draft.
+Pure: the same tokens give the same drafts. Knows token ids; does not know requests, costs or the fate of a draft.
 """
 
 from array import array
@@ -18,10 +18,10 @@ _FOLD = 4096  # newest tokens whose runs are kept in dicts, at 300 bytes each; a
 
 
 class NgramIndex:
-    """Where each run of `shortest` to `longest` tokens of one growing sequence ended last.
+    """Index of the last place of each run of `shortest` to `longest` tokens of one growing sequence.
 
     A new token costs the same however long the sequence is. Runs are found by hashes of 64 bits and then compared: two
-    runs with one hash (never seen) would hide a draft, and not make a wrong one.
+    runs with equal hashes would hide a draft, but never give a wrong one.
     """
 
     __slots__ = ("_hashes", "_last_ends", "_longest", "_num_folded", "_num_seen", "_recent", "_shortest")
@@ -38,7 +38,7 @@ class NgramIndex:
         self._num_seen = 0  # tokens of which every run is in one of the two
 
     def propose(self, token_ids: list[int], most: int) -> list[int]:
-        """`most` tokens that may follow `token_ids`, or none. The sequence may only have grown since the last call."""
+        """Propose `most` tokens after `token_ids`, or none. The sequence may only have grown since the last call."""
         length = len(token_ids)
         self._catch_up(token_ids)
         for size in range(min(self._longest, length - 1), self._shortest - 1, -1):
@@ -51,7 +51,7 @@ class NgramIndex:
         return []
 
     def _find(self, token_ids: list[int], size: int) -> int:
-        """Where the last `size` tokens ended the last time before; -1: nowhere."""
+        """Last earlier place at which the last `size` tokens ended; -1: nowhere."""
         run = token_ids[-size:]
         key, place = _hash(run), size - self._shortest
         end = self._recent[place].get(key, -1)
@@ -63,7 +63,7 @@ class NgramIndex:
         return end if end >= 0 and token_ids[end - size + 1 : end + 1] == run else -1
 
     def _catch_up(self, token_ids: list[int]) -> None:
-        """Take in every run that ends before the last token: one that ends there is not followed by anything."""
+        """Index every run that ends before the last token: nothing follows a run that ends there."""
         until = len(token_ids) - 1
         if not self._recent or until - self._num_folded > _FOLD:
             self._fold(token_ids[:until])

@@ -1,4 +1,4 @@
-"""A trace through a fleet of replicas in virtual time: what requests would wait for, and how busy replicas would be."""
+"""Simulates a trace on a fleet of replicas in virtual time: latencies of requests, and how busy replicas are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REPORT_EVERY = 64  # requests
 
 @dataclass(frozen=True, slots=True)
 class FleetReport:
-    """Seconds of virtual time."""
+    """Counts, rates and latencies of a simulated fleet. Times are seconds of virtual time."""
 
     replicas: int
     finished: int
@@ -41,20 +41,20 @@ class FleetReport:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaModel:
-    """What every replica of a fleet is."""
+    """Configuration and speed of every replica of a fleet."""
 
     config: EngineConfig
     info: WorkerInfo
     time: StepTime
 
 
-_PROMPT = 256  # tokens, by which the cost of one is told
+_PROMPT = 256  # tokens of the prompt from which the cost of one token is computed
 
 
 def replica_model(
     config: EngineConfig, held: Capacity, vocab_size: int, window: int | None, time: StepTime
 ) -> ReplicaModel:
-    """A replica of a plan, as it would be configured after it has timed a few steps. `window`: of all layers."""
+    """Make a replica of a plan, configured as if it had timed a few steps. `window`: of all layers."""
     one, some = (time.seconds(StepLoad(count, 1, count, count * (count + 1) / 2)) for count in (1, _PROMPT))
     token_s = (some - one) / (_PROMPT - 1)
     cost = StepCost(fixed_s=max(0.0, one - token_s), token_s=token_s, context_s=0.0, logits_s=0.0)
@@ -72,7 +72,7 @@ def simulate_fleet(
     *,
     leaps: bool = True,
 ) -> FleetReport:
-    """`trace`: in the order of arrival. `on_progress` gets the share of requests that have arrived."""
+    """Simulate `trace`, in the order of arrival. `on_progress` gets the share of requests that have arrived."""
     records = Records()
     replicas = [Replica(model.config, model.info, model.time, records, leaps=leaps) for _ in range(num_replicas)]
     router = ROUTERS[routing](replicas)

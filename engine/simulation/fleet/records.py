@@ -1,4 +1,4 @@
-"""The times of single requests of a simulated fleet, and what follows from them."""
+"""Times of single requests of a simulated fleet, and quantiles of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PERCENTILES = (50, 95, 99)
 
 
 class Records:
-    """Of all replicas. Requests by their number in the trace."""
+    """Records of all replicas. Requests are named by their number in the trace."""
 
     def __init__(self) -> None:
         self.arrived_s: dict[int, float] = {}
@@ -27,8 +27,8 @@ class Records:
         self._leaps: list[tuple[np.ndarray, int]] = []  # gaps, and how many requests had them all
 
     def tokens(self, events: TokenEvents, ends_s: np.ndarray) -> int:
-        """The events of a step, or of a leap whose steps ended at `ends_s`, float64 [steps]. Returns how many requests
-        ended with it."""
+        """Record the events of a step, or of a leap whose steps ended at `ends_s`, float64 [steps]. Returns how many
+        requests ended with it."""
         now_s, last_s, gaps_s = float(ends_s[-1]), self._last_s, self._gaps_s
         self.num_tokens += len(events.request_ids)
         for number in events.request_ids:
@@ -51,7 +51,7 @@ class Records:
         return self.ended(events.others, now_s)
 
     def ended(self, events: Iterable[TokenEvent], now_s: float) -> int:
-        """Returns how many of `events` are ends."""
+        """Record the ends among `events`, and return their number."""
         count = 0
         for event in events:
             if event.finish_reason is None:
@@ -71,7 +71,7 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of one measure, in seconds; None where nothing was measured."""
+    """Quantiles of one measure, in seconds; None where nothing was measured."""
 
     p50: float
     p95: float

@@ -1,4 +1,4 @@
-"""One replica in virtual time: the real scheduler, and ranks that only take time.
+"""Simulates one replica in virtual time: the real scheduler, and ranks that only take time.
 
 One step is in flight at a time, as at a pipeline depth of 1.
 """
@@ -35,12 +35,12 @@ class _InFlight:
 
     @property
     def at_s(self) -> float:
-        """When its answer comes."""
+        """Time of its answer."""
         return float(self.ends_s[-1])
 
 
 class Replica:
-    """`records` gets the times of its requests."""
+    """Simulated replica; `records` gets the times of its requests."""
 
     def __init__(
         self, config: EngineConfig, info: WorkerInfo, time: StepTime, records: Records, *, leaps: bool = True
@@ -52,7 +52,7 @@ class Replica:
         self.scheduler.drafter = self._leap
         self._in_flight: _InFlight | None = None
         self._now_s = 0.0  # when the last step ended
-        self._is_steady = False  # whether another step would do as the last one
+        self._is_steady = False  # whether the next step would do the same as the last one
         self.load = Load(
             max_open=self.scheduler.max_num_seqs + config.max_waiting_requests,
             max_waiting_tokens=config.max_waiting_tokens,
@@ -64,7 +64,7 @@ class Replica:
 
     @property
     def block_events(self) -> BlockEventLog:
-        """From the first call on."""
+        """Log of block events, kept from the first call on."""
         manager = self.scheduler.kv_cache_manager
         manager.event_log = manager.event_log or BlockEventLog()
         return manager.event_log
@@ -81,7 +81,7 @@ class Replica:
                 return
 
     def add(self, request: Request, now_s: float, num_cached: int) -> bool:
-        """A request arrives; `num_cached` tokens of its prompt were here when it was sent. False: it was refused."""
+        """Add a request that arrives now; `num_cached` tokens of its prompt were cached here. False: it was refused."""
         self._count_waiting(now_s)
         step = self._in_flight
         if step is not None:  # the step that runs now is the last of a leap
@@ -123,7 +123,7 @@ class Replica:
         self._in_flight, self._now_s = None, step.at_s
         self.busy_s += step.at_s - step.begun_s
         steps_s = np.diff(ends_s, prepend=step.begun_s)
-        num_before = max(0, len(steps_s) - REMEMBERED)  # of a leap only the last ones are told
+        num_before = max(0, len(steps_s) - REMEMBERED)  # only the last steps of a leap are observed
         for seconds in steps_s[num_before:].tolist():
             self.scheduler.step_costs.observe(output.num_decodes, output.num_prompt_tokens, seconds, num_before)
             num_before = 0
@@ -142,7 +142,7 @@ class Replica:
 
 
 def load_of(output: SchedulerOutput) -> StepLoad:
-    """What a step without a leap does."""
+    """Work of a step without a leap."""
     positions, scheduled = output.decodes.positions, output.scheduled
     context = int(positions.sum()) + len(positions)
     pairs = context + sum(item.num_tokens * item.start + math.comb(item.num_tokens + 1, 2) for item in scheduled)

@@ -12,12 +12,12 @@ from oarlock.engine.types import Request
 
 _BASE, _DIGITS = 250, 7  # Python keeps one object for each whole number up to 256
 _FILL = 255
-TOKEN = 254  # every one that is generated
+TOKEN = 254  # the id of every generated token
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """`at_s`: seconds since the trace begins."""
+    """Request of a trace. `at_s`: seconds since the trace begins."""
 
     at_s: float
     num_prompt_tokens: int
@@ -26,7 +26,7 @@ class TracedRequest:
     block_tokens: int = 0  # 1: the names are the tokens themselves
 
     def engine_request(self, number: int) -> Request:
-        """`number`: of the request, by which the rest of its prompt differs from all others."""
+        """Make the request; `number`: its number, by which the rest of its prompt differs from all others."""
         tokens: list[int] = list(self.blocks) if self.block_tokens == 1 else []
         for name in () if self.block_tokens == 1 else self.blocks:
             tokens += _named(name, self.block_tokens, 1)
@@ -36,7 +36,7 @@ class TracedRequest:
 
 
 def _named(name: int, count: int, kind: int) -> list[int]:
-    """`count` tokens, the first of which tell `name` and `kind`."""
+    """Make `count` tokens, the first of which encode `kind` and `name`."""
     digits = [kind]
     while name:
         name, digit = divmod(name, _BASE)

@@ -1,6 +1,6 @@
-"""Which replica gets a request: at random, the least loaded, or the one that our own frontend would send it to.
+"""Routers of a simulated fleet: at random, to the least loaded replica, or as our frontend chooses.
 
-The loads and caches that a router sees are those of the moment: what a real one learns is a little older.
+A router sees present loads and caches; a real one learns of them a little later.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Router(Protocol):
     """Chooses among replicas whose steps have been simulated up to the arrival."""
 
     def choose(self, request: Request) -> tuple[int, int]:
-        """The replica's place, and how many tokens of the prompt the router knows to be there."""
+        """Choose a replica: its place, and how many tokens of the prompt the router knows to be cached there."""
         ...
 
 
 class AtRandom:
-    """The same choices for the same seed."""
+    """Chooses a replica at random, always with the same seed."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
@@ -36,7 +36,7 @@ class AtRandom:
 
 
 class LeastLoaded:
-    """Of those with as few requests the next in turn."""
+    """Chooses the replica with the fewest open requests; among equals, the next in turn."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
@@ -50,7 +50,7 @@ class LeastLoaded:
 
 
 class ByPrefix:
-    """The longest cached beginning within a bound of load, by the code of `--data-parallel-size`."""
+    """Chooses by the longest cached prefix within a bound of load, with the code of `--data-parallel-size`."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
