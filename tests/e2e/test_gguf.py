@@ -10,6 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from oarlock.engine.errors import StartupError
+from oarlock.server.config.gguf.directory import described
 from oarlock.workers.kernels.cpu.build import cache_directory
 from tests.e2e.running import DEMO, RunningServer, command, environment
 from tests.golden.gguf_writer import all_of, q4_k_m, write_gguf
@@ -82,14 +84,20 @@ def test_a_directory_with_one_file_is_served_and_one_with_several_is_refused(
     assert "holds several GGUF models: demo.gguf, other.gguf" in refused(folder, cache)
 
 
-def test_bad_files_are_refused_before_anything_is_loaded(tmp_path: Path, cache: str) -> None:
-    path = write_gguf(DEMO, tmp_path / "demo.gguf", all_of("F16"), tokenizer__ggml__pre="brand-new")
-    assert "pre-tokenizer 'brand-new' is not known here" in refused(path, cache)
-    path.write_bytes(path.read_bytes()[:-100])
-    assert "is truncated: tensor" in refused(path, cache)
+def test_bad_files_are_refused_before_anything_is_loaded(
+    tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
     kind_of = all_of("F16")
-    path = write_gguf(DEMO, tmp_path / "mxfp4.gguf", kind_of, tokenizer__ggml__pre="qwen2", qwen2__expert_count=8)
-    assert "mixture of 8 experts" in refused(path, cache)
+    path = write_gguf(DEMO, tmp_path / "demo.gguf", kind_of, tokenizer__ggml__pre="brand-new")
+    with pytest.raises(StartupError, match="pre-tokenizer 'brand-new' is not known here"):
+        described(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(StartupError, match="is truncated: tensor"):
+        described(path)
+    path = write_gguf(DEMO, tmp_path / "experts.gguf", kind_of, tokenizer__ggml__pre="qwen2", qwen2__expert_count=8)
+    with pytest.raises(StartupError, match="mixture of 8 experts"):
+        described(path)
     odd = write_gguf(
         DEMO, tmp_path / "odd.gguf", lambda name, shape: "MXFP4" if "ffn_up" in name else "F32",
         tokenizer__ggml__pre="qwen2",
@@ -109,8 +117,6 @@ def refused(model: Path, cache: str) -> str:
 
 
 def test_the_description_is_written_once_for_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from oarlock.server.config.gguf.directory import described
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = write_gguf(DEMO, tmp_path / "demo.gguf", all_of("F16"), tokenizer__ggml__pre="qwen2")
     first = described(path)

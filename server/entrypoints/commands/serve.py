@@ -68,12 +68,12 @@ def _serve(settings: Settings, nodes: NodesConfig | None, ray: RayGroup | None =
     engines = engine_processes(settings)
     gc.disable()  # until the server is ready: imports make nothing but objects that stay
     try:
-        from oarlock.server.entrypoints.supervisor import (
-            serve,  # takes a second, while the other processes import as well
-        )
+        # Takes a second, while the other processes import as well.
+        from oarlock.server.entrypoints.supervisor import serve
 
         return serve(settings, engines, nodes, ray)
     finally:
+        gc.enable()
         for engine in engines:
             engine.discard()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import subprocess
 import sys
@@ -101,6 +102,7 @@ def test_a_mistake_is_one_line_of_cause_and_one_of_fix(capsys, arguments, code, 
     assert cause in lines[0]
     assert lines[1].startswith("fix: ")
     assert fix in lines[1]
+    assert gc.isenabled(), "whoever calls `main` in a process of their own keeps their garbage collector"
 
 
 @pytest.mark.parametrize(
