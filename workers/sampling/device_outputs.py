@@ -30,7 +30,7 @@ class DeviceOutputs:
         return DeviceOutputs(**columns)
 
     def on_host(self) -> dict[str, np.ndarray]:
-        """Waits for the device."""
+        """Copies the results to the host. Waits for the device."""
         return {column.name: getattr(self, column.name).cpu().numpy() for column in fields(self)}
 
 

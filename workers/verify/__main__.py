@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> Report:
-    """Everything but printing. Raises `StartupError` for what cannot be verified."""
+    """Runs a verification, and prints nothing but progress. Raises `StartupError` for what cannot be verified."""
     started = time.monotonic()
     config, prompts = checked(arguments)
     spec = read_spec(config.model_path)

@@ -195,7 +195,7 @@ class TransformersRecorder:
         model.set_attn_implementation(name)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything recorded since the last call."""
+        """All tensors that were recorded since the last call."""
         joined = {name: torch.cat(parts) for name, parts in self._parts.items()}
         self._parts = {}
         return joined

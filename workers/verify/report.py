@@ -202,5 +202,5 @@ def _row_json(row: Row) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no infinity."""
+    """The number for JSON, which has no infinity and no NaN: None in their place."""
     return value if math.isfinite(value) else None

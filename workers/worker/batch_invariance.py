@@ -74,7 +74,7 @@ class _InvarianceTest:
         return torch.cat([self._run([self._own(a, b)])[0] for a, b in pairwise(cuts)])
 
     def decoded(self, count: int, others: int, *, as_captured: bool = False) -> Tensor:
-        """The last `count` tokens one by one, after the rest of the prompt. `as_captured`: by a graph's plan."""
+        """Decodes the last `count` tokens one by one, after the other tokens. `as_captured`: by a plan for graphs."""
         first = max(0, len(self.prompt) - count)
         results = [self._run([self._own(0, first)])[0]] if first else []
         for position in range(first, len(self.prompt)):
@@ -85,7 +85,7 @@ class _InvarianceTest:
         return torch.cat(results)
 
     def behind_drafts(self, count: int, others: int) -> Tensor:
-        """The last `count` tokens in one step, as a newest token and drafts after it."""
+        """Computes the last `count` tokens in one step, as a newest token and drafts after it."""
         first = max(0, len(self.prompt) - count)
         results = [self._run([self._own(0, first)])[0]] if first else []
         rest = [self._other(1 + number % 3, 5 + 3 * number) for number in range(others)]

@@ -64,7 +64,7 @@ def check_sums(outputs: Sequence[RowParallelLinear], place: Placement, why_not: 
 
 
 def _why_not(model: Decoder, kv: list[LayerKV], backend: AttentionBackend) -> str | None:
-    """The reason why nothing is promised, the same on every rank; None where it is."""
+    """The reason why this model's kernels promise nothing, the same on every rank; None if there is none."""
     device = model.place.device
     if device.type != "cpu":
         return None

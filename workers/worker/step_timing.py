@@ -70,6 +70,6 @@ def time_steps(
 
 
 def null_step(tokens: int, context: int, rows: int, block_size: int) -> StepMetadata:
-    """The last `tokens` of a sequence of `context` tokens in the null block; the last `rows` of them want logits."""
+    """A step of the last `tokens` of `context` tokens, all in the null block; the last `rows` of them want logits."""
     chunk = SequenceChunk([0] * tokens, context - tokens, [NULL_BLOCK] * -(-context // block_size))
     return greedy_step([chunk], block_size, range(tokens - rows, tokens))

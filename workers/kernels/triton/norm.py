@@ -31,7 +31,7 @@ def norm_row(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,  # the power of 2 from SIZE on
 ):
-    """One row."""
+    """Computes the norm of one row."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < SIZE
     values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -53,7 +53,7 @@ def add_and_norm_row(
     BLOCK: tl.constexpr,  # the power of 2 from SIZE on
     POST: tl.constexpr,
 ):
-    """One row."""
+    """Adds one row to the residual, and computes the norm of the sum."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < SIZE
     place = row * SIZE + column

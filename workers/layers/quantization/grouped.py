@@ -50,7 +50,7 @@ class StoredGroups:
         return values * self.scales.float()[:, group_of] * self.factors.unsqueeze(1)
 
     def rows(self, ids: Tensor) -> "StoredGroups":
-        """Outputs `ids` alone."""
+        """Groups of the outputs `ids` alone."""
         zeros = None if self.zeros is None else self.zeros[ids]
         return StoredGroups(self.values[ids], self.scales[ids], zeros, self.factors[ids], self.group)
 

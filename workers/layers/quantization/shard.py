@@ -61,7 +61,7 @@ class WeightShard:
         return into
 
     def take_bias(self, weights: WeightSource, empty: Empty) -> Tensor:
-        """[rows]."""
+        """Reads the bias: [rows]."""
         into = empty(self.rows)
         into[self.rows - self.padding :] = 0.0
         for name, rows, start, view in self.sources(weights, "bias", into):

@@ -40,7 +40,7 @@ class StackedGatedMatmul:
 
 
 class StackedWeight:
-    """`LinearWeight` of several."""
+    """`LinearWeight` of several weights, whose outputs follow one another."""
 
     def __init__(self, parts: Sequence[LinearWeight], rows: Sequence[int]) -> None:
         """`rows`: outputs of each part."""

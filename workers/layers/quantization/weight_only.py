@@ -227,7 +227,7 @@ def merged(
 
 
 def multiply_options(block: int) -> dict[str, int]:
-    """Compile options of a product with `block` rows: the more stages, the more of the weight is on its way."""
+    """Compile options of a product in blocks of `block` rows: more stages keep more of the weight on its way."""
     return {"num_warps": 4, "num_stages": 4 if block < MOST_ROWS else 3}
 
 

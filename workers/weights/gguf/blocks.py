@@ -30,7 +30,7 @@ class Groups:
         return Groups(values, scales, torch.zeros_like(scales) if offsets else None, group)
 
     def rows(self, first: int, count: int) -> "Groups":
-        """A view of some."""
+        """A view of `count` rows from `first` on."""
         part = slice(first, first + count)
         return Groups(
             self.values[part], self.scales[part], None if self.offsets is None else self.offsets[part], self.group

@@ -69,7 +69,7 @@ class Settings:
         return value
 
     def numbers(self, key: str, length: int) -> array:
-        """`length` of them."""
+        """The list of `length` numbers at `key`. Raises `StartupError` for anything else."""
         value = self._value(key, None)
         if not isinstance(value, array) or len(value) != length:
             raise self._wrong(key, f"a list of {length} numbers")

@@ -40,11 +40,11 @@ class DeviceSampling:
         self.sampled: Tensor = largest.tensors(self._staging.on_device)["tokens"]  # int32 [most_rows]
 
     def begin(self, step: StepMetadata) -> None:
-        """As in `StepSampling`."""
+        """Writes the histories that `step` brings, as `StepSampling` describes."""
         self._sampler.histories.write(step)
 
     def sample(self, logits: Tensor, place: InputPlace, first: int, variant: Variant) -> None:
-        """As in `StepSampling`."""
+        """Samples rows and counts their tokens, as `StepSampling` describes."""
         rows = place.shape.logits
         outputs = DeviceOutputs(**Layout(sections(rows)).tensors(self._staging.on_device))
         self._sampler.sample(logits, place.columns, outputs, variant, first)
@@ -52,7 +52,7 @@ class DeviceSampling:
             self._sampler.count(place.columns, outputs, rows)
 
     def finish(self, step: StepMetadata, place: InputPlace) -> PendingOutput:
-        """As in `StepSampling`."""
+        """Begins the copy of the results to the host, as `StepSampling` describes."""
         if not self._answers:
             return Computed(None)
         found = sections(place.shape.logits)

@@ -15,7 +15,7 @@ Work = Callable[[], object]
 
 
 class Graph(Protocol):
-    """Recorded work."""
+    """A graph: work that was recorded, and can be replayed."""
 
     def replay(self) -> None:
         """Do it again, in the order of the device's other work. Does not wait for it."""
@@ -44,14 +44,14 @@ class Call:
 
 
 class Calls:
-    """Makes `Call`s."""
+    """`GraphMaker` where the device is the host: it makes `Call`s."""
 
     def capture(self, work: Work) -> Graph:
         work()
         return Call(work)
 
     def release(self) -> None:
-        """A call holds nothing of a device."""
+        """Does nothing: a call holds no memory of a device."""
 
 
 class CudaGraph:

@@ -45,7 +45,7 @@ def keep(files: BlockDirectory, reports: KVReportSender, wakes: int, look_s: flo
 
 
 def main(argv: list[str]) -> int:
-    """Started by `FileThreads.keep`."""
+    """Runs the keeper's process, which `FileThreads.keep` starts."""
     parser = argparse.ArgumentParser(prog="python -m oarlock.workers.worker.kv_offload.keeper", allow_abbrev=False)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--reports", type=int, required=True, help="descriptor of the ranks' pipe")

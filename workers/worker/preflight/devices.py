@@ -18,7 +18,7 @@ def ranks_here(config: WorkerConfig) -> int:
 
 
 def resolve_device(config: WorkerConfig) -> str:
-    """`cpu` or `cuda`. Raises `StartupError`."""
+    """Resolves the device, `cpu` or `cuda`, and checks that it can serve. Raises `StartupError`."""
     device = _find_device(config)
     if device == "cuda":
         check_products_on_cuda(config)

@@ -137,7 +137,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensorsScheme:
-    """`Scheme`."""
+    """`Scheme` of compressed-tensors."""
 
     description: str
     groups: tuple[_Group, ...]
@@ -209,7 +209,8 @@ def _group(weights: Settings, strategies: tuple[str, ...]) -> tuple[int | None, 
 
 
 def _has_activations(table: Settings) -> bool:
-    """Whether there are any. Dynamic ones of 8 bits only: others need scales, or roundings, that we do not have."""
+    """Whether activations are rounded. Raises `StartupError` for others than dynamic ones of 8 bits, for which kernels
+    or scales are missing."""
     if table.get("output_activations") is not None:
         raise table.unsupported("output_activations", table.get("output_activations"))
     if table.get("input_activations") is None:

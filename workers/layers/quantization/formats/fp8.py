@@ -52,7 +52,7 @@ class FP8Form:
         return {"weight": stored(FLOAT8, rows, inputs), self.scale: scales}
 
     def check(self, module: str, rows: int, inputs: int) -> None:
-        """The last blocks may be smaller than the others."""
+        """Accepts all lengths: the last blocks may be smaller than the others."""
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
         return fp8_bytes(rows, inputs, inputs if self.block is None else self.block[1])

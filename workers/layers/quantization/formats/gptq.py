@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GPTQForm:
-    """`StoredForm`."""
+    """`StoredForm` of GPTQ."""
 
     bits: int
     group: int | None  # inputs; None: all
@@ -63,7 +63,7 @@ class GPTQForm:
 
 @dataclass(frozen=True, slots=True)
 class GPTQScheme:
-    """`Scheme`."""
+    """`Scheme` of GPTQ."""
 
     form: GPTQForm
     exceptions: tuple[tuple[re.Pattern[str], GPTQForm | None], ...]  # the first that matches a module counts

@@ -17,7 +17,7 @@ class Settings:
         self.where = where
 
     def get(self, *keys: str) -> Any:
-        """The first of these that is given: tools have called the same thing differently."""
+        """The value of the first of `keys` that is given: tools use different names for one setting."""
         return next((self.raw[key] for key in keys if self.raw.get(key) is not None), None)
 
     def table(self, key: str) -> "Settings":
@@ -29,7 +29,7 @@ class Settings:
         return Settings(value, f"{self.where}.{key}")
 
     def tables(self, key: str) -> list["Settings"]:
-        """The tables in a table."""
+        """All tables in the table `key`."""
         outer = self.table(key)
         return [outer.table(name) for name in outer.raw]
 

@@ -12,7 +12,7 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each number of a word
 
 
 class AWQReader:
-    """`GroupReader`."""
+    """`GroupReader` of AWQ."""
 
     kind = "qweight"
     bits = 4

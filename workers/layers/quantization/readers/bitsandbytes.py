@@ -23,7 +23,7 @@ _LONGEST = 80  # characters of a value in an error
 
 
 class BitsAndBytesLinearMethod:
-    """`LinearMethod`."""
+    """`LinearMethod` of weights that bitsandbytes stored."""
 
     def __init__(self, state: str, block: int, nested_block: int | None) -> None:
         """`state`: the tensor that describes a weight. `block`: weights that share a factor.

@@ -16,7 +16,7 @@ _NOT_SET = -1  # of every input, where a tool has made room for groups and not o
 
 
 class IntegerReader:
-    """`GroupReader`."""
+    """`GroupReader` of compressed-tensors."""
 
     def __init__(self, bits: int, packed: bool, group: int | None, symmetric: bool) -> None:
         """`group`: inputs that share a scale, None for all."""

@@ -10,7 +10,7 @@ from oarlock.workers.weights.source import WeightSource
 
 
 class GPTQReader:
-    """`GroupReader`."""
+    """`GroupReader` of GPTQ."""
 
     kind = "qweight"
 
