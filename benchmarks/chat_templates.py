@@ -26,7 +26,7 @@ LIMIT = 1 << 24  # characters
 
 
 def conversation(turns: int) -> list[dict[str, Any]]:
-    """So many turns of user and assistant."""
+    """Conversation of so many turns of user and assistant."""
     return [{"role": ("user", "assistant")[number % 2], "content": TEXT} for number in range(turns)]
 
 

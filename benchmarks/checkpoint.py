@@ -59,12 +59,12 @@ SEED = 20_25
 
 
 def cache_folder() -> Path:
-    """Where checkpoints are kept."""
+    """Folder in which checkpoints are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "oarlock" / "load"
 
 
 def parameters(shape: str) -> tuple[int, int]:
-    """(all parameters, those outside the embedding) of a shape whose head is tied to its embedding."""
+    """Number of parameters, in all and outside the embedding, of a shape whose head is tied to its embedding."""
     s = SHAPES[shape]
     hidden, head = s["hidden_size"], s["hidden_size"] // s["num_attention_heads"]
     kv = s["num_key_value_heads"] * head

@@ -1,4 +1,4 @@
-"""Where the peers are installed: one folder each outside the repository, with an environment of its own.
+"""Environments of the peers that are installed: one folder for each, outside the repository.
 
 A stamp is written last, so a folder whose installation broke off does not count as installed.
 """

@@ -60,7 +60,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def compare(shape: tuple[int, int, int], seqs: list[Seq], dtype: torch.dtype, rounds: int) -> list[str]:
-    """For each form in 8 bits, how many times faster it is than unrounded pages."""
+    """Cells of a row: the time of unrounded pages, then the speed of each form in 8 bits as a multiple of theirs."""
     runs = {form: steps(shape, seqs, form, dtype) for form in FORMS}
     times: dict[str, list[float]] = {form: [] for form in FORMS}
     for run in runs.values():

@@ -123,7 +123,7 @@ def run(
     output_tokens: int,
     extra: dict[str, Any] | None = None,
 ) -> Report:
-    """`concurrency` clients, each sending its next prompt as soon as its last is answered, until `work` is done.
+    """Run `concurrency` clients, each sending its next prompt when its last is answered, until `work` is done.
 
     `extra`: more fields of each body. Raises `RuntimeError` for an answer of any other number of tokens than asked for.
     """

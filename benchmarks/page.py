@@ -28,7 +28,7 @@ def take_in(path: Path) -> Path:
 
 
 def rounded(value: Any) -> Any:
-    """`value` with every float at four significant digits."""
+    """Round every float in `value` to four significant digits."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):

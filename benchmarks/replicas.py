@@ -57,7 +57,7 @@ class Round:
 async def closed_loop(
     choose: Choose, new_id: Callable[[], int], work: Sequence[Sequence[int]], output_tokens: int, concurrency: int
 ) -> Round:
-    """`concurrency` users, each sending its next prompt as soon as its last is answered."""
+    """Run `concurrency` users, each sending its next prompt as soon as its last is answered."""
     left, answers = iter(work), list[Answer]()
 
     async def user() -> None:

@@ -16,7 +16,7 @@ def dumps(value: Any) -> str:
 
 
 def json_text(text: str) -> str:
-    """`text` as a JSON string."""
+    """Write `text` as a JSON string."""
     return _on_one_line(encode_basestring(text))
 
 

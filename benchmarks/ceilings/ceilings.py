@@ -50,7 +50,7 @@ class Ceilings:
         return json.loads(done.stdout)
 
     def measure(self) -> dict[str, Any]:
-        """`read_gb_s`, for each type `gemm_gflops` by torch and by the plain loop, and `other_cores`.
+        """Measure `read_gb_s`, for each type `gemm_gflops` by torch and by the plain loop, and `other_cores`.
 
         The last: how many cores other programs kept busy in a second without any of ours, near zero on a quiet machine.
         """

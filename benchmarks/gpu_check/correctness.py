@@ -95,7 +95,7 @@ def verified(name: str, model: Path, where: Where, dtype: str, ranks: int = 1, o
 
 
 def row_of_report(name: str, report: dict[str, Any], status: int) -> Row:
-    """`ours / theirs`: the largest root mean square error of any tensor as a multiple of transformers' own."""
+    """Row of a report. `ours / theirs`: the largest root mean square error of a tensor, as a multiple of theirs."""
     ratios = [rank["rms_ratio"] or 0.0 for tensor in report["tensors"] for rank in tensor["ranks"]]
     fault = report["first_fault"]
     note = "" if fault is None else f"{fault['tensor']} of layer {fault['layer']}: {'; '.join(report['likely_causes'])}"

@@ -68,8 +68,9 @@ def _requests(where: Where, *, sampled: bool) -> tuple[list[Request], list[list[
 
 
 def rounded_pages(where: Where) -> Iterator[Row]:
-    """`as trained`: the share of the answers, by which they are judged. `same tokens`: the share of answers that go on
-    as with keys and values in the model's type, also behind what was trained, where rounding decides much."""
+    """Answers with keys and values of 8 bits. `as trained`: their share, by which they are judged. `same tokens`: the
+    share of answers that are those with keys and values in the model's type, also after the trained text, where
+    rounding decides much."""
     requests, trained = _requests(where, sampled=False)
     plain: dict[int, list[int]] = {}
     for form in ("auto", "int8", "fp8"):

@@ -1,4 +1,4 @@
-"""How near the device's own limits the parts of a step come: attention, decode and prefill, with dummy weights.
+"""Measures how near the device's limits the parts of a step come: attention, decode and prefill, on dummy weights.
 
 Each figure stands beside what was measured of the device in the same part. The floor of a step is the longer of two
 times: of its bytes at the best measured bandwidth, and of its operations at the best measured rate of products.

@@ -1,4 +1,4 @@
-"""How long a step's sampling takes on a device, by the kernels that ranks launch there and by torch's operations."""
+"""Times a step's sampling on a device, by the kernels that ranks launch there and by torch's operations."""
 
 from __future__ import annotations
 

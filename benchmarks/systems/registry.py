@@ -1,4 +1,4 @@
-"""How each system is started, and which of them are there. A new peer is one function and one entry of `STARTS`."""
+"""Starts each system, and knows which are installed. A new peer is one function and one entry of `STARTS`."""
 
 from __future__ import annotations
 

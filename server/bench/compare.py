@@ -131,7 +131,7 @@ class _Run:
         return len(latencies_ms(self._done, name)) * (1 - int(statistic[1:]) / 100) >= _MIN_BEYOND
 
     def throughput(self, name: str) -> np.ndarray:
-        """In a closed loop, by Little's law: the mean number of open requests times what one gives per second.
+        """Throughput, in a closed loop by Little's law: the mean of open requests times what one gives per second.
 
         The number of open requests is kept as it was in the run.
         """

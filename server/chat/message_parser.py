@@ -79,6 +79,6 @@ class MessageParser:
         return merged(events)
 
     def finish_reason(self, delta: Delta) -> str | None:
-        """Why the message ended: `tool_calls` if it has calls, was not cut short, and the caller named no function."""
+        """Finish reason of the message: `tool_calls` if it has calls, is not cut short, and no function was named."""
         called = self._num_calls > 0 and not self._is_named
         return TOOL_CALLS if called and delta.finish_reason == FinishReason.STOP.value else delta.finish_reason

@@ -30,7 +30,7 @@ _FLAGS = "--nnodes, --node-rank, --master-addr and --master-port"
 
 
 def launched(environment: Mapping[str, str], given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(the program that started this process, what it says of the options that are not `given`).
+    """Find the launcher that started this process, and what it says of the options that are not `given`.
 
     Ray, which is named by a flag, comes first, then torchrun. Raises `OptionError` when variables cannot be followed.
     """

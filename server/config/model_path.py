@@ -1,4 +1,4 @@
-"""From the MODEL argument to a directory on this machine: the demo model, a directory, a GGUF file, or a hub id."""
+"""Resolves the MODEL argument to a directory on this machine: the demo model, a directory, a GGUF file, a hub id."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _on_hub(settings: Settings, model: str, revision: str, tokenizer: str | None
 
 
 def _checked(path: Path) -> str:
-    """`path` if it may be a checkpoint's directory; of a GGUF model the directory that describes it."""
+    """Return `path` if it may be a checkpoint's directory; for a GGUF model, the directory that describes it."""
     file = gguf_model(path)
     if file is not None:
         return str(described(file))

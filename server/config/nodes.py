@@ -1,4 +1,4 @@
-"""How this host finds the others that serve the same model: the options that say so, checked together."""
+"""Options by which this host finds the others that serve the same model, checked together."""
 
 from __future__ import annotations
 

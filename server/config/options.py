@@ -1,4 +1,4 @@
-"""How one option is described, parsed from text and checked: its type, range, choices and names.
+"""Describes one option, parses it from text and checks it: its type, range, choices and names.
 
 An option is a dataclass field with metadata. Flags, environment names, TOML keys and the table of the documentation are
 all made from it.
@@ -123,7 +123,7 @@ class Option:
         return self.check(value)
 
     def check(self, value: Any) -> Any:
-        """`value`, or what it is another word for, if within range; else an `OptionError` that names the limit."""
+        """Return `value`, or the value that it is an alias of. Raises an `OptionError` that names the limit."""
         if isinstance(value, str):
             value = self.aliases.get(value, value)
         if value is None or (not self.many and value in self.special):
@@ -146,7 +146,7 @@ class Option:
         return value
 
     def _not_blank(self, values: list[Any]) -> list[Any]:
-        """`values`. A secret must not be blank: it would leave open what the operator believes to be protected."""
+        """Refuse a blank secret: it would leave open what the operator believes to be protected."""
         if self.secret and not (values and all(value.strip() for value in values)):
             raise OptionError(
                 f"{self.env}, {self.flag} or {self.name} is given, but holds no key.",
@@ -244,7 +244,7 @@ def parse_count(text: str) -> int:
 
 
 def format_size(size: int) -> str:
-    """`2147483648` as `2.0 GiB`."""
+    """Format a number of bytes: `2147483648` as `2.0 GiB`."""
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

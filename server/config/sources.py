@@ -1,4 +1,4 @@
-"""Where settings come from: flag > environment (`OARLOCK_*`) > TOML file > torchrun, LeaderWorkerSet or Ray > default.
+"""Sources of settings: flag > environment (`OARLOCK_*`) > TOML file > torchrun, LeaderWorkerSet or Ray > default.
 
 The only reader of the file, and of the environment for options. Unknown names are errors that suggest the nearest.
 """
@@ -109,7 +109,7 @@ def as_flags(loaded: LoadedSettings, without: Container[str]) -> list[str]:
 
 
 def as_table(loaded: LoadedSettings) -> list[tuple[str, str, str]]:
-    """(name, value, origin) of every option, secrets hidden: what `oarlock config show` prints."""
+    """Rows (name, value, origin) of every option, secrets hidden, as `oarlock config show` prints them."""
     rows = []
     for item in fields(Settings):
         value = getattr(loaded.settings, item.name)

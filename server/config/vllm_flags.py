@@ -142,7 +142,7 @@ def without_harmless(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find(word: str) -> tuple[str, Flag | None, str | None]:
-    """(the flag as written, its entry, its value behind `=`)."""
+    """Find vLLM's flag in a word: returns (the flag as written, its entry, its value behind `=`)."""
     shown, equals, value = word.partition("=")
     name = shown[2:].replace("_", "-") if shown.startswith("--") else ""
     found = FLAGS.get(name) or FLAGS.get(name.removeprefix("no-"))

@@ -9,7 +9,7 @@ _UNFIT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def fit(text: str) -> str:
-    """`text` with every control character replaced by its picture (an escape as `␛`) or by `�`."""
+    """Replace every control character in `text` by its picture (an escape as `␛`) or by `�`."""
     return _UNFIT.sub(_picture, text.replace("\r\n", "\n"))
 
 

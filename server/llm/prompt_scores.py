@@ -82,7 +82,7 @@ class PromptReader:
 
 
 def parts_of(event: TokenEvent) -> Iterator[TokenEvent]:
-    """`event` with the scores of its prompt cut into parts of about a millisecond's work; the last has all the rest."""
+    """Split `event` by the scores of its prompt, in parts of about a millisecond's work; the last has all the rest."""
     scored = event.prompt_logprobs
     size = max(1, PIECE_NUMBERS // (1 + len(scored[0].top))) if scored else 1
     last = max(0, len(scored) - 1) // size * size

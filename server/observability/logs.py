@@ -18,7 +18,7 @@ _ESCAPES |= {10: "\\n", 13: "\\r", 9: "\\t", 27: "\\e"}
 
 
 def escape(text: str) -> str:
-    """`text` on one line: what a client sends cannot begin a second line or move the cursor."""
+    """Escape `text` to one line: a client's text cannot begin a second line or move the cursor."""
     if text.isprintable():
         return text
     return text.translate(_ESCAPES).encode("utf-8", "backslashreplace").decode()
@@ -31,7 +31,7 @@ class Event(str):
 
 
 def event(name: str, **values: Any) -> Event:
-    """`event=name a=1 b="two words"`: None is left out."""
+    """Make the log line `event=name a=1 b="two words"`: None is left out."""
     parts = [f"event={name}"]
     for key, value in values.items():
         if value is None:
@@ -44,7 +44,7 @@ def event(name: str, **values: Any) -> Event:
 
 
 class _OneLine(logging.Formatter):
-    """`time=… level=… logger=… event=…` and, for our own bugs, the traceback below it."""
+    """Formats `time=… level=… logger=… event=…` and, for our own bugs, the traceback below it."""
 
     converter = time.gmtime
 

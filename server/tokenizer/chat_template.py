@@ -157,7 +157,7 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """`prepare` and `write` for short conversations."""
+        """Render a short conversation: `prepare` and `write` in one call."""
         rendering = self.prepare(messages, add_generation_prompt, max_characters, tools=tools, variables=variables)
         return await self.write(rendering)
 

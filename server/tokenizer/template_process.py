@@ -114,7 +114,7 @@ class _Renderers:
 
 
 def _serve(connection: socket.socket) -> None:
-    """In the fork: answer requests until the connection ends, or a limit of memory was reached."""
+    """Answer requests, in the fork, until the connection ends or a limit of memory was reached."""
     base = _memory()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library that aborts writes to stderr

@@ -153,7 +153,7 @@ class Tokenizer:
         return self._with_bos(ids, text) if add_special_tokens else ids
 
     def _with_bos(self, ids: list[int], text: str) -> list[int]:
-        """`ids` of `text` with a BOS, or without one, where the configuration sets `add_bos_token`."""
+        """Add the BOS to the `ids` of `text`, or remove it, where the configuration sets `add_bos_token`."""
         if not self.bos or self._add_bos is None:
             return ids
         if self._add_bos and ids[:1] != self.bos:
@@ -343,7 +343,7 @@ def _checked(backend: object) -> tokenizers.Tokenizer:
 
 
 def _special_names(config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token` … as plain strings: what chat templates refer to."""
+    """Special tokens by name (`bos_token`, `eos_token` …) as plain strings, to which chat templates refer."""
     names = {}
     for key, value in config.items():
         if key.endswith("_token") and isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""When the requests of an open loop are sent: Poisson, gamma or even arrivals at a constant or a growing rate.
+"""Arrival times of an open loop's requests: Poisson, gamma or even arrivals at a constant or a growing rate.
 
 As `get_request` of vllm/benchmarks/serve.py defines them: intervals are gamma-distributed with shape `burstiness` and
 mean 1 / rate. A burstiness of 1 is a Poisson process, below 1 requests come in bursts, above 1 more evenly, and at

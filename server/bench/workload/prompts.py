@@ -26,7 +26,7 @@ class IdPrompts:
     seed: int
 
     def piece(self, key: str, tokens: int, *, begins: bool = False) -> list[int]:
-        """`tokens` ids. `begins` makes no difference: nothing is put before ids."""
+        """Draw `tokens` ids. `begins` makes no difference: nothing is put before ids."""
         margin = self.vocab_size // 16
         return _draw(self.seed, key).integers(margin, self.vocab_size - margin, tokens).tolist()
 

@@ -152,7 +152,7 @@ class ToolParser(ABC):
         self._attempt = [attempt]
 
     def _follow_call(self, call: CallReader, character: str, events: list[MessageEvent]) -> bool:
-        """`_on_character` inside the current call."""
+        """Follow one character inside the current call. False: it was not consumed."""
         try:
             events += call.push(character)
         except NoCallError:
@@ -179,7 +179,7 @@ class ToolParser(ABC):
         return False
 
     def _without_packing(self, events: list[MessageEvent]) -> list[MessageEvent]:
-        """Without the white space around calls; and, where only one call may come, without what follows it."""
+        """Drop the white space around calls and, where only one call may come, all that follows it."""
         kept: list[MessageEvent] = []
         for event in events:
             if isinstance(event, ToolCallStart):

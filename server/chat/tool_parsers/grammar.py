@@ -91,7 +91,7 @@ def pairs(rule: str, written: Sequence[tuple[str, bool]], separator: str) -> lis
 
 
 def text_then_calls(opening: str, special_ids: SpecialIds) -> tuple[str, str]:
-    """`ToolFormat.optional_calls` of a format whose calls begin with the delimiter `opening`."""
+    """Rules of `ToolFormat.optional_calls` for a format whose calls begin with the delimiter `opening`."""
     if opening in special_ids:  # a special token is never part of a text
         return "words calls?", "words: /(?s:.*)/"
     inside = re.escape(opening)

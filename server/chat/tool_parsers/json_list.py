@@ -89,7 +89,7 @@ class Phi4MiniToolParser(JsonListToolParser):
 def forced_list(
     start: str, tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds, head: str = "[", end: str = ""
 ) -> str:
-    """`ToolFormat.forced_calls`: one list behind `start`. `head`: its bracket, unless that belongs to `start`."""
+    """Rules for forced calls as one list behind `start`. `head`: its bracket, unless that belongs to `start`."""
     more = f' (", " call){{0,{most - 1}}}' if most > 1 else ""
     opening = f"{grammar.literal(head)} " if head else ""
     closing = f" {grammar.delimiter(end, special_ids)}" if end else ""

@@ -109,7 +109,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def argument_names(schema: Schema) -> list[tuple[str, bool]]:
-    """(name, whether it is required) of each argument, in the schema's order. Raises `RequestError`."""
+    """Names of the arguments in the schema's order, each with whether it is required. Raises `RequestError`."""
     unbound = sorted(_UNBOUND & schema.keys())
     if unbound:
         message = (
@@ -129,7 +129,7 @@ def argument_names(schema: Schema) -> list[tuple[str, bool]]:
 
 
 def value_rules(rule: str, root: Schema, name: str, wrap: str, end: str, special_ids: SpecialIds) -> Sequence[str]:
-    """`rule`: the value of one argument, `wrap` behind it, and the delimiter `end`."""
+    """Rules for `rule`: the value of one argument, `wrap` behind it, and the delimiter `end`."""
     schema = property_schema(root, name)
     ending = f"{literal(wrap)} {delimiter(end, special_ids)}" if wrap else delimiter(end, special_ids)
     if not is_text(schema, root):
@@ -143,7 +143,7 @@ def value_rules(rule: str, root: Schema, name: str, wrap: str, end: str, special
 
 
 def text_rules(rule: str, schema: Schema, wrap: str, end: str, special_ids: SpecialIds) -> list[str]:
-    """`rule`: a string of the schema without quotes, `wrap` behind it, and the delimiter `end`."""
+    """Rules for `rule`: a string of the schema without quotes, `wrap` behind it, and the delimiter `end`."""
     unbound = next((name for name in _UNBOUND_TEXTS if name in schema), None)
     if unbound is not None:
         message = (

@@ -1,4 +1,4 @@
-"""How each kind of byte-level tokenizer cuts a text into words, by the name that GGUF files give it.
+"""Pre-tokenizers of byte-level tokenizers, which cut a text into words, by the names that GGUF files give them.
 
 The patterns are those of the original tokenizers, as llama.cpp's src/llama-vocab.cpp quotes them; where it has only its
 own form, that one.

@@ -1,4 +1,4 @@
-"""Where the server listens, who may ask, and what a request may ask for."""
+"""Options of HTTP: where the server listens, who may ask, and what a request may ask for."""
 
 from __future__ import annotations
 

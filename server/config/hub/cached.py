@@ -62,7 +62,7 @@ def disk_usage(cache: Path) -> int:
 
 
 def _revisions(refs: Path) -> list[tuple[str, str]]:
-    """(name, commit) of each branch and tag that was fetched."""
+    """Branches and tags that were fetched, each as (name, commit)."""
     found = [path for path in sorted(refs.rglob("*")) if path.is_file()] if refs.is_dir() else []
     return [(os.fspath(path.relative_to(refs)), path.read_text(encoding="utf-8").strip()) for path in found]
 
@@ -72,7 +72,7 @@ def _size_of_partial(folder: Path) -> int:
 
 
 def _verdict(directory: Path, config: EngineConfig, *, unfinished: bool) -> tuple[str, str]:
-    """(architecture, why it cannot be served)."""
+    """Architecture of a cached model, and the reason why it cannot be served; one of the two is empty."""
     names = {path.name for path in directory.iterdir() if path.exists()}
     if "config.json" not in names:
         if any(name.endswith(".gguf") for name in names):

@@ -1,4 +1,4 @@
-"""Why a model could not be fetched from the hub: one line of cause, one of fix."""
+"""Errors of fetching a model from the hub: one line of cause, one of fix."""
 
 from __future__ import annotations
 

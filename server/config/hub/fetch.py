@@ -1,4 +1,4 @@
-"""From a hub id to a directory: from the hub, or from the cache when offline or when the hub cannot be reached.
+"""Finds the directory of a hub id: from the hub, or from the cache when offline or when the hub cannot be reached.
 
 Small files are fetched and checked first, so a model that cannot be served costs kilobytes. It blocks, and so runs in
 a process of its own (`oarlock.server.entrypoints.fetch_model`).
@@ -76,7 +76,7 @@ def _from_cache(request: HubModel, cache: Path) -> str:
 
 
 def _checked(request: HubModel, directory: str, report: Report) -> str:
-    """`directory`, if no file in it is damaged. Raises `StartupError`."""
+    """Check that no file in `directory` is damaged, and return it. Raises `StartupError`."""
     found = damaged(Path(directory), report) if request.check_digests else []
     if found:
         raise StartupError(

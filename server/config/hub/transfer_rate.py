@@ -33,7 +33,7 @@ class TransferRate:
         return min(1.0, self._here / self._total) if self._total else 1.0
 
     def describe(self) -> str:
-        """`1.2 GiB of 4.9 GiB, 35.1 MiB/s, 1 min 48 s left`. The speed is that of the calls of the last seconds."""
+        """Progress as text: `1.2 GiB of 4.9 GiB, 35.1 MiB/s, 1 min 48 s left`, with the speed of the last seconds."""
         now, received = self._clock(), self._received
         while len(self._samples) > 1 and now - self._samples[1][0] >= _WINDOW_S:
             self._samples.popleft()
@@ -48,7 +48,7 @@ class TransferRate:
 
 
 def in_words(seconds: float) -> str:
-    """`45 s`, `1 min 48 s`, `2 h 05 min`."""
+    """Duration as text: `45 s`, `1 min 48 s`, `2 h 05 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

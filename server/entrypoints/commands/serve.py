@@ -79,7 +79,7 @@ def _serve(settings: Settings, nodes: NodesConfig | None, ray: RayGroup | None =
 
 
 def _check_model_was_not_swallowed(arguments: argparse.Namespace, settings: Settings) -> None:
-    """`--api-key KEY MODEL` reads both as keys; to serve the demo model then would be a surprise."""
+    """Refuse a start where a flag may have taken MODEL: `--api-key KEY MODEL` reads both words as keys."""
     if settings.model is not None:
         return
     for described in OPTIONS.values():

@@ -182,7 +182,7 @@ class LLM:
         use_tqdm: bool | None = None,
         **fields: Unpack[ScoreFields],
     ) -> list[ScoringRequestOutput]:
-        """How well texts go together, as `/v1/score` answers it, one output for each of `text_2`, in order.
+        """Score how well texts go together, as `/v1/score` does: one output for each of `text_2`, in order.
 
         `text_1`: what each of them is compared with, or as many texts as there are.
         """

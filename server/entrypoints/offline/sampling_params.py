@@ -1,4 +1,4 @@
-"""How an offline prompt is answered: the fields of a request, by the names that they have over HTTP."""
+"""Sampling parameters of offline prompts: the fields of a request, by the names that they have over HTTP."""
 
 from __future__ import annotations
 

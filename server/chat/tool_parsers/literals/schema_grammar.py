@@ -30,7 +30,7 @@ class SchemaGrammar:
         self._special_ids = special_ids
 
     def arguments(self, rule: str) -> None:
-        """`rule`: an object of the whole schema."""
+        """Add the rules for `rule`: an object of the whole schema."""
         schema = resolved(self._root, self._root)
         choice = next((name for name in _CHOICES if name in schema), None)
         if choice is not None:

@@ -19,13 +19,13 @@ _PROMPT, _MORE = "> ", "… "
 
 
 def history_file() -> Path:
-    """Where typed lines are kept between chats."""
+    """File in which typed lines are kept between chats."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state).expanduser() / "oarlock" / "chat_history"
 
 
 class LineEditor:
-    """`read` returns one message. Use as a context manager: leaving it writes the history."""
+    """Editor of typed messages: `read` returns one. Use as a context manager: leaving it writes the history."""
 
     def __init__(self, commands: Sequence[str], keep: Path | None) -> None:
         """`commands`: what the tab key completes at the beginning. `keep`: the file of the history, or none."""

@@ -12,7 +12,7 @@ _LIST = re.compile(r"\s*([-*+]|\d{1,9}[.)])\s")
 
 
 class MarkdownBlocks:
-    """`add` returns the blocks that are complete by then; `rest` is what follows them."""
+    """Cuts growing Markdown into blocks: `add` returns those that are complete by then; `rest` is the text after."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []  # of the block that is being written, with their ends

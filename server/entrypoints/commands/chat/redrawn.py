@@ -17,7 +17,7 @@ from rich.segment import ControlType, Segment, Segments
 
 
 class RedrawnLines:
-    """`draw` replaces what the last call has drawn. In between the cursor is at the beginning of the row below it."""
+    """Lines of a terminal that each `draw` replaces. In between the cursor is at the start of the row below them."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -48,7 +48,7 @@ class RedrawnLines:
 
 
 def _without_end(line: list[Segment]) -> list[Segment]:
-    """`line` without the spaces up to the edge, with which it would break as soon as the terminal is narrower."""
+    """Cut the spaces up to the edge from `line`: with them it would break as soon as the terminal is narrower."""
     rest = list(line)
     while rest:
         last = rest.pop()

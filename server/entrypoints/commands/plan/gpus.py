@@ -73,7 +73,7 @@ _SPOKEN = {"a100": "A100-80GB", "h100-sxm": "H100", "v100": "V100-16GB", "a100-s
 
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:
-    """`2xH100`, `4090`, `2x24GB` -> how many, and of what kind. Raises `UsageError`."""
+    """Parse `2xH100`, `4090` or `2x24GB`: the number of GPUs, and their kind. Raises `UsageError`."""
     match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", text)
     if match is None:
         raise UsageError("--gpus is empty.", f"{_FIX}.")

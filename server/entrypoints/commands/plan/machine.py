@@ -21,7 +21,7 @@ _CPU_SUM_S = 6e-6  # of a sum over ranks in shared memory
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`bandwidth`, `ops`: of one device, or of the host; per second; None: not known."""
+    """Machine of a plan. `bandwidth`, `ops`: of one device, or of the host; per second; None: not known."""
 
     text: str
     memory: Memory

@@ -120,7 +120,7 @@ def as_text(reports: Sequence[FleetReport], limits: Sequence[Limit], fewest: int
 
 
 def duration(seconds: float) -> str:
-    """`0.0213` as `21.3 ms`."""
+    """Duration as text: `0.0213` as `21.3 ms`."""
     if seconds < 1:
         return f"{1e3 * seconds:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"

@@ -34,7 +34,7 @@ def model_line(model: OpenModel, best: Layout) -> str:
 
 
 def parameters(count: int) -> str:
-    """`7615616512` as `7.62 billion`."""
+    """Number of parameters as text: `7615616512` as `7.62 billion`."""
     for size, word in ((1e9, "billion"), (1e6, "million")):
         if count >= size:
             return f"{count / size:.3g} {word}"

@@ -17,7 +17,10 @@ _STATUS = {"ok": "green", "loading": "yellow", "starting": "yellow", "draining":
 
 
 def page(state: dict[str, Any], url: str, width: int, num_requests: int) -> RenderableType:
-    """`state`: of `/v1/state`, with `latencies`. `width`: columns; `num_requests`: how many of each engine at most."""
+    """Page of the live state.
+
+    `state`: of `/v1/state`, with `latencies`. `width`: columns; `num_requests`: how many of each engine at most.
+    """
     parts: list[RenderableType] = [_head(state, url), _rates(state)]
     for engine in state["engines"]:
         parts += [Text(""), *_engine(engine, len(state["engines"]) > 1, width, num_requests)]
@@ -120,7 +123,7 @@ def _pair(percentiles: dict[str, float | None]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`3.2 s`, `4 min 10 s`, `2 h 5 min`, `3 d 4 h`."""
+    """Duration as text: `3.2 s`, `4 min 10 s`, `2 h 5 min`, `3 d 4 h`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     whole = int(seconds)

@@ -27,7 +27,7 @@ _MAX_REQUESTS = 20
 
 
 class Watcher:
-    """`look` returns the state; latencies are those since the last look, at first since the server started."""
+    """Watches a server: `look` returns its state, with latencies since the last look, at first since its start."""
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
