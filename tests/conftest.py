@@ -30,7 +30,7 @@ SHARED_SERVERS = re.compile(r"\b(tp1|tp2)\b")  # fixtures of tests/e2e that live
 
 
 class FilesAndServers(LoadFileScheduling):
-    """File by file, but those that share servers go to one worker, so that those are started once."""
+    """Distributes tests file by file; files that share servers go to one worker, so that those are started once."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
@@ -49,7 +49,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesAndS
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Each worker of xdist begins with test files of its own.
+    """Let each worker of xdist import other test files first.
 
     All of them import every file, and in a fresh checkout pytest rewrites the assertions of each before that, which is
     half of the work. In one order for all, each worker would do it for every file; so it finds most of them done.
@@ -64,13 +64,13 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def _key(value: object) -> str:
-    """Text that is the same for equal values. Classes made for each level have one name, so those go by identity."""
+    """Key that is the same for equal values. Classes made for each level share one name, so they go by identity."""
     return f"{value!r} {id(value)}" if callable(value) else repr(value)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as `product` the combinations beyond a covering set of each test that runs at every level of kernels."""
+    """Mark as `product` the combinations beyond a covering set of each test that runs at every level of kernels."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
-    """Some tests run in this process what sets up the log of a server or an engine: others find it as it was."""
+    """Restore the log after tests in this process that set up that of a server or an engine."""
     loggers = [logging.getLogger(name) for name in ("", "oarlock", "uvicorn")]
     before = [(one, one.level, one.propagate) for one in loggers]
     yield
@@ -98,7 +98,7 @@ def logging_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_process_for_chat_templates() -> Iterator[None]:
-    """The process that starts renderers ends with its last user: here it lives as long as the tests."""
+    """Keep the process that starts renderers for all tests; it would end with its last user."""
     from oarlock.server.tokenizer.template_renderers import processes
 
     processes.acquire()
@@ -107,13 +107,13 @@ def one_process_for_chat_templates() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays until the end: nobody need look through it again and again."""
+    """Exempt imported modules and collected tests from garbage collection: they stay until the end."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """The results of a worker of xdist are sent; it interrupts those that need seconds to leave, which would print."""
+    """Ignore Ctrl-C once a worker of xdist has sent its results: it interrupts slow workers, which would then print."""
     if hasattr(session.config, "workerinput"):
         gc.freeze()
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -63,7 +63,7 @@ def prepare(client: Client) -> tuple[list[str], bool]:
 
 
 def version(client: Client) -> str:
-    """As installed, not as asked for."""
+    """Version of the client as installed, not as asked for."""
     directory = CACHE / client.name
     if client.kind is Kind.PROGRAM:
         printed = subprocess.run([client.package, "--version"], capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""Which clients are tried: what each needs, which script drives it.
+"""Table of the clients that are tried: what each needs, which script drives it.
 
 One environment per client, because together they would force each other to versions that are not used elsewhere.
 """
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What a client is made of."""
+    """Kind of program that a client is."""
 
     PYTHON = "python"
     NODE = "node"
@@ -19,7 +19,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Client:
-    """One row of the table."""
+    """Client with its packages, its script and the servers that it needs."""
 
     name: str  # of its environment and of its file of pins
     package: str  # whose version the table shows

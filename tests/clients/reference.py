@@ -21,7 +21,7 @@ QUESTIONS = Path(__file__).resolve().parent / "scripts" / "lm_eval_questions.jso
 
 
 def main(out: str) -> int:
-    """For every question, for every ending: the sum of its log-probabilities, and whether greedy decoding gives it."""
+    """Write for each ending of each question the sum of its log-probabilities, and whether greedy decoding gives it."""
     torch.set_num_threads(1)
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()

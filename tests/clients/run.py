@@ -41,7 +41,7 @@ MARK = "@@ "
 
 @dataclass
 class Outcome:
-    """What one client did."""
+    """Outcome of one client's run."""
 
     client: Client
     version: str = "?"
@@ -83,7 +83,7 @@ def try_client(client: Client, prepared: Future[tuple[list[str], bool]], url: st
 
 @contextlib.contextmanager
 def small_server(client: Client) -> Generator[list[str]]:
-    """Arguments that name a server of its own for a client that will fill it and end it."""
+    """Arguments that name a separate server for a client that will fill it and end it."""
     if not client.needs_small_server:
         yield []
         return
@@ -123,7 +123,7 @@ def encoder_servers(client: Client) -> Generator[list[str]]:
 
 
 def run_script(command: list[str], client: Client, outcome: Outcome) -> None:
-    """Until it ends or its time is up; its lines become progress and, if it failed, an excerpt."""
+    """Run a script until it ends or its time is up; its lines become progress and, if it failed, an excerpt."""
     other: list[str] = []
     ended = False
     directory = CACHE / client.name
@@ -160,7 +160,7 @@ def run_script(command: list[str], client: Client, outcome: Outcome) -> None:
 
 
 def try_snippet(client: Client, interpreter: list[str], url: str, outcome: Outcome) -> None:
-    """Run what `oarlock snippets` prints for it."""
+    """Run the snippet that `oarlock snippets` prints for a client."""
     what = f"`oarlock snippets --client {client.snippet}`, run as printed"
     try:
         run_snippet(client, interpreter, url, environment(client))
@@ -173,7 +173,7 @@ def try_snippet(client: Client, interpreter: list[str], url: str, outcome: Outco
 
 
 def environment(client: Client) -> dict[str, str]:
-    """Ours, without anything that would point a client elsewhere; hub and telemetry off, caches of its own."""
+    """Our environment without anything that would point a client elsewhere; hub and telemetry off, separate caches."""
     foreign = ("OPENAI_", "OARLOCK_", "LITELLM_", "LANGCHAIN_", "LANGSMITH_", "PYTHONPATH", "VIRTUAL_ENV")
     kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(foreign)}
     kept = {name: value for name, value in kept.items() if not name.lower().endswith("_proxy")}

@@ -1,4 +1,4 @@
-"""What `oarlock snippets` prints, run as it is in a client's environment: it has to end well and say something."""
+"""Runs the output of `oarlock snippets` unchanged in a client's environment: it has to end well and print something."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMEOUT_S = 300
 
 
 def run_snippet(client: Client, interpreter: list[str], url: str, env: dict[str, str]) -> str:
-    """What the code prints. Raises `AssertionError` where it fails, with what it said."""
+    """Run a client's snippet and return its output. Raises `AssertionError` with that output where it fails."""
     name = client.snippet
     language = SNIPPETS[name].language
     command = [sys.executable, "-P", "-m", "oarlock", "snippets", url, "--client", name]
@@ -49,7 +49,7 @@ def run_snippet(client: Client, interpreter: list[str], url: str, env: dict[str,
 def _command(
     client: Client, interpreter: list[str], file: Path, env: dict[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """How a person would run it, but for what asks a person: a message is given to what would wait for one."""
+    """Command and environment that run a snippet as a person would; one that waits for a message is given one."""
     language = SNIPPETS[client.snippet].language
     if client.snippet == "aider":
         extra = (
@@ -71,6 +71,6 @@ def _command(
 
 
 def variables(text: str) -> dict[str, str]:
-    """The environment that a `docker run` line gives to its container."""
+    """Environment variables that a `docker run` line gives to its container."""
     words = shlex.split(re.sub(r"\\\n", " ", text))
     return dict(words[at + 1].split("=", 1) for at, word in enumerate(words) if word == "-e")

@@ -14,7 +14,7 @@ PAGE, MARKER = ROOT / "docs" / "clients.md", "clients"
 
 
 class Row(Protocol):
-    """What is shown of one client."""
+    """Row of the table: the outcome of one client."""
 
     client: Client
     version: str
@@ -25,7 +25,7 @@ class Row(Protocol):
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """For a terminal: one line per client, its problems below it."""
+    """Format the table for a terminal: one line per client, its problems below it."""
     lines = [f"{'client':18} {'version':10} {'exercised':>9} {'failed':>6} {'seconds':>8}  result"]
     for row in rows:
         result = "FAILED" if row.problems else f"skipped: {row.skipped}" if row.skipped else "ok"
@@ -36,7 +36,7 @@ def as_text(rows: Sequence[Row]) -> str:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """For the page: what was exercised, in words."""
+    """Format the table for the page, with the exercises in words."""
     lines = ["| client | version | what it did | result |", "|---|---|---|---|"]
     for row in rows:
         did = "; ".join(text.replace("|", "\\|") for text in row.exercised)

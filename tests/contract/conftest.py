@@ -57,7 +57,7 @@ class FakeEngine:
     """Answers every request with `reply`'s ids, one token per event, and records how each request ended."""
 
     reply: Callable[[Request], list[int]]
-    eos: bool = True  # an end-of-sequence token after the reply
+    eos: bool = True  # whether an end-of-sequence token follows the reply
     delay_s: float = 0.0  # before every event
     fail_after: int | None = None  # tokens before the engine reports an error
     blamed: str | None = None  # the field of the request that the error names
@@ -82,7 +82,7 @@ class FakeEngine:
     resume: asyncio.Event = field(default_factory=asyncio.Event)
     numbers: EngineStats = field(default_factory=EngineStats)
     live_state: EngineState | None = None
-    num_asked: int = 0  # for it
+    num_asked: int = 0  # questions for it
     known: dict[int, RequestHistory] = field(default_factory=dict)
     _next_id: int = 0
 
@@ -135,7 +135,7 @@ class FakeEngine:
                 self.aborted.append(request.request_id)
 
     async def _vectors(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
-        """The numbers of `vectors_of` in two events, like those of `_events` slow, late, failing or never."""
+        """Send the numbers of `vectors_of` in two events, which may be slow, late, failing or missing."""
         numbers, half = vectors_of(request), len(request.prompt_token_ids) // 2
         await asyncio.sleep(self.delay_s)
         yield TokenEvent(request.request_id, pooled=numbers[:half], num_cached_tokens=half)
@@ -194,7 +194,7 @@ class FakeEngine:
 
 
 def vectors_of(request: Request) -> array:
-    """What the fake engine returns of a request for vectors: float32, of `INFO.hidden_size` for each token."""
+    """Vectors that the fake engine returns for a request: float32, `INFO.hidden_size` for each token."""
     assert request.pooling is not None
     ids = request.prompt_token_ids
     tokens = [[token % 7 + 0.5, -(token % 11) - 0.25, position / 8, 1.0] for position, token in enumerate(ids)]
@@ -287,7 +287,7 @@ def chat(make_stage):
 
 @dataclass
 class Running:
-    """The same over a real socket, served from a thread of its own."""
+    """A stage served over a real socket, from a separate thread."""
 
     stage: Stage
     url: str
@@ -308,7 +308,7 @@ def make_server(make_stage: Callable[..., Stage]) -> Iterator[Callable[..., Runn
         around: Callable[[object], object] = lambda app: app,
         **options: object,
     ) -> Running:
-        """`around`: what stands before the application, such as a proxy."""
+        """Start a server. `around`: wraps the application, as a proxy would."""
         listener = bind("127.0.0.1", port)
         stage = make_stage(*args, **options)
         server = HttpServer(around(stage.app), listener, max_connections)  # type: ignore[arg-type]
@@ -334,7 +334,7 @@ def make_server(make_stage: Callable[..., Stage]) -> Iterator[Callable[..., Runn
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 40.0) -> None:
-    """Until it holds. The limit only keeps a broken test from hanging."""
+    """Wait until `condition` holds. The limit only keeps a broken test from hanging."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

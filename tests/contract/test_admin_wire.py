@@ -88,7 +88,7 @@ def test_an_unknown_id_is_not_found(stage):
 
 
 async def _begun(stage, num_requests):
-    """Until so many answers have all the text that they get."""
+    """Wait until `num_requests` answers have all the text that they get."""
     async with asyncio.timeout(40):
         while len(stage.engine.requests) < num_requests or not all(
             choice.num_tokens == 2 for generation in stage.state.async_llm.open for choice in generation.choices

@@ -33,7 +33,7 @@ END = (
 
 
 def ids(request):
-    """As many answers as are asked for: one id per event."""
+    """Answer with as many tokens as are asked for, one id per event."""
     return [300 + number for number in range(request.params.max_tokens)]
 
 

@@ -20,7 +20,7 @@ REPLY = "# A title\n\nHello **bold** \x1b[31mred\n\n```python\nx = 1\n```\n"
 
 
 def prompt_of(server, tokenizer, number: int = -1) -> str:
-    """What the engine was asked, as text."""
+    """Prompt of a request that the engine got, as text."""
     return tokenizer.decode(server.stage.engine.requests[number].prompt_token_ids)
 
 

@@ -38,7 +38,7 @@ def _post(stage, body):
 
 
 def _streamed(stage, body):
-    """The same answer from a stream: choices put together as the official client does, and the usage."""
+    """Answer put together from a stream, as the official client does: choices and usage."""
     response = _post(stage, {**body, "stream": True, "stream_options": {"include_usage": True}})
     assert response.status_code == 200, response.text
     lines = [line for line in response.text.split("\n\n") if line.startswith("data: ")]

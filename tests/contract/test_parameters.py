@@ -1,4 +1,4 @@
-"""What each parameter of `/v1/completions` does to the request that the engine gets, and to the answer."""
+"""Effect of each parameter of `/v1/completions` on the engine's request and on the answer."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Collector:
                 self.wfile.write(ExportTraceServiceResponse().SerializeToString())
 
             def log_message(self, *arguments: object) -> None:
-                """Nothing is to be printed."""
+                """Print nothing."""
 
         self.requests: list[tuple[str, ExportTraceServiceRequest]] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

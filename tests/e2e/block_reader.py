@@ -1,4 +1,4 @@
-"""What a router knows of a replica's cache, by KV events alone: the process of `kv_event_reader.py`."""
+"""Index of a replica's cache that a router keeps from KV events alone: the process of `kv_event_reader.py`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SCRIPT = ROOT / "tests" / "unit" / "engine" / "kv_event_reader.py"
 
 
 class BlockReader:
-    """Reads what one replica publishes."""
+    """Reads the KV events that one replica publishes."""
 
     def __init__(self, process: subprocess.Popen[str], replica: int) -> None:
         self._process = process
         self._replica = str(replica)
 
     def known(self, server: RunningServer) -> dict:
-        """All it knows, once that is as many blocks as the pool has. Nothing may run meanwhile."""
+        """All blocks it knows, once they are as many as the pool has cached. Nothing may run meanwhile."""
         return eventually(lambda: self._compared(server), READY_WITHIN_S, "the reader has as many blocks as the pool")
 
     def _compared(self, server: RunningServer) -> dict | None:
@@ -44,7 +44,7 @@ def reading(endpoint: str, replay_endpoint: str, topic: str, replica: int = 0) -
 
 
 def num_held(blocks: dict[str, dict], tokens: Sequence[int], block_size: int) -> int:
-    """How many leading blocks of a prompt are among `blocks`, found by their tokens."""
+    """Number of leading blocks of a prompt among `blocks`, found by their tokens."""
     children = {(one["parent"], tuple(one["token_ids"])): int(name) for name, one in blocks.items()}
     count, parent = 0, None
     for start in range(0, len(tokens) - block_size + 1, block_size):

@@ -81,7 +81,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def tp1():
-    """One rank, float32, prefix caching on in small blocks, so that short prompts share some."""
+    """Server with one rank, float32, and prefix caching in small blocks, so that short prompts share some."""
     flags = ("--dtype", "float32", "--block-size", 8, "--served-model-name", "demo", "alias")
     with RunningServer(DEMO, *flags) as server:
         yield server
@@ -89,7 +89,7 @@ def tp1():
 
 @pytest.fixture(scope="session")
 def tp2(foreign):
-    """The same on two ranks, started in a folder that nothing may be imported from."""
+    """Server like `tp1` with two ranks, started in a folder that nothing may be imported from."""
     flags = ("--dtype", "float32", "--block-size", 8, "--served-model-name", "demo", "-tp", 2)
     with RunningServer(DEMO, *flags, cwd=foreign) as server:
         yield server

@@ -1,4 +1,4 @@
-"""A server as a user runs it: a process of its own on a real port, watched from outside.
+"""A server as a user runs it: a separate process on a real port, watched from outside.
 
 Uses the command line, HTTP and the process table; imports nothing of the server's.
 """
@@ -41,7 +41,7 @@ def command(*arguments: str | int | Path, module: str = "oarlock", python: str |
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Ours, without settings that would leak into the server.
+    """Our environment without settings that would leak into the server.
 
     One thread per rank: the demo model gains nothing from more, and several servers share the machine.
     """
@@ -61,7 +61,7 @@ def eventually(condition: Callable[[], Any], within_s: float, what: str) -> Any:
 
 
 def shared_memory() -> set[str]:
-    """What lies in /dev/shm."""
+    """Names of the files in /dev/shm."""
     return set(os.listdir("/dev/shm"))
 
 
@@ -121,7 +121,7 @@ class RunningServer:
         return Path(self._log.name).read_text(errors="replace")
 
     def wait_ready(self, within_s: float = READY_WITHIN_S) -> RunningServer:
-        """Until /health says 200; fails with the log when the server ends instead."""
+        """Wait until /health says 200; fail with the log when the server ends instead."""
 
         def ready() -> bool:
             if self.process.poll() is not None:
@@ -150,11 +150,11 @@ class RunningServer:
         return [process for process in self._seen.values() if process.pid != self.process.pid and alive(process)]
 
     def send(self, number: signal.Signals) -> None:
-        """One signal to the server's own process."""
+        """Send one signal to the server's process."""
         self.process.send_signal(number)
 
     def stop(self, number: signal.Signals = signal.SIGTERM, within_s: float = 40) -> int:
-        """Ask it to end, and its exit status."""
+        """Ask the server to end; return its exit status."""
         self.processes()
         self.send(number)
         try:
@@ -197,7 +197,7 @@ class RunningServer:
         return dict(found)
 
     def metrics_by_engine(self) -> dict[str, dict[str, float]]:
-        """The label of each replica -> the same of its own. What belongs to no replica is under an empty label."""
+        """Samples by the label of each replica. Those that belong to no replica are under an empty label."""
         found: dict[str, dict[str, float]] = {}
         for family in text_string_to_metric_families(self.client.get("/metrics").text):
             for sample in family.samples:

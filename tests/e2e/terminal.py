@@ -52,7 +52,7 @@ class Terminal:
         os.close(self._master)
 
     def resize(self, columns: int, rows: int = 30) -> None:
-        """As when the window gets another size."""
+        """Give the window another size."""
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     @property
@@ -62,11 +62,11 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """What was shown, without escapes."""
+        """Everything that was shown, without escapes."""
         return _BEGUN.sub("", _ESCAPE.sub("", self.raw)).replace("\r", "")
 
     def type(self, text: str) -> None:
-        """The keys of `text`; a newline is the Enter key."""
+        """Type the keys of `text`; a newline is the Enter key."""
         os.write(self._master, text.replace("\n", "\r").encode())
 
     def expect(self, pattern: str) -> re.Match[str]:
@@ -83,7 +83,7 @@ class Terminal:
                 )
 
     def interrupt(self, pattern: str) -> None:
-        """Ctrl-C until `pattern` is shown: Python overlooks one that comes just before it waits for a key."""
+        """Press Ctrl-C until `pattern` is shown: Python overlooks one that comes just before it waits for a key."""
         deadline = time.monotonic() + WITHIN_S
         while not re.search(pattern, self.text[self._seen :]):
             assert time.monotonic() < deadline, f"{pattern!r} was not shown:\n{self.text}"
@@ -94,7 +94,7 @@ class Terminal:
         self.expect(pattern)
 
     def wait(self) -> int:
-        """Its exit status, when it has ended."""
+        """Wait for the end of the program; return its exit status."""
         while self._read():
             pass
         return self.process.wait(WITHIN_S)

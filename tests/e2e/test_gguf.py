@@ -106,7 +106,7 @@ def test_bad_files_are_refused_before_anything_is_loaded(
 
 
 def refused(model: Path, cache: str) -> str:
-    """What the command says, in its two lines."""
+    """Run `serve` on a refused model and return its two lines of error."""
     done = subprocess.run(
         command("serve", model, "--port", "0"), env=environment(XDG_CACHE_HOME=cache), capture_output=True, text=True,
         timeout=120, check=False,

@@ -38,7 +38,7 @@ def plan(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def accounted(server: RunningServer) -> dict[str, float]:
-    """What a rank has counted, in bytes: weights as loaded, its pages, its largest step."""
+    """Bytes that a rank has counted: weights as loaded, its pages, its largest step."""
     memory = re.search(r"event=memory step_bytes=(\d+) .* kv_bytes=(\d+)", server.log)
     weights = re.search(r"([\d.]+ [KMG]iB) per rank", server.log)
     assert memory and weights, server.log
@@ -46,7 +46,7 @@ def accounted(server: RunningServer) -> dict[str, float]:
 
 
 def check(model: object, *flags: object) -> None:
-    """The command that the plan gives is started, and counts what the plan said."""
+    """Start the command that the plan gives, and compare its counts with the plan's."""
     found = plan(model, "--cpu", "--memory", "64GB", "--bandwidth", "10GB", "--json", *flags)
     assert found.returncode == 0, found.stderr
     report: dict[str, Any] = json.loads(found.stdout)

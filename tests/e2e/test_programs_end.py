@@ -14,7 +14,7 @@ from tests.e2e.running import DEMO, ROOT, RunningServer, alive, command, environ
 
 
 class Program:
-    """A command in a session of its own, as on a terminal, and every process below it."""
+    """A command in a separate session, as on a terminal, and every process below it."""
 
     def __init__(self, scratch: Path, *words: str | int | Path) -> None:
         self.process = subprocess.Popen(
@@ -31,7 +31,7 @@ class Program:
         self.lines.extend(self.process.stdout)
 
     def wait_for(self, number: int) -> None:
-        """Until so many processes live below the command."""
+        """Wait until `number` processes live below the command."""
 
         def enough() -> bool:
             assert self.process.poll() is None, self.lines
@@ -41,7 +41,7 @@ class Program:
         eventually(enough, 60, f"{number} processes below the command")
 
     def end(self) -> tuple[int, str]:
-        """Its status and all it printed, once nothing of it is left."""
+        """Wait until nothing of the program is left; return its status and output."""
         status = self.process.wait(60)
         eventually(lambda: not any(map(alive, self.below)), 60, "every process below has ended")
         self._reader.join(60)
@@ -51,7 +51,7 @@ class Program:
 
 @pytest.fixture
 def started() -> Iterator[list[Program]]:
-    """What a test starts, ended even where it fails."""
+    """Programs that a test starts, ended even where it fails."""
     programs: list[Program] = []
     yield programs
     for program in programs:
@@ -66,7 +66,7 @@ STOPS = {"SIGTERM": (signal.SIGTERM, 143), "Ctrl-C": (signal.SIGINT, 130), "SIGK
 
 
 def stop(program: Program, how: str) -> int:
-    """Returns the expected exit status. Ctrl-C reaches every process of the terminal."""
+    """Stop a program; return the expected exit status. Ctrl-C reaches every process of the terminal."""
     number, status = STOPS[how]
     (os.killpg if how == "Ctrl-C" else os.kill)(program.process.pid, number)
     return status

@@ -1,4 +1,4 @@
-"""What routers ask of a replica, by name, type and labels, from a server as a user runs it.
+"""Metrics and routes that routers read from a replica, by name, type and labels, on a server as a user runs it.
 
 The tables are those of docs/replicas.md: inference gateways (llm-d), production-stack and autoscalers read these names.
 """

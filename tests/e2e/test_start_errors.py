@@ -1,7 +1,7 @@
 """Mistakes of the operator: one line of cause, one line of fix, an exit code, and no traceback.
 
-One for each place that finds some is run as a user would, in a process of its own. The others are run in this process,
-which has imported what takes longest; those below it are started as ever.
+One mistake for each place that finds some is run as a user would, in a separate process. The others are run in this
+process, which has imported the slowest modules; child processes are started as always.
 """
 
 import gc
@@ -30,7 +30,7 @@ def start(*arguments, **env):
 
 @pytest.fixture
 def start_here(capfd, monkeypatch):
-    """The same in this process."""
+    """Function like `start` that runs the command in this process."""
 
     def run(*arguments):
         status = main(["serve", *map(str, arguments)])

@@ -21,7 +21,7 @@ def threads(server):
 
 
 def tasks(server, file):
-    """How many tasks the server's event loop has."""
+    """Number of tasks in the server's event loop."""
     file.unlink(missing_ok=True)
     server.send(signal.SIGUSR1)
     return int(eventually(lambda: file.exists() and file.read_text(), 60, "the server counts its tasks"))
@@ -42,7 +42,7 @@ def idle(server):
 
 
 def check_nothing_is_kept(server, file, seconds):
-    """Many disconnecting clients, and everything that must hold after them."""
+    """Let many clients disconnect, and check everything that must hold after them."""
     asyncio.run(storm(server.url, 2, seed=1))  # warm: thread pools and connections have their usual size
     eventually(lambda: idle(server), 60, "the warm-up's requests are over")
     before_descriptors, before_threads = descriptors(server), threads(server)

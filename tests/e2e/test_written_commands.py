@@ -1,4 +1,4 @@
-"""Every command written in the README and in the documents runs, and what is shown as its output is its output.
+"""Every command written in the README and in the documents runs, and prints the output that is shown there.
 
 Servers started by a page are started, asked something and stopped; `docker` lines are checked against the files they
 name, since no engine need be there; commands that would run these very tests are looked at with `make -n`.
@@ -102,7 +102,7 @@ def here(command: str, port: int) -> str:
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
-    """Without what an outer `make test` has left there."""
+    """Environment without the variables that an outer `make test` has left there."""
     return {name: value for name, value in environment(**changes).items() if not name.startswith("MAKE")}
 
 
@@ -114,7 +114,7 @@ def run(command: str, **changes: str) -> subprocess.CompletedProcess[str]:
 
 @functools.cache
 def help_of(module: str, *subcommand: str) -> str:
-    """What `python -m MODULE SUBCOMMAND --help` prints. In this process, which has imported most of it."""
+    """Output of `python -m MODULE SUBCOMMAND --help`, run in this process, which has imported most of it."""
     shown, words = io.StringIO(), sys.argv
     sys.argv = [module, *subcommand, "--help"]
     try:
@@ -135,13 +135,13 @@ def run_once(command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def demo():
-    """What `make serve` serves: no model named, every default, and a directory for the pages' batches."""
+    """Server that `make serve` starts: no model named, every default, and a directory for the pages' batches."""
     with RunningServer(None, env={"OARLOCK_BATCH_DIR": f"{SCRATCH.name}/batches"}) as server:
         yield server
 
 
 def serves(command: str) -> None:
-    """Start it, wait until it is ready, ask it something, and stop it as Ctrl-C would."""
+    """Start a server by `command`, wait until it is ready, ask it something, and stop it as Ctrl-C would."""
     port = free_port()
     process = subprocess.Popen(
         ["bash", "-c", here(command, port)],
@@ -169,7 +169,7 @@ def serves(command: str) -> None:
 
 
 def docker_faults(words: list[str]) -> list[str]:
-    """What a `docker` line names and the files do not have."""
+    """Names in a `docker` line that the files lack."""
     services = recipes.compose((ROOT / "docker-compose.yml").read_text())["services"]
     stages = recipes.stages((ROOT / "Dockerfile").read_text())
     if words[1] == "build":

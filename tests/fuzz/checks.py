@@ -1,4 +1,4 @@
-"""Whether an answer is one that this server may give, whatever was asked.
+"""Checks that an answer is one that this server may give to any request.
 
 No 5xx, no 422; a refusal has exactly the four keys (on the routes of messages those of their API), is short, and names
 the field it is about; a stream ends in `[DONE]`, or in the one event that says how it ended. These checks need the
@@ -19,7 +19,7 @@ ENDS = ("response.completed", "response.incomplete", "response.failed", "message
 def problem_of(
     status: int, headers: Mapping[str, str], content: bytes, *, refused: bool = False, param: str | None = None
 ) -> str | None:
-    """One sentence about what is wrong, or nothing."""
+    """One sentence about the problem with an answer, or None."""
     if status >= 500 or status == 422:
         return f"status {status}: {content[:300]!r}"
     if status >= 400:
@@ -57,7 +57,7 @@ def _problem_of_refusal(headers: Mapping[str, str], content: bytes, param: str |
 
 
 def _problem_of_message_error(body: Any, param: str | None) -> str | None:
-    """Of a route of messages, whose errors have their own keys."""
+    """Problem with an error of the messages routes, whose errors have other keys."""
     if not isinstance(body, dict) or set(body) != {"type", "error", "request_id"} or body["type"] != "error":
         return f"no error of messages: {str(body)[:200]}"
     if set(body["error"]) != {"type", "message"} or not 0 < len(body["error"]["message"]) <= MAX_MESSAGE:
@@ -83,7 +83,7 @@ def _problem_of_stream(content: bytes) -> str | None:
 
 
 def _problem_of_events(events: list[str]) -> str | None:
-    """Of a stream of named events."""
+    """Problem with a stream of named events."""
     for number, event in enumerate(events):
         name, _, data = event.partition("\ndata: ")
         body = json.loads(data)

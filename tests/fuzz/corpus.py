@@ -33,7 +33,7 @@ class Case:
 
 
 def corpus(route: Route, stream: bool) -> Iterator[Case]:
-    """All cases for one route. With `stream` every body that can ask for a stream does."""
+    """Yield all cases for one route. With `stream` every body that can ask for a stream does."""
     base = {**route.good, **({"stream": True} if stream else {})}
     yield from _no_objects()
     yield from _wholes(base)

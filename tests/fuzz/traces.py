@@ -1,4 +1,4 @@
-"""What hostile requests may have left behind: blocks, requests, descriptors, threads, series, a changed answer.
+"""Finds traces that hostile requests may have left: blocks, requests, descriptors, threads, series, a changed answer.
 
 Compares metrics and the process table before the run with those after it, once the server is idle again.
 """
@@ -18,7 +18,7 @@ class Traces:
     def __init__(self, server: RunningServer, path: str, body: dict) -> None:
         """`path`, `body`: a request whose answer must stay the same."""
         self._server, self._path, self._body = server, path, body
-        # What is started when it is first needed is needed now, so that it counts as having been there.
+        # Use everything that starts when it is first needed, so that it counts as present before the run.
         if "prompt" in body:
             server.text("x", max_tokens=4, structured_outputs={"regex": "[ab]{3}"})
         server.client.post("/detokenize", json={"tokens": [1] * 100_000})  # large: it is read by another process

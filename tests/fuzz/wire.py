@@ -14,7 +14,7 @@ _HEAD = b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\
 
 
 def attacks(path: str) -> dict[str, bytes]:
-    """Name and bytes of every attack on one POST route. Those that wait for more are ended by our half of the close."""
+    """Name and bytes of every attack on one POST route. Those that wait for more end when we close our half."""
     head = _HEAD % path.encode()
     length = b"Content-Length: %d\r\n" % len(GOOD)
     chunked = head + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -71,7 +71,7 @@ async def attack(port: int, content: bytes, within_s: float) -> bytes:
 
 
 def problem_of(answer: bytes) -> str | None:
-    """What is wrong with the bytes that came back."""
+    """Problem with the bytes that came back, or None."""
     for line in answer.split(b"\r\n"):
         if line.startswith(b"HTTP/1.1 5"):
             return f"{answer[:300]!r}"

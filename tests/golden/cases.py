@@ -1,4 +1,4 @@
-"""What the golden tests run: every family in several shapes, each at the tensor-parallel sizes it divides into.
+"""Cases of the golden tests: every family in several shapes, each at the tensor-parallel sizes it divides into.
 
 Between them: a vocabulary that no size divides, heads wider than hidden / heads, one KV head, KV heads partitioned and
 replicated, many files, float16 and bfloat16 files, tied and untied heads, every bias, every RoPE type, every window

@@ -15,6 +15,6 @@ INTERPRETED = pytest.mark.skipif(
 
 
 def use_device_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on weights are placed as on a device, until `monkeypatch` undoes it."""
+    """Place weights as on a device, until `monkeypatch` undoes it."""
     one_kernel_at_a_time(monkeypatch)
     monkeypatch.setattr(placement, "runs_on_host", lambda device: False)

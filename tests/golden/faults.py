@@ -19,7 +19,7 @@ TEST = f"{FILE}::test_every_tensor_is_within_twice_transformers_own_error"
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, in which case and at how many ranks it is planted, and what the comparison names first."""
+    """Planted fault: its case and number of ranks, and the tensor that the comparison must name first."""
 
     requirement: str  # S1 ... S14
     what: str

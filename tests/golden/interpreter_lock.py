@@ -9,7 +9,7 @@ import pytest
 
 
 def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on a thread that parses or runs a kernel waits for the others, until `monkeypatch` undoes it."""
+    """Let one thread at a time parse or run a kernel, until `monkeypatch` undoes it."""
     from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
     lock = threading.RLock()  # a kernel that runs parses the functions that it calls

@@ -99,7 +99,7 @@ def page_bytes(spec: DecoderSpec, size: int, dtype: torch.dtype) -> int:
 
 
 def joined(tensor: str, ranks: list[Tensor], spec: DecoderSpec) -> Tensor:
-    """What the ranks hold of one tensor, as [T, columns of the whole]. NaN everywhere if copies disagree."""
+    """Join the ranks' parts of one tensor: [T, columns of the whole]. NaN everywhere if copies disagree."""
     kind = tensor.rpartition(".")[2]
     if kind in ("q", "q_rope", "attention", "gate_up"):
         return torch.cat([rank.flatten(1) for rank in ranks], 1)

@@ -117,7 +117,7 @@ def bias_skipped(patch: MonkeyPatch) -> None:
 
 
 def _cut_along_the_other_dimension(patch: MonkeyPatch, projection: str) -> None:
-    """Of a square weight, where shapes do not give it away."""
+    """Cut a square weight along the other dimension, where shapes do not reveal it."""
     take = WeightReader.take
 
     def patched(self: WeightReader, name: str, into: Tensor, *, shape: Any, dim: int = 0, start: int = 0) -> None:

@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 
 class RankThreads:
-    """What the ranks of one thread group share."""
+    """Barrier and slots that the ranks of one thread group share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -112,7 +112,7 @@ def load_decoder(
 
 
 class PagedRun:
-    """One decoder with pages of its own, fed step by step."""
+    """One decoder with its KV pages, fed step by step."""
 
     def __init__(self, decoder: Decoder, backend: Callable[[KVSpec], AttentionBackend] = ReferenceBackend) -> None:
         self.decoder = decoder

@@ -32,7 +32,7 @@ class Errors(NamedTuple):
 
 
 def errors_of(quantised: Quantised, tokens: list[int]) -> Errors:
-    """Of the logits after each of `tokens`."""
+    """Errors of the logits after each of `tokens`."""
     truth, _ = ExactReference(quantised.meaning, tokens).logits
 
     def ours(dequantize: bool) -> float:

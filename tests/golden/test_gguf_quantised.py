@@ -83,14 +83,14 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def decoder_of(folder: Path, tp: TensorParallel) -> Decoder:
-    """Without weights."""
+    """Decoder of the model, without weights."""
     checkpoint = open_checkpoint(folder)
     assert isinstance(checkpoint, GGUFCheckpoint)
     return Decoder(read_spec(str(folder)), tp, torch.float32, torch.device("cpu"), GGUFForms(checkpoint))
 
 
 def shards(decoder: Decoder) -> list[WeightShard]:
-    """Of all products and the embedding."""
+    """Weight shards of all products and of the embedding."""
     words = [decoder.embedding] if decoder.spec.tie_word_embeddings else [decoder.embedding, decoder.head]
     parts = [part for block in decoder.layers for part in block.parts]
     return [
@@ -108,7 +108,7 @@ def rows_of(weight: object) -> Tensor:
 
 
 def differing(folder: Path, size: int) -> list[str]:
-    """The weights of some rank that are not what the file says, but for the rounding of scales to float16."""
+    """Names of weights that differ on some rank from the file's by more than the rounding of scales to float16."""
     found = []
 
     def check(tp: TensorParallel) -> None:
@@ -240,7 +240,7 @@ def test_logits_are_those_of_the_files_numbers_on_devices(
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["llama-q8_0-half-blocks", "qwen2-q4_0-odd-borders", "qwen2-q5_1-and-f16"])
 def test_memory_is_counted_as_weights_are_kept(model_of: Callable[[str], Path], name: str, size: int) -> None:
-    """Also of those that are dequantised, since a rank's border lies within the inputs of a scale."""
+    """The count includes weights that are dequantised because a rank's border lies within the inputs of a scale."""
     folder = model_of(name)
     kept = []
 

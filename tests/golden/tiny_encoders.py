@@ -1,4 +1,4 @@
-"""Tiny seeded encoders of every family, written by transformers itself, and what it computes with them.
+"""Tiny seeded encoders of every family, written by transformers itself, and its results with them.
 
 from tests.golden.tiny_encoders import make_encoder
 
@@ -66,7 +66,7 @@ def make_encoder(
 
 
 def load_encoder(path: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """transformers' own."""
+    """Load transformers' model."""
     scores = any(path.name == name for name in SCORING)
     kind = AutoModelForSequenceClassification if scores else AutoModel
     return kind.from_pretrained(path, dtype=dtype).eval()
@@ -80,7 +80,7 @@ def hidden_of(model: PreTrainedModel, ids: Sequence[int], second: int = 0) -> Te
 
 
 def score_of(model: PreTrainedModel, ids: Sequence[int], second: int = 0) -> float:
-    """What the head makes of it."""
+    """Score that the classification head gives a text."""
     with torch.inference_mode():
         return float(model(**_inputs(model, ids, second)).logits[0, 0])
 
@@ -93,7 +93,7 @@ def _inputs(model: PreTrainedModel, ids: Sequence[int], second: int) -> dict[str
 
 
 def write_letter_tokenizer(path: Path, *, has_types: bool) -> None:
-    """Of single letters, with BERT's marks around one text and between two, or without types RoBERTa's."""
+    """Write a tokenizer of single letters, with BERT's marks around and between texts, or RoBERTa's without types."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""How the memory of a 24 GB card is shared out under configs/1gpu.toml and 2gpu.toml, as the tables in their comments.
+"""Tables of the memory of a 24 GB card under configs/1gpu.toml and 2gpu.toml, as in their comments.
 
 The sizes of weights, of a step and of a token's keys and values are those that the server computes with.
 """
@@ -26,7 +26,7 @@ WIDTH = 16
 
 _QWEN: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1e6}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-# Of each model's config.json what its sizes follow from, and the parameters that its card names.
+# Fields of each model's config.json that decide its sizes, and the parameters that its card names.
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "Qwen2.5-7B": (
         _QWEN
@@ -59,7 +59,7 @@ def spec_of(model: str) -> DecoderSpec:
 
 
 def step_bytes_of(model: str, settings: Settings) -> int:
-    """Of one card's part of the largest step."""
+    """Bytes of one card's part of the largest step."""
     tokens = settings.max_num_batched_tokens
     assert tokens is not None and settings.dtype == "bfloat16"
     config = WorkerConfig(

@@ -98,7 +98,7 @@ def resolved() -> dict[str, str]:
 
 
 def hashes_of(name: str, version: str) -> list[str]:
-    """Of every wheel of this version that an image can install."""
+    """Hashes of every wheel of this version that an image can install."""
     asked = urllib.request.Request(f"{INDEX}/{name}/", headers={"Accept": "application/vnd.pypi.simple.v1+json"})
     with urllib.request.urlopen(asked, timeout=60) as answer:
         files: list[dict[str, Any]] = json.load(answer)["files"]

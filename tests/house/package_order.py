@@ -1,4 +1,4 @@
-"""Which folder may import which, inside each of the three packages, and the checks that hold the code to it.
+"""Order of imports: which folder may import which in each of the three packages, and the checks of it.
 
 An entry is a folder directly under a package, or a Python file at its root. Only the files at the root are public: they
 are what the package above may import.
@@ -188,7 +188,7 @@ def transitive_reduction(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
 
 
 def order_faults(order: Order) -> list[str]:
-    """What is wrong with a table itself."""
+    """Faults of a table itself."""
     unknown = sorted({name for allowed in order.values() for name in allowed} - order.keys())
     faults = [f"the table names {name}, which has no line" for name in unknown]
     faults += [f"the table has a circle: {' -> '.join(group)}" for group in circles(order)]

@@ -101,7 +101,7 @@ def image_faults(dockerfile: str, target: str) -> list[str]:
 
 
 def triton_faults(dockerfile: str, target: str, kept: list[str]) -> list[str]:
-    """What Triton would lack on the image as it runs. `kept`: folders of the container that are volumes."""
+    """Needs of Triton that the running image lacks. `kept`: folders of the container that are volumes."""
     found = stages(dockerfile)
     faults = []
     installed = re.findall(r"apt-get install [^&]*", everything_run(found, target))
@@ -168,7 +168,7 @@ def service_faults(service: dict[str, Any], *, gpus: int) -> list[str]:
 
 
 def mounts(service: dict[str, Any]) -> dict[str, str]:
-    """Where it is seen in the container -> the named volume or the folder of the host. Both name or path."""
+    """Mounts of a service: path in the container -> the named volume or the folder of the host."""
     found = {}
     for volume in service.get("volumes", []):
         source = re.match(r"\$\{[^}]*\}|[^:]+", volume)
@@ -177,7 +177,7 @@ def mounts(service: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-# Of the compose specification, the keys of a service that this repository uses: any other is taken for a misspelling.
+# Keys of a compose service that this repository uses: any other is taken for a misspelling.
 SERVICE_KEYS = {
     *("build", "cap_drop", "command", "deploy", "env_file", "environment", "healthcheck", "image", "init", "networks"),
     *(
@@ -197,7 +197,7 @@ BUILD_KEYS = {"context", "target", "args"}
 
 
 def compose_faults(document: dict[str, Any]) -> list[str]:
-    """What the compose specification would refuse, or read otherwise than it was meant."""
+    """Faults that the compose specification refuses, or reads otherwise than it was meant."""
     faults = [f"{key} is no top-level key" for key in document.keys() - {"name", "services", "volumes"}]
     for name, service in document["services"].items():
         faults += [f"{name}: {key} is no key of a service" for key in service.keys() - SERVICE_KEYS]

@@ -53,7 +53,7 @@ def test_the_build_context_holds_what_the_image_needs():
 
 
 def built(services):
-    """Those of this repository's own images."""
+    """Services of this repository's images."""
     return [service for service in services.values() if "build" in service]
 
 

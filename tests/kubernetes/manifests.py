@@ -16,7 +16,7 @@ FILES = sorted(path.name for path in FOLDER.glob("*.yaml") if path.name not in V
 
 
 def manifests(*files: str) -> list[dict[str, Any]]:
-    """All documents of these files, or of all."""
+    """Read all documents of these files, or of all files."""
     return [document for name in files or FILES for document in yaml.safe_load_all((FOLDER / name).read_text())]
 
 

@@ -1,4 +1,4 @@
-"""Make `schemas.json`: of the published schemas that which the manifests in configs/kubernetes/ use, and nothing else.
+"""Make `schemas.json`: the parts of the published schemas that the manifests in configs/kubernetes/ use, and no others.
 
     python -m tests.kubernetes.prune
 
@@ -120,7 +120,7 @@ def _resolved(schema: Schema, definitions: dict[str, Any]) -> Schema:
 
 
 def _kept(schema: Schema, values: list[Any], definitions: dict[str, Any]) -> Schema:
-    """What is used of `schema` by values that stand in its place."""
+    """The parts of `schema` that `values` use."""
     schema = _resolved(schema, definitions)
     assert isinstance(schema, dict)
     if "anyOf" in schema:

@@ -70,7 +70,7 @@ def ours(url: str, load: Load, seed: int, ended: list[tuple[float, Sample]] | No
 
 
 def guidellm(python: Sequence[str], url: str, model: str, load: Load, seed: int) -> dict[str, Any]:
-    """Its report of the same load."""
+    """Run guidellm with the same load, and return its report."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [*python, str(Path(python[0]).with_name("guidellm")), "run", "--disable-console-interactive"]

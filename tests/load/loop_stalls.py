@@ -76,7 +76,7 @@ def with_long_context(folder: Path) -> Path:
 
 
 def longest_wait_ms(server: RunningServer, processes: list[subprocess.Popen[str]]) -> float:
-    """Of /health, asked again two milliseconds after each answer until the processes have ended."""
+    """Longest wait for /health, asked again two milliseconds after each answer until the processes have ended."""
     longest = 0.0
     with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
         while any(process.poll() is None for process in processes):

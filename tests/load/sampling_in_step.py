@@ -27,7 +27,7 @@ from tests.load.step_overhead import one_step
 
 
 class ConstantWeights:
-    """The same number everywhere: written once, so that every page is memory of its own, as a checkpoint's is."""
+    """Weights that all are one number; written once, so that every page is separate memory, as in a checkpoint."""
 
     def has(self, name: str) -> bool:
         return False
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def measure(rows: int, layers: int, rounds: int) -> dict[str, tuple[float, float]]:
-    """Of each way to sample: milliseconds of the rest of its step, and of sampling."""
+    """Milliseconds of the rest of a step, and of sampling, for each way to sample."""
     shape = SHAPES["0.5b"] | {"num_hidden_layers": layers, "vocab_size": VOCAB, "tie_word_embeddings": True}
     spec = describe({"architectures": ["Qwen2ForCausalLM"], **shape})
     decoder = Decoder(spec, TensorParallel.solo(), torch.bfloat16, torch.device("cpu"))

@@ -40,7 +40,7 @@ def load(config: WorkerConfig, slices: int | None) -> ModelRunner:
 
 
 def steps() -> dict[str, StepMetadata]:
-    """By name."""
+    """Steps by name."""
     per_sequence = -(-CONTEXT // BLOCK_SIZE)
 
     def decode(count: int) -> StepMetadata:
@@ -57,7 +57,7 @@ def steps() -> dict[str, StepMetadata]:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """The least of a few."""
+    """Least time of a few runs."""
     found, started = [], time.perf_counter()
     while time.perf_counter() - started < LEAST_S or len(found) < 2:
         before = time.perf_counter()

@@ -111,7 +111,7 @@ def texts_of(compiler: Compiler, count: int, length: int) -> np.ndarray:
 
 
 def encode(outbox: TokenEvents, answered_s: float, num_seqs: int) -> list[float]:
-    """As the engine's loop does; the delay of the events, if every sequence has one."""
+    """Encode events as the engine's loop does; return their delay, if every sequence has one."""
     is_full = len(outbox) == num_seqs
     messages.events(outbox)
     return [time.monotonic() - answered_s] if is_full else []

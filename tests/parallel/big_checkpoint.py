@@ -98,7 +98,7 @@ class WholeStateDict:
         into.copy_(self.tensors[name].narrow(dim, start, into.shape[dim]))
 
     def finish(self, ignorable: Callable[[str], bool]) -> None:
-        """Nothing is checked here: only the memory counts."""
+        """Check nothing: only the memory counts."""
 
 
 def main(directory: Path, way: str) -> int:

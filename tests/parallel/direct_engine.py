@@ -24,7 +24,7 @@ from oarlock.workers.protocol import StepMetadata, StepOutput
 
 @dataclass
 class Answer:
-    """All events of a request together. `==` compares floats bit by bit."""
+    """Answer of a request: all its events together. `==` compares floats bit by bit."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -21,7 +21,7 @@ _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.def
 
 
 class Place:
-    """Where a tensor lies, without keeping it."""
+    """Place of a tensor in memory, without keeping the tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = StorageWeakRef(tensor.untyped_storage())
@@ -191,7 +191,7 @@ class MadeUpCuda:
 
     @contextmanager
     def graph(self, graph: MadeUpGraph, pool: int, stream: Stream, capture_error_mode: str) -> Generator[None]:
-        """As torch's, it first gives back to the driver what nobody owns."""
+        """Capture a graph; like torch, first give unused memory back to the driver."""
         assert pool not in self.dead_pools and capture_error_mode == "thread_local"
         graph.pool = pool
         self.empty_cache()

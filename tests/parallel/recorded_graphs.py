@@ -21,7 +21,7 @@ from tests.parallel.made_up_cuda import MadeUpCuda, graph_in_capture, outside_of
 
 
 def intercept(monkeypatch: pytest.MonkeyPatch) -> MadeUpCuda:
-    """From now on `CudaGraphs` captures on the device that is returned, launches and sums too, until undone."""
+    """Let `CudaGraphs` capture on the device that is returned, launches and sums too, until undone."""
     one_kernel_at_a_time(monkeypatch)
     cuda = MadeUpCuda()
     monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda))

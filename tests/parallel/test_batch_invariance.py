@@ -168,7 +168,7 @@ def test_the_executor_reports_it(executor: Executor) -> None:
 
 
 def test_two_ranks_are_batch_invariant_too(executor: Executor, alone: dict[int, Answer]) -> None:
-    """And they have the bits of one rank, where kernels compute everything."""
+    """Two ranks also give the bits of one rank, where kernels compute everything."""
     ranks = start(executor.config.dtype, 2, executor.config.kv_cache_dtype)
     try:
         assert ranks.info.batch_invariant, ranks.info.batch_invariant_reason

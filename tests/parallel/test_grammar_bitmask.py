@@ -72,7 +72,7 @@ def test_masks_in_time_or_late_give_the_same_numbers(executor: Executor) -> None
 
 
 def test_masks_come_after_the_answer_to_the_step_before(executor: Executor) -> None:
-    """And that step, too, may have waited for its masks."""
+    """The step before may have waited for its masks as well."""
     executor.submit(masked_step(executor, 1), masks_follow=True)
     executor.send_masks(only(77, executor))
     for number in range(2, 8):

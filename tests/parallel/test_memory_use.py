@@ -75,7 +75,7 @@ def test_a_loader_that_reads_everything_would_be_noticed(big: tuple[Path, int]) 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kv_bytes_per_token_are_exact(shapes: dict[int, Path], kv_heads: int, size: int, dtype: torch.dtype) -> None:
-    """Of the tensors themselves: what a block more costs, so that a spare page of a backend does not count."""
+    """Bytes of the tensors themselves: the cost of one more block, so that a spare page of a backend does not count."""
     spec = read_spec(str(shapes[kv_heads]))
     local = max(1, kv_heads // size)  # held once per rank; replicated only when there are more ranks than heads
     expected = 2 * spec.num_layers * local * spec.head_dim * dtype.itemsize

@@ -74,7 +74,7 @@ def test_sums_and_votes_are_those_of_one_host(nodes: int, each: int) -> None:
 
 
 def rings(in_flight: int) -> tuple[RingChannel, RingChannel]:
-    """Both ends of a channel from rank 0 to rank 1 of a host."""
+    """Make both ends of a channel from rank 0 to rank 1 of a host."""
     layout = RingLayout.holding(MARK_BYTES + 700 * WIDTH * 2, 1, in_flight)
     memory, (wake_read, wake_write) = anonymous_memory(layout.total_bytes), os.pipe()
     writer, reader = RingWriter(memory, [wake_write], layout), RingReader(memory, wake_read, 0, layout)

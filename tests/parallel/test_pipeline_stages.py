@@ -1,4 +1,4 @@
-"""The same bits with any number of pipeline stages, and each stage reads and keeps its own layers alone.
+"""Pipeline stages give equal bits in any number, and each stage reads and keeps only its layers.
 
 Ranks are threads, which pass hidden states through queues; `test_pipeline_ranks.py` starts processes.
 """
@@ -176,7 +176,7 @@ def test_every_answer_has_the_bits_of_one_stage(
 
 
 def test_drafts_change_no_bit(checkpoints: dict[str, Path]) -> None:
-    """The same few ids again and again, so that lookups find something."""
+    """Few ids are allowed, so that lookups find something."""
     kinds = ({}, {"logprobs": 2}, {"temperature": 0.7}, {"frequency_penalty": 0.3})
     kinds = tuple(kind | {"allowed_token_ids": (5, 9, 13)} for kind in kinds)
     form = "bfloat16", "none", "auto", 1

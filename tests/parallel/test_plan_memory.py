@@ -1,4 +1,4 @@
-"""What `oarlock plan` says beforehand of memory, beside what ranks account for once they have loaded."""
+"""Memory that `oarlock plan` predicts, beside the memory that ranks account for once they have loaded."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Vectors of prompts through the scheduler and the ranks: the same bits alone, in company and however prompts are cut,
+"""Vectors of prompts through the scheduler and the ranks: equal bits alone, in a batch and however prompts are cut,
 with any number of ranks and stages, and right by transformers' hidden states in float64.
 """
 
@@ -90,7 +90,7 @@ NUMBERS_OF = {kind: range(place, 2 * len(KINDS), len(KINDS)) for place, kind in 
 
 
 def prompt_of(number: int) -> tuple[int, ...]:
-    """Of 1 to 151 tokens, half of which begin with the same 40."""
+    """Prompts of 1 to 151 tokens, half of which begin with the same 40."""
     rng = np.random.default_rng(number)
     shared = range(40) if number % 2 else ()
     return (*shared, *rng.integers(0, 320, 1 + 37 * (number % 4)).tolist())

@@ -1,4 +1,4 @@
-"""The same bits at every number of ranks: tokens and logprobs at tensor-parallel size 1, 2, 4 and 8, in any company.
+"""Equal bits at every number of ranks: tokens and logprobs at tensor-parallel size 1, 2, 4 and 8, in any batch.
 
 Up to 100 prompts on a tiny model through the real scheduler, input batch, ranks and samplers. Ranks are threads, for
 which Python adds up partial sums: `test_collectives.py` compares the sums of the kernels with these, between processes.

@@ -47,7 +47,7 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def expected(executor: Executor) -> dict[int, Answer]:
-    """With every block kept."""
+    """Answers with every block kept."""
     engine = DirectEngine(executor, info=replace(executor.info, sliding_window=None))
     answers = engine.run(REQUESTS)
     assert not any(answer.error for answer in answers.values())

@@ -32,7 +32,7 @@ KINDS = (
 
 
 class Loop(Alternating):
-    """That grammar, with masks after drafts."""
+    """Grammar like `Alternating`, with masks after drafts."""
 
     knows_end = False
 

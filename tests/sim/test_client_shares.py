@@ -1,4 +1,4 @@
-"""Clients with keys of their own: one that asks for too much delays the others hardly, and has all that they leave."""
+"""Clients with separate keys: one that asks for too much hardly delays the others, and gets all that they leave."""
 
 import random
 from dataclasses import replace

@@ -50,7 +50,7 @@ def run(
 
 
 def same(one: FleetReport, other: FleetReport) -> None:
-    """Up to the rounding of sums."""
+    """Whether two reports are equal up to the rounding of sums."""
     assert (one.finished, one.refused, one.preemptions) == (other.finished, other.refused, other.preemptions)
     for name in ("ttft_s", "itl_s", "e2e_s"):
         mine, theirs = getattr(one, name), getattr(other, name)

@@ -1,4 +1,4 @@
-"""Pipeline stages in virtual time: how busy they are, and what the slower one decides."""
+"""Pipeline stages in virtual time: how busy they are, and the effect of a slower one."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ WHOLE = CostModel()  # of a model that is one stage
 
 
 def part(share: float) -> CostModel:
-    """A stage with so much of the model."""
+    """Stage with this share of the model."""
     return CostModel(WHOLE.step_s * share, WHOLE.token_s * share, WHOLE.context_token_s * share)
 
 

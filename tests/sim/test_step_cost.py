@@ -1,4 +1,4 @@
-"""Large decode steps are right; what those that ask for more cost to build is printed (run with `-s`)."""
+"""Large decode steps are right; the cost of building those with more fields is printed (run with `-s`)."""
 
 import time
 
@@ -68,7 +68,7 @@ def test_a_decode_step_of_32_sequences_that_ask_for_more(name: str, capsys: pyte
 
 @pytest.mark.parametrize("num_seqs", [32, 1000])
 def test_a_decode_step_of_many_sequences(num_seqs: int) -> None:
-    """What it costs is measured by `benchmarks/engine_step.py`."""
+    """`benchmarks/engine_step.py` measures the cost of such a step."""
     worker = _worker(num_seqs, 8192)
     info = replica_info(worker, num_seqs * 32 + 1, 1000)
     scheduler = Scheduler(EngineConfig(worker, max_waiting_requests=num_seqs), info)

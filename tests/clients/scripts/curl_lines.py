@@ -1,4 +1,4 @@
-"""curl, as people paste it: each line goes through a shell, and its answer is looked at."""
+"""curl, as people paste it: each line goes through a shell, and its answer is checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHAT = '"messages": [{"role": "user", "content": "What does os.path.join do?"}]'
 
 
 def curl(line: str) -> str:
-    """What the shell prints for `curl LINE`."""
+    """Run `curl LINE` in a shell and return its output."""
     done = subprocess.run(f"curl -sS --max-time 60 {line}", shell=True, capture_output=True, text=True, check=False)
     expect(done.returncode == 0, done.stderr)
     return done.stdout

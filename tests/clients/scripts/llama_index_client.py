@@ -14,7 +14,7 @@ TEXTS = ["Joins parts of a path", "Counts items", "import os"]
 
 
 def raw(url: str, texts: list[str]) -> list[list[float]]:
-    """What the route answers."""
+    """Vectors that the route returns without any client package."""
     body = json.dumps({"input": texts}).encode()
     request = urllib.request.Request(f"{url}/v1/embeddings", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:

@@ -1,4 +1,4 @@
-"""What the official client does when it is asked to wait: 429 from a full server, 503 from one that is leaving.
+"""Retries of the official client when it is asked to wait: 429 from a full server, 503 from one that is leaving.
 
 Needs a server with room for one sequence of `LONG` tokens and 16 waiting ones, and permission to end it.
 """
@@ -13,12 +13,12 @@ import time
 import openai
 from reporter import Report, answers_with_status, expect
 
-NUM_WAITING = 16  # that the small server has room for, beside one that runs
+NUM_WAITING = 16  # waiting sequences that the small server has room for, beside one that runs
 LONG = 64_000  # tokens: more than are decoded while the server is filled
 
 
 def exercise_retries(report: Report, url: str, pid: int, model: str) -> None:
-    """Both, in this order: after the second the server is gone."""
+    """Exercise a full server and then one that is leaving: after the second the server is gone."""
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         with report.exercise("a full server: RateLimitError with Retry-After, then the client's retries succeed"):
             _full(client, url, model)
@@ -27,7 +27,7 @@ def exercise_retries(report: Report, url: str, pid: int, model: str) -> None:
 
 
 def _occupy(client: openai.OpenAI, model: str, choices: int, tokens: int) -> openai.Stream:
-    """A stream whose choices fill the server; returned when the first token has come."""
+    """Open a stream whose choices fill the server; return it when the first token has come."""
     stream = client.completions.create(
         model=model, prompt="import ", n=choices, max_tokens=tokens, stream=True, extra_body={"ignore_eos": True}
     )
@@ -36,7 +36,7 @@ def _occupy(client: openai.OpenAI, model: str, choices: int, tokens: int) -> ope
 
 
 def _fill(client: openai.OpenAI, model: str) -> list[openai.Stream]:
-    """One stream that runs and as many as may wait, each a request of its own: one alone leaves room for others."""
+    """Open one stream that runs and as many as may wait, each a separate request: one alone leaves room for others."""
     streams = [_occupy(client, model, 1, LONG)]
 
     def wait_for_a_place() -> None:

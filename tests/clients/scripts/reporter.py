@@ -1,7 +1,7 @@
-"""What the scripts share: their arguments, and one line for everything they have exercised.
+"""Arguments and report of the client scripts: one line for everything they have exercised.
 
 Runs inside the clients' environments, so it imports the standard library alone. A failed exercise is printed with its
-traceback and the script goes on; its exit status is 0 if all went well.
+traceback and the script continues; its exit status is 0 if all went well.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import urllib.request
 from collections.abc import Generator
 from contextlib import contextmanager
 
-MARK = "@@ "  # what follows is for the program that started us
+MARK = "@@ "  # begins a line for the program that started the script
 
 
 class Report:
-    """Counts and announces; `finish()` gives the exit status."""
+    """Counts and prints exercises; `finish()` gives the exit status."""
 
     def __init__(self) -> None:
         self._failed = 0
@@ -36,7 +36,7 @@ class Report:
             self._say(what, None)
 
     def finish(self) -> int:
-        """The last line: without it the script counts as broken off."""
+        """Print the last line, without which the script counts as broken off, and return the exit status."""
         print(MARK + json.dumps({"end": self._exercised}), flush=True)
         return 1 if self._failed else 0
 
@@ -46,7 +46,7 @@ class Report:
 
 
 def arguments() -> argparse.Namespace:
-    """The server to talk to, and for some clients more."""
+    """Parse the arguments: the server to talk to, and for some clients more."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", required=True, help="the served name")
@@ -61,13 +61,13 @@ def arguments() -> argparse.Namespace:
 
 
 def expect(condition: object, problem: object) -> None:
-    """Like `assert`, with what was seen in the message."""
+    """Raise `AssertionError` with `problem` unless `condition` holds."""
     if not condition:
         raise AssertionError(str(problem))
 
 
 def answers_with_status(url: str, status: int) -> int:
-    """How many answers with this status the server at `url` counts."""
+    """Number of answers with this status that the server at `url` counts."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
         lines = response.read().decode().splitlines()
     wanted = [line for line in lines if line.startswith("oarlock:http_responses") and f'status="{status}"' in line]

@@ -1,4 +1,4 @@
-"""What Grafana's classic model of a dashboard has, as a JSON schema of the parts that are used here.
+"""JSON schema of Grafana's classic dashboard model, for the parts that are used here.
 
 Written after Grafana's description of the model: unknown keys are refused, so a misspelt one does not pass.
 """

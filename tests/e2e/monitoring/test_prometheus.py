@@ -68,7 +68,7 @@ class Prometheus:
         return body["data"]
 
     def query(self, expr):
-        """What an expression is now: a list of (labels, value)."""
+        """Evaluate an expression now: a list of (labels, value)."""
         data = self.get("/query", query=expr)
         if data is None:
             return []

@@ -13,7 +13,7 @@ SESSION = "X-Session-Id"
 
 
 def headers(key: str, session: str) -> dict[str, str]:
-    """Of a request of this session, by a client with this API key."""
+    """Headers of a request of this session, by a client with this API key."""
     return {"Authorization": f"Bearer {key}", SESSION: session}
 
 
@@ -23,13 +23,13 @@ class Ending:
 
     session: str
     complete: bool
-    what: str = ""  # of one that is not complete: status, event or exception
+    what: str = ""  # status, event or exception of an incomplete one
     cached_tokens: int = 0
     prompt_tokens: int = 0
 
 
 def completion(url: str, key: str, session: str, body: dict, stream: bool) -> Ending:
-    """Send one request and read its whole answer. Raises nothing: what happens is the result."""
+    """Send one request and read its whole answer. Raises nothing: a failure is part of the result."""
     body = body | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
     try:
         with httpx.stream(
@@ -86,7 +86,7 @@ class Load:
 
     @property
     def lost(self) -> list[Ending]:
-        """Those that are not complete."""
+        """Endings of requests that are not complete."""
         return [ending for ending in self.endings if not ending.complete]
 
     def _run(self, url: str, key: str, session: str, max_tokens: int, stream: bool) -> None:

@@ -1,4 +1,4 @@
-"""nginx and Envoy with the files of configs/, as processes of a test: only addresses differ from what is written there.
+"""nginx and Envoy with the files of configs/, as processes of a test: only addresses differ from these files.
 
 Looks for programs on the path, and in /usr/sbin, where Debian has nginx; Envoy comes with a package of the tests.
 """
@@ -21,7 +21,7 @@ NGINX_FILE = ROOT / "configs" / "nginx" / "oarlock.conf"
 ENVOY_FILE = ROOT / "configs" / "envoy" / "envoy.yaml"
 WRITTEN_SERVERS = ("10.0.0.11", "10.0.0.12")
 _PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin"
-# What Debian's own nginx.conf has around the file, but for one process in the foreground that writes into one folder.
+# Surroundings of the file in Debian's nginx.conf, but for one process in the foreground that writes into one folder.
 _NGINX_MAIN = """
 daemon off; worker_processes 1; pid {folder}/pid; error_log stderr; {user}
 events {{}}
@@ -87,7 +87,7 @@ def written(
 def checked(
     name: str, folder: Path, changes: Mapping[str, str] = MappingProxyType({})
 ) -> subprocess.CompletedProcess[str]:
-    """What the program itself says of the file, before it is used."""
+    """Let the program itself check the file."""
     command = written(name, folder, (8001, 8002), free_port(), free_port(), changes)
     how = ["-t"] if name == "nginx" else ["--mode", "validate"]
     return subprocess.run([*command, *how], capture_output=True, text=True, timeout=120)
@@ -120,7 +120,7 @@ class Proxy:
 
     @property
     def log(self) -> str:
-        """What it has printed."""
+        """Everything that the proxy has printed."""
         return self._log.read_text(errors="replace")
 
     def _listens(self) -> bool:

@@ -1,4 +1,4 @@
-"""Two servers behind nginx and Envoy, with the files of configs/.
+"""Restarts and deaths of two servers behind nginx and Envoy, with the files of configs/.
 
 Nothing is lost when one restarts, and only the streams of a server that is killed.
 """
@@ -27,7 +27,7 @@ PROBE, LOAD = "probe", "load"  # API keys: of single requests, and of those that
 
 
 class Fleet:
-    """Two servers on ports that stay theirs, and every proxy of this machine before them."""
+    """Two servers on fixed ports, and every proxy of this machine before them."""
 
     def __init__(self, model, directory):
         self.model = model
@@ -60,7 +60,7 @@ class Fleet:
         return self.proxies[name]
 
     def start_again(self, index):
-        """A new server in the place of one that has ended; returns once every proxy has found it."""
+        """Start a new server in the place of one that has ended; return once every proxy has found it."""
         old = self.servers[index]
         assert old.process.poll() is not None
         old.kill_all()
@@ -76,7 +76,7 @@ class Fleet:
         return self.servers[index].metrics()["oarlock:requests_accepted_total"]
 
     def _answered(self):
-        """How many single requests each server has answered."""
+        """Number of single requests that each server has answered."""
         counts = []
         for server in self.servers:
             families = text_string_to_metric_families(server.client.get("/metrics").text)
@@ -175,7 +175,7 @@ def test_without_any_server_the_proxy_says_so_in_the_same_shape(name, tmp_path):
 
 @pytest.fixture(scope="module")
 def restarted(fleet):
-    """What clients saw while one server after another was restarted, by proxy."""
+    """Endings of clients' requests while one server after another was restarted, by proxy."""
     loads = {
         name: Load(proxy.url, LOAD, [session for found in fleet.sessions[name] for session in found[:2]], ANSWER)
         for name, proxy in fleet.proxies.items()

@@ -1,5 +1,5 @@
-"""What nginx and Envoy send on to another server, and how often, with the files of configs/ before four servers that
-fail on purpose.
+"""Requests that nginx and Envoy retry on another server, and how often, with the files of configs/ before four
+servers that fail on purpose.
 """
 
 import http.server
@@ -17,7 +17,7 @@ SESSIONS = [str(number) for number in range(40)]
 
 
 class Answer(http.server.BaseHTTPRequestHandler):
-    """What the body of a POST asks for. Connections are kept, as the server keeps them."""
+    """Answers as the body of a POST asks. Connections are kept, as the server keeps them."""
 
     protocol_version = "HTTP/1.1"
     wbufsize = 1 << 16  # an answer is one packet
@@ -68,7 +68,7 @@ def servers():
 
 @pytest.fixture(scope="module", params=PROGRAMS)
 def client(request, servers, tmp_path_factory):
-    """Of a proxy before all four."""
+    """Client of a proxy before all four servers."""
     if reason := why_missing(request.param):
         pytest.skip(reason)
     ports = [server.server_port for server in servers]
@@ -99,8 +99,8 @@ def all_are_well(servers, client):
 
 
 def sent_to(servers, client, body):
-    """How often each server got a request with this body, in order of size, and what came back. Before it all servers
-    are well, and each has answered, so that a connection to it may be kept."""
+    """Number of requests with this body at each server, in order of size, and the answer. Before it all servers are
+    well, and each has answered, so that a connection to it may be kept."""
     for server in servers:
         server.got.clear()
     eventually(lambda: all_are_well(servers, client), 60, "the proxy sends requests to all servers")

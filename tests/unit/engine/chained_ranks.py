@@ -1,7 +1,7 @@
 """Ranks without a model whose answers follow from what their pages hold: a wrong page changes the text.
 
 The page of a token holds a number made of the one before it and the token; the next token is made of that number.
-Blocks beyond the pool are kept as the engine says. Files are read and written when `random` says so, or fail.
+Blocks beyond the pool are kept as the engine orders. Files are read and written at random times, or fail.
 """
 
 from random import Random
@@ -16,7 +16,7 @@ Files = dict[bytes, np.ndarray]  # by digest: the numbers of a block
 
 
 class ChainedRanks:
-    """An `Executor` of `info.kv_offload.num_ranks` ranks that hold the same."""
+    """Executor of `info.kv_offload.num_ranks` ranks that hold the same pages."""
 
     rank_pids = step_times_ns = ()
 
@@ -100,7 +100,7 @@ class ChainedRanks:
         return self
 
     def receive(self) -> list[KVReport]:
-        """Some of what is under way has ended."""
+        """Reports of some transfers, which end now."""
         done = [job for job in self._pending if self._random.random() < 0.3]
         self._pending = [job for job in self._pending if job not in done]
         return [self._end(*job) for job in done]
@@ -109,7 +109,7 @@ class ChainedRanks:
         raise AssertionError("nobody waits for it")
 
     def close(self, failure: Exception | None = None) -> None:
-        """Holds nothing."""
+        """Nothing to close."""
 
     def _end(self, kind: Copy, slot: int, digest: bytes, rank: int) -> KVReport:
         succeeds = self._random.random() >= self._fails
@@ -122,7 +122,7 @@ class ChainedRanks:
         return KVReport(Report.READ, rank, results=[(slot, succeeds and digest in self.files)])
 
     def ping(self) -> None:
-        """All are there."""
+        """All ranks answer."""
 
     def fileno_for_death(self) -> list[int]:
         return []

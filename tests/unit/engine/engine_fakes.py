@@ -80,7 +80,7 @@ def next_token(history: int, seed: int, position: int, banned=(), past=()) -> in
 
 
 def expected_tokens(request: Request, max_len: int = 64) -> list[int]:
-    """What the fake model generates for `request` when it runs alone."""
+    """Tokens that the fake model generates for `request` when it runs alone."""
     params = request.params
     history = ROOT
     for position, token in enumerate(request.prompt_token_ids):
@@ -114,7 +114,7 @@ def expected_prompt_scores(request: Request) -> list[tuple[int, float]]:
 
 @dataclass
 class Faults:
-    """What goes wrong, and when."""
+    """Faults of the fake ranks, and when they occur."""
 
     poisoned_seeds: tuple[int, ...] = ()  # rows with such a seed have logits that are not finite,
     poisoned_from: int = 0  # from this position on
@@ -189,7 +189,7 @@ class FakeExecutor:
         return output
 
     def _spoil(self, step: StepMetadata) -> None:
-        """Of a step that is refused anything may have been done, and nothing is right."""
+        """Spoil everything that a refused step may have written."""
         self.num_refused += 1
         for slot in step.slot_mapping.tolist():
             self._kv[slot] = (0, -1, -1)

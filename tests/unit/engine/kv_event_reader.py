@@ -1,6 +1,6 @@
-"""A router's side of KV events, in a process of its own: `python kv_event_reader.py ENDPOINT REPLAY_ENDPOINT TOPIC`.
+"""Reader of KV events in a separate process, as a router's: `python kv_event_reader.py ENDPOINT REPLAY_ENDPOINT TOPIC`.
 
-It knows the format alone: three frames, msgpack, vLLM's types. What it misses it asks for. Each line `NUMBER` on its
+It knows the format alone: three frames, msgpack, vLLM's types. It asks for missed batches. Each line `NUMBER` on its
 standard input is answered with one line of JSON, once all batches before NUMBER are applied: the blocks that are there.
 """
 

@@ -1,4 +1,4 @@
-"""What the fake ranks return of sequences of which vectors are wanted: made of the histories of their tokens."""
+"""Vectors that the fake ranks return for pooled sequences, made of the histories of their tokens."""
 
 import numpy as np
 
@@ -23,7 +23,7 @@ def vector(history: int) -> list[float]:
 
 
 def pooled_of(pooling: PoolingParams, states: list[int]) -> list[float]:
-    """What a sequence with these histories returns in the end."""
+    """Numbers that a sequence with these histories returns in the end."""
     vectors = [vector(history) for history in states]
     if pooling.kind == "token":
         return [number for one in vectors for number in one]

@@ -1,4 +1,4 @@
-"""A consumer of the prefix cache's events: it replays them, and doubts each."""
+"""Consumer of the prefix cache's events: replays them, and checks each."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
 
 
 class ReplayedBlocks:
-    """What can be found, by the events alone. `stored` keeps each block's parent, tokens and salt."""
+    """Blocks that can be found, by the events alone. `stored` keeps each block's parent, tokens and salt."""
 
     def __init__(self, block_size: int) -> None:
         self.stored: dict[bytes, BlockStored] = {}
@@ -33,5 +33,5 @@ class ReplayedBlocks:
                 self.num_removed += 1
 
     def check(self, manager: KVCacheManager) -> None:
-        """The pool has exactly these."""
+        """Check that the pool has exactly these blocks."""
         assert self.stored.keys() == manager._block_of_hash.keys()

@@ -113,7 +113,7 @@ class FakeHistories:
         self._counts.pop(row, None)
 
     def of(self, step: StepMetadata, p: int) -> dict[int, int]:
-        """What came before the token that the row `p` with penalties samples, drafts counted."""
+        """Counts of the tokens before the one that the row `p` with penalties samples, drafts included."""
         counts = dict(self._counts[self._row(step, p)])
         for draft in self._drafts(step, p):
             counts[draft] = counts.get(draft, 0) + 1

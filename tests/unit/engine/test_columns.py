@@ -1,7 +1,7 @@
-"""Decodes in columns do what they do one by one: the same steps, events, blocks, shares and statistics.
+"""Decodes in columns have the same effect as one by one: equal steps, events, blocks, shares and statistics.
 
 Random scenes of every kind of request run twice, with the columns and with every sequence scheduled, built and answered
-as an object of its own.
+as a separate object.
 """
 
 import random

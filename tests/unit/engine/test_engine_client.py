@@ -310,7 +310,7 @@ def test_time_in_which_the_frontend_was_stopped_does_not_count(
             request = make_request(1, [1], max_tokens=60)
             task = asyncio.create_task(collect(client, request))
             await asyncio.sleep(0.1)
-            time.sleep(2.0)  # nothing of this process's loop runs, as when it is stopped
+            time.sleep(2.0)  # the event loop of this process stands still, as when the process is stopped
             assert [token for event in await task for token in event.token_ids] == expected_tokens(request)
             time.sleep(2.0)
             await asyncio.sleep(0.5)

@@ -378,7 +378,7 @@ def test_a_frontend_that_does_not_read_pauses_the_engine_and_loses_nothing() -> 
 
 
 class Clock:
-    """Time that a test moves on."""
+    """Clock that a test moves on."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -388,7 +388,7 @@ class Clock:
 
 
 def busy_harness(clock: Clock) -> Harness:
-    """Its steps write more than the socket takes, and its heartbeat is always due."""
+    """Harness whose steps write more than the socket takes, and whose heartbeat is always due."""
     harness = Harness(full_bytes=40_000, max_model_len=100, num_blocks=110, heartbeat_interval_s=0.0, clock=clock)
     harness.ask(*(make_request(number, [number], max_tokens=90, logprobs=20) for number in (1, 2, 3, 4)))
     return harness

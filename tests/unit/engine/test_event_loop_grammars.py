@@ -70,7 +70,7 @@ class FakeManager:
 
 
 class Harness:
-    """An `EngineLoop` with that manager on one end of a socket."""
+    """An `EngineLoop` with a `FakeManager` on one end of a socket."""
 
     depth = 1  # set by `depths`
 

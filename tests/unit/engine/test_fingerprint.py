@@ -1,4 +1,4 @@
-"""What decides the numbers has a digest: the same at every start, another one when anything of it differs."""
+"""Digest of everything that decides a number: equal at every start, another one when any of it differs."""
 
 import json
 from dataclasses import replace

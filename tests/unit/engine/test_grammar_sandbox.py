@@ -1,4 +1,4 @@
-"""What a trial of a grammar may take: processor time counts, and not the time for which others have the processor."""
+"""Time limit for a trial of a grammar: processor time counts, and not the time for which others have the processor."""
 
 import time
 from pathlib import Path

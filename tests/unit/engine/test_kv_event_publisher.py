@@ -35,7 +35,7 @@ class Reader:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def report(self, number: int) -> dict:
-        """What it knows when it has all batches before `number`."""
+        """Report of the reader when it has all batches before `number`."""
         assert self.process.stdin is not None and self.process.stdout is not None
         print(number, file=self.process.stdin, flush=True)
         found = json.loads(self.process.stdout.readline())
@@ -247,7 +247,7 @@ def test_messages_are_those_of_vllm() -> None:
         {**other, "block_hashes": [3], "parent_block_hash": 2, "token_ids": [3, 3]},
     ]
     windowed = Wire(2, 8, has_key_in_salts=True).messages(events)[0]
-    assert windowed["extra_keys"] == [["b"], None]  # what names the API key is not told
+    assert windowed["extra_keys"] == [["b"], None]  # without the part that names the API key
     assert (windowed["kv_cache_spec_kind"], windowed["kv_cache_spec_sliding_window"]) == ("sliding_window", 8)
     assert Wire(2, has_key_in_salts=True).messages([block(1, salt=b"a|")])[0]["extra_keys"] == [None]
 

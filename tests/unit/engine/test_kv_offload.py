@@ -1,4 +1,4 @@
-"""KV blocks beyond the pool: text is the same whatever is kept, fails or is interrupted, and no slot is lost."""
+"""KV blocks beyond the pool: texts do not depend on kept blocks, failures or interruptions, and no slot is lost."""
 
 import time
 from collections.abc import Callable
@@ -92,7 +92,7 @@ def requests_of(random: Random, count: int) -> list[Request]:
 
 
 def texts_without(requests: list[Request]) -> dict[int, list[int]]:
-    """What the ranks answer where nothing is cached anywhere."""
+    """Texts that the ranks answer where nothing is cached anywhere."""
     run = Run(ChainedRanks(CONFIG, info_of(None, 200), Random(0)), caches=False)
     for request in requests:
         run.add(request)
@@ -160,7 +160,7 @@ def settle(run: Run) -> None:
 
 
 def flush(run: Run) -> None:
-    """What the engine does at its end."""
+    """Write cached blocks to files as the engine does at its end."""
     assert not run.core.num_in_flight
     end = Flush(run.scheduler.kv_offload, run.manager.cached_blocks())
     for _ in range(20_000):
@@ -172,7 +172,7 @@ def flush(run: Run) -> None:
 
 
 def files_of(prompt: tuple[int, ...], salt: bytes = b"") -> Files:
-    """What a run leaves in files of a prompt that others have pushed out of the pool."""
+    """Files that a run leaves of a prompt whose blocks others have pushed out of the pool."""
     files: Files = {}
     run = run_with(KVOffloadInfo(60, 64, FAST), files)
     ask(run, 1, prompt, salt)
@@ -400,7 +400,7 @@ def test_a_second_load_of_a_request_waits_for_each_of_its_reads_once() -> None:
 
 
 def seconds_to_load(num_blocks: int) -> float:
-    """Processor time that one load from files takes from the loop, without what ranks do."""
+    """Processor time that one load from files takes from the loop, without the work of ranks."""
     offload = offload_with_files(num_blocks, digests := digests_of(num_blocks))
     begun = time.thread_time()
     assert offload.begin_load(1, digests, 0, 0.0)
@@ -414,7 +414,7 @@ def seconds_to_load(num_blocks: int) -> float:
 
 
 def seconds_to_keep(num_blocks: int) -> float:
-    """Processor time that the end of the engine takes for so many blocks of the pool, without what ranks do."""
+    """Processor time that the engine's end takes for `num_blocks` blocks of the pool, without the work of ranks."""
     offload = offload_with_files(2 * num_blocks + 2, [])
     begun = time.thread_time()
     assert all(offload.keep(block, digest) for block, digest in enumerate(digests_of(num_blocks), 1))

@@ -12,7 +12,7 @@ from oarlock.engine.scheduler.tracing.step_log import StepLog
 
 
 def _states(text: str) -> str:
-    """`h3c2` as `hhhcc`."""
+    """Decode run lengths: `h3c2` becomes `hhhcc`."""
     found, number = "", ""
     for char in [*text, "."]:
         if char.isdigit():

@@ -1,4 +1,4 @@
-"""With pipeline stages several steps of different sequences are in flight; every request gets what it gets with one.
+"""Several steps of different sequences in flight with pipeline stages give every request the same answer as one step.
 
 The random scenes of `test_pipeline_depth.py`, also with refused steps and with drafts that are right or wrong. The fake
 ranks read the whole history back through the block tables.

@@ -1,4 +1,4 @@
-"""Steps that are scheduled while the one before runs give every request what it gets without that.
+"""Steps that are scheduled while the one before runs give every request the same answer as without that.
 
 Random requests of every kind run at both depths on fake ranks whose tokens depend on the whole history, read back
 through the block tables: arrivals and aborts at any step, small pools, chunked prompts, windows, shared beginnings.
@@ -58,7 +58,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Scene:
-    """What happens, by turn of the loop; at half a turn, when a step was begun and before one is finished."""
+    """Arrivals and aborts by turn of the loop; half a turn is after a step was begun and before one is finished."""
 
     config: dict[str, Any]
     num_blocks: int
@@ -67,7 +67,7 @@ class Scene:
     aborts: dict[int, float]  # request id -> turn
 
     def arguments(self, depth: int | None, stages: int = 1) -> tuple[EngineConfig, int, Faults, int | None]:
-        """Of a `Driver`."""
+        """Arguments of a `Driver`."""
         faults = Faults(poisoned_seeds=(666,), poisoned_from=POISONED_FROM)
         return make_config(**self.config, pipeline_depth=depth, stages=stages), self.num_blocks, faults, self.window
 

@@ -12,13 +12,13 @@ from oarlock.engine.kv_cache.hashing import HASH_BYTES, extend_hashes
 
 
 def sent(changes: BlockChanges) -> BlockChanges:
-    """As it arrives."""
+    """Changes as they arrive at the frontend."""
     (frame,) = FrameReader().feed(blocks(changes))
     return read_blocks(frame)
 
 
 def one_by_one(index: set[bytes], events: list[BlockEvent]) -> None:
-    """The slow way."""
+    """Apply events one by one, the slow way."""
     for event in events:
         if isinstance(event, AllBlocksCleared):
             index.clear()

@@ -7,7 +7,7 @@ from oarlock.engine.types import FinishReason
 
 
 def step(driver: Driver) -> dict[int, int]:
-    """Run a step; how many tokens each request has in it."""
+    """Run a step; return how many tokens each request has in it."""
     assert driver.step() is not None
     return {item.seq.request_id: item.num_tokens for item in driver.items}
 

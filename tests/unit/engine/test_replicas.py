@@ -151,7 +151,7 @@ def test_a_prompt_goes_where_its_beginning_is_cached_and_finds_as_much_there_as_
 
 
 def test_what_a_replica_has_to_do_is_known_from_its_requests() -> None:
-    """Those of one prompt stay together, and it counts once, until something comes back; a full queue is passed by."""
+    """Requests of one prompt stay together; it counts once, until a first event; a full replica is skipped."""
 
     async def scene() -> None:
         async with started(config(2, make_config(max_waiting_requests=8), step_s=0.05)) as running:

@@ -1,4 +1,4 @@
-"""What is kept of each request: whom it waited for, chunks of its prompt, preemptions, stalls and its end."""
+"""Traces of requests: others ahead of them, chunks of their prompts, preemptions, stalls and ends."""
 
 import pytest
 from engine_fakes import Driver, make_config, make_request
@@ -57,7 +57,7 @@ def test_chunks_of_a_prompt_are_counted_and_the_first_ones_shown() -> None:
     driver.add(make_request(1, range(_MAX_CHUNKS + 8), max_tokens=2))
     driver.run()
     found = of(driver, 1)
-    # The last token is computed as those of answers are.
+    # The last token is computed in the same way as those of answers.
     assert (found["num_chunks"], len(found["chunks"])) == (_MAX_CHUNKS + 7, _MAX_CHUNKS)
 
 

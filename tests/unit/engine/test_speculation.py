@@ -1,4 +1,4 @@
-"""With drafts every request gets what it gets without, whatever is drafted, and steps stay within all limits.
+"""Drafts, right or wrong, change no request's answer, and steps stay within all limits.
 
 The random scenes of `test_pipeline_depth.py` run again with drafts that are right, wrong, or right at first, at both
 pipeline depths, and once with the real drafter. The fake ranks read the whole history back through the block tables.
@@ -22,7 +22,7 @@ CONFIG = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3, prompt
 
 
 class Guesses(Drafter):
-    """Drafts what a request got without drafts, with mistakes."""
+    """Drafts the text that a request got without drafts, with mistakes."""
 
     def __init__(self, texts: list[list[int]], seed: int = 0, mistakes: float = 0.3) -> None:
         super().__init__(CONFIG, StepCosts(None))
@@ -58,7 +58,7 @@ def use(driver: Driver, drafter: Drafter) -> Driver:
 
 
 def seen(driver: Driver, number: int) -> tuple:
-    """What the caller of a request sees, but for how its tokens are divided among events."""
+    """Answer that the caller of a request sees, except how its tokens are divided among events."""
     return answer(driver, number)[:4]
 
 

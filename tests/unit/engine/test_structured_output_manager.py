@@ -142,7 +142,7 @@ class SlowSandbox:
 
 @pytest.fixture
 def slow_manager():
-    """Both threads are at work on the grammars of requests 1 and 2 until `go_on` is set."""
+    """Manager whose two threads are at work on the grammars of requests 1 and 2 until `go_on` is set."""
     manager = StructuredOutputManager.open(str(DEMO))
     manager._sandbox = SlowSandbox()
     for number in (1, 2):

@@ -23,7 +23,7 @@ _CHUNK = 4096
 
 
 def etag(content: bytes, *, is_large: bool) -> str:
-    """As a hub names a content: the SHA-256 of a large file, git's hash of a small one."""
+    """Name that a hub gives a content: the SHA-256 of a large file, git's hash of a small one."""
     if is_large:
         return hashlib.sha256(content).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()

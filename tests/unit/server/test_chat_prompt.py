@@ -1,4 +1,4 @@
-"""What templates are given: calls, names, ids and thoughts; messages that go on; prompts that end inside thoughts."""
+"""Inputs of templates: calls, names, ids and thoughts; continued messages; prompts that end inside thoughts."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "c"}
 @pytest.mark.parametrize("source", STRICT)
 @pytest.mark.parametrize("opening", [[], [BRIEF], [{"role": "assistant", "content": "Hello."}]])
 def test_tools_reach_templates_with_no_system_or_strict_turns(source, opening):
-    """What the template gets is what transformers makes of the same words in turns that the template takes."""
+    """The prompt equals the one that transformers makes of the same words in turns that the template takes."""
     text, prompt = _prompt(source, [*opening, *TURNS, RESULT, {"role": "user", "content": "d"}], tools=[TOOL])
     assert prompt.tool_choice is not None
     words = text[text.index("You can call") : text.index(" and nothing else.") + len(" and nothing else.")]

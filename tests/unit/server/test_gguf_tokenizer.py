@@ -61,7 +61,7 @@ def corpus() -> list[str]:
 
 
 def texts(count: int) -> list[str]:
-    """Pieces of pages, made-up words, and what tokenizers stumble over."""
+    """Pieces of pages, made-up words, and texts that tokenizers stumble over."""
     draw = random.Random(4)
     nasty = [
         "", " ", "  ", "\n", "\r\n\n ", "\t x", " \u3000x", "a\u0301 \u00e1", "I'LL we'Re 'd'", "1234567 ٣٤٥ ²³",
@@ -91,7 +91,7 @@ def converted(settings: Settings) -> Tokenizer:
 
 
 def byte_level_settings(original: tokenizers.Tokenizer, pre: str, **others: Any) -> Settings:
-    """What llama.cpp's converter writes of a byte-level tokenizer."""
+    """Settings that llama.cpp's converter writes for a byte-level tokenizer."""
     described = json.loads(original.to_str())
     added = {token["id"]: token for token in described["added_tokens"]}
     by_id = {index: token for token, index in original.get_vocab(with_added_tokens=True).items()}

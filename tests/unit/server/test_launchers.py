@@ -1,4 +1,4 @@
-"""What torchrun and LeaderWorkerSet say in the environment becomes options; what they leave out is an error."""
+"""Variables that torchrun and LeaderWorkerSet set become options; a missing one is an error."""
 
 from __future__ import annotations
 

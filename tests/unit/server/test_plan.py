@@ -48,7 +48,7 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str
 
 
 def settings_of(command: str) -> dict[str, Any]:
-    """What our own parser reads from a command."""
+    """Settings that our parser reads from a command."""
     words = shlex.split(command)
     assert words[0] == "oarlock"
     parser, parsers = _parsers(names())
@@ -182,7 +182,7 @@ def test_text_names_the_machine_the_users_and_the_command(model, capsys) -> None
 
 
 def test_help_of_every_command_stays_quick() -> None:
-    """What `plan` computes with is imported when it runs."""
+    """The modules that `plan` computes with are imported only when it runs."""
     import subprocess
     import sys
 

@@ -1,4 +1,4 @@
-"""What a checkpoint is served for, as its files say; what cannot be followed is refused by name."""
+"""Task that a checkpoint is served for, by its files; settings that cannot be followed are refused by name."""
 
 from __future__ import annotations
 

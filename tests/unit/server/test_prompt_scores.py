@@ -1,4 +1,4 @@
-"""Scores of a prompt that come in parts are what they would be in one."""
+"""Scores of a prompt that come in parts equal those that come at once."""
 
 from array import array
 
@@ -12,7 +12,7 @@ PROMPT = list(range(7, 7 + 500))
 
 
 def scored(count: int, num_top: int) -> ScoredTokens:
-    """Of the tokens behind the first."""
+    """Scores of `count` tokens after the first."""
     top = array("i", range(count * num_top)), array("f", range(count * num_top))
     return ScoredTokens(
         num_top, array("i", PROMPT[1 : count + 1]), array("i", range(count)), array("f", range(count)), *top

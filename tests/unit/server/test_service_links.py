@@ -8,7 +8,7 @@ from oarlock.server.config.sources import load_settings
 
 
 def links(service, address="10.96.0.7", port=8000):
-    """All that a container gets for a Service with one named port."""
+    """Environment variables that a container gets for a Service with one named port."""
     name = service.upper().replace("-", "_")
     return {
         f"{name}_SERVICE_HOST": address,

@@ -57,7 +57,7 @@ def _bytes(splitter, normalizer=None):
 
 
 def _sentencepiece(prepends):
-    """As Llama 2 (with a normalizer that puts `▁` before each text), or as its later form and Mistral's."""
+    """Tokenizer like Llama 2's (a normalizer puts `▁` before each text), or like its later form and Mistral's."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Replace(" ", "▁")
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")

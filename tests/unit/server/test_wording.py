@@ -1,4 +1,4 @@
-"""What a request is told about a wrong field: words for who wrote it, for every kind of error that a schema has."""
+"""Error messages for wrong fields: words for who wrote the request, for every kind of error that a schema has."""
 
 from typing import Annotated, Literal
 

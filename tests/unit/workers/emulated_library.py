@@ -37,7 +37,7 @@ class EmulatedLibrary:
     """Attributes are functions, as those of `ctypes.CDLL`."""
 
     def __init__(self, level: Level, sources: Sequence[Path] = ()) -> None:
-        """All kernels, or what `sources` are compiled to."""
+        """Compile all kernels, or `sources`."""
         self._name = str(_compiled(level, tuple(sources)))
         self._memory = os.open("/proc/self/mem", os.O_RDONLY)
         self._threads = 0

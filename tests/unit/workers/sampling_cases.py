@@ -96,7 +96,7 @@ def sample_with(
 
 @dataclass(frozen=True)
 class Penalties:
-    """Of one row."""
+    """Penalties of one row."""
 
     counts: dict[int, int]  # id -> how often it was generated; 0: in the prompt only
     repetition: float = 1.0

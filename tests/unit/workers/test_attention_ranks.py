@@ -18,7 +18,7 @@ SEQS = [Seq(1, 1), Seq(1, 700), Seq(37, 37), Seq(9, 300), Seq(40, 1100)]
 
 
 def part_of(case: Case, rank: int, size: int) -> Case:
-    """The same case with the heads of a rank."""
+    """Part of a case with the heads of one rank."""
     heads = shard_heads("attention", HEADS, KV_HEADS, rank, size)
     part = copy.copy(case)
     part.spec = replace(case.spec, num_kv_heads=heads.num_kv_heads)

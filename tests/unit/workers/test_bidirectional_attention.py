@@ -11,7 +11,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: int | None, scale: float) -> torch.Tensor:
-    """Of one text: float64 [n, H, D]."""
+    """Exact attention of one text: float64 [n, H, D]."""
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     places = torch.arange(q.shape[1])
     scores = q @ k.transpose(1, 2) * scale

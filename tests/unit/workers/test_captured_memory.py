@@ -42,7 +42,7 @@ class NoSampling:
         self.sampled, self.logits = torch.zeros(4, dtype=torch.int64), torch.empty(0)
 
     def begin(self, step: StepMetadata) -> None:
-        """Nothing depends on the step."""
+        """Do nothing: no memory depends on the step."""
 
     def sample(self, logits: Tensor, place: InputPlace, first: int, variant: object) -> None:
         self.logits = logits.clone()

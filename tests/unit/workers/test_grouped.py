@@ -1,4 +1,4 @@
-"""Weights of few bits with scales and offsets for groups of inputs: what is kept of them, and what products give.
+"""Weights of few bits with scales and offsets for groups of inputs: their stored form, and their products.
 
 The kernel equals the reference bit by bit.
 """
@@ -31,7 +31,7 @@ def made(
 
 
 def dense(values: Tensor, scales: Tensor, offsets: Tensor | None, group: int) -> Tensor:
-    """The definition, in float64."""
+    """Weights by their definition, in float64."""
     group_of = torch.arange(values.shape[1]) // group
     weight = values.double() * scales.double()[:, group_of]
     return weight if offsets is None else weight + offsets.double()[:, group_of]
@@ -146,7 +146,7 @@ each_form = pytest.mark.parametrize(("bits", "offsets"), FORMS)
 
 
 def kinds(level: Level) -> list[int]:
-    """Of packed weights, that run here; the emulated processors have every instruction."""
+    """Kinds of packed weights that run here; the emulated processors have every instruction."""
     return [GROUPED, GROUPED_DOT] if not is_here(level) or kind_for(level) == GROUPED_DOT else [GROUPED]
 
 
@@ -275,7 +275,7 @@ def test_the_largest_sums_of_a_group_are_exact(level: Level, bits: int, offsets:
 @each_level
 @each_form
 def test_the_number_of_threads_changes_no_bit(level: Level, bits: int, offsets: bool) -> None:
-    """Of many inputs, and with more threads than panels."""
+    """Weights with many inputs, and more threads than panels."""
     torch.manual_seed(0)
     weight = weight_of(40, 3700, 32, torch.bfloat16, bits, offsets)
     x = torch.randn(14, 3700).to(torch.bfloat16)

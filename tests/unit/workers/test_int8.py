@@ -23,7 +23,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def kinds(level: Level) -> list[int]:
-    """Of packed weights, that run here; the emulated processors have every instruction."""
+    """Kinds of packed weights that run here; the emulated processors have every instruction."""
     return [INT8, INT8_DOT] if not is_here(level) or kind_for(level) == INT8_DOT else [INT8]
 
 

@@ -56,7 +56,7 @@ def finish(process: subprocess.Popen[str]) -> list[str]:
 
 
 def kernels_in_new_process(home: Path, **more: str) -> list[str]:
-    """From a new process: why the kernels are not available, or None, and how many OpenMP libraries it has loaded."""
+    """Lines of a new process: why the kernels are not available, or None, and the number of its OpenMP libraries."""
     return finish(start(home, **more))
 
 

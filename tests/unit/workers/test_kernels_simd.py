@@ -65,7 +65,7 @@ def numbers(count: int = 1 << 16, scale: float = 1.0) -> np.ndarray:
 
 
 def same(ours: np.ndarray, exact: np.ndarray) -> bool:
-    """The same bits, the sign of zero included; any NaN for a NaN."""
+    """Whether the bits are equal, the sign of zero included; any NaN equals a NaN."""
     nan = np.isnan(exact)
     return bool((np.isnan(ours) == nan).all() and (ours.view(np.uint32) == exact.view(np.uint32))[~nan].all())
 

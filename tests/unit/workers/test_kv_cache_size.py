@@ -109,7 +109,7 @@ def test_device_memory_is_utilisation_minus_what_is_used_and_a_step():
 
 @pytest.mark.parametrize(("cache", "row"), [("int8", "(64 x 1 + 2)"), ("fp8", "64 x 1")])
 def test_pages_in_8_bits_are_counted_to_the_byte(cache, row):
-    """Of int8, the scales too; what is allocated is what a block is said to take."""
+    """The scales of int8 count too; blocks take as much memory as they are said to."""
     spec = dataclasses.replace(QWEN, cache_dtype=cache)
     assert spec.bytes_per_token == 2 * 24 * 2 * {"int8": 66, "fp8": 64}[cache]
     for backend in BACKENDS:

@@ -267,7 +267,7 @@ class _Counting(TorchDispatchMode):
 
 
 def test_layers_call_no_operation_of_torch(tmp_path: Path) -> None:
-    """And so allocate no tensor: a step makes as many operations whatever the number of layers."""
+    """Layers therefore allocate no tensor: a step makes as many operations whatever the number of layers."""
     counts = []
     with torch.inference_mode():
         for layers in (1, 3):

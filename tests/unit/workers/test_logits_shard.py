@@ -1,4 +1,4 @@
-"""What sampling asks of one rank's logits: the kernels of every level against torch's operations, on awkward rows."""
+"""Sampling operations on one rank's logits: the kernels of every level against torch's operations, on awkward rows."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def shards(x: Tensor, first_id: int = 300, slice_length: int = 37) -> tuple[Torc
 
 
 def cuts_of(x: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Nothing cut; at a value of each row, with an end before, among and after its equals; all of it cut."""
+    """Cuts: nothing; at a value of each row, with an end before, among and after its equals; everything."""
     everything = torch.full((ROWS,), float("-inf")), torch.zeros(ROWS, dtype=torch.int64)
     some = x[:, x.shape[1] // 3]
     ends = [torch.full((ROWS,), 300 + end) for end in (0, x.shape[1] // 2, x.shape[1])]

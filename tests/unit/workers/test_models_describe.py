@@ -22,7 +22,7 @@ BASE: dict[str, Any] = {
 
 
 def config_of(family: str, **overrides: Any) -> dict[str, Any]:
-    """What save_pretrained would write."""
+    """Config that save_pretrained would write."""
     model = tiny_model(family, **overrides)
     return {**model.config.to_dict(), "architectures": [type(model).__name__]}
 

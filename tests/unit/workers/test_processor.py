@@ -1,4 +1,4 @@
-"""What a processor multiplies with, from what the system says of it."""
+"""Instructions with which a processor multiplies, from the flags that the system reports."""
 
 import pytest
 

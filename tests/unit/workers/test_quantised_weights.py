@@ -1,4 +1,4 @@
-"""Every stored form: what the ranks have, put together, is exactly what was stored, at every number of ranks."""
+"""Every stored form: the ranks' parts, joined, are exactly the stored weight, at every number of ranks."""
 
 from collections.abc import Callable
 from functools import cache
@@ -148,7 +148,7 @@ def test_the_plain_reader_has_them_too(quantised: Callable[[str], Quantised], na
 
 
 def tensors_of(weight: LinearWeight) -> list[Tensor]:
-    """Of a weight on a device."""
+    """Tensors of a weight on a device."""
     if isinstance(weight, StackedWeight):
         return [tensor for part in weight.parts for tensor in tensors_of(part)]
     if isinstance(weight, DenseWeight):

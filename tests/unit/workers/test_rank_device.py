@@ -127,7 +127,7 @@ def test_a_rank_chooses_its_device_before_anything_is_asked_of_cuda(
 
 
 def test_the_thread_that_waits_for_a_device_has_chosen_it(model: Path, calls: DeviceCalls) -> None:
-    """Of the second replica in one box, whose first rank answers from another device than the first replica's."""
+    """A second replica in one box, whose first rank answers from another device than the first replica's."""
     config = config_of(model, tensor_parallel_size=1, data_parallel_size=2, data_parallel_rank=1)
 
     class Waiting:

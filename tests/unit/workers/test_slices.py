@@ -118,7 +118,7 @@ def test_the_dense_kernel_adds_slices_up_in_the_tree(
 def test_the_dense_kernel_computes_a_slice_as_a_weight_by_itself(
     level: Level, dtype: torch.dtype, slices: int, length: int
 ) -> None:
-    """So do ranks, with any numbers."""
+    """Ranks do the same, with any numbers."""
     torch.manual_seed(0)
     weight, x = torch.randn(OUTPUTS, slices * length).to(dtype), torch.randn(300, slices * length).to(dtype)
     with using(level):

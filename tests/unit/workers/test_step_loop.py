@@ -96,7 +96,7 @@ class Loop:
         return output.step_id, output.token_ids.tolist()
 
     def send(self, kind: str, **values: Any) -> None:
-        """As the control channel of the rank."""
+        """Record a message, in place of the rank's control channel."""
         self.messages.append({"kind": kind, **values})
         self.reported.set()
 

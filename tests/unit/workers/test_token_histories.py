@@ -85,7 +85,7 @@ class Scene:
 
 
 def tokens_for(scene: Scene, step: StepMetadata, drafts: list[list[int]]) -> list[int]:
-    """What is sampled: about half of the drafts are right."""
+    """Sampled tokens, by which about half of the drafts are right."""
     wanted = [token for some in drafts for token in [*some, -1]]
     return [
         token if token >= 0 and scene.draw.random() < 0.7 else int(scene.draw.integers(0, VOCAB)) for token in wanted

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 
 def backend_of(spec: KVSpec, processors: int, least_span: int = 64) -> TritonBackend:
-    """As on a device with that many multiprocessors: with more of them, keys are split more finely."""
+    """Backend as on a device with `processors` multiprocessors: with more of them, keys are split more finely."""
     backend = TritonBackend(spec)
     backend.processors, backend.least_span = processors, least_span
     return backend

@@ -62,7 +62,7 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Decoding(TritonBackend):
-    """As in a graph: plans of decodes know no more of contexts than that none is longer than 400."""
+    """Backend as in a graph: plans of decodes know of contexts only that none is longer than 400."""
 
     def prepare(self, batch: ForwardBatch) -> TritonPlan:
         if set(batch.query_lens) != {1}:

@@ -44,7 +44,7 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def normed(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
-    """In float32, not rounded."""
+    """RMSNorm in float32, not rounded."""
     return F.rms_norm(x.float(), (x.shape[1],), weight.float(), eps)
 
 
@@ -53,7 +53,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 
 def theirs(x: Tensor, weight: Tensor) -> Tensor:
-    """As transformers' RMSNorm: rounded before the weight, and after it."""
+    """RMSNorm of transformers: rounded before the weight, and after it."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
@@ -121,7 +121,7 @@ def test_activation(width: int, activation: str, dtype: torch.dtype) -> None:
 
 
 def logits(model: Decoder, backend: type[AttentionBackend] = ReferenceBackend) -> Tensor:
-    """Of a prompt in two chunks, beside another sequence."""
+    """Logits of a prompt in two chunks, beside another sequence."""
     run = PagedRun(model, backend)
     steps = [run.step({0: [3, 4, 5], 1: [5]}), run.step({0: [7, 8], 1: [6]})]
     return torch.cat([rows for step in steps for rows in step.values()])

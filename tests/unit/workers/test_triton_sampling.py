@@ -157,7 +157,7 @@ def test_broken_and_banned_rows_are_reported_and_disturb_no_other(mode: str) -> 
 
 
 def test_rows_do_not_depend_on_how_they_are_launched() -> None:
-    """With what no row asks for, with padding, and in parts: the same bits."""
+    """Bits are the same with options that no row asks for, with padding, and in parts."""
     logits = torch.cat([peaked(8), tied(8)])
     rows = len(logits)
     step = step_of(rows, [(4, 3, 9.0), (9, 5, 3.0)], masks={3: mask_of([5, 6, 7], VOCAB)}, num_logprobs=1, **KINDS)

@@ -1,4 +1,4 @@
-"""What cannot be verified is refused before a weight is read: one line of cause, one of fix, exit code 3."""
+"""Models that cannot be verified are refused before a weight is read: one line of cause, one of fix, exit code 3."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What counts as rounding and what as a fault, which part a rank holds, and the report of it."""
+"""Distinction of rounding from faults, the part that a rank holds, and the report of them."""
 
 import json
 from pathlib import Path

@@ -36,7 +36,7 @@ _DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 def attention(capability: int, dtype: torch.dtype, head_dim: int, many: bool, form: str = "") -> dict[str, int]:
-    """Of the tile for few query rows or for many, with every option on. `form`: of pages of 8 bits."""
+    """Resources of the tile for few query rows or for many, with every option on. `form`: of pages of 8 bits."""
     shape = tile_shapes(head_dim, dtype, form)[many]
     constants = {
         "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "BLOCK_M": shape.rows,

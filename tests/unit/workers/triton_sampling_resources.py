@@ -48,7 +48,7 @@ def recording_sampler() -> tuple[DeviceSampler, list[tuple[str, Any, tuple, dict
 
 
 def launches_of(variant: Variant) -> list[tuple[str, Any, tuple, dict]]:
-    """For one row."""
+    """Kernel launches for one row."""
     sampler, launches = recording_sampler()
     columns, outputs = SamplingColumns.of_step(step_of(1), CPU), DeviceOutputs.empty(1, CPU)
     sampler.sample(torch.zeros(1, VOCAB), columns, outputs, variant)

@@ -123,7 +123,7 @@ def reconfigured(model: Path, into: Path, **changes: object) -> Path:
 
 
 def cut_scales_wrongly(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Of the weight that is loaded as `name`, rank 1 has each output's scales from the output before."""
+    """Give rank 1 each output's scales from the output before, in the weight that is loaded as `name`."""
     load = Placement.load
 
     def shifted(place: Placement, shard: WeightShard, weights: WeightSource) -> LinearWeight:

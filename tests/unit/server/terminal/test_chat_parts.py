@@ -58,7 +58,7 @@ def test_control_characters_become_pictures():
 
 
 def test_a_long_answer_does_not_repeat_itself():
-    """What has scrolled away cannot be drawn over, so each line may be printed once and for all only once."""
+    """Lines that have scrolled away cannot be drawn over, so each line may be printed for good only once."""
     import asyncio
 
     shown = io.StringIO()

@@ -1,4 +1,4 @@
-"""`oarlock completion`: the scripts, and what a real shell makes of them."""
+"""`oarlock completion`: the scripts, and the replies of a real shell with them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def script(shell: str) -> str:
 
 
 def replies(folder, *words: str) -> set[str]:
-    """What bash offers when the tab key is pressed behind these words."""
+    """Replies that bash offers when the tab key is pressed after these words."""
     typed = " ".join(f"'{word}'" for word in words)
     press = f'COMP_WORDS=(oarlock {typed})\nCOMP_CWORD={len(words)}\n_oarlock\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
     code = f"{script('bash')}\n{press}"

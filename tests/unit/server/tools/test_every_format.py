@@ -1,4 +1,4 @@
-"""What holds for every format: calls are read back however the text is cut, and forced ones match their schema."""
+"""Properties of every format: calls are read back however the text is cut, and forced ones match their schema."""
 
 from __future__ import annotations
 

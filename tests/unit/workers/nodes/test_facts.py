@@ -1,4 +1,4 @@
-"""What must be the same on all nodes: what a host may have for itself is not among it, and everything else is."""
+"""Facts that must be equal on all nodes: every setting but those that each host may choose for itself."""
 
 import json
 from dataclasses import fields
@@ -21,7 +21,7 @@ def checkpoint(tmp_path):
 
 
 def difference(ours, theirs):
-    """As the head finds it: the other node's facts come as JSON."""
+    """Difference as the head finds it: the other node's facts come as JSON."""
     error = first_difference(ours, "node 0", json.loads(json.dumps(theirs)), "node 1")
     return None if error is None else error.cause
 

@@ -1,4 +1,4 @@
-"""What a node finds out about its network before anything else: the head must be reachable by others."""
+"""Network check of a node before anything else: the head must be reachable by others."""
 
 import socket
 
