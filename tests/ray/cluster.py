@@ -26,7 +26,7 @@ import psutil
 import yaml
 from oarlock_ray.policy import load_of
 
-from tests.e2e.running import DEMO, ROOT, environment, free_port
+from tests.e2e.running import DEMO, ROOT, alive, environment, free_port
 
 CONFIG = ROOT / "configs" / "ray" / "oarlock.yaml"
 NAME = "Oarlock"
@@ -87,7 +87,7 @@ class Replica:
 
     def is_gone(self) -> bool:
         """No process of it lives."""
-        return not any(_lives(process) for process in self.processes)
+        return not any(map(alive, self.processes))
 
 
 def _runs_oarlock(words: list[str]) -> bool:
@@ -95,10 +95,14 @@ def _runs_oarlock(words: list[str]) -> bool:
     return any(Path(word).name == "oarlock" for word in words)
 
 
-def _lives(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
+def ranks(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those of the processes that are ranks."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if "oarlock.workers.worker.worker_process" in process.cmdline():
+                found.append(process)
+    return found
 
 
 class Cluster:

@@ -6,7 +6,7 @@ import re
 
 import httpx
 
-from tests.ray.cluster import SLOTS, Cluster, command, eventually
+from tests.ray.cluster import SLOTS, Cluster, command, eventually, ranks
 from tests.ray.traffic import LONG, SHORT, Streams, Traffic
 from tests.ray.trial import FAST, PLAIN, expected_of, failed, trial, two_replicas
 
@@ -103,8 +103,7 @@ def placement(cluster: Cluster) -> tuple[str, str, str]:
     two_ranks = command("--max-num-seqs", SLOTS, "--tensor-parallel-size", 2)
     cluster.deploy(cluster.config(two_ranks, num_replicas=1, **FAST))
     replica = cluster.running(1)[0]
-    ranks = [process for process in replica.processes if "oarlock.workers.worker.worker_process" in process.cmdline()]
-    assert len(ranks) == 2
+    assert len(ranks(replica.processes)) == 2
     options = cluster.status()["deployments"]["Oarlock"]["deployment_config"]["ray_actor_options"]
     assert options["num_cpus"] == 2, options
     cluster.deploy(cluster.config(two_ranks, num_replicas=5, **FAST))  # of a cluster with 8 cores

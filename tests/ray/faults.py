@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from tests.e2e.running import DEMO
-from tests.ray.cluster import MODEL, Cluster, Replica, eventually
+from tests.ray.cluster import MODEL, Cluster, Replica, eventually, ranks
 from tests.ray.traffic import LONG, LONGEST, SHORT, Streams, Traffic, client, prompt
 from tests.ray.trial import FAST, PLAIN, expected_of, streams_on_both, trial, two_replicas
 
@@ -39,12 +39,7 @@ def killed_actor(cluster: Cluster) -> tuple[str, str, str]:
 
 @trial
 def killed_rank(cluster: Cluster) -> tuple[str, str, str]:
-    def kill(replica: Replica) -> None:
-        next(
-            process for process in replica.processes if "oarlock.workers.worker.worker_process" in process.cmdline()
-        ).kill()
-
-    lost, followed = killed(cluster, kill)
+    lost, followed = killed(cluster, lambda replica: ranks(replica.processes)[0].kill())
     return "SIGKILL to a rank of one of two replicas", followed, str(lost)
 
 

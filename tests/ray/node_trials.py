@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 
-from tests.e2e.running import DEMO, ROOT, RunningServer
-from tests.ray.cluster import Cluster, Replica, eventually
+from tests.e2e.running import DEMO, ROOT, RunningServer, alive
+from tests.ray.cluster import Cluster, Replica, eventually, ranks
 from tests.ray.faults import killed
 from tests.ray.nodes import CORES, LAYERS_ON_TWO, NodeCluster, oarlock_with_ray, part_of, parts
 from tests.ray.trial import FAST, both_running, node_trial, streams_on_both
@@ -50,15 +50,11 @@ def answers(one: RunningServer) -> list[Any]:
 def refused(cluster: Cluster, *flags: str | int, python: str | None = None, **changes: str) -> str:
     """Returns what a start printed that ended with status 3."""
     environment = cluster.environment | changes
-    words = [
-        python or oarlock_with_ray(cluster.directory / "oarlock"),
-        "-m",
-        "oarlock",
-        "serve",
-        str(DEMO),
-        *map(str, flags),
-    ]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    interpreter = python or oarlock_with_ray(cluster.directory / "oarlock")
+    words = [interpreter, "-m", "oarlock", "serve", DEMO, *flags]
+    done = subprocess.run(
+        list(map(str, words)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 3 and "Traceback" not in done.stderr, done.stdout + done.stderr
     return done.stderr
 
@@ -71,24 +67,13 @@ def answers_on_two_nodes(cluster: Cluster) -> tuple[str, str, str]:
         with server(cluster, *ON_RAY, *flags) as head:
             assert answers(head) == expected, size
             (part,) = parts()
-            ranks = [
-                child
-                for child in part.children(recursive=True)
-                if "oarlock.workers.worker.worker_process" in _words(child)
-            ]
-            assert len(ranks) == (2 if "x" in size else 1), size
+            assert len(ranks(part.children(recursive=True))) == (2 if "x" in size else 1), size
             assert head.stop() == 0, head.log
             eventually(lambda part=part: not part.is_running(), f"{size}: the part has ended")
     followed = (
         f"text and log-probabilities of {len(expected)} answers bit for bit those of one rank; ends with status 0"
     )
     return f"`--distributed-executor-backend ray` with {', '.join(SIZES)}", followed, "0"
-
-
-def _words(process: psutil.Process) -> list[str]:
-    with contextlib.suppress(psutil.Error):
-        return process.cmdline()
-    return []
 
 
 @node_trial
@@ -176,7 +161,7 @@ def lost_node_of_a_server(cluster: NodeCluster) -> tuple[str, str, str]:
             began = time.monotonic()
             lose(cluster, fault)
             assert head.process.wait(60) == 5, head.log
-            eventually(lambda group=group: not any(map(psutil.Process.is_running, group)), "the part has ended")
+            eventually(lambda group=group: not any(map(alive, group)), "the part has ended")
             seconds[fault] = time.monotonic() - began
             assert "node 1 (node1, 10.83.0.2) has " in head.log and "Traceback" not in head.log, head.log
         bring_back(cluster)
@@ -205,7 +190,7 @@ def lost_node_of_a_replica(cluster: NodeCluster) -> tuple[str, str, str]:
         streams, (whole, broken) = streams_on_both(cluster, [living, dying])
         began = time.monotonic()
         lose(cluster, fault)
-        eventually(lambda group=group: not any(map(psutil.Process.is_running, group)), "the group has ended")
+        eventually(lambda group=group: not any(map(alive, group)), "the group has ended")
         group_s = time.monotonic() - began
         eventually(lambda ends=streams.ends, broken=broken: len(ends.errors) == broken, "clients have been told")
         told_s = time.monotonic() - began

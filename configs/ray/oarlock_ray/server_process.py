@@ -44,7 +44,9 @@ class ServerProcess:
 
     def error(self) -> ArgumentError:
         """The cause and the fix that it printed, once it has ended."""
-        return ArgumentError(*last_error("\n".join(self._printed), self.how_it_ended()))
+        status = self._ended.result()
+        how = f"was killed by signal {-status}" if status < 0 else f"left with status {status}"
+        return ArgumentError(*last_error("\n".join(self._printed), f"The server {how}."))
 
     def launch(self) -> None:
         """Start the process."""
@@ -68,18 +70,9 @@ class ServerProcess:
         return await asyncio.shield(self._ended)
 
     @property
-    def has_ended(self) -> bool:
-        return self._ended.done()
-
-    @property
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
-
-    def how_it_ended(self) -> str:
-        status = self._ended.result()
-        how = f"was killed by signal {-status}" if status < 0 else f"left with status {status}"
-        return f"The server {how}."
 
     async def stop(self) -> None:
         """SIGTERM; it drains for as long as it was told to. One that has not ended 15 s later is killed."""
