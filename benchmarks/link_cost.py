@@ -25,14 +25,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from benchmarks import link_probe as probe
 from benchmarks import load
 from benchmarks.checkpoint import SHAPES, ensure, parameters, prompts
 from benchmarks.peers import progress
 from oarlock.workers.layers.stage_layers import layers_of_stage
 from tests.e2e.running import free_port
-from tests.multihost import probe
 from tests.multihost.group import Group, HostServer
-from tests.multihost.hosts import TwoHosts, why_not
+from tests.multihost.hosts import Hosts, why_not
 
 NAME = "load"
 SUM_BYTES, HIDDEN_BYTES = 4, 2  # of an element: parts of sums are float32, hidden states bfloat16
@@ -127,7 +127,7 @@ def micro_batch(concurrency: int) -> int:
 class Bench:
     """The servers, all up at once, idle but for the one that is asked."""
 
-    def __init__(self, args: argparse.Namespace, hosts: TwoHosts, cleanup: contextlib.ExitStack) -> None:
+    def __init__(self, args: argparse.Namespace, hosts: Hosts, cleanup: contextlib.ExitStack) -> None:
         self.args = args
         self.hosts = hosts
         self.shape = SHAPES[args.shape]
@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     links = [Link(delay) for delay in args.delays_ms]
     links += [Link(args.delays_ms[min(1, len(args.delays_ms) - 1)], mbit) for mbit in args.mbit]
     with contextlib.ExitStack() as cleanup:
-        hosts = cleanup.enter_context(TwoHosts("relay"))
+        hosts = cleanup.enter_context(Hosts("relay"))
         bench = Bench(args, hosts, cleanup)
         found = {link: measured(bench, link) for link in links}
         for concurrency in args.concurrency:

@@ -112,7 +112,7 @@ FAULTS = (
         lambda group: group.node.main().suspend(),
         node=(EXIT_RANK_DIED, EXIT_RANK_HUNG),
         cause=r"node 1\b",
-        shown="rank 1 failed at step 6: node 1 (box2, 10.0.0.2) has said nothing for 5 s",
+        shown="node 1 (box2, 10.0.0.2) has said nothing for 5 s",
         says=("head",),
         goes_on=lambda group: group.node.main().resume(),
         advice="Something stopped it, or the host had no memory or time for it.",
@@ -174,14 +174,17 @@ def table() -> str:
         "| what happens | status of head, node | the cause in the log, for example | what to do |",
         "|---|---|---|---|",
     ]
-    grouped: dict[str, list[str]] = {}  # what looks alike is one row
+    grouped: dict[str, list[Fault]] = {}  # what looks alike is one row
     for row in FAULTS:
-        statuses = ", ".join(" or ".join(_status(number) for number in found) for found in (row.head, row.node))
         where = "" if len(row.says) == 2 else " (the head's log)" if row.says == ("head",) else " (the node's log)"
-        grouped.setdefault(f"{statuses} | `{row.shown}`{where} | {row.advice} |", []).append(row.what)
-    lines += [f"| {'; '.join(what)} | {rest}" for rest, what in grouped.items()]
+        grouped.setdefault(f"`{row.shown}`{where} | {row.advice} |", []).append(row)
+    for rest, rows in grouped.items():
+        statuses = ", ".join(map(_statuses, ([row.head for row in rows], [row.node for row in rows])))
+        lines.append(f"| {'; '.join(row.what for row in rows)} | {statuses} | {rest}")
     return "\n".join(lines)
 
 
-def _status(number: int) -> str:
-    return "killed" if number == KILLED else str(number)
+def _statuses(found: list[tuple[int, ...]]) -> str:
+    return " or ".join(
+        dict.fromkeys("killed" if number == KILLED else str(number) for each in found for number in each)
+    )

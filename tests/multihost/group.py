@@ -1,6 +1,6 @@
 """`oarlock serve` on each of two hosts, as a user starts it there: one model, the same flags but for the host's number.
 
-with TwoHosts("relay") as hosts, Group(hosts, DEMO, "-tp", 2) as group:
+with Hosts("relay") as hosts, Group(hosts, DEMO, "-tp", 2) as group:
     group.head.text("import ")
 """
 
@@ -14,7 +14,7 @@ import math
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import httpx
 import psutil
@@ -23,7 +23,6 @@ from tests.e2e.running import READY_WITHIN_S, RunningServer, alive, eventually, 
 from tests.multihost.hosts import Host, Hosts
 
 Flags = tuple[str | int | Path, ...]
-AnyHosts = TypeVar("AnyHosts", bound=Hosts)
 
 _PR_SET_PDEATHSIG = 1
 
@@ -100,7 +99,7 @@ def ranks_of(flags: Flags) -> int:
     return math.prod(int(str(value)) for name, value in itertools.pairwise(flags) if name in sizes)
 
 
-class Group(Generic[AnyHosts]):
+class Group:
     """Use as a context manager, which waits until the head is ready; leaving it ends whatever still runs.
 
     `head_flags` and `head_env` are for the head only; `node_flags`, `node_env` and `node_model`, where it is another
@@ -111,7 +110,7 @@ class Group(Generic[AnyHosts]):
 
     def __init__(
         self,
-        hosts: AnyHosts,
+        hosts: Hosts,
         model: str | Path,
         *flags: str | int | Path,
         head_flags: Flags = (),

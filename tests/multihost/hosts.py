@@ -1,6 +1,6 @@
-"""Several hosts on one machine: network namespaces; two with a cable between them that can be slow, or cut.
+"""Several hosts on one machine: network namespaces with a link between them that can be slow, or cut.
 
-    with TwoHosts("relay") as hosts:
+    with Hosts("relay") as hosts:
         hosts.emulate(delay_s=0.001, bytes_per_s=125e6)
         with hosts.node.inside():
             ...  # sockets made here, and processes started here, are the second host's
@@ -8,11 +8,9 @@
 
 Three kinds:
 
-* `relay`: TUN devices with a process between them (`relay.py`), for delay, bandwidth, loss and partitions.
-* `veth`: two ends of one virtual device of the kernel; quick, emulates nothing.
-* `loopback`: 127.0.0.1 and 127.0.0.2 without namespaces, where the system permits nothing else.
-
-`SwitchedHosts` are any number, each joined to a bridge of the kernel.
+* `relay`: two, by TUN devices with a process between them (`relay.py`), for delay, bandwidth, loss and partitions.
+* `switch`: any number, each joined to a bridge of the kernel; quick, emulates nothing.
+* `loopback`: 127.0.0.1 and those after it without namespaces, where the system permits nothing else.
 
 A namespace exists as long as a process is in it or holds its descriptor, and has no name: when the tests' process ends,
 however it ends, namespaces, devices and the relay end with it.
@@ -35,7 +33,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Kind = Literal["relay", "veth", "loopback"]
+import pytest
+
+Kind = Literal["relay", "switch", "loopback"]
 Direction = Literal["both", "to_node", "to_head"]
 
 INTERFACE = "oar0"  # its name on both hosts
@@ -128,9 +128,11 @@ def _new_tun() -> int:
 class Hosts:
     """A context manager. `head` is the first of `hosts`, `node` the second."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Kind, count: int = 2) -> None:
         self.kind = kind
         self.hosts: tuple[Host, ...] = ()
+        self._count = count
+        self._control: socket.socket | None = None
         self._cleanup = contextlib.ExitStack()
 
     @property
@@ -141,50 +143,45 @@ class Hosts:
     def node(self) -> Host:
         return self.hosts[1]
 
+    def __enter__(self) -> Hosts:
+        names = ["head", *(f"node{number}" for number in range(1, self._count))]
+        with contextlib.ExitStack() as cleanup:
+            for number, name in enumerate(names, 1):
+                if self.kind == "loopback":
+                    self.hosts += (Host(name, f"127.0.0.{number}", "lo"),)
+                else:
+                    self.hosts += (_new_host(name, f"10.83.0.{number}"),)
+                    cleanup.callback(self.hosts[-1].close)
+            if self.kind == "relay":
+                self._lay_relay(cleanup)
+            elif self.kind == "switch":
+                self._lay_switch(cleanup)
+            for host in self.hosts if self.kind != "loopback" else ():
+                with host.inside():
+                    _ip("address", "add", f"{host.address}/24", "dev", INTERFACE)
+                    _ip("link", "set", INTERFACE, "txqueuelen", 10_000, "up")
+            self._cleanup = cleanup.pop_all()
+        return self
+
     def __exit__(self, *error: object) -> None:
         self._cleanup.close()
 
-    def _new_hosts(self, count: int, cleanup: contextlib.ExitStack) -> None:
-        for number in range(count):
-            host = _new_host(f"node{number}" if number else "head", f"10.83.0.{number + 1}")
-            cleanup.callback(host.close)
-            self.hosts += (host,)
-
-    def _give_addresses(self) -> None:
-        for host in self.hosts:
+    def _lay_switch(self, cleanup: contextlib.ExitStack) -> None:
+        switch = _new_host("switch", "")
+        cleanup.callback(switch.close)
+        assert switch.namespaces is not None
+        self._switch = switch
+        net = switch.namespaces[0]
+        with switch.inside():
+            _ip("link", "add", "bridge0", "type", "bridge")
+            _ip("link", "set", "bridge0", "up")
+        for number, host in enumerate(self.hosts):
+            port = f"port{number}"
             with host.inside():
-                _ip("address", "add", f"{host.address}/24", "dev", INTERFACE)
-                _ip("link", "set", INTERFACE, "txqueuelen", 10_000, "up")
-
-
-class SwitchedHosts(Hosts):
-    """`count` hosts, each of which reaches all others through a switch."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__("veth")
-        self._count = count
-
-    def __enter__(self) -> SwitchedHosts:
-        with contextlib.ExitStack() as cleanup:
-            switch = _new_host("switch", "")
-            cleanup.callback(switch.close)
-            assert switch.namespaces is not None
-            self._switch = switch
-            net = switch.namespaces[0]
+                peer = ("peer", "name", port, "netns", f"/proc/self/fd/{net}")
+                _ip("link", "add", INTERFACE, "type", "veth", *peer, keep=(net,))
             with switch.inside():
-                _ip("link", "add", "bridge0", "type", "bridge")
-                _ip("link", "set", "bridge0", "up")
-            self._new_hosts(self._count, cleanup)
-            for number, host in enumerate(self.hosts):
-                port = f"port{number}"
-                with host.inside():
-                    peer = ("peer", "name", port, "netns", f"/proc/self/fd/{net}")
-                    _ip("link", "add", INTERFACE, "type", "veth", *peer, keep=(net,))
-                with switch.inside():
-                    _ip("link", "set", port, "master", "bridge0", "up")
-            self._give_addresses()
-            self._cleanup = cleanup.pop_all()
-        return self
+                _ip("link", "set", port, "master", "bridge0", "up")
 
     def cut(self, host: Host) -> None:
         """Nothing reaches the host or comes from it any more, and nobody is told."""
@@ -196,35 +193,6 @@ class SwitchedHosts(Hosts):
     def _set_port(self, host: Host, *words: str) -> None:
         with self._switch.inside():
             _ip("link", "set", f"port{self.hosts.index(host)}", *words)
-
-
-class TwoHosts(Hosts):
-    """With one cable."""
-
-    def __init__(self, kind: Kind = "relay") -> None:
-        super().__init__(kind)
-        self._control: socket.socket | None = None
-
-    def __enter__(self) -> TwoHosts:
-        with contextlib.ExitStack() as cleanup:
-            if self.kind == "loopback":
-                self.hosts = Host("head", "127.0.0.1", "lo"), Host("node1", "127.0.0.2", "lo")
-            else:
-                self._new_hosts(2, cleanup)
-                if self.kind == "veth":
-                    self._lay_veth()
-                else:
-                    self._lay_relay(cleanup)
-                self._give_addresses()
-            self._cleanup = cleanup.pop_all()
-        return self
-
-    def _lay_veth(self) -> None:
-        assert self.node.namespaces is not None
-        net = self.node.namespaces[0]
-        with self.head.inside():
-            peer = ("peer", "name", INTERFACE, "netns", f"/proc/self/fd/{net}")
-            _ip("link", "add", INTERFACE, "type", "veth", *peer, keep=(net,))
 
     def _lay_relay(self, cleanup: contextlib.ExitStack) -> None:
         ours, theirs = socket.socketpair()
@@ -240,7 +208,6 @@ class TwoHosts(Hosts):
             process = subprocess.Popen(command, pass_fds=keep)
         cleanup.callback(process.wait)
         cleanup.callback(process.kill)
-        self.relay_pid = process.pid
         self._control = ours
 
     # ------------------------------------------------------------------ the cable
@@ -263,21 +230,25 @@ class TwoHosts(Hosts):
         """Nothing arrives any more, and nobody is told: neither side sees a connection end."""
         self._set(open=[direction == "to_head", direction == "to_node"])
 
-    def heal(self) -> None:
-        self._set(open=[True, True])
-
     def carried(self) -> dict[str, list[int]]:
         """`packets`, `bytes` of a wire and `dropped` packets so far: [to the node, to the head]."""
         return self._set()
 
 
 @functools.cache
-def why_not(kind: Kind | Literal["switch"]) -> str | None:
+def why_not(kind: Kind) -> str | None:
     """Why hosts of this kind cannot be had on this machine; None when they can."""
     if sys.platform != "linux":
         return "network namespaces are Linux's"
     try:
-        with SwitchedHosts(3) if kind == "switch" else TwoHosts(kind):
+        with Hosts(kind):
             return None
     except OSError as error:
         return f"hosts joined by {kind} are not permitted here: {error}"
+
+
+def hosts_for_test(kind: Kind, count: int = 2) -> Hosts:
+    """Skips the test where they cannot be had."""
+    if reason := why_not(kind):
+        pytest.skip(reason)
+    return Hosts(kind, count)

@@ -13,7 +13,7 @@ from tests.e2e.running import DEMO, ROOT
 from tests.golden.tiny_models import make_tiny
 from tests.multihost.bad_inputs import BAD_INPUTS, BadInput
 from tests.multihost.group import Group
-from tests.multihost.hosts import TwoHosts, why_not
+from tests.multihost.hosts import hosts_for_test
 
 CONFIGURATION, USAGE = 3, 2
 WITHIN_S = 60.0
@@ -22,9 +22,7 @@ ROWS = [pytest.param(row, id=row.name, marks=[] if row.is_quick else pytest.mark
 
 @pytest.fixture(scope="module")
 def hosts():
-    if reason := why_not("veth"):
-        pytest.skip(reason)
-    with TwoHosts("veth") as hosts:
+    with hosts_for_test("switch") as hosts:
         yield hosts
 
 

@@ -12,7 +12,7 @@ from tests.e2e.open_stream import OpenStream
 from tests.e2e.running import eventually
 from tests.multihost.faults import FAULTS, WITHIN_S, Fault
 from tests.multihost.group import Group
-from tests.multihost.hosts import TwoHosts, why_not
+from tests.multihost.hosts import hosts_for_test
 
 ROWS = [
     pytest.param(row, launcher, id=f"{row.what}, {launcher}", marks=marks)
@@ -29,9 +29,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def hosts():
-    if reason := why_not("relay"):
-        pytest.skip(reason)
-    with TwoHosts("relay") as hosts:
+    with hosts_for_test("relay") as hosts:
         yield hosts
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.running import DEMO, eventually
 from tests.e2e.storm import storm
 from tests.multihost.group import Group
-from tests.multihost.hosts import TwoHosts
+from tests.multihost.hosts import Hosts
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "3"))
 SIZES = ("-tp", "-pp") if "SOAK_SECONDS" in os.environ else ("-pp",)
@@ -36,7 +36,7 @@ def idle(server):
 @pytest.mark.timeout(60 + 2 * SECONDS + 300)
 @pytest.mark.parametrize("size", SIZES)
 def test_clients_that_leave_cost_no_host_anything(size):
-    with TwoHosts("loopback") as hosts, Group(hosts, DEMO, *FLAGS, size, 2) as group:
+    with Hosts("loopback") as hosts, Group(hosts, DEMO, *FLAGS, size, 2) as group:
         asyncio.run(storm(group.head.url, 1, seed=1))  # warm: pools of threads and connections have their usual size
         eventually(lambda: idle(group.head), 60, "the warm-up's requests are over")
         before = held(group)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.running import DEMO, eventually
 from tests.multihost.group import Group
-from tests.multihost.hosts import TwoHosts
+from tests.multihost.hosts import Hosts
 
 pytestmark = pytest.mark.soak
 END_WITHIN_S = 60.0
@@ -15,7 +15,7 @@ TWO_RANKS = ("--tensor-parallel-size", 2)
 
 @pytest.fixture(scope="module")
 def hosts():
-    with TwoHosts("loopback") as hosts:
+    with Hosts("loopback") as hosts:
         yield hosts
 
 

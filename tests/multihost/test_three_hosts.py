@@ -11,7 +11,7 @@ from tests.e2e.running import RunningServer, eventually
 from tests.golden.tiny_models import make_tiny
 from tests.multihost.faults import KILLED, WITHIN_S
 from tests.multihost.group import Group
-from tests.multihost.hosts import SwitchedHosts, why_not
+from tests.multihost.hosts import hosts_for_test
 
 pytestmark = pytest.mark.soak
 PROMPTS = ["Q: What does os.path.join do?\nA:", "import os\nimport sys\n\n", "for line in file:\n"]
@@ -20,9 +20,7 @@ FLAGS = ("--dtype", "float32", "--served-model-name", "one")
 
 @pytest.fixture(scope="module")
 def hosts():
-    if reason := why_not("switch"):
-        pytest.skip(reason)
-    with SwitchedHosts(3) as hosts:
+    with hosts_for_test("switch", 3) as hosts:
         yield hosts
 
 

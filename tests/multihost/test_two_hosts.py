@@ -1,10 +1,12 @@
 """One model on two hosts answers as on one: the same text, the same bits, whatever the link between them is like."""
 
+import signal
+
 import pytest
 
 from tests.e2e.running import DEMO, RunningServer
 from tests.multihost.group import Group
-from tests.multihost.hosts import TwoHosts, why_not
+from tests.multihost.hosts import hosts_for_test
 
 PROMPTS = ["Q: What does os.path.join do?\nA:", "import os\nimport sys\n\n", "for line in file:\n"]
 FLAGS = ("--dtype", "float32", "--block-size", 16, "--served-model-name", "demo")
@@ -28,12 +30,6 @@ def answers(server):
     return [*found, by_grammar["choices"][0]["text"]]
 
 
-def two_hosts(kind):
-    if reason := why_not(kind):
-        pytest.skip(reason)
-    return TwoHosts(kind)
-
-
 @pytest.fixture(scope="module")
 def expected():
     """What one rank on this host answers."""
@@ -45,23 +41,26 @@ def expected():
     ("size", "kind", "launcher"),
     [
         ("TP 2", "loopback", "flags"),
-        *(pytest.param(size, "veth", "flags", marks=pytest.mark.soak) for size in SIZES),
-        pytest.param("PP 2", "veth", "LeaderWorkerSet", marks=pytest.mark.soak),
-        pytest.param("TP 2 x PP 2", "veth", "torchrun", marks=pytest.mark.soak),
-        pytest.param("TP 2 x PP 2", "veth", "torchrun per rank", marks=pytest.mark.soak),
+        ("PP 2", "loopback", "flags"),
+        *(pytest.param(size, "switch", "flags", marks=pytest.mark.soak) for size in SIZES),
+        pytest.param("PP 2", "switch", "LeaderWorkerSet", marks=pytest.mark.soak),
+        pytest.param("TP 2 x PP 2", "switch", "torchrun", marks=pytest.mark.soak),
+        pytest.param("TP 2 x PP 2", "switch", "torchrun per rank", marks=pytest.mark.soak),
     ],
 )
 def test_the_answers_are_those_of_one_host(expected, size, kind, launcher):
-    with two_hosts(kind) as hosts, Group(hosts, DEMO, *FLAGS, *SIZES[size], launcher=launcher) as group:
+    with hosts_for_test(kind) as hosts, Group(hosts, DEMO, *FLAGS, *SIZES[size], launcher=launcher) as group:
         assert answers(group.head) == expected
         if launcher == "flags":
             assert "c10d" not in group.logs, "torch warns of hosts without a name, which nobody needs"
+            group.node.process.send_signal(signal.SIGTERM)
+            assert group.statuses(60) == [0, 0] and "level=ERROR" not in group.logs, group.logs
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", ["TP 2", "PP 2"])
 def test_a_slow_or_lossy_link_changes_no_answer(expected, size):
-    with two_hosts("relay") as hosts, Group(hosts, DEMO, *FLAGS, *SIZES[size]) as group:
+    with hosts_for_test("relay") as hosts, Group(hosts, DEMO, *FLAGS, *SIZES[size]) as group:
         for link in ({"delay_s": 0.005}, {"bytes_per_s": 1.25e6}, {"loss": 0.01}):
             hosts.emulate(**link)
             assert answers(group.head) == expected, link

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.running import DEMO, ROOT, environment, eventually
 from tests.multihost.group import Inside
-from tests.multihost.hosts import TwoHosts, why_not
+from tests.multihost.hosts import hosts_for_test
 
 PAGE = ROOT / "docs" / "scaling.md"
 COMMANDS = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -51,9 +51,7 @@ def test_the_commands_differ_in_the_number_of_the_host_alone():
 @pytest.mark.soak
 @pytest.mark.parametrize("way", PAIRS)
 def test_two_hosts_serve_as_the_page_says(way, tmp_path):
-    if reason := why_not("veth"):
-        pytest.skip(reason)
-    with TwoHosts("veth") as hosts:
+    with hosts_for_test("switch") as hosts:
         commands = zip(PAIRS[way], hosts.hosts, strict=True)
         processes = [typed(command, host, tmp_path, hosts.head.address) for command, host in commands]
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from tests.e2e.running import ROOT
-from tests.multihost.hosts import Host, SwitchedHosts, why_not
+from tests.multihost.hosts import Host, Hosts, why_not
 from tests.ray.cluster import HEAD_PORT, Cluster, Replica, command, eventually
 
 HEAD_CORES, CORES = 4, 2  # of the head and of each other node, so Ray is told
@@ -27,7 +27,7 @@ class NodeCluster(Cluster):
     def __init__(self) -> None:
         reason = why_not("switch")
         assert reason is None, reason
-        self.hosts = SwitchedHosts(3)
+        self.hosts = Hosts("switch", 3)
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> NodeCluster:

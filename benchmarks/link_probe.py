@@ -1,6 +1,6 @@
 """What a link does: round trips of small messages and bytes per second, over TCP.
 
-    python probe.py PORT        answers on every address until its standard input ends
+    python link_probe.py PORT        answers on every address until its standard input ends
 
 The answering side is a process of its own, so that the two do not wait for one interpreter. Knows nothing of hosts:
 both sides run wherever they are started.
@@ -28,8 +28,8 @@ def connect(address: str, port: int, timeout_s: float = 10.0) -> socket.socket:
     return connection
 
 
-def round_trips_s(address: str, port: int, count: int = 200) -> list[float]:
-    """Seconds of `count` round trips of one byte, after 20 that do not count."""
+def round_trip_s(address: str, port: int, count: int = 200) -> float:
+    """The median of the seconds of `count` round trips of one byte, after 20 that do not count."""
     times = []
     with connect(address, port) as connection:
         connection.sendall(PING)
@@ -40,12 +40,7 @@ def round_trips_s(address: str, port: int, count: int = 200) -> list[float]:
                 raise ConnectionError("the probe's other side has ended")
             if number >= 20:
                 times.append(time.perf_counter() - begun)
-    return times
-
-
-def round_trip_s(address: str, port: int, count: int = 200) -> float:
-    """Their median."""
-    return statistics.median(round_trips_s(address, port, count))
+    return statistics.median(times)
 
 
 def bytes_per_s(address: str, port: int, num_bytes: int = 1 << 24) -> float:
