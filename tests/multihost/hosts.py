@@ -183,11 +183,11 @@ class Hosts:
             with switch.inside():
                 _ip("link", "set", port, "master", "bridge0", "up")
 
-    def cut(self, host: Host) -> None:
+    def unplug(self, host: Host) -> None:
         """Nothing reaches the host or comes from it any more, and nobody is told."""
         self._set_port(host, "nomaster")
 
-    def heal(self, host: Host) -> None:
+    def plug_in(self, host: Host) -> None:
         self._set_port(host, "master", "bridge0")
 
     def _set_port(self, host: Host, *words: str) -> None:

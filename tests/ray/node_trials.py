@@ -141,13 +141,13 @@ def lose(cluster: NodeCluster, fault: str) -> None:
     if fault == "raylet":
         cluster.kill_raylet(cluster.hosts.node)
     else:
-        cluster.hosts.cut(cluster.hosts.node)
+        cluster.hosts.unplug(cluster.hosts.node)
 
 
 def bring_back(cluster: NodeCluster, cores: int = CORES) -> None:
     """The second node as after a restart: nothing runs on it but a new raylet."""
     cluster.switch_off(cluster.hosts.node)
-    cluster.hosts.heal(cluster.hosts.node)
+    cluster.hosts.plug_in(cluster.hosts.node)
     cluster.join(cluster.hosts.node, cores)
 
 
