@@ -27,7 +27,7 @@ class KvEventsConfig:
     hwm: int = 100_000  # batches that wait for one subscriber; beyond, they are dropped for it
     max_queue_size: int = 100_000  # batches that wait to be encoded; beyond, they are dropped
     topic: str = ""
-    has_key_in_salts: bool = False  # the part of a salt before its first `|` names an API key, and is not told
+    has_key_in_salts: bool = False  # the part of a salt before its first `|` names an API key: not published
 
     @property
     def is_bound(self) -> bool:
@@ -57,12 +57,12 @@ class EngineConfig:
     max_step_s: float | None = None  # of a step that continues answers; None: a few times one without prompts
     heartbeat_interval_s: float = 2.0  # how often an idle engine checks that every rank answers
     pipeline_depth: int | None = None  # steps in flight at most; 2: each is scheduled while the one before runs.
-    # None: what is fastest with these ranks on this machine
+    # None: the fastest depth with these ranks on this machine
     speculative: SpeculativeConfig | None = None  # None: no drafts
     kv_events: KvEventsConfig | None = None  # None: nothing is published
     reports_blocks: bool = False  # whether the frontend is told what enters and leaves the prefix cache
     record_path: str | None = None  # a new file that gets every step and answer; None: nothing is recorded
-    record_limit_bytes: int | None = None  # recording stops there, serving goes on; None: when the disk is full
+    record_limit_bytes: int | None = None  # recording stops there, serving continues; None: when the disk is full
 
     def __post_init__(self) -> None:
         drafts = 0 if self.speculative is None else self.speculative.num_speculative_tokens

@@ -9,7 +9,7 @@ KINDS = (
     "cls",  # of the first token
     "token",  # of every token
     "logits",  # no hidden states, but the logits of `token_ids` after the last token, before any softmax
-    "labels",  # no hidden states, but what an encoder's classification head makes of them, before any final function
+    "labels",  # no hidden states, but the output of an encoder's classification head, before any final function
 )
 
 

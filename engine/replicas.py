@@ -33,7 +33,7 @@ class Replicas:
         self.replicas = replicas
         self.prefixes = prefixes
         self.dead = asyncio.Event()  # all have ended; `exit_code` and `death_cause` say how the first one did for good
-        self.lost = asyncio.Event()  # one has ended for good: the others should finish what they have
+        self.lost = asyncio.Event()  # one replica has ended for good: the others should finish their requests
         self.exit_code: int | None = None
         self.death_cause: str | None = None
         self._ids = itertools.count(1)
@@ -167,7 +167,7 @@ async def start_engine(
 
     async def start_again(number: int, num_starts: int) -> EngineClient:
         own = configs[number]
-        if own.record_path is not None:  # what was recorded until the death stays as it is
+        if own.record_path is not None:  # the recording until the death is kept
             own = replace(own, record_path=f"{own.record_path}.{num_starts}")
         return await EngineClient.start(own, _silent, process=make(), on_blocks=partial(prefixes.apply, number))
 

@@ -24,7 +24,7 @@ class SamplingParams:
     top_k: int = 0  # 0: off
     min_p: float = 0.0  # [0, 1]; 0: off
     seed: int = 0  # always drawn by the server: nothing below it is random
-    min_tokens: int = 0  # stop tokens are banned before so many were generated
+    min_tokens: int = 0  # stop tokens are banned until this many are generated
     eos_token_ids: tuple[int, ...] = ()  # empty when the caller ignores them
     stop_token_ids: tuple[int, ...] = ()  # asked for by the caller
     logprobs: int | None = None  # None: none; k: the sampled token's and the k best

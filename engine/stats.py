@@ -147,7 +147,7 @@ class EngineStats:
         return EngineStats.from_dict(json.loads(text))
 
     def to_dict(self) -> dict[str, Any]:
-        """A copy: later changes do not reach it."""
+        """Copy the statistics into a dictionary, which later changes do not reach."""
         return asdict(self)
 
     @staticmethod

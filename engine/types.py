@@ -118,7 +118,7 @@ class TokenEvent:
     num_cached_tokens: int = 0  # of the prompt, taken from the prefix cache
     error: str | None = None  # with FinishReason.ERROR
     error_param: str | None = None  # the field of the request that is at fault; None: the engine is at fault
-    error_code: str | None = None  # what was not available: the same request may succeed later
+    error_code: str | None = None  # name of the part that is not available: the same request may succeed later
     # Vectors, concatenated, or logits: float32, in an event of each step that computed any.
     pooled: Sequence[float] = ()
 
@@ -174,8 +174,8 @@ class EngineInfo:
     rank_pids: tuple[int, ...] = field(default=())
     numbers_digest: str = ""  # changes with everything that decides a number
     quantization: str = "none"  # of the weights, in a few words
-    input_rounding: str | None = None  # what products round their inputs to, in a few words; None: they do not
-    kv_cache_dtype: str = "auto"  # what keys and values are stored in: the dtype, int8 or fp8
+    input_rounding: str | None = None  # numbers to which products round their inputs, in a few words; None: they do not
+    kv_cache_dtype: str = "auto"  # stored form of keys and values: the dtype, int8 or fp8
     step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
     pipeline_parallel_size: int = 1  # stages, each of `tensor_parallel_size` ranks
     nnodes: int = 1  # hosts

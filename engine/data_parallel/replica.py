@@ -44,7 +44,7 @@ class Replica:
     """A running engine with its number and load, made once it is ready."""
 
     def __init__(self, number: int, client: EngineClient, start: StartReplica) -> None:
-        """`start` is called again after each death."""
+        """`start`: starts the engine again after each death."""
         self.number = number
         self.client = client
         info = client.info
@@ -109,7 +109,7 @@ class Replica:
         return len(self._deaths) == MAX_DEATHS and self._deaths[-1] - self._deaths[0] < DEATHS_S
 
     async def restart(self, numbers_digest: str) -> None:
-        """Start an engine in the place of the one that died, which computes what the others compute. Raises
+        """Start an engine in place of the one that died; it must compute the same numbers as the others. Raises
         `StartupError`."""
         began = time.monotonic()
         client = await self._start(self.number, self._num_starts)

@@ -14,7 +14,7 @@ def blocks(value: BlockChanges) -> bytes:
 
 
 def read_blocks(frame: Frame) -> BlockChanges:
-    """Raises `FrameError`."""
+    """Read the changes from a frame. Raises `FrameError`."""
     data, num_stored, is_cleared = frame.ints.tobytes(), frame.head.get("num_stored"), frame.head.get("cleared")
     count, rest = divmod(len(data), HASH_BYTES)
     if rest or type(num_stored) is not int or not 0 <= num_stored <= count or type(is_cleared) is not bool:

@@ -42,7 +42,7 @@ class BlockEventLog:
         self._events.append(event)
 
     def take(self) -> list[BlockEvent]:
-        """The events since the last call."""
+        """Take the events since the last call."""
         events, self._events = self._events, []
         return events
 

@@ -91,7 +91,7 @@ class KvEventPublisher:
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Send what is in the queue, within a second."""
+        """Send the queued batches within a second, and close the sockets."""
         self._is_closing = True
         os.eventfd_write(self._wake, 1)
         if self._thread is not None:

@@ -262,7 +262,7 @@ def _how_it_ended(recording: Recording) -> str:
 
 
 def _ranks(config: WorkerConfig) -> str:
-    """`2`, or `2 in each of 3 stages`."""
+    """Describe the ranks in words: `2`, or `2 in each of 3 stages`."""
     stages = config.pipeline_parallel_size
     return f"{config.tensor_parallel_size}" + (f" in each of {stages} stages" if stages > 1 else "")
 

@@ -84,7 +84,7 @@ class RunningColumns:
         seq.num_computed_tokens, seq.last_token_s = 0, last_s
 
     def refresh(self, seq: Sequence) -> None:
-        """Write what follows from the state of `seq`, which runs."""
+        """Write the columns that follow from the state of `seq`, which runs."""
         self.num_tokens[seq.row], self.newest[seq.row] = len(seq.token_ids), seq.token_ids[-1]
         self.refresh_plain(seq)
         self.refresh_look(seq)

@@ -220,7 +220,7 @@ class Scheduler:
         return output
 
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> TokenEvents:
-        """Append tokens, cache full blocks, end what is complete; return the events.
+        """Append tokens, cache full blocks, end complete sequences; return the events.
 
         Sequences that have ended since the step was scheduled are ignored, and so are those that were preempted, which
         cannot run again before this: their token is sampled again.

@@ -16,7 +16,7 @@ from oarlock.workers.step_cost import StepCost
 
 RATIO = 2.5  # of the time of a step with prompt tokens to one without, where no limit is given
 FEWEST_TOKENS = 16  # of a chunk, however long a step takes: prompts must make progress
-REMEMBERED = 16  # steps of a kind; their median is what another will take
+REMEMBERED = 16  # steps of a kind; their median predicts the next
 _TELLING_TOKENS = 8  # steps with fewer say little about the cost of a token
 _FEWEST = 3  # steps with few rows, and with many, that show the cost of a row
 _FORGET_AFTER = 512  # steps between two kinds, after which the cost of a row may have changed

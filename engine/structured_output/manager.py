@@ -58,7 +58,7 @@ class _Failure(Enum):
         return EngineError(INTERNAL)
 
 
-_Result = Compiled | str | _Failure  # compiled, or what is wrong with the grammar, or our failure
+_Result = Compiled | str | _Failure  # compiled, or the problem with the grammar, or our failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class StructuredOutputManager:
     """Gives requests matchers for their grammars. All methods belong to the engine's loop; only `fill_masks` blocks."""
 
     def __init__(self, tokenizer_file: Path, compiler: Compiler | None, missing: str = "") -> None:
-        """`missing` says why there is no compiler."""
+        """`missing`: the reason why there is no compiler."""
         self._compiler = compiler
         self._missing = missing
         self._sandbox = CompileSandbox(tokenizer_file, NUM_THREADS)

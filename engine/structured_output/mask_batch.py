@@ -50,7 +50,7 @@ class MaskBatch:
                 plain.append((matcher.matcher, first))
         place = (masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
         if self._threads is None:
-            os.environ.setdefault("RUST_MIN_STACK", str(_STACK_BYTES))  # what the library's threads read
+            os.environ.setdefault("RUST_MIN_STACK", str(_STACK_BYTES))  # read by the library's threads
             self._threads = LLExecutor()  # as many as suit the CPUs
         if plain:
             self._threads.unsafe_compute_mask_ptr(plain, *place)

@@ -36,7 +36,7 @@ class GrammarMatcher:
         self.origin: LLMatcher = compiled.matcher  # whose cache it shares
         self.matcher: LLMatcher = self.origin.deep_copy()
         self._accepted: list[int] = []
-        self._completion: tuple[int, list[int]] | None = None  # after so many tokens, these leave only the end
+        self._completion: tuple[int, list[int]] | None = None  # (n, tokens) that leave only the end after n tokens
         self._end_ids = tuple(end_ids)
         self._digits = _DigitRun() if compiled.is_json else None
 
@@ -70,7 +70,7 @@ class GrammarMatcher:
         raise AssertionError("there is a row after the last draft")
 
     def _finish_mask(self, mask: np.ndarray, digits: "_DigitRun | None", into: np.ndarray) -> tuple[np.ndarray, bool]:
-        """Write one row, uint32 [W]. Returns what may follow, uint32 [num_words], and whether the text may end."""
+        """Write one row, uint32 [W]. Returns the ids that may follow, uint32 [num_words], and if the text may end."""
         compiler, num_words = self.compiler, len(into)
         # The library allows the tokenizer's own end token where the text may end.
         end = mask.item(compiler.end_word)

@@ -25,8 +25,8 @@ from oarlock.workers.python_child import die_with_parent, leave_signals_to_paren
 
 DEADLINE_S = 1.0  # processor time of one trial
 _PATIENCE_S = 10.0  # clock time of one trial, during which other programs may take the processor
-_MAX_MEMORY_BYTES = 512 << 20  # beyond what the tokenizer took
-_STACK_BYTES = 2 << 20  # a quarter of what the engine's threads have
+_MAX_MEMORY_BYTES = 512 << 20  # beyond the memory of the tokenizer
+_STACK_BYTES = 2 << 20  # a quarter of the stack of the engine's threads
 _NICENESS = 5  # requests that are being answered come first
 
 TOO_LONG = f"it takes longer than {DEADLINE_S:g} s to compile; make it smaller"

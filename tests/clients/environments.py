@@ -1,4 +1,4 @@
-"""An environment of its own for every client, made once and kept while its pins stay the same.
+"""Environments of the clients: a separate one for each, made once and kept while its pins stay the same.
 
 Installs exactly the pinned packages and lets no resolver choose. Never installs torch: where a client imports it, this
 repository's own is lent through a path entry.

@@ -53,6 +53,6 @@ class Window:
             self.faults.append(message.text)
 
     def open(self, url: str) -> Any:
-        """The page at this address."""
+        """Open the page at this address."""
         self.page.goto(url)
         return self.page

@@ -50,7 +50,7 @@ class Small:
             await asyncio.sleep(0.01)
 
     async def until_idle(self) -> None:
-        """Nothing runs, nothing waits, here or there."""
+        """Wait until nothing runs or waits, and check that server and engine hold nothing."""
         await self.until(lambda stats: not stats.num_requests_running + stats.num_requests_waiting)
         await asyncio.sleep(0.05)
         stats = await self.engine.stats()

@@ -27,7 +27,7 @@ from tests.unit.server.fake_hub import FakeHub
 
 
 class NoProcess:
-    """In place of the engine's process."""
+    """Replaces the engine's process."""
 
     def __init__(self, num_ranks, compiles):
         self.num_ranks = num_ranks

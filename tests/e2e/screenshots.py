@@ -27,7 +27,7 @@ LEAST_CERTAIN = """() => {
 
 
 def main() -> None:
-    """Take them."""
+    """Take the screenshots."""
     with RunningServer(DEMO, "-tp", 2, "--kv-cache-memory", "64MiB") as server, chromium.running() as browser:
         take_chat(browser, server.url)
         take_state(browser, server.url)

@@ -21,7 +21,7 @@ class ShownRows:
         return "\n".join(text.rstrip() for text, _ in self._rows)
 
     def feed(self, raw: str) -> None:
-        """Feeds what the program wrote."""
+        """Feed text that the program wrote."""
         for piece in _PIECE.finditer(raw):
             number, command, motion, character = piece.groups()
             if character:

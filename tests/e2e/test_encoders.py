@@ -36,7 +36,7 @@ def embedding(tmp_path_factory):
 
 
 def pair_ids(path, query, document, most=256):
-    """As sentence-transformers cuts and joins them."""
+    """Ids of a pair of texts, cut and joined as sentence-transformers does."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))

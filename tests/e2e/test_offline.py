@@ -1,4 +1,4 @@
-"""Real engines without a server: the program of the documentation, and a batch that is killed and goes on."""
+"""Real engines without a server: the program of the documentation, and a batch that is killed and resumed."""
 
 import contextlib
 import json

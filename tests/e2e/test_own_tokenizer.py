@@ -1,4 +1,4 @@
-"""A model without a tokenizer of its own, served with another's and with a chat template from a file."""
+"""A model without a tokenizer, served with another's and with a chat template from a file."""
 
 import json
 import shutil

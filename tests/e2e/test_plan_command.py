@@ -1,4 +1,4 @@
-"""`oarlock plan` beside the servers that it plans: what they count of memory is within 3 % of what it said."""
+"""`oarlock plan` beside the servers that it plans: their counts of memory are within 3 % of its figures."""
 
 import json
 import re

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 
 def counted(server: RunningServer, metric: str) -> dict[str, float]:
-    """Label of the engine -> value."""
+    """Values of a metric by the label of the engine."""
     return {name: own[metric] for name, own in server.metrics_by_engine().items() if metric in own}
 
 

@@ -1,4 +1,4 @@
-"""The web page before a real server: an alternative goes on from the cached prefix, and the state shows the ranks."""
+"""The web page before a real server: an alternative continues from the cached prefix, and the state shows the ranks."""
 
 import pytest
 

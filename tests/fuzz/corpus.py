@@ -1,4 +1,4 @@
-"""The bodies that break servers, for any route: some 300 cases, each with what must come of it.
+"""Corpus of bodies that break servers, for any route: some 300 cases, each with its expected outcome.
 
 A case about a field is refused where the route has the field, and may be ignored where it has not. The limits are those
 that the API documents.

@@ -40,7 +40,7 @@ class Flood:
         self._seconds: list[tuple[float, str]] = []
 
     async def wire(self, routes: Iterable[Route]) -> None:
-        """Broken HTTP on every route."""
+        """Send broken HTTP to every route."""
 
         async def one(name: str, content: bytes) -> None:
             self.sent += 1
@@ -94,7 +94,7 @@ class Flood:
             )
 
     def by_status(self) -> str:
-        """How often each status came."""
+        """Number of answers by status."""
         return ", ".join(f"{status}: {number}" for status, number in sorted(self._statuses.items()))
 
     def durations(self) -> str:
@@ -149,7 +149,7 @@ def _is_full(answer: httpx.Response) -> bool:
 
 
 async def _all_of(calls: Iterable[Awaitable[None]]) -> None:
-    """All, so many at once, made one by one."""
+    """Await all calls, `AT_ONCE` at a time, made one by one."""
     pending = iter(calls)
 
     async def worker() -> None:

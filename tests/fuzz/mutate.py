@@ -59,7 +59,7 @@ _ALLOWED: dict[str, list[Any]] = {
 
 
 def mutated(route: Route, chance: random.Random) -> bytes:
-    """One body for `route`."""
+    """Make one mutated body for `route`."""
     body = copy.deepcopy(route.good)
     if "messages" in route.fields and "prompt" in route.good and chance.random() < 0.5:
         body = {"messages": [dict(MESSAGE)]}
@@ -112,7 +112,7 @@ def _changed(value: Any, chance: random.Random) -> Any:
 
 
 def _spoil(content: bytes, chance: random.Random) -> bytes:
-    """Some bytes cut, doubled or replaced."""
+    """Cut, double or replace some bytes."""
     start = chance.randrange(len(content))
     end = min(len(content), start + chance.randint(1, 8))
     middle = chance.choice([b"", content[start:end] * 2, chance.randbytes(end - start)])

@@ -71,7 +71,7 @@ def fuzz(server: RunningServer, requests: int, seed: int, examples: int, canary:
 
 
 def report(part: str, number: int, began: float, problems: list[str]) -> None:
-    """One line of progress."""
+    """Print one line of progress."""
     seconds = time.monotonic() - began
     print(f"    {part}: {number} requests in {seconds:.0f} s, problems so far: {len(problems)}", flush=True)
 

@@ -1,4 +1,4 @@
-"""schemathesis over the server's OpenAPI document, from an environment of its own.
+"""schemathesis over the server's OpenAPI document, from a separate environment.
 
 Starts its command line and reads its JSON report; schemathesis itself chooses what it sends.
 """

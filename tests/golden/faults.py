@@ -92,7 +92,7 @@ FAULTS = [
 
 
 def table() -> str:
-    """Markdown."""
+    """Format the faults as a table in Markdown."""
     lines = ["| # | fault | caught by | first tensor named |", "|---|---|---|---|"]
     for fault in FAULTS:
         case = run_id(fault.case, fault.size)

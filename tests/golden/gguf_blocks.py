@@ -21,7 +21,7 @@ def quantized(x: Floats, kind: str) -> np.ndarray:
 
 
 def dequantized(stored: np.ndarray, kind: str) -> Floats:
-    """By the `gguf` package."""
+    """Dequantise with the `gguf` package."""
     return gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[kind])
 
 

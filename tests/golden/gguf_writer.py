@@ -1,4 +1,4 @@
-"""Writes a Hugging Face checkpoint as a GGUF file: what llama.cpp's converter does, with the `gguf` package's names.
+"""Writes a Hugging Face checkpoint as a GGUF file, as llama.cpp's converter does, with the `gguf` package's names.
 
 Apart from the reader that it judges: it takes no name and no layout from there.
 """

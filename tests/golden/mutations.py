@@ -29,7 +29,7 @@ from oarlock.workers.weights.reader import WeightReader
 
 
 def kv_heads_stored_repeated(patch: MonkeyPatch) -> None:
-    """Numbers stay right; memory does not."""
+    """Store KV heads once per query head: numbers stay right, memory does not."""
     allocate, write, attend = ReferenceBackend.allocate, ReferenceBackend.write, ReferenceBackend.attend
     group = 2  # query heads per KV head
 

@@ -1,4 +1,4 @@
-"""Encoders beside transformers in float64: hidden states and scores, alone and in company, on 1, 2, 4 and 8 ranks."""
+"""Encoders beside transformers in float64: hidden states and scores, alone and in a batch, on 1, 2, 4 and 8 ranks."""
 
 import random
 from collections.abc import Callable

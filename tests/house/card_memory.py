@@ -96,7 +96,7 @@ def column(model: str, name: str) -> list[str]:
 
 
 def table(name: str) -> str:
-    """The comment in `configs/NAME.toml`."""
+    """Table for the comment in `configs/NAME.toml`."""
     settings = load_settings({}, {}, f"{ROOT}/configs/{name}.toml").settings
     heads = [
         "",

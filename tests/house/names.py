@@ -1,4 +1,4 @@
-"""Finds what a page names in backticks and the repository does not have: files, modules, classes and functions."""
+"""Finds names in a page's backticks that the repository lacks: files, modules, classes and functions."""
 
 import ast
 import builtins

@@ -1,4 +1,4 @@
-"""The Makefile and the continuous-integration script do what they promise, tried in a folder of their own."""
+"""The Makefile and the continuous-integration script keep their promises, tried in a separate folder."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The manifests in configs/kubernetes/, and what is in them."""
+"""Reads the manifests in configs/kubernetes/ and their contents."""
 
 from __future__ import annotations
 

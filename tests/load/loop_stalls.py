@@ -35,7 +35,7 @@ _IDS = [(i * 7) % 4000 for i in range(MEGABYTE)]
 
 
 def cases() -> dict[str, tuple[str, bytes]]:
-    """Name → route and body."""
+    """Cases by name: route and body."""
     chat = {"messages": [{"role": "user", "content": "word " * 60}] * 4000}
     return {
         "body: numbers of 299 digits": (

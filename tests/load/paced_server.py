@@ -1,4 +1,4 @@
-"""A server that computes nothing: it streams made-up chunks at a pace that is known, from a process of its own.
+"""A server that computes nothing: it streams made-up chunks at a known pace, from a separate process.
 
 What a client reports of it can be held against the truth.
 """

@@ -1,4 +1,4 @@
-"""Graphs of a made-up device: what it would record of launches of Triton's kernels and of sums over ranks.
+"""Graphs of a made-up device, which record launches of Triton's kernels and sums over ranks.
 
 So a replay shows lengths and shapes of the time of capture, and nothing that the host does in between. While a graph is
 captured, reading a tensor from the host is an error, as it is on a device, and so is making one of the host's memory.

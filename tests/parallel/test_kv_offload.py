@@ -1,4 +1,4 @@
-"""KV blocks beyond the pool, with real ranks: what is loaded gives the bits that computing gives."""
+"""KV blocks beyond the pool, with real ranks: loaded blocks give the same bits as computed ones."""
 
 import os
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def ask(engine: DirectEngine) -> list[Answer]:
 
 
 def push_out(engine: DirectEngine) -> None:
-    """Other prompts take all blocks of the pool."""
+    """Run other prompts that take all blocks of the pool."""
     for number, prompt in enumerate(OTHERS, 10):
         engine.run([Request(number, prompt, SamplingParams(max_tokens=2))])
 

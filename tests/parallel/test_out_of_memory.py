@@ -17,7 +17,7 @@ from tests.parallel.test_pipeline_depth import DEMO, KINDS, LATE_KINDS, Alternat
 
 @pytest.fixture(scope="module")
 def trigger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """While it exists, memory is short."""
+    """Path of a file; memory is short while it exists."""
     return tmp_path_factory.mktemp("memory") / "is_short"
 
 

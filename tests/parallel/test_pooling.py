@@ -97,7 +97,7 @@ def prompt_of(number: int) -> tuple[int, ...]:
 
 
 def pooling_requests() -> list[Request]:
-    """Two of each kind."""
+    """Two requests of each kind of pooling."""
     return [Request(n, prompt_of(n), POOLS, pooling=params_of(KINDS[n % len(KINDS)])) for n in range(2 * len(KINDS))]
 
 

@@ -1,4 +1,4 @@
-"""Rank processes that run before anything is configured: none of them stays, whatever becomes of the start."""
+"""Rank processes that run before anything is configured: none of them stays, however the start ends."""
 
 import asyncio
 import os

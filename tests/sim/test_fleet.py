@@ -1,4 +1,4 @@
-"""Fleets in virtual time: leaps of many steps give the times of single ones, and those of the real engine's loop."""
+"""Fleets in virtual time: leaps of many steps give the same times as single steps, and as the real engine's loop."""
 
 import random
 from dataclasses import replace

@@ -20,13 +20,13 @@ _NO_STEPS = StepLog()
 
 
 class HasRequestId(Protocol):
-    """A request."""
+    """Object with a request id."""
 
     request_id: int
 
 
 class Requests(Protocol):
-    """Some requests in their order."""
+    """Sized sequence of requests in their order."""
 
     def __len__(self) -> int: ...
 

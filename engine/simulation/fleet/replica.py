@@ -35,7 +35,7 @@ class _InFlight:
 
     @property
     def at_s(self) -> float:
-        """Time of its answer."""
+        """Time at which the answer comes."""
         return float(self.ends_s[-1])
 
 

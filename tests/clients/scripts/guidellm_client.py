@@ -1,4 +1,4 @@
-"""guidellm: its load on both endpoints; every request must succeed, and the token counts must be what it asked for.
+"""guidellm: its load on both endpoints; every request must succeed, with the token counts that it asked for.
 
 Its figures are not looked at here: they are the business of the load tests.
 """

@@ -1,4 +1,4 @@
-"""Open WebUI with the variables of its container: it lists the model, and its chat streams what it answers whole.
+"""Open WebUI with the variables of its container: it lists the model, and streamed chats equal whole answers.
 
 Prints the answer. Its first account is the administrator's, which is made here; nothing of it is kept but its data
 directory.

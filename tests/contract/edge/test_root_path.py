@@ -1,4 +1,4 @@
-"""A server below a path of its proxy: with the path and without, and no way around what guards routes."""
+"""A server below a path of its proxy: with the path and without, and no way around the guards of routes."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ http {{
 
 
 def why_missing(name: str) -> str | None:
-    """None, or why this program cannot be run."""
+    """Reason why this program cannot be run, or None."""
     if shutil.which(name, path=_PATH) is not None:
         return None
     return f"no {name} on this machine (Debian: apt-get install {_PACKAGES[name]})"

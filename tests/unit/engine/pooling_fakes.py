@@ -57,7 +57,7 @@ class FakePooler:
         self._states: dict[int, list[int]] = {}
 
     def spoil(self, row: int) -> None:
-        """A token was added before its step failed."""
+        """Add a wrong token to a row, as if its step had failed after that."""
         if row in self._states:
             self._states[row].append(0)
 

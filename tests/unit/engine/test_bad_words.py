@@ -1,4 +1,4 @@
-"""Bad words against their definition, and what finding them costs."""
+"""Bad words against their definition, and the cost of finding them."""
 
 import time
 

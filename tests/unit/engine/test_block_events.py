@@ -1,4 +1,4 @@
-"""The events of the prefix cache, replayed, are what the pool has: after every step, whatever happened in it."""
+"""Replayed events of the prefix cache equal the pool's contents after every step."""
 
 from collections.abc import Sequence
 

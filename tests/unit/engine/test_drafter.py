@@ -1,4 +1,4 @@
-"""Drafts are as many as pay: by what rows cost, by how often drafts were right, and by how many sequences run."""
+"""The number of drafts depends on the cost of rows, on how often drafts were right, and on how many sequences run."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""The frontend's index of prefix caches: the same as each event by itself, in whatever batches they come."""
+"""The frontend's index of prefix caches is the same for single events and for any batches of them."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Steps that the ranks refuse for lack of memory: they are tried again, smaller, and every answer stays what it was."""
+"""Steps that the ranks refuse for lack of memory are tried again, smaller, and answers do not change."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The division of a step among drafts and prompts, and what steps cost, learnt from those that ran."""
+"""The division of a step among drafts and prompts, and the cost of steps, learnt from those that ran."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Short chat templates with the constructs of published ones, in words of their own: what the code is tried against."""
+"""Short chat templates with the constructs of published ones, in other words: the code is tried against them."""
 
 import asyncio
 

@@ -109,7 +109,7 @@ def test_a_long_range_is_halved_and_a_short_one_is_not() -> None:
 
 
 class Slow:
-    """A user more takes as long again."""
+    """Step time that grows in proportion to the users."""
 
     def seconds(self, load: StepLoad) -> float:
         return load.rows

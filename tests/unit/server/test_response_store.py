@@ -1,4 +1,4 @@
-"""The store of responses: what it counts is no less than what it holds, whatever is put into it."""
+"""The store of responses never counts less than it holds, whatever is put into it."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def gloo_groups(size: int) -> list[dist.ProcessGroup]:
-    """One for each rank."""
+    """Process groups, one for each rank."""
     store = dist.HashStore()
 
     def join(rank: int) -> dist.ProcessGroup:

@@ -48,7 +48,7 @@ def using(level: Level) -> Generator[None]:
 
 @contextmanager
 def threads(count: int) -> Generator[None]:
-    """torch and the kernels use so many inside."""
+    """Let torch and the kernels use `count` threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,4 +1,4 @@
-"""A device with a memory of its own, for tests: the host's, counted by the tensors that operations make."""
+"""A made-up device with separate memory, for tests: the host's, counted by the tensors that operations make."""
 
 import weakref
 from collections import Counter

@@ -40,7 +40,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def wait_for_compiler() -> bool:
-    """Whether there was one to wait for."""
+    """Wait for the compiler; return whether there was one to wait for."""
     waiting = [thread for thread in threading.enumerate() if thread.name == "compiling"]
     for thread in waiting:
         thread.join(timeout=60)

@@ -1,4 +1,4 @@
-"""Each check of `oarlock doctor` says what is wrong, and how to mend it, where something is."""
+"""Each check of `oarlock doctor` names a fault and its fix, where there is one."""
 
 import json
 import os

@@ -23,7 +23,7 @@ def made(outputs: int, inputs: int, group: int) -> tuple[Tensor, Tensor]:
 
 
 def dense(values: Tensor, scales: Tensor, group: int) -> Tensor:
-    """In float64."""
+    """Weights by their definition, in float64."""
     return values.double() * scales.double()[:, torch.arange(values.shape[1]) // group]
 
 

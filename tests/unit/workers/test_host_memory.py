@@ -1,4 +1,4 @@
-"""How much memory there is: the machine's, or what control groups leave of it."""
+"""Memory that is available: the machine's, or the part that control groups leave."""
 
 import pytest
 

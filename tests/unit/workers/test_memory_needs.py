@@ -1,4 +1,4 @@
-"""Whatever way an allocator says that there is no memory, the operator reads what was needed, and what is free."""
+"""Errors of any allocator that runs out of memory tell the operator how much was needed, and how much is free."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The whole shard: what it reads, what it reports, and that a token's numbers are its own."""
+"""The whole shard: the weights it reads, its reports, and that a token's numbers do not depend on others."""
 
 import re
 from pathlib import Path

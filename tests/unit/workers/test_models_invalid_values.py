@@ -109,7 +109,7 @@ def assert_usable(spec: DecoderSpec) -> None:
 
 
 def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each with the key that is odd in it."""
+    """Configurations with odd values, each with its odd key."""
     for value in ODD:
         for key in sorted(_KEYS):
             yield key, {**base(architecture), key: value}

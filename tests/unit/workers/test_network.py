@@ -27,7 +27,7 @@ def test_every_interface_is_known_with_its_addresses() -> None:
 
 
 def has(address: str, mask: str | None = None) -> SimpleNamespace:
-    """An address as psutil lists it."""
+    """Make an address as psutil lists it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return SimpleNamespace(family=family, address=address, netmask=mask)
 

@@ -1,4 +1,4 @@
-"""The step's bytes: what is packed is what every rank reads, and foreign bytes are refused."""
+"""The bytes of a step: every rank reads the step that was packed, and foreign bytes are refused."""
 
 import zlib
 

@@ -228,7 +228,7 @@ def test_writing_weights_out_is_refused_where_it_changes_nothing(
 
 
 def with_one(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The sixth number is another."""
+    """Replace the sixth number."""
     return lambda x: torch.cat((x[:5], torch.tensor([value], dtype=x.dtype), x[6:]))
 
 

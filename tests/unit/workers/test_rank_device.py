@@ -69,14 +69,14 @@ class DeviceCalls(TorchFunctionMode):
 
 
 class Started(Exception):
-    """The start has come to the weights."""
+    """Raised when the start comes to the weights."""
 
 
 class SilentControl:
     """A control channel that nobody reads."""
 
     def send(self, kind: str, **fields: Any) -> None:
-        """The engine is not there."""
+        """Drop the message: there is no engine."""
 
 
 @pytest.fixture

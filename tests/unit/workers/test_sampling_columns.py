@@ -1,4 +1,4 @@
-"""The columns that a device samples by say of each row what the step says."""
+"""The columns by which a device samples agree with the step in each row."""
 
 import numpy as np
 import torch

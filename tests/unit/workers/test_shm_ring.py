@@ -1,4 +1,4 @@
-"""The ring: what is sent is received by every reader in order, and each side notices when the other has ended."""
+"""The ring: every reader receives the messages in order, and each side notices when the other has ended."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Products whose inputs are cut into slices: what ranks compute with theirs adds up to the same bits."""
+"""Products whose inputs are cut into slices: the ranks' partial sums add up to the same bits."""
 
 import pytest
 import torch

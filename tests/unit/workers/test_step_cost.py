@@ -1,4 +1,4 @@
-"""The limits of a step follow from what steps cost on this machine; the operator's own stay, with a warning."""
+"""The limits of a step follow from the cost of steps on this machine; those set by operators stay, with a warning."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The loop of a rank: whose device computes while it goes on, and whose steps are over when they are launched."""
+"""The loop of a rank, with a device that computes meanwhile, and with one whose steps are over when launched."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""KV memory is what a measured step leaves, on a made-up device; and whether a step fits is known before it runs."""
+"""KV memory is the memory that a measured step leaves, on a made-up device; a step that cannot fit is known before."""
 
 import mmap
 import random

@@ -84,7 +84,7 @@ def test_attention_agrees_with_the_reference(dtype: torch.dtype, cache: str, nat
 
 
 class Exact(ReferenceBackend):
-    """In float64, over the same pages."""
+    """Exact attention in float64, over the same pages."""
 
     def attend(self, q: Tensor, kv: LayerKV, plan: list[Sequence], layer: AttentionSpec) -> Tensor:
         out = torch.empty(q.shape, dtype=torch.float64, device=q.device)

@@ -40,12 +40,12 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The judge computes with torch's operations."""
+    """Let the reference sampler compute with torch's operations."""
     monkeypatch.setattr(library, "why_not", lambda *_: "the judge runs without kernels")
 
 
 def sampled(logits: Tensor, step: StepMetadata, short: int = 2, variant: Variant | None = None) -> StepOutput:
-    """By the kernels, which try the `short` best blocks before rounds."""
+    """Sample with the kernels, which try the `short` best blocks before rounds."""
     vocab = logits.shape[1]
     histories = DenseHistories(step.num_seqs, 0, vocab, DEVICE)
     histories.write(step)

@@ -69,7 +69,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Makes the clock that `launch` looks at."""
+    """Function that makes the clock that `launch` reads."""
 
     def prepare(*args, **kwargs) -> Clock:
         made = Clock(*args, **kwargs)

@@ -65,7 +65,7 @@ def rotation(capability: int, dtype: torch.dtype, head_dim: int, form: str = "")
 
 
 def norm(capability: int, size: int) -> dict[str, int]:
-    """With both norms."""
+    """Resources of the kernel with both norms."""
     types = dict.fromkeys(("residual", "total", "normed"), "*bf16")
     types |= dict.fromkeys(("x", "post_weight", "weight"), "*fp32")
     constants = {"SIZE": size, "BLOCK": power_of_2(size), "POST": True}

@@ -1,4 +1,4 @@
-"""Compiles what the sampler launches for kinds of CUDA device, without one, and prints what it takes of each.
+"""Compiles the sampler's kernels for kinds of CUDA device, without one, and prints the resources that each takes.
 
     python -m tests.unit.workers.triton_sampling_resources 80 90
 

@@ -76,7 +76,7 @@ WEIGHTS = [
 
 
 def table() -> str:
-    """Markdown."""
+    """Format the faults as a table in Markdown."""
     lines = ["| family | tensor | damage | named as |", "|---|---|---|---|"]
     for family, tensor, damage, cause in WEIGHTS:
         lines.append(f"| {family} | `{tensor}` | {damage.what} | `{cause}` |")

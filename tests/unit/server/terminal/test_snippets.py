@@ -1,4 +1,4 @@
-"""`oarlock snippets`: whatever a model and a key are called, the code stays code and means them."""
+"""`oarlock snippets`: with any name of a model and any key, the code stays valid and means them."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def _matcher(compiler, tool_format, special_ids=None, **fields):
 
 
 def _admits(matcher, compiler, text):
-    """The whole text, and it may end there."""
+    """Whether a grammar admits the whole text, and lets it end there."""
     matcher.reset()
     ids = compiler.tokenize_str(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()

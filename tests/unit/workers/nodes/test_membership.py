@@ -18,7 +18,7 @@ FACTS = {"setting": {"dtype": "float32"}}
 
 
 def silent(text: str) -> None:
-    """Nobody looks."""
+    """Ignore the progress."""
 
 
 def nodes_of(number: int, timeout_s: float = 60.0) -> list[NodesConfig]:

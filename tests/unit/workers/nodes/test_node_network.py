@@ -17,7 +17,7 @@ def _nodes(rank: int, address: str, **changes: object) -> NodesConfig:
 
 
 def _silent(phase: str, fraction: float, detail: str = "", /) -> None:
-    """No progress is looked at."""
+    """Ignore the progress."""
 
 
 @pytest.mark.parametrize("rank", [0, 1])
