@@ -1,4 +1,4 @@
-"""Which way a sum over ranks takes on CUDA: NCCL's, or one-shot through symmetric memory, by what they take at start.
+"""Chooses how ranks on CUDA sum: by NCCL or one-shot through symmetric memory, as measured at start.
 
 One-shot: each rank copies its input to where the others read it, then each adds all inputs in the order of ranks; so
 all get the same bits. For a decode step's few kilobytes that takes less than NCCL's protocol, for much it takes more.
@@ -20,7 +20,7 @@ _WARM, _TIMED = 10, 50  # sums
 
 
 class Choice(NamedTuple):
-    """Up to `one_shot_bytes` one-shot, above NCCL."""
+    """The chosen ways: one-shot up to `one_shot_bytes`, NCCL above."""
 
     one_shot_bytes: int
     seconds: Mapping[int, tuple[float, float]]  # by size: one-shot, NCCL
@@ -71,7 +71,7 @@ def choose(
 
 
 def seconds_on_device(add: Sum, x: Tensor) -> float:
-    """Of one sum among many, one after the other."""
+    """Seconds of one sum among many, one after the other."""
     x = torch.zeros_like(x)
     for _ in range(_WARM):
         add(x)

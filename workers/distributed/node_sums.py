@@ -61,7 +61,7 @@ class NodeSums:
         return out.view(nodes * ranks, *x.shape)
 
     def all_agree(self, mine: bool) -> bool:
-        """Whether every first rank says yes. Only those call this."""
+        """Whether every first rank says yes. Only first ranks call this."""
         return all(said.item() for said in self._from_all_nodes(torch.tensor([mine], dtype=torch.uint8)))
 
     def _add_up(self, inputs: list[Tensor], total: Tensor) -> None:

@@ -206,5 +206,5 @@ def follows_from_peer(error: Exception) -> bool:
 
 
 def nccl_version() -> str | None:
-    """Of the NCCL that torch has; None where it has none."""
+    """Version of torch's NCCL; None where torch has none."""
     return ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None

@@ -24,7 +24,7 @@ class Channel(Protocol):
     """Messages in order to or from one peer, one for each step. Both sides know how many bytes of rows a step has."""
 
     def send(self, rows: Tensor) -> None:
-        """Does not wait for the receiver. `rows` may be overwritten once this returns."""
+        """Send a step's rows. Does not wait for the receiver. `rows` may be overwritten once this returns."""
         ...
 
     def refuse(self, num_bytes: int) -> None:
@@ -85,9 +85,10 @@ class PipelineStage:
         self._after.send(hidden[share * self._tp.rank : share * (self._tp.rank + 1)])
 
     def receive(self, num_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What the stage before sent for this step: [num_tokens, hidden_size], contiguous, the same bits on all ranks.
+        """Receive this step's hidden states from the stage before: [num_tokens, hidden_size], the same on all ranks.
 
-        Raises `StepRefusedError`, on all ranks of the stage alike, and before any of its collectives."""
+        The rows are contiguous, with the same bits everywhere. Raises `StepRefusedError`, on all ranks of the stage
+        alike, and before any of its collectives."""
         assert self._before is not None, "the first stage receives nothing"
         share = self._share(num_tokens)
         rows = torch.empty((share, hidden_size), dtype=dtype, device=device)
@@ -106,7 +107,7 @@ class PipelineStage:
             self._after.refuse(self._num_bytes(num_tokens))
 
     def _num_bytes(self, num_tokens: int) -> int:
-        """Of this rank's message of a step."""
+        """Bytes of this rank's message of a step."""
         return self._mine(num_tokens) * self._row_bytes
 
     def _mine(self, num_tokens: int) -> int:

@@ -19,7 +19,7 @@ from oarlock.workers.distributed.votes import Votes
 
 @dataclass(frozen=True, slots=True)
 class RankGroups:
-    """One rank's."""
+    """Groups and pipeline stage of one rank."""
 
     tp: TensorParallel
     stage: PipelineStage

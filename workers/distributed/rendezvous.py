@@ -1,4 +1,4 @@
-"""What a rank must know to form process groups with the other ranks, those of other hosts included. Torch-free."""
+"""Addresses and memory with which a rank joins the groups of all ranks, those of other hosts included. Torch-free."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ class StoreAddress:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousInfo:
-    """How ranks find each other.
+    """Addresses, descriptors and sizes with which a rank finds the others.
 
     On one host nothing listens and nothing has a name on disk, but where torch's process groups are needed: gloo and
     NCCL have sockets of their own. On several hosts ranks meet at the store, and listen on one interface.

@@ -84,7 +84,7 @@ class SharedMemoryGroup:
 
     @property
     def address(self) -> int:
-        """Of the `RankGroup` with which kernels take part in this group's collectives."""
+        """Address of the `RankGroup` with which kernels take part in this group's collectives."""
         return ctypes.addressof(self._group)
 
     def lost(self, rank: int) -> PeerLostError:

@@ -36,13 +36,13 @@ class Neighbours:
 
     @staticmethod
     def of(topology: Topology, rank: int) -> "Neighbours":
-        """Those of `rank`, itself among them."""
+        """Neighbours of `rank`, itself among them."""
         ranks = topology.neighbours_on_node(rank)
         return Neighbours(ranks.start, len(ranks), topology.local_rank(ranks.start), topology.ranks_per_node)
 
     @staticmethod
     def alone(size: int) -> "Neighbours":
-        """All `size` ranks of a host."""
+        """Neighbours on a host whose `size` ranks are all of one stage."""
         return Neighbours(0, size, 0, size)
 
 

@@ -167,7 +167,7 @@ class RingWriter:
         return self._pages.finished(reader)
 
     def durations(self) -> list[int]:
-        """What each reader has noted last, in nanoseconds; 0: nothing yet."""
+        """Duration that each reader has noted last, in nanoseconds; 0: none yet."""
         return self._pages.durations()
 
     @property

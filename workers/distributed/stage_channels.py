@@ -22,7 +22,7 @@ _MAX_UNSENT = 64  # messages; older ones have been received long ago
 
 
 class RingChannel:
-    """To one rank of the same host by `writer`, or from one by `reader`. `peer`: its number."""
+    """Channel to rank `peer` of the same host by `writer`, or from it by `reader`."""
 
     def __init__(
         self, peer: int, timeout_s: float, *, writer: RingWriter | None = None, reader: RingReader | None = None
@@ -79,7 +79,7 @@ class RingChannel:
 
 
 class GlooChannel:
-    """To or from one rank of another host, over the default process group. Rows of a device are copied over the
+    """Channel to or from a rank of another host, over the default process group. Rows of a device are copied over the
     host."""
 
     def __init__(self, peer: int) -> None:

@@ -1,4 +1,4 @@
-"""Which rank is where: on which node, in which pipeline stage, at which place of its tensor-parallel group. Torch-free.
+"""Places of ranks: their nodes, pipeline stages and places in tensor-parallel groups. Torch-free.
 
 Ranks are numbered stage by stage, and nodes hold neighbouring ranks, equally many each:
 
@@ -60,14 +60,14 @@ class Topology:
         return rank // self.ranks_per_node
 
     def local_rank(self, rank: int) -> int:
-        """Its place among the ranks of its node, which is also its device there."""
+        """Place of `rank` among the ranks of its node, which is also its device there."""
         return rank % self.ranks_per_node
 
     def stage_of(self, rank: int) -> int:
         return rank // self.tensor_parallel_size
 
     def tensor_rank(self, rank: int) -> int:
-        """Its place among the ranks of its stage."""
+        """Place of `rank` among the ranks of its stage."""
         return rank % self.tensor_parallel_size
 
     def stage_ranks(self, stage: int) -> range:
@@ -75,6 +75,6 @@ class Topology:
         return range(first, first + self.tensor_parallel_size)
 
     def neighbours_on_node(self, rank: int) -> range:
-        """The ranks of its stage on its node, itself among them: they share memory."""
+        """Ranks of the same stage as `rank` on its node, itself among them: they share memory."""
         node, stage = self.ranks_of(self.node_of(rank)), self.stage_ranks(self.stage_of(rank))
         return range(max(node.start, stage.start), min(node.stop, stage.stop))

@@ -18,7 +18,7 @@ _SLEEP_S = 50e-6
 
 
 class Votes:
-    """One rank's part. Every rank must cast the same votes in the same order."""
+    """Votes of one rank. Every rank must cast the same votes in the same order."""
 
     def __init__(
         self,
