@@ -1,4 +1,4 @@
-"""Starts of two hosts that must fail: what is wrong, who says so, and in which words.
+"""Table of starts of two hosts that must fail: the mistake, the host that reports it, and the words of the report.
 
 A start that fails prints one `error:` line and one `fix:` line on each host that ends, before any weight is read.
 """

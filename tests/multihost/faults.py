@@ -1,4 +1,4 @@
-"""What can go wrong while two hosts serve one model: how it is done, how each host ends, and which cause they name.
+"""Table of faults while two hosts serve one model: how each is made, how each host ends, and which cause they name.
 
 `test_faults.py` does every row to a real group while an answer is under way; `docs/scaling.md` shows the table.
 """
@@ -169,7 +169,7 @@ FAULTS = (
 
 
 def table() -> str:
-    """For readers: what happens, how each host ends, what is logged, what to do."""
+    """Format the table for readers: the fault, the end of each host, the logged cause, the advice."""
     lines = [
         "| what happens | status of head, node | the cause in the log, for example | what to do |",
         "|---|---|---|---|",

@@ -33,7 +33,7 @@ def _end_with_the_tests() -> None:
 
 
 class Inside(httpx.HTTPTransport):
-    """Connections that are made on a host."""
+    """Transport whose connections are made on a host."""
 
     def __init__(self, host: Host) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class HostServer(RunningServer):
         raise AssertionError(f"nothing serves:\n{self.log}")
 
     def ranks(self) -> list[psutil.Process]:
-        """Its ranks, in order."""
+        """Processes of the ranks, in order."""
         found = [
             process for process in self.processes() if "oarlock.workers.worker.worker_process" in _command(process)
         ]
@@ -182,7 +182,7 @@ class Group:
         self.kill_all()
 
     def wait_ready(self, within_s: float = READY_WITHIN_S) -> Group:
-        """Until the head's /health says 200; fails with the logs when either ends instead."""
+        """Wait until the head's /health says 200; fail with the logs when either ends instead."""
         try:
             self.head.wait_ready(within_s)
             for server in self.servers:
@@ -197,7 +197,7 @@ class Group:
         return "\n".join(f"--- {server.host.name}\n{server.log}" for server in self.servers)
 
     def statuses(self, within_s: float) -> list[int]:
-        """How head and nodes left; fails when one of them, or a process below it, still runs after that time."""
+        """Exit statuses of head and nodes; fails when one of them, or a process below it, runs after `within_s`."""
         for server in self.servers:
             server.processes()
 

@@ -81,7 +81,7 @@ class Host:
 
     @contextlib.contextmanager
     def inside(self) -> Generator[None]:
-        """This thread is on the host: sockets that it makes and processes that it starts are there."""
+        """Put this thread on the host: sockets that it makes and processes that it starts are there."""
         if self.namespaces is None:
             yield
             return
@@ -184,7 +184,7 @@ class Hosts:
                 _ip("link", "set", port, "master", "bridge0", "up")
 
     def unplug(self, host: Host) -> None:
-        """Nothing reaches the host or comes from it any more, and nobody is told."""
+        """Cut the host off: nothing reaches it or comes from it any more, and nobody is told."""
         self._set_port(host, "nomaster")
 
     def plug_in(self, host: Host) -> None:
@@ -227,7 +227,7 @@ class Hosts:
         self._set(delay_s=delay_s, bytes_per_s=bytes_per_s, loss=loss)
 
     def cut(self, direction: Direction = "both") -> None:
-        """Nothing arrives any more, and nobody is told: neither side sees a connection end."""
+        """Cut the cable: nothing arrives any more, and neither side sees a connection end."""
         self._set(open=[direction == "to_head", direction == "to_node"])
 
     def carried(self) -> dict[str, list[int]]:
@@ -237,7 +237,7 @@ class Hosts:
 
 @functools.cache
 def why_not(kind: Kind) -> str | None:
-    """Why hosts of this kind cannot be had on this machine; None when they can."""
+    """Reason why this machine cannot emulate hosts of this kind; None when it can."""
     if sys.platform != "linux":
         return "network namespaces are Linux's"
     try:

@@ -91,14 +91,14 @@ class Direction:
 
 
 class Control:
-    """The harness's end of the conversation."""
+    """Connection to the harness, which changes the settings."""
 
     def __init__(self, connection: socket.socket, ways: tuple[Direction, Direction]) -> None:
         self.connection, self.ways = connection, ways
         self._rest = b""
 
     def read(self) -> bool:
-        """Whether there is more to come."""
+        """Read and answer one line; False once the connection has ended."""
         received = self.connection.recv(1 << 16)
         *lines, self._rest = (self._rest + received).split(b"\n")
         for line in lines:
@@ -118,7 +118,7 @@ class Control:
 
 
 def relay(first: int, second: int, connection: socket.socket) -> None:
-    """Until the connection ends."""
+    """Carry packets until the connection ends."""
     ways = (Direction(first, second), Direction(second, first))
     control = Control(connection, ways)
     while True:

@@ -54,7 +54,7 @@ def other_oarlock(kind, folder):
 
 @contextlib.contextmanager
 def listening(kind, host, port):
-    """Something that has the port."""
+    """Occupy the port with a socket that never answers, or with a web server."""
     if kind is None:
         yield
         return

@@ -20,13 +20,13 @@ FLAGS = ("--max-model-len", 512, "--kv-cache-memory", "8MiB", "--block-size", 16
 
 
 def held(group):
-    """How many descriptors each process of both hosts has, and how many threads."""
+    """Numbers of descriptors and threads of each process of both hosts."""
     found = [process for server in group.servers for process in server.processes()]
     return {process.pid: (process.num_fds(), process.num_threads()) for process in found}
 
 
 def idle(server):
-    """The figures, once nothing runs or waits any more."""
+    """Metrics of the server once nothing runs or waits any more, else None."""
     figures = server.metrics()
     running, waiting = figures["vllm:num_requests_running"], figures["vllm:num_requests_waiting"]
     return figures if running == waiting == 0 else None

@@ -24,7 +24,7 @@ def test_stages_wait_for_one_message_and_the_answer():
 
 
 def test_two_micro_batches_take_turns_on_the_last_stage():
-    """What is on its way meanwhile costs nothing, until it takes longer than a turn."""
+    """Messages on their way cost nothing meanwhile, until they take longer than a turn."""
     step_s = pp_step_s(0.5, SLOW, hidden_size=500, rows=4, num_batches=2, last_share=0.6)
     assert step_s == pytest.approx(2 * 0.6 * 0.5)
     slower = LinkFigures(round_trip_s=0.2, bytes_per_s=1e6)

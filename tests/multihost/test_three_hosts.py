@@ -26,7 +26,7 @@ def hosts():
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """By what is divided; the heads of the first can be dealt to three ranks. Answers of both may be long."""
+    """Models by the way they are divided; the heads of the first fit three ranks. Answers of both may be long."""
     heads = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
     folder = tmp_path_factory.mktemp("models")
     by_heads = make_tiny(folder, "llama", tokenizer=True, max_position_embeddings=2 * LONG, **heads)
@@ -34,7 +34,7 @@ def models(tmp_path_factory):
 
 
 def answers(server):
-    """Greedy, each prompt alone and all at once."""
+    """Greedy answers to each prompt alone and to all at once."""
     ask = {"max_tokens": 12, "temperature": 0}
     alone = [server.complete(prompt, **ask)["choices"][0] for prompt in PROMPTS]
     together = server.complete(PROMPTS, **ask)["choices"]

@@ -32,7 +32,7 @@ def answers(server):
 
 @pytest.fixture(scope="module")
 def expected():
-    """What one rank on this host answers."""
+    """Answers of one rank on this host."""
     with RunningServer(DEMO, *FLAGS) as server:
         return answers(server)
 

@@ -75,7 +75,7 @@ class Replica:
         return int(sum(load_of(self.metrics()).values()))
 
     def accepted(self) -> int:
-        """Requests that it has ever taken."""
+        """Number of requests that the replica has ever taken."""
         return int(self._sample("oarlock:requests_accepted_total"))
 
     def held_blocks(self) -> float:
@@ -86,7 +86,7 @@ class Replica:
         return float(line.split()[-1])
 
     def is_gone(self) -> bool:
-        """No process of it lives."""
+        """Whether no process of the replica lives."""
         return not any(map(alive, self.processes))
 
 
@@ -96,7 +96,7 @@ def _runs_oarlock(words: list[str]) -> bool:
 
 
 def ranks(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those of the processes that are ranks."""
+    """Processes that are ranks."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -157,7 +157,7 @@ class Cluster:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def ray(self, *words: str) -> str:
-        """One of Ray's own commands, and what it printed."""
+        """Run one of Ray's commands and return its output."""
         done = subprocess.run(
             words, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=300, start_new_session=True
         )
@@ -180,7 +180,7 @@ class Cluster:
         return whole
 
     def deploy(self, config: dict[str, Any]) -> None:
-        """As `serve deploy` does; that command itself is used where it is what is tried."""
+        """Deploy as `serve deploy` does; that command itself is used where a trial is about it."""
         answer = self._rest.put("/api/serve/applications/", json=config)
         assert answer.status_code == 200, answer.text
 
@@ -195,7 +195,7 @@ class Cluster:
         self.ray("serve", "deploy", "--address", f"http://127.0.0.1:{self.dashboard}", str(path))
 
     def status_in_a_bare_shell(self) -> str:
-        """Returns what `serve status` prints where only the token and the address are known, in another folder."""
+        """Output of `serve status` where only the token and the address are known, in another folder."""
         kept = {name: value for name, value in self.environment.items() if name in ("PATH", "HOME")}
         token = {name: value for name, value in self.environment.items() if name.startswith("RAY_AUTH_")}
         done = subprocess.run(
@@ -206,7 +206,7 @@ class Cluster:
         return done.stdout
 
     def status(self) -> dict[str, Any]:
-        """What `serve status` shows of the application."""
+        """Status of the application as `serve status` shows it."""
         applications = self._rest.get("/api/serve/applications/").json()["applications"]
         return next(iter(applications.values()), {})
 
@@ -225,11 +225,11 @@ class Cluster:
         return [Replica(one, functools.partial(self.inside, one["node_ip"])) for one in found]
 
     def inside(self, address: str) -> AbstractContextManager[None]:
-        """Where this thread is on the node with that address."""
+        """Context in which this thread is on the node with that address."""
         return contextlib.nullcontext()
 
     def failed_starts(self) -> int:
-        """How often a replica's server did not start, since the cluster was made."""
+        """Number of failed starts of replicas' servers since the cluster was made."""
         return self.logs().count("the server of this replica did not start")
 
     def logs(self) -> str:
@@ -239,7 +239,7 @@ class Cluster:
 
 
 def ray_processes() -> list[int]:
-    """Of any cluster on this machine that this user started."""
+    """Ids of the processes of any cluster on this machine that this user started."""
     found = []
     for process in psutil.process_iter(["name", "cmdline", "uids"]):
         words = process.info["cmdline"] or [""]

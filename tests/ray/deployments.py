@@ -36,7 +36,7 @@ def deploy_by_command(cluster: Cluster) -> tuple[str, str, str]:
 
 
 def comparable(answer: httpx.Response) -> tuple[int, dict[str, str], str]:
-    """What must be the same of two answers to one request: all but time and what belongs to a connection."""
+    """Part of an answer that must be equal for one request: all but times and the headers of a connection."""
     left_out = {"date", "server", "server-timing", "connection", "keep-alive", "transfer-encoding"}
     headers = {name: value for name, value in answer.headers.items() if name not in left_out}
     return answer.status_code, headers, re.sub(r'"created":\d+', "", answer.text)

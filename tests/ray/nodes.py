@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on one machine, each in a network namespace of its own, and an Oarlock that has Ray.
+"""A Ray cluster of several nodes on one machine, each in a separate network namespace, and an Oarlock that has Ray.
 
 The thread that enters the cluster is on the head's host until it leaves it, as is what it starts.
 """
@@ -55,7 +55,7 @@ class NodeCluster(Cluster):
         next(one for one in self._processes(host) if Path(one.cmdline()[0]).name == "raylet").kill()
 
     def switch_off(self, host: Host) -> None:
-        """End all that runs there."""
+        """End every process on the host."""
 
         def nothing_runs() -> bool:
             running = self._processes(host)

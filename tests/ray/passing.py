@@ -1,4 +1,4 @@
-"""What the way through the proxy refuses, changes and costs."""
+"""Trials of the way through the proxy: its refusals, its routing and its cost."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def beginnings_computed(url: str, groups: int, turns: int) -> tuple[int, i
 
 
 async def burst_that_begins_alike(url: str, replicas: list[Replica]) -> list[int]:
-    """How many of eight requests with one beginning each replica got, which came at the same time."""
+    """Numbers of requests that each replica got, of eight with one beginning that came at the same time."""
     before = [replica.accepted() for replica in replicas]
     text, long = _beginning(0), {"max_tokens": LONG, "extra_body": {"ignore_eos": True}}
     async with client(url) as one:

@@ -42,14 +42,14 @@ def main() -> int:
 
 
 def as_markdown(rows: list[list[str]]) -> str:
-    """What was done, what followed, and the requests lost."""
+    """Format the table of trials: the action, its consequence, and the requests lost."""
     lines = ["| what was done | what followed | requests lost |", "|---|---|---|"]
     lines += [f"| {done} | {followed} | {lost} |" for done, followed, lost in rows]
     return "\n".join([*lines, "", f"Run on {datetime.datetime.now(datetime.UTC).date().isoformat()}."])
 
 
 def run_trials(arguments: list[str]) -> int:
-    """In Ray's environment; the exit status."""
+    """Run trials in Ray's environment; return the exit status."""
     python = prepare()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OARLOCK_", "RAY_", "OPENAI_"))}
     changes = {

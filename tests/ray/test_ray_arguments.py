@@ -1,4 +1,4 @@
-"""What the Ray application makes of its YAML, without Ray: the file of the repository, and every mistake in `args`."""
+"""Arguments of the Ray application's YAML, without Ray: the file of the repository, and every mistake in `args`."""
 
 import ast
 import importlib

@@ -26,7 +26,7 @@ def test_events_come_out_whole_and_unchanged(size):
 
 
 def through(*messages, scope="http", path="/v1/completions"):
-    """What the client gets when these messages come through the proxy, and then no more."""
+    """Messages that the client gets when these come through the proxy, and then no more."""
     got = []
 
     async def app(scope, receive, send):

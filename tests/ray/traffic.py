@@ -1,4 +1,4 @@
-"""Streams of OpenAI's own client through the proxy, and what became of each."""
+"""Streams of OpenAI's client through the proxy, and the end of each."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def client(url: str, retries: int = 0) -> openai.AsyncOpenAI:
 
 
 async def texts(url: str, tokens: int) -> dict[str, str]:
-    """What each prompt's answer is, from one server that is asked directly, again where its queue was full."""
+    """Answer to each prompt from one server that is asked directly, again where its queue was full."""
     async with client(url, retries=20) as one:
         asked = [prompt(number) for number in range(4)]
         answers = await asyncio.gather(
@@ -67,7 +67,7 @@ async def texts(url: str, tokens: int) -> dict[str, str]:
 
 
 async def stream(one: openai.AsyncOpenAI, number: int, tokens: int, expected: dict[str, str], ends: Ends) -> None:
-    """One request; its end is counted."""
+    """Stream one request, and count its end."""
     pieces: list[str] = []
     try:
         answer = await one.completions.create(
@@ -93,7 +93,7 @@ async def stream(one: openai.AsyncOpenAI, number: int, tokens: int, expected: di
 
 
 class Streams:
-    """So many long streams at once, in a thread of their own."""
+    """Long streams, `number` at once, in a separate thread."""
 
     def __init__(self, url: str, number: int, expected: dict[str, str], tokens: int = LONG) -> None:
         self.ends = Ends()
@@ -111,7 +111,7 @@ class Streams:
 
 
 class Traffic:
-    """So many clients at a time, each with one short stream after another, until it is left."""
+    """Clients that each send one short stream after another, until the context is left."""
 
     def __init__(self, url: str, clients: int, expected: dict[str, str], tokens: int = SHORT, retries: int = 0) -> None:
         self.ends = Ends()

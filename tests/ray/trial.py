@@ -1,4 +1,4 @@
-"""What a trial is, and the replicas that most of them begin with."""
+"""Register of trials, and the replicas that most trials begin with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NODE_TRIALS: dict[str, Trial] = {}  # on one of two nodes
 
 
 def trial(function: Trial) -> Trial:
-    """A trial returns what was done, what followed, and the requests lost. Anything else is an AssertionError."""
+    """Register a trial, which returns the action, its consequence, and the requests lost, or raises AssertionError."""
     TRIALS[function.__name__.replace("_", "-")] = function
     return function
 
@@ -28,7 +28,7 @@ def node_trial(function: Trial) -> Trial:
 
 
 def two_replicas(cluster: Cluster, serve: str = PLAIN, **options: object) -> list[Replica]:
-    """Two that run, and that the proxy sends requests to."""
+    """Deploy two replicas that run, and that the proxy sends requests to."""
     cluster.deploy(cluster.config(serve, num_replicas=2, **FAST | options))
     return both_running(cluster)
 
@@ -61,7 +61,7 @@ def streams_on_both(cluster: Cluster, replicas: list[Replica]) -> tuple[Streams,
 
 
 def failed(cluster: Cluster) -> str:
-    """What `serve status` says once the application has failed."""
+    """Messages of `serve status` once the application has failed."""
 
     def message() -> str | None:
         status = cluster.status()

@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def run(trials: dict[str, Trial], cluster: Cluster, rows: list[tuple[str, str, str]], problems: list[str]) -> None:
-    """One after another; what followed is added to `rows`, the name of one that failed to `problems`."""
+    """Run trials one after another; add their results to `rows`, the names of those that failed to `problems`."""
     failed = len(problems)
     for name, trial in trials.items():
         began = time.monotonic()

@@ -39,7 +39,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def check() -> int:
-    """How many things were looked at. Raises AssertionError."""
+    """Check the forwarder; return the number of checks. Raises AssertionError."""
     upstream = await asyncio.start_server(_serve, "127.0.0.1", 0)
     forwarder = Forwarder(f"http://127.0.0.1:{upstream.sockets[0].getsockname()[1]}")
     server = uvicorn.Server(uvicorn.Config(forwarder, port=0, log_level="critical"))
