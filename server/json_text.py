@@ -1,8 +1,12 @@
-"""JSON as text on one line, whatever a client takes for a line end."""
+"""JSON as text on one line, whatever a client takes for a line end; large answers in pieces.
+
+A piece takes about a millisecond, so that the event loop can run between two.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Iterator
 from json.encoder import encode_basestring
 from typing import Any
 
@@ -25,3 +29,74 @@ def _on_one_line(written: str) -> str:
         for end, escape in _LINE_ENDS.items():
             written = written.replace(end, escape)
     return written
+
+
+PIECE_NUMBERS = 1000  # logprobs in one piece, about a microsecond each
+LONG_TEXT = 1 << 16  # characters of a text that take as long
+_PIECE_CHARACTERS = 1 << 12
+
+
+def numbers(items: Iterable[int]) -> InPieces:
+    """A long list of numbers, as they are."""
+    return InPieces(lambda number: number, items, lambda number: 1)
+
+
+class InPieces:
+    """A list made while it is written: `make` of each item, whose `size` says how much work it is."""
+
+    def __init__(self, make: Callable[[Any], Any], items: Iterable[Any], size: Callable[[Any], int]) -> None:
+        self._make = make
+        self._items = items
+        self._size = size
+
+    def __iter__(self) -> Iterator[str]:
+        batch: list[Any] = []
+        work = 0
+        opening = "["
+        for item in self._items:
+            batch.append(self._make(item))
+            work += self._size(item)
+            if work >= PIECE_NUMBERS:
+                yield opening + dumps(batch)[1:-1]
+                batch, work, opening = [], 0, ","
+        yield (opening + dumps(batch)[1:-1] if batch else opening.strip(",")) + "]"
+
+
+def pieces_of(value: Any) -> Iterator[str]:
+    """The JSON of `value`, in which objects and lists of objects may hold `InPieces`. No piece is tiny but the last."""
+    gathered: list[str] = []
+    size = 0
+    for text in _texts_of(value):
+        gathered.append(text)
+        size += len(text)
+        if size >= _PIECE_CHARACTERS:
+            yield "".join(gathered)
+            gathered, size = [], 0
+    if gathered:
+        yield "".join(gathered)
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    if isinstance(value, InPieces):
+        yield from value
+    elif isinstance(value, dict) and value:
+        opening = "{"
+        for name, member in value.items():
+            yield f"{opening}{dumps(name)}:"
+            yield from _texts_of(member)
+            opening = ","
+        yield "}"
+    elif isinstance(value, str) and len(value) > LONG_TEXT:
+        yield '"'
+        for start in range(0, len(value), LONG_TEXT):
+            yield json_text(value[start : start + LONG_TEXT])[1:-1]
+        yield '"'
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        opening = "["
+        for item in value:
+            yield opening
+            yield from _texts_of(item)
+            opening = ","
+        yield "]"
+    else:
+        yield dumps(value)

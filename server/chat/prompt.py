@@ -17,8 +17,7 @@ from oarlock.server.chat.tool_choice import ToolChoice, resolve_tool_choice
 from oarlock.server.chat.tool_parsers.base import ToolFormat
 from oarlock.server.chat.tool_parsers.harmony import HARMONY, TURN
 from oarlock.server.chat.tool_parsers.registry import choose
-from oarlock.server.protocol.chat_completion import ChatRequest
-from oarlock.server.protocol.chat_messages import ChatMessage
+from oarlock.server.endpoints.chat.schema import ChatMessage, ChatRequest
 from oarlock.server.tokenizer.chat_template import Rendering, text_parts
 from oarlock.server.tokenizer.tokenizer import Tokenizer
 

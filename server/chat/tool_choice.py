@@ -8,8 +8,7 @@ from typing import Any
 from oarlock.engine.errors import RequestError
 from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
 from oarlock.server.chat.tool_parsers.grammar import MAX_CALLS, SpecialIds
-from oarlock.server.protocol.chat_completion import ChatRequest
-from oarlock.server.protocol.chat_messages import AllowedChoice, NamedChoice, Tool
+from oarlock.server.endpoints.chat.schema import AllowedChoice, ChatRequest, NamedChoice, Tool
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -1,1 +1,1 @@
-"""Settings and their sources, API keys, allowed hosts, and where a model lies."""
+"""Settings and their sources, allowed hosts, and where a model lies."""

@@ -17,13 +17,13 @@ from typing import Any
 from oarlock.engine.errors import ContextLengthError, RequestError
 from oarlock.engine.sampling_params import Grammar, SamplingParams
 from oarlock.engine.types import Request
+from oarlock.server.endpoints.completions.schema import CompletionRequest
+from oarlock.server.endpoints.schema import SamplingFields
 from oarlock.server.llm.generation import Engine
 from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.output_processor import ChoiceOutput, OutputOptions
 from oarlock.server.llm.stop_strings import StopStrings
 from oarlock.server.llm.structured_output import constraint_of
-from oarlock.server.protocol.completion import CompletionRequest
-from oarlock.server.protocol.sampling import SamplingFields
 from oarlock.server.tokenizer.tokenizer import Tokenizer, TooManyTokensError
 
 MAX_SCORES = 8_000_000  # log-probabilities of prompts in one answer, kept until it is complete: 64 MB

@@ -9,7 +9,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from oarlock.engine.types import ScoredTokens, TokenEvent, TokenLogprobs
-from oarlock.server.protocol.json_pieces import PIECE_NUMBERS
+from oarlock.server.json_text import PIECE_NUMBERS
 from oarlock.server.tokenizer.detokenizer import Detokenizer
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from oarlock.engine.errors import RequestError
 from oarlock.engine.sampling_params import Grammar
-from oarlock.server.protocol.sampling import SamplingFields
+from oarlock.server.endpoints.schema import SamplingFields
 
 
 def constraint_of(request: SamplingFields) -> Grammar | None:

@@ -17,13 +17,13 @@ import tokenizers
 from oarlock.engine.errors import EngineDeadError, QueueFullError
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import EngineInfo, FinishReason, Request, TokenEvent, TokenLogprobs
-from oarlock.server.api.app import create_app
-from oarlock.server.api.listening import bind, url_of
-from oarlock.server.api.uvicorn_server import HttpServer
 from oarlock.server.config.settings import Settings, make_settings
+from oarlock.server.endpoints.app import create_app
+from oarlock.server.endpoints.serving import connect_engine
+from oarlock.server.http.listening import bind, url_of
+from oarlock.server.http.server_state import Phase, ServerState
+from oarlock.server.http.uvicorn_server import HttpServer
 from oarlock.server.observability.metrics import HttpCounters
-from oarlock.server.serving.connect import connect_engine
-from oarlock.server.serving.server_state import Phase, ServerState
 from oarlock.server.tokenizer.tokenizer import Tokenizer
 from tests.unit.server import chat_templates as templates
 

@@ -441,7 +441,7 @@ def test_the_bodies_of_all_requests_together_are_bounded_and_every_way_out_gives
         for content in (begun, begun + b'"}', b"[" * 900_000, b'{"prompt":"' + b"x" * 2**21 + b'"}'):
             assert (await _post(stage, content)).status_code == 400  # also one that is larger than the memory, alone
             assert memory.num_bytes == 0
-        monkeypatch.setattr("oarlock.server.protocol.request_body.READ_TIMEOUT_S", 0.05)
+        monkeypatch.setattr("oarlock.server.http.request_body.READ_TIMEOUT_S", 0.05)
         ends = anyio.Event()
         assert (await _post(stage, slow())).status_code == 408
         assert memory.num_bytes == 0

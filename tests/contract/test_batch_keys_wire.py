@@ -8,7 +8,7 @@ import hashlib
 import openai
 import pytest
 
-from oarlock.server.serving.completion import OpenAIServingCompletion
+from oarlock.server.endpoints.completions.serving import OpenAIServingCompletion
 from tests.contract.batch_server import COMPLETION, jsonl, request_line, serving
 from tests.contract.conftest import wait_for
 
@@ -59,8 +59,8 @@ def test_a_key_has_its_files_after_a_restart_and_the_disk_does_not_name_it(serve
 
 
 def test_a_key_leaves_batches_files_and_bytes_to_others(serve, monkeypatch):
-    monkeypatch.setattr("oarlock.server.serving.batches.runner.MAX_OPEN", 8)
-    monkeypatch.setattr("oarlock.server.serving.batches.files.MAX_FILES", 8)
+    monkeypatch.setattr("oarlock.server.endpoints.batches.runner.MAX_OPEN", 8)
+    monkeypatch.setattr("oarlock.server.endpoints.batches.files.MAX_FILES", 8)
     server = serve(api_key=("one", "two"), batch_dir_size=2**20, pause_after=0)
     one, two = (server.client.with_options(api_key=key) for key in ("one", "two"))
     server.client = one

@@ -14,8 +14,8 @@ import pytest
 from openai.types import Batch
 
 from oarlock.engine.errors import EngineDeadError
+from oarlock.server.endpoints.batches.schema import read_line
 from oarlock.server.llm.pooler_config import PoolerConfig, Task
-from oarlock.server.protocol.batches.request_line import read_line
 from tests.contract.batch_server import BODIES, CHAT, COMPLETION, RESPONSE, jsonl, request_line, serving
 from tests.contract.conftest import wait_for
 
@@ -348,7 +348,7 @@ def test_long_lines_are_read_beside_the_server(serve, monkeypatch):
         parsed_here.append(len(line))
         return read_line(line, *where)
 
-    monkeypatch.setattr("oarlock.server.protocol.large_body.reader.read_line", recorded)
+    monkeypatch.setattr("oarlock.server.http.large_body.reader.read_line", recorded)
     server = serve()
     lines = [request_line("long", prompt="x", max_tokens=1, junk=[[]] * 100_000), request_line("short")]
     batch = server.ended(server.batch(lines))
@@ -358,7 +358,7 @@ def test_long_lines_are_read_beside_the_server(serve, monkeypatch):
 
 
 def test_what_was_lost_is_tried_again(serve, monkeypatch):
-    monkeypatch.setattr("oarlock.server.serving.batches.batch_run._PAUSES_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr("oarlock.server.endpoints.batches.batch_run._PAUSES_S", (0.01, 0.01, 0.01))
     server = serve(fail_after=1, missing="replica_lost", pause_after=0)
     engine = server.stage.engine
     batch = server.batch([request_line("a")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from oarlock.server.api.middleware import POOLING
+from oarlock.server.http.middleware import POOLING
 from oarlock.server.llm.pooler_config import PoolerConfig, Task
 from tests.fuzz.bodies import routes_of
 from tests.fuzz.checks import problem_of

@@ -8,9 +8,9 @@ import math
 import anyio
 import pytest
 
-from oarlock.server.api.openapi.capabilities import parameters
-from oarlock.server.protocol.request_body import NEUTRAL_VALUES
-from oarlock.server.protocol.tokenize import TokenizeRequest
+from oarlock.server.endpoints.tokenize.schema import TokenizeRequest
+from oarlock.server.http.openapi.parameters import parameters
+from oarlock.server.http.request_body import NEUTRAL_VALUES
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NEEDED = {

@@ -324,7 +324,7 @@ def test_the_asked_for_alias_is_echoed(make_stage):
 
 
 def test_a_silent_stream_is_kept_alive_by_comments(make_server, monkeypatch, wait_for):
-    monkeypatch.setattr("oarlock.server.serving.sse.PING_INTERVAL_S", 0.02)
+    monkeypatch.setattr("oarlock.server.http.server_sent_events.PING_INTERVAL_S", 0.02)
     monkeypatch.setattr("oarlock.server.llm.generation.FIRST_EVENT_TIMEOUT_S", 0.01)
     server = make_server("a", pause_after=0)
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)

@@ -173,7 +173,7 @@ def test_pooling_has_a_vector_for_each_token(embeds):
 
 
 def test_an_answer_has_only_so_many_vectors_of_tokens(embeds, monkeypatch):
-    monkeypatch.setattr("oarlock.server.serving.pooling.embedding.MAX_NUMBERS", 20 * HIDDEN_SIZE)
+    monkeypatch.setattr("oarlock.server.endpoints.pooling.embedding.MAX_NUMBERS", 20 * HIDDEN_SIZE)
     stage, ids = embeds(), [7] * 10
     assert post(stage, "/pooling", {"input": [ids, ids]}).status_code == 200
     before = len(stage.engine.requests)
@@ -306,7 +306,7 @@ def test_the_official_client_reads_both_encodings(make_server):
 def test_every_field_of_the_official_client_is_known(make_stage):
     from openai.types import EmbeddingCreateParams
 
-    from oarlock.server.protocol.pooling.embedding import EmbeddingRequest
+    from oarlock.server.endpoints.pooling.schema import EmbeddingRequest
 
     assert set(EmbeddingCreateParams.__annotations__) <= set(EmbeddingRequest.model_fields)
 

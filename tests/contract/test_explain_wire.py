@@ -13,7 +13,7 @@ import pytest
 
 from oarlock.engine.python_child import EXIT_UNREAD
 from oarlock.server.entrypoints import cli
-from oarlock.server.serving.explain.records import MAX_RECORDS, RecentRequests, RequestRecord
+from oarlock.server.http.request_record import MAX_RECORDS, RecentRequests, RequestRecord
 from tests.e2e.running import command, environment
 
 ADMIN = {"Authorization": "Bearer boss"}

@@ -11,7 +11,7 @@ import socket
 import pytest
 import uvloop
 
-from oarlock.server.api.uvicorn_server import connection_limit, raise_descriptor_limit
+from oarlock.server.http.uvicorn_server import connection_limit, raise_descriptor_limit
 
 BODY = b'{"prompt": "x", "max_tokens": 1}'
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -70,7 +70,7 @@ def test_a_head_that_is_too_large_is_refused_while_it_is_sent(make_server, loop)
 
 
 def test_a_refused_request_whose_rest_never_comes_does_not_keep_its_connection(make_server, monkeypatch):
-    monkeypatch.setattr("oarlock.server.api.http_connection.LINGER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("oarlock.server.http.connection.LINGER_TIMEOUT_S", 0.05)
     server = make_server()
     late = b"POST /nope HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
     with _connect(server) as connection:

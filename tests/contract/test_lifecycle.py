@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from oarlock.engine.errors import StartupError
-from oarlock.server.api.listening import bind, url_of
 from oarlock.server.config.settings import make_settings
 from oarlock.server.entrypoints.supervisor import Supervisor
-from oarlock.server.serving.server_state import Phase
+from oarlock.server.http.listening import bind, url_of
+from oarlock.server.http.server_state import Phase
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGTERM"), reason="signals")
 BODY = {"prompt": "x", "stream": True}

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from oarlock.engine.stats import EngineState, KvState, OpenRequest, RankTimes, StepTimesState, TokenRates
-from oarlock.server.serving.live_state import _FRESH_S
-from oarlock.server.serving.server_state import Phase
+from oarlock.server.endpoints.operations.live_state import _FRESH_S
+from oarlock.server.http.server_state import Phase
 
 STATE = EngineState(
     running=1,
@@ -86,7 +86,7 @@ def test_a_full_queue_refuses_and_a_wrong_request_is_invalid(make_stage, queue_f
 def test_however_many_watch_the_engine_is_asked_once_a_second(make_stage, monkeypatch):
     stage = make_stage(live_state=STATE)
     now = [1000.0]
-    monkeypatch.setattr("oarlock.server.serving.live_state.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("oarlock.server.endpoints.operations.live_state.time.monotonic", lambda: now[0])
 
     async def scenario() -> list[int]:
         asked = []

@@ -14,11 +14,11 @@ import pytest
 
 from oarlock.engine.client import EngineClient
 from oarlock.engine.config import EngineConfig, WorkerConfig
-from oarlock.server.api.app import create_app
 from oarlock.server.config.settings import make_settings
+from oarlock.server.endpoints.app import create_app
+from oarlock.server.endpoints.serving import connect_engine
+from oarlock.server.http.server_state import Phase, ServerState
 from oarlock.server.observability.metrics import HttpCounters
-from oarlock.server.serving.connect import connect_engine
-from oarlock.server.serving.server_state import Phase, ServerState
 
 pytestmark = pytest.mark.slow
 

@@ -26,8 +26,8 @@ from anthropic.types import (
 from anthropic.types.message_create_params import MessageCreateParamsBase
 from pydantic import TypeAdapter
 
-from oarlock.server.protocol.messages import blocks, request
-from oarlock.server.serving.messages.content_blocks import ContentBlocks
+from oarlock.server.endpoints.messages import schema
+from oarlock.server.endpoints.messages.writer import ContentBlocks
 from tests.contract.conftest import INFO
 from tests.unit.server import chat_templates as templates
 
@@ -274,27 +274,27 @@ def test_arguments_that_are_cut_or_broken_are_what_can_be_read_of_them():
         blocks = ContentBlocks(shows_thoughts=True)
         list(blocks.push([ToolCallStart("f"), ArgumentsDelta(text)]))
         list(blocks.end())
-        assert blocks.blocks[0]["input"] == value
+        assert blocks.items[0]["input"] == value
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        (MessageCreateParamsBase, request.MessagesRequest),
-        (MessageCountTokensParams, request.CountTokensRequest),
-        (TextBlockParam, blocks.TextBlock),
-        (ThinkingBlockParam, blocks.ThinkingBlock),
-        (ToolUseBlockParam, blocks.ToolUseBlock),
-        (ToolResultBlockParam, blocks.ToolResultBlock),
-        (CacheControlEphemeralParam, blocks.CacheControl),
-        (ToolParam, request.Tool),
-        (ToolChoiceAnyParam, request.ToolChoice),
-        (ToolChoiceToolParam, request.NamedTool),
-        (ThinkingConfigEnabledParam, request.Thinking),
-        (OutputConfigParam, request.OutputConfig),
+        (MessageCreateParamsBase, schema.MessagesRequest),
+        (MessageCountTokensParams, schema.CountTokensRequest),
+        (TextBlockParam, schema.TextBlock),
+        (ThinkingBlockParam, schema.ThinkingBlock),
+        (ToolUseBlockParam, schema.ToolUseBlock),
+        (ToolResultBlockParam, schema.ToolResultBlock),
+        (CacheControlEphemeralParam, schema.CacheControl),
+        (ToolParam, schema.Tool),
+        (ToolChoiceAnyParam, schema.ToolChoice),
+        (ToolChoiceToolParam, schema.NamedTool),
+        (ThinkingConfigEnabledParam, schema.Thinking),
+        (OutputConfigParam, schema.OutputConfig),
     ],
     ids=lambda kind: kind.__name__,
 )
 def test_every_field_of_the_official_types_is_known(theirs, ours):
-    known = ours.model_fields.keys() | request.REFUSED.keys()
+    known = ours.model_fields.keys() | schema.REFUSED.keys()
     assert sorted(theirs.__annotations__.keys() - known) == []

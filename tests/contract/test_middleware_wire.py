@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from oarlock.server.config.options import OptionError
+from oarlock.server.endpoints import serving
 from oarlock.server.observability.metrics import exposition
-from oarlock.server.serving import base
 
 OPEN = {"/", "/health", "/health/live", "/health/ready", "/version", "/metrics", "/v1/state"}
 
@@ -138,7 +138,7 @@ def test_models_describe_what_is_served(make_stage):
 
 def test_scrapes_at_the_same_time_share_one_page_and_later_ones_are_new(make_stage, monkeypatch):
     made = []
-    monkeypatch.setattr(base, "exposition", lambda *given: made.append(given) or exposition(*given))
+    monkeypatch.setattr(serving, "exposition", lambda *given: made.append(given) or exposition(*given))
     stage = make_stage()
 
     async def send():
@@ -284,7 +284,7 @@ def test_broken_and_oversized_heads_get_an_error_body_and_are_closed(make_server
 
 
 def test_a_head_that_never_ends_is_closed(make_server, monkeypatch):
-    monkeypatch.setattr("oarlock.server.api.http_connection.HEAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("oarlock.server.http.connection.HEAD_TIMEOUT_S", 0.05)
     port = make_server().port
     assert _raw(port, b"") == b""
     assert _raw(port, b"POST /v1/completions HTTP/1.1\r\nHost:").startswith(b"HTTP/1.1 408 ")
@@ -293,7 +293,7 @@ def test_a_head_that_never_ends_is_closed(make_server, monkeypatch):
 
 
 def test_a_body_that_never_arrives_is_given_up(make_server, monkeypatch):
-    monkeypatch.setattr("oarlock.server.protocol.request_body.READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("oarlock.server.http.request_body.READ_TIMEOUT_S", 0.05)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     answer = _raw(make_server().port, head + b"Content-Type: application/json\r\nContent-Length: 50\r\n\r\n{")
     assert answer.startswith(b"HTTP/1.1 408 ")
@@ -301,7 +301,7 @@ def test_a_body_that_never_arrives_is_given_up(make_server, monkeypatch):
 
 
 def test_a_client_that_never_reads_is_dropped(make_server, wait_for, monkeypatch, caplog):
-    monkeypatch.setattr("oarlock.server.serving.sse.SEND_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("oarlock.server.http.server_sent_events.SEND_TIMEOUT_S", 0.2)
     server = make_server(lambda request: [300] * 200, eos=False)
     body = json.dumps({"prompt": ["x"] * 16, "n": 4, "stream": True, "max_tokens": 200, "logprobs": 20}).encode()
     connection = socket.socket()

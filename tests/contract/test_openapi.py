@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from oarlock.server.api.middleware import POOLING
-from oarlock.server.api.routes import server_info
+from oarlock.server.endpoints.operations import route
+from oarlock.server.http.middleware import POOLING
 from oarlock.server.llm.pooler_config import PoolerConfig, Task
 from tests.contract.batch_server import request_line, serving
 
@@ -106,8 +106,8 @@ def test_the_page_of_the_api_needs_no_network(make_stage):
 def test_documents_are_made_once_and_again_for_another_model(make_stage, monkeypatch):
     made = []
     for name in ("page", "capabilities"):
-        make = getattr(server_info, name)
-        monkeypatch.setattr(server_info, name, lambda *given, make=make: made.append(make) or make(*given))
+        make = getattr(route, name)
+        monkeypatch.setattr(route, name, lambda *given, make=make: made.append(make) or make(*given))
     stage = make_stage()
     paths = [("GET", path, None) for path in ("/docs", "/v1/capabilities", "/openapi.json")]
     assert [answer.content for answer in _all(stage, paths * 3)][:3] == [a.content for a in _all(stage, paths)]

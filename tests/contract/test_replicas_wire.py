@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from oarlock.engine.types import EngineInfo, Request
-from oarlock.server.api.listening import bind, url_of
 from oarlock.server.config.settings import make_settings
+from oarlock.server.endpoints.serving import connect_engine
 from oarlock.server.entrypoints.supervisor import Supervisor
-from oarlock.server.serving.connect import connect_engine
-from oarlock.server.serving.server_state import Phase
+from oarlock.server.http.listening import bind, url_of
+from oarlock.server.http.server_state import Phase
 from tests.contract.conftest import FakeEngine
 
 

@@ -28,8 +28,8 @@ from openai.types.responses import (
 from openai.types.shared_params import Reasoning
 from pydantic import TypeAdapter
 
-from oarlock.server.protocol.responses import items, request
-from oarlock.server.protocol.sampling import StreamOptions
+from oarlock.server.endpoints.responses import schema
+from oarlock.server.endpoints.schema import StreamOptions
 from tests.unit.server import chat_templates as templates
 
 EVENTS: TypeAdapter = TypeAdapter(ResponseStreamEvent)
@@ -301,30 +301,30 @@ def test_bad_input_is_refused_by_name(make_stage, body, param):
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        (response_create_params.ResponseCreateParamsBase, request.ResponsesRequest),
-        (response_create_params.ResponseCreateParamsStreaming, request.ResponsesRequest),
+        (response_create_params.ResponseCreateParamsBase, schema.ResponsesRequest),
+        (response_create_params.ResponseCreateParamsStreaming, schema.ResponsesRequest),
         (response_create_params.StreamOptions, StreamOptions),
-        (FunctionToolParam, request.FunctionTool),
-        (ToolChoiceFunctionParam, request.ChosenTool),
-        (ToolChoiceAllowedParam, request.AllowedTools),
-        (ResponseTextConfigParam, request.TextConfig),
-        (ResponseFormatTextJSONSchemaConfigParam, request.TextFormat),
-        (Reasoning, request.Reasoning),
-        (EasyInputMessageParam, items.MessageItem),
-        (response_input_item_param.Message, items.MessageItem),
-        (ResponseOutputMessageParam, items.MessageItem),
-        (ResponseInputTextParam, items.ContentPart),
-        (ResponseOutputTextParam, items.ContentPart),
-        (ResponseOutputRefusalParam, items.ContentPart),
-        (ResponseFunctionToolCallParam, items.FunctionCallItem),
-        (response_input_item_param.FunctionCallOutput, items.FunctionCallOutputItem),
-        (ResponseReasoningItemParam, items.ReasoningItem),
-        (response_input_item_param.ItemReference, items.ItemReference),
+        (FunctionToolParam, schema.FunctionTool),
+        (ToolChoiceFunctionParam, schema.ChosenTool),
+        (ToolChoiceAllowedParam, schema.AllowedTools),
+        (ResponseTextConfigParam, schema.TextConfig),
+        (ResponseFormatTextJSONSchemaConfigParam, schema.TextFormat),
+        (Reasoning, schema.Reasoning),
+        (EasyInputMessageParam, schema.MessageItem),
+        (response_input_item_param.Message, schema.MessageItem),
+        (ResponseOutputMessageParam, schema.MessageItem),
+        (ResponseInputTextParam, schema.ContentPart),
+        (ResponseOutputTextParam, schema.ContentPart),
+        (ResponseOutputRefusalParam, schema.ContentPart),
+        (ResponseFunctionToolCallParam, schema.FunctionCallItem),
+        (response_input_item_param.FunctionCallOutput, schema.FunctionCallOutputItem),
+        (ResponseReasoningItemParam, schema.ReasoningItem),
+        (response_input_item_param.ItemReference, schema.ItemReference),
     ],
     ids=lambda kind: kind.__name__,
 )
 def test_every_field_of_the_official_types_is_known(theirs, ours):
-    known = {field.alias or name for name, field in ours.model_fields.items()} | set(request.REFUSED)
+    known = {field.alias or name for name, field in ours.model_fields.items()} | set(schema.REFUSED)
     official = get_type_hints(theirs).keys()
     assert official and sorted(official - known) == []
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Iterable
 
 import httpx
 
-from oarlock.server.api.middleware import POOLING
+from oarlock.server.http.middleware import POOLING
 from tests.e2e.running import RunningServer
 from tests.fuzz import wire
 from tests.fuzz.bodies import Route

@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from oarlock.server.api.middleware import POOLING
+from oarlock.server.http.middleware import POOLING
 from tests.e2e.running import DEMO, RunningServer
 from tests.fuzz.bodies import routes_of
 from tests.fuzz.flood import Flood

@@ -51,7 +51,7 @@ def picture(package: str) -> str:
 
 
 def _node(name: str) -> str:
-    return f"n_{name.replace('.', '_')}"
+    return "n_" + re.sub(r"\W", "_", name)
 
 
 def first_sentence(docstring: str) -> str:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from oarlock.server.api.app import application
-from oarlock.server.api.openapi.capabilities import endpoints
-from oarlock.server.api.openapi.wording import behaviour, default_text, range_text
 from oarlock.server.config.settings import Settings
+from oarlock.server.endpoints.app import application
+from oarlock.server.endpoints.operations.capabilities import endpoints
+from oarlock.server.http.openapi.parameters import behaviour, default_text, range_text
+from oarlock.server.http.server_state import ServerState
 from oarlock.server.observability.metrics import HttpCounters
-from oarlock.server.serving.server_state import ServerState
 
 # Bodies that another endpoint's section already shows.
 _SAME_BODY = {

@@ -72,7 +72,7 @@ def test_nothing_is_left_undone_in_the_prose_either():
     ("check", "file", "source"),
     [
         (rules.misplaced_libraries, "engine/core/event_loop.py", "import torch"),
-        (rules.misplaced_libraries, "server/api/app.py", "from torch import Tensor"),
+        (rules.misplaced_libraries, "server/endpoints/app.py", "from torch import Tensor"),
         (rules.misplaced_libraries, "engine/core/event_loop.py", "import pydantic"),
         (rules.misplaced_libraries, "workers/worker/worker_process.py", "from starlette.responses import Response"),
         (rules.misplaced_libraries, "workers/worker/worker_process.py", "import torch.distributed as dist"),
@@ -83,7 +83,7 @@ def test_nothing_is_left_undone_in_the_prose_either():
         (rules.unsafe_code, "engine/ipc/frames.py", "from marshal import loads"),
         (rules.unsafe_code, "workers/executor.py", "from multiprocessing import Queue"),
         (rules.unsafe_code, "workers/executor.py", "import multiprocessing as mp"),
-        (rules.unsafe_code, "server/api/app.py", "eval('1')"),
+        (rules.unsafe_code, "server/endpoints/app.py", "eval('1')"),
         (rules.unsafe_code, "workers/worker/model_runner.py", "import torch\ntorch.load('x')"),
         (rules.unsafe_code, "workers/executor.py", "import subprocess\nsubprocess.run('ls', shell=True)"),
         (

@@ -5,14 +5,16 @@ import pkgutil
 import re
 
 import pytest
+from fastapi import APIRouter
 
-from oarlock.server.api.routes import __path__ as folder
+from oarlock.server.endpoints import __path__ as folder
+from oarlock.server.endpoints.chat.schema import ChatRequest
+from oarlock.server.endpoints.completions.schema import CompletionRequest
+from oarlock.server.endpoints.messages.schema import MessagesRequest
+from oarlock.server.endpoints.responses.schema import ResponsesRequest
+from oarlock.server.http import web_page
+from oarlock.server.http.request_body import NEUTRAL_VALUES
 from oarlock.server.observability import metrics
-from oarlock.server.protocol.chat_completion import ChatRequest
-from oarlock.server.protocol.completion import CompletionRequest
-from oarlock.server.protocol.messages.request import MessagesRequest
-from oarlock.server.protocol.request_body import NEUTRAL_VALUES
-from oarlock.server.protocol.responses.request import ResponsesRequest
 from tests.house import documents
 from tests.house.rules import ROOT
 
@@ -38,9 +40,10 @@ def test_a_sentence_ends_at_its_full_stop():
 
 def routes() -> list[str]:
     """Every path of every endpoint family."""
-    found = pkgutil.walk_packages(folder, "oarlock.server.api.routes.")
-    modules = [importlib.import_module(one.name) for one in found if not one.ispkg]
-    return [route.path for module in modules for route in module.router.routes]
+    found = [one.name for one in pkgutil.walk_packages(folder, "oarlock.server.endpoints.")]
+    modules = [importlib.import_module(name) for name in found if name.endswith(".route")]
+    routers = [each for module in modules for each in vars(module).values() if isinstance(each, APIRouter)]
+    return [route.path for router in [*routers, web_page.router] for route in router.routes]
 
 
 def test_every_route_is_documented():

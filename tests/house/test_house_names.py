@@ -84,7 +84,7 @@ def test_a_name_of_another_file_is_noticed(span):
 @pytest.mark.parametrize(
     "span",
     [
-        "server/api/app.py",
+        "server/endpoints/app.py",
         "workers/attention/*.py",
         "engine/",
         "app.py",

@@ -77,6 +77,22 @@ def test_an_import_against_the_order_is_noticed(sources, fault):
     assert package_order.import_faults(sources, "engine", SMALL) == [fault]
 
 
+def test_a_schema_of_an_endpoint_stands_below_what_reads_it():
+    sources = {
+        "server/endpoints/chat/schema.py": "from oarlock.server.http.connection import x",
+        "server/http/connection.py": "from oarlock.server.endpoints.schema import x",
+        "server/endpoints/schema.py": "from oarlock.server.endpoints.serving import x",
+        "server/endpoints/serving.py": "",
+    }
+    assert package_order.import_faults(sources, "server", ORDER["server"]) == [
+        f"server/endpoints/{file} imports {imported}: server/{package_order.SCHEMAS} must not import server/{room}"
+        for file, imported, room in (
+            ("chat/schema.py", "server/http/connection.py", "http"),
+            ("schema.py", "server/endpoints/serving.py", "endpoints"),
+        )
+    ]
+
+
 def test_imports_along_the_order_pass():
     sources = {
         "engine/__init__.py": "",
@@ -108,7 +124,6 @@ THERE: dict[str, str | None] = {
             {"engine/top/a.py": "from oarlock.engine.middle.a import x\nfrom oarlock.engine.data import x"},
             "engine/top does not import engine/low any more: the table allows too much",
         ),
-        ({f"engine/low/f{number}.py": "" for number in range(16)}, "engine/low: 18 files, the limit is 17"),
     ],
 )
 def test_a_folder_that_the_table_does_not_describe_is_noticed(changes, fault):
@@ -134,12 +149,12 @@ def test_a_line_of_the_table_without_a_folder_is_noticed(gone):
             "engine/core/event_loop.py",
             "import importlib\nimportlib.import_module('oarlock.workers.worker.model_runner')",
         ),
-        ("server/api/app.py", "from oarlock.engine.scheduler.scheduler import Scheduler"),
-        ("server/api/app.py", "from oarlock.engine import scheduler"),
-        ("server/api/app.py", "from oarlock.engine import types, scheduler"),
-        ("server/api/app.py", "import oarlock.engine"),
-        ("server/api/app.py", "from oarlock.workers.config import WorkerConfig"),
-        ("server/api/routes/chat_completions.py", "from ....engine.scheduler.scheduler import Scheduler"),
+        ("server/endpoints/app.py", "from oarlock.engine.scheduler.scheduler import Scheduler"),
+        ("server/endpoints/app.py", "from oarlock.engine import scheduler"),
+        ("server/endpoints/app.py", "from oarlock.engine import types, scheduler"),
+        ("server/endpoints/app.py", "import oarlock.engine"),
+        ("server/endpoints/app.py", "from oarlock.workers.config import WorkerConfig"),
+        ("server/endpoints/chat/route.py", "from ....engine.scheduler.scheduler import Scheduler"),
     ],
 )
 def test_an_import_of_another_packages_inside_is_noticed(file, source):
@@ -149,7 +164,7 @@ def test_an_import_of_another_packages_inside_is_noticed(file, source):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("server/api/app.py", "from oarlock.engine import types\nfrom oarlock.engine.client import EngineClient"),
+        ("server/endpoints/app.py", "from oarlock.engine import types\nfrom oarlock.engine.client import EngineClient"),
         ("engine/core/event_loop.py", "from oarlock.workers.executor import Executor\nimport oarlock.workers.protocol"),
         ("workers/worker/model_runner.py", "from oarlock.workers.layers import linear\nfrom .layers import norm"),
     ],

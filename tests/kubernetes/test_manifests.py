@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from oarlock.engine.stats import EngineStats
-from oarlock.server.api.middleware import PROBES
 from oarlock.server.config.settings import OPTIONS
 from oarlock.server.entrypoints.cli import main
+from oarlock.server.http.middleware import PROBES
 from oarlock.server.observability.metrics import HttpCounters, exposition
 from tests.kubernetes.manifests import FILES, FOLDER, ROOT, SCHEMAS, manifests, pods
 

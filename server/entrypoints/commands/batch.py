@@ -13,8 +13,8 @@ from oarlock.server.entrypoints.arguments import add_settings, given_settings, l
 
 if TYPE_CHECKING:
     from oarlock.server.config.settings import Settings
-    from oarlock.server.serving.batches.answer_file import AnswerFile
-    from oarlock.server.serving.batches.request_file import RequestFile
+    from oarlock.server.endpoints.batches.answer_file import AnswerFile
+    from oarlock.server.endpoints.batches.request_file import RequestFile
 
 HELP = "answer a file of requests in OpenAI's batch format"
 # Options of the server that say how requests are read, so that they hold here too.
@@ -53,8 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     import asyncio
 
     # Before a model is loaded.
-    from oarlock.server.serving.batches.answer_file import AnswerFile
-    from oarlock.server.serving.batches.request_file import RequestFile
+    from oarlock.server.endpoints.batches.answer_file import AnswerFile
+    from oarlock.server.endpoints.batches.request_file import RequestFile
 
     requests = RequestFile(arguments.requests)
     answers = AnswerFile(arguments.answers, requests)

@@ -25,6 +25,8 @@ from oarlock.engine.types import EngineInfo
 from oarlock.server.config import vllm_flags
 from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import SERVER_ONLY, make_settings
+from oarlock.server.endpoints.chat.schema import ChatRequest
+from oarlock.server.endpoints.completions.schema import CompletionRequest
 from oarlock.server.entrypoints.offline import outputs, pooling
 from oarlock.server.entrypoints.offline.offline_engine import OfflineEngine
 from oarlock.server.entrypoints.offline.outputs import Answer, Asked, Done, RequestOutput
@@ -44,10 +46,8 @@ from oarlock.server.entrypoints.offline.prompts import (
     read_prompts,
 )
 from oarlock.server.entrypoints.offline.sampling_params import SamplingParams
+from oarlock.server.http.request_body import parse
 from oarlock.server.json_text import dumps
-from oarlock.server.protocol.chat_completion import ChatRequest
-from oarlock.server.protocol.completion import CompletionRequest
-from oarlock.server.protocol.request_body import parse
 from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 _T = TypeVar("_T")

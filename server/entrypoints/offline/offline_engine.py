@@ -8,20 +8,20 @@ from dataclasses import replace
 from oarlock.engine.config import OnProgress
 from oarlock.engine.replicas import start_engine
 from oarlock.server.config.settings import Settings
+from oarlock.server.endpoints.batches.dispatch import BatchEndpoints
+from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
+from oarlock.server.endpoints.completions.serving import OpenAIServingCompletion
+from oarlock.server.endpoints.pooling.embedding import OpenAIServingEmbedding
+from oarlock.server.endpoints.pooling.scoring import OpenAIServingScoring
+from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
+from oarlock.server.endpoints.serving import connect_engine
 from oarlock.server.entrypoints.supervisor import RunningEngine
+from oarlock.server.http.server_state import ServerState
 from oarlock.server.llm.engine_processes import engine_processes
 from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.model_files import find_files
 from oarlock.server.llm.pooler_config import PoolerConfig
 from oarlock.server.observability.metrics import HttpCounters
-from oarlock.server.serving.batches.endpoints import BatchEndpoints
-from oarlock.server.serving.chat_completion import OpenAIServingChatCompletion
-from oarlock.server.serving.completion import OpenAIServingCompletion
-from oarlock.server.serving.connect import connect_engine
-from oarlock.server.serving.pooling.embedding import OpenAIServingEmbedding
-from oarlock.server.serving.pooling.scoring import OpenAIServingScoring
-from oarlock.server.serving.responses.serving import OpenAIServingResponses
-from oarlock.server.serving.server_state import ServerState
 from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 _CLOSE_S = 10.0

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from oarlock.server.chat.message_parser import MessageParser
+from oarlock.server.endpoints.chat.serving import ProcessedChat, read_message
 from oarlock.server.llm.generation import Generation
 from oarlock.server.llm.output_processor import Delta
 from oarlock.server.llm.prompt_scores import TokenScore
-from oarlock.server.serving.chat_completion import ProcessedChat, read_message
 from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 _ListT = TypeVar("_ListT", bound=list[Any])

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
+from oarlock.server.endpoints.pooling.embedding import OpenAIServingEmbedding
+from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, ScoreRequest
+from oarlock.server.endpoints.pooling.scoring import OpenAIServingScoring
 from oarlock.server.entrypoints.offline.outputs import Answer, Done
 from oarlock.server.entrypoints.offline.prompts import Prompt
+from oarlock.server.http.request_body import parse
 from oarlock.server.json_text import dumps
-from oarlock.server.protocol.pooling.embedding import EmbeddingRequest
-from oarlock.server.protocol.pooling.scoring import ScoreRequest
-from oarlock.server.protocol.request_body import parse
-from oarlock.server.serving.pooling.embedding import OpenAIServingEmbedding
-from oarlock.server.serving.pooling.scoring import OpenAIServingScoring
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,9 +18,9 @@ from cryptography import x509
 
 from oarlock.engine.errors import StartupError
 from oarlock.engine.stats import EngineStats
-from oarlock.server.api.listening import bind
-from oarlock.server.api.tls import ServerTls
-from oarlock.server.api.uvicorn_server import HttpServer
+from oarlock.server.http.listening import bind
+from oarlock.server.http.tls import ServerTls
+from oarlock.server.http.uvicorn_server import HttpServer
 from oarlock.server.observability.metrics import HttpCounters, exposition
 from tests.contract.edge.certificates import Authority, Pair
 
@@ -130,7 +130,7 @@ def test_what_does_not_speak_tls_is_closed_and_the_next_is_served(serve, authori
 
 
 def test_a_handshake_that_does_not_come_has_a_deadline(serve, authority, pair, monkeypatch):
-    monkeypatch.setattr("oarlock.server.api.uvicorn_server.HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("oarlock.server.http.uvicorn_server.HEAD_TIMEOUT_S", 0.2)
     authority.write(pair, "localhost")
     port, _ = serve(pair)
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:

@@ -8,11 +8,11 @@ import tracemalloc
 
 import pytest
 
-from oarlock.server.protocol.batches.request_line import MAX_CUSTOM_ID, WrongBatchError, read_line
-from oarlock.server.protocol.large_body import reader
-from oarlock.server.protocol.large_body.reader import LargeBodies
-from oarlock.server.serving.batches.answer_file import AnswerFile
-from oarlock.server.serving.batches.request_file import RequestFile
+from oarlock.server.endpoints.batches.answer_file import AnswerFile
+from oarlock.server.endpoints.batches.request_file import RequestFile
+from oarlock.server.endpoints.batches.schema import MAX_CUSTOM_ID, WrongBatchError, read_line
+from oarlock.server.http.large_body import reader
+from oarlock.server.http.large_body.reader import LargeBodies
 
 
 def _line(custom_id, **body):

@@ -8,10 +8,10 @@ import random
 
 import pytest
 
-from oarlock.server.config.api_keys import ApiKeys
-from oarlock.server.serving.batches.fair_turns import MAX_BYTES, FairTurns, RequestTurns
-from oarlock.server.serving.batches.key_shares import KeyNames, KeyQuota
-from oarlock.server.serving.server_state import ServerState
+from oarlock.server.endpoints.batches.fair_turns import MAX_BYTES, FairTurns, RequestTurns
+from oarlock.server.endpoints.batches.key_shares import KeyNames, KeyQuota
+from oarlock.server.http.api_keys import ApiKeys
+from oarlock.server.http.server_state import ServerState
 
 
 class Asking:

@@ -13,7 +13,7 @@ from oarlock.engine.errors import RequestError
 from oarlock.server.chat.message_parser import AnswerShape
 from oarlock.server.chat.prompt import render_prompt
 from oarlock.server.chat.reasoning_parser import FORMATS
-from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.tokenizer.tokenizer import Tokenizer
 from tests.unit.server import chat_templates as templates
 

@@ -16,7 +16,7 @@ from oarlock.server.config.settings import OPTIONS
 from oarlock.server.config.vllm_flags import FLAGS
 from oarlock.server.entrypoints import commands
 from oarlock.server.entrypoints.cli import main
-from oarlock.server.protocol.base import MAX_LOGPROBS
+from oarlock.server.strict_model import MAX_LOGPROBS
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -9,10 +9,10 @@ import pytest
 
 from oarlock.engine.stats import Chunk, DecodeSteps, Preemption, RequestHistory, StallState
 from oarlock.server.config.settings import OPTIONS
-from oarlock.server.serving.explain import diagnosis
-from oarlock.server.serving.explain.diagnosis import Findings, diagnose
-from oarlock.server.serving.explain.records import ChoiceRecord, RequestRecord
-from oarlock.server.serving.explain.report import report
+from oarlock.server.endpoints.operations import diagnosis
+from oarlock.server.endpoints.operations.diagnosis import Findings, diagnose
+from oarlock.server.endpoints.operations.explain import report
+from oarlock.server.http.request_record import ChoiceRecord, RequestRecord
 
 
 def record(total_s: float = 10.0, reason: str | None = "stop", grammar: bool = False, **fields) -> RequestRecord:

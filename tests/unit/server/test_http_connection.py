@@ -9,7 +9,7 @@ import math
 import pytest
 import uvicorn
 
-from oarlock.server.api.http_connection import (
+from oarlock.server.http.connection import (
     HEAD_TIMEOUT_S,
     KEEP_ALIVE_S,
     LINGER_TIMEOUT_S,

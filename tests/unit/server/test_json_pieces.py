@@ -5,8 +5,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oarlock.server.json_text import dumps
-from oarlock.server.protocol.json_pieces import PIECE_NUMBERS, InPieces, pieces_of
+from oarlock.server.json_text import PIECE_NUMBERS, InPieces, dumps, pieces_of
 
 _PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=3),

@@ -10,21 +10,20 @@ import signal
 import pytest
 
 from oarlock.engine.errors import RequestError
-from oarlock.server.api.app import application
-from oarlock.server.api.openapi.capabilities import body_schemas
 from oarlock.server.config.settings import Settings
+from oarlock.server.endpoints.app import application
+from oarlock.server.endpoints.batches.schema import CreateBatchRequest
+from oarlock.server.endpoints.chat.schema import ChatRequest
+from oarlock.server.endpoints.completions.schema import CompletionRequest
+from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
+from oarlock.server.endpoints.responses.schema import ResponsesRequest
+from oarlock.server.endpoints.tokenize.schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from oarlock.server.http.large_body.process import SCHEMAS
+from oarlock.server.http.large_body.reader import LargeBodies, takes_long
+from oarlock.server.http.openapi.parameters import body_schemas
+from oarlock.server.http.request_body import parse_any, unknown_parameters
+from oarlock.server.http.server_state import ServerState
 from oarlock.server.observability.metrics import HttpCounters
-from oarlock.server.protocol.batches.request import CreateBatchRequest
-from oarlock.server.protocol.chat_completion import ChatRequest
-from oarlock.server.protocol.completion import CompletionRequest
-from oarlock.server.protocol.large_body.process import SCHEMAS
-from oarlock.server.protocol.large_body.reader import LargeBodies, takes_long
-from oarlock.server.protocol.pooling.embedding import EmbeddingRequest, PoolingRequest
-from oarlock.server.protocol.pooling.scoring import RerankRequest, ScoreRequest
-from oarlock.server.protocol.request_body import parse_any, unknown_parameters
-from oarlock.server.protocol.responses.request import ResponsesRequest
-from oarlock.server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
-from oarlock.server.serving.server_state import ServerState
 
 LONG = "wörd 😀 \n" * 200
 IDS = [0, 1, 2**31 - 1] * 50

@@ -10,10 +10,10 @@ import stat
 import pytest
 
 from oarlock.engine.errors import StartupError
-from oarlock.server.api.listening import bind, bind_unix, inherited, listen, remove_unused, url_of, warn_if_exposed
 from oarlock.server.config.allowed_hosts import is_loopback
 from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import Settings, make_settings
+from oarlock.server.http.listening import bind, bind_unix, inherited, listen, remove_unused, url_of, warn_if_exposed
 
 
 def test_addresses():

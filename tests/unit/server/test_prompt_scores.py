@@ -5,8 +5,8 @@ from array import array
 import pytest
 
 from oarlock.engine.types import FinishReason, ScoredTokens, TokenEvent, TokenLogprobs
+from oarlock.server.json_text import PIECE_NUMBERS
 from oarlock.server.llm.prompt_scores import PromptReader, TokenScore, parts_of
-from oarlock.server.protocol.json_pieces import PIECE_NUMBERS
 
 PROMPT = list(range(7, 7 + 500))
 

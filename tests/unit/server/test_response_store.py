@@ -10,8 +10,8 @@ import types
 
 from pydantic import TypeAdapter
 
-from oarlock.server.protocol.responses.items import InputItem, sealed
-from oarlock.server.serving.responses.store import ResponseStore
+from oarlock.server.endpoints.responses.schema import InputItem, sealed
+from oarlock.server.endpoints.responses.store import ResponseStore
 
 _ITEM = TypeAdapter(InputItem)
 _SHARED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)

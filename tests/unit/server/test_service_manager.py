@@ -9,9 +9,9 @@ import socket
 import pytest
 
 from oarlock.engine.errors import StartupError
-from oarlock.server.api.listening import bind, bind_unix
 from oarlock.server.config.settings import Settings
 from oarlock.server.entrypoints.service_manager import ServiceManager
+from oarlock.server.http.listening import bind, bind_unix
 
 ME, ANOTHER = str(os.getpid()), "1"
 

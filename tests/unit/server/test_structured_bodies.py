@@ -6,17 +6,17 @@ import pytest
 
 from oarlock.engine.errors import RequestError
 from oarlock.engine.sampling_params import Grammar
-from oarlock.server.llm.structured_output import constraint_of
-from oarlock.server.protocol.chat_completion import ChatRequest
-from oarlock.server.protocol.completion import CompletionRequest
-from oarlock.server.protocol.request_body import parse
-from oarlock.server.protocol.structured_output import (
+from oarlock.server.endpoints.chat.schema import ChatRequest
+from oarlock.server.endpoints.completions.schema import CompletionRequest
+from oarlock.server.endpoints.schema import (
     MAX_ALTERNATIVES,
     MAX_GRAMMAR_CHARACTERS,
     MAX_PATTERN_CHARACTERS,
     MAX_SCHEMA_CHARACTERS,
     MAX_SCHEMA_DEPTH,
 )
+from oarlock.server.http.request_body import parse
+from oarlock.server.llm.structured_output import constraint_of
 
 ENDPOINTS = [(CompletionRequest, {"prompt": "a"}), (ChatRequest, {"messages": [{"role": "user", "content": "a"}]})]
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "ü"}}}

@@ -23,7 +23,7 @@ from oarlock.server.chat.tool_parsers.hermes import HERMES, UNKNOWN
 from oarlock.server.chat.tool_parsers.llama import LLAMA
 from oarlock.server.chat.tool_parsers.mistral import MISTRAL
 from oarlock.server.chat.tool_parsers.registry import FORMATS, detect
-from oarlock.server.protocol.chat_completion import ChatRequest
+from oarlock.server.endpoints.chat.schema import ChatRequest
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "oarlock-demo"
 SCHEMA = {

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from oarlock.server.protocol.wording import problem_of
+from oarlock.server.http.request_body import problem_of
 
 
 class _Inner(BaseModel):

@@ -15,8 +15,8 @@ from oarlock.server.chat.message_parser import AnswerShape, MessageParser
 from oarlock.server.chat.prompt import ChatPrompt
 from oarlock.server.chat.tool_choice import resolve_tool_choice
 from oarlock.server.chat.tool_parsers.harmony import HARMONY, HarmonyParser
+from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.llm.output_processor import Delta
-from oarlock.server.protocol.chat_completion import ChatRequest
 from tests.unit.server.tools.test_every_format import _admits, compiler  # noqa: F401
 
 R, C, F = ReasoningDelta, ContentDelta, ToolCallStart("f")

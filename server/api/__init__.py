@@ -1,1 +1,0 @@
-"""HTTP: the FastAPI application, its middleware, routes and OpenAPI document, and the uvicorn server."""

@@ -1,0 +1,387 @@
+"""Runs batches behind the server's other requests, and goes on with them after a restart.
+
+The answers on the disk are the truth: a batch that a kill has ended is read again from its file of requests, what has
+an answer is left alone, and each request has one line in the end. Descriptions only say how far a batch has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from oarlock.engine.errors import EngineDeadError
+from oarlock.engine.types import MAX_PRIORITY
+from oarlock.server.endpoints.batches.answer_file import AnswerFile, usage_of
+from oarlock.server.endpoints.batches.batch import UNANSWERED, Batch
+from oarlock.server.endpoints.batches.batch_run import BatchRun
+from oarlock.server.endpoints.batches.directory import BATCH_ID, BatchDirectory
+from oarlock.server.endpoints.batches.dispatch import BatchEndpoints
+from oarlock.server.endpoints.batches.fair_turns import FairTurns, RequestTurns
+from oarlock.server.endpoints.batches.files import FileStore, StoredFile, log_failure, new_id
+from oarlock.server.endpoints.batches.key_shares import KeyNames, KeyQuota
+from oarlock.server.endpoints.batches.request_file import RequestFile
+from oarlock.server.endpoints.batches.schema import BatchRequest, WrongBatchError
+from oarlock.server.errors import HttpError, retry_after
+from oarlock.server.http.large_body.reader import LargeBodies
+from oarlock.server.http.server_state import ServerState
+from oarlock.server.observability.logs import event, logger
+
+MAX_REQUESTS = 50_000  # of one batch
+MAX_BATCHES = 10_000  # that are remembered, the oldest that have ended forgotten first
+MAX_OPEN = 256
+_AT_ONCE = 4  # batches of one key that are answered side by side
+_CHECKED_AT_ONCE = 1  # files that are read whole, which takes the most memory
+_OUTPUT, _ERRORS = "output", "errors"
+_log = logger("batch")
+_ResultT = TypeVar("_ResultT")
+
+
+@dataclass(slots=True)
+class _Job:
+    """An open batch and its files, which only the thread of its disk touches."""
+
+    batch: Batch
+    disk: ThreadPoolExecutor
+    stop: asyncio.Event = field(default_factory=asyncio.Event)  # it was cancelled
+    is_wanted: bool = True  # until the server stops
+    requests: RequestFile | None = None
+    answers: AnswerFile | None = None
+
+    def close(self) -> None:
+        """On the disk's thread: what was answered is on the disk when this returns."""
+        if self.answers is not None:
+            self.answers.close()
+        if self.requests is not None:
+            self.requests.close()
+        self.requests = self.answers = None
+
+    async def on_disk(self, function: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self.disk, function, *arguments)
+
+
+class BatchRunner:
+    """All batches of one directory. Its methods belong on the event loop."""
+
+    def __init__(
+        self,
+        directory: BatchDirectory,
+        files: FileStore,
+        endpoints: BatchEndpoints,
+        state: ServerState,
+        names: KeyNames,
+        large_bodies: LargeBodies,
+        max_line: int,
+    ) -> None:
+        """`large_bodies`: reads long lines. `max_line`: bytes of a request. Raises `StartupError`."""
+        self.files = files
+        self.names = names
+        files.is_used = self._reads
+        self._directory = directory
+        self._endpoints = endpoints
+        self._state = state
+        self._max_line = max_line
+        self._large_bodies = large_bodies
+        self._batches = dict(directory.descriptions("batches", BATCH_ID, Batch))
+        for batch in self._batches.values():
+            for kind in (_OUTPUT, _ERRORS):
+                directory.count(batch.owner, _size(directory.work(batch.id, kind)) or 0)
+        self._jobs: dict[str, _Job] = {}
+        self._num_open = KeyQuota(MAX_OPEN, is_shared=directory.bytes.is_shared)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._active: defaultdict[str | None, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_AT_ONCE))
+        self._checks = FairTurns(_CHECKED_AT_ONCE)
+        self._is_stopping = False
+        self.ended_requests = {"answered": 0, "failed": 0}  # since the start
+
+    def start(self) -> None:
+        """Go on with what was open. The engine is there."""
+        async_llm = self._state.async_llm
+        assert async_llm is not None, "batches start when the server is ready"
+        info = async_llm.engine.info
+        # Of a request with many choices or texts, too.
+        async_llm.submissions.others_are_open = lambda: self._state.num_in_flight > 0
+        async_llm.one_prompt = asyncio.Semaphore(1)
+        self._turns = RequestTurns(info.data_parallel_size * info.max_num_seqs, self._state)
+        for batch in sorted(self._batches.values(), key=lambda batch: batch.id):
+            if batch.is_open:
+                self._num_open.add(batch.owner, 1)
+                self._begin(batch)
+
+    async def stop(self) -> None:
+        """Answer nothing more: what is open goes on with the next start."""
+        self._is_stopping = True
+        for job in self._jobs.values():
+            job.is_wanted = False
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def close(self) -> None:
+        """Give the directory back. A second call changes nothing."""
+        await self.stop()
+        self._large_bodies.close()
+        self.files.disk.shutdown()
+        self._directory.close()
+
+    def by_status(self) -> Counter[str]:
+        """Number of batches that are remembered."""
+        return Counter(batch.status for batch in self._batches.values())
+
+    def all_of(self, owner: str | None) -> list[Batch]:
+        """An owner's batches, their counts as of now."""
+        return [self._counted(batch) for batch in self._batches.values() if batch.owner == owner]
+
+    def get(self, owner: str | None, batch_id: str) -> Batch:
+        """Raises `HttpError` (404), also for a batch of another key."""
+        found = self._batches.get(batch_id)
+        if found is None or found.owner != owner:
+            message = f"There is no batch '{batch_id[:64]}' here (any more)."
+            raise HttpError(404, message, param="batch_id", code="batch_not_found")
+        return self._counted(found)
+
+    async def create(self, batch: Batch) -> None:
+        """Keep a new batch, and begin with it. Raises `HttpError`, and `OSError` when it cannot be kept."""
+        if not self._num_open.fits(batch.owner, 1):
+            own = self._num_open.held(batch.owner)
+            message = (
+                f"{self._num_open.total} batches are open already, {own} of them yours; at most {MAX_OPEN} may be."
+                f"{self._num_open.rule} Retry when one has ended."
+            )
+            raise HttpError(429, message, code="too_many_batches", headers=retry_after(60))
+        self._num_open.add(batch.owner, 1)
+        try:
+            await self._save(batch)
+        except OSError:
+            self._num_open.add(batch.owner, -1)
+            raise
+        if len(self._batches) >= MAX_BATCHES:
+            self._forget_oldest()
+        self._batches[batch.id] = batch
+        if not self._is_stopping:  # else the next start begins with it
+            self._begin(batch)
+
+    async def cancel(self, batch: Batch) -> None:
+        """Raises `HttpError` (409) when it has ended, and `OSError`."""
+        if not batch.is_open:
+            message = f"The batch '{batch.id}' is {batch.status}: there is nothing to cancel."
+            raise HttpError(409, message, param="batch_id", code="batch_ended")
+        job = self._jobs.get(batch.id)
+        if job is None or batch.status == "finalizing":
+            return  # all answers are there, in a moment it has ended
+        batch.enter("cancelling")
+        await self._save(batch)
+        job.stop.set()
+
+    def _begin(self, batch: Batch) -> None:
+        job = self._jobs[batch.id] = _Job(batch, ThreadPoolExecutor(1, "batch"))
+        if batch.status == "cancelling":
+            job.stop.set()
+        task = asyncio.create_task(self._live(job))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _live(self, job: _Job) -> None:
+        """From wherever the batch is to its end, or to that of the server."""
+        batch = job.batch
+        try:
+            try:
+                if batch.status != "finalizing":
+                    outcome = await self._outcome(job)
+                    await self._finish_answers(job, outcome)
+                await self._publish(job)
+            except WrongBatchError as error:
+                batch.errors = [
+                    {"code": error.code, "line": error.line, "message": f"{error.cause} {error.fix}", "param": None}
+                ]
+                await self._end(batch, "failed")
+            except EngineDeadError:  # the next start goes on
+                _log.warning(event("batch_interrupted", batch=batch.id))
+            except OSError as error:
+                code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "disk_error"
+                await self._fail(job, code, f"The answers cannot be written: {error.strerror}.")
+            except Exception as error:  # whatever it is, it ends this batch and no other
+                _log.error(event("batch_failed", batch=batch.id), exc_info=error)
+                await self._fail(job, "internal_error", "Internal error. The server's log has the details.")
+        finally:
+            await asyncio.shield(self._release(job))
+
+    async def _outcome(self, job: _Job) -> str:
+        """Answer requests until all are, the batch is cancelled, or its time is over."""
+        work = asyncio.create_task(self._answer_all(job))
+        stopped = asyncio.create_task(job.stop.wait())
+        left = max(0.0, job.batch.expires_at - time.time())
+        try:
+            await asyncio.wait({work, stopped}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            work.cancel()
+            await asyncio.wait({work})
+        if not work.cancelled():
+            work.result()  # raises
+            return "completed"
+        return "cancelled" if job.stop.is_set() else "expired"
+
+    async def _answer_all(self, job: _Job) -> None:
+        owner = job.batch.owner
+        async with self._active[owner]:
+            requests, answers = await self._checked(job, self._opened, job)
+            if job.batch.status == "validating":
+                job.batch.enter("in_progress")
+                await self._save(job.batch)
+            answer = partial(self._answer, job.batch)
+            run = BatchRun(answer, requests, answers, job.disk, self._turns.of(owner))
+            run.on_answer = self._count
+            await run.run()
+
+    async def _checked(self, job: _Job, function: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
+        """Reads whole files, of one batch after the other: the keys take turns. Ends with that work, cancelled too."""
+        async with self._checks.turn(job.batch.owner):
+            work = asyncio.ensure_future(job.on_disk(function, *arguments))
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await asyncio.wait({work})
+                raise
+
+    def _count(self, status: int) -> None:
+        self.ended_requests["answered" if status == 200 else "failed"] += 1
+
+    async def _answer(self, batch: Batch, request: BatchRequest, request_id: str) -> str:
+        key = self.names.key_of(batch.owner)
+        owner, label = (batch.owner, batch.label) if key is None else (key.salt, key.label)
+        return await self._endpoints.answer(request, request_id, owner=owner, label=label, priority=MAX_PRIORITY)
+
+    def _opened(self, job: _Job) -> tuple[RequestFile, AnswerFile]:
+        """On the disk's thread. Raises `WrongBatchError`."""
+        if job.requests is None:
+            path = self._directory.content(job.batch.input_file_id)
+            job.requests = RequestFile(
+                path,
+                job.batch.input_file_id,
+                url=job.batch.endpoint,
+                max_requests=MAX_REQUESTS,
+                max_line=self._max_line,
+                read=self._large_bodies.read_line,
+                is_wanted=lambda: job.is_wanted,
+            )
+        if job.answers is None:
+            output, errors = (self._directory.work(job.batch.id, kind) for kind in (_OUTPUT, _ERRORS))
+            reserve = partial(self._directory.reserve, job.batch.owner)
+            job.answers = AnswerFile(output, job.requests, errors, reserve, is_private=True)
+        return job.requests, job.answers
+
+    async def _finish_answers(self, job: _Job, outcome: str) -> None:
+        """Give requests without an answer their lines; from here on the batch is only published."""
+        batch = job.batch
+        batch.counts, batch.usage, num_unanswered = await self._checked(job, self._completed, job, outcome)
+        self.ended_requests["failed"] += num_unanswered
+        batch.outcome = outcome
+        batch.written = {kind: new_id("file-") for kind in (_OUTPUT, _ERRORS)}
+        batch.enter("finalizing")
+        await self._save(batch)
+
+    def _completed(self, job: _Job, outcome: str) -> tuple[tuple[int, int, int], dict[str, Any], int]:
+        """On the disk's thread: the counts and the usage, when all is on the disk, and how many got no answer now."""
+        requests, answers = self._opened(job)
+        num_done = answers.num_done
+        if outcome in UNANSWERED:
+            answers.write_unanswered(*UNANSWERED[outcome])
+        counts, num_unanswered = _counts(requests, answers), answers.num_done - num_done
+        job.close()
+        return counts, usage_of(self._directory.work(job.batch.id, _OUTPUT)), num_unanswered
+
+    async def _publish(self, job: _Job) -> None:
+        """Make the answers files of `/v1/files`, and end the batch. After a kill in the middle it does the rest."""
+        batch = job.batch
+        assert batch.outcome is not None
+        published = {kind: await self._published(job, kind) for kind in batch.written}
+        batch.output_file_id, batch.error_file_id = published.get(_OUTPUT), published.get(_ERRORS)
+        await self._end(batch, batch.outcome)
+
+    async def _published(self, job: _Job, kind: str) -> str | None:
+        """The id of the file; None: it is empty."""
+        batch, file_id = job.batch, job.batch.written[kind]
+        path = self._directory.work(batch.id, kind)
+        size = await job.on_disk(_size, path)
+        if size is None:
+            return file_id if self.files.has(file_id) else None
+        if not size:
+            await job.on_disk(path.unlink)
+            return None
+        now = int(time.time())
+        expires_at = None if batch.output_expires_s is None else now + batch.output_expires_s
+        name = f"{batch.id}_{kind}.jsonl"
+        await self.files.adopt(path, StoredFile(file_id, batch.owner, size, now, name, "batch_output", expires_at))
+        return file_id
+
+    async def _fail(self, job: _Job, code: str, message: str) -> None:
+        """End a batch that cannot go on, with the answers that it has."""
+        batch = job.batch
+        batch.errors = [{"code": code, "line": None, "message": message, "param": None}]
+        try:
+            if batch.status != "finalizing":
+                await self._finish_answers(job, "failed")
+            batch.outcome = "failed"
+            await self._publish(job)
+        except Exception as error:  # not even that: it is tried again with the next start
+            _log.error(event("batch_not_kept", batch=batch.id), exc_info=error)
+            batch.enter("failed")
+
+    async def _end(self, batch: Batch, status: str) -> None:
+        batch.enter(status)
+        await self._save(batch)
+        total, completed, failed = batch.counts
+        _log.info(
+            event("batch_ended", batch=batch.id, status=status, requests=total, answered=completed, failed=failed)
+        )
+
+    async def _release(self, job: _Job) -> None:
+        await job.on_disk(job.close)
+        job.disk.shutdown(wait=False)
+        del self._jobs[job.batch.id]
+        self._num_open.add(job.batch.owner, -1)
+        if not self._num_open.held(job.batch.owner):
+            self._active.pop(job.batch.owner, None)
+
+    async def _save(self, batch: Batch) -> None:
+        save = partial(self._directory.save, "batches", batch.id, batch.kept())
+        await asyncio.get_running_loop().run_in_executor(self.files.disk, save)
+
+    def _forget_oldest(self) -> None:
+        """Forget a batch that has ended, of the key that has the most of them."""
+        ended = [batch for batch in self._batches.values() if not batch.is_open]
+        ((owner, _),) = Counter(batch.owner for batch in ended).most_common(1)
+        batch_id = min(batch.id for batch in ended if batch.owner == owner)
+        del self._batches[batch_id]
+        self.files.disk.submit(self._directory.forget, batch_id).add_done_callback(log_failure)
+
+    def _reads(self, file_id: str) -> bool:
+        return any(job.batch.input_file_id == file_id and job.batch.is_open for job in self._jobs.values())
+
+    def _counted(self, batch: Batch) -> Batch:
+        job = self._jobs.get(batch.id)
+        if job is not None and job.requests is not None and job.answers is not None:
+            batch.counts = _counts(job.requests, job.answers)
+        return batch
+
+
+def _counts(requests: RequestFile, answers: AnswerFile) -> tuple[int, int, int]:
+    return len(requests), answers.num_done - answers.num_failed, answers.num_failed
+
+
+def _size(path: Path) -> int | None:
+    """None: there is no such file."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,159 @@
+"""The request of `/v1/batches`, and one line of a file of requests, as OpenAI's batch API has them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from json.decoder import JSONDecodeError, JSONDecoder
+from re import compile as pattern
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from oarlock.engine.errors import StartupError
+from oarlock.server.strict_model import WHOLE, StrictModel
+
+URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
+MAX_CUSTOM_ID = 512  # characters
+SHAPE = (
+    'Each line is {"custom_id": "…", "method": "POST", "url": "/v1/chat/completions", "body": {…}}; '
+    "docs/offline.md has an example."
+)
+_MEMBERS = ("custom_id", "method", "url", "body")
+_SPACE = pattern(r"[ \t\r\n]*")
+_NAME = pattern(r'[ \t\r\n]*("(?:[^"\\\x00-\x1f]|\\.)*")[ \t\r\n]*:[ \t\r\n]*')  # of a member
+_END = pattern(r"[ \t\r\n]*([,}])")  # of a member's value
+_DECODER = JSONDecoder()
+
+
+class WrongBatchError(StartupError):
+    """The file of requests is wrong. `line`: the first wrong one, from 1, if it is one; `code`: for programs."""
+
+    def __init__(self, cause: str, fix: str, line: int | None = None, code: str = "invalid_json_line") -> None:
+        super().__init__(cause, fix)
+        self.line = line
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """One line of the file of requests."""
+
+    custom_id: str
+    url: str
+    body: bytes  # JSON, as it was written
+
+
+def read_line(line: bytes, number: int, name: str) -> BatchRequest:
+    """Parse line `number` of the file `name`. Raises `WrongBatchError`."""
+    where = f"Line {number} of {name}"
+    try:
+        members = _members(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise WrongBatchError(f"{where} is not valid JSON: {error}.", SHAPE, number) from None
+    if members is None:
+        raise WrongBatchError(f"{where} is no JSON object.", SHAPE, number)
+    missing = [member for member in _MEMBERS if member not in members]
+    if missing:
+        raise WrongBatchError(f"{where} has no '{missing[0]}'.", SHAPE, number, "missing_member")
+    (custom_id, _), (method, _), (url, _), (body, written) = (members[member] for member in _MEMBERS)
+    if not isinstance(custom_id, str) or not custom_id or not _is_encodable(custom_id):
+        cause = f"{where} has custom_id {custom_id!r:.80}, which is no text."
+        raise WrongBatchError(cause, SHAPE, number, "invalid_custom_id")
+    if len(custom_id) > MAX_CUSTOM_ID:
+        cause = f"{where} has a custom_id of {len(custom_id)} characters, at most {MAX_CUSTOM_ID} are read."
+        raise WrongBatchError(cause, "Give the request a shorter custom_id.", number, "custom_id_too_long")
+    if method != "POST":
+        cause = f"{where} has method {method!r:.80}, but only POST is known."
+        raise WrongBatchError(cause, SHAPE, number, "invalid_method")
+    if url not in URLS:
+        cause = f"{where} has url {url!r:.80}, which is not served."
+        raise WrongBatchError(cause, f"Served: {', '.join(URLS)}.", number, "invalid_url")
+    if not isinstance(body, dict):
+        raise WrongBatchError(f"{where} has a body that is no JSON object.", SHAPE, number, "invalid_body")
+    return BatchRequest(custom_id, url, written.encode())
+
+
+def _members(text: str) -> dict[str, tuple[Any, str]] | None:
+    """The members of an object: the value of each, and its text. None: it is no object. Raises `ValueError`.
+
+    The text of a body is kept, since what is made of its value would hide a field that is there twice.
+    """
+    place = _after_space(text, 0)
+    if not text.startswith("{", place):
+        json.loads(text)  # raises, unless it is some other value
+        return None
+    members: dict[str, tuple[Any, str]] = {}
+    place += 1
+    mark = _END.match(text, place)
+    while mark is None or mark[1] == ",":
+        found = _NAME.match(text, place)
+        if found is None:
+            raise JSONDecodeError("Expecting the name of a member", text, place)
+        name, start = json.loads(found[1]), found.end()
+        if name in members:
+            raise JSONDecodeError("Expecting each name once", text, place)
+        value, end = _DECODER.raw_decode(text, start)
+        members[name] = value, text[start:end]
+        mark = _END.match(text, end)
+        if mark is None:
+            raise JSONDecodeError("Expecting ',' delimiter", text, end)
+        place = mark.end()
+    if _after_space(text, mark.end()) != len(text):
+        raise JSONDecodeError("Extra data", text, mark.end())
+    return members
+
+
+def _after_space(text: str, place: int) -> int:
+    match = _SPACE.match(text, place)
+    assert match is not None, "it matches nothing, too"
+    return match.end()
+
+
+def _is_encodable(text: str) -> bool:
+    """Whether it has no lone surrogates, which no file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86_400
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_ID_LENGTH = 64
+
+
+class ExpiresAfter(StrictModel):
+    """When a file is deleted by itself."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=MIN_EXPIRY_S, le=MAX_EXPIRY_S), WHOLE]
+
+
+class CreateBatchRequest(StrictModel):
+    """`POST /v1/batches`."""
+
+    input_file_id: Annotated[str, Field(min_length=1, max_length=_ID_LENGTH)] = Field(
+        description="a file of requests, one JSON object on each line, from `/v1/files`"
+    )
+    endpoint: Literal["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"] = Field(
+        description="the `url` of every request in the file"
+    )
+    completion_window: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}[smhd]$")] = Field(
+        description="`24h`, or another time in s, m, h or d: what has no answer by then is an error in the error file"
+    )
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = Field(None, description="in the batch again, used for nothing", json_schema_extra={"x-effect": "none"})
+    output_expires_after: ExpiresAfter | None = Field(
+        None, description="when the output and error files are deleted by themselves; without it they stay"
+    )
+
+    @property
+    def window_s(self) -> int:
+        """The completion window in seconds."""
+        return int(self.completion_window[:-1]) * _UNITS[self.completion_window[-1]]

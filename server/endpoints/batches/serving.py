@@ -1,0 +1,329 @@
+"""`/v1/files` and `/v1/batches`: uploads, lists and downloads, and what is asked about batches."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, Response
+
+from oarlock.engine.errors import RequestError
+from oarlock.server.config.settings import Settings
+from oarlock.server.endpoints.batches.batch import Batch
+from oarlock.server.endpoints.batches.directory import BatchDirectory
+from oarlock.server.endpoints.batches.dispatch import BatchEndpoints
+from oarlock.server.endpoints.batches.files import FileStore, StoredFile, new_id, page
+from oarlock.server.endpoints.batches.key_shares import KeyNames
+from oarlock.server.endpoints.batches.multipart import MultipartReader, Part, boundary_of
+from oarlock.server.endpoints.batches.runner import BatchRunner
+from oarlock.server.endpoints.batches.schema import MAX_EXPIRY_S, MIN_EXPIRY_S, CreateBatchRequest
+from oarlock.server.endpoints.batches.takeover import Takeover
+from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
+from oarlock.server.endpoints.completions.serving import OpenAIServingCompletion
+from oarlock.server.endpoints.pooling.embedding import OpenAIServingEmbedding
+from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
+from oarlock.server.endpoints.serving import OpenAIServing
+from oarlock.server.errors import ClientGoneError, HttpError
+from oarlock.server.http.api_keys import ApiKeys
+from oarlock.server.http.large_body.reader import LargeBodies
+from oarlock.server.http.list_query import ListQuery
+from oarlock.server.http.request_record import label_of
+from oarlock.server.http.server_state import ServerState
+from oarlock.server.json_text import dumps
+from oarlock.server.observability.metrics import HttpCounters
+
+MAX_FILE_BYTES = 200 * 2**20
+UPLOAD_TIMEOUT_S = 600.0
+_IDLE_S = 30.0  # between two pieces of an upload
+_WRITE_BYTES = 2**20
+_MAX_FIELD = 1024  # bytes of a field of the form
+_EXPIRY = "expires_after[anchor]", "expires_after[seconds]"
+_FIELDS = ("purpose", *_EXPIRY)
+
+
+class OpenAIServingBatches(OpenAIServing):
+    """The endpoints of files and batches."""
+
+    state_name = "serving_batches"
+
+    takeover: Takeover  # the routes are there only with it
+
+    async def upload(self, request: Request) -> Response:
+        """Keep a file of requests. Its content is checked by the batch that uses it. Raises `HttpError`."""
+        boundary = boundary_of(request.headers.get("content-type", ""))
+        runner, owner = self._for(request)
+        files = runner.files
+        files.check_room(owner)
+        upload = _Upload(files.directory.new_upload(), partial(files.directory.reserve, owner), files.disk)
+        try:
+            with self.state.body_memory.open() as held:
+                held.add(_WRITE_BYTES)  # at a time: the rest is in the file
+                async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+                    await upload.read(request.stream(), MultipartReader(boundary))
+            expires_s = upload.checked()
+            now = int(time.time())
+            file = StoredFile(
+                new_id("file-"),
+                owner,
+                upload.num_bytes,
+                now,
+                (upload.filename or "")[:255],
+                "batch",
+                None if expires_s is None else now + expires_s,
+            )
+            await files.adopt(upload.path, file)
+        except BaseException as error:
+            await upload.on_disk(upload.discard)
+            if isinstance(error, TimeoutError):
+                message = f"The file took more than {UPLOAD_TIMEOUT_S:.0f} seconds, or stopped for {_IDLE_S:.0f}."
+                raise HttpError(408, message, headers={"Connection": "close"}) from None
+            if isinstance(error, ClientDisconnect):
+                raise ClientGoneError from None
+            if isinstance(error, OSError):
+                raise self._no_room(error) from None
+            raise
+        return _json(file.wire())
+
+    def list_files(self, request: Request) -> Response:
+        """Raises `RequestError`."""
+        query = ListQuery.of(request.query_params, limit=10_000, max_limit=10_000)
+        runner, owner = self._for(request)
+        return _json(runner.files.list(owner, query))
+
+    def get_file(self, request: Request, file_id: str) -> Response:
+        runner, owner = self._for(request)
+        return _json(runner.files.get(owner, file_id).wire())
+
+    def content(self, request: Request, file_id: str) -> Response:
+        runner, owner = self._for(request)
+        file = runner.files.get(owner, file_id)
+        return FileResponse(runner.files.directory.content(file.id), media_type="application/octet-stream")
+
+    async def delete_file(self, request: Request, file_id: str) -> Response:
+        runner, owner = self._for(request)
+        return _json(await runner.files.delete(owner, file_id))
+
+    async def create(self, request: Request) -> Response:
+        """Begin with a batch. Raises `HttpError` and `RequestError`."""
+        body, headers = await self.read(request, CreateBatchRequest)
+        runner, owner = self._for(request)
+        file = runner.files.get(owner, body.input_file_id)
+        if file.purpose != "batch":
+            message = f"The file '{file.id}' holds answers, not requests."
+            raise RequestError(message, "input_file_id")
+        now = int(time.time())
+        batch = Batch(
+            id=new_id("batch_"),
+            owner=owner,
+            label=label_of(request.scope),
+            endpoint=body.endpoint,
+            input_file_id=file.id,
+            completion_window=body.completion_window,
+            window_s=body.window_s,
+            model=self.model_names[0],
+            created_at=now,
+            expires_at=now + body.window_s,
+            metadata=body.metadata,
+            output_expires_s=body.output_expires_after.seconds if body.output_expires_after else None,
+        )
+        try:
+            await runner.create(batch)
+        except OSError as error:
+            raise self._no_room(error) from None
+        return _json(batch.wire(), headers)
+
+    def list_batches(self, request: Request) -> Response:
+        """Raises `RequestError`."""
+        query = ListQuery.of(request.query_params, limit=20, max_limit=100)
+        runner, owner = self._for(request)
+        return _json(page(runner.all_of(owner), query))
+
+    def get_batch(self, request: Request, batch_id: str) -> Response:
+        runner, owner = self._for(request)
+        return _json(runner.get(owner, batch_id).wire())
+
+    async def cancel_batch(self, request: Request, batch_id: str) -> Response:
+        runner, owner = self._for(request)
+        batch = runner.get(owner, batch_id)
+        try:
+            await runner.cancel(batch)
+        except OSError as error:
+            raise self._no_room(error) from None
+        return _json(batch.wire())
+
+    def _for(self, request: Request) -> tuple[BatchRunner, str | None]:
+        """The runner, and what the disk calls the request's API key. Raises `HttpError` (503) without a runner."""
+        runner = self.takeover.runner
+        return runner, runner.names.of(request.scope["state"]["key"])
+
+    def _no_room(self, error: OSError) -> HttpError:
+        if error.errno == errno.EDQUOT:
+            rule = self.takeover.runner.files.directory.bytes.rule
+            message = (
+                f"'file' would take more than is left of {self.settings.batch_dir_size} bytes for all files of this "
+                f"server.{rule} Delete files that are not needed, or raise --batch-dir-size."
+            )
+            return HttpError(413, message, param="file", code="files_too_large", headers={"Connection": "close"})
+        message = f"The disk of --batch-dir does not take it: {error.strerror}."
+        return HttpError(507, message, code="disk_full", headers={"x-should-retry": "false"})
+
+
+def open_batches(settings: Settings, state: ServerState, counters: HttpCounters, keys: ApiKeys, servings: Any) -> None:
+    """Take over the directory of `--batch-dir`, or wait for it. `servings`: has the endpoints by their `state_name`.
+
+    Raises `StartupError`.
+    """
+    assert settings.batch_dir is not None
+    is_shared = len(keys) > 1
+    directory = BatchDirectory(Path(settings.batch_dir), settings.batch_dir_size, is_shared=is_shared)
+    # Their own: what others ask over HTTP does not wait for lines of batches.
+    large_bodies = LargeBodies()
+    endpoints = BatchEndpoints(
+        *(
+            getattr(servings, one.state_name)
+            for one in (
+                OpenAIServingCompletion,
+                OpenAIServingChatCompletion,
+                OpenAIServingResponses,
+                OpenAIServingEmbedding,
+            )
+        ),
+        large_bodies,
+    )
+
+    def open_runner() -> BatchRunner:
+        files = FileStore(directory, ThreadPoolExecutor(1, "batch-files"), is_shared=is_shared)
+        names = KeyNames(keys, directory.salt())
+        return BatchRunner(directory, files, endpoints, state, names, large_bodies, settings.max_body_size)
+
+    takeover = Takeover(directory, open_runner)
+    getattr(servings, OpenAIServingBatches.state_name).takeover = state.batches = counters.batches = takeover
+
+
+class _Upload:
+    """A form on its way to the disk: one file and a few fields."""
+
+    def __init__(self, path: Path, reserve: Any, disk: ThreadPoolExecutor) -> None:
+        """`reserve(num_bytes)` counts what is on the disk, and refuses what is too much with an `OSError`."""
+        self.path = path
+        self.num_bytes = 0
+        self.filename: str | None = None
+        self.fields: dict[str, str] = {}
+        self._reserve = reserve
+        self._disk = disk
+        self._file: IO[bytes] | None = None
+        self._unwritten = bytearray()
+
+    async def read(self, stream: AsyncIterator[bytes], reader: MultipartReader) -> None:
+        """Raises `HttpError`, `RequestError`, `OSError` and `TimeoutError`."""
+        field: str | None = None
+        iterator = stream.__aiter__()
+        while True:
+            async with asyncio.timeout(_IDLE_S):
+                data = await anext(iterator, None)
+            if data is None:
+                break
+            for piece in reader.feed(data):
+                if isinstance(piece, Part):
+                    field = self._begin(piece)
+                elif field is None:
+                    self._add(piece)
+                else:
+                    self._extend(field, piece)
+            if len(self._unwritten) >= _WRITE_BYTES:
+                await self.on_disk(self._write)
+        if not reader.is_complete:
+            raise RequestError("The form cannot be read: it ends before its last delimiter.", None, "invalid_form")
+        if self._file is not None:
+            await self.on_disk(self._close)
+
+    async def on_disk(self, function: Callable[[], None]) -> None:
+        """Call it on the one thread for files, behind what was asked of it before."""
+        await asyncio.get_running_loop().run_in_executor(self._disk, function)
+
+    def checked(self) -> int | None:
+        """The seconds that the file is kept for; None: it stays. Raises `RequestError`."""
+        if self.filename is None:
+            raise RequestError("'file' is required.", "file")
+        if not self.num_bytes:
+            raise RequestError("'file' is empty: send JSON lines, a request on each.", "file")
+        purpose = self.fields.get("purpose")
+        if purpose is None:
+            raise RequestError("'purpose' is required.", "purpose")
+        if purpose != "batch":
+            raise RequestError("'purpose' must be batch: nothing else is done with files here.", "purpose")
+        anchor, seconds = (self.fields.get(name) for name in _EXPIRY)
+        if anchor is None and seconds is None:
+            return None
+        if anchor != "created_at":
+            raise RequestError("'expires_after[anchor]' must be created_at.", "expires_after")
+        if seconds is None or not (seconds.isascii() and seconds.isdigit() and len(seconds) < 9):
+            raise RequestError("'expires_after[seconds]' must be a whole number.", "expires_after")
+        if not MIN_EXPIRY_S <= int(seconds) <= MAX_EXPIRY_S:
+            message = f"'expires_after[seconds]' must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}."
+            raise RequestError(message, "expires_after")
+        return int(seconds)
+
+    def discard(self) -> None:
+        """Nothing of it stays."""
+        if self._file is not None:
+            self._file.close()
+        if self.path.exists():
+            self.path.unlink()
+            self._reserve(-self.num_bytes)
+
+    def _begin(self, part: Part) -> str | None:
+        """The name of the field; None: it is the file."""
+        if part.name == "file" and part.filename is not None:
+            if self.filename is not None:
+                raise RequestError("There is more than one 'file'. Send one at a time.", "file")
+            self.filename = part.filename
+            self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0)
+            return None
+        if part.name not in _FIELDS:
+            known = ", ".join(("file", *_FIELDS))
+            raise RequestError(
+                f"There is no field '{part.name[:64]}' here: {known}.", part.name[:64], "unknown_parameter"
+            )
+        if part.name in self.fields:
+            raise RequestError(f"'{part.name}' is given twice.", part.name)
+        self.fields[part.name] = ""
+        return part.name
+
+    def _extend(self, field: str, piece: bytes) -> None:
+        self.fields[field] += piece.decode("utf-8", "replace")
+        if len(self.fields[field]) > _MAX_FIELD:
+            raise RequestError(f"'{field}' is longer than {_MAX_FIELD} bytes.", field)
+
+    def _add(self, piece: bytes) -> None:
+        if self.num_bytes + len(piece) > MAX_FILE_BYTES:
+            message = f"The file is larger than {MAX_FILE_BYTES} bytes. Divide it among several batches."
+            raise HttpError(413, message, param="file", code="file_too_large", headers={"Connection": "close"})
+        self._reserve(len(piece))
+        self.num_bytes += len(piece)
+        self._unwritten += piece
+
+    def _write(self) -> None:
+        assert self._file is not None
+        view = memoryview(bytes(self._unwritten))
+        self._unwritten.clear()
+        while view:
+            view = view[self._file.write(view) :]
+
+    def _close(self) -> None:
+        assert self._file is not None
+        self._write()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def _json(value: Any, headers: dict[str, str] | None = None) -> Response:
+    return Response(dumps(value), 200, headers, "application/json")

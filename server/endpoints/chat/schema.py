@@ -1,0 +1,313 @@
+"""The request of `/v1/chat/completions`, field for field: messages, content parts, tools and tool choices."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from oarlock.server.endpoints.schema import SamplingFields
+from oarlock.server.strict_model import INT32_MAX, MAX_LOGPROBS, WHOLE, FieldError, StrictModel
+
+MAX_PARTS = 1024
+MAX_CALLS = 128
+MAX_SCHEMA_CHARACTERS = 256 * 1024
+
+
+def content_form(value: Any) -> str | None:
+    """The tag of the form that a message's content has."""
+    return "form:plain" if isinstance(value, str) else "form:parts" if isinstance(value, list) else None
+
+
+def _text_type(value: str) -> str:
+    if value not in ("text", "refusal"):
+        raise FieldError("messages", f"holds a content part of type '{value}': this server reads parts of type 'text'")
+    return value
+
+
+def _role(value: Any) -> Any:
+    if value == "function":
+        raise FieldError("messages", "holds the role 'function', which is obsolete: use the role 'tool'")
+    return value
+
+
+def plain_json(value: dict[str, Any]) -> dict[str, Any]:
+    """The value, if it can be written as JSON and is not too large. Raises `ValueError`."""
+    try:
+        size = len(json.dumps(value, allow_nan=False))
+    except ValueError:
+        raise ValueError("NaN and Infinity are not numbers in JSON") from None
+    if size > MAX_SCHEMA_CHARACTERS:
+        raise ValueError(f"it has {size} characters as JSON, at most {MAX_SCHEMA_CHARACTERS} are accepted")
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(plain_json)]
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+class TextPart(StrictModel):
+    """The one kind of content part that a text model can read; a refusal is an assistant's own text."""
+
+    type: Annotated[str, Field(max_length=64), AfterValidator(_text_type)]
+    text: str = ""
+    refusal: str = ""
+
+    @model_validator(mode="after")
+    def _has_its_member(self) -> TextPart:
+        if self.type not in self.model_fields_set:
+            raise FieldError("messages", f"holds a content part of type '{self.type}' without the key '{self.type}'")
+        return self
+
+
+Content = Annotated[
+    Annotated[str, Tag("form:plain")]
+    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("form:parts")],
+    Discriminator(
+        content_form, custom_error_type="content_form", custom_error_message="must be a string or a list of text parts"
+    ),
+]
+
+
+class CalledFunction(StrictModel):
+    """What an earlier answer called, with the arguments as the text they came as."""
+
+    name: ToolName
+    arguments: str
+
+
+class ToolCall(StrictModel):
+    """One call in an assistant's message."""
+
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(StrictModel):
+    """One turn of a conversation."""
+
+    role: Annotated[Literal["developer", "system", "user", "assistant", "tool"], BeforeValidator(_role)]
+    content: Content | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
+    tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    function_call: None = None
+    audio: None = None
+    annotations: list[Any] | None = None  # in OpenAI's own answers; they add no text
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> ChatMessage:
+        if self.tool_calls and self.role != "assistant":
+            raise FieldError("messages", f"holds tool_calls in a message of the role '{self.role}'")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise FieldError("messages", "holds a message of the role 'tool' without tool_call_id")
+        # Histories hold answers as other servers wrote them, with an empty list of calls, or with thoughts alone.
+        is_answer = self.role == "assistant" and (self.tool_calls is not None or self.thoughts is not None)
+        if self.content is None and self.refusal is None and not is_answer:
+            raise FieldError("messages", "holds a message without content")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content, its parts joined; of a message without content, the refusal."""
+        if self.content is None:
+            return self.refusal or ""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text or part.refusal for part in self.content)
+
+    @property
+    def thoughts(self) -> str | None:
+        """The reasoning, under either of its names."""
+        return self.reasoning_content if self.reasoning_content is not None else self.reasoning
+
+
+class FunctionDefinition(StrictModel):
+    """What can be called."""
+
+    name: ToolName
+    description: Annotated[str, Field(max_length=65_536)] | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> FunctionDefinition:
+        kind = (self.parameters or {}).get("type", "object")
+        if kind != "object":
+            raise FieldError("tools", f"holds '{self.name}', whose parameters do not describe an object")
+        return self
+
+
+class Tool(StrictModel):
+    """One tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, Any]:
+        """As published templates expect it."""
+        described = self.function.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        return {"type": self.type, "function": described}
+
+
+class FunctionName(StrictModel):
+    """A function by name."""
+
+    name: str
+
+
+class NamedChoice(StrictModel):
+    """This tool must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(StrictModel):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_CALLS)]
+
+
+class AllowedChoice(StrictModel):
+    """Only some of the tools may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def choice_form(value: Any) -> str | None:
+    """The tag of the form that a tool choice has."""
+    if isinstance(value, str):
+        return "form:word"
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return {"function": "form:named", "allowed_tools": "form:allowed"}.get(kind) if isinstance(kind, str) else None
+
+
+ToolChoiceOption = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("form:word")]
+    | Annotated[NamedChoice, Tag("form:named")]
+    | Annotated[AllowedChoice, Tag("form:allowed")],
+    Discriminator(
+        choice_form,
+        custom_error_type="choice_form",
+        custom_error_message=(
+            'must be "none", "auto", "required", {"type": "function", "function": {"name": …}} or '
+            '{"type": "allowed_tools", …}'
+        ),
+    ),
+]
+
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+MAX_VARIABLES_CHARACTERS = 16 * 1024
+_VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+# Set by this server, or by other fields of the request.
+_RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
+_RESERVED |= {"tokenize", "raise_exception", "strftime_now", "reasoning_effort"}
+
+
+class ChatRequest(SamplingFields):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
+        description="the conversation; content is text or parts of type `text`; `developer` is `system` for templates "
+        "that have no such role"
+    )
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = Field(
+        None, description="the older name of `max_completion_tokens`, which wins"
+    )
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = Field(
+        None, description="a ceiling, thoughts included; without one, what the context has room for"
+    )
+    logprobs: bool | None = Field(
+        False,
+        description="natural logarithms of the raw distribution, before temperature, penalties and filters, with the "
+        "true bytes of every token",
+    )
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
+        None, description="so many alternatives with every token; only with `logprobs`"
+    )
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="functions that may be called; an empty list is none"
+    )
+    tool_choice: ToolChoiceOption | None = Field(
+        None,
+        description="`none`, `auto` (the default with tools), `required`, one by name, or `allowed_tools`; a call that "
+        "is required or named always matches the schema of its arguments",
+    )
+    parallel_tool_calls: bool | None = Field(True, description="false: at most one call")
+    add_generation_prompt: bool | None = Field(
+        None, description="end the prompt with the assistant's opening; the default, unless a message is continued"
+    )
+    continue_final_message: bool | None = Field(
+        False, description="the answer goes on with the last message; not with `add_generation_prompt`"
+    )
+    chat_template: None = Field(None, description="refused: a template is code, and it comes with the model")
+    chat_template_kwargs: JsonObject | None = Field(
+        None, description="variables for the template, such as `enable_thinking`; 16 KiB at most"
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="handed to the template; refused if it does not use it"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_template(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("chat_template") is not None:
+            raise FieldError("chat_template", "is refused: a template is code, and only the model's own is run")
+        return value
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise FieldError("top_logprobs", "is only allowed with logprobs: true")
+        limit = self.token_limit
+        if limit is not None and (self.min_tokens or 0) > limit:
+            raise FieldError("min_tokens", f"is {self.min_tokens}, more than the token limit ({limit})")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise FieldError("continue_final_message", "cannot be combined with add_generation_prompt: true")
+        if self.continue_final_message and self.messages[-1].tool_calls:
+            raise FieldError("continue_final_message", "cannot continue a message that ends with tool calls")
+        self._check_variables()
+        self._check_tools()
+        return self
+
+    def _check_variables(self) -> None:
+        variables = self.chat_template_kwargs or {}
+        size = len(json.dumps(variables))
+        if size > MAX_VARIABLES_CHARACTERS:
+            problem = f"has {size} characters as JSON, at most {MAX_VARIABLES_CHARACTERS} are accepted"
+            raise FieldError("chat_template_kwargs", problem)
+        for name in variables:
+            if name in _RESERVED or not _VARIABLE.fullmatch(name):
+                shown = name[:64]
+                raise FieldError("chat_template_kwargs", f"holds '{shown}', which is not a name for the caller to set")
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        twice = next((name for position, name in enumerate(names) if name in names[:position]), None)
+        if twice is not None:
+            raise FieldError("tools", f"holds two functions with the name '{twice}'")
+
+    @property
+    def token_limit(self) -> int | None:
+        """The newer name wins."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def limit_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def opens_answer(self) -> bool:
+        """The prompt ends with the opening of the assistant's message."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt

@@ -1,0 +1,203 @@
+"""`/v1/chat/completions`: its requests processed, and its responses written, with tool calls and reasoning."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from oarlock.server.chat.answer_grammar import answer_grammar
+from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart, merged
+from oarlock.server.chat.message_parser import AnswerShape, MessageParser
+from oarlock.server.chat.prompt import render_prompt
+from oarlock.server.endpoints.chat.schema import ChatRequest
+from oarlock.server.endpoints.generate import OpenAIServingGenerate
+from oarlock.server.endpoints.response_writer import ResponseHead, ResponseOptions, ResponseWriter, finite, usage
+from oarlock.server.http.server_sent_events import AnswerWriter
+from oarlock.server.json_text import dumps, json_text
+from oarlock.server.llm.generation import Generation
+from oarlock.server.llm.input_processor import ProcessedRequest
+from oarlock.server.llm.output_processor import Delta
+from oarlock.server.llm.prompt_scores import Scores, TokenScore
+from oarlock.server.llm.structured_output import constraint_of
+from oarlock.server.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedChat(ProcessedRequest):
+    """The choices of one chat turn, ready to run, and how to read their text."""
+
+    shape: AnswerShape = field(default_factory=AnswerShape)
+    prompt: str = ""  # as the chat template wrote it
+
+
+class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedChat]):
+    """The chat completions endpoint."""
+
+    state_name = "serving_chat_completion"
+    _prompt_field = "messages"
+
+    async def process(self, body: ChatRequest) -> ProcessedChat:
+        prompt = await render_prompt(self.tokenizer, body)
+        marks = _special_ids(self.tokenizer, prompt.delimiters)
+        grammar = answer_grammar(constraint_of(body), prompt, marks)
+        processed = await self.async_llm.input_processor.process_text(
+            body,
+            prompt.text,
+            body.token_limit,
+            logprobs=_num_alternatives(body),
+            grammar=grammar,
+            shown=frozenset(marks.values()),
+            param=self._prompt_field,
+        )
+        return ProcessedChat(
+            processed.choices, processed.num_prompts, processed.timeout_s, shape=prompt.shape, prompt=prompt.text
+        )
+
+    def _writer(
+        self, body: ChatRequest, processed: ProcessedChat, generation: Generation, model: str, request_id: str
+    ) -> AnswerWriter:
+        head = self._head(
+            f"chatcmpl-{request_id}", "chat.completion.chunk" if body.stream else "chat.completion", model
+        )
+        options = self._options(body, _num_alternatives(body))
+        return ChatCompletionWriter(head, self.tokenizer, generation, options, processed.shape)
+
+
+def _num_alternatives(body: ChatRequest) -> int | None:
+    """With each token's logprob; None: no logprobs."""
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _special_ids(tokenizer: Tokenizer, marks: tuple[str, ...]) -> dict[str, int]:
+    """The ids of those marks that are special tokens, which a text does not show by itself."""
+    ids = {mark: tokenizer.backend.token_to_id(mark) for mark in marks}
+    return {mark: token for mark, token in ids.items() if token is not None and token in tokenizer.special_ids}
+
+
+class ChatCompletionWriter(ResponseWriter):
+    """`chat.completion` and its chunks."""
+
+    _has_one_prompt = True
+
+    def __init__(
+        self,
+        head: ResponseHead,
+        tokenizer: Tokenizer,
+        generation: Generation,
+        options: ResponseOptions,
+        shape: AnswerShape,
+    ) -> None:
+        super().__init__(head, tokenizer, generation, options)
+        self._is_plain = shape.is_plain
+        self._parsers = [MessageParser(shape) for _ in generation.choices]
+        self._num_calls = [0] * len(generation.choices)
+
+    def opening(self, num_choices: int) -> Iterable[bytes]:
+        role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+        return [f"{self._start}{index},{role}{self._ending()}".encode() for index in range(num_choices)]
+
+    def chunk(self, delta: Delta) -> bytes | None:
+        """The events that a piece becomes: one, or more when it holds several things."""
+        if self._is_plain:
+            return super().chunk(delta)
+        self._counted += delta.num_tokens
+        parser = self._parsers[delta.index]
+        pieces = [self._event_piece(delta.index, event) for event in parser.push(delta)]
+        if not (pieces or delta.scores or delta.finish_reason or self._has_extras):
+            return None
+        finish = {"finish_reason": parser.finish_reason(delta), "stop_reason": delta.stop_reason}
+        if not pieces:
+            pieces = ['"delta":{"content":""}' if delta.scores else '"delta":{}']
+        if len(pieces) == 1:
+            return self._event(replace(delta, **finish), pieces[0])
+        # What belongs to the tokens goes out with the first, the end with the last.
+        parts = [Delta(delta.index) for _ in pieces]
+        parts[0] = replace(delta, finish_reason=None, stop_reason=None)
+        parts[-1] = replace(parts[-1], **finish)
+        return b"".join(map(self._event, parts, pieces))
+
+    def _event_piece(self, index: int, event: MessageEvent) -> str:
+        """The member `delta` of one event."""
+        if isinstance(event, ContentDelta):
+            return f'"delta":{{"content":{json_text(event.text)}}}'
+        if isinstance(event, ReasoningDelta):
+            text = json_text(event.text)
+            return f'"delta":{{"reasoning_content":{text},"reasoning":{text}}}'
+        if isinstance(event, ToolCallStart):
+            self._num_calls[index] += 1
+            call = {"index": self._num_calls[index] - 1, **_call(event.name, "")}
+        else:
+            call = {"index": self._num_calls[index] - 1, "function": {"arguments": event.text}}
+        return f'"delta":{{"tool_calls":[{dumps(call)}]}}'
+
+    def _piece(self, delta: Delta) -> str:
+        if not delta.text and not delta.scores:
+            return '"delta":{}'
+        return f'"delta":{{"content":{json_text(delta.text)}}}'
+
+    def _choice(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _whole_choice(self, index: int, pieces: Sequence[Delta]) -> dict[str, Any]:
+        whole = super()._whole_choice(index, pieces)
+        if not self._is_plain:
+            whole["message"], whole["finish_reason"] = read_message(self._parsers[index], pieces)
+        return whole
+
+    def _usage(self, generation: Generation) -> dict[str, Any]:
+        thoughts = sum(parser.reasoning_tokens for parser in self._parsers)
+        return {**usage(generation), "completion_tokens_details": {"reasoning_tokens": thoughts}}
+
+    def _make_columns(self) -> dict[str, Callable[[TokenScore], Any]]:
+        return {"content": self._content}
+
+    def _content(self, score: TokenScore) -> dict[str, Any]:
+        return token_logprobs(self._tokenizer, score, self._options.logprobs or 0, self._options.tokens_as_ids)
+
+    def _logprobs(self, scores: Scores) -> dict[str, Any]:
+        return {**super()._logprobs(scores), "refusal": None}
+
+    def _whole_logprobs(self, pieces: Sequence[Delta]) -> dict[str, Any]:
+        return {**super()._whole_logprobs(pieces), "refusal": None}
+
+
+def token_logprobs(tokenizer: Tokenizer, score: TokenScore, num_top: int, as_ids: bool = False) -> dict[str, Any]:
+    """A token of an answer's text, with its best alternatives. `as_ids`: named by their ids."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token_id)
+        name = f"token_id:{token_id}" if as_ids else data.decode("utf-8", "replace")
+        return {"token": name, "logprob": finite(logprob), "bytes": list(data)}
+
+    top = [entry(token_id, logprob) for token_id, logprob in score.top[:num_top]]
+    return {**entry(score.token_id, score.logprob or 0.0), "top_logprobs": top}
+
+
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    """A call under an id of its own."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+def read_message(parser: MessageParser, pieces: Sequence[Delta]) -> tuple[dict[str, Any], str | None]:
+    """A choice's whole message, and why it ended."""
+    events = merged([event for piece in pieces for event in parser.push(piece)])
+    return _message(events), parser.finish_reason(pieces[-1])
+
+
+def _message(events: Sequence[MessageEvent]) -> dict[str, Any]:
+    """A whole message. `content` is null only when there are calls instead."""
+    content = "".join(event.text for event in events if isinstance(event, ContentDelta))
+    thoughts = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
+    calls: list[dict[str, Any]] = []
+    for event in events:
+        if isinstance(event, ToolCallStart):
+            calls.append(_call(event.name, ""))
+        elif isinstance(event, ArgumentsDelta):
+            calls[-1]["function"]["arguments"] += event.text
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if thoughts:
+        message |= {"reasoning_content": thoughts, "reasoning": thoughts}
+    return message | ({"tool_calls": calls} if calls else {})

@@ -1,0 +1,182 @@
+"""The common base of the endpoints that generate: time limits, then a stream, one body, or the rendered prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from dataclasses import asdict, replace
+from typing import Any, Generic, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from oarlock.engine.errors import RequestError
+from oarlock.server.endpoints.response_writer import ResponseHead, ResponseOptions
+from oarlock.server.endpoints.schema import SamplingFields
+from oarlock.server.endpoints.serving import OpenAIServing
+from oarlock.server.errors import DeadlineError
+from oarlock.server.http.request_record import (
+    RequestRecord,
+    client_of,
+    label_of,
+    record_of,
+    request_id_of,
+    salt_of,
+    salted,
+)
+from oarlock.server.http.server_sent_events import AnswerWriter, EventStream, until_disconnect, whole_response
+from oarlock.server.json_text import numbers, pieces_of
+from oarlock.server.llm.generation import Generation, collect
+from oarlock.server.llm.input_processor import ProcessedRequest
+from oarlock.server.llm.output_processor import Delta
+from oarlock.server.llm.pooler_config import Task
+
+_BodyT = TypeVar("_BodyT", bound=SamplingFields)
+_ProcessedT = TypeVar("_ProcessedT", bound=ProcessedRequest)
+
+
+class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
+    """A body becomes a processed request, that a generation, and that JSON."""
+
+    @abstractmethod
+    async def process(self, body: _BodyT) -> _ProcessedT:
+        """The body's choices, ready to run. Everything that can be refused is refused here. Raises `RequestError`."""
+
+    @abstractmethod
+    def _writer(
+        self, body: _BodyT, processed: _ProcessedT, generation: Generation, model: str, request_id: str
+    ) -> AnswerWriter:
+        """Writes the generation as this endpoint's JSON."""
+
+    def check_model(self, name: str | None) -> str:
+        """Raises `ModelNotFoundError`, and `RequestError` where the model makes no texts."""
+        found = super().check_model(name)
+        task = self.async_llm.pooler.task
+        if task is not Task.GENERATE:
+            instead = "/v1/embeddings, /v1/rerank and /v1/score" if task is Task.EMBED else "/v1/rerank and /v1/score"
+            message = f"This model writes no texts: it answers {instead}."
+            raise RequestError(message, "model", "unsupported_by_model")
+        return found
+
+    async def create(self, request: Request, body: _BodyT, headers: dict[str, str]) -> Response:
+        """Start the generation, then stream it or collect it. Every refusal comes before the first byte."""
+        record = record_of(request.scope)
+        assert record is not None, "the middleware keeps a record of all that generates"
+        record.parsed_s = time.monotonic()
+        model = self.check_model(body.model)
+        body.timeout = self._time_limit(request.headers.get("x-request-timeout"), body.timeout)
+        body.cache_salt = salt_of(request.scope, body.cache_salt)
+        rank = self._chosen_replica(request)
+        processed = await until_disconnect(request, self._process_in_time(body))
+        generation = self.async_llm.start(processed, label_of(request.scope), data_parallel_rank=rank)
+        try:
+            generation.request_id = request_id = request_id_of(request.scope)
+            generation.client = client_of(request.scope, body.user)
+            writer = self._writer(body, processed, generation, model, request_id)
+            generation.response_id = writer.response_id
+            record.started(generation, streamed=bool(body.stream))
+            if body.stream:
+                await until_disconnect(request, generation.wait_first_event())
+                return EventStream(generation, writer, headers, record)
+            pieces = await until_disconnect(request, collect(generation))
+            headers = headers | _server_timing(record, generation)
+            return await whole_response(writer.whole(pieces, generation), headers)
+        except BaseException:
+            generation.close()
+            raise
+
+    async def run(self, body: _BodyT, label: str | None = None) -> tuple[_ProcessedT, Generation, list[list[Delta]]]:
+        """A body that did not come over HTTP: processed, generated to the end, and every choice's pieces.
+
+        `label`: of the API key whose share of the engine it takes. A full queue does not refuse it: the caller bounds
+        how many there are at a time. Raises as `create` does.
+        """
+        body.timeout = self._time_limit(None, body.timeout)
+        async with self.async_llm.one_prompt:
+            processed = await self._process_in_time(body)
+        generation = self.async_llm.start(processed, label, has_place=True)
+        try:
+            return processed, generation, await collect(generation)
+        finally:
+            generation.close()
+
+    async def complete(
+        self, body: _BodyT, request_id: str, *, owner: str | None = None, label: str | None = None
+    ) -> str:
+        """Run a body that did not come over HTTP, and return the JSON of the whole answer.
+
+        `owner`: the salt of the API key that it belongs to.
+        """
+        model = self.check_model(body.model)
+        if body.stream:
+            raise RequestError("'stream' is true, but this answer is written whole. Leave it out.", "stream")
+        body.cache_salt = salted(owner, body.cache_salt)
+        processed, generation, pieces = await self.run(body, label)
+        writer = self._writer(body, processed, generation, model, request_id)
+        return "".join(writer.whole(pieces, generation))
+
+    async def render(self, request: Request, body: _BodyT, headers: dict[str, str], *, each: bool) -> Response:
+        """The prompts and parameters that the engine would get, as JSON; nothing is generated. `each`: a list with one
+        object for each prompt, else the object of the only one. Routers read `token_ids` there."""
+        model = self.check_model(body.model)
+        processed = await until_disconnect(request, self.process(body))
+        per_prompt = len(processed.choices) // processed.num_prompts
+        first = processed.choices[0].request
+        parameters: dict[str, Any] = asdict(first.params)
+        parameters["seeds"] = [choice.request.params.seed for choice in processed.choices[:per_prompt]]
+        del parameters["seed"]
+        shared = {
+            "object": "render",
+            "request_id": request_id_of(request.scope),
+            "model": model,
+            "choices_per_prompt": per_prompt,
+            "max_model_len": self.max_len,
+            "parameters": parameters | {"stop": body.stops, "priority": first.priority, "timeout": processed.timeout_s},
+            "features": None,
+        }
+        answers = []
+        for choice in processed.choices[::per_prompt]:
+            ids = choice.request.prompt_token_ids
+            text = await self.tokenizer.atext(ids)
+            answers.append(shared | {"text": text, "token_ids": numbers(ids), "num_tokens": len(ids)})
+        return await whole_response(pieces_of(answers if each else answers[0]), headers)
+
+    async def _process_in_time(self, body: _BodyT) -> _ProcessedT:
+        """Call `process` within the time limit, and note the time it took. Raises `DeadlineError`."""
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(body.timeout):
+                processed = await self.process(body)
+        except TimeoutError:
+            raise DeadlineError(body.timeout or 0.0) from None
+        return replace(processed, spent_s=time.monotonic() - begun)
+
+    def _with_usage(self, body: _BodyT) -> bool:
+        """Whether a stream ends with the usage."""
+        return body.include_usage or self.settings.always_stream_usage
+
+    def _head(self, response_id: str, kind: str, model: str) -> ResponseHead:
+        """`kind`: the member `object`."""
+        return ResponseHead(response_id, kind, int(time.time()), model, self.fingerprint())
+
+    def _options(self, body: _BodyT, logprobs: int | None) -> ResponseOptions:
+        """`logprobs`: so many alternatives with every token; None: no logprobs."""
+        return ResponseOptions(
+            logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            token_ids=bool(body.return_token_ids),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            usage=bool(body.stream and self._with_usage(body)),
+            continuous_usage=body.continuous_usage,
+            keep=body.n if body.num_generated > (body.n or 1) else None,
+        )
+
+
+def _server_timing(record: RequestRecord, generation: Generation) -> dict[str, str]:
+    """The header of a whole answer, in milliseconds: until its prompt was ready, from there to the first token, from
+    there to the last, and all of it."""
+    marks = (record.received_s, generation.arrival, generation.first_token_at or generation.arrival, time.monotonic())
+    spans = {name: marks[place + 1] - marks[place] for place, name in enumerate(("prompt", "first-token", "rest"))}
+    spans["total"] = marks[-1] - marks[0]
+    return {"Server-Timing": ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in spans.items())}

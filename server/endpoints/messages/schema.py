@@ -1,0 +1,370 @@
+"""The requests of `/v1/messages` and of `/v1/messages/count_tokens`, field for field, and their content blocks.
+
+Sampling fields are those of the other endpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+
+from oarlock.server.endpoints.chat.schema import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, JsonObject, ToolName, content_form
+from oarlock.server.endpoints.schema import JsonSchema, ResponseFormat, SamplingFields
+from oarlock.server.strict_model import (
+    ACCEPTED,
+    INT32_MAX,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    WHOLE,
+    FieldError,
+    StrictModel,
+)
+
+BlockId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class CacheControl(StrictModel):
+    """Where a client wants a beginning cached. All beginnings are found here without it."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+CacheControlField = Annotated[
+    CacheControl | None,
+    Field(description="accepted; equal beginnings of prompts are found without it", json_schema_extra=ACCEPTED),
+]
+
+
+class TextBlock(StrictModel):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControlField = None
+    citations: None = None  # of documents, which are refused
+
+
+class ThinkingBlock(StrictModel):
+    """What an earlier answer thought. Any signature is taken: thoughts are the client's own words here."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinkingBlock(StrictModel):
+    """Thoughts that another server encrypted: no text for this model."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(StrictModel):
+    """A call that an earlier answer made."""
+
+    type: Literal["tool_use"]
+    id: BlockId
+    name: ToolName
+    input: JsonObject
+    cache_control: CacheControlField = None
+    caller: dict[str, Any] | None = Field(None, json_schema_extra=ACCEPTED)
+    toolset_name: None = None
+
+
+def _unread(kind: str) -> str:
+    problem = f"holds a block of type '{kind}'; this server reads text, thinking, tool_use and tool_result"
+    raise FieldError("messages", problem)
+
+
+class UnreadBlock(StrictModel):
+    """Any other block: media, documents, tools that a server runs. Refused by its name."""
+
+    type: Annotated[str, Field(max_length=64), AfterValidator(_unread)]
+
+
+def _block_form(*known: str) -> Any:
+    def form(value: Any) -> str | None:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        if not isinstance(kind, str):
+            return None
+        return f"form:{kind}" if kind in known else "form:unread"
+
+    return Discriminator(
+        form, custom_error_type="block_form", custom_error_message="must be an object with a string 'type'"
+    )
+
+
+TextOnly = Annotated[
+    Annotated[TextBlock, Tag("form:text")] | Annotated[UnreadBlock, Tag("form:unread")], _block_form("text")
+]
+_CONTENT = Discriminator(
+    content_form, custom_error_type="content_form", custom_error_message="must be a string or a list of blocks"
+)
+Text = Annotated[
+    Annotated[str, Tag("form:plain")]
+    | Annotated[list[TextOnly], Field(max_length=MAX_PARTS, fail_fast=True), Tag("form:parts")],
+    _CONTENT,
+]
+
+
+class ToolResultBlock(StrictModel):
+    """What a called tool returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: BlockId
+    content: Text | None = None
+    is_error: bool | None = None
+    cache_control: CacheControlField = None
+    toolset_name: None = None
+
+
+_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+Block = Annotated[
+    Annotated[TextBlock, Tag("form:text")]
+    | Annotated[ThinkingBlock, Tag("form:thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("form:redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("form:tool_use")]
+    | Annotated[ToolResultBlock, Tag("form:tool_result")]
+    | Annotated[UnreadBlock, Tag("form:unread")],
+    _block_form(*_BLOCKS),
+]
+Content = Annotated[
+    Annotated[str, Tag("form:plain")]
+    | Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True), Tag("form:parts")],
+    _CONTENT,
+]
+
+
+class InputMessage(StrictModel):
+    """One turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+    @model_validator(mode="after")
+    def _says_something(self) -> InputMessage:
+        if self.role != "assistant" and not self.content and isinstance(self.content, list):
+            raise FieldError("messages", f"holds a message of the role '{self.role}' without content")
+        return self
+
+    @property
+    def blocks(self) -> list[Any]:
+        """The content as blocks."""
+        if isinstance(self.content, str):
+            return [TextBlock(type="text", text=self.content)] if self.content else []
+        return self.content
+
+
+def text_of(content: str | list[Any] | None) -> str:
+    """Blocks of text joined."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(block.text for block in content)
+
+
+# Fields of the other endpoints, with the values that ask for nothing and what to say instead.
+_ELSEWHERE: dict[str, tuple[Any, str]] = {
+    "n": (1, "there is one answer; send several requests"),
+    "stop": ([], "say it with 'stop_sequences'"),
+    "user": (None, "say it with 'metadata.user_id'"),
+    "response_format": (None, "say it with 'output_config.format'"),
+    "stream_options": (None, "a stream always ends with its usage"),
+    "prompt_logprobs": (None, "ask /v1/completions"),
+    "return_token_ids": (False, "ask /v1/completions"),
+    "return_tokens_as_token_ids": (False, "ask /v1/completions"),
+    "store": (False, "nothing is stored"),
+}
+# Fields of the API that a server of one model has nothing for.
+REFUSED: dict[str, str] = {
+    "container": "no code is run here",
+    "mcp_servers": "this server calls no tools; connect them in the client",
+    "diagnostics": "there are none; 'usage' has cached tokens, /metrics the rest",
+    "inference_geo": "the answer comes from this server",
+    "context_management": "send the messages that the model shall read",
+    "fallbacks": "there is one model",
+}
+
+
+def _tool_type(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in (None, "custom"):
+        shown = str(kind)[:64]
+        raise FieldError("tools", f"holds a tool of type '{shown}'; this server runs no tools: declare custom ones")
+    return value
+
+
+class Tool(StrictModel):
+    """A tool that the client runs."""
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: Annotated[str, Field(max_length=65_536)] | None = None
+    input_schema: JsonObject
+    strict: bool | None = Field(None, json_schema_extra=ACCEPTED)
+    cache_control: CacheControlField = None
+    eager_input_streaming: bool | None = Field(None, json_schema_extra=ACCEPTED)
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    input_examples: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_ours_to_read(cls, value: Any) -> Any:
+        if isinstance(_tool_type(value), dict):
+            if value.get("defer_loading"):
+                raise FieldError("tools", "holds defer_loading: true; send the tools that the model shall know")
+            if value.get("input_examples"):
+                raise FieldError("tools", "holds input_examples; put them into the description")
+        return value
+
+
+class ToolChoice(StrictModel):
+    """Whether tools may or must be called."""
+
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class NamedTool(StrictModel):
+    """This tool must be called."""
+
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: bool | None = None
+
+
+def _choice_form(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    if kind == "tool":
+        return "form:tool"
+    return "form:mode" if kind in ("auto", "any", "none") else None
+
+
+ToolChoiceField = Annotated[
+    Annotated[ToolChoice, Tag("form:mode")] | Annotated[NamedTool, Tag("form:tool")],
+    Discriminator(
+        _choice_form,
+        custom_error_type="choice_form",
+        custom_error_message='must be {"type": "auto"}, "any", "none", or {"type": "tool", "name": …}',
+    ),
+]
+
+
+class Thinking(StrictModel):
+    """Whether the model thinks first, where its template knows a switch."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = Field(
+        None, description="no limit of its own: thoughts count towards `max_tokens`", json_schema_extra=ACCEPTED
+    )
+    display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self.type != "disabled"
+
+
+class OutputFormat(StrictModel):
+    """The answer is JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    schema_: JsonSchema = Field(alias="schema")
+
+
+class OutputConfig(StrictModel):
+    """The form of the answer, and how much is thought for it."""
+
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class Metadata(StrictModel):
+    """Who asks."""
+
+    user_id: Annotated[str, Field(max_length=1024)] | None = None
+
+
+class _Conversation(SamplingFields):
+    """Fields that both requests have: all that becomes the prompt."""
+
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
+        description="the conversation; blocks are `text`, `thinking`, `tool_use` and `tool_result`. If an assistant's "
+        "text comes last, the answer goes on with it"
+    )
+    system: Text | None = Field(None, description="the system message, as text or as blocks of text")
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="tools that the client runs; those that a server would run are refused"
+    )
+    tool_choice: ToolChoiceField | None = Field(
+        None,
+        description="`auto` (the default with tools), `any`, `none`, or one by name; forced calls match it",
+    )
+    thinking: Thinking | None = Field(
+        None,
+        description="off without it, if the template knows `enable_thinking`; `display: omitted` hides thoughts",
+    )
+    output_config: OutputConfig | None = Field(
+        None, description="`format`: JSON that matches a schema; `effort` is refused if the template does not use it"
+    )
+    cache_control: CacheControlField = None
+    speed: Literal["standard"] | None = Field(None, description="there is one speed")
+    user_profile_id: Annotated[str, Field(max_length=256)] | None = Field(None, json_schema_extra=ACCEPTED)
+    workspace_id: Annotated[str, Field(max_length=256)] | None = Field(None, json_schema_extra=ACCEPTED)
+    response_format: ResponseFormat | None = Field(None, description="refused: `output_config.format` says it")
+    n: Annotated[int, Field(ge=1, le=1), WHOLE] | None = Field(1, description="there is one answer")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_refusals(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        for name, (nothing, instead) in _ELSEWHERE.items():
+            if value.get(name) is not None and value[name] != nothing:
+                raise FieldError(name, f"does not go with /v1/messages: {instead}")
+        for name, why in REFUSED.items():
+            if value.get(name):
+                raise FieldError(name, f"is not supported: {why}")
+        if value.get("speed") == "fast":
+            raise FieldError("speed", "'fast' is not there: there is one speed, 'standard'")
+        return value
+
+    @model_validator(mode="after")
+    def _tools_agree(self) -> Self:
+        names = [tool.name for tool in self.tools or ()]
+        twice = next((name for position, name in enumerate(names) if name in names[:position]), None)
+        if twice is not None:
+            raise FieldError("tools", f"holds two tools with the name '{twice}'")
+        return self
+
+
+class MessagesRequest(_Conversation):
+    """`POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] = Field(
+        description="a ceiling, thoughts included; required, as in Anthropic's API"
+    )
+    stop_sequences: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]],
+            Field(max_length=MAX_STOPS, fail_fast=True),
+        ]
+        | None
+    ) = Field(None, description="the text ends before the earliest match; `stop_sequence` says which")
+    metadata: Metadata | None = Field(  # ty: ignore[incompatible-attribute-override]
+        None, description="`user_id`: a hash of it in the request log", json_schema_extra=ACCEPTED
+    )
+    service_tier: Literal["auto", "standard_only"] | None = Field(  # ty: ignore[incompatible-attribute-override]
+        None, description="accepted; there is one tier", json_schema_extra=ACCEPTED
+    )
+
+
+class CountTokensRequest(_Conversation):
+    """`POST /v1/messages/count_tokens`."""
+
+    @model_validator(mode="after")
+    def _is_an_answer_at_once(self) -> Self:
+        if self.stream:
+            raise FieldError("stream", "does not go with counting: there is nothing to stream")
+        return self

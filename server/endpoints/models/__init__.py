@@ -1,0 +1,1 @@
+"""The served names: `/v1/models`."""

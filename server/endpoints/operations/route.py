@@ -1,0 +1,260 @@
+"""Operations of a server: capabilities, load, documents, health probes, metrics, live state, explained requests, admin.
+
+`/health/live`: this process answers. `/health/ready` and `/health`: the model is loaded and every rank made progress
+lately. The probes and `/version` need no key at any time; `/metrics` and `/v1/state` none on loopback. The middleware
+checks the admin key of `/admin/` and, where the server has keys or is not for this machine alone, of `/v1/requests/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from oarlock.server.endpoints.operations.capabilities import capabilities
+from oarlock.server.endpoints.operations.explain import OpenAIServingExplain
+from oarlock.server.endpoints.operations.live_state import OpenAIServingLiveState
+from oarlock.server.endpoints.operations.schema import AbortRequest
+from oarlock.server.endpoints.serving import OpenAIServing
+from oarlock.server.errors import HttpError, retry_after
+from oarlock.server.http.api_route import ErrorHandlingRoute
+from oarlock.server.http.constant_document import ConstantDocument, MadeOnce, page_headers
+from oarlock.server.http.openapi.docs_page import STYLE_SOURCE, page
+from oarlock.server.http.openapi.document import describe
+from oarlock.server.http.server_state import Phase
+from oarlock.server.observability.logs import event, logger
+from oarlock.server.observability.metrics import CONTENT_TYPE
+from oarlock.server.version import VERSION
+
+router = APIRouter(route_class=ErrorHandlingRoute)
+_PAGE_HEADERS = page_headers({"style-src": STYLE_SOURCE, "img-src": "data:"})
+
+
+@router.get("/v1/capabilities", openapi_extra=describe("Show capabilities", "Capabilities"))
+async def show_capabilities(request: Request) -> Response:
+    """Parameters with their ranges, limits and features of this server."""
+    return _once(
+        request,
+        "capabilities",
+        lambda: _json(capabilities(request.app.openapi(), OpenAIServing.of(request))),
+    )
+
+
+@router.get(
+    "/load",
+    openapi_extra=describe(
+        "Show load",
+        "Load",
+        example_answer={
+            "server_load": 3,
+            "requests_running": 3,
+            "requests_waiting": 0,
+            "tokens_waiting": 0,
+            "kv_cache_usage": 0.12,
+        },
+    ),
+)
+async def load(request: Request) -> Response:
+    """Open requests, running and waiting ones, and the share of the KV cache in use."""
+    serving = OpenAIServing.of(request)
+    replicas, _ = await serving.engine_numbers()
+    return JSONResponse(
+        {
+            "server_load": serving.state.num_in_flight - 1,  # without this request
+            "requests_running": sum(stats.num_requests_running for stats in replicas),
+            "requests_waiting": sum(stats.num_requests_waiting for stats in replicas),
+            "tokens_waiting": sum(stats.num_waiting_tokens for stats in replicas),
+            "kv_cache_usage": sum(stats.kv_cache_usage for stats in replicas) / len(replicas),
+        }
+    )
+
+
+@router.get("/docs", openapi_extra=describe("Show documentation", "", media="text/html", any_query=True))
+async def docs(request: Request) -> Response:
+    return _once(
+        request,
+        "docs",
+        lambda: ConstantDocument.of(page(request.app.openapi()).encode(), "text/html; charset=utf-8", _PAGE_HEADERS),
+    )
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def openapi_document(request: Request) -> Response:
+    """Every route, parameter and answer, as OpenAPI 3.1."""
+    return _once(request, "openapi", lambda: _json(request.app.openapi()))
+
+
+def _once(request: Request, name: str, make: Callable[[], ConstantDocument]) -> Response:
+    made: MadeOnce = request.app.state.documents
+    return made.get(name, OpenAIServing.of(request).state.async_llm, make).answer(request)
+
+
+def _json(value: Any) -> ConstantDocument:
+    return ConstantDocument.of(bytes(JSONResponse(value).body), "application/json")
+
+
+_READY = describe(
+    "Check readiness",
+    "Health",
+    example_answer={"status": "ok", "state": "ready"},
+    any_query=True,
+)
+
+
+@router.get("/health/live", openapi_extra=describe("Check liveness", "Health", any_query=True))
+async def live(request: Request) -> Response:
+    """200 as long as the process answers."""
+    return JSONResponse({"status": "live", "state": OpenAIServing.of(request).state.phase.value})
+
+
+@router.get("/health", openapi_extra=_READY)
+@router.get("/health/ready", openapi_extra=_READY)
+async def ready(request: Request) -> Response:
+    """200 when the model is loaded and every rank has made progress lately, else 503 with the reason.
+
+    Of several replicas one is enough: while others are down the status is `degraded`.
+    """
+    state = OpenAIServing.of(request).state
+    reason = state.why_not_ready()
+    body: dict[str, Any] = {"status": "ok" if reason is None else "unavailable", "state": state.phase.value}
+    if state.phase in (Phase.STARTING, Phase.LOADING):
+        body |= {"step": state.loading_step, "progress": round(state.loading_fraction, 4)}
+        if state.loading_detail:
+            body["detail"] = state.loading_detail
+    replicas = state.replica_states()
+    if replicas:
+        body["replicas"] = replicas
+    if reason is None:
+        return JSONResponse(body | ({"status": "degraded"} if "down" in replicas else {}))
+    return JSONResponse(body | {"reason": reason}, 503, retry_after(5))
+
+
+@router.get(
+    "/version", openapi_extra=describe("Show version", "Version", example_answer={"version": VERSION}, any_query=True)
+)
+async def version(request: Request) -> Response:
+    return JSONResponse({"version": VERSION})
+
+
+@router.get("/metrics", openapi_extra=describe("Show metrics", "", media="text/plain", any_query=True))
+async def metrics(request: Request) -> Response:
+    return Response(await OpenAIServing.of(request).metrics_page(), media_type=CONTENT_TYPE)
+
+
+_STATE_EXAMPLE = {
+    "model": "oarlock-demo",
+    "version": "1.0.0",
+    "time": 1767225600.0,
+    "uptime_s": 61.5,
+    "status": "ok",
+    "requests": {"running": 1, "waiting": 0, "finished": 12, "refused": 0, "invalid": 0},
+    "tokens_per_second": {"prompt": 0.0, "generation": 38.5},
+    "engines": [
+        {
+            "engine": 0,
+            "status": "ready",
+            "running": 1,
+            "waiting": 0,
+            "kv": {
+                "block_size": 16,
+                "total": 64,
+                "held": 3,
+                "cached": 12,
+                "free": 49,
+                "cells_of": 1,
+                "map": "h3c12f49",
+            },
+            "step": {
+                "count": 3402,
+                "last_ms": 25.1,
+                "median_ms": 25.8,
+                "p99_ms": 61.2,
+                "ranks": [
+                    {"rank": 0, "last_ms": 24.6, "median_ms": 25.2},
+                    {"rank": 1, "last_ms": 24.7, "median_ms": 25.2},
+                ],
+            },
+            "slowest": [
+                {
+                    "id": "cmpl-0f3c1d",
+                    "state": "running",
+                    "age_s": 1.204,
+                    "prompt_tokens": 35,
+                    "cached_tokens": 32,
+                    "output_tokens": 11,
+                }
+            ],
+        }
+    ],
+}
+
+
+@router.get("/v1/state", openapi_extra=describe("Show live state", "State", example_answer=_STATE_EXAMPLE))
+async def show_state(request: Request) -> Response:
+    """Requests, KV blocks and step times of each engine at this moment; also while the model loads."""
+    return JSONResponse(await OpenAIServingLiveState.of(request).show(), headers={"Cache-Control": "no-store"})
+
+
+@router.get("/v1/requests/{id}", openapi_extra=describe("Explain request", "ExplainedRequest"))
+async def explain_request(request: Request, id: str) -> Response:
+    """Its timeline, where its time went, and one sentence on what would help."""
+    return JSONResponse(await OpenAIServingExplain.of(request).explain(id), headers={"Cache-Control": "no-store"})
+
+
+_log = logger("admin")
+_ABORT = describe(
+    "Abort requests",
+    "Aborted",
+    bodies=("AbortRequest",),
+    examples={"all": {"all": True}},
+    example_answer={"aborted": 3},
+)
+_RESET = describe(
+    "Reset prefix cache",
+    "CacheReset",
+    example_answer={"reset": True, "blocks": 512},
+)
+_DRAIN = describe(
+    "Drain and stop the server",
+    "Draining",
+    example_answer={"status": "draining", "open": 3},
+    status=202,
+)
+
+
+@router.post("/admin/abort", openapi_extra=_ABORT)
+async def abort(request: Request) -> Response:
+    """Open requests end with the text they have so far: one by its id, or all."""
+    serving = OpenAIServing.of(request)
+    body, headers = await serving.read(request, AbortRequest)
+    async_llm = serving.async_llm
+    if body.request_id is None:
+        num_aborted = async_llm.abort_all()
+    else:
+        num_aborted = async_llm.abort(body.request_id)
+        if not num_aborted:
+            message = "No open request has this id. It may have ended a moment ago."
+            raise HttpError(404, message, param="request_id", code="request_not_found")
+    _log.info(event("admin_abort", requests=num_aborted))
+    return JSONResponse({"aborted": num_aborted}, 200, headers)
+
+
+@router.post("/admin/reset_prefix_cache", openapi_extra=_RESET)
+async def reset_prefix_cache(request: Request) -> Response:
+    """Cached prefixes of prompts are forgotten; running requests keep theirs."""
+    num_blocks = await OpenAIServing.of(request).async_llm.engine.reset_prefix_cache()
+    _log.info(event("admin_reset_prefix_cache", blocks=num_blocks))
+    return JSONResponse({"reset": True, "blocks": num_blocks})
+
+
+@router.post("/admin/drain", openapi_extra=_DRAIN, status_code=202)
+async def drain(request: Request) -> Response:
+    """New requests are refused, open ones are finished, then the server exits, as after SIGTERM."""
+    state = OpenAIServing.of(request).state
+    state.drain()
+    num_open = state.num_in_flight - 1  # without this request
+    _log.info(event("admin_drain", open=num_open))
+    return JSONResponse({"status": "draining", "open": num_open}, 202)

@@ -1,0 +1,195 @@
+"""`/v1/rerank` and `/v1/score`: how well texts go together, by a reranker's answer or by the angle of two vectors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from oarlock.engine.errors import RequestError
+from oarlock.engine.pooling_params import PoolingParams
+from oarlock.server.endpoints.pooling.schema import RerankRequest, ScoreRequest, ScoringFields
+from oarlock.server.endpoints.pooling.serving import OpenAIServingPooling, Run, usage
+from oarlock.server.endpoints.pooling.text_ids import DOCUMENT, QUERY
+from oarlock.server.http.request_record import request_id_of
+from oarlock.server.http.server_sent_events import whole_response
+from oarlock.server.json_text import InPieces, pieces_of
+from oarlock.server.llm.pooler_config import LABELS, Task
+
+if TYPE_CHECKING:
+    from oarlock.server.llm.pooling import PooledOutput
+from oarlock.server.llm.pooler_config import PoolerConfig
+from oarlock.server.tokenizer.chat_template import ChatTemplate
+
+_TEXTS = ("text_1", "text_2")  # the fields of a request for scores
+
+
+class OpenAIServingScoring(OpenAIServingPooling):
+    """Both endpoints."""
+
+    state_name = "serving_scoring"
+    tasks = frozenset({Task.EMBED, Task.SCORE})
+
+    async def rerank(self, request: Request, body: RerankRequest, headers: dict[str, str]) -> Response:
+        """The documents by their relevance, the best first; of equal ones the first. Raises `RequestError`."""
+        model = self.check_model(body.model)
+        response_id = f"rerank-{request_id_of(request.scope)}"
+        pairs = [(body.query, text) for text in body.texts]
+        run = partial(self.pool, request, body, response_id=response_id)
+        scores, outputs, _ = await self._scores(run, body, pairs, ("query", "documents"))
+        order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: body.top_n]
+
+        def result(index: int) -> dict[str, Any]:
+            document = {"document": {"text": pairs[index][1]}} if body.return_documents else {}
+            return {"index": index, **document, "relevance_score": scores[index]}
+
+        results = InPieces(result, order, lambda index: 1 + len(pairs[index][1]))
+        answer = {"id": response_id, "model": model, "usage": usage(outputs), "results": results}
+        return await whole_response(pieces_of(answer), headers)
+
+    async def score(self, request: Request, body: ScoreRequest, headers: dict[str, str]) -> Response:
+        """One score for each pair, in their order. Raises `RequestError`."""
+        model = self.check_model(body.model)
+        response_id = f"score-{request_id_of(request.scope)}"
+        run = partial(self.pool, request, body, response_id=response_id)
+        scores, outputs, _ = await self._scores(run, body, body.pairs, _TEXTS)
+        answer: dict[str, Any] = {"id": response_id, "object": "list", "created": int(time.time()), "model": model}
+        answer["data"] = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+        return await whole_response(pieces_of({**answer, "usage": usage(outputs)}), headers)
+
+    async def scores(self, body: ScoreRequest) -> tuple[list[float], list[tuple[PooledOutput, ...]]]:
+        """For the offline interface: one of each pair, and what it was made of."""
+        self.check_model(body.model)
+        scores, _, made_of = await self._scores(partial(self.run, body), body, body.pairs, _TEXTS)
+        return scores, made_of
+
+    async def _scores(
+        self,
+        run: Run,
+        body: ScoringFields,
+        pairs: Sequence[tuple[str, str]],
+        params: tuple[str, str],
+    ) -> tuple[list[float], list[PooledOutput], list[tuple[PooledOutput, ...]]]:
+        """The score of each pair, from what was computed for it. `params`: the names of the fields that the first and
+        the second texts of the pairs came from."""
+        # Imports numpy, which few requests need.
+        from oarlock.server.endpoints.pooling.vectors import cosine, label, probability
+
+        if self.pooler.kind == LABELS:
+            self._check_no_instruction(body)
+            second_texts: list[int] = []
+            prompts = partial(self._side_by_side, body, pairs, params, second_texts)
+            outputs = await run(prompts, PoolingParams(LABELS), second_texts=second_texts)
+            scores = [label(output.vectors, self.pooler.sigmoid) for output in outputs]
+            return scores, outputs, [(output,) for output in outputs]
+        if self.pooler.task is Task.SCORE:
+            prompts = partial(self._asked, body, pairs, params[1])
+            ids = tuple(answer for answer in self.pooler.answers if isinstance(answer, int))
+            outputs = await run(prompts, PoolingParams("logits", ids))
+            return [probability(output.vectors) for output in outputs], outputs, [(output,) for output in outputs]
+        self._check_no_instruction(body)
+        first = list(dict.fromkeys(text for text, _ in pairs))  # one query is embedded once
+        second = [text for _, text in pairs]
+        prompts = partial(self._embedded, body, first, second, params)
+        outputs = await run(prompts, PoolingParams(self.pooler.kind))
+        place = {text: number for number, text in enumerate(first)}
+        behind = outputs[len(first) :]
+        made_of: list[tuple[PooledOutput, ...]] = [
+            (outputs[place[text]], other) for (text, _), other in zip(pairs, behind, strict=True)
+        ]
+        scores = [cosine(one.vectors[0], other.vectors[0]) for one, other in made_of]
+        return scores, outputs, made_of
+
+    def _check_no_instruction(self, body: ScoringFields) -> None:
+        """Raises `RequestError`."""
+        if body.instruction is not None:
+            does = "reads two texts at once" if self.pooler.kind == LABELS else "compares vectors"
+            message = f"'instruction' is for rerankers that are asked in words; this model {does}. Leave it out."
+            raise RequestError(message, "instruction", "unsupported_by_model")
+
+    async def _side_by_side(
+        self,
+        body: ScoringFields,
+        pairs: Sequence[tuple[str, str]],
+        params: tuple[str, str],
+        second_texts: list[int],
+    ) -> list[tuple[int, ...]]:
+        """One prompt for each pair, as the model was trained to see two texts. Fills `second_texts`."""
+        prompts = []
+        for query, document in pairs:
+            ids, second = await self.text_ids.of_pair(query, document, params, truncate=body.truncate_prompt_tokens)
+            prompts.append(ids)
+            second_texts.append(second)
+        return prompts
+
+    async def _asked(self, body: ScoringFields, pairs: Sequence[tuple[str, str]], param: str) -> list[tuple[int, ...]]:
+        """One prompt for each pair, which asks whether they go together."""
+        asking = await PairPrompt.of(self.tokenizer.template, self.pooler, body.instruction)
+        closing = await self.tokenizer.aencode(asking.closing, False)
+        prompts, truncate = [], body.truncate_prompt_tokens
+        for query, document in pairs:
+            text = await asking.text(query, document)
+            if truncate is None:
+                ids = await self.text_ids.of_text(text, param, truncate=None, marks=False)
+            else:  # the end of the document is cut, not that of the question
+                text = text.removesuffix(asking.closing)
+                ids = await self.text_ids.of_text(text, param, truncate=truncate, marks=False, behind=closing)
+            prompts.append(ids)
+        return prompts
+
+    async def _embedded(
+        self, body: ScoringFields, first: Sequence[str], second: Sequence[str], params: tuple[str, str]
+    ) -> list[tuple[int, ...]]:
+        """One prompt for each text. Queries and documents get the prompts that the model has for them."""
+        kinds = (QUERY, DOCUMENT) if isinstance(body, RerankRequest) else (None, None)
+        prompts = []
+        for texts, kind, param in zip((first, second), kinds, params, strict=True):
+            before = self.text_ids.prompt_for(kind)
+            for text in texts:
+                prompts.append(await self.text_ids.of_text(before + text, param, truncate=body.truncate_prompt_tokens))
+        return prompts
+
+
+_MAX_CHARACTERS = 64 * 1024 * 1024  # of a rendered prompt; bodies are smaller
+_MARK = "\u2e28document\u2e29"  # in place of one, to find what follows it
+# The format of Qwen3-Reranker's model card, with its default task.
+_QWEN_TASK = "Given a web search query, retrieve relevant passages that answer the query"
+_QWEN_OPENING = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_QWEN_CLOSING = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+class PairPrompt:
+    """Writes the prompts of one request."""
+
+    def __init__(self, template: ChatTemplate | None, instruction: str | None, closing: str) -> None:
+        """`template`: one for pairs; None: as Qwen3's are trained. `closing`: what follows each document."""
+        self._template = template
+        self._instruction = instruction
+        self.closing = closing
+
+    @staticmethod
+    async def of(template: ChatTemplate, pooler: PoolerConfig, instruction: str | None) -> PairPrompt:
+        """Prompts for a model. `instruction`: of the request; None: the model's. Raises `RequestError`."""
+        default = pooler.prompts.get(pooler.default_prompt) if pooler.default_prompt is not None else None
+        if not await template.takes_pairs():
+            return PairPrompt(None, instruction or default, _QWEN_CLOSING)
+        prompt = PairPrompt(template, instruction or default, "")
+        prompt.closing = (await prompt.text("query", _MARK)).rpartition(_MARK)[2]
+        return prompt
+
+    async def text(self, query: str, document: str) -> str:
+        """The prompt. Raises `RequestError`."""
+        if self._template is None:
+            task = self._instruction or _QWEN_TASK
+            return f"{_QWEN_OPENING}<Instruct>: {task}\n<Query>: {query}\n<Document>: {document}{_QWEN_CLOSING}"
+        turns = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        if self._instruction:
+            turns.insert(0, {"role": "system", "content": self._instruction})
+        return await self._template.render(turns, True, _MAX_CHARACTERS)

@@ -1,0 +1,233 @@
+"""`/v1/responses`: requests become chat turns, answers become response objects, and stored ones are gone on from."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from oarlock.engine.errors import RequestError
+from oarlock.server.endpoints.chat.schema import ChatRequest
+from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion, ProcessedChat, token_logprobs
+from oarlock.server.endpoints.responses.schema import ItemReference, MessageItem, ResponsesRequest, UnreadItem
+from oarlock.server.endpoints.responses.store import ResponseStore, StoredResponse
+from oarlock.server.endpoints.responses.translate import Item, ResponsesTurn, renamed, turn_of
+from oarlock.server.endpoints.responses.writer import ResponsesWriter
+from oarlock.server.errors import HttpError
+from oarlock.server.http.list_query import ListQuery
+from oarlock.server.http.request_record import salt_of, salted
+from oarlock.server.http.server_sent_events import AnswerWriter, until_disconnect
+from oarlock.server.json_text import dumps
+from oarlock.server.llm.generation import Generation
+
+_PREFIX = "resp_"
+_SHOWN_OF_TOOL = {"type", "name", "description", "parameters", "strict"}
+
+
+class OpenAIServingResponses(OpenAIServingChatCompletion):
+    """The responses endpoint."""
+
+    state_name = "serving_responses"
+    _prompt_field = "input"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._store = ResponseStore(self.settings.response_store)
+        self._running: WeakValueDictionary[tuple[str, str], ResponsesWriter] = WeakValueDictionary()
+
+    async def respond(self, request: Request, body: ResponsesRequest, headers: dict[str, str]) -> Response:
+        """Answer a request. Raises `RequestError`."""
+        turn = self._turn(_owner(request), body)
+        try:
+            return await self.create(request, turn, headers)
+        except RequestError as error:
+            raise renamed(error) from None
+
+    async def complete_one(
+        self, body: ResponsesRequest, request_id: str, *, owner: str | None = None, label: str | None = None
+    ) -> str:
+        """Answer a body that did not come over HTTP with the JSON of a whole response. Raises `RequestError`."""
+        try:
+            turn = self._turn(salted(owner, None) or "", body)
+            return await self.complete(turn, request_id, owner=owner, label=label)
+        except RequestError as error:
+            raise renamed(error) from None
+
+    async def count(self, request: Request, body: ResponsesRequest, headers: dict[str, str]) -> Response:
+        """The tokens of the prompt that a request would have."""
+        self.check_model(body.model)
+        try:
+            processed = await until_disconnect(request, self.process(self._turn(_owner(request), body)))
+        except RequestError as error:
+            raise renamed(error) from None
+        count = len(processed.choices[0].request.prompt_token_ids)
+        return _json({"object": "response.input_tokens", "input_tokens": count}, headers)
+
+    def read_stored(self, request: Request, response_id: str) -> Response:
+        """A stored response. Raises `HttpError` (404), also for one of another key."""
+        return Response(self._stored(request, response_id).response, media_type="application/json")
+
+    def input_items(self, request: Request, response_id: str) -> Response:
+        """The items that a stored response was the answer to, the newest first or as asked. Raises `RequestError`."""
+        query = ListQuery.of(request.query_params, limit=20, max_limit=100)
+        stored = self._stored(request, response_id)
+        items = [_shown(item, position) for position, item in enumerate(stored.input)]
+        if query.order == "desc":
+            items.reverse()
+        ids = [item["id"] for item in items]
+        if query.after is not None:
+            if query.after not in ids:
+                raise RequestError(f"'after' is '{query.after[:64]}', which is no item of this response.", "after")
+            items = items[ids.index(query.after) + 1 :]
+        shown = items[: query.limit]
+        ends = (
+            {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+        )
+        return _json({"object": "list", "data": shown, **ends, "has_more": len(shown) < len(items)})
+
+    def delete(self, request: Request, response_id: str) -> Response:
+        """Forget a stored response. Raises `HttpError` (404)."""
+        if not self._store.delete(_owner(request), response_id):
+            raise _not_found(response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    def cancel(self, request: Request, response_id: str) -> Response:
+        """End a response that is being written with the text it has; its stream ends. Raises `HttpError`."""
+        owner = _owner(request)
+        writer = self._running.get((owner, response_id))
+        if writer is not None and writer.abort():
+            return _json(writer.response("cancelled"))
+        if self._store.get(owner, response_id) is not None:
+            raise HttpError(400, f"The response '{response_id[:64]}' is complete: there is nothing to cancel.")
+        raise _not_found(response_id)
+
+    async def process(self, body: ChatRequest) -> ProcessedChat:
+        processed = await super().process(body)
+        if body.logprobs and not processed.shape.is_plain:
+            message = (
+                "'include' asks for logprobs, which are there only for answers that are plain text: this one may hold "
+                "thoughts or calls. Leave it out, or ask /v1/chat/completions."
+            )
+            raise RequestError(message, "include", "unsupported_parameter")
+        return processed
+
+    def _turn(self, owner: str, body: ResponsesRequest) -> ResponsesTurn:
+        if body.store and not self._store.is_on:
+            message = "'store' is true, and this server keeps no responses. Leave it out, or raise --response-store."
+            raise RequestError(message, "store", "unsupported_parameter")
+        return turn_of(body, self._conversation(body, owner), owner)
+
+    def _conversation(self, body: ResponsesRequest, owner: str) -> list[Item]:
+        """The conversation so far, the previous response, and the new items, in their order."""
+        found: list[Item] = []
+        if body.previous_response_id is not None:
+            previous = self._store.get(owner, body.previous_response_id)
+            if previous is None:
+                shown = body.previous_response_id[:64]
+                message = f"The previous response '{shown}' is not stored here (any more). Send its items as 'input'."
+                raise RequestError(message, "previous_response_id", "previous_response_not_found")
+            found += previous.conversation
+        if isinstance(body.input, str):
+            return [*found, MessageItem(role="user", content=body.input)]
+        for position, item in enumerate(body.input):
+            if isinstance(item, ItemReference):
+                found.append(self._referred(item, position, owner))
+            elif not isinstance(item, UnreadItem):  # which no body is parsed to
+                found.append(item)
+        return found
+
+    def _referred(self, reference: ItemReference, position: int, owner: str) -> Item:
+        item = self._store.item(owner, reference.id)
+        if item is None:
+            message = (
+                f"'input[{position}]' refers to the item '{reference.id[:64]}', which is not stored here. Send it."
+            )
+            raise RequestError(message, f"input[{position}]", "item_not_found")
+        return item
+
+    def _stored(self, request: Request, response_id: str) -> StoredResponse:
+        found = self._store.get(_owner(request), response_id)
+        if found is None:
+            raise _not_found(response_id)
+        return found
+
+    def _writer(
+        self, body: ChatRequest, processed: ProcessedChat, generation: Generation, model: str, request_id: str
+    ) -> AnswerWriter:
+        assert isinstance(body, ResponsesTurn)
+        source, owner, items = body.source, body.owner, body.items
+        keeps = self._store.is_on and source.store is not False
+        response_id = _PREFIX + request_id
+        fields = {"id": response_id, **_echo(source, processed, model), "store": keeps}
+        entry = None
+        if body.logprobs:
+            entry = partial(token_logprobs, self.tokenizer, num_top=body.top_logprobs or 0)
+
+        def ended(response: dict[str, Any]) -> None:
+            if keeps:
+                self._store.put(owner, response, items)
+
+        writer = ResponsesWriter(
+            fields, generation, processed.shape, entry, ended, with_encrypted=source.with_encrypted
+        )
+        self._running[owner, response_id] = writer
+        return writer
+
+
+def _echo(source: ResponsesRequest, processed: ProcessedChat, model: str) -> dict[str, Any]:
+    """The members of a response that the request decides."""
+    params = processed.choices[0].request.params
+    form = source.text.format if source.text else None
+    written = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
+    choice = source.tool_choice or "auto"
+    reasoning = source.reasoning
+    return {
+        "object": "response",
+        "created_at": int(time.time()),
+        "background": False,
+        "instructions": source.instructions,
+        "max_output_tokens": source.max_output_tokens,
+        "max_tool_calls": source.max_tool_calls,
+        "metadata": source.metadata or {},
+        "model": model,
+        "parallel_tool_calls": source.parallel_tool_calls,
+        "previous_response_id": source.previous_response_id,
+        "prompt_cache_key": source.prompt_cache_key,
+        "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
+        "safety_identifier": source.safety_identifier,
+        "service_tier": "default",
+        "temperature": params.temperature,
+        "text": {"format": written, "verbosity": "medium"},
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [tool.model_dump(include=_SHOWN_OF_TOOL) for tool in source.tools or ()],
+        "top_logprobs": source.top_logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "user": source.user,
+    }
+
+
+def _shown(item: Item, position: int) -> dict[str, Any]:
+    """An input item on the wire, under an id that it was sent with or a made-up one."""
+    written = item.model_dump(exclude_none=True)
+    if isinstance(item, MessageItem) and isinstance(item.content, str):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        written["content"] = [{"type": kind, "text": item.content}]
+    return {"type": "message", **written, "id": item.id or f"item_{position}"}
+
+
+def _owner(request: Request) -> str:
+    return salt_of(request.scope, None) or ""
+
+
+def _not_found(response_id: str) -> HttpError:
+    message = f"The response '{response_id[:64]}' is not stored here (any more)."
+    return HttpError(404, message, param="response_id", code="response_not_found")
+
+
+def _json(value: Any, headers: dict[str, str] | None = None) -> Response:
+    return Response(dumps(value), 200, headers, "application/json")

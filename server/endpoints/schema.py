@@ -1,0 +1,314 @@
+"""Request fields that the generating endpoints share: sampling, stops, structured output, streaming.
+
+Every range and limit is part of the schema. Each field's description is one sentence: the OpenAPI document,
+`/v1/capabilities` and the parameter table of the documentation are made from it. Unknown keys of structured output are
+refused: each could be a constraint that the answer would not keep.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from oarlock.engine.types import MAX_PRIORITY, MIN_PRIORITY
+from oarlock.server.strict_model import (
+    ACCEPTED,
+    INT32_MAX,
+    INT64_MAX,
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_SEQUENCES,
+    MAX_TIMEOUT_S,
+    WHOLE,
+    Bias,
+    DecimalId,
+    FieldError,
+    Penalty,
+    Stop,
+    StrictModel,
+    TokenId,
+)
+
+MAX_SCHEMA_CHARACTERS = 64 * 1024
+MAX_SCHEMA_DEPTH = 64
+MAX_PATTERN_CHARACTERS = 16 * 1024
+MAX_GRAMMAR_CHARACTERS = 64 * 1024
+MAX_ALTERNATIVES = 1024
+MAX_ALTERNATIVE_CHARACTERS = 4096
+
+
+def _wrong(problem: str) -> PydanticCustomError:
+    """An error whose message is this sentence alone, without pydantic's words around it."""
+    return PydanticCustomError("structured_form", "{problem}", {"problem": problem})
+
+
+def _schema(value: Any) -> Any:
+    """A JSON schema, given as it is or as text, within the limits."""
+    if isinstance(value, str):
+        if len(value) > MAX_SCHEMA_CHARACTERS:
+            raise _wrong(_too_long(len(value)))
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise _wrong("it is text that is not JSON; give the schema itself") from None
+    if not isinstance(value, dict | bool):
+        raise _wrong("a JSON schema is an object, or true for any value")
+    return value
+
+
+def _within_limits(value: dict[str, Any] | bool) -> dict[str, Any] | bool:
+    if value is False:
+        raise _wrong("no value matches the schema `false`")
+    if _depth_reaches(value, MAX_SCHEMA_DEPTH + 1):
+        raise _wrong(f"it is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+    try:
+        length = len(json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+    except ValueError:
+        raise _wrong("NaN and Infinity are not numbers in JSON") from None
+    if length > MAX_SCHEMA_CHARACTERS:
+        raise _wrong(_too_long(length))
+    return value
+
+
+def _too_long(length: int) -> str:
+    return f"it has {length} characters as JSON, at most {MAX_SCHEMA_CHARACTERS} are accepted"
+
+
+def _depth_reaches(value: Any, limit: int) -> bool:
+    """Whether containers lie `limit` deep inside each other."""
+    level = [value]
+    for _ in range(limit):
+        level = [item for item in level if isinstance(item, dict | list)]
+        if not level:
+            return False
+        level = [item for holder in level for item in (holder.values() if isinstance(holder, dict) else holder)]
+    return True
+
+
+JsonSchema = Annotated[
+    dict[str, Any] | bool,
+    BeforeValidator(_schema),
+    AfterValidator(_within_limits),
+    WithJsonSchema(
+        {
+            "anyOf": [{"type": "object", "additionalProperties": True}, {"type": "boolean"}, {"type": "string"}],
+            "description": f"a JSON schema, or its text; {MAX_SCHEMA_CHARACTERS} characters and {MAX_SCHEMA_DEPTH} "
+            "levels at most",
+        }
+    ),
+]
+Pattern = Annotated[str, Field(min_length=1, max_length=MAX_PATTERN_CHARACTERS)]
+Alternatives = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_ALTERNATIVE_CHARACTERS)]],
+    Field(min_length=1, max_length=MAX_ALTERNATIVES, fail_fast=True),
+]
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+
+
+class _Closed(StrictModel):
+    """No other keys than those declared."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", protected_namespaces=())
+
+
+class JsonSchemaFormat(_Closed):
+    """A named schema, as the official clients send it."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] = Field(description="what the form is called")
+    description: Annotated[str, Field(max_length=16 * 1024)] | None = Field(
+        None, description="for people; the model is not told", json_schema_extra={"x-effect": "none"}
+    )
+    schema_: JsonSchema | None = Field(None, alias="schema", description="the answer matches it; without one, any JSON")
+    strict: bool | None = Field(
+        None, description="always so here: the answer never leaves the schema", json_schema_extra={"x-effect": "none"}
+    )
+
+
+class ResponseFormat(_Closed):
+    """`response_format`: plain text, a JSON object, or JSON that matches a schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = Field(description="the form of the answer")
+    json_schema: JsonSchemaFormat | None = Field(None, description="with `type: json_schema` only")
+
+    @model_validator(mode="after")
+    def _schema_fits_type(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise FieldError("response_format", "needs a json_schema with this type: {name, schema}")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise FieldError("response_format", "has a json_schema, which only goes with type json_schema")
+        return self
+
+
+class StructuredOutputs(_Closed):
+    """`structured_outputs`: one constraint that the whole answer matches."""
+
+    json_: JsonSchema | None = Field(None, alias="json", description="JSON that matches this schema")
+    regex: Pattern | None = Field(None, description="a regular expression without look-around and back-references")
+    choice: Alternatives | None = Field(None, description="one of these texts")
+    grammar: GrammarText | None = Field(None, description="a context-free grammar, in Lark's or in GBNF notation")
+    json_object: bool | None = Field(None, description="any JSON object")
+
+
+class StreamOptions(StrictModel):
+    """Options that only a stream has."""
+
+    include_usage: bool | None = Field(False, description="a last chunk without choices carries `usage`")
+    continuous_usage_stats: bool | None = Field(False, description="every chunk carries the `usage` so far")
+    include_obfuscation: bool | None = Field(
+        None, description="chunks are never padded, whatever is asked", json_schema_extra=ACCEPTED
+    )
+
+
+class SamplingFields(StrictModel):
+    """The fields of both request types."""
+
+    model: Annotated[str, Field(max_length=512)] | None = Field(
+        None, description="one of the served names, echoed in the answer; without it the first; unknown: 404"
+    )
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(1.0, description="0: greedy, exactly")
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        1.0, description="keep the most likely tokens that hold this much probability; 0: greedy"
+    )
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = Field(
+        0, description="keep so many tokens; -1, 0, or more than the vocabulary: off"
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        0.0, description="keep tokens at least so likely, relative to the most likely one"
+    )
+    presence_penalty: Penalty | None = Field(
+        0.0, description="subtracted once from the logit of every token the answer has"
+    )
+    frequency_penalty: Penalty | None = Field(
+        0.0, description="subtracted from a token's logit as often as the answer has it"
+    )
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
+        1.0, description="divides positive logits of tokens in prompt or answer, multiplies negative ones"
+    )
+    logit_bias: (
+        Annotated[
+            dict[DecimalId, Bias], Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False})
+        ]
+        | None
+    ) = Field(None, description="token id (as text) to a number added to its logit; -100 bans, 100 forces")
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True)] | None
+    ) = Field(None, description="only these tokens may be generated")
+    bad_words: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]],
+            Field(max_length=MAX_BAD_WORDS, fail_fast=True),
+        ]
+        | None
+    ) = Field(None, description="their token sequences, with and without a leading space, are never completed")
+    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX), WHOLE] | None = Field(
+        None, description="same seed, same text, whatever else runs; without one, a fresh one for every choice"
+    )
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = Field(
+        1, description=f"choices per prompt, greedy ones too; n x prompts is at most {MAX_SEQUENCES}"
+    )
+    stop: Stop | None = Field(
+        default_factory=list, description="the text ends before the earliest match; nothing of it is sent"
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_CHOICES, fail_fast=True)] | None = Field(
+        default_factory=list, description="tokens that end the answer"
+    )
+    include_stop_str_in_output: bool | None = Field(
+        False, description="show the stop string or stop token that matched"
+    )
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = Field(
+        0, description="no end is considered before so many tokens; at most the token limit"
+    )
+    ignore_eos: bool | None = Field(False, description="the end-of-sequence token does not end the answer")
+    skip_special_tokens: bool | None = Field(True, description="false: special tokens are shown in the text")
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
+        None, description="for every prompt token its log-probability, its rank and the so many best; the first is null"
+    )
+    return_token_ids: bool | None = Field(
+        False,
+        description="`prompt_token_ids` and `token_ids` with each choice (the prompt's beside the choices in chat); in "
+        "streams the prompt's once",
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        False, description="tokens in logprobs are written `token_id:N` instead of as text"
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = Field(
+        None,
+        description="keep only so many tokens from the prompt's end; -1: as many as fit beside the answer, "
+        "at least half of the context; 0 is refused",
+    )
+    response_format: ResponseFormat | None = Field(
+        None, description="the answer is JSON, any object or as a schema says"
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="the whole answer matches it; one constraint for each request, whatever the field"
+    )
+    guided_json: JsonSchema | None = Field(None, description="the same as `structured_outputs.json`")
+    guided_regex: Pattern | None = Field(None, description="the same as `structured_outputs.regex`")
+    guided_choice: Alternatives | None = Field(None, description="the same as `structured_outputs.choice`")
+    guided_grammar: GrammarText | None = Field(None, description="the same as `structured_outputs.grammar`")
+    stream: bool | None = Field(False, description="server-sent events")
+    stream_options: StreamOptions | None = Field(None, description="only with `stream`")
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = Field(
+        None,
+        description="seconds: a choice that runs then ends with finish_reason `timeout`; if none has begun, 408. "
+        "The header X-Request-Timeout says the same; the shorter counts",
+    )
+    priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY), WHOLE] | None = Field(
+        0, description="lower runs earlier; waiting counts as well, so that none starves"
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]*$")] | None = Field(
+        None, description="prompt beginnings are shared in the KV cache only between equal salts; printable ASCII"
+    )
+    user: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="accepted; a hash of it in the request log", json_schema_extra=ACCEPTED
+    )
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = Field(None, description="accepted, used for nothing", json_schema_extra=ACCEPTED)
+    store: bool | None = Field(None, description="accepted; nothing is ever stored", json_schema_extra=ACCEPTED)
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None, description="accepted; there is one tier", json_schema_extra=ACCEPTED
+    )
+
+    @model_validator(mode="after")
+    def _sampling_fields_agree(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise FieldError("stream_options", "is only allowed with stream: true")
+        if self.truncate_prompt_tokens == 0:
+            raise FieldError("truncate_prompt_tokens", "is 0, which would leave nothing; use -1 for what fits")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the last chunk of a stream carries `usage`."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream carries `usage`."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def limit_field(self) -> str:
+        """Which field limits the tokens of an answer."""
+        return "max_tokens"
+
+    @property
+    def num_generated(self) -> int:
+        """Choices to generate for each prompt; the answer may keep fewer."""
+        return self.n or 1

@@ -1,0 +1,209 @@
+"""The common base of the endpoints: settings, the server's state, the engine behind it, and how a body is read."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self, TypeVar
+
+from starlette.requests import Request
+
+from oarlock.engine.errors import EngineError, RequestError
+from oarlock.engine.stats import EngineStats
+from oarlock.engine.types import EngineInfo
+from oarlock.server.config.model_path import served_names
+from oarlock.server.config.settings import Settings
+from oarlock.server.errors import HttpError, ModelNotFoundError
+from oarlock.server.http.large_body.reader import takes_long
+from oarlock.server.http.request_body import ignored_header, parse_any, read_json, unknown_parameters
+from oarlock.server.http.server_sent_events import until_disconnect
+from oarlock.server.http.server_state import ServerState
+from oarlock.server.llm.async_llm import AsyncLLM
+from oarlock.server.llm.generation import Engine, Generation, Replica
+from oarlock.server.llm.generation_config import GenerationConfig
+from oarlock.server.llm.pooler_config import PoolerConfig
+from oarlock.server.observability.logs import event, logger
+from oarlock.server.observability.metrics import HttpCounters, exposition
+from oarlock.server.strict_model import MAX_TIMEOUT_S, StrictModel
+from oarlock.server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.version import VERSION
+
+STATS_TIMEOUT_S = 2.0
+_BodyT = TypeVar("_BodyT", bound=StrictModel)
+_log = logger("requests")
+
+
+class OpenAIServing:
+    """Base class of the endpoints. Routes that neither generate nor tokenize use it as it is."""
+
+    state_name: ClassVar[str] = "serving"  # of the application's one object of this class, in `app.state`
+
+    def __init__(self, settings: Settings, state: ServerState, counters: HttpCounters) -> None:
+        self.settings = settings
+        self.state = state
+        self.counters = counters
+        self.model_names = served_names(settings)
+        self._last_stats: dict[int, EngineStats] = {}  # by replica
+        self._metrics_page: asyncio.Task[bytes] | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """The object of this class that serves the request's application."""
+        return getattr(request.app.state, cls.state_name)
+
+    @property
+    def async_llm(self) -> AsyncLLM:
+        """Raises `HttpError` (503) before the model is loaded."""
+        async_llm = self.state.async_llm
+        if async_llm is None:
+            raise HttpError(503, "The server is not ready.", code="server_loading")
+        return async_llm
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.async_llm.input_processor.tokenizer
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.async_llm.engine.info
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of a prompt and its answer together, at most."""
+        return self.async_llm.input_processor.max_len
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """Values of the model's generation config for parameters that a request leaves out; empty before it is read."""
+        async_llm = self.state.async_llm
+        return async_llm.input_processor.generation_config.sampling if async_llm else {}
+
+    def fingerprint(self) -> str:
+        """Changes with everything that may change the numbers of an answer."""
+        text = f"{VERSION} {self.info.numbers_digest} {self.tokenizer.digest}"
+        return "fp_" + hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+    def check_model(self, name: str | None) -> str:
+        """The name to echo back. Raises `ModelNotFoundError`."""
+        if name is None:
+            return self.model_names[0]
+        if name in self.model_names:
+            return name
+        if self.settings.ignore_model_case and name.casefold() in map(str.casefold, self.model_names):
+            return name
+        raise ModelNotFoundError(name, self.model_names)
+
+    def _time_limit(self, header: str | None, seconds: float | None) -> float | None:
+        """The shortest of what the field, the header and the operator allow, in seconds."""
+        limits = [seconds, self.settings.request_timeout]
+        if header is not None:
+            limits.append(_seconds(header))
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _chosen_replica(self, request: Request) -> int | None:
+        """The number of the replica that a header names; None: the best one. Raises `RequestError`."""
+        return _rank(request.headers.get("x-data-parallel-rank"), self.info.data_parallel_size)
+
+    async def read(self, request: Request, *schemas: type[_BodyT]) -> tuple[_BodyT, dict[str, str]]:
+        """The checked body, and the headers that every answer to it carries. With two schemas the second is for
+        conversations. Raises `RequestError`."""
+        is_strict = self.settings.strict_parameters
+        with self.state.body_memory.open() as held:
+            content = await read_json(request, self.settings.max_body_size, held)
+            if takes_long(content):
+                reading = self.state.large_bodies.read(schemas, content, is_strict)
+                body, unknown = await until_disconnect(request, reading)
+            else:
+                body = parse_any(schemas, content)
+                unknown = unknown_parameters(body, is_strict)
+        self.counters.ignored_parameters += len(unknown)
+        return body, ignored_header(unknown)
+
+    async def engine_numbers(self) -> tuple[list[EngineStats], EngineInfo | None]:
+        """The statistics of each replica; the last ones known of one that does not answer in time."""
+        async_llm = self.state.async_llm
+        if async_llm is None:
+            return [EngineStats()], None
+        return list(await asyncio.gather(*map(self._stats_of, async_llm.engine.replicas))), async_llm.engine.info
+
+    async def metrics_page(self) -> bytes:
+        """The body of `/metrics`. Those who ask while it is being made get the same."""
+        task = self._metrics_page
+        if task is None or task.done():
+            task = self._metrics_page = asyncio.create_task(self._make_metrics_page(), name="metrics")
+        return await asyncio.shield(task)  # one that leaves takes the page from nobody
+
+    async def _make_metrics_page(self) -> bytes:
+        replicas, info = await self.engine_numbers()
+        prefix = self.settings.metrics_prefix
+        return exposition(replicas, info, self.counters, self.model_names[0], prefix)
+
+    async def _stats_of(self, replica: Replica) -> EngineStats:
+        try:
+            async with asyncio.timeout(STATS_TIMEOUT_S):
+                self._last_stats[replica.number] = await replica.stats()
+        except (TimeoutError, EngineError) as error:
+            _log.warning(event("statistics_stale", engine=replica.number, cause=type(error).__name__))
+        return self._last_stats.get(replica.number) or EngineStats()
+
+
+def _rank(text: str | None, num_replicas: int) -> int | None:
+    """The value of the header that names a replica. Raises `RequestError`."""
+    if text is None or (text.isascii() and text.isdigit() and len(text) < 10 and int(text) < num_replicas):
+        return None if text is None else int(text)
+    names = f"a number from 0 to {num_replicas - 1}" if num_replicas > 1 else "0, as there is one replica"
+    message = f"The header X-data-parallel-rank names a replica: it must be {names}. Or leave it out."
+    raise RequestError(message, "X-data-parallel-rank")
+
+
+def _seconds(text: str) -> float:
+    """The value of the header that limits a request's time. Raises `RequestError`."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMEOUT_S:  # NaN too
+        message = f"The header X-Request-Timeout must be a number of seconds above 0 and at most {MAX_TIMEOUT_S}."
+        raise RequestError(message, "X-Request-Timeout")
+    return seconds
+
+
+def connect_engine(
+    settings: Settings,
+    state: ServerState,
+    counters: HttpCounters,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    generation_config: GenerationConfig | None = None,
+    pooler: PoolerConfig | None = None,
+) -> AsyncLLM:
+    """Fill in `state.async_llm`. Requests are refused all the same until the state's phase is ready."""
+    async_llm = AsyncLLM(
+        engine, tokenizer, generation_config, strict_max_tokens=settings.strict_max_tokens, pooler=pooler
+    )
+    async_llm.on_finish.append(counters.finish)
+    if settings.enable_log_requests:
+        async_llm.on_finish.append(_log_generation)
+    state.async_llm = async_llm
+    return async_llm
+
+
+def _log_generation(generation: Generation) -> None:
+    """The one line of a request. Never its text."""
+    now = time.monotonic()
+    first = generation.first_token_at
+    reasons = ",".join(choice.finish_reason or "abort" for choice in generation.choices[:8])
+    fields: dict[str, Any] = {
+        "request_id": generation.request_id,
+        "prompt_tokens": generation.prompt_tokens,
+        "cached_tokens": generation.cached_tokens,
+        "completion_tokens": generation.completion_tokens,
+        "choices": len(generation.choices),
+        "ttft_s": None if first is None else first - generation.arrival,
+        "total_s": now - generation.arrival,
+        "finish": reasons,
+        "client": generation.client or None,
+    }
+    _log.info(event("request_done", **fields))

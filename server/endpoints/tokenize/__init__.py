@@ -1,0 +1,1 @@
+"""Tokens of texts and conversations, and texts of tokens: `/tokenize` and `/detokenize`."""

@@ -1,0 +1,406 @@
+"""One HTTP/1.1 connection: uvicorn's protocol with limits, deadlines and an orderly close.
+
+Heads and the framing of chunked bodies are bounded before they are parsed; offers to upgrade the protocol are ignored
+and the body is kept; every state but answering has a deadline; a refusal reaches clients that are still writing.
+Requests that are sent ahead wait unparsed: each has a turn of the loop of its own, and others have theirs in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from oarlock.server.errors import HttpError, error_bytes
+
+HEAD_TIMEOUT_S = 20.0
+KEEP_ALIVE_S = 65.0  # above the usual 60 s of proxies, which then close idle connections before the server does
+LINGER_TIMEOUT_S = 20.0  # for the rest of a request that has been answered
+UNREAD_TIMEOUT_S = 90.0  # for a client that reads no byte of its response; streams have a shorter limit of their own
+MAX_HEAD_BYTES = 32 * 1024
+MAX_HEAD_FIELDS = 100
+MAX_LINGER_BYTES = 256 * 2**20
+_MAX_PIPELINED = 32  # requests that were parsed together because their bounds are not seen before: behind chunks
+_MAX_HELD_BYTES = 64 * 1024  # of requests that are sent ahead, before no more is read
+_MAX_JOINED_BYTES = 64 * 1024  # of a body that is written together with its head
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_END_OF_HEAD = b"\r\n\r\n"
+_RESERVED = 16  # connections beyond the limit: probes are answered there, everything else gets 503
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+_FRAMING = frozenset({b"content-length", b"transfer-encoding"})
+
+
+class Connections(ServerState):
+    """All connections of one server, their limit, and which of them wait for a request."""
+
+    connections: set[Any]
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.waiting: dict[BoundedProtocol, None] = {}  # those that wait for a request head, the longest wait first
+
+    def make_room(self, newcomer: BoundedProtocol) -> bool:
+        """Close the connection that has waited longest for a request. False if that frees no place: all are busy."""
+        for oldest in self.waiting:
+            if oldest is not newcomer and not oldest.transport.get_write_buffer_size():
+                del self.waiting[oldest]
+                self.connections.discard(oldest)  # not counted any more, though the loop closes it later
+                oldest.transport.abort()
+                return not oldest.is_crowded
+        return False
+
+    def expire(self, now: float) -> None:
+        """End connections that have passed their deadline. `now`: the loop's clock, in seconds."""
+        for connection in [each for each in self.connections if each.deadline < now]:
+            connection.expire(now)
+
+
+class _CycleTransport:
+    """The transport as one response uses it: the head waits for the beginning of the body, so that a whole answer is
+    one write, and closing waits for a client that is still writing."""
+
+    def __init__(
+        self, transport: asyncio.Transport, close: Callable[[], None], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.is_closing = transport.is_closing
+        self._transport = transport
+        self._close = close
+        self._loop = loop
+        self._head = b""
+        self._has_head = False
+
+    def write(self, data: bytes) -> None:
+        if self._has_head:
+            if self._head and len(data) <= _MAX_JOINED_BYTES:
+                data, self._head = self._head + data, b""
+            self.flush()
+            self._transport.write(data)
+        elif data == _CONTINUE:
+            self._transport.write(data)
+        else:
+            self._has_head, self._head = True, data
+            self._loop.call_soon(self.flush)  # no body may follow for long, or ever
+
+    def flush(self) -> None:
+        """Write a head that still waits."""
+        head, self._head = self._head, b""
+        if head and not self._transport.is_closing():
+            self._transport.write(head)
+
+    def close(self) -> None:
+        self.flush()
+        self._close()
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection, with a limit for every head and a deadline in every state but answering."""
+
+    server_state: Connections
+    parser: httptools.HttpRequestParser
+    deadline = math.inf  # on the loop's clock, in seconds
+    is_crowded = False  # beyond the limit of connections
+    _in_head = False  # waiting for a request head, or in the middle of one
+    _lingering = False  # answered and half closed: further bytes are dropped
+    _replaying = False  # the parser reads a head for the second time
+    _upgrade_offered = False
+    _head_size = 0
+    _unframed = 0  # bytes since the last head, piece of a body, or end of a request
+    _num_dropped = 0
+    _num_unsent = 0
+    _held = b""  # sent ahead of its turn, and not parsed
+    _tail = b""  # the last bytes of a head that has not ended
+    _body_left: int | None = None  # bytes of the body that are still to come; None: it is chunked
+    _response: _CycleTransport | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        state = self.server_state
+        excess = len(state.connections) - state.limit
+        if excess > 0 and not state.make_room(self):
+            self.is_crowded = True
+            if excess > _RESERVED:
+                transport.close()
+                return
+        self._await_head(HEAD_TIMEOUT_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.server_state.waiting.pop(self, None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._lingering:
+            self._drop(len(data))
+            return
+        if self._held or self._is_answering_whole:
+            self._hold(data)
+        else:
+            self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        """Parse up to the end of a request that is to be answered, and hold the rest."""
+        if self._in_head and not self._unframed and not self._is_answering:
+            self.deadline = min(self.deadline, self.loop.time() + HEAD_TIMEOUT_S)
+        rest = data if len(data) <= MAX_HEAD_BYTES else memoryview(data)
+        while rest:
+            if self._is_answering_whole:
+                self._hold(rest)
+                return
+            piece = rest[: MAX_HEAD_BYTES + 1 - self._unframed]  # a head that is too large is never parsed whole
+            piece = piece[: self._num_of_request(piece)]
+            self._unframed += len(piece)
+            rest = rest[self._feed(piece) :]
+            if self.transport.is_closing() or self._lingering:
+                return
+            if self._unframed > MAX_HEAD_BYTES:
+                self._refuse_framing()
+                return
+
+    def _num_of_request(self, piece: bytes | memoryview) -> int:
+        """Counts these bytes that belong to the head or the body that is being read, as far as can be known."""
+        if not self._in_head:
+            return self._body_left or len(piece)
+        seen = self._tail + piece
+        at = seen.find(_END_OF_HEAD)
+        if at < 0:
+            self._tail = seen[1 - len(_END_OF_HEAD) :]
+            return len(piece)
+        num_before, self._tail = len(self._tail), b""
+        return at + len(_END_OF_HEAD) - num_before
+
+    def _hold(self, data: bytes | memoryview) -> None:
+        """Keep what is sent ahead until its turn, and read no more when that is much."""
+        self._held += data
+        if len(self._held) > _MAX_HELD_BYTES:
+            self.transport.pause_reading()  # not by `flow`, which the application lets go on
+
+    def _take_held(self) -> None:
+        """The turn of what was sent ahead."""
+        held, self._held = self._held, b""
+        if self.transport.is_closing() or self._lingering:
+            return
+        self._take(held)
+        if len(held) > _MAX_HELD_BYTES >= len(self._held):
+            self.transport.resume_reading()
+        if not self._is_answering and self._in_head:  # it was the beginning of a head
+            self._await_head(HEAD_TIMEOUT_S)
+
+    def _feed(self, piece: bytes | memoryview) -> int:
+        """Parse a piece. Returns how many bytes were taken: all, unless a head that offers an upgrade ends in it."""
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as offer:
+            self._replay_head()
+            return offer.args[0]
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        return len(piece)
+
+    def _replay_head(self) -> None:
+        """Continue behind a head that offers another protocol, and stay with HTTP/1.1, as RFC 9110, 7.8 allows.
+
+        The parser assumes that such a request has no body, so a new parser reads its framing fields again.
+        """
+        framing = [b"%s: %s\r\n" % (name, value) for name, value in self.headers if name in _FRAMING]
+        self._upgrade_offered, self._replaying = False, True
+        self.parser = httptools.HttpRequestParser(self)
+        self._feed(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+
+    def on_message_begin(self) -> None:
+        if self._replaying:
+            return
+        super().on_message_begin()
+        self._in_head = True
+        self._unframed = max(self._unframed, 1)  # it may have begun behind another request
+        self._head_size = 0
+        state = self.scope["state"]
+        # For a stream whose client is gone: only the transport can drop what is already buffered.
+        state["abort_connection"] = self.transport.abort
+        if self.is_crowded:
+            state["crowded"] = True
+
+    def on_url(self, url: bytes) -> None:
+        if not self._replaying:
+            super().on_url(url)
+            self._head_size += len(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._replaying or not self._in_head:  # trailers of a chunked body are dropped
+            return
+        super().on_header(name, value)
+        self._head_size += len(name) + len(value) + 4
+        if len(self.headers) > MAX_HEAD_FIELDS or self._head_size > MAX_HEAD_BYTES:
+            raise ValueError("too large a head")  # the parser turns it into its own error
+
+    def on_headers_complete(self) -> None:
+        self._unframed = 0
+        if self._replaying:
+            self._replaying = False
+            return
+        if self.parser.get_method() == b"CONNECT" or len(self.pipeline) >= _MAX_PIPELINED:
+            raise ValueError("CONNECT, or too many pipelined requests")
+        super().on_headers_complete()
+        self._in_head = False
+        self._body_left = self._declared_length()
+        self._upgrade_offered = self.parser.should_upgrade()
+        self.server_state.waiting.pop(self, None)
+        self.deadline = math.inf
+        self._response = _CycleTransport(self.transport, self._close_after_answer, self.loop)
+        self.cycle.transport = cast(asyncio.Transport, self._response)
+
+    def _declared_length(self) -> int | None:
+        """Bytes of the body, as its head says; None: it comes in chunks. Only a hint: the parser decides."""
+        fields = [(name, value) for name, value in self.headers if name in _FRAMING]
+        if not fields:
+            return 0
+        name, value = fields[0]
+        return int(value) if name == b"content-length" and value.isdigit() else None
+
+    def on_body(self, body: bytes) -> None:
+        self._unframed = 0
+        if self._body_left:
+            self._body_left = max(0, self._body_left - len(body))
+        if self.cycle.response_complete:
+            self._drop(len(body))
+        else:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._upgrade_offered:  # the body is still to come
+            return
+        self._unframed = 0
+        self.cycle.more_body = False
+        self._in_head = True
+        if self.cycle.response_complete:
+            self._await_head(KEEP_ALIVE_S)
+        else:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self._lingering:
+            return
+        if self.pipeline:
+            cycle, app = self.pipeline.pop()
+            self._start_asgi_task(cycle, app)
+        elif self.cycle.more_body:
+            self._num_dropped = 0
+            self.deadline = self.loop.time() + LINGER_TIMEOUT_S
+        elif self._held:
+            self.deadline = self.loop.time() + HEAD_TIMEOUT_S
+            self.loop.call_soon(self._take_held)
+        else:
+            self._await_head(HEAD_TIMEOUT_S if self._unframed else KEEP_ALIVE_S)
+
+    def send_400_response(self, msg: str) -> None:
+        if self._in_head and len(self.headers or ()) > MAX_HEAD_FIELDS:
+            self._refuse(431, f"The request head has more than {MAX_HEAD_FIELDS} fields.")
+        elif self._in_head and self._head_size > MAX_HEAD_BYTES:
+            self._refuse_framing()
+        else:
+            self._refuse(400, msg)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._num_unsent = self.transport.get_write_buffer_size()
+        self.deadline = min(self.deadline, self.loop.time() + UNREAD_TIMEOUT_S)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._is_answering:
+            self.deadline = math.inf
+
+    def expire(self, now: float) -> None:
+        """Act on a deadline that has passed."""
+        num_unsent = self.transport.get_write_buffer_size()
+        if num_unsent and num_unsent < self._num_unsent:  # the client is slow, but it reads
+            self._num_unsent = num_unsent
+            self.deadline = now + UNREAD_TIMEOUT_S
+        elif num_unsent or self._lingering or self.transport.is_closing():
+            self.transport.abort()
+        elif self._in_head and self._unframed:
+            self._refuse(408, f"No complete request head arrived within {HEAD_TIMEOUT_S:.0f} seconds.")
+        else:  # opened or kept open and not used: no request waits for a response
+            self.transport.close()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _is_answering_whole(self) -> bool:
+        """Whether a request is being answered that was read to its end."""
+        return self._is_answering and not self.cycle.more_body
+
+    def _await_head(self, seconds: float) -> None:
+        self._in_head = True
+        self.deadline = self.loop.time() + seconds
+        self._num_unsent = self.transport.get_write_buffer_size()
+        self.server_state.waiting[self] = None
+
+    def _drop(self, num_bytes: int) -> None:
+        """Count dropped bytes of a request that has been answered."""
+        self._num_dropped += num_bytes
+        if self._num_dropped > MAX_LINGER_BYTES:
+            self.transport.abort()
+
+    def _close_after_answer(self) -> None:
+        if self.cycle.response_complete and self.cycle.more_body:
+            self._linger()
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        """Close as soon as the client has read what is written."""
+        if self._response is not None:
+            self._response.flush()
+        self._num_unsent = self.transport.get_write_buffer_size()
+        self.deadline = self.loop.time() + UNREAD_TIMEOUT_S
+        self.transport.close()
+
+    def _linger(self) -> None:
+        """Close the sending half, and read on until the client closes its own.
+
+        If bytes were left unread, the kernel would answer them with a reset, and a client that writes first and reads
+        later would never see the response.
+        """
+        if self.transport.is_closing():
+            return
+        self.server_state.waiting.pop(self, None)
+        self._lingering = True
+        self._num_dropped = 0
+        self._num_unsent = self.transport.get_write_buffer_size()
+        self.deadline = self.loop.time() + LINGER_TIMEOUT_S
+        try:
+            if self.transport.can_write_eof():  # TLS has no half-closed connections: `Connection: close` must do
+                self.transport.write_eof()
+        except OSError:  # the client has reset the connection
+            self.transport.abort()
+            return
+        self.flow.resume_reading()
+
+    def _refuse_framing(self) -> None:
+        if self._in_head:
+            self._refuse(431, f"The request head is larger than {MAX_HEAD_BYTES} bytes.")
+        else:
+            self._refuse(400, f"The body has more than {MAX_HEAD_BYTES} bytes of trailers or chunk extensions.")
+
+    def _refuse(self, status: int, message: str) -> None:
+        if self._is_answering:
+            if self._in_head or self.cycle.response_started or self.pipeline:
+                self._close()  # a refusal written now would be in the middle of another response
+                return
+            self.cycle.disconnected = True  # the body that it waits for will not arrive
+            self.cycle.message_event.set()
+        body = error_bytes(HttpError(status, message))
+        head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(head % (status, _REASONS[status], len(body)) + body)
+        self._linger()

@@ -1,0 +1,272 @@
+"""The middleware before every route: request id, checks of Host and Origin, API keys, 503 while loading or draining.
+
+Plain ASGI, so it costs nothing per chunk of a stream. It authorises on the ASGI path, never on a URL made from headers.
+Deny by default: without a key only the routes named here are open. `RootPath` stands around it for a server that a
+proxy shows below a path of its own, such as `/llm`.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Iterable
+
+from starlette.responses import RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from oarlock.engine.errors import QueueFullError, StartupError
+from oarlock.server.config.allowed_hosts import AllowedHosts
+from oarlock.server.errors import HttpError, describe, retry_after
+from oarlock.server.http.api_keys import ApiKeys, Key
+from oarlock.server.http.cors import Cors
+from oarlock.server.http.error_shape import MESSAGES, answer_of, is_message_route
+from oarlock.server.http.request_record import RequestRecord, label_of
+from oarlock.server.http.server_state import Phase, ServerState
+from oarlock.server.observability.access_log import AccessLog, RefusalLog
+from oarlock.server.observability.logs import event, logger
+from oarlock.server.observability.metrics import HttpCounters
+
+PROBES = frozenset({"/health", "/health/live", "/health/ready"})
+ALWAYS_OPEN = PROBES | {"/version"}
+METRICS = frozenset({"/metrics", "/v1/state"})  # answered in every phase, to the same clients
+ADMIN = "/admin/"
+REQUESTS = "/v1/requests/"  # what happened to one: the admin key's, unless the server is open to all that reach it
+# Of requests to these routes, which run on the engine, records are kept.
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES})
+POOLING = frozenset({"/v1/embeddings", "/pooling", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"})
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_LOADING_RETRY_S = 5.0
+_log = logger("http")
+
+
+class ApiMiddleware:
+    """The outermost layer of the application: every request passes it."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        state: ServerState,
+        counters: HttpCounters,
+        keys: ApiKeys,
+        admin: ApiKeys,
+        hosts: AllowedHosts,
+        open_metrics: bool,
+        open_requests: bool,
+        page: frozenset[str],
+        cors: Cors,
+        access_log: AccessLog | None,
+    ) -> None:
+        """`open_metrics`: `METRICS` require no key. `open_requests`: nor does `REQUESTS`. `page`: paths of the web
+        page, which holds no secret: it is sent at any time, under any name, and its requests to the API are checked
+        like all others. `cors`: which foreign web pages may ask and read answers."""
+        self._access_log = access_log
+        self._refusals = RefusalLog()
+        self._app = app
+        self._state = state
+        self._counters = counters
+        self._keys = keys
+        self._admin = admin
+        self._hosts = hosts
+        self._cors = cors
+        self._any_host = ALWAYS_OPEN | page
+        self._open = self._any_host | (METRICS if open_metrics else set())
+        self._admin_routes = (ADMIN,) if open_requests else (ADMIN, REQUESTS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"{scope['type']} connections are not served")
+        headers = _first_headers(scope["headers"])
+        request_id = _request_id(headers.get(b"x-request-id"))
+        scope.setdefault("state", {}).update(request_id=request_id, key=None)
+        status, num_bytes, record, span, received_s = 0, 0, None, None, time.monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, num_bytes
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                more = [(b"x-request-id", request_id.encode()), *self._cors.headers(headers)]
+                if is_message_route(scope["path"]):
+                    more.append((b"request-id", request_id.encode()))
+                if span is not None:
+                    more.append((b"traceparent", span.traceparent))
+                message["headers"] = [*message.get("headers", ()), *more]
+            elif self._access_log is not None:
+                num_bytes += len(message.get("body", b""))
+            await send(message)
+
+        counted = False
+        try:
+            if scope["state"].get("crowded") and scope["path"] not in PROBES:
+                raise _crowded()
+            _check_one_host(scope["headers"])
+            preflight = self._cors.preflight(scope["method"], headers)
+            if preflight is not None:  # a browser asks it without a key
+                await Response(status_code=204, headers=preflight)(scope, receive, send_with_id)
+                return
+            scope["state"]["key"] = self._check(scope["path"], headers)
+            self._cors.check(scope["method"], headers)
+            if scope["path"] not in self._open | METRICS:
+                self._check_state(is_admin=scope["path"].startswith((ADMIN, REQUESTS)))
+                is_for_engine = scope["path"] in GENERATING | POOLING and scope["method"] == "POST"
+                if is_for_engine:
+                    self._check_room(scope)
+                self._state.enter()
+                counted = True
+                if is_for_engine:
+                    record = self._open_record(scope, request_id, received_s)
+                    if (tracer := self._state.tracer) is not None:
+                        span = tracer.begin(record, headers.get(b"traceparent"), headers.get(b"tracestate"))
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if status:  # the response has begun: no error can be sent any more, the server closes the connection
+                raise
+            answer = describe(error)
+            if answer.status == 500:
+                _log.error(event("request_failed", request_id=request_id, path=scope["path"]), exc_info=error)
+            await answer_of(answer, scope)(scope, receive, send_with_id)
+        finally:
+            if record is not None:
+                record.ended(status)
+                if span is not None and self._state.tracer is not None:
+                    self._state.tracer.end(span, record, self._state.async_llm)
+            if counted:
+                self._state.leave()
+            self._counters.count(scope["method"], scope["path"], status)
+            if self._access_log is not None:
+                self._access_log.write(scope, request_id, status, num_bytes, time.monotonic() - received_s)
+
+    def _check_room(self, scope: Scope) -> None:
+        """Raises `QueueFullError` before the body is read, parsed and tokenized, where the queue is full for it."""
+        async_llm = self._state.async_llm
+        if async_llm is not None:
+            try:
+                async_llm.submissions.check_room(label_of(scope) or "")
+            except QueueFullError:
+                self._counters.refused_unread += 1
+                self._refusals.count(time.monotonic())
+                raise
+
+    def _open_record(self, scope: Scope, request_id: str, received_s: float) -> RequestRecord:
+        """The record of a request to generate, which may be asked for later."""
+        key: Key | None = scope["state"]["key"]
+        label = None if key is None else key.label
+        record = scope["state"]["record"] = RequestRecord(request_id, scope["path"], label, received_s)
+        self._state.requests.open(record)
+        return record
+
+    def _check(self, path: str, headers: dict[bytes, bytes]) -> Key | None:
+        """The API key of the request, if its route requires one. Raises `HttpError`."""
+        # A foreign web page has no key, so a route that requires one needs no check of the Host header.
+        requires_key = bool(self._keys) and path not in self._open
+        if not requires_key and path not in self._any_host and headers.get(b"host", b"") not in self._hosts:
+            raise _foreign_host(headers[b"host"])
+        authorization = headers.get(b"authorization", b"")
+        if path.startswith(self._admin_routes):
+            self._check_admin(authorization)
+            return None
+        if not requires_key:
+            return None
+        if not authorization and b"x-api-key" in headers:  # where Anthropic's clients put it
+            authorization = b"Bearer " + headers[b"x-api-key"]
+        key = self._keys.find(authorization)
+        if key is None:
+            raise _key_required("A valid API key")
+        return key
+
+    def _check_admin(self, authorization: bytes) -> None:
+        """Raises `HttpError` unless the request has the admin key. Without one the admin routes are closed."""
+        if not self._admin:
+            message = "No admin key is set, so the admin routes are closed. Start the server with --admin-api-key KEY."
+            raise HttpError(403, message, code="admin_disabled")
+        if self._admin.find(authorization) is not None:
+            return
+        scheme, _, given = authorization.partition(b" ")
+        if scheme.lower() != b"bearer" or not given.strip():
+            raise _key_required("The admin key")
+        raise HttpError(403, "This is not the admin key, which the admin routes require.", code="not_admin_key")
+
+    def _check_state(self, is_admin: bool) -> None:
+        """Raises `HttpError` unless requests are served. Admin requests are served while draining as well."""
+        heartbeat, phase = self._state.heartbeat, self._state.phase
+        serves = phase is Phase.READY or (is_admin and phase is Phase.DRAINING)
+        if serves and heartbeat is not None and heartbeat.is_alive:
+            return
+        if phase is Phase.READY:  # the supervisor will notice in a moment
+            phase = Phase.DEAD
+        headers = retry_after(_LOADING_RETRY_S)
+        if phase is Phase.DRAINING:
+            headers["Connection"] = "close"
+        elif phase is Phase.DEAD:
+            headers["x-should-retry"] = "false"
+        message = self._state.why_not_ready() or "The server is not ready."
+        raise HttpError(503, message, code=f"server_{phase.value}", headers=headers)
+
+
+def _crowded() -> HttpError:
+    """The error on a connection beyond the limit, which only probes may use."""
+    message = "All connections of this server are in use. Try again in a moment, or reuse one connection for more."
+    return HttpError(503, message, code="too_many_connections", headers={"Connection": "close", **retry_after(1)})
+
+
+def _check_one_host(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raises `HttpError` for two Host headers: a proxy may have checked the other one (RFC 9112, 3.2)."""
+    if sum(name == b"host" for name, _ in headers) > 1:
+        raise HttpError(400, "The request has more than one Host header. Send one.", code="invalid_host")
+
+
+def _foreign_host(header: bytes) -> HttpError:
+    shown = header.decode("latin-1").rpartition(":")[0] or header.decode("latin-1")
+    message = (
+        f"The Host header names '{shown[:100]}', which is not a name of this server. Use its address, such as "
+        "http://127.0.0.1, or start it with --allowed-hosts NAME."
+    )
+    return HttpError(403, message, code="host_not_allowed")
+
+
+def _key_required(what: str) -> HttpError:
+    message = f"{what} is required: send the header 'Authorization: Bearer KEY'."
+    return HttpError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _first_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    found: dict[bytes, bytes] = {}
+    for name, value in headers:
+        found.setdefault(name, value)
+    return found
+
+
+def _request_id(given: bytes | None) -> str:
+    """The client's id if it has only plain characters, else a new one."""
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given.decode()
+    return secrets.token_hex(12)
+
+
+class RootPath:
+    """Cuts the path off, outside of everything that decides by paths: there is one name for each route."""
+
+    def __init__(self, path: str, app: ASGIApp, routes: Iterable[str]) -> None:
+        """`path`: with a slash at its beginning and none at its end. `routes`: of `app`, such as `/v1/models/{model}`.
+
+        Raises `StartupError` when a request could mean two routes.
+        """
+        for route in routes:
+            fixed, parameter, _ = route.partition("{")
+            if fixed == path or fixed.startswith(f"{path}/") or (parameter and path.startswith(fixed)):
+                raise StartupError(
+                    f"--root-path {path} is where the server's own route {route} is.",
+                    "Choose a path that no route begins with: --root-path /llm",
+                )
+        self._path = path
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = scope.get("path", "")
+        if asked == self._path:  # links of the web page are relative: they want the slash behind it
+            await RedirectResponse(f"{self._path}/", 308)(scope, receive, send)
+            return
+        if asked.startswith(f"{self._path}/"):
+            scope = {name: value for name, value in scope.items() if name != "raw_path"}
+            scope["path"] = asked.removeprefix(self._path)
+        await self._app(scope, receive, send)

@@ -1,0 +1,278 @@
+"""Raw bytes to a checked request: size limit, read deadline, content type, strict parsing, unsupported fields.
+
+Errors of the content are a `RequestError` of one sentence that names the field and never repeats a large input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+
+from oarlock.engine.errors import RequestError
+from oarlock.server.errors import ClientGoneError, HttpError
+from oarlock.server.http.body_memory import HeldBody
+from oarlock.server.strict_model import FieldError, StrictModel
+
+READ_TIMEOUT_S = 30.0
+_ParsedT = TypeVar("_ParsedT", bound=StrictModel)
+_HEADER_SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_REPORTED = 32
+_MAX_UNKNOWN = 256
+_NESTED = ("messages", "input")  # conversations: errors in them name the place
+
+# Fields of the API that are not supported, with the values that have no effect. Any other value is refused: a field is
+# never accepted and ignored. Where an endpoint declares one of these fields, it is supported there.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "web_search_options": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None, "medium"),
+    "spaces_between_special_tokens": (None, True),
+    "prompt_embeds": (None,),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "add_special_tokens": (None, False),
+    "documents": (None, []),
+    "mm_processor_kwargs": (None, {}),
+    "logits_processors": (None, []),
+    "use_beam_search": (None, False),
+    # Names of constraints in other servers: an answer without the constraint would look like one that keeps it.
+    "regex": (None,),
+    "ebnf": (None,),
+    "grammar": (None, ""),
+    "json_schema": (None,),
+    "guided_whitespace_pattern": (None,),
+    "length_penalty": (None, 1),
+    # Of Cohere's and Jina's rerankers.
+    "max_tokens_per_doc": (None,),
+    "max_chunks_per_doc": (None,),
+    "rank_fields": (None, []),
+    "relevant_spans": (None, {"mode": "disabled"}),
+}
+
+
+async def read_json(request: Request, max_size: int, held: HeldBody) -> bytes:
+    """The body of at most `max_size` bytes, which `held` counts. Raises `HttpError` (408, 413, 415, 503), or
+    `ClientGoneError`."""
+    _check_content_type(request)
+    too_large = HttpError(
+        413,
+        f"The request body is larger than {max_size} bytes. Send less, or raise --max-body-size.",
+        code="body_too_large",
+        headers={"Connection": "close"},
+    )
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit():
+        if int(declared) > max_size:
+            raise too_large
+        held.check(int(declared))
+    body = bytearray()
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_size:
+                    raise too_large
+                held.add(len(chunk))
+    except TimeoutError:
+        message = f"The body did not arrive within {READ_TIMEOUT_S:.0f} seconds."
+        raise HttpError(408, message, headers={"Connection": "close"}) from None
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    return bytes(body)
+
+
+def _check_content_type(request: Request) -> None:
+    kind, _, parameters = request.headers.get("content-type", "").partition(";")
+    kind = kind.strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise HttpError(415, "The body must be JSON: send the header 'Content-Type: application/json'.")
+    charset = re.search(r"charset\s*=\s*\"?([\w-]+)", parameters.lower())
+    if charset and charset[1] not in ("utf-8", "utf8", "us-ascii"):
+        raise HttpError(415, "The body must be encoded in UTF-8.")
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding not in ("", "identity"):
+        raise HttpError(415, "Compressed bodies are not accepted: send the JSON as it is.")
+
+
+def parse(schema: type[_ParsedT], body: bytes) -> _ParsedT:
+    """A checked request. Raises a `RequestError` that names the first wrong field."""
+    try:
+        parsed = schema.model_validate_json(body)
+    except ValidationError as error:
+        raise request_error(error) from None
+    _WHOLE_BODY.decode(body.decode())
+    _refuse_unsupported(parsed)
+    return parsed
+
+
+def parse_any(schemas: Sequence[type[_ParsedT]], body: bytes) -> _ParsedT:
+    """`parse` with the first schema, or with the second, if there is one, for a body that has `messages`."""
+    has_two_forms = len(schemas) > 1 and b"messages" in body
+    return parse(schemas[1] if has_two_forms and _has_messages(body) else schemas[0], body)
+
+
+def _has_messages(body: bytes) -> bool:
+    """False for a body that is not JSON: `parse` reports that."""
+    try:
+        value = from_json(body)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and "messages" in value
+
+
+def unknown_parameters(parsed: StrictModel, strict: bool) -> list[str]:
+    """Names of unknown fields, sorted. Raises `RequestError` for too many, and for the first when `strict`."""
+    unknown = sorted({name for name in parsed.unknown_fields() if name not in NEUTRAL_VALUES})
+    if len(unknown) > _MAX_UNKNOWN:
+        raise RequestError(f"The body has {len(unknown)} unknown fields, at most {_MAX_UNKNOWN} are tolerated.")
+    if unknown and strict:
+        shown = [name[:64] for name in unknown[:_MAX_REPORTED]]
+        message = f"Unknown parameters: {', '.join(shown)}. This server refuses what it would ignore; leave them out."
+        raise RequestError(message, shown[0], "unknown_parameter")
+    return unknown
+
+
+def ignored_header(unknown: list[str]) -> dict[str, str]:
+    """The response header that reports unknown fields: safe names, a bounded number, and how many more there are."""
+    shown = [name for name in unknown if _HEADER_SAFE.fullmatch(name)][:_MAX_REPORTED]
+    hidden = len(unknown) - len(shown)
+    value = ", ".join([*shown, f"+{hidden}"] if hidden else shown)
+    return {"X-Ignored-Parameters": value} if value else {}
+
+
+def _refuse_unsupported(parsed: StrictModel) -> None:
+    """Raises `RequestError` for a field of `NEUTRAL_VALUES` with a value that is not neutral."""
+    extra = parsed.model_extra or {}
+    for name in sorted(NEUTRAL_VALUES.keys() & extra.keys()):
+        if not any(_same(extra[name], neutral) for neutral in NEUTRAL_VALUES[name]):
+            message = f"'{name}' is not supported here. Leave it out."
+            raise RequestError(message, name, "unsupported_parameter")
+
+
+def _no_field_twice(pairs: list[tuple[str, Any]]) -> None:
+    """Raises `RequestError`: parsers differ in which of two equal names counts, so a proxy may see another request."""
+    if len(dict(pairs)) == len(pairs):
+        return
+    (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+    message = f"The body is not valid JSON: '{name[:64]}' is given twice in one object."
+    raise RequestError(message, None, "invalid_json")
+
+
+def _finite(text: str) -> None:
+    """Raises `RequestError` for NaN, infinities, and numbers beyond the range of floats."""
+    if not math.isfinite(float(text)):
+        raise RequestError("The body is not valid JSON: NaN and Infinity are not numbers.", None, "invalid_json")
+
+
+# Pydantic looks at declared fields only, and at the last of equal names. This one checks all, and its result is unused.
+_WHOLE_BODY = json.JSONDecoder(
+    object_pairs_hook=_no_field_twice, parse_float=_finite, parse_int=str, parse_constant=_finite
+)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal, where true is not 1 and false is not 0."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def request_error(error: ValidationError) -> RequestError:
+    """One sentence about the first problem. The input itself is never repeated."""
+    problems = error.errors(include_url=False, include_input=False)
+    first = problems[0]
+    path = [part for part in first["loc"] if not str(part).startswith("form:")]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
+    own = first.get("ctx", {}).get("error")
+    if isinstance(own, FieldError):  # inside a conversation, the path says more than the field
+        return RequestError(str(own), where if path and path[0] == own.param in _NESTED else own.param)
+    if first["type"] == "json_invalid":
+        return RequestError(f"The body is not valid JSON: {first['ctx']['error']}.", None, "invalid_json")
+    if not path:
+        return RequestError("The body must be a JSON object.", None, "invalid_json")
+    param = where if path[0] in _NESTED else str(path[0])
+    if first["type"] == "missing":
+        return RequestError(f"'{where}' is required.", param)
+    if path[-1] == "[key]":  # the name of a member, which is the part before
+        where, path = where.removesuffix(".[key]"), path[:-1]
+        return RequestError(f"The name in '{where}' {problem_of(first['type'], first.get('ctx', {}), '')}.", param)
+    return RequestError(f"'{where}' {problem_of(first['type'], first.get('ctx', {}), first['msg'])}.", param)
+
+
+# By pydantic's names of errors.
+_KINDS = {
+    "string_type": "must be a string",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_parsing_size": "must be a whole number of fewer digits",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "none_required": "must be null",
+    "extra_forbidden": "is not known here",
+}
+# With the number that their context holds.
+_LIMITS = {
+    "greater_than_equal": ("must be at least {}", "ge"),
+    "greater_than": ("must be above {}", "gt"),
+    "less_than_equal": ("must be at most {}", "le"),
+    "less_than": ("must be below {}", "lt"),
+    "literal_error": ("must be {}", "expected"),
+    "enum": ("must be {}", "expected"),
+    "string_pattern_mismatch": ("must match the pattern {}", "pattern"),
+    "union_tag_not_found": ("must have {}", "discriminator"),
+}
+# Lengths: at least or at most, of what.
+_LENGTHS = {
+    "too_short": ("at least", "min_length", "item"),
+    "too_long": ("at most", "max_length", "item"),
+    "string_too_short": ("at least", "min_length", "character"),
+    "string_too_long": ("at most", "max_length", "character"),
+}
+
+
+def problem_of(kind: str, context: dict[str, Any], message: str) -> str:
+    """Words for an error of pydantic, to stand behind the name of the field. The arguments are the error's."""
+    if kind in _KINDS:
+        return _KINDS[kind]
+    if kind in _LIMITS:
+        words, key = _LIMITS[kind]
+        limit = context[key]
+        return words.format(f"{limit:g}" if isinstance(limit, float) else f"{limit:,}" if type(limit) is int else limit)
+    if kind in _LENGTHS:
+        bound, key, what = _LENGTHS[kind]
+        count = context[key]
+        return f"must have {bound} {count:,} {what}{'' if count == 1 else 's'}"
+    if kind == "union_tag_invalid":
+        return f"must have {context['discriminator']} {context['expected_tags']}"
+    if message.startswith("must "):  # ours
+        return message
+    return f"is wrong: {message[:1].lower()}{message[1:]}"

@@ -1,0 +1,184 @@
+"""The record of a request to generate, and what the middleware has found out about a request: its id and its API key.
+
+Records of the last thousand requests hold times, counts, ids and the label of the key, never a text. While a request
+runs its record reads from the generation; then it keeps numbers alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from oarlock.engine.stats import RequestHistory
+from oarlock.server.errors import HttpError
+from oarlock.server.http.api_keys import Key
+from oarlock.server.llm.async_llm import AsyncLLM
+from oarlock.server.llm.generation import Generation
+
+MAX_RECORDS = 1000
+_FULL_S = 0.02
+_MAX_CHOICES = 8  # of one request, of which the engine is asked
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceRecord:
+    """One choice at the engine."""
+
+    engine_id: int
+    replica: int
+    finish_reason: str | None
+    has_grammar: bool
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request. Times are those of `time.monotonic`, in seconds; None: it has not come that far."""
+
+    request_id: str
+    route: str
+    key_label: str | None = None
+    received_s: float = field(default_factory=time.monotonic)
+    received_at: float = field(default_factory=time.time)  # Unix time
+    parsed_s: float | None = None  # the body was read and checked
+    started_s: float | None = None  # its prompts were tokenized, and it was sent to the engine
+    first_token_s: float | None = None
+    ended_s: float | None = None
+    streamed: bool = False
+    response_id: str = ""
+    num_choices: int = 0
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    choices: list[ChoiceRecord] = field(default_factory=list)  # the first ones
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    num_sent: int = 0  # pieces of the answer
+    num_slow: int = 0  # of these, those that waited for the client to read
+    sending_s: float = 0.0  # they waited so long
+    status: int = 0  # 0: the client left before an answer began
+    error_status: int | None = None  # also of an error inside a stream, which began with 200
+    error_code: str | None = None
+    error_param: str | None = None
+    generation: Generation | None = None  # while it runs
+
+    def started(self, generation: Generation, *, streamed: bool) -> None:
+        """It was sent to the engine."""
+        self.started_s, self.generation, self.streamed = time.monotonic(), generation, streamed
+        self.num_choices = len(generation.choices)
+        params = generation.choices[0].request.params
+        self.max_tokens, self.temperature, self.top_p = params.max_tokens, params.temperature, params.top_p
+
+    def sent(self, seconds: float) -> None:
+        """A piece of the answer was sent, which took so long. Only while the connection is full it takes longer."""
+        self.num_sent += 1
+        if seconds > _FULL_S:
+            self.sending_s += seconds
+            self.num_slow += 1
+
+    def failed(self, error: HttpError) -> None:
+        """This error was its answer, or the last part of it. What the error says may hold text of the request."""
+        self.error_status, self.error_code, self.error_param = error.status, error.code, error.param
+
+    def refresh(self) -> None:
+        """Take the numbers of the generation."""
+        generation = self.generation
+        if generation is not None:
+            self.response_id = generation.response_id
+            self.first_token_s = generation.first_token_at
+            self.prompt_tokens = generation.prompt_tokens
+            self.cached_tokens = generation.cached_tokens
+            self.completion_tokens = generation.completion_tokens
+            self.choices = [
+                ChoiceRecord(
+                    choice.request.request_id,
+                    generation.replica_of(choice),
+                    choice.finish_reason,
+                    choice.request.params.grammar is not None,
+                )
+                for choice in generation.choices[:_MAX_CHOICES]
+            ]
+
+    def ended(self, status: int) -> None:
+        """The answer is complete, or its client has left."""
+        self.ended_s, self.status = time.monotonic(), status
+        self.refresh()
+        self.generation = None
+
+
+class RecentRequests:
+    """The records by the requests' ids, the oldest first. Of equal ids, which clients may choose, the last remains."""
+
+    def __init__(self) -> None:
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+
+    def open(self, record: RequestRecord) -> None:
+        """A request has come in."""
+        self._records.pop(record.request_id, None)
+        self._records[record.request_id] = record
+        if len(self._records) > MAX_RECORDS:
+            self._records.popitem(last=False)
+
+    def find(self, given: str) -> RequestRecord | None:
+        """By the id of the request, or of its answer."""
+        for prefix in ("", "cmpl-", "chatcmpl-", "resp_", "embd-", "pool-", "rerank-", "score-"):
+            if given.startswith(prefix) and (found := self._records.get(given.removeprefix(prefix))):
+                found.refresh()
+                return found
+        return None
+
+    def __iter__(self) -> Iterator[RequestRecord]:
+        return iter(self._records.values())
+
+
+async def histories_of(async_llm: AsyncLLM, record: RequestRecord) -> list[RequestHistory]:
+    """In the order of the choices; without those that no engine knows any more."""
+    asked = [
+        replica.histories([choice.engine_id for choice in record.choices if choice.replica == replica.number])
+        for replica in async_llm.engine.replicas
+        if any(choice.replica == replica.number for choice in record.choices)
+    ]
+    found = {one["request_id"]: one for some in await asyncio.gather(*asked) for one in some}
+    return [found[choice.engine_id] for choice in record.choices if choice.engine_id in found]
+
+
+def request_id_of(scope: Any) -> str:
+    """The id that answers carry as `X-Request-Id`."""
+    return scope["state"]["request_id"]
+
+
+def record_of(scope: Any) -> RequestRecord | None:
+    """The record that is kept of a request to generate; None for all others."""
+    return scope["state"].get("record")
+
+
+def salt_of(scope: Any, salt: str | None) -> str | None:
+    """Salt of a request's prompt in the prefix cache: its own `salt`, and with API keys its key's too, so that response
+    times reveal nothing about the prompts of other keys."""
+    key: Key | None = scope["state"]["key"]
+    return salted(None if key is None else key.salt, salt)
+
+
+def salted(owner: str | None, salt: str | None) -> str | None:
+    """`salt_of` for the salt of a key; None: there are no keys."""
+    return salt if owner is None else f"{owner}|{salt or ''}"
+
+
+def label_of(scope: Any) -> str | None:
+    """The operator's label of the request's API key."""
+    key: Key | None = scope["state"]["key"]
+    return None if key is None else key.label
+
+
+def client_of(scope: Any, user: str | None) -> str:
+    """For the log: the label of the key, and a hash of the end user's name."""
+    label = label_of(scope)
+    parts = [] if label is None else [label]
+    if user:
+        parts.append("user:" + hashlib.blake2b(user.encode(), digest_size=6).hexdigest())
+    return "/".join(parts)

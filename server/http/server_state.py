@@ -1,0 +1,121 @@
+"""The state of the whole server: its phase, how far loading is, the engine behind it, and the requests in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+from oarlock.server.http.body_memory import BodyMemory
+from oarlock.server.http.large_body.reader import LargeBodies
+from oarlock.server.http.request_record import RecentRequests
+
+if TYPE_CHECKING:
+    from oarlock.server.http.tracing import RequestTracer
+    from oarlock.server.llm.async_llm import AsyncLLM
+
+STALL_LIMIT_S = 30.0
+
+
+class Phase(StrEnum):
+    """The life of a server, in order."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class Liveness(Protocol):
+    """Whether one replica is alive, as health shows it."""
+
+    @property
+    def is_alive(self) -> bool: ...
+
+
+class Heartbeat(Protocol):
+    """Signs of life of the engine, from which readiness is decided."""
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def last_progress_age_s(self) -> float: ...
+
+    @property
+    def replicas(self) -> Sequence[Liveness]: ...
+
+
+class Batches(Protocol):
+    """The runner of batches as the supervisor starts and stops it."""
+
+    def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass
+class ServerState:
+    """Written by the supervisor, except for the requests in flight and `drain`."""
+
+    stall_limit_s: float = STALL_LIMIT_S
+    phase: Phase = Phase.STARTING
+    loading_step: str = "starting"
+    loading_fraction: float = 0.0
+    loading_detail: str = ""  # bytes, speed and time left of a download; the nodes that are missing
+    started_at: float = field(default_factory=time.time)
+    heartbeat: Heartbeat | None = None
+    async_llm: AsyncLLM | None = None
+    large_bodies: LargeBodies = field(default_factory=LargeBodies)
+    body_memory: BodyMemory = field(default_factory=BodyMemory)
+    requests: RecentRequests = field(default_factory=RecentRequests)  # to generate
+    tracer: RequestTracer | None = None  # None: no traces are sent
+    batches: Batches | None = None  # None: there is no --batch-dir
+    num_in_flight: int = 0  # requests accepted and not yet answered to their last byte
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)  # the supervisor waits for it
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+    def enter(self) -> None:
+        """A request was accepted."""
+        self.num_in_flight += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        """An accepted request was answered, or its client has disconnected."""
+        self.num_in_flight -= 1
+        if not self.num_in_flight:
+            self.idle.set()
+
+    def drain(self) -> None:
+        """Refuse new requests, and have the supervisor finish open ones and exit. A second call changes nothing."""
+        if self.phase is Phase.READY:
+            self.phase = Phase.DRAINING
+        self.stop.set()
+
+    def replica_states(self) -> list[str]:
+        """The state of each replica, where there are several: `ready`, or `down` until its engine has started again."""
+        replicas = () if self.heartbeat is None else self.heartbeat.replicas
+        return ["ready" if one.is_alive else "down" for one in replicas] if len(replicas) > 1 else []
+
+    def why_not_ready(self) -> str | None:
+        """None: requests can be served. Else one sentence."""
+        if self.phase in (Phase.STARTING, Phase.LOADING):
+            detail = f" ({self.loading_detail})" if self.loading_detail else ""
+            return f"The model is loading: {self.loading_step}, {self.loading_fraction:.0%}{detail}."
+        if self.phase is Phase.DRAINING:
+            return "The server is shutting down; running requests are being finished."
+        heartbeat = self.heartbeat
+        if self.phase is Phase.DEAD or heartbeat is None or not heartbeat.is_alive:
+            return "The engine has stopped; the server is about to exit."
+        if heartbeat.last_progress_age_s > self.stall_limit_s:
+            return f"No rank has made progress for {heartbeat.last_progress_age_s:.0f} seconds."
+        return None

@@ -1,0 +1,111 @@
+"""The HTTP/1.1 server: uvicorn without its signal handling, with a limit of connections and one timer for deadlines.
+
+The limits of a single connection are in `http_connection`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+from collections.abc import Generator
+from functools import partial
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from oarlock.server.http.connection import HEAD_TIMEOUT_S, BoundedProtocol, Connections
+from oarlock.server.http.listening import BACKLOG
+from oarlock.server.http.tls import ServerTls
+
+_MAX_CONNECTIONS = 16_384
+_SWEEP_TICKS = 5  # of uvicorn's, a tenth of a second each
+_RENEWAL_TICKS = 10
+_TLS_SHUTDOWN_S = 5.0  # for a client that does not say goodbye
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn on a socket that is already bound. Signals belong to the supervisor."""
+
+    server_state: Connections
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        max_connections: int | None = None,
+        tls: ServerTls | None = None,
+    ) -> None:
+        """`tls`: HTTPS is served, with its certificate."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=BoundedProtocol,
+                ws="none",
+                lifespan="off",
+                interface="asgi3",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_graceful_shutdown=2,
+                reset_contextvars=True,
+            )
+        )
+        self._listener = listener
+        self._tls = tls
+        self.server_state = Connections(max_connections or connection_limit())
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, but that a handshake has a deadline, too: only then the connection has its own."""
+        factory = partial(BoundedProtocol, config=self.config, server_state=self.server_state, app_state={})
+        loop = asyncio.get_running_loop()
+        if self._tls is None:
+            server = await loop.create_server(factory, sock=self._listener, backlog=BACKLOG)
+        else:
+            server = await loop.create_server(
+                factory,
+                sock=self._listener,
+                backlog=BACKLOG,
+                ssl=self._tls.context,
+                ssl_handshake_timeout=HEAD_TIMEOUT_S,
+                ssl_shutdown_timeout=_TLS_SHUTDOWN_S,
+            )
+        self.servers = [server]
+        self.started = True
+
+    def stop_accepting(self) -> None:
+        """Leave new connections to other processes that have the listening socket. Open ones are served on."""
+        for server in self.servers:
+            server.close()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _SWEEP_TICKS == 0:
+            self.server_state.expire(asyncio.get_running_loop().time())
+        if self._tls is not None and counter % _RENEWAL_TICKS == 0:
+            self._tls.renew()
+        return await super().on_tick(counter)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+    async def run_until_stopped(self) -> None:
+        await self.serve(sockets=[self._listener])
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of open files to the hard one: each connection takes one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2**16 if hard == resource.RLIM_INFINITY else hard
+    with contextlib.suppress(ValueError, OSError):  # some systems allow less than their hard limit: it stays as it was
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def connection_limit() -> int:
+    """The limit of connections. An eighth of the file descriptors, at least 64, is left for everything else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _MAX_CONNECTIONS
+    return max(1, min(_MAX_CONNECTIONS, soft - max(64, soft // 8)))

@@ -1,1 +1,0 @@
-"""The requests of `/v1/files` and `/v1/batches`."""

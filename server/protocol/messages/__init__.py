@@ -1,1 +1,0 @@
-"""The wire types of `/v1/messages`."""

@@ -1,1 +1,0 @@
-"""The wire types of the routes that answer with vectors and scores."""

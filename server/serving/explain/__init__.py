@@ -1,1 +1,0 @@
-"""What happened to each of the last requests, and what that means."""
