@@ -33,8 +33,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import pytest
-
 Kind = Literal["relay", "switch", "loopback"]
 Direction = Literal["both", "to_node", "to_head"]
 
@@ -250,5 +248,7 @@ def why_not(kind: Kind) -> str | None:
 def hosts_for_test(kind: Kind, count: int = 2) -> Hosts:
     """Skips the test where they cannot be had."""
     if reason := why_not(kind):
+        import pytest  # not in the environment of Ray, which has hosts as well
+
         pytest.skip(reason)
     return Hosts(kind, count)
