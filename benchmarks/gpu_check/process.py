@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.gpu_check.part import NotHere, Part, Where
 from benchmarks.gpu_check.parts import PARTS
 
-OURS = ("benchmarks", "engine", "server", "tests", "workers")
+OURS = ("benchmarks", "oarlock", "tests")
 
 
 def run(part: Part, where: Where, rows: Path) -> int:

@@ -78,6 +78,7 @@ class CompileJobs:
         with self._changed:
             if key in self._jobs:
                 self._turns.setdefault(client, {})[key] = None
+                self._changed.notify()  # an idle thread may take this client's turn
 
     def withdraw(self, key: Key) -> bool:
         """Remove a grammar that no request needs any more. False: a thread has taken it already."""

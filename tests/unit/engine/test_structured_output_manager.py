@@ -329,3 +329,22 @@ def test_a_trial_is_ended_at_its_limits(compiler, problem, monkeypatch):
     before = _children()  # servers that other tests share
     assert sandbox._try(compiler, Grammar("regex", "a")) == problem
     assert _children() <= before, "the trial outlives its result"
+
+
+def test_a_client_that_shares_a_waiting_grammar_need_not_wait_for_the_others_turn() -> None:
+    jobs = compile_jobs.CompileJobs(num_threads=2)
+    for text in ("first", "second"):
+        jobs.put(Grammar("regex", text), "loud")
+        jobs.get()
+        if text == "first":
+            jobs.done("loud", 60.0)  # compilations are slow: each client has one thread at a time
+    last = Grammar("regex", "last")
+    jobs.put(last, "loud")
+    taken: list[object] = []
+    idle = threading.Thread(target=lambda: taken.append(jobs.get()), daemon=True)
+    idle.start()
+    while not jobs._changed._waiters:  # ty: ignore[unresolved-attribute]
+        time.sleep(0.001)
+    jobs.share(compile_jobs.key_of(last), "quiet")
+    idle.join(60)
+    assert taken == [("quiet", last)]
