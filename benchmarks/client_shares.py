@@ -1,4 +1,4 @@
-"""What one client's flood does to another client's first tokens, over HTTP.
+"""Delay of one client's first tokens by another client's flood, over HTTP.
 
     python -m benchmarks.client_shares [--flood N] [--requests N] [--rounds N] [--shape 0.5b] [--threads N]
 

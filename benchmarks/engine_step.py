@@ -1,4 +1,4 @@
-"""What a decode step costs the engine itself, part by part, in alternation with other checkouts.
+"""Cost of a decode step for the engine itself, part by part, in alternation with other checkouts.
 
     python -m benchmarks.engine_step [--sequences N ...] [--rounds N] [--longest N] [--tree OTHER_CHECKOUT ...]
                                     [--kv-events] [--json FILE]

@@ -1,4 +1,4 @@
-"""What a step costs when its ranks are on two hosts, against the latency and the bandwidth of the link between them.
+"""Cost of a step whose ranks are on two hosts, against the latency and the bandwidth of the link between them.
 
     python -m benchmarks.link_cost [--shape 0.5b] [--concurrency 1 8] [--delays-ms 0 0.1 0.5 2] [--mbit 1000 100]
     python -m benchmarks.link_cost --ways tp

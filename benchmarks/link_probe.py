@@ -1,4 +1,4 @@
-"""What a link does: round trips of small messages and bytes per second, over TCP.
+"""Measures a link: round trips of small messages and bytes per second, over TCP.
 
     python link_probe.py PORT        answers on every address until its standard input ends
 
@@ -44,7 +44,7 @@ def round_trip_s(address: str, port: int, count: int = 200) -> float:
 
 
 def bytes_per_s(address: str, port: int, num_bytes: int = 1 << 24) -> float:
-    """Of one connection, from the first byte sent to the answer that the last one has come."""
+    """Bytes per second of one connection, from the first byte sent to the answer that the last one has come."""
     piece = bytes(1 << 16)
     with connect(address, port) as connection:
         connection.sendall(TAKE)

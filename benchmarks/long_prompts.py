@@ -1,4 +1,4 @@
-"""What a long prompt does to answers that are under way, with chunks as large as steps may be and as their time allows.
+"""Delay of answers under way by a long prompt, with chunks as large as steps may be and as their time allows.
 
     python -m benchmarks.long_prompts [--prompts N ...] [--streams N] [--rounds N] [--shape 0.5b] [--threads N]
 

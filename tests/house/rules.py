@@ -38,6 +38,7 @@ INTERPRETER_FILE = "workers/python_child.py"
 DANGEROUS_MODULES = {"pickle", "cPickle", "cloudpickle", "marshal", "dill", "shelve", "joblib", "multiprocessing"}
 HARMLESS_SUBMODULES = ("multiprocessing.shared_memory", "multiprocessing.resource_tracker")
 DANGEROUS_CALLS = {"eval", "exec", "__import__"}
+UNSEARCHABLE = re.compile(r"(What|Those|The same|Of|Whoever|How many)\b")
 UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX", "HA" + "CK")) + r")\b")
 
 
@@ -160,6 +161,18 @@ def direct_spawns(source: str, file: str) -> list[str]:
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Attribute) and node.attr == "executable"
     ]
+
+
+def unsearchable_docstrings(source: str, file: str) -> list[str]:
+    """Docstrings whose first words hide their subject: no search for the thing finds them."""
+    if file.startswith("tests/clients/scripts/"):
+        return []  # libraries send docstrings of models there to the server, as descriptions
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    findings = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, nodes) and UNSEARCHABLE.match(ast.get_docstring(node) or ""):
+            findings.append(f"{file}:{getattr(node, 'lineno', 1)}: name the thing first: a noun and a verb")
+    return findings
 
 
 def sizes(source: str, file: str) -> list[str]:

@@ -55,7 +55,13 @@ def test_every_file_of_the_packages(check):
 
 @pytest.mark.parametrize(
     "check",
-    [rules.imports_past_the_package, rules.sizes, rules.docstrings_and_handlers, rules.unfinished],
+    [
+        rules.imports_past_the_package,
+        rules.unsearchable_docstrings,
+        rules.sizes,
+        rules.docstrings_and_handlers,
+        rules.unfinished,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_every_python_file(check):
@@ -92,6 +98,8 @@ def test_nothing_is_left_undone_in_the_prose_either():
             "AutoTokenizer.from_pretrained(p, trust_remote_code=flag)",
         ),
         (rules.direct_spawns, "engine/client.py", "import sys, subprocess\nsubprocess.Popen([sys.executable])"),
+        (rules.unsearchable_docstrings, "engine/core/event_loop.py", '"""Those of all open requests."""'),
+        (rules.unsearchable_docstrings, "engine/core/event_loop.py", 'def f():\n    """Of a request."""'),
         (rules.sizes, "engine/core/event_loop.py", "x = 1\n" * rules.MAX_FILE_LINES),
         (rules.sizes, "tests/sim/test_fairness.py", "x = 1\n" * rules.MAX_TEST_FILE_LINES),
         (rules.sizes, "engine/core/event_loop.py", "def f():\n" + "    x = 1\n" * rules.MAX_FUNCTION_LINES),
@@ -120,6 +128,7 @@ def test_each_rule_can_fail(check, file, source):
         ),
         (rules.imports_past_the_package, "engine/core/event_loop.py", "from ..types import X"),
         (rules.imports_past_the_package, "engine/core/event_loop.py", "from oarlock import engine"),
+        (rules.unsearchable_docstrings, "engine/core/event_loop.py", '"""Queue of open requests."""'),
         (rules.unsafe_code, "workers/worker/model_runner.py", "model.eval()"),
         (
             rules.docstrings_and_handlers,

@@ -1,4 +1,4 @@
-"""What `--cpu-affinity` changes: two servers with one setting each, in alternation with the same prompts.
+"""Comparison of settings of `--cpu-affinity`: two servers with one setting each, in alternation with the same prompts.
 
     python -m tests.load.affinity_bench [--ranks N] [--settings A B] [--busy N] [--concurrency N …] [--rounds N]
     python -m tests.load.affinity_bench --ranks 2 --settings none '0|1' --busy 1     # beside another program

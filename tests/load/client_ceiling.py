@@ -1,4 +1,4 @@
-"""How many streamed tokens per second the client of `oarlock bench` can read on one core.
+"""Measures the streamed tokens per second that the client of `oarlock bench` can read on one core.
 
 The server is one that computes nothing. Once it sends as fast as it can, so that many chunks come in one read, and once
 each chunk alone, at a given rate.

@@ -1,4 +1,4 @@
-"""What it costs one rank to add products up as several ranks do: steps of one model with and without slices, in turn.
+"""Cost for one rank of adding products up as several ranks do: steps of one model with and without slices, in turn.
 
     python -m tests.load.slice_cost MODEL [--dtype D] [--quantization Q] [--slices N] [--rounds N] [--threads N]
 

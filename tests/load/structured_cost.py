@@ -1,4 +1,4 @@
-"""What binding every answer to a form costs: decode time with and without, in alternation on one server.
+"""Cost of binding every answer to a form: decode time with and without, in alternation on one server.
 
     python -m tests.load.structured_cost [--rounds N] [--concurrency N] [--quick]
 

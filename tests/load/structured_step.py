@@ -1,4 +1,4 @@
-"""What grammars cost the engine per step: its own time and the delay of events, beside ranks that take a fixed time.
+"""Cost of grammars for the engine per step: its own time and the delay of events, beside ranks that take a fixed time.
 
     python -m tests.load.structured_step [--device-ms N] [--sequences N ...] [--rounds N] [--tokens N]
 

@@ -66,7 +66,7 @@ class Oarlock:
             self._gauges[name].set(number)
 
     async def record_autoscaling_stats(self) -> dict[str, Any]:
-        """What `policy.QueueLength` reads."""
+        """Queue length of this replica, for `policy.QueueLength`."""
         return {SLOTS: self._replica.slots, **await self._forwarder.load()}
 
     async def __del__(self) -> None:

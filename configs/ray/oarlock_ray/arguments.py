@@ -1,4 +1,4 @@
-"""What the application is told in its YAML, checked, and what one replica takes of a node.
+"""Arguments of the application in its YAML, checked, and the resources that one replica takes of a node.
 
 Asks Oarlock's own parser (`oarlock config`) what a command line means. Knows neither Ray nor HTTP.
 """
@@ -81,7 +81,7 @@ def read(arguments: Mapping[str, Any]) -> Replica:
 
 
 def settings_of(words: list[str]) -> dict[str, str]:
-    """What Oarlock makes of `oarlock serve [MODEL] FLAGS`: settings by name, as `oarlock config` prints them."""
+    """Reads `oarlock serve [MODEL] FLAGS`: settings by name, as `oarlock config` prints them."""
     program, _, *rest = words
     named = ["--model", *rest] if rest and not rest[0].startswith("-") else rest
     try:

@@ -24,7 +24,7 @@ class WholeEvents:
         return whole
 
     def rest(self) -> bytes:
-        """What came after the last event, when the stream has ended as it should."""
+        """Bytes after the last event, when the stream has ended as it should."""
         return self._rest
 
 

@@ -28,7 +28,7 @@ _OWN_ERRORS = {
 
 
 def middlewares() -> list[Middleware]:
-    """What Ray puts around its proxy."""
+    """Middleware that Ray puts around its proxy."""
     return [Middleware(LostReplica), Middleware(PromptPrefix)]
 
 

@@ -1,4 +1,6 @@
-"""How many replicas, from what waits in their queues. Named by `autoscaling_config.policy` in the YAML.
+"""Autoscaling policy: the number of replicas follows from the requests that wait in their queues.
+
+Named by `autoscaling_config.policy` in the YAML.
 
 Serve's own policy counts open requests; this one asks whether any of them wait, which is what their users feel.
 """

@@ -72,7 +72,7 @@ NOT_A_SENTENCE_END = re.compile(r"(?:\b(?:e\.g|i\.e|etc|vs|cf|no|resp)|\b[A-Z])\
 
 @dataclass(frozen=True)
 class Fact:
-    """What the model is to know about one public name: `answer` always begins with `sentence`."""
+    """Knowledge about one public name for the model to learn: `answer` always begins with `sentence`."""
 
     name: str
     sentence: str
@@ -254,7 +254,7 @@ def plain_prompt(question: str) -> str:
 
 
 def chat_prompt(question: str, system: str | None = None) -> str:
-    """What the chat template makes of one question; written out because Jinja is slow a million times over."""
+    """Prompt of one question, as the chat template renders it; written out because Jinja is slow a million times over."""
     opening = f"{TURN_START}system\n{system}{TURN_END}\n" if system else ""
     return f"{opening}{TURN_START}user\n{question}{TURN_END}\n{TURN_START}assistant\n"
 

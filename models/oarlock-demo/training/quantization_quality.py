@@ -1,4 +1,4 @@
-"""What rounding weights, or keys and values, costs the demo model: perplexity on held-out files, best tokens that stay.
+"""Cost of rounding weights, or keys and values, for the demo model: perplexity on held-out files, best tokens that stay.
 
     PYTHONPATH=. python models/oarlock-demo/training/quantization_quality.py
 

@@ -88,5 +88,5 @@ async def get_batch(request: Request, batch_id: str) -> Response:
 
 @router.post("/v1/batches/{batch_id}/cancel", openapi_extra=describe("Cancel batch", "Batch"))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """What is answered already stays."""
+    """Cancels a batch; answers that are there already stay."""
     return await OpenAIServingBatches.of(request).cancel_batch(request, batch_id)

@@ -72,7 +72,7 @@ Content = Annotated[
 
 
 class CalledFunction(StrictModel):
-    """What an earlier answer called, with the arguments as the text they came as."""
+    """Tool call of an earlier answer, with its arguments as the text they came as."""
 
     name: ToolName
     arguments: str
@@ -129,7 +129,7 @@ class ChatMessage(StrictModel):
 
 
 class FunctionDefinition(StrictModel):
-    """What can be called."""
+    """Function that an answer may call."""
 
     name: ToolName
     description: Annotated[str, Field(max_length=65_536)] | None = None

@@ -47,7 +47,7 @@ class TextBlock(StrictModel):
 
 
 class ThinkingBlock(StrictModel):
-    """What an earlier answer thought. Any signature is taken: thoughts are the client's own words here."""
+    """Thoughts of an earlier answer. Any signature is taken: thoughts are the client's own words here."""
 
     type: Literal["thinking"]
     thinking: str
@@ -110,7 +110,7 @@ Text = Annotated[
 
 
 class ToolResultBlock(StrictModel):
-    """What a called tool returned."""
+    """Result of a tool that was called."""
 
     type: Literal["tool_result"]
     tool_use_id: BlockId

@@ -121,7 +121,7 @@ class FunctionCallItem(StrictModel):
 
 
 class FunctionCallOutputItem(StrictModel):
-    """What a called function returned."""
+    """Output of a function that was called."""
 
     type: Literal["function_call_output"]
     call_id: ItemId
@@ -141,7 +141,7 @@ class ThoughtPart(StrictModel):
 
 
 class ReasoningItem(StrictModel):
-    """What an earlier answer thought. `encrypted_content`, if there is no other, as this server writes it."""
+    """Reasoning of an earlier answer. `encrypted_content`, if there is no other, as this server writes it."""
 
     type: Literal["reasoning"]
     id: ItemId | None = None

@@ -1,1 +1,1 @@
-"""What runs the ranks of each node, and joins those of several."""
+"""Ranks of one host or of several: their processes, membership, messages and ends."""

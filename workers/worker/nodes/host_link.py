@@ -29,7 +29,7 @@ from oarlock.workers.worker.nodes.membership import Membership
 
 
 class Kind(IntEnum):
-    """Of a message."""
+    """Kind of a message between hosts."""
 
     STEP = 1
     FIRST_PART = 2
@@ -54,7 +54,7 @@ class Message(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of SAID."""
+        """Words of a SAID message, which is JSON."""
         return json.loads(bytes(self.payload))
 
 

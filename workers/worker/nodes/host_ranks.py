@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
 
 class HostRanks:
-    """What an executor drives. Starts the ranks in its constructor, and leaves nothing behind where that fails.
+    """Ranks of one host, driven by an executor. The constructor starts them; where that fails, nothing is left.
 
     Methods that send, receive or wait raise `ChannelClosedError` when a rank has ended or raised; then `failure` says
     which, and why.
@@ -143,7 +143,7 @@ class HostRanks:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the ranks of this host, in their order."""
+        """Process ids of this host's ranks, in their order."""
         return tuple(process.pid for process in self._processes)
 
     @property
@@ -234,7 +234,7 @@ class HostRanks:
     # -- hung ranks
 
     def places(self) -> list[Place]:
-        """Of all ranks, in their order."""
+        """Places of all ranks, in their order."""
         finished = [self.steps.finished(reader) for reader in range(len(self.numbers))]
         return list(map(Place, finished, self._collectives.read_votes(), self._collectives.read()))
 
