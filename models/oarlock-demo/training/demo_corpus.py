@@ -254,7 +254,7 @@ def plain_prompt(question: str) -> str:
 
 
 def chat_prompt(question: str, system: str | None = None) -> str:
-    """Prompt of one question, as the chat template renders it; written out because Jinja is slow a million times over."""
+    """Prompt of a question, as the chat template renders it, without Jinja: it is slow a million times."""
     opening = f"{TURN_START}system\n{system}{TURN_END}\n" if system else ""
     return f"{opening}{TURN_START}user\n{question}{TURN_END}\n{TURN_START}assistant\n"
 

@@ -1,4 +1,4 @@
-"""Cost of rounding weights, or keys and values, for the demo model: perplexity on held-out files, best tokens that stay.
+"""Cost of rounding weights, or keys and values, for the demo model: perplexity on held-out files, equal best tokens.
 
     PYTHONPATH=. python models/oarlock-demo/training/quantization_quality.py
 
