@@ -72,23 +72,14 @@ def published(scheduler: Any, address: str | None) -> Generator[Callable[[], Non
         yield tell
 
 
-def recorder(scheduler: Any, engine_core: Any) -> Callable[[Any, float], None]:
-    """Function that notes each step before its answer is applied, as the engine does in this checkout."""
-    if not hasattr(scheduler, "traces"):
-        return lambda output, now: None
+def recorder(scheduler: Any) -> Callable[[Any, float], None]:
+    """Function that notes each step before its answer is applied, as the engine does."""
     steps, stats, rank_ns = scheduler.traces.steps, scheduler.stats, (10_000_000, 10_000_000)
 
     def record(output: Any, now: float) -> None:
         steps.observe(now, 0.01, output.num_seqs, output.num_prompt_tokens, stats.generation_tokens, rank_ns)
 
-    def record_twice(output: Any, now: float) -> None:
-        log.observe(now, 0.01, output.num_prompt_tokens, stats.generation_tokens, rank_ns)
-        steps.add(now, 0.01, output.num_seqs, output.num_prompt_tokens)
-
-    if not hasattr(engine_core, "StepLog"):
-        return record
-    log = engine_core.StepLog()  # of checkouts that noted each step in two places
-    return record_twice
+    return record
 
 
 def milliseconds(
@@ -97,7 +88,6 @@ def milliseconds(
     """The parts of one decode step of `num_seqs` sequences, from the packages that this process imports. `kv_events`:
     the address at which events of the prefix cache are published."""
     from oarlock.engine.config import EngineConfig, WorkerConfig
-    from oarlock.engine.core import engine_core
     from oarlock.engine.input_batch.input_batch import InputBatch
     from oarlock.engine.ipc import messages
     from oarlock.engine.ipc.frames import FrameReader
@@ -108,7 +98,6 @@ def milliseconds(
     from oarlock.workers.config import WorkerInfo
     from oarlock.workers.protocol import StepOutput, pack_step, step_bytes, unpack_step
 
-    applicable = getattr(engine_core, "_as_lists", ModelRunnerOutput)  # what the engine makes of an answer
     length = longest + BLOCK_SIZE + OUTPUT
     num_blocks = num_seqs * -(-(PROMPT + BLOCK_SIZE + OUTPUT) // BLOCK_SIZE) + -(-length // BLOCK_SIZE) + 1
     worker = WorkerConfig("none", max_num_seqs=num_seqs, max_num_batched_tokens=8192, block_size=BLOCK_SIZE)
@@ -121,7 +110,7 @@ def milliseconds(
         scheduler.add(Request(number, prompt, SamplingParams(max_tokens=OUTPUT, eos_token_ids=(0,))), 0.0)
     reader = FrameReader()
     buffer, memory = memoryview(bytearray(1 << 24)), np.zeros(_CACHE_BYTES // 8, np.int64)
-    record = recorder(scheduler, engine_core)
+    record = recorder(scheduler)
     samples: list[list[float]] = []
     now = 0.0
     with published(scheduler, kv_events) as tell:
@@ -143,7 +132,7 @@ def milliseconds(
             marks.append(time.thread_time())
             record(output, now)
             marks.append(time.thread_time())
-            events = scheduler.update_from_output(output, applicable(answer), now + 0.01)
+            events = scheduler.update_from_output(output, ModelRunnerOutput(answer), now + 0.01)
             marks.append(time.thread_time())
             frame = messages.events(events)
             marks.append(time.thread_time())

@@ -1,7 +1,7 @@
 """Log lines as JSON objects, one a line, for programs that collect logs.
 
 Lines are written as `event=name key=value …`. Their keys become members of the object: from `record.msg.fields` where
-the message has them, else from the template and its arguments, so that no logged value can forge a member.
+the message has them, else from the template and its arguments, so that no logged value can add or change a member.
 """
 
 import json

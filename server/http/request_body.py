@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -217,6 +217,19 @@ def request_error(error: ValidationError) -> RequestError:
         where, path = where.removesuffix(".[key]"), path[:-1]
         return RequestError(f"The name in '{where}' {problem_of(first['type'], first.get('ctx', {}), '')}.", param)
     return RequestError(f"'{where}' {problem_of(first['type'], first.get('ctx', {}), first['msg'])}.", param)
+
+
+def with_fields_renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """Rewrite an error about a chat turn to name the fields of the request that the turn was made of.
+
+    `names`: fields of the turn -> those of the request. A place inside a field is dropped: it is the turn's.
+    """
+    old = (error.param or "").split("[")[0].split(".")[0]
+    new = names.get(old)
+    if new is None:
+        return error
+    message = error.message.replace(f"'{error.param}'", f"'{new}'").replace(f"'{old}'", f"'{new}'")
+    return RequestError(message, new, error.code)
 
 
 # By pydantic's names of errors.

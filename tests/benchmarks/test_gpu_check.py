@@ -125,7 +125,7 @@ def test_a_library_that_is_missing_leaves_a_part_out_and_a_file_of_ours_does_not
     assert run(Part("some", lambda where: rows("httpx"), False), CPU, tmp_path / "rows") == 3
     assert "httpx" in json.loads((tmp_path / "rows").read_text())["left_out"]
     with pytest.raises(ModuleNotFoundError, match="cellar"):
-        run(Part("some", lambda where: rows("workers.cellar"), False), CPU, tmp_path / "rows")
+        run(Part("some", lambda where: rows("oarlock.workers.cellar"), False), CPU, tmp_path / "rows")
 
 
 REPORT = """<testsuites><testsuite><testcase name="a"/><testcase name="b"><skipped/></testcase>

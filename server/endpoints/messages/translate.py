@@ -22,7 +22,7 @@ from oarlock.server.endpoints.messages.schema import (
     text_of,
 )
 from oarlock.server.endpoints.schema import SamplingFields
-from oarlock.server.http.request_body import request_error
+from oarlock.server.http.request_body import request_error, with_fields_renamed
 from oarlock.server.json_text import dumps
 from oarlock.server.strict_model import FieldError
 
@@ -75,12 +75,7 @@ def turn_of(request: Source) -> MessagesTurn:
 
 def renamed(error: RequestError) -> RequestError:
     """Rewrite an error about a chat turn to name the fields of `/v1/messages`."""
-    old = (error.param or "").split("[")[0].split(".")[0]
-    new = _FIELDS.get(old)
-    if new is None:
-        return error
-    message = error.message.replace(f"'{error.param}'", f"'{new}'").replace(f"'{old}'", f"'{new}'")
-    return RequestError(message, new, error.code)
+    return with_fields_renamed(error, _FIELDS)
 
 
 def _others(request: Source) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from oarlock.server.endpoints.responses.schema import (
     text_of,
 )
 from oarlock.server.endpoints.schema import SamplingFields
-from oarlock.server.http.request_body import request_error
+from oarlock.server.http.request_body import request_error, with_fields_renamed
 from oarlock.server.strict_model import FieldError
 
 Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
@@ -53,7 +53,7 @@ class ResponsesTurn(ChatRequest):
 
     @property
     def owner(self) -> str:
-        """Whose responses these are: what separates API keys."""
+        """Label of the API key whose responses these are; others do not see them."""
         return self._owner
 
     @property
@@ -79,13 +79,7 @@ def turn_of(request: ResponsesRequest, items: Sequence[Item], owner: str) -> Res
 
 def renamed(error: RequestError) -> RequestError:
     """Rewrite an error about a chat turn to name the fields of `/v1/responses`."""
-    old = (error.param or "").split("[")[0].split(".")[0]
-    new = _FIELDS.get(old)
-    if new is None:
-        return error
-    # The place inside is one of the turn's messages, not of the request's items.
-    message = error.message.replace(f"'{error.param}'", f"'{new}'").replace(f"'{old}'", f"'{new}'")
-    return RequestError(message, new, error.code)
+    return with_fields_renamed(error, _FIELDS)
 
 
 def _others(request: ResponsesRequest) -> dict[str, Any]:

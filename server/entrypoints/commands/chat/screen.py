@@ -152,9 +152,7 @@ class PlainScreen:
 
 def make_screen(*, interactive: bool) -> Screen | PlainScreen:
     """Choose the screen that fits standard output."""
-    if not sys.stdout.isatty():
-        return PlainScreen(sys.stdout)
-    if not interactive:
+    if not interactive or not sys.stdout.isatty():
         return PlainScreen(sys.stdout)
     # COLUMNS and LINES are the size when a shell exported them; what is redrawn needs the terminal's present one.
     variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
