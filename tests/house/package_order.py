@@ -12,7 +12,6 @@ from tests.house.rules import imports
 
 # The package whose public files each may import.
 PACKAGE_BELOW = {"server": "engine", "engine": "workers", "workers": None}
-MAX_FOLDERS = 10
 SCHEMAS = "endpoints/**/schema.py"
 
 Order = Mapping[str, frozenset[str]]
@@ -198,9 +197,6 @@ def order_faults(order: Order) -> list[str]:
     unknown = sorted({name for allowed in order.values() for name in allowed} - order.keys())
     faults = [f"the table names {name}, which has no line" for name in unknown]
     faults += [f"the table has a circle: {' -> '.join(group)}" for group in circles(order)]
-    folders = [name for name in order if "." not in name]
-    if len(folders) > MAX_FOLDERS:
-        faults.append(f"{len(folders)} folders, the limit is {MAX_FOLDERS}")
     return faults
 
 

@@ -22,7 +22,6 @@ SMALL = {
         ({"a": entries("b"), "b": entries("a")}, "the table has a circle: a -> b"),
         ({"a": entries("b"), "b": entries("c"), "c": entries("a")}, "the table has a circle: a -> b -> c"),
         ({"a": entries("b")}, "the table names b, which has no line"),
-        ({f"folder{number}": entries("") for number in range(11)}, "11 folders, the limit is 10"),
     ],
 )
 def test_a_fault_in_a_table_is_noticed(order, fault):
