@@ -45,7 +45,7 @@ def test_a_fault_in_an_image_is_noticed(old, new):
 def test_the_build_context_holds_what_the_image_needs():
     ignored = (ROOT / ".dockerignore").read_text()
     needed = ["requirements.txt", *locks.FILES, "pyproject.toml", "README.md", "LICENSE", "oarlock"]
-    needed += ["server", "engine", "workers", "configs", "models"]
+    needed += ["server", "engine", "workers", "configs", "integrations", "models"]
     assert recipes.context_faults(DOCKERFILE, ignored, needed) == []
     assert recipes.context_faults(DOCKERFILE, ignored.replace("!models\n", ""), needed) != []
     assert recipes.context_faults(DOCKERFILE, ignored.replace("*\n", "", 1), needed) != []

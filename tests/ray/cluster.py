@@ -1,4 +1,4 @@
-"""A Ray cluster of one node, and the application of configs/ray/oarlock.yaml on it, watched from outside.
+"""A Ray cluster of one node, and the application of integrations/ray/oarlock.yaml on it, watched from outside.
 
 Uses Ray's commands, the REST interface of its dashboard and the process table; imports nothing of Ray.
 """
@@ -28,7 +28,7 @@ from oarlock_ray.policy import load_of
 
 from tests.e2e.running import DEMO, ROOT, alive, environment, free_port
 
-CONFIG = ROOT / "configs" / "ray" / "oarlock.yaml"
+CONFIG = ROOT / "integrations" / "ray" / "oarlock.yaml"
 NAME = "Oarlock"
 MODEL = "demo"
 SERVE = (".venv/bin/oarlock", "serve", str(DEMO), "--device", "cpu", "--num-threads", "1", "--dtype", "float32")

@@ -1,6 +1,6 @@
 """The environment of Ray, which is not the server's own. Made once, and kept while its pins stay the same.
 
-The application is in it as `pip install --editable ./configs/ray` would put it there.
+The application is in it as `pip install --editable ./integrations/ray` would put it there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.clients.environments import bare_python
 
 PINS = Path(__file__).with_name("pins.txt")
-APPLICATION = Path(__file__).resolve().parents[2] / "configs" / "ray"
+APPLICATION = Path(__file__).resolve().parents[2] / "integrations" / "ray"
 DIRECTORY = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "oarlock" / "ray"
 
 

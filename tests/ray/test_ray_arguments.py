@@ -16,7 +16,7 @@ from oarlock_ray.arguments import ArgumentError
 
 from tests.e2e.running import ROOT
 
-FOLDER = ROOT / "configs" / "ray"
+FOLDER = ROOT / "integrations" / "ray"
 CONFIG = yaml.safe_load((FOLDER / "oarlock.yaml").read_text())
 APPLICATION = CONFIG["applications"][0]
 HERE = str(Path(sys.executable).with_name("oarlock"))
@@ -50,7 +50,11 @@ def test_the_page_names_what_is_there():
     module, name = re.search(r"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=([\w.]+)\.(\w+)", page).groups()
     layers = getattr(importlib.import_module(module), name)()
     assert [one.cls.__name__ for one in layers] == ["LostReplica", "PromptPrefix"]
-    assert "pip install ./configs/ray" in page and "RAY_AUTH_MODE=token" in page and "configs/ray/oarlock.yaml" in page
+    assert (
+        "pip install ./integrations/ray" in page
+        and "RAY_AUTH_MODE=token" in page
+        and "integrations/ray/oarlock.yaml" in page
+    )
 
 
 def test_an_installed_application_has_all_its_files(tmp_path):

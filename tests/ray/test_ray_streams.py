@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from oarlock_ray import policy
-from oarlock_ray.events import WholeEvents, error_event
-from oarlock_ray.lost_replica import CODE, LostReplica, middlewares
+from oarlock_ray.lost_replica import CODE, LostReplica, WholeEvents, error_event, middlewares
 from starlette.middleware import Middleware
 
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}

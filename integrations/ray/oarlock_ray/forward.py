@@ -14,8 +14,7 @@ from multidict import CIMultiDict
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
-from oarlock_ray.events import WholeEvents, error_event
-from oarlock_ray.lost_replica import CODE, is_event_stream, send_error
+from oarlock_ray.lost_replica import CODE, WholeEvents, error_event, is_event_stream, send_error
 from oarlock_ray.policy import load_of
 from oarlock_ray.prefix import HEADER
 

@@ -1,19 +1,22 @@
-"""The layers of Ray's HTTP proxy, and the one by which every error that Ray itself has to say is in OpenAI's shape.
+"""Answers whose replica is lost: a stream ends with an error event, and every error of Ray's own is in OpenAI's shape.
 
-Without it a request whose replica is gone sees a closed connection, and other errors of Ray are plain text. Ray calls
-`middlewares` in each proxy when the variable `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it. What replicas send
-passes unchanged.
+Without these layers of Ray's HTTP proxy a request whose replica is gone sees a closed connection, and other errors of
+Ray are plain text. Ray calls `middlewares` in each proxy when the variable `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`
+names it. Bytes that replicas send pass unchanged.
 """
 
 from __future__ import annotations
 
+import json
+
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from oarlock_ray.events import error_body, error_event
 from oarlock_ray.prefix import PromptPrefix
 
 CODE = "replica_lost"
+_END = b"\n\n"  # of a server-sent event
+_DONE = b"data: [DONE]" + _END
 _BEFORE = "The replica that had this request is gone. Nothing of the answer was sent: send the request again."
 _WITHIN = "The replica that wrote this answer is gone. The answer is not complete."
 _OF_RAY = "/-/"  # the proxy's own routes, such as /-/healthz, are not for OpenAI's clients
@@ -99,3 +102,33 @@ async def _send_json(send: Send, status: int, body: bytes, more_headers: list[tu
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more_headers]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+class WholeEvents:
+    """Cuts a stream of bytes where events end. The bytes that come out are those that went in."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> bytes:
+        """The events that are complete with `piece`; the beginning of the next one is kept."""
+        self._rest += piece
+        end = self._rest.rfind(_END)
+        if end < 0:
+            return b""
+        whole, self._rest = self._rest[: end + len(_END)], self._rest[end + len(_END) :]
+        return whole
+
+    def rest(self) -> bytes:
+        """Bytes after the last event, when the stream has ended as it should."""
+        return self._rest
+
+
+def error_body(message: str, code: str, kind: str = "server_error") -> bytes:
+    """The body of an error. `kind`: OpenAI's `type`."""
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
+
+
+def error_event(message: str, code: str) -> bytes:
+    """The last events of a stream that broke off."""
+    return b"data: " + error_body(message, code) + _END + _DONE
