@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from oarlock.server.tokenizer.chat_template import ChatTemplate, read_template
-from oarlock.server.tokenizer.jinja_sandbox import Renderer
+from oarlock.server.llm.chat_template import ChatTemplate, read_template
+from oarlock.server.llm.jinja_sandbox import Renderer
 from tests.e2e.running import DEMO
 
 TEXT = "A sentence of forty characters, and so. " * 10

@@ -99,7 +99,7 @@ def logging_as_it_was() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def one_process_for_chat_templates() -> Iterator[None]:
     """Keep the process that starts renderers for all tests; it would end with its last user."""
-    from oarlock.server.tokenizer.template_renderers import processes
+    from oarlock.server.llm.template_renderers import processes
 
     processes.acquire()
     yield

@@ -18,8 +18,8 @@ from oarlock.server.chat.tool_parsers.base import ToolFormat
 from oarlock.server.chat.tool_parsers.harmony import HARMONY, TURN
 from oarlock.server.chat.tool_parsers.registry import choose
 from oarlock.server.endpoints.chat.schema import ChatMessage, ChatRequest
-from oarlock.server.tokenizer.chat_template import Rendering, text_parts
-from oarlock.server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.llm.chat_template import Rendering, text_parts
+from oarlock.server.llm.tokenizer import Tokenizer
 
 _CUT_HERE = "\ue0c7\ue0f1\ue0c7"  # added to a message to be continued: the prompt ends there (private use area)
 _MAX_ADDED = 64 * 1024  # characters a template may add to four times its input

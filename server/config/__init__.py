@@ -1,1 +1,1 @@
-"""Settings and their sources, allowed hosts, and where a model lies."""
+"""Options in groups, their sources and their checks."""

@@ -9,7 +9,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from oarlock.server.config.allowed_hosts import AllowedHosts
-from oarlock.server.config.model_path import served_names
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.batches import route as batches
 from oarlock.server.endpoints.batches.serving import OpenAIServingBatches, open_batches
@@ -40,6 +39,7 @@ from oarlock.server.http.error_shape import answer_of
 from oarlock.server.http.middleware import METRICS, PROBES, ApiMiddleware, RootPath
 from oarlock.server.http.openapi.document import build, with_defaults
 from oarlock.server.http.server_state import ServerState
+from oarlock.server.hub.model_path import served_names
 from oarlock.server.observability.access_log import AccessLog
 from oarlock.server.observability.metrics import HttpCounters
 from oarlock.server.version import VERSION

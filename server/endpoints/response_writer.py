@@ -18,7 +18,7 @@ from oarlock.server.json_text import LONG_TEXT, InPieces, dumps, pieces_of
 from oarlock.server.llm.generation import Generation
 from oarlock.server.llm.output_processor import Delta
 from oarlock.server.llm.prompt_scores import PromptScores, Scores, TokenScore
-from oarlock.server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.llm.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 _WITH_ALTERNATIVES = frozenset({"top_logprobs", "content"})  # the lists of `logprobs` that show them

@@ -13,21 +13,21 @@ from starlette.requests import Request
 from oarlock.engine.errors import EngineError, RequestError
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import EngineInfo
-from oarlock.server.config.model_path import served_names
 from oarlock.server.config.settings import Settings
 from oarlock.server.errors import HttpError, ModelNotFoundError
 from oarlock.server.http.large_body.reader import takes_long
 from oarlock.server.http.request_body import ignored_header, parse_any, read_json, unknown_parameters
 from oarlock.server.http.server_sent_events import until_disconnect
 from oarlock.server.http.server_state import ServerState
+from oarlock.server.hub.model_path import served_names
 from oarlock.server.llm.async_llm import AsyncLLM
 from oarlock.server.llm.generation import Engine, Generation, Replica
 from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.pooler_config import PoolerConfig
+from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.observability.logs import event, logger
 from oarlock.server.observability.metrics import HttpCounters, exposition
 from oarlock.server.strict_model import MAX_TIMEOUT_S, StrictModel
-from oarlock.server.tokenizer.tokenizer import Tokenizer
 from oarlock.server.version import VERSION
 
 STATS_TIMEOUT_S = 2.0

@@ -25,7 +25,6 @@ from oarlock.engine.config import EngineConfig, NodesConfig, OnProgress
 from oarlock.engine.engine_process import EngineProcess
 from oarlock.engine.errors import EngineDeadError, StartupError
 from oarlock.engine.node import check_network
-from oarlock.server.config.model_path import served_names
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.app import create_app
 from oarlock.server.endpoints.serving import connect_engine
@@ -36,13 +35,14 @@ from oarlock.server.http.listening import listen, remove_unused, url_of, warn_if
 from oarlock.server.http.server_state import STALL_LIMIT_S, Phase, ServerState
 from oarlock.server.http.tls import ServerTls
 from oarlock.server.http.uvicorn_server import HttpServer, raise_descriptor_limit
+from oarlock.server.hub.model_path import served_names
 from oarlock.server.llm.generation import Engine
 from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.model_files import find_files
 from oarlock.server.llm.pooler_config import PoolerConfig
+from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.observability import logs
 from oarlock.server.observability.metrics import HttpCounters
-from oarlock.server.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from oarlock.server.entrypoints.ray_group import RayGroup

@@ -1,1 +1,1 @@
-"""Prompts in, texts out, without HTTP: what the endpoints and the offline interface use."""
+"""Prompts in, texts out, without HTTP: tokenizer, detokenizer and chat templates, which endpoints and LLM use."""

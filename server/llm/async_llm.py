@@ -13,7 +13,7 @@ from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.input_processor import InputProcessor, ProcessedRequest
 from oarlock.server.llm.pooler_config import PoolerConfig
 from oarlock.server.llm.submissions import Submissions
-from oarlock.server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.llm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from oarlock.engine.pooling_params import PoolingParams

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import is_there
-from oarlock.server.config.checkpoint_json import read_json
+from oarlock.server.hub.checkpoint_json import read_json
 
 if TYPE_CHECKING:
     import numpy as np

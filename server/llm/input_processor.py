@@ -24,7 +24,7 @@ from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.output_processor import ChoiceOutput, OutputOptions
 from oarlock.server.llm.stop_strings import StopStrings
 from oarlock.server.llm.structured_output import constraint_of
-from oarlock.server.tokenizer.tokenizer import Tokenizer, TooManyTokensError
+from oarlock.server.llm.tokenizer import Tokenizer, TooManyTokensError
 
 MAX_SCORES = 8_000_000  # log-probabilities of prompts in one answer, kept until it is complete: 64 MB
 _WHOLE_CONTEXT = -1  # of truncate_prompt_tokens

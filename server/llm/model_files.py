@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from oarlock.server.config.hub.download import OnDetailedProgress
-from oarlock.server.config.model_path import resolve, resolve_tokenizer
 from oarlock.server.config.settings import Settings
-from oarlock.server.tokenizer.chat_template import read_template
-from oarlock.server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.hub.download import OnDetailedProgress
+from oarlock.server.hub.model_path import resolve, resolve_tokenizer
+from oarlock.server.llm.chat_template import read_template
+from oarlock.server.llm.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from oarlock.engine.types import FinishReason, Request, TokenEvent
 from oarlock.server.llm.prompt_scores import PromptReader, PromptScores, Scores, TokenScore
 from oarlock.server.llm.stop_strings import StopStringMatcher, StopStrings
-from oarlock.server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.llm.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

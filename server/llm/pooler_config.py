@@ -16,9 +16,9 @@ from typing import Any
 from oarlock.engine.errors import StartupError, shown
 from oarlock.engine.preflight import ENCODERS, is_there
 from oarlock.engine.preflight import read_json as read_any_json
-from oarlock.server.config.checkpoint_json import read_json
+from oarlock.server.hub.checkpoint_json import read_json
 from oarlock.server.llm.dense import DenseConfig, DenseLayers
-from oarlock.server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.llm.tokenizer import Tokenizer
 
 GENERATE, POOLING = "generate", "pooling"  # of --runner; else it is decided here
 LABELS = "labels"  # of engine.pooling_params: the kind of a classification head

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from oarlock.engine.types import ScoredTokens, TokenEvent, TokenLogprobs
 from oarlock.server.json_text import PIECE_NUMBERS
-from oarlock.server.tokenizer.detokenizer import Detokenizer
+from oarlock.server.llm.detokenizer import Detokenizer
 
 
 class TokenScore(NamedTuple):

@@ -23,8 +23,8 @@ from oarlock.server.endpoints.serving import connect_engine
 from oarlock.server.http.listening import bind, url_of
 from oarlock.server.http.server_state import Phase, ServerState
 from oarlock.server.http.uvicorn_server import HttpServer
+from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.observability.metrics import HttpCounters
-from oarlock.server.tokenizer.tokenizer import Tokenizer
 from tests.unit.server import chat_templates as templates
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"

@@ -15,7 +15,7 @@ import transformers
 from tokenizers.processors import TemplateProcessing
 
 from oarlock.engine.types import FinishReason, TokenEvent, TokenLogprobs
-from oarlock.server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.llm.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 COMPLETIONS = "/v1/completions"

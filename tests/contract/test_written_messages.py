@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from oarlock.engine.errors import EngineDeadError, StartupError
-from oarlock.server.config.model_path import resolve
 from oarlock.server.config.settings import Settings
 from oarlock.server.entrypoints.cli import main
 from oarlock.server.entrypoints.commands import serve
 from oarlock.server.errors import describe
 from oarlock.server.http.listening import bind
 from oarlock.server.http.server_state import Phase, ServerState
+from oarlock.server.hub.model_path import resolve
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import WorkerError
 from oarlock.workers.preflight import preflight

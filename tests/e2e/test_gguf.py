@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from oarlock.engine.errors import StartupError
-from oarlock.server.config.gguf.directory import described
+from oarlock.server.hub.gguf_directory import described
 from oarlock.workers.kernels.cpu.build import cache_directory
 from tests.e2e.running import DEMO, RunningServer, command, environment
 from tests.golden.gguf_writer import all_of, q4_k_m, write_gguf

@@ -26,18 +26,16 @@ def entries(names: str) -> frozenset[str]:
 ORDER: dict[str, Order] = {
     "server": {
         "entrypoints": entries(
-            "endpoints http chat llm tokenizer config observability bench errors.py json_text.py version.py"
+            "endpoints http chat llm hub config observability bench errors.py json_text.py version.py"
         )
         | {SCHEMAS},
         "bench": entries(""),
-        "endpoints": entries(
-            "http chat llm tokenizer config observability errors.py json_text.py strict_model.py version.py"
-        )
+        "endpoints": entries("http chat llm hub config observability errors.py json_text.py strict_model.py version.py")
         | {SCHEMAS},
         "http": entries("llm config observability errors.py json_text.py strict_model.py version.py") | {SCHEMAS},
-        "chat": entries("llm tokenizer") | {SCHEMAS},
-        "llm": entries("tokenizer config errors.py json_text.py strict_model.py") | {SCHEMAS},
-        "tokenizer": entries("config observability"),
+        "chat": entries("llm") | {SCHEMAS},
+        "llm": entries("hub config observability errors.py json_text.py strict_model.py") | {SCHEMAS},
+        "hub": entries("config"),
         "config": entries(""),
         SCHEMAS: entries("strict_model.py"),
         "strict_model.py": entries(""),

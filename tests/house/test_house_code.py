@@ -94,7 +94,7 @@ def test_nothing_is_left_undone_in_the_prose_either():
         (rules.unsafe_code, "workers/executor.py", "import subprocess\nsubprocess.run('ls', shell=True)"),
         (
             rules.unsafe_code,
-            "server/tokenizer/tokenizer.py",
+            "server/llm/tokenizer.py",
             "AutoTokenizer.from_pretrained(p, trust_remote_code=flag)",
         ),
         (rules.direct_spawns, "engine/client.py", "import sys, subprocess\nsubprocess.Popen([sys.executable])"),

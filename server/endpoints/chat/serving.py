@@ -21,7 +21,7 @@ from oarlock.server.llm.input_processor import ProcessedRequest
 from oarlock.server.llm.output_processor import Delta
 from oarlock.server.llm.prompt_scores import Scores, TokenScore
 from oarlock.server.llm.structured_output import constraint_of
-from oarlock.server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.llm.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

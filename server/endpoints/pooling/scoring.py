@@ -22,8 +22,8 @@ from oarlock.server.llm.pooler_config import LABELS, Task
 
 if TYPE_CHECKING:
     from oarlock.server.llm.pooling import PooledOutput
+from oarlock.server.llm.chat_template import ChatTemplate
 from oarlock.server.llm.pooler_config import PoolerConfig
-from oarlock.server.tokenizer.chat_template import ChatTemplate
 
 _TEXTS = ("text_1", "text_2")  # the fields of a request for scores
 

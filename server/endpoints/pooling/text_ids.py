@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from oarlock.engine.errors import ContextLengthError, RequestError
 from oarlock.server.llm.input_processor import InputProcessor
 from oarlock.server.llm.pooler_config import PoolerConfig
-from oarlock.server.tokenizer.tokenizer import TooManyTokensError
+from oarlock.server.llm.tokenizer import TooManyTokensError
 
 _ALL_THAT_FIT = -1  # of truncate_prompt_tokens
 QUERY, DOCUMENT = "query", "document"

@@ -13,8 +13,8 @@ from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.endpoints.tokenize.schema import DetokenizeRequest, TokenFields, TokenizeRequest, as_chat
 from oarlock.server.http.server_sent_events import until_disconnect, whole_response
 from oarlock.server.json_text import InPieces, numbers, pieces_of
+from oarlock.server.llm.tokenizer import TooManyTokensError
 from oarlock.server.strict_model import MAX_PROMPT_IDS
-from oarlock.server.tokenizer.tokenizer import TooManyTokensError
 
 
 class OpenAIServingTokenization(OpenAIServing):

@@ -28,8 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from huggingface_hub import constants
 
-    from oarlock.server.config.hub.cached import cached_models, disk_usage
     from oarlock.server.config.options import format_size
+    from oarlock.server.hub.cached import cached_models, disk_usage
 
     settings = loaded_settings(arguments, given_settings(arguments)).settings
     cache = Path(settings.download_dir or constants.HF_HUB_CACHE).expanduser()

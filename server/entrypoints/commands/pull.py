@@ -25,9 +25,9 @@ def run(arguments: argparse.Namespace) -> int:
     import asyncio
     from pathlib import Path
 
-    from oarlock.server.config.model_path import pull
     from oarlock.server.config.options import format_size
     from oarlock.server.entrypoints.banner import Progress
+    from oarlock.server.hub.model_path import pull
 
     settings = loaded_settings(arguments, given_settings(arguments)).settings
     if settings.model is None:

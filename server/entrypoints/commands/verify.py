@@ -41,9 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     import asyncio
 
     from oarlock.engine.errors import StartupError
-    from oarlock.server.config.model_path import resolve
     from oarlock.server.config.settings import make_settings
     from oarlock.server.entrypoints.banner import Progress
+    from oarlock.server.hub.model_path import resolve
 
     size, stages = arguments.tensor_parallel_size, arguments.pipeline_parallel_size
     if not size.isdecimal():

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from oarlock.engine.errors import EngineDeadError, StartupError
-from oarlock.server.config.hub.transfer_rate import in_words
 from oarlock.server.endpoints.batches.answer_file import AnswerFile
 from oarlock.server.endpoints.batches.batch_run import BatchRun
 from oarlock.server.endpoints.batches.fair_turns import FairTurns, KeyTurns
 from oarlock.server.endpoints.batches.request_file import RequestFile
 from oarlock.server.entrypoints.offline.offline_engine import OfflineEngine
+from oarlock.server.hub.transfer_rate import in_words
 
 _REPORT_S = 1.0
 _EXIT_WORKER_DIED = 5

@@ -48,7 +48,7 @@ from oarlock.server.entrypoints.offline.prompts import (
 from oarlock.server.entrypoints.offline.sampling_params import SamplingParams
 from oarlock.server.http.request_body import parse
 from oarlock.server.json_text import dumps
-from oarlock.server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.llm.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 _CLOSE_S = 10.0

@@ -14,7 +14,7 @@ from oarlock.server.endpoints.chat.serving import ProcessedChat, read_message
 from oarlock.server.llm.generation import Generation
 from oarlock.server.llm.output_processor import Delta
 from oarlock.server.llm.prompt_scores import TokenScore
-from oarlock.server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.llm.tokenizer import Tokenizer
 
 _ListT = TypeVar("_ListT", bound=list[Any])
 

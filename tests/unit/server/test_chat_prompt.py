@@ -14,7 +14,7 @@ from oarlock.server.chat.message_parser import AnswerShape
 from oarlock.server.chat.prompt import render_prompt
 from oarlock.server.chat.reasoning_parser import FORMATS
 from oarlock.server.endpoints.chat.schema import ChatRequest
-from oarlock.server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.llm.tokenizer import Tokenizer
 from tests.unit.server import chat_templates as templates
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "oarlock-demo"

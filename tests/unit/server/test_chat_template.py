@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from oarlock.engine.errors import RequestError, StartupError
-from oarlock.server.tokenizer import template_renderers
-from oarlock.server.tokenizer.chat_template import ChatTemplate
+from oarlock.server.llm import template_renderers
+from oarlock.server.llm.chat_template import ChatTemplate
 from tests.e2e.running import ROOT, eventually
 from tests.unit.server import chat_templates as templates
 from tests.unit.server.chat_templates import rendered
@@ -232,8 +232,8 @@ def test_processes_end_with_their_last_user(monkeypatch):
 
 def test_processes_end_with_their_parent():
     code = (
-        "import asyncio, os, sys\nfrom oarlock.server.tokenizer.chat_template import ChatTemplate\n"
-        "from oarlock.server.tokenizer import template_renderers as renderers\n"
+        "import asyncio, os, sys\nfrom oarlock.server.llm.chat_template import ChatTemplate\n"
+        "from oarlock.server.llm import template_renderers as renderers\n"
         f"template = ChatTemplate({ATTACKS['loops']!r}, {{}})\n"
         "print(renderers.processes._process.pid, 'jinja2' in sys.modules, flush=True)\n"
         "asyncio.run(template.render([], True, 10))"

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from oarlock.server.tokenizer.detokenizer import BytesDetokenizer, WindowDetokenizer
-from oarlock.server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.llm.detokenizer import BytesDetokenizer, WindowDetokenizer
+from oarlock.server.llm.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "oarlock-demo"
 

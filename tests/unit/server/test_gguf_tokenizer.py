@@ -16,9 +16,9 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import GGUFModel, Settings
-from oarlock.server.config.gguf.directory import _generation_config, _tokenizer_config
-from oarlock.server.config.gguf.tokenizer import read_vocabulary, tokenizer_json
-from oarlock.server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.hub.gguf.tokenizer import read_vocabulary, tokenizer_json
+from oarlock.server.hub.gguf_directory import _generation_config, _tokenizer_config
+from oarlock.server.llm.tokenizer import Tokenizer
 from tests.unit.server.chat_templates import rendered
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from oarlock.engine.errors import StartupError
-from oarlock.server.config import model_path
 from oarlock.server.config.settings import make_settings
+from oarlock.server.hub import model_path
 
 ROOT = Path(__file__).resolve().parents[3]
 

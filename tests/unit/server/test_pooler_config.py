@@ -9,7 +9,7 @@ import pytest
 
 from oarlock.engine.errors import StartupError
 from oarlock.server.llm.pooler_config import PoolerConfig, Task
-from oarlock.server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.llm.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "oarlock-demo"
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}

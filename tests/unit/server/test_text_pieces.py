@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
-from oarlock.server.tokenizer.text_pieces import TextPieces, pieces_for
-from oarlock.server.tokenizer.tokenizer import Tokenizer, TooManyTokensError
+from oarlock.server.llm.text_pieces import TextPieces, pieces_for
+from oarlock.server.llm.tokenizer import Tokenizer, TooManyTokensError
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "oarlock-demo" / "tokenizer.json"
 LLAMA3 = (
@@ -252,7 +252,7 @@ def test_a_text_that_can_be_cut_does_not_wait_for_one_that_cannot(monkeypatch):
     ("added", "add_bos"), [("<s> $A", None), ("<s> $A <|end|>", True), ("<s> $A", False), ("$A", True)]
 )
 def test_a_long_text_gets_its_special_tokens_once(monkeypatch, added, add_bos):
-    monkeypatch.setattr("oarlock.server.tokenizer.tokenizer._PIECE", 30)
+    monkeypatch.setattr("oarlock.server.llm.tokenizer._PIECE", 30)
     backend = KINDS["llama3"]()
     ids = [(name, backend.token_to_id(name)) for name in ("<s>", "<|end|>")]
     backend.post_processor = TemplateProcessing(single=added, special_tokens=ids)

@@ -15,8 +15,8 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from oarlock.engine.errors import RequestError, StartupError
-from oarlock.server.tokenizer.chat_template import ChatTemplate
-from oarlock.server.tokenizer.tokenizer import Tokenizer
+from oarlock.server.llm.chat_template import ChatTemplate
+from oarlock.server.llm.tokenizer import Tokenizer
 from tests.unit.server.chat_templates import rendered
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "oarlock-demo"
@@ -60,7 +60,7 @@ def test_add_bos_token_is_obeyed(folder, in_file, wanted):
 
 def test_it_needs_neither_torch_nor_transformers():
     code = (
-        "import sys\nfrom oarlock.server.tokenizer.tokenizer import Tokenizer\n"
+        "import sys\nfrom oarlock.server.llm.tokenizer import Tokenizer\n"
         f"Tokenizer.load({str(DEMO)!r})\nprint('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     root = str(DEMO.parents[1])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import OpenModel, open_model
-from oarlock.server.config.model_path import resolve
 from oarlock.server.config.settings import Settings
+from oarlock.server.hub.model_path import resolve
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
 _EXIT_CODE = 2
@@ -52,8 +52,8 @@ def _fetched(settings: Settings, model: str) -> Path:
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     from oarlock.engine.preflight import DESCRIPTIONS
-    from oarlock.server.config.hub.errors import explain
-    from oarlock.server.config.hub.files import Download, Snapshot, look_up
+    from oarlock.server.hub.errors import explain
+    from oarlock.server.hub.files import Download, Snapshot, look_up
 
     revision = settings.revision or "main"
     cache = Path(settings.download_dir or constants.HF_HUB_CACHE).expanduser()

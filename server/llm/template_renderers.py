@@ -18,8 +18,8 @@ from collections.abc import Mapping
 
 from oarlock.engine.errors import EngineError, RequestError
 from oarlock.engine.python_child import start_python
+from oarlock.server.llm.template_messages import ANSWER, CPU_LIMIT_S, MEMORY_LIMIT_BYTES, Kind, request
 from oarlock.server.observability.logs import event, logger
-from oarlock.server.tokenizer.template_messages import ANSWER, CPU_LIMIT_S, MEMORY_LIMIT_BYTES, Kind, request
 
 _QUICK_S = 0.25
 _PATIENCE_S = 10.0  # for the processor's time by the clock, where other programs take the processor
@@ -101,9 +101,7 @@ class RendererProcesses:
         ours, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
-            self._process = start_python(
-                ["-m", "oarlock.server.tokenizer.template_process", "--fd", str(fd)], pass_fds=(fd,)
-            )
+            self._process = start_python(["-m", "oarlock.server.llm.template_process", "--fd", str(fd)], pass_fds=(fd,))
         ours.settimeout(_START_TIMEOUT_S)
         self._control = ours
         _log.info(event("chat_template_process_started", pid=self._process.pid))

@@ -1,4 +1,4 @@
-"""The process that starts renderers of chat templates: `python -m oarlock.server.tokenizer.template_process --fd N`.
+"""The process that starts renderers of chat templates: `python -m oarlock.server.llm.template_process --fd N`.
 
 A checkpoint's chat template is foreign code. A renderer is a fork of this process, which has imported Jinja and never
 runs a template itself. It compiles and renders on one connection, one request after the other, with a limit of the
@@ -23,8 +23,8 @@ from pathlib import Path
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from oarlock.engine.python_child import die_with_parent
-from oarlock.server.tokenizer.jinja_sandbox import Renderer, TooLargeError
-from oarlock.server.tokenizer.template_messages import (
+from oarlock.server.llm.jinja_sandbox import Renderer, TooLargeError
+from oarlock.server.llm.template_messages import (
     CPU_LIMIT_S,
     LENGTH,
     MAX_ERROR,
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     """Start renderers until the socket `--fd` is closed."""
     for number in (signal.SIGINT, signal.SIGTERM):  # which may be sent to all processes at once; the parent decides
         signal.signal(number, signal.SIG_IGN)
-    parser = argparse.ArgumentParser(prog="oarlock.server.tokenizer.template_process")
+    parser = argparse.ArgumentParser(prog="oarlock.server.llm.template_process")
     parser.add_argument("--fd", type=int, required=True)
     gc.freeze()  # what is imported lives as long as the process, and is shared with the renderers
     _Renderers(socket.socket(fileno=parser.parse_args(argv).fd)).run()

@@ -20,16 +20,16 @@ import tokenizers
 
 from oarlock.engine.errors import StartupError, shown
 from oarlock.engine.preflight import check_file, is_there, read_text
-from oarlock.server.config.checkpoint_json import VOCABULARY_FILES, read_json
-from oarlock.server.tokenizer.chat_template import MOST_CHARACTERS, ChatTemplate, read_template
-from oarlock.server.tokenizer.detokenizer import (
+from oarlock.server.hub.checkpoint_json import VOCABULARY_FILES, read_json
+from oarlock.server.llm.chat_template import MOST_CHARACTERS, ChatTemplate, read_template
+from oarlock.server.llm.detokenizer import (
     BytesDetokenizer,
     Detokenizer,
     TokenBytes,
     WindowDetokenizer,
     token_bytes_for,
 )
-from oarlock.server.tokenizer.text_pieces import TextPieces, pieces_for
+from oarlock.server.llm.text_pieces import TextPieces, pieces_for
 
 _T = TypeVar("_T")
 _DECODED_AT_ONCE = 1 << 14  # ids; joining the bytes of a million would hold the GIL for too long

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import is_there
-from oarlock.server.config.gguf.directory import described, gguf_model
-from oarlock.server.config.hub.download import HubModel, OnDetailedProgress, download
 from oarlock.server.config.settings import Settings
+from oarlock.server.hub.download import HubModel, OnDetailedProgress, download
+from oarlock.server.hub.gguf_directory import described, gguf_model
 
 DEMO_NAME = "oarlock-demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|[A-Za-z0-9][\w.-]*")

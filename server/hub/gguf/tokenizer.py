@@ -13,7 +13,7 @@ from typing import Any
 
 from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import Settings
-from oarlock.server.config.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from oarlock.server.hub.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # the types of tokens
 _SPACE = "▁"

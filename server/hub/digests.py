@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from oarlock.server.config.hub.transfer_rate import TransferRate
+from oarlock.server.hub.transfer_rate import TransferRate
 
 Report = Callable[[str, float, str], None]  # phase, fraction, detail
 

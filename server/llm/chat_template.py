@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from oarlock.engine.errors import EngineError, RequestError, StartupError, shown
 from oarlock.engine.preflight import read_text
-from oarlock.server.tokenizer.template_messages import CPU_LIMIT_S, Kind, request
-from oarlock.server.tokenizer.template_renderers import TemplateLimitError, TemplateRenderers
+from oarlock.server.llm.template_messages import CPU_LIMIT_S, Kind, request
+from oarlock.server.llm.template_renderers import TemplateLimitError, TemplateRenderers
 
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 _PAIR = ("query", "document")  # roles

@@ -16,10 +16,10 @@ from huggingface_hub.errors import HFValidationError, HTTPError
 
 from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import DESCRIPTIONS, check_model, weight_files
-from oarlock.server.config.hub import errors as hub_errors
-from oarlock.server.config.hub.digests import Report, damaged, remove
-from oarlock.server.config.hub.download import HubModel
-from oarlock.server.config.hub.files import Download, HubFile, Snapshot, check_room, is_of_module, is_small, look_up
+from oarlock.server.hub import errors as hub_errors
+from oarlock.server.hub.digests import Report, damaged, remove
+from oarlock.server.hub.download import HubModel
+from oarlock.server.hub.files import Download, HubFile, Snapshot, check_room, is_of_module, is_small, look_up
 
 CheckFiles = Callable[[Path], None]  # raises `StartupError` for files beside the weights that cannot be used
 

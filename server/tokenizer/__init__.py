@@ -1,1 +1,0 @@
-"""Text to ids and back: tokenizer, incremental detokenizer, chat templates in their sandbox."""
