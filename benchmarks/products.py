@@ -33,13 +33,13 @@ from benchmarks import checkpoint, machine, products_table
 from benchmarks.ceilings.ceilings import Ceilings
 from oarlock.workers.kernels.cpu import build, levels, library
 from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
-from oarlock.workers.layers.matmul import PackedGatedMatmul, PackedMatmul, PlainGatedMatmul, PlainMatmul, can_pack
-from oarlock.workers.layers.quantization import int4
-from oarlock.workers.layers.quantization.fp8 import Fp8Weight
-from oarlock.workers.layers.quantization.int8 import Int8Weight, round_rows
-from oarlock.workers.layers.quantization.method import LinearWeight
 from oarlock.workers.platform.huge_pages import huge_page_empty
 from oarlock.workers.platform.processor import features
+from oarlock.workers.quantization import int4
+from oarlock.workers.quantization.fp8 import Fp8Weight
+from oarlock.workers.quantization.int8 import Int8Weight, round_rows
+from oarlock.workers.quantization.matmul import PackedGatedMatmul, PackedMatmul, PlainGatedMatmul, PlainMatmul, can_pack
+from oarlock.workers.quantization.method import LinearWeight
 
 FORMAT = 1
 ROWS = [1, 2, 4, 8, 12, 16, 32, 64, 128, 512]

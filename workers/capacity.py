@@ -13,20 +13,22 @@ from typing import Any
 import psutil
 
 from oarlock.workers.attention.kv_shape import KVShape
+from oarlock.workers.checks.limits import check_limits
+from oarlock.workers.checks.parallel import check_parallel
 from oarlock.workers.config import WorkerConfig, max_pooled_values
 from oarlock.workers.distributed.shm_ring import RingLayout
 from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, tensor_shapes
-from oarlock.workers.layers.quantization.formats.form import WeightForms
 from oarlock.workers.layers.sharding import supported_tp_sizes
 from oarlock.workers.layers.stage_layers import layers_of_stage
 from oarlock.workers.platform.dtypes import ITEM_BYTES
 from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.platform.processor import features
 from oarlock.workers.preflight import OpenModel, forms_on, open_model, with_lengths_and_types
-from oarlock.workers.weights.tied import EMBEDDING
-from oarlock.workers.worker.cpu_affinity import with_cpus
-from oarlock.workers.worker.kv_cache_size import (
+from oarlock.workers.quantization.formats.form import WeightForms
+from oarlock.workers.ranks.cpu_affinity import with_cpus
+from oarlock.workers.ranks.step_limits import step_tokens
+from oarlock.workers.runner.kv_cache_size import (
     RESERVED_BLOCKS,
     KVRoom,
     blocks_that_fit,
@@ -36,11 +38,9 @@ from oarlock.workers.worker.kv_cache_size import (
     room_on_device,
     room_on_host,
 )
-from oarlock.workers.worker.memory.rank_weights import rank_weight_bytes
-from oarlock.workers.worker.memory_needs import largest_step_bytes, sampling_bytes, weight_bytes_of_node
-from oarlock.workers.worker.preflight.limits import check_limits
-from oarlock.workers.worker.preflight.parallel import check_parallel
-from oarlock.workers.worker.step_limits import step_tokens
+from oarlock.workers.runner.memory.rank_weights import rank_weight_bytes
+from oarlock.workers.runner.memory_needs import largest_step_bytes, sampling_bytes, weight_bytes_of_node
+from oarlock.workers.weights.tied import EMBEDDING
 
 # Multiplications and additions of 32 bits that a core does in a cycle, and how many times as many of narrower numbers.
 _CORE_OPS = (("avx512f", 64), ("avx2", 32), ("asimd", 16))

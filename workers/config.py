@@ -50,7 +50,7 @@ class WorkerConfig:
     max_num_batched_tokens: int = 2048
     num_speculative_tokens: int = 0  # drafts that may follow the newest token of a sequence in a step
     lower_step_size: bool = (
-        False  # whether max_num_batched_tokens may be lowered after timing: see `oarlock.workers.worker.step_limits`
+        False  # whether max_num_batched_tokens may be lowered after timing: see `oarlock.workers.ranks.step_limits`
     )
     block_size: int = 32  # tokens in one KV block
     check_weights: bool = True  # refuse a checkpoint that holds NaN or infinity
@@ -63,7 +63,7 @@ class WorkerConfig:
     kv_offload_disk_bytes: int | None = None  # that all files in it may take; None: half of what is free
     gpu_memory_utilization: float = 0.9
     num_threads: int | None = None  # CPU threads of one rank; None: one for each core that it gets
-    cpu_affinity: str = "auto"  # auto | none | the CPUs of each rank: see `oarlock.workers.worker.cpu_affinity`
+    cpu_affinity: str = "auto"  # auto | none | the CPUs of each rank: see `oarlock.workers.ranks.cpu_affinity`
     attention_backend: str = "auto"  # auto | cpp | torch | reference
     share_device: bool = False  # ranks may share CUDA devices; resolved to whether they must. Sums go over the host
     enforce_eager: bool = False  # no graphs of decode steps; only CUDA devices have any

@@ -11,9 +11,9 @@ from oarlock.workers.kv_offload import KVReports
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import StepMetadata, StepOutput
 from oarlock.workers.rank_processes import RankProcess, end_ranks
-from oarlock.workers.worker.multiproc_executor import MultiprocExecutor
-from oarlock.workers.worker.nodes.group_ranks import GroupRanks
-from oarlock.workers.worker.nodes.host_ranks import HostRanks
+from oarlock.workers.ranks.group_ranks import GroupRanks
+from oarlock.workers.ranks.host_ranks import HostRanks
+from oarlock.workers.ranks.multiproc_executor import MultiprocExecutor
 
 
 class Executor(Protocol):

@@ -14,7 +14,7 @@ from oarlock.workers.config import NodesConfig, OnProgress, WorkerConfig
 from oarlock.workers.errors import EXIT_OK, StartupError
 from oarlock.workers.platform.network import check_port_is_free, is_loopback
 from oarlock.workers.rank_processes import end_ranks, start_ranks_ahead
-from oarlock.workers.worker.nodes.interface import own_interface
+from oarlock.workers.ranks.interface import own_interface
 
 
 def check_network(nodes: NodesConfig, on_phase: OnProgress) -> None:
@@ -52,8 +52,8 @@ def run_node(config: WorkerConfig, nodes: NodesConfig, on_phase: OnProgress, *, 
 
         resolved = preflight(config)
         facts = node_facts(resolved)
-        from oarlock.workers.worker.nodes.membership import join
-        from oarlock.workers.worker.nodes.node_process import NodeProcess
+        from oarlock.workers.ranks.membership import join
+        from oarlock.workers.ranks.node_process import NodeProcess
 
         membership = join(nodes, facts, _waiting(on_phase, nodes, stop_fd))
         process = NodeProcess(resolved, membership, ahead, on_phase, stop_fd)

@@ -9,13 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from oarlock.workers.checks.devices import check_products_on_cuda, ranks_here, resolve_device
+from oarlock.workers.checks.dtypes import resolve_dtype, resolve_kv_cache_dtype, served_dtype, this_cpu
+from oarlock.workers.checks.encoder import check_encoder, encoder_is_not_planned, encoder_preflight
+from oarlock.workers.checks.kv_offload import with_kv_offload
+from oarlock.workers.checks.limits import check_limits
+from oarlock.workers.checks.parallel import check_parallel
+from oarlock.workers.checks.tensors import check_tensors
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, matrices_of
-from oarlock.workers.layers.quantization.formats.dequantised import input_rounding, served_forms
-from oarlock.workers.layers.quantization.formats.form import WeightForms
-from oarlock.workers.layers.quantization.formats.registry import STORED
-from oarlock.workers.layers.quantization.registry import NONE, QUANTIZATIONS
 from oarlock.workers.models.encoders.registry import ENCODERS, is_encoder
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import (
@@ -28,22 +31,19 @@ from oarlock.workers.models.hf_quantization import (
 from oarlock.workers.models.registry import describe
 from oarlock.workers.platform import cuda_driver
 from oarlock.workers.platform.host_memory import free_host_bytes
+from oarlock.workers.quantization.formats.dequantised import input_rounding, served_forms
+from oarlock.workers.quantization.formats.form import WeightForms
+from oarlock.workers.quantization.formats.registry import STORED
+from oarlock.workers.quantization.registry import NONE, QUANTIZATIONS
+from oarlock.workers.ranks.cpu_affinity import with_cpus
+from oarlock.workers.runner.kv_cache_size import check_given_size
+from oarlock.workers.runner.memory_needs import check_weights_fit
 from oarlock.workers.weights.checkpoint import Checkpoint, weight_files
 from oarlock.workers.weights.checkpoint_files import check_file, is_there, read_json, read_table, read_text
 from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint
 from oarlock.workers.weights.header import read_header
 from oarlock.workers.weights.open_checkpoint import open_checkpoint
 from oarlock.workers.weights.tied import HEAD, head_differs
-from oarlock.workers.worker.cpu_affinity import with_cpus
-from oarlock.workers.worker.kv_cache_size import check_given_size
-from oarlock.workers.worker.memory_needs import check_weights_fit
-from oarlock.workers.worker.preflight.devices import check_products_on_cuda, ranks_here, resolve_device
-from oarlock.workers.worker.preflight.dtypes import resolve_dtype, resolve_kv_cache_dtype, served_dtype, this_cpu
-from oarlock.workers.worker.preflight.encoder import check_encoder, encoder_is_not_planned, encoder_preflight
-from oarlock.workers.worker.preflight.kv_offload import with_kv_offload
-from oarlock.workers.worker.preflight.limits import check_limits
-from oarlock.workers.worker.preflight.parallel import check_parallel
-from oarlock.workers.worker.preflight.tensors import check_tensors
 
 __all__ = [
     "DESCRIPTIONS",

@@ -32,7 +32,7 @@ def start_python(
     output: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start `python -P COMMAND` with this interpreter, e.g. ("-m", "oarlock.workers.worker.worker_process", ...).
+    """Start `python -P COMMAND` with this interpreter, e.g. ("-m", "oarlock.workers.runner.worker_process", ...).
 
     `environment`: added to ours. `stdin` and `output`, which is stdout and stderr: as for `subprocess.Popen`; None
     shares ours.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.python_child import start_python
 
-SERVES = "oarlock.workers.worker.worker_process"
+SERVES = "oarlock.workers.runner.worker_process"
 _KILL_S = 5.0  # for the kernel to end a process; one that waits for a dead network file system may never end
 
 

@@ -19,9 +19,9 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import StepMetadata
-from oarlock.workers.worker.cpu_affinity import use_cpus
-from oarlock.workers.worker.memory_needs import weight_bytes
-from oarlock.workers.worker.model_runner import ModelRunner
+from oarlock.workers.ranks.cpu_affinity import use_cpus
+from oarlock.workers.runner.memory_needs import weight_bytes
+from oarlock.workers.runner.model_runner import ModelRunner
 
 REST = 3 << 30  # bytes for a step and the libraries
 

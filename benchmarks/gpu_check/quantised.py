@@ -10,11 +10,11 @@ from torch import Tensor
 from benchmarks.gpu_check.device import measure_ceilings, seconds_of
 from benchmarks.gpu_check.part import NotHere, Row, Where
 from oarlock.workers.kernels.triton import availability
-from oarlock.workers.layers.quantization.fp8 import Fp8Weight
-from oarlock.workers.layers.quantization.int4 import rounded
-from oarlock.workers.layers.quantization.int8 import Int8Weight, round_rows
-from oarlock.workers.layers.quantization.method import LinearWeight
-from oarlock.workers.layers.quantization.unquantized import DenseWeight
+from oarlock.workers.quantization.fp8 import Fp8Weight
+from oarlock.workers.quantization.int4 import rounded
+from oarlock.workers.quantization.int8 import Int8Weight, round_rows
+from oarlock.workers.quantization.method import LinearWeight
+from oarlock.workers.quantization.unquantized import DenseWeight
 
 BATCHES = (1, 8, 16, 32, 64, 128, 512, 2048)
 _IN_ALL = 1 << 30  # bytes of weights in bfloat16 that follow one another: several times what a cache holds

@@ -14,13 +14,13 @@ from benchmarks.gpu_check.part import NotHere, Row, Where
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
+from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
 from oarlock.workers.sampling.columns import SamplingColumns, Variant
 from oarlock.workers.sampling.dense_histories import DenseHistories
 from oarlock.workers.sampling.device_outputs import DeviceOutputs
 from oarlock.workers.sampling.device_sampler import DeviceSampler
 from oarlock.workers.sampling.sampler import Sampler
 from oarlock.workers.sampling.token_histories import TokenHistories
-from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
 
 # Kind of rows -> the standard deviation of their logits, and columns of the step.
 KINDS: dict[str, tuple[float, dict[str, float]]] = {

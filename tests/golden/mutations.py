@@ -19,10 +19,10 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import RMSNorm
-from oarlock.workers.layers.quantization.shard import WeightShard
-from oarlock.workers.layers.quantization.unquantized import DenseWeight
 from oarlock.workers.layers.rotary import RotaryTable, rotate
 from oarlock.workers.models.post_norm_layer import PostNormDecoderLayer
+from oarlock.workers.quantization.shard import WeightShard
+from oarlock.workers.quantization.unquantized import DenseWeight
 from oarlock.workers.weights.reader import WeightReader
 
 # -- the KV cache

@@ -19,15 +19,17 @@ from torch import Tensor
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_shard
-from oarlock.workers.layers.quantization.formats.gguf import GGUFForms
-from oarlock.workers.layers.quantization.grouped import GroupedWeight
-from oarlock.workers.layers.quantization.groups import packed_bytes
-from oarlock.workers.layers.quantization.shard import WeightShard
-from oarlock.workers.layers.quantization.stacked import StackedWeight
-from oarlock.workers.layers.quantization.unquantized import DenseWeight
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.gguf_config import hf_config
 from oarlock.workers.models.registry import read_spec
+from oarlock.workers.quantization.formats.gguf import GGUFForms
+from oarlock.workers.quantization.grouped import GroupedWeight
+from oarlock.workers.quantization.groups import packed_bytes
+from oarlock.workers.quantization.shard import WeightShard
+from oarlock.workers.quantization.stacked import StackedWeight
+from oarlock.workers.quantization.unquantized import DenseWeight
+from oarlock.workers.runner.memory.rank_weights import rank_weight_bytes
+from oarlock.workers.runner.memory_needs import weight_bytes
 from oarlock.workers.verify.dequantise_gguf import dequantised_gguf
 from oarlock.workers.weights.gguf.blocks import Groups
 from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint
@@ -35,8 +37,6 @@ from oarlock.workers.weights.gguf.model import GGUFModel
 from oarlock.workers.weights.gguf.reader import GGUFReader
 from oarlock.workers.weights.open_checkpoint import open_checkpoint
 from oarlock.workers.weights.weight_source import weight_source
-from oarlock.workers.worker.memory.rank_weights import rank_weight_bytes
-from oarlock.workers.worker.memory_needs import weight_bytes
 from tests.golden.device_products import INTERPRETED, use_device_products
 from tests.golden.exact_reference import ExactReference
 from tests.golden.gguf_writer import KindOf, all_of, q4_k_m, write_gguf

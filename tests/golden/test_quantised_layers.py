@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.layers.quantization.readers import awq, bitsandbytes, compressed_tensors, fp8, gptq
-from oarlock.workers.layers.quantization.readers.words import Span, take_block
+from oarlock.workers.quantization.readers import awq, bitsandbytes, compressed_tensors, fp8, gptq
+from oarlock.workers.quantization.readers.words import Span, take_block
 from tests.golden.cases import PROMPT, TOTAL
 from tests.golden.exact_reference import ExactReference
 from tests.golden.layer_compare import findings

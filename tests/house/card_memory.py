@@ -16,7 +16,7 @@ from oarlock.workers.attention.backend import KVSpec
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.registry import read_spec
-from oarlock.workers.worker.memory_needs import largest_step_bytes, weight_bytes
+from oarlock.workers.runner.memory_needs import largest_step_bytes, weight_bytes
 from tests.house.rules import ROOT
 
 CARD = 22.5  # GiB that the smallest cards of 24 GB show: L4 and A10. RTX 3090 and 4090: 24.0

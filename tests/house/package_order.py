@@ -82,39 +82,57 @@ ORDER: dict[str, Order] = {
     },
     "workers": {
         "executor.py": entries(
-            "preflight.py fingerprint.py worker protocol.py config.py kv_offload.py rank_processes.py"
+            "ranks preflight.py rank_processes.py fingerprint.py protocol.py config.py kv_offload.py"
         ),
-        "node.py": entries("preflight.py fingerprint.py worker platform config.py errors.py rank_processes.py"),
-        "capacity.py": entries("preflight.py worker distributed layers attention weights platform config.py errors.py"),
+        "capacity.py": entries(
+            "checks runner ranks layers quantization attention distributed weights platform preflight.py"
+            " config.py errors.py"
+        ),
+        "doctor": entries(
+            "runner ranks models layers quantization attention distributed weights kernels platform node.py"
+            " preflight.py config.py errors.py python_child.py"
+        ),
+        "node.py": entries("ranks platform preflight.py rank_processes.py fingerprint.py config.py errors.py"),
         "gguf.py": entries("models weights"),
         "verify": entries(
-            "node.py preflight.py worker models layers attention weights distributed kernels platform"
-            " protocol.py config.py errors.py python_child.py"
+            "runner ranks models layers quantization attention distributed weights preflight.py protocol.py"
+            " config.py errors.py python_child.py"
+        ),
+        "preflight.py": entries("checks runner ranks models layers quantization weights platform config.py errors.py"),
+        "checks": entries(
+            "runner kv_tiers ranks models layers quantization distributed weights kernels platform config.py"
+            " kv_offload.py errors.py"
+        ),
+        "runner": entries(
+            "kv_tiers ranks models sampling layers quantization attention distributed weights kernels platform"
+            " log_format.py protocol.py config.py kv_offload.py step_cost.py errors.py"
+        ),
+        "kv_tiers": entries(
+            "attention platform fingerprint.py protocol.py config.py kv_offload.py errors.py python_child.py"
+        ),
+        "ranks": entries(
+            "distributed platform rank_processes.py protocol.py config.py kv_offload.py step_cost.py errors.py"
+            " python_child.py"
         ),
         "rank_processes.py": entries("distributed python_child.py"),
-        "preflight.py": entries("worker models layers weights platform config.py errors.py"),
-        "worker": entries(
-            "models sampling layers attention weights distributed kernels platform"
-            " protocol.py config.py kv_offload.py log_format.py step_cost.py errors.py fingerprint.py python_child.py"
-            " rank_processes.py"
-        ),
-        "models": entries("layers attention weights distributed platform errors.py"),
+        "models": entries("layers quantization attention distributed weights platform errors.py"),
         "sampling": entries("distributed kernels protocol.py"),
-        "layers": entries("attention weights distributed kernels platform errors.py"),
+        "layers": entries("quantization attention distributed weights kernels platform errors.py"),
+        "quantization": entries("distributed weights kernels platform errors.py"),
         "attention": entries("kernels platform protocol.py errors.py"),
-        "weights": entries("errors.py"),
         "distributed": entries("platform config.py errors.py"),
-        "fingerprint.py": entries("config.py protocol.py"),
+        "fingerprint.py": entries("protocol.py config.py"),
+        "log_format.py": entries(""),
+        "compile_ahead.py": entries("weights kernels platform errors.py python_child.py"),
+        "weights": entries("errors.py"),
         "kernels": entries("platform protocol.py errors.py"),
         "platform": entries("errors.py"),
-        "protocol.py": entries("config.py kv_offload.py step_layout.py"),
+        "protocol.py": entries("step_layout.py config.py kv_offload.py"),
         "step_layout.py": entries("kv_offload.py"),
         "config.py": entries("kv_offload.py step_cost.py"),
         "kv_offload.py": entries(""),
-        "log_format.py": entries(""),
         "step_cost.py": entries(""),
         "errors.py": entries(""),
-        "compile_ahead.py": entries("kernels weights platform errors.py python_child.py"),
         "python_child.py": entries(""),
     },
 }

@@ -31,7 +31,7 @@ ALLOWED_IN = {
     "zmq": {"engine"},
     "msgspec": {"engine"},
 }
-DISTRIBUTED_FOLDERS = ("workers/distributed/", "workers/worker/nodes/")
+DISTRIBUTED_FOLDERS = ("workers/distributed/", "workers/ranks/")
 # Starts every Python process of the server, without the caller's folder on the import path.
 INTERPRETER_FILE = "workers/python_child.py"
 # Whatever can turn bytes into code. `multiprocessing` pickles what it sends, apart from its shared memory.

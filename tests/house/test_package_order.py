@@ -140,13 +140,13 @@ def test_a_line_of_the_table_without_a_folder_is_noticed(gone):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("workers/worker/model_runner.py", "import oarlock.engine.types"),
-        ("workers/worker/model_runner.py", "from oarlock.engine import types"),
+        ("workers/runner/model_runner.py", "import oarlock.engine.types"),
+        ("workers/runner/model_runner.py", "from oarlock.engine import types"),
         ("engine/core/event_loop.py", "def f():\n    from oarlock.server.config.settings import Settings"),
-        ("engine/core/event_loop.py", "from oarlock.workers.worker.model_runner import ModelRunner"),
+        ("engine/core/event_loop.py", "from oarlock.workers.runner.model_runner import ModelRunner"),
         (
             "engine/core/event_loop.py",
-            "import importlib\nimportlib.import_module('oarlock.workers.worker.model_runner')",
+            "import importlib\nimportlib.import_module('oarlock.workers.runner.model_runner')",
         ),
         ("server/endpoints/app.py", "from oarlock.engine.scheduler.scheduler import Scheduler"),
         ("server/endpoints/app.py", "from oarlock.engine import scheduler"),
@@ -165,7 +165,7 @@ def test_an_import_of_another_packages_inside_is_noticed(file, source):
     [
         ("server/endpoints/app.py", "from oarlock.engine import types\nfrom oarlock.engine.client import EngineClient"),
         ("engine/core/event_loop.py", "from oarlock.workers.executor import Executor\nimport oarlock.workers.protocol"),
-        ("workers/worker/model_runner.py", "from oarlock.workers.layers import linear\nfrom .layers import norm"),
+        ("workers/runner/model_runner.py", "from oarlock.workers.layers import linear\nfrom .layers import norm"),
     ],
 )
 def test_public_files_may_be_imported(file, source):

@@ -18,8 +18,8 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.models import decoder
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import StepMetadata
-from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
-from oarlock.workers.worker.model_runner import ModelRunner
+from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.runner.model_runner import ModelRunner
 
 BLOCK_SIZE, CONTEXT = 32, 160
 LEAST_S = 0.25  # of one kind of step in a round

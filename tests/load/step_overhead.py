@@ -29,7 +29,7 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.cpu import build, library
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.registry import describe
-from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
 
 STUBS = Path(__file__).parent / "stub_kernels"
 BLOCK_SIZE, CONTEXT, VOCABULARY = 32, 160, 1024

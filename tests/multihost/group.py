@@ -72,7 +72,7 @@ class HostServer(RunningServer):
     def ranks(self) -> list[psutil.Process]:
         """Processes of the ranks, in order."""
         found = [
-            process for process in self.processes() if "oarlock.workers.worker.worker_process" in _command(process)
+            process for process in self.processes() if "oarlock.workers.runner.worker_process" in _command(process)
         ]
         return sorted(found, key=lambda process: process.create_time())
 

@@ -15,10 +15,10 @@ import torch
 
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.distributed.rank_groups import RankGroups
-from oarlock.workers.worker import worker_process
-from oarlock.workers.worker.memory import step_guard
-from oarlock.workers.worker.model_runner import ModelRunner
-from oarlock.workers.worker.spawn_ranks import RankArguments
+from oarlock.workers.ranks.spawn_ranks import RankArguments
+from oarlock.workers.runner import worker_process
+from oarlock.workers.runner.memory import step_guard
+from oarlock.workers.runner.model_runner import ModelRunner
 
 TRIGGER = "OARLOCK_TEST_MEMORY_IS_SHORT"
 _serve, _reserve = worker_process.serve, step_guard.reserve

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from oarlock.workers.worker.cuda_graphs import graphs
+from oarlock.workers.runner.cuda_graphs import graphs
 from tests.golden.interpreter_lock import one_kernel_at_a_time
 from tests.golden.paged_run import ThreadRank
 from tests.parallel.made_up_cuda import MadeUpCuda, graph_in_capture, outside_of_capture

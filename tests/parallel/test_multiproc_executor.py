@@ -19,9 +19,9 @@ from oarlock.workers.executor import Executor, start_executor
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.python_child import start_python
-from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
-from oarlock.workers.worker.multiproc_executor import MultiprocExecutor
-from oarlock.workers.worker.nodes.host_ranks import HostRanks
+from oarlock.workers.ranks.host_ranks import HostRanks
+from oarlock.workers.ranks.multiproc_executor import MultiprocExecutor
+from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor
 

@@ -26,7 +26,7 @@ def executor(trigger: Path, request: pytest.FixtureRequest) -> Iterator[Executor
     limits = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "kv_cache_bytes": 16 << 20}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(TRIGGER, str(trigger))
-        patch.setattr("oarlock.workers.worker.nodes.host_ranks.SERVES", "tests.parallel.faulty_rank")
+        patch.setattr("oarlock.workers.ranks.host_ranks.SERVES", "tests.parallel.faulty_rank")
         started = start(DEMO, request.param, dtype="bfloat16", **limits)
     yield started
     started.close()

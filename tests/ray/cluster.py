@@ -100,7 +100,7 @@ def ranks(processes: list[psutil.Process]) -> list[psutil.Process]:
     found = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            if "oarlock.workers.worker.worker_process" in process.cmdline():
+            if "oarlock.workers.runner.worker_process" in process.cmdline():
                 found.append(process)
     return found
 

@@ -7,6 +7,8 @@ Torch-free. Knows no Hugging Face key names (`models/hf_*.py` do) and no tensor-
 from dataclasses import dataclass, replace
 
 from oarlock.workers.layers.sharding import slices_for
+from oarlock.workers.quantization.formats.form import WeightForms
+from oarlock.workers.quantization.registry import Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,17 @@ class DecoderSpec:
         return sum(_product(shape) for shape in tensor_shapes(self).values())
 
 
+def slices_of(spec: DecoderSpec, forms: WeightForms) -> int:
+    """Number of slices of inputs that are cut among ranks: of the numbers of ranks that are served, the largest power
+    of two up to 8."""
+    slices = spec.slices
+    if isinstance(forms, Quantization):
+        cut = spec.num_heads * spec.head_dim, spec.intermediate_size
+        while not all(forms.cuts(inputs, slices) for inputs in cut):
+            slices //= 2
+    return slices
+
+
 def matrices_of(spec: DecoderSpec) -> list[str]:
     """Modules that have a matrix: those of products, and the embedding."""
     return [name.removesuffix(".weight") for name, shape in tensor_shapes(spec).items() if len(shape) == 2]
@@ -161,13 +174,6 @@ def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     if not spec.tie_word_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, h)
     return shapes
-
-
-# Two layouts of the same numbers: a checkpoint may hold the fused tensor (left) in place of its parts.
-FUSED_TENSORS = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
 
 
 def is_ignorable(spec: DecoderSpec, name: str) -> bool:

@@ -8,8 +8,8 @@ the placement alone (`quantization/`).
 from torch import Tensor
 
 from oarlock.workers.layers.placement import Placement
-from oarlock.workers.layers.quantization.shard import StoredRows, WeightShard
 from oarlock.workers.layers.sharding import shard_evenly, shard_heads
+from oarlock.workers.quantization.shard import StoredRows, WeightShard
 from oarlock.workers.weights.source import WeightSource
 
 

@@ -17,17 +17,17 @@ from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers import joined_halves
 from oarlock.workers.layers.attention import Attention
-from oarlock.workers.layers.decoder_spec import DecoderSpec, is_ignorable
+from oarlock.workers.layers.decoder_spec import DecoderSpec, is_ignorable, slices_of
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.layer_halves import CannotPrepare, PreparedLayers
 from oarlock.workers.layers.mlp import GatedMLP
 from oarlock.workers.layers.norm import RMSNorm
 from oarlock.workers.layers.placement import Placement
-from oarlock.workers.layers.quantization.formats.form import WeightForms
-from oarlock.workers.layers.quantization.registry import NONE, slices_of
 from oarlock.workers.layers.rotary import RotaryTable
 from oarlock.workers.layers.stage_layers import is_in_stage
 from oarlock.workers.models.post_norm_layer import PostNormDecoderLayer
+from oarlock.workers.quantization.formats.form import WeightForms
+from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.weights.source import WeightSource
 
 _STAND_INS = 256  # different rows

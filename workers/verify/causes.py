@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.layers.decoder_spec import DecoderSpec
-from oarlock.workers.layers.quantization.formats.form import Arithmetic
 from oarlock.workers.layers.sharding import shard_vocab
+from oarlock.workers.quantization.formats.form import Arithmetic
 from oarlock.workers.verify.compare import Comparison, Recorded, Row, part_of
 from oarlock.workers.verify.halves import same_bits
 from oarlock.workers.verify.meant_weights import MeantWeights, meant_weights

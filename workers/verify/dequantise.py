@@ -1,7 +1,7 @@
 """The weights of a quantised checkpoint as plain numbers, for checking what ranks load and compute.
 
 Written from the formats' descriptions, over whole tensors, one operation after the other. It shares no code with the
-readers in `workers/layers/quantization/`, so that a mistake in one of them shows.
+readers in `workers/quantization/`, so that a mistake in one of them shows.
 
     GPTQ                W = (q - z) * scale, words of 32 bits packed along the inputs, zeros along the outputs
     AWQ                 the same, packed along the outputs, eight numbers of a word in the order 0 2 4 6 1 3 5 7

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oarlock.workers.layers.quantization import int8, scaled_float8
-from oarlock.workers.layers.quantization.formats.form import Arithmetic
+from oarlock.workers.quantization import int8, scaled_float8
+from oarlock.workers.quantization.formats.form import Arithmetic
 from oarlock.workers.verify.meant_weights import MeantWeights
 
 RoundRows = Callable[[Tensor], tuple[Tensor, Tensor]]  # [T, K] -> numbers [T, K], and scales [T]

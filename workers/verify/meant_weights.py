@@ -10,12 +10,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from oarlock.workers.layers.quantization import int4, int8
-from oarlock.workers.layers.quantization.formats.checkpoint_forms import CheckpointForms
-from oarlock.workers.layers.quantization.formats.form import Arithmetic
-from oarlock.workers.layers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
+from oarlock.workers.quantization import int4, int8
+from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForms
+from oarlock.workers.quantization.formats.form import Arithmetic
+from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.dequantise import dequantised
 from oarlock.workers.verify.dequantise_gguf import dequantised_gguf
 from oarlock.workers.weights.checkpoint import Checkpoint

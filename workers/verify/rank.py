@@ -27,13 +27,13 @@ from oarlock.workers.distributed.shm_ring import ChannelClosedError
 from oarlock.workers.errors import StartupError
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.ranks.spawn_ranks import RankArguments, begin
+from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.runner.model_runner import ModelRunner
+from oarlock.workers.runner.worker_process import join, log_to_stderr
 from oarlock.workers.verify.compare import file_of
 from oarlock.workers.verify.halves import RecordedHalves
 from oarlock.workers.verify.request import Request, Text
-from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
-from oarlock.workers.worker.model_runner import ModelRunner
-from oarlock.workers.worker.spawn_ranks import RankArguments
-from oarlock.workers.worker.worker_process import begin, join, log_to_stderr
 
 _STEPS_PER_LINE = 16  # of progress
 

@@ -24,9 +24,9 @@ from transformers.utils import logging as transformers_logging
 
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.layers.decoder_spec import DecoderSpec
-from oarlock.workers.layers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.python_child import die_with_parent
+from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.compare import file_of, tensor_names
 from oarlock.workers.verify.meant_model import LayerLoss, MeantModel, RoundingLoss
 from oarlock.workers.verify.meant_weights import WrittenOut, meant_weights

@@ -19,10 +19,10 @@ from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.kv_format import ROUNDED
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.layers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.preflight import preflight
-from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
-from oarlock.workers.worker.model_runner import ModelRunner
+from oarlock.workers.quantization.registry import QUANTIZATIONS
+from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.runner.model_runner import ModelRunner
 
 MODEL = Path(__file__).parents[1]
 PIECE = 512  # tokens

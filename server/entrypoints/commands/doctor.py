@@ -1,6 +1,6 @@
 """`oarlock doctor [MODEL]`: what this machine has, what `serve` would choose on it, and what stands in its way.
 
-Reads the settings and finds the model; the rest is done by `oarlock.workers.verify.doctor`, a program of its own.
+Reads the settings and finds the model; the rest is done by `oarlock.workers.doctor`, a program of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     words += _nodes(settings)
     words += [f"--host={settings.host}", f"--port={settings.port}"]
     words += [f"--{name.replace('_', '-')}" for name in ("memory", "all_reduce", "json") if getattr(arguments, name)]
-    return run_program("oarlock.workers.verify.doctor", words)
+    return run_program("oarlock.workers.doctor", words)
 
 
 def _nodes(settings: Settings) -> list[str]:

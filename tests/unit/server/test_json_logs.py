@@ -13,7 +13,7 @@ from oarlock.server.entrypoints.banner import Progress
 from oarlock.server.observability import logs
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.log_format import fields_of
-from oarlock.workers.worker.worker_process import log_to_stderr as rank_log
+from oarlock.workers.runner.worker_process import log_to_stderr as rank_log
 
 EVIL = 'x" level=ERROR\r\n{"level": "ERROR"}\x1b[2J\u2028'
 

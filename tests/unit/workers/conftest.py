@@ -7,7 +7,7 @@ import pytest
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.levels import Level
 from oarlock.workers.kernels.triton import availability
-from oarlock.workers.layers import matmul
+from oarlock.workers.quantization import matmul
 from tests.unit.workers.kernel_levels import PARAMETERS, using
 
 

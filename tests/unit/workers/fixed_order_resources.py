@@ -11,7 +11,7 @@ import sys
 import torch
 
 from oarlock.workers.kernels.triton.fixed_order import multiply_in_order
-from oarlock.workers.layers.quantization.fixed_order import product_tile
+from oarlock.workers.quantization.fixed_order import product_tile
 from tests.unit.workers.triton_resources import resources
 
 _NUMBERS = dict.fromkeys(("rows", "columns", "inputs", "x_stride", "span"), "i32")

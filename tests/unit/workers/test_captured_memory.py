@@ -15,14 +15,14 @@ from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.triton_backend import TritonBackend, TritonPlan
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.cpu import library
-from oarlock.workers.layers import matmul
 from oarlock.workers.protocol import StepMetadata
-from oarlock.workers.worker.cuda_graphs.device_steps import DeviceSteps
-from oarlock.workers.worker.cuda_graphs.graphs import CudaGraphs
-from oarlock.workers.worker.cuda_graphs.inputs import InputPlace, Shape, StepInputs
-from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
-from oarlock.workers.worker.pending_output import Computed
-from oarlock.workers.worker.pooling.pooler import Pooler
+from oarlock.workers.quantization import matmul
+from oarlock.workers.runner.cuda_graphs.device_steps import DeviceSteps
+from oarlock.workers.runner.cuda_graphs.graphs import CudaGraphs
+from oarlock.workers.runner.cuda_graphs.inputs import InputPlace, Shape, StepInputs
+from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.runner.pending_output import Computed
+from oarlock.workers.runner.pooling.pooler import Pooler
 from tests.golden.paged_run import load_decoder
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.made_up_cuda import MadeUpCuda

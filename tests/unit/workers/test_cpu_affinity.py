@@ -10,7 +10,7 @@ import pytest
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
 from oarlock.workers.platform.cores import allowed_cpus, physical_cores
-from oarlock.workers.worker.cpu_affinity import check_affinity, plan_cpus, ranks_share_cores, with_cpus
+from oarlock.workers.ranks.cpu_affinity import check_affinity, plan_cpus, ranks_share_cores, with_cpus
 from tests.unit.workers.made_up_system import make_system, pairs
 
 # Two sockets of 8 cores with two threads each, numbered as Linux does: first all first threads, then all second ones.
@@ -159,7 +159,7 @@ COUNT_PINNED = """
 import logging, os, sys, torch
 from pathlib import Path
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.worker.cpu_affinity import use_cpus
+from oarlock.workers.ranks.cpu_affinity import use_cpus
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
 before = set(os.listdir("/proc/self/task"))
 use_cpus(WorkerConfig("model", device="cpu", cpu_affinity=sys.argv[1]), 0)

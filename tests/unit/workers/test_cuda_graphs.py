@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from oarlock.workers.worker.cuda_graphs import graphs
-from oarlock.workers.worker.cuda_graphs.graphs import CudaGraphs
+from oarlock.workers.runner.cuda_graphs import graphs
+from oarlock.workers.runner.cuda_graphs.graphs import CudaGraphs
 from tests.parallel.made_up_cuda import MadeUpCuda
 
 

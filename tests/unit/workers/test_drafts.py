@@ -10,9 +10,9 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import StepOutput
+from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.sampling.drafts import num_accepted
-from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
-from oarlock.workers.worker.model_runner import ModelRunner
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.attention_cases import Case, Seq
 from tests.unit.workers.test_attention import INVARIANT, specs

@@ -7,10 +7,10 @@ from torch import Tensor
 from oarlock.workers.distributed.tree_sum import tree_sum
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.levels import Level
-from oarlock.workers.layers.matmul import ACTIVATIONS
-from oarlock.workers.layers.quantization.formats.sizes import fp8_bytes
-from oarlock.workers.layers.quantization.fp8 import Fp8GatedMatmul, Fp8Matmul, Fp8Weight
-from oarlock.workers.layers.quantization.groups import group_in_slices
+from oarlock.workers.quantization.formats.sizes import fp8_bytes
+from oarlock.workers.quantization.fp8 import Fp8GatedMatmul, Fp8Matmul, Fp8Weight
+from oarlock.workers.quantization.groups import group_in_slices
+from oarlock.workers.quantization.matmul import ACTIVATIONS
 from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, threads, using
 
 EVERY = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)

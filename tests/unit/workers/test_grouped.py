@@ -10,9 +10,9 @@ from torch import Tensor
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.grouped_gemm import GROUPED, GROUPED_DOT, kind_for
 from oarlock.workers.kernels.cpu.levels import Level
-from oarlock.workers.layers.matmul import ACTIVATIONS
-from oarlock.workers.layers.quantization.grouped import GroupedGatedMatmul, GroupedMatmul, GroupedWeight, stored_groups
-from oarlock.workers.layers.quantization.groups import group_in_slices, packed_bytes, pieces_of
+from oarlock.workers.quantization.grouped import GroupedGatedMatmul, GroupedMatmul, GroupedWeight, stored_groups
+from oarlock.workers.quantization.groups import group_in_slices, packed_bytes, pieces_of
+from oarlock.workers.quantization.matmul import ACTIVATIONS
 from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, is_here, threads, using
 
 

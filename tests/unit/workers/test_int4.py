@@ -2,8 +2,8 @@
 
 import torch
 
-from oarlock.workers.layers.quantization.int4 import GROUP, dequantised, round_groups, rounded
-from oarlock.workers.layers.quantization.registry import QUANTIZATIONS
+from oarlock.workers.quantization.int4 import GROUP, dequantised, round_groups, rounded
+from oarlock.workers.quantization.registry import QUANTIZATIONS
 from tests.house.rules import ROOT
 
 DEMO = ROOT / "models" / "oarlock-demo"

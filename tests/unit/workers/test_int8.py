@@ -7,8 +7,8 @@ from torch import Tensor
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.int8_gemm import INT8, INT8_DOT, MOST_INPUTS, PackedInt8, kind_for
 from oarlock.workers.kernels.cpu.levels import Level
-from oarlock.workers.layers.matmul import ACTIVATIONS
-from oarlock.workers.layers.quantization.int8 import Int8GatedMatmul, Int8Matmul, Int8Weight, round_rows
+from oarlock.workers.quantization.int8 import Int8GatedMatmul, Int8Matmul, Int8Weight, round_rows
+from oarlock.workers.quantization.matmul import ACTIVATIONS
 from tests.house.rules import ROOT
 from tests.unit.workers.kernel_levels import PARAMETERS, is_here, threads, using
 

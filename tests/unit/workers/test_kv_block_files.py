@@ -13,16 +13,16 @@ import pytest
 
 from oarlock.workers.errors import StartupError
 from oarlock.workers.kv_offload import KVReport, KVReports, KVReportSender, Report
-from oarlock.workers.worker.kv_offload import file_threads
-from oarlock.workers.worker.kv_offload.block_files import (
+from oarlock.workers.kv_tiers import file_threads
+from oarlock.workers.kv_tiers.block_files import (
     HEADER_BYTES,
     DamagedFileError,
     path_of,
     read_block,
     write_block,
 )
-from oarlock.workers.worker.kv_offload.directory import DEAD_S, BlockDirectory, check_directory, disk_limit
-from oarlock.workers.worker.kv_offload.file_threads import FileThreads
+from oarlock.workers.kv_tiers.directory import DEAD_S, BlockDirectory, check_directory, disk_limit
+from oarlock.workers.kv_tiers.file_threads import FileThreads
 
 SIZE = 4096
 

@@ -9,7 +9,7 @@ from oarlock.workers.attention.backend import KVSpec
 from oarlock.workers.attention.selector import BACKENDS
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
-from oarlock.workers.worker import kv_cache_size as kv_cache
+from oarlock.workers.runner import kv_cache_size as kv_cache
 from tests.unit.workers.made_up_device import MadeUpDevice
 
 QWEN = KVSpec(24, 2, 64, 32, torch.bfloat16, torch.device("cpu"))

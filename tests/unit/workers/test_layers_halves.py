@@ -20,12 +20,12 @@ from oarlock.workers.distributed.shm_ring import anonymous_memory
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.levels import Level
 from oarlock.workers.layers.norm import RMSNorm
-from oarlock.workers.layers.quantization.fp8 import Fp8Weight
-from oarlock.workers.layers.quantization.grouped import GroupedWeight
-from oarlock.workers.layers.quantization.method import LinearWeight
-from oarlock.workers.layers.quantization.registry import QUANTIZATIONS, Quantization
-from oarlock.workers.layers.quantization.shard import Empty, WeightShard
 from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.quantization.fp8 import Fp8Weight
+from oarlock.workers.quantization.grouped import GroupedWeight
+from oarlock.workers.quantization.method import LinearWeight
+from oarlock.workers.quantization.registry import QUANTIZATIONS, Quantization
+from oarlock.workers.quantization.shard import Empty, WeightShard
 from oarlock.workers.weights.source import WeightSource
 from tests.golden import paged_run
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks

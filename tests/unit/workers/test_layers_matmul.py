@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
 from oarlock.workers.kernels.cpu.levels import Level
-from oarlock.workers.layers.matmul import (
+from oarlock.workers.quantization.matmul import (
     ACTIVATIONS,
     FLOAT32_BLOCK,
     Float32Matmul,
@@ -18,7 +18,7 @@ from oarlock.workers.layers.matmul import (
     gated_matmul,
     matmul,
 )
-from oarlock.workers.layers.row_invariance import PairedRows, needs_second_row
+from oarlock.workers.quantization.row_invariance import PairedRows, needs_second_row
 from tests.unit.workers.attention_cases import EMULATES_BFLOAT16
 from tests.unit.workers.kernel_levels import LEVELS, NO_KERNELS, PARAMETERS, using
 

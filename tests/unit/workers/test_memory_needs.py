@@ -8,10 +8,10 @@ import torch
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.errors import StartupError
-from oarlock.workers.layers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.preflight import preflight
-from oarlock.workers.worker.memory_needs import is_out_of_memory, weight_bytes
-from oarlock.workers.worker.model_runner import ModelRunner
+from oarlock.workers.quantization.registry import QUANTIZATIONS
+from oarlock.workers.runner.memory_needs import is_out_of_memory, weight_bytes
+from oarlock.workers.runner.model_runner import ModelRunner
 from tests.golden.tiny_models import make_tiny
 
 CPU_SAYS = (

@@ -7,8 +7,9 @@ import pytest
 from transformers import AutoConfig
 
 from oarlock.workers.errors import StartupError
-from oarlock.workers.layers.decoder_spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
+from oarlock.workers.layers.decoder_spec import DecoderSpec, is_ignorable, tensor_shapes
 from oarlock.workers.models.registry import describe
+from oarlock.workers.weights.checkpoint import FUSED_TENSORS
 from tests.golden.tiny_models import FAMILIES, tiny_model
 
 BASE: dict[str, Any] = {

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from oarlock.workers.checks import dtypes
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu import build, levels
@@ -20,9 +21,8 @@ from oarlock.workers.models.registry import read_spec
 from oarlock.workers.platform import cuda_driver, processor, triton_needs
 from oarlock.workers.platform.cores import available_cores
 from oarlock.workers.preflight import preflight
+from oarlock.workers.runner import memory_needs
 from oarlock.workers.weights.checkpoint import SINGLE_FILE
-from oarlock.workers.worker import memory_needs
-from oarlock.workers.worker.preflight import dtypes
 from tests.golden.tiny_models import FAMILIES, make_tiny
 
 

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
+from oarlock.workers.checks import dtypes
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu import levels
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.platform import cuda_driver, processor
 from oarlock.workers.preflight import check_without_weights, preflight
-from oarlock.workers.worker import memory_needs
-from oarlock.workers.worker.preflight import dtypes
+from oarlock.workers.runner import memory_needs
 from tests.golden.tiny_models import make_tiny
 
 

@@ -18,8 +18,8 @@ from oarlock.workers.errors import StartupError
 from oarlock.workers.models.hf_quantization import stored_quantization
 from oarlock.workers.platform import cuda_driver, triton_needs
 from oarlock.workers.preflight import check_without_weights, preflight
-from oarlock.workers.worker.memory_needs import weight_bytes
-from oarlock.workers.worker.model_runner import ModelRunner
+from oarlock.workers.runner.memory_needs import weight_bytes
+from oarlock.workers.runner.model_runner import ModelRunner
 from tests.golden.paged_run import PagedRun, load_decoder
 from tests.golden.quantised import CASES, FILE, write
 from tests.golden.tiny_models import make_tiny

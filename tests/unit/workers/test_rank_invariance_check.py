@@ -7,7 +7,7 @@ import torch
 
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.tree_sum import tree_sum
-from oarlock.workers.worker import rank_invariance
+from oarlock.workers.runner import rank_invariance
 from tests.golden import paged_run
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor

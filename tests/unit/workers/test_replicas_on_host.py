@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 
+from oarlock.workers.checks import devices
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.platform import cuda_driver
 from oarlock.workers.preflight import check_without_weights, preflight
-from oarlock.workers.worker import kv_cache_size, memory_needs
-from oarlock.workers.worker.cpu_affinity import check_affinity, with_cpus
-from oarlock.workers.worker.memory_needs import weight_bytes_of_node
-from oarlock.workers.worker.preflight import devices
-from oarlock.workers.worker.rank_device import device_of
+from oarlock.workers.ranks.cpu_affinity import check_affinity, with_cpus
+from oarlock.workers.runner import kv_cache_size, memory_needs
+from oarlock.workers.runner.memory_needs import weight_bytes_of_node
+from oarlock.workers.runner.rank_device import device_of
 from tests.golden.tiny_models import make_tiny
 
 

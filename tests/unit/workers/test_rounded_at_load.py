@@ -9,12 +9,12 @@ from torch import Tensor
 
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.layers.quantization.grouped import GroupedWeight
-from oarlock.workers.layers.quantization.int8 import Int8Weight
-from oarlock.workers.layers.quantization.registry import QUANTIZATIONS
-from oarlock.workers.layers.quantization.shard import StoredRows, WeightShard
 from oarlock.workers.preflight import preflight
-from oarlock.workers.worker.model_runner import ModelRunner
+from oarlock.workers.quantization.grouped import GroupedWeight
+from oarlock.workers.quantization.int8 import Int8Weight
+from oarlock.workers.quantization.registry import QUANTIZATIONS
+from oarlock.workers.quantization.shard import StoredRows, WeightShard
+from oarlock.workers.runner.model_runner import ModelRunner
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.tiny_models import make_tiny
 from tests.house.rules import ROOT

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
+from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
 from oarlock.workers.sampling.columns import NONE, SamplingColumns, Variant, bias_entries, sections, write_rows
 from oarlock.workers.sampling.noise import row_keys
-from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
 from tests.unit.workers.sampling_cases import Penalties, mask_of, step_of
 
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ from oarlock.workers.distributed.tree_sum import tree_sum
 from oarlock.workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.int8_gemm import INT8, INT8_DOT, PackedInt8, kind_for
 from oarlock.workers.kernels.cpu.levels import Level
-from oarlock.workers.layers.matmul import Matmul, PlainMatmul, SlicedMatmul
-from oarlock.workers.layers.quantization.grouped import GroupedMatmul, stored_groups
-from oarlock.workers.layers.quantization.int4 import GROUP, round_groups
-from oarlock.workers.layers.quantization.int8 import Int8Matmul, round_rows
+from oarlock.workers.quantization.grouped import GroupedMatmul, stored_groups
+from oarlock.workers.quantization.int4 import GROUP, round_groups
+from oarlock.workers.quantization.int8 import Int8Matmul, round_rows
+from oarlock.workers.quantization.matmul import Matmul, PlainMatmul, SlicedMatmul
 from tests.unit.workers.kernel_levels import PARAMETERS, is_here, threads, using
 
 INPUTS, OUTPUTS = 8 * 36, 24  # groups of 32 inputs are cut at the border of every slice

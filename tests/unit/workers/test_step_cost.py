@@ -6,10 +6,10 @@ import pytest
 
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.ranks.step_limits import FEWEST_TOKENS, PATIENCE, adapted
+from oarlock.workers.runner import step_timing
+from oarlock.workers.runner.step_timing import time_steps
 from oarlock.workers.step_cost import TARGET_S, StepCost
-from oarlock.workers.worker import step_timing
-from oarlock.workers.worker.step_limits import FEWEST_TOKENS, PATIENCE, adapted
-from oarlock.workers.worker.step_timing import time_steps
 
 FAST = StepCost(fixed_s=0.01, token_s=0.0005, context_s=1e-8, logits_s=1e-4)
 SLOW = StepCost(fixed_s=0.2, token_s=0.01, context_s=1e-6, logits_s=1e-3)

@@ -9,11 +9,11 @@ import torch
 from oarlock.workers.attention.block_tables import BlockTables
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
+from oarlock.workers.runner.cuda_graphs.buckets import bucket_of, bucket_sizes
+from oarlock.workers.runner.cuda_graphs.inputs import Shape, StepInputs
+from oarlock.workers.runner.cuda_graphs.staging import Layout
+from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
 from oarlock.workers.sampling.columns import SamplingColumns
-from oarlock.workers.worker.cuda_graphs.buckets import bucket_of, bucket_sizes
-from oarlock.workers.worker.cuda_graphs.inputs import Shape, StepInputs
-from oarlock.workers.worker.cuda_graphs.staging import Layout
-from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
 
 CPU = torch.device("cpu")
 BLOCK = 4

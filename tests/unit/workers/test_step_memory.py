@@ -18,17 +18,17 @@ from oarlock.workers.errors import StartupError
 from oarlock.workers.platform.host_memory import human_bytes
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata, empty_step
+from oarlock.workers.runner.cuda_graphs.assemble import device_steps
+from oarlock.workers.runner.cuda_graphs.graphs import Calls, GraphMaker
+from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.runner.memory.graph_memory import graph_bytes
+from oarlock.workers.runner.memory.step_guard import StepGuard
+from oarlock.workers.runner.memory.step_memory import largest_step
+from oarlock.workers.runner.memory_needs import out_of_memory as told
+from oarlock.workers.runner.memory_needs import sampling_bytes
+from oarlock.workers.runner.model_runner import ModelRunner
+from oarlock.workers.runner.pending_output import Computed, PendingOutput
 from oarlock.workers.sampling.dense_histories import DenseHistories
-from oarlock.workers.worker.cuda_graphs.assemble import device_steps
-from oarlock.workers.worker.cuda_graphs.graphs import Calls, GraphMaker
-from oarlock.workers.worker.greedy_step import SequenceChunk, greedy_step
-from oarlock.workers.worker.memory.graph_memory import graph_bytes
-from oarlock.workers.worker.memory.step_guard import StepGuard
-from oarlock.workers.worker.memory.step_memory import largest_step
-from oarlock.workers.worker.memory_needs import out_of_memory as told
-from oarlock.workers.worker.memory_needs import sampling_bytes
-from oarlock.workers.worker.model_runner import ModelRunner
-from oarlock.workers.worker.pending_output import Computed, PendingOutput
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.made_up_device import CountedTensors, MadeUpDevice
 

@@ -26,13 +26,13 @@ from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.attention.triton_backend import TritonBackend, TritonPlan, fixed_span
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.layers.matmul import ACTIVATIONS, ReadableMatmul
-from oarlock.workers.layers.quantization import weight_only
-from oarlock.workers.layers.quantization.fixed_order import FIXED_ORDER, FixedOrderMatmul
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.registry import read_spec
+from oarlock.workers.quantization import weight_only
+from oarlock.workers.quantization.fixed_order import FIXED_ORDER, FixedOrderMatmul
+from oarlock.workers.quantization.matmul import ACTIVATIONS, ReadableMatmul
+from oarlock.workers.runner import batch_invariance
 from oarlock.workers.weights.dummy import DummyWeights
-from oarlock.workers.worker import batch_invariance
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.attention_cases import Case, Seq
 

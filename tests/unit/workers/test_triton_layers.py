@@ -20,12 +20,12 @@ from oarlock.workers.kernels.triton.activation import gated
 from oarlock.workers.kernels.triton.norm import add_and_norm, rms_norm
 from oarlock.workers.layers import joined_halves, placement
 from oarlock.workers.layers.linear import RowParallelLinear
-from oarlock.workers.layers.matmul import gated_with_torch
 from oarlock.workers.layers.norm import RMSNorm
 from oarlock.workers.layers.placement import Placement
-from oarlock.workers.layers.quantization.registry import QUANTIZATIONS
-from oarlock.workers.layers.quantization.weight_only import WeightOnlyMatmul
 from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.quantization.matmul import gated_with_torch
+from oarlock.workers.quantization.registry import QUANTIZATIONS
+from oarlock.workers.quantization.weight_only import WeightOnlyMatmul
 from oarlock.workers.verify.rank import RecordingDecoder
 from tests.golden.paged_run import PagedRun, load_decoder
 from tests.golden.tiny_models import make_tiny

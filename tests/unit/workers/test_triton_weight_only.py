@@ -17,15 +17,15 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from oarlock.workers.kernels.triton import activation as activation_kernel
 from oarlock.workers.kernels.triton.activation import gated as one_kernel
-from oarlock.workers.layers.matmul import ACTIVATIONS, gated_with_torch
-from oarlock.workers.layers.quantization import scaled_float8, weight_only
-from oarlock.workers.layers.quantization.fp8 import Fp8Weight
-from oarlock.workers.layers.quantization.grouped import GroupedWeight
-from oarlock.workers.layers.quantization.int8 import Int8Weight
-from oarlock.workers.layers.quantization.method import LinearWeight
-from oarlock.workers.layers.quantization.stacked import StackedWeight
-from oarlock.workers.layers.quantization.unquantized import DenseWeight
-from oarlock.workers.layers.quantization.weight_only import MOST_ROWS, WeightOnly
+from oarlock.workers.quantization import scaled_float8, weight_only
+from oarlock.workers.quantization.fp8 import Fp8Weight
+from oarlock.workers.quantization.grouped import GroupedWeight
+from oarlock.workers.quantization.int8 import Int8Weight
+from oarlock.workers.quantization.matmul import ACTIVATIONS, gated_with_torch
+from oarlock.workers.quantization.method import LinearWeight
+from oarlock.workers.quantization.stacked import StackedWeight
+from oarlock.workers.quantization.unquantized import DenseWeight
+from oarlock.workers.quantization.weight_only import MOST_ROWS, WeightOnly
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 TYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])

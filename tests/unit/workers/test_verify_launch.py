@@ -15,8 +15,8 @@ from oarlock.workers.distributed.shm_layout import Flags, total_bytes
 from oarlock.workers.distributed.shm_ring import anonymous_memory
 from oarlock.workers.errors import StartupError
 from oarlock.workers.python_child import start_python
+from oarlock.workers.ranks.spawn_ranks import SpawnedRanks
 from oarlock.workers.verify import launch
-from oarlock.workers.worker.spawn_ranks import SpawnedRanks
 
 pytestmark = pytest.mark.slow
 

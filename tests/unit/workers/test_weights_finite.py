@@ -11,10 +11,10 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.errors import StartupError
 from oarlock.workers.preflight import preflight
+from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.weights import reader as reader_module
 from oarlock.workers.weights.checkpoint import SINGLE_FILE, Checkpoint
 from oarlock.workers.weights.reader import WeightReader, first_not_finite
-from oarlock.workers.worker.model_runner import ModelRunner
 from tests.golden.tiny_models import make_tiny
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -18,12 +18,12 @@ from torch import Tensor
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers.placement import Placement
-from oarlock.workers.layers.quantization.fp8 import Fp8Weight
-from oarlock.workers.layers.quantization.grouped import GroupedWeight
-from oarlock.workers.layers.quantization.method import LinearWeight
-from oarlock.workers.layers.quantization.shard import WeightShard
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.preflight import preflight
+from oarlock.workers.quantization.fp8 import Fp8Weight
+from oarlock.workers.quantization.grouped import GroupedWeight
+from oarlock.workers.quantization.method import LinearWeight
+from oarlock.workers.quantization.shard import WeightShard
 from oarlock.workers.verify.causes import explain
 from oarlock.workers.verify.compare import Comparison, compare
 from oarlock.workers.verify.rank import run_rank

@@ -12,7 +12,7 @@ import torch
 
 from oarlock.workers.kernels.triton.round_rows import round_rows
 from oarlock.workers.kernels.triton.weight_only import merge, multiply, write_out
-from oarlock.workers.layers.quantization.weight_only import MERGED, MOST_ROWS, StoredWeight, multiply_options
+from oarlock.workers.quantization.weight_only import MERGED, MOST_ROWS, StoredWeight, multiply_options
 from tests.unit.workers.triton_resources import resources
 
 _TYPES = {"values": "*u8", "zeros": "*fp16", "factors": "*fp32", "partial": "*fp32", "ids": "*i64"}

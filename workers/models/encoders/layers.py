@@ -9,10 +9,10 @@ from oarlock.workers.layers.gelu import gelu
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import LayerNorm
 from oarlock.workers.layers.placement import Placement
-from oarlock.workers.layers.quantization.shard import StoredRows, WeightShard
 from oarlock.workers.layers.rotary import rotate
 from oarlock.workers.layers.sharding import shard_evenly
 from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
+from oarlock.workers.quantization.shard import StoredRows, WeightShard
 from oarlock.workers.weights.source import WeightSource
 
 Turns = tuple[Tensor, Tensor]  # cos, sin: see `RotaryTable`

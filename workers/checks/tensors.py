@@ -1,0 +1,74 @@
+"""Checks that a checkpoint has exactly the tensors of its model, each in its shape and in a type that is served."""
+
+from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.decoder_spec import DecoderSpec, is_ignorable, tensor_shapes
+from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
+from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForms
+from oarlock.workers.quantization.formats.form import StoredTensor, WeightForms, stored
+from oarlock.workers.weights.checkpoint import FUSED_TENSORS, Checkpoint
+from oarlock.workers.weights.gguf.block_types import SERVED as GGUF_TYPES
+from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint, type_not_served
+
+
+def check_tensors(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms) -> None:
+    """Checks that every tensor of the model is there in its shape, and no other. Ranks check again as they load."""
+    left = dict(checkpoint.tensors)
+    is_gguf = isinstance(checkpoint, GGUFCheckpoint)
+    for name, wanted in _wanted(checkpoint, spec, forms).items():
+        found = left.pop(name, None)
+        if found is None:
+            if not wanted.required:
+                continue
+            raise StartupError(
+                f"{checkpoint.directory} holds no tensor {name!r}, which {spec.architecture} needs.",
+                "Use a complete checkpoint whose config.json names its true architecture.",
+            )
+        if not wanted.accepts(found.entry.shape):
+            raise StartupError(
+                f"{found.path}: tensor {name!r} has shape {list(found.entry.shape)}, "
+                f"but config.json makes it {' or '.join(str(list(shape)) for shape in wanted.shapes)}.",
+                "Use the config.json that belongs to these weights.",
+            )
+        if found.entry.dtype not in (GGUF_TYPES if is_gguf else wanted.dtypes):
+            if is_gguf:
+                raise type_not_served(name, found)
+            raise StartupError(
+                f"{found.path}: tensor {name!r} is {found.entry.dtype}, which is not supported.",
+                "Use the model's bfloat16, float16 or float32 checkpoint.",
+            )
+    extra = sorted(name for name in left if not is_ignorable(spec, name) and not forms.ignores(name))
+    if extra:
+        raise StartupError(
+            f"{left[extra[0]].path} holds tensor {extra[0]!r}, which {spec.architecture} has no place for"
+            f"{f' ({len(extra)} such tensors)' if len(extra) > 1 else ''}.",
+            "Use a checkpoint whose config.json names its true architecture; adapters must be merged first.",
+        )
+
+
+def _wanted(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms) -> dict[str, StoredTensor]:
+    """The model's tensors, with fused ones in place of their parts where the checkpoint has them fused."""
+    shapes = tensor_shapes(spec)
+    for layer in range(spec.num_layers):
+        for fused, parts in FUSED_TENSORS.items():
+            for kind in ("weight", "bias"):
+                names = [f"model.layers.{layer}.{part}.{kind}" for part in parts]
+                fused_name = f"model.layers.{layer}.{fused}.{kind}"
+                if _holds(checkpoint, fused_name, forms) and names[0] in shapes:
+                    parts_of = [shapes.pop(name) for name in names]
+                    shapes[fused_name] = (sum(shape[0] for shape in parts_of), *parts_of[0][1:])
+    wanted: dict[str, StoredTensor] = {}
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        form = forms.stored_form(module) if isinstance(forms, CheckpointForms) and len(shape) == 2 else None
+        if form is None:
+            wanted[name] = stored(tuple(SAFETENSORS_DTYPES), *shape)
+        else:
+            form.check(module, *shape)
+            wanted |= {f"{module}.{kind}": tensor for kind, tensor in form.tensors(*shape).items()}
+    return wanted
+
+
+def _holds(checkpoint: Checkpoint, fused: str, forms: WeightForms) -> bool:
+    module, _, kind = fused.rpartition(".")
+    stored_so = isinstance(forms, CheckpointForms) and kind == "weight" and forms.has(module)
+    return stored_so or fused in checkpoint.tensors

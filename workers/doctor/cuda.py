@@ -1,0 +1,88 @@
+"""Checks of CUDA devices and of what the path for them needs. Without a driver there is one finding."""
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from oarlock.workers.distributed.parallel_state import nccl_version
+from oarlock.workers.doctor.finding import ERROR, NOTE, WARNING, Finding
+from oarlock.workers.platform import triton_needs
+from oarlock.workers.platform.cuda_driver import driver_version, why_too_old
+from oarlock.workers.platform.host_memory import human_bytes
+
+NOT_MEASURED = "not measured on a GPU yet: make gpu-check does"
+
+
+def findings(asked: str, ranks: int) -> list[Finding]:
+    """Checks the CUDA devices. `asked`: auto, cpu or cuda."""
+    driver, built = driver_version(), torch.version.cuda
+    facts = {"driver": driver, "torch": built}
+    if asked == "cpu":
+        return [Finding("CUDA", "not asked for", NOTE, facts=facts)]
+    wanted = ERROR if asked == "cuda" else NOTE
+    if driver is None:
+        fix = "Install NVIDIA's driver (in a container: the container toolkit and --gpus all), or use --device cpu."
+        return [Finding("CUDA", "no driver answers", wanted, fix if wanted == ERROR else "", facts)]
+    if built is None:
+        text = f"the driver supports CUDA {driver}, but the installed torch is built for CPUs"
+        state = ERROR if asked == "cuda" else WARNING
+        return [Finding("CUDA", text, state, "Install torch's CUDA build of the pinned version.", facts)]
+    too_old = why_too_old(driver, built)
+    if too_old is not None:
+        return [Finding("CUDA", too_old[0], ERROR if asked == "cuda" else WARNING, too_old[1], facts)]
+    if not torch.cuda.is_available():
+        text = f"torch for CUDA {built} finds no device with a driver for CUDA {driver}"
+        fix = "Look at CUDA_VISIBLE_DEVICES and at nvidia-smi."
+        return [Finding("CUDA", text, ERROR if asked == "cuda" else WARNING, fix, facts)]
+    found = [Finding("CUDA", f"driver for {driver}, torch for {built}; {NOT_MEASURED}", NOTE, facts=facts)]
+    return [*found, *_devices(ranks), _triton(), *([_links(ranks)] if ranks > 1 else [])]
+
+
+def _devices(ranks: int) -> list[Finding]:
+    count = torch.cuda.device_count()
+    found = []
+    if count < ranks:
+        fix = f"Use --tensor-parallel-size {count}, or --device cpu."
+        found.append(Finding("devices", f"{count}, and {ranks} ranks want one each", ERROR, fix))
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        capability = (properties.major, properties.minor)
+        facts: dict[str, Any] = {"name": properties.name, "capability": capability, "free_bytes": free}
+        text = f"{properties.name}, compute capability {capability[0]}.{capability[1]}, "
+        text += f"{human_bytes(free)} free of {human_bytes(total)}"
+        if capability < triton_needs.LEAST_CAPABILITY:
+            fix = "Use a GPU of the Ampere generation or later."
+            found.append(Finding(f"device {index}", f"{text}; our kernels want 8.0", WARNING, fix, facts))
+        elif free < 0.8 * total:
+            fix = "Stop what else uses it (nvidia-smi), or lower --gpu-memory-utilization."
+            found.append(Finding(f"device {index}", f"{text}: something else uses it", WARNING, fix, facts))
+        else:
+            found.append(Finding(f"device {index}", text, facts=facts))
+    return found
+
+
+def _triton() -> Finding:
+    if importlib.util.find_spec("triton") is None:
+        return Finding("Triton", "not installed", WARNING, "pip install triton of the version that torch pins.")
+    missing = triton_needs.missing_to_launch()
+    if missing:
+        text = f"its kernels cannot be launched without {' and '.join(missing)}"
+        return Finding("Triton", text, WARNING, "apt install gcc python3-dev")
+    return Finding("Triton", "installed, with a C compiler and Python's headers")
+
+
+def _links(ranks: int) -> Finding:
+    """Whether each rank's device reads the memory of every other's."""
+    devices = range(min(ranks, torch.cuda.device_count()))
+    apart = [(a, b) for a in devices for b in devices if a < b and not torch.cuda.can_device_access_peer(a, b)]
+    version = nccl_version()
+    facts = {"nccl": version, "without_peer_access": apart}
+    if version is None:
+        return Finding("NCCL", "torch has none", ERROR, "Install torch's CUDA build for Linux.", facts)
+    if apart:
+        pairs = ", ".join(f"{a}-{b}" for a, b in apart)
+        fix = "Use GPUs behind one switch or with NVLink; NCCL goes through the host's memory otherwise."
+        return Finding("NCCL", f"{version}; no peer access between devices {pairs}", WARNING, fix, facts)
+    return Finding("NCCL", f"{version}; every device reads every other's memory", facts=facts)

@@ -1,0 +1,123 @@
+"""Checks of the machine, and of what the system allows this user."""
+
+import os
+import resource
+import shutil
+import socket
+from pathlib import Path
+
+import psutil
+
+from oarlock.workers.doctor.finding import ERROR, NOTE, WARNING, Finding
+from oarlock.workers.platform.cores import allowed_cpus, fast_cores, format_cpu_list, physical_cores, within_quota
+from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
+from oarlock.workers.platform.huge_pages import why_not as why_no_huge_pages
+
+_LEAST_SHARED_MEMORY = 1 << 30  # NCCL's buffers of a few ranks; Docker gives a container 64 MiB
+_LEAST_DISK = 2 << 30  # compiled kernels are small; a model fetched from the hub is not
+_LEAST_FILES = 4096  # descriptors: one for each connection, and some dozens
+
+
+def cores() -> Finding:
+    """Counts the physical cores that ranks may use, and those that are left out."""
+    every = physical_cores(allowed_cpus())
+    fast = fast_cores(every)
+    paid = within_quota(len(fast))
+    nodes = sorted({core.node for core in every})
+    text = f"{paid} for the ranks: CPUs {format_cpu_list([cpu for core in fast for cpu in core.cpus])}"
+    left_out = []
+    if len(every) > len(fast):
+        left_out.append(f"{len(every) - len(fast)} efficiency cores are not used")
+    if len(nodes) > 1:
+        left_out.append(f"{len(nodes)} NUMA nodes: a rank stays on one")
+    facts = {"cores": paid, "physical": len(every), "efficiency": len(every) - len(fast), "numa_nodes": len(nodes)}
+    text = "; ".join([text, *left_out])
+    if paid < len(fast):
+        quota = f"{text}; a quota pays for {paid} of {len(fast)} cores, so ranks cannot be pinned to theirs"
+        return Finding("cores", quota, WARNING, "Raise the container's CPU quota, or use a cpuset in its place.", facts)
+    return Finding("cores", text, facts=facts)
+
+
+def memory() -> Finding:
+    """Free memory, within the limits of containers and of this user."""
+    free, total = free_host_bytes(), psutil.virtual_memory().total
+    text = f"{human_bytes(free)} free of {human_bytes(total)}"
+    facts = {"free_bytes": free, "total_bytes": total}
+    if psutil.swap_memory().used > 1 << 30:
+        text += f"; {human_bytes(psutil.swap_memory().used)} is swapped out"
+        return Finding(
+            "memory", text, WARNING, "Free memory before serving: weights that are swapped out stall.", facts
+        )
+    return Finding("memory", text, facts=facts)
+
+
+def huge_pages() -> Finding:
+    reason = why_no_huge_pages()
+    if reason is None:
+        return Finding("huge pages", "weights and pages of keys and values ask for them")
+    setting = "/sys/kernel/mm/transparent_hugepage/enabled"
+    fix = f"As root: echo madvise > {setting}"
+    return Finding("huge pages", f"not used: {reason}; reading weights misses the address cache more", WARNING, fix)
+
+
+def shared_memory(folder: Path = Path("/dev/shm"), *, ranks: int = 1, device: str = "cpu") -> Finding:
+    """/dev/shm, which NCCL uses. The engine and CPU ranks share anonymous memory, which it does not limit."""
+    if not folder.is_dir():
+        return Finding("/dev/shm", "there is none; ranks on CPUs share anonymous memory and need none", NOTE)
+    size = shutil.disk_usage(folder).total
+    facts = {"bytes": size}
+    if device == "cuda" and ranks > 1 and size < _LEAST_SHARED_MEMORY:
+        text = f"{human_bytes(size)}, and NCCL's buffers of {ranks} ranks may not fit"
+        return Finding("/dev/shm", text, WARNING, "docker run --shm-size 2g (docker-compose.yml: shm_size).", facts)
+    return Finding("/dev/shm", human_bytes(size), facts=facts)
+
+
+def locked_memory(*, device: str) -> Finding:
+    """Reports the limit of pinned memory, from which copies to a GPU are made."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = limit == resource.RLIM_INFINITY
+    text = "no limit" if unlimited else f"at most {human_bytes(limit)}"
+    facts = {"bytes": None if unlimited else limit}
+    if device == "cuda" and not unlimited and limit < 64 << 20:
+        fix = "ulimit -l unlimited (docker-compose.yml: ulimits: memlock: -1)."
+        return Finding("locked memory", f"{text}; network transports of NCCL may refuse it", WARNING, fix, facts)
+    return Finding("locked memory", text, facts=facts)
+
+
+def open_files() -> Finding:
+    """Reports the limit of open files: each connection of a client takes a descriptor."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    facts = {"limit": limit}
+    if limit != resource.RLIM_INFINITY and limit < _LEAST_FILES:
+        more = _LEAST_FILES if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+        text = f"at most {limit}, one of them for each connection"
+        return Finding("open files", text, WARNING, f"ulimit -n {max(more, limit)}", facts)
+    return Finding("open files", f"at most {limit}", facts=facts)
+
+
+def disk(check: str, folder: Path) -> Finding:
+    """Whether a cache can be written, and what is free there."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        text = f"{folder} cannot be written"
+        return Finding(
+            check, text, WARNING, "Give this user the directory, or set XDG_CACHE_HOME (HF_HOME) to another."
+        )
+    free = shutil.disk_usage(existing).free
+    facts = {"path": str(folder), "free_bytes": free}
+    if free < _LEAST_DISK:
+        text = f"{human_bytes(free)} free in {folder}"
+        return Finding(check, text, WARNING, "Free some space, or set XDG_CACHE_HOME (HF_HOME) to another disk.", facts)
+    return Finding(check, f"{human_bytes(free)} free in {folder}", facts=facts)
+
+
+def port(host: str, number: int) -> Finding:
+    """Whether a server could listen there now."""
+    check = f"port {number}"
+    try:
+        family = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server((host, number), family=family):
+            return Finding(check, f"free on {host}")
+    except OSError as error:
+        fix = f"Use another: --port {number + 1 if number < 65_535 else 8000}, or stop what listens there."
+        return Finding(check, f"cannot be used on {host}: {error.strerror or error}", ERROR, fix)

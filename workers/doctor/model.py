@@ -1,0 +1,99 @@
+"""Checks of a model with its settings: what `serve` would check before it reads weights, and what it would choose."""
+
+from pathlib import Path
+
+import torch
+
+from oarlock.workers.attention.backend import KVSpec
+from oarlock.workers.attention.selector import BACKENDS
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.doctor.finding import ERROR, NOTE, Finding
+from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.sharding import shard_heads
+from oarlock.workers.models.encoders.registry import read_encoder
+from oarlock.workers.models.hf_fields import read_config
+from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
+from oarlock.workers.models.registry import read_spec
+from oarlock.workers.platform.host_memory import human_bytes
+from oarlock.workers.preflight import preflight
+from oarlock.workers.quantization.formats.dequantised import served_forms
+from oarlock.workers.runner.encoder.memory import weight_bytes as encoder_bytes
+from oarlock.workers.runner.memory_needs import weight_bytes
+from oarlock.workers.weights.open_checkpoint import open_checkpoint
+
+
+def findings(config: WorkerConfig) -> list[Finding]:
+    """`config` as settings have it, with its "auto"s."""
+    try:
+        resolved = preflight(config)
+    except StartupError as error:
+        return [Finding("model", error.cause, ERROR, error.fix)]
+    if resolved.whole_texts:
+        return [_encoder(resolved), _threads(resolved)]
+    return [_model(resolved), _threads(resolved), _attention(resolved)]
+
+
+def wrong(cause: str, fix: str) -> Finding:
+    """The model is on this machine, and its files for the server are damaged or do not belong together."""
+    return Finding("model", cause, ERROR, fix)
+
+
+def missing(reason: str) -> Finding:
+    """The model is not on this machine: what depends on it is not known."""
+    return Finding("model", f"not looked at: {reason}", NOTE)
+
+
+def _model(config: WorkerConfig) -> Finding:
+    directory = Path(config.model_path)
+    spec = read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)
+    checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory)
+    forms = weight_forms(config.quantization, stored_quantization(directory, read_config(directory)), checkpoint)
+    forms = served_forms(forms, config.device, dequantize=config.dequantize)
+    size = weight_bytes(spec, config.dtype, forms)
+    facts = {"dtype": config.dtype, "device": config.device, "weight_bytes": size, "architecture": spec.architecture}
+    text = f"{spec.architecture}, {spec.num_parameters:,} parameters, {config.dtype} on {config.device}, "
+    return Finding(
+        "model", f"{text}{human_bytes(size)} of weights over {config.tensor_parallel_size} rank(s)", facts=facts
+    )
+
+
+def _encoder(config: WorkerConfig) -> Finding:
+    spec = read_encoder(config.model_path, None)
+    size = encoder_bytes(spec, config.dtype)
+    facts = {"dtype": config.dtype, "device": config.device, "weight_bytes": size, "architecture": spec.architecture}
+    text = f"{spec.architecture}, {spec.num_parameters:,} parameters, {config.dtype} on {config.device}, "
+    ranks = f"{config.tensor_parallel_size} rank(s)"
+    return Finding("model", f"{text}{human_bytes(size)} of weights over {ranks}, no KV memory", facts=facts)
+
+
+def _threads(config: WorkerConfig) -> Finding:
+    where = "on any CPU" if config.cpu_affinity == "none" else f"on CPUs {config.cpu_affinity}"
+    facts = {"threads_per_rank": config.num_threads, "cpu_affinity": config.cpu_affinity}
+    return Finding("threads", f"{config.num_threads} for each rank, {where}", facts=facts)
+
+
+def _attention(config: WorkerConfig) -> Finding:
+    """The backend that serves, and why those before it do not."""
+    spec = read_spec(config.model_path, config.max_model_len)
+    shard = shard_heads("attention", spec.num_heads, spec.num_kv_heads, 0, config.tensor_parallel_size)
+    kv = KVSpec(
+        num_layers=spec.num_layers,
+        num_kv_heads=shard.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=config.block_size,
+        dtype=getattr(torch, config.dtype),
+        device=torch.device(config.device),
+        cache_dtype=config.kv_cache_dtype,
+    )
+    refused: dict[str, str] = {}
+    for backend in BACKENDS:
+        if config.attention_backend not in ("auto", backend.name):
+            continue
+        reason = backend.why_not(kv)
+        if reason is None:
+            text = "; ".join([backend.name, *(f"not {name}: {why}" for name, why in refused.items())])
+            state = NOTE if refused else "ok"
+            return Finding("attention", text, state, facts={"backend": backend.name, "refused": refused})
+        refused[backend.name] = reason
+    text = "; ".join(f"{name}: {why}" for name, why in refused.items())
+    return Finding("attention", f"no backend serves: {text}", ERROR, "Leave --attention-backend out.")

@@ -1,0 +1,162 @@
+"""The directory of files: oarlock-KEY/RANK/xx/DIGEST.kv, where KEY stands for all that decides the bytes of a block.
+
+Knows names, sizes and ages of files; does not know what is in them. Any number of processes may use it at once, of the
+same model and of others: nothing is locked but for the moment in which one of them makes room.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from oarlock.workers.errors import StartupError
+from oarlock.workers.kv_tiers.block_files import SUFFIX, WRITING, path_of
+
+logger = logging.getLogger("oarlock.kv_offload")
+
+DEAD_S = 600.0  # a file that is still being written then is of a process that has ended
+FULL_SHARE = 0.9  # of the limit, down to which room is made
+_LOCK = "oarlock.lock"
+_PREFIX = "oarlock-"  # of our folders: nothing else in the directory is touched
+_HEX = "0123456789abcdef"
+
+
+def check_directory(path: str) -> None:
+    """Make the directory if it is not there. Raises `StartupError` unless files can be made in it."""
+    fix = "Give --kv-offload-path a directory that this user can write, on a disk with free space."
+    directory = Path(path)
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        probe = directory / f"probe-{os.getpid()}"
+        probe.write_bytes(b"0")
+        probe.unlink()
+    except OSError as error:
+        raise StartupError(f"kv_offload_path {path} cannot be used: {error.strerror}.", fix) from None
+
+
+def disk_limit(path: str, asked: int | None) -> int:
+    """Bytes that all files may take: as asked, else half of what is free now and what they take already."""
+    return asked if asked is not None else (shutil.disk_usage(path).free + _usage(Path(path))) // 2
+
+
+class Usage(NamedTuple):
+    """Bytes and blocks in the directory, of all models and ranks."""
+
+    num_bytes: int
+    num_blocks: int
+
+
+class BlockDirectory:
+    """The files of one rank, and the room that all files take."""
+
+    def __init__(self, root: str, key: str, rank: int, max_bytes: int) -> None:
+        """Makes the folders. `max_bytes`: of all files below `root`. Raises `OSError`."""
+        self.root, self.key, self.rank = Path(root), key, rank
+        self.max_bytes = max_bytes
+        self.path = self.root / f"{_PREFIX}{key}" / str(rank)
+        self._listed: dict[str, tuple[int, set[str]]] = {}  # folder -> when it last changed, and the names in it
+        self.make_folders()
+
+    def make_folders(self) -> None:
+        """Makes the folders, for this user alone. Does not make the root again if it is gone. Raises `OSError`."""
+        for path in (self.path.parent, self.path, self.path / WRITING):
+            path.mkdir(mode=0o700, exist_ok=True)
+
+    def remove(self, digest: bytes) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(path_of(self.path, digest))
+
+    def changes(self) -> tuple[list[bytes], list[bytes]]:
+        """The digests of this rank's files that appeared and that vanished since the last call."""
+        appeared: list[bytes] = []
+        vanished: list[bytes] = []
+        for folder in (a + b for a in _HEX for b in _HEX):
+            changed_ns, before = self._listed.get(folder, (0, set()))
+            try:
+                now_ns = os.stat(self.path / folder).st_mtime_ns
+                now = before if now_ns == changed_ns else set(os.listdir(self.path / folder))
+            except OSError:
+                now_ns, now = 0, set()
+            if now is not before:
+                # A folder that changed just now may change again within the resolution of its clock.
+                self._listed[folder] = (now_ns if time.time_ns() - now_ns > 2_000_000_000 else 0, now)
+                appeared += _digests(now - before)
+                vanished += _digests(before - now)
+        return appeared, vanished
+
+    def make_room(self) -> Usage:
+        """Remove what dead processes have left, and above the limit the files that were not used for the longest time,
+        of any model. Raises `OSError` where the directory cannot be read."""
+        with self._alone() as is_alone:
+            files = sorted(_files(self.root))
+            total = sum(size for _, size, _ in files)
+            if not is_alone or total <= self.max_bytes:
+                return Usage(total, len(files))
+            removed = 0
+            for _, size, path in files:
+                if total <= FULL_SHARE * self.max_bytes:
+                    break
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                total -= size
+                removed += 1
+            logger.info("event=kv_offload_evicted files=%d bytes_left=%d limit=%d", removed, total, self.max_bytes)
+            return Usage(total, len(files) - removed)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Generator[bool]:
+        """Takes the lock for making room; False if another process has it. The kernel frees it when its holder ends."""
+        fd = os.open(self.root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+        finally:
+            os.close(fd)
+
+
+def _usage(root: Path) -> int:
+    return sum(size for _, size, _ in _files(root))
+
+
+def _files(root: Path) -> Iterator[tuple[int, int, str]]:
+    """(time of last use in ns, bytes, path) of every block below `root`. Removes what the dead were writing."""
+    ours = (key for key in _folders(root) if key.name.startswith(_PREFIX))
+    for rank in (rank for key in ours for rank in _folders(key.path)):
+        for folder in _folders(rank.path):
+            for entry in _entries(folder.path):
+                with contextlib.suppress(FileNotFoundError):  # another process makes room
+                    found = entry.stat(follow_symlinks=False)
+                    if _digest_of(entry.name) is not None:
+                        yield found.st_mtime_ns, found.st_size, entry.path
+                    elif folder.name == WRITING and time.time() - found.st_mtime > DEAD_S:
+                        os.unlink(entry.path)
+
+
+def _folders(path: str | Path) -> Iterator[os.DirEntry[str]]:
+    return (entry for entry in _entries(path) if entry.is_dir(follow_symlinks=False))
+
+
+def _entries(path: str | Path) -> list[os.DirEntry[str]]:
+    with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
+        return list(entries)
+    return []
+
+
+def _digests(names: set[str]) -> list[bytes]:
+    return [digest for name in sorted(names) if (digest := _digest_of(name)) is not None]
+
+
+def _digest_of(name: str) -> bytes | None:
+    """The digest that a file's name stands for; None where it is no block's, and so not our file."""
+    digest = name.removesuffix(SUFFIX)
+    is_ours = len(digest) == 64 and len(name) == 64 + len(SUFFIX) and not set(digest) - set(_HEX)
+    return bytes.fromhex(digest) if is_ours else None

@@ -1,1 +1,0 @@
-"""Forms in which the weights of products are stored, read and multiplied: one file for each."""

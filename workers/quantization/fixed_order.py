@@ -1,0 +1,128 @@
+"""Unquantised weights whose products are batch-invariant on a CUDA device, by kernels in Triton.
+
+How a product is cut depends on the shape of the weight, its type and the device, never on the rows
+(`kernels/triton/fixed_order.py`). `matmul.py` has the products of torch, which are the judge.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from oarlock.workers.quantization import weight_only
+from oarlock.workers.quantization.matmul import GatedMatmul, Matmul
+from oarlock.workers.quantization.method import LinearWeight
+from oarlock.workers.quantization.registry import Quantization
+from oarlock.workers.quantization.shard import Empty, WeightShard
+from oarlock.workers.quantization.unquantized import UnquantizedLinearMethod
+from oarlock.workers.weights.source import WeightSource
+
+_WAVES = 4  # programs for each multiprocessor, before cutting the inputs gains no more
+_LEAST_STEPS = 8  # of a span
+_PARTIAL_BYTES = 64 << 20  # of sums of spans; more rows are multiplied one part after another
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """Sizes of the tile that one program multiplies in a step, and the options it is compiled with."""
+
+    rows: int
+    columns: int
+    inputs: int
+    warps: int
+    stages: int
+
+    def constants(self) -> dict[str, int]:
+        return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.inputs}
+
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+def product_tile(dtype: torch.dtype) -> ProductTile:
+    """One for all numbers of rows. float32 takes more registers."""
+    return ProductTile(32, 64, 32, 4, 3) if dtype == torch.float32 else ProductTile(32, 64, 64, 4, 4)
+
+
+class FixedOrderMatmul:
+    """`x @ weight.T + bias (+ residual)`, or gated: [T, K] -> [T, N] or [T, N / 2]. Rounded once."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, *, float32_output: bool = False, activation: str = ""
+    ) -> None:
+        """`weight` [N, K], `bias` [N]. `activation`: as in `GatedMatmul`, of a weight with the gate above up."""
+        assert weight.is_contiguous()
+        self.weight = weight
+        self.bias = bias
+        self.activation = activation
+        self.output_dtype = torch.float32 if float32_output else weight.dtype
+        self.tile = product_tile(weight.dtype)
+        columns, inputs = weight.shape
+        steps = -(-inputs // self.tile.inputs)
+        wanted = -(-_WAVES * weight_only.processors(weight.device) // -(-columns // self.tile.columns))
+        steps_each = -(-steps // max(1, min(wanted, steps // _LEAST_STEPS)))
+        self.span, self.spans = steps_each * self.tile.inputs, -(-steps // steps_each)
+        fitting = _PARTIAL_BYTES // (4 * self.spans * columns)
+        self.rows_at_once = max(1, fitting // self.tile.rows) * self.tile.rows
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        assert x.dtype == self.weight.dtype
+        x = x if x.stride(1) == 1 else x.contiguous()
+        parts = [
+            weight_only.merged(
+                self._multiply(x[first : first + self.rows_at_once]),
+                self.bias,
+                None if residual is None else residual[first : first + self.rows_at_once],
+                self.output_dtype,
+                self.activation,
+            )
+            for first in range(0, max(1, len(x)), self.rows_at_once)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` int64 [T] of the weight: [T, K]."""
+        return F.embedding(ids, self.weight)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        """float32 [spans, T, N]."""
+        from oarlock.workers.kernels.triton import fixed_order  # Triton is on some machines only
+
+        kernel: Any = fixed_order.multiply_in_order  # a kernel's call compiles it: no annotation of its arguments
+        tile, rows, (columns, inputs) = self.tile, len(x), self.weight.shape
+        partial = torch.empty((self.spans, rows, columns), dtype=torch.float32, device=x.device)
+        kernel[(-(-columns // tile.columns), self.spans, -(-rows // tile.rows))](
+            x, self.weight, partial, rows, columns, inputs, x.stride(0), self.span, **tile.constants(), **tile.options()
+        )
+        return partial
+
+
+class FixedOrderWeight:
+    """`LinearWeight` that is one tensor. `slices` fix an order over ranks, which is not promised here."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor  # [N, K]
+
+    def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False, slices: int = 1) -> Matmul:
+        return FixedOrderMatmul(self.tensor, bias, float32_output=float32_output)
+
+    def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
+        return FixedOrderMatmul(self.tensor, bias, activation=activation)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.tensor)
+
+    def on(self, device: torch.device) -> "FixedOrderWeight":
+        return FixedOrderWeight(self.tensor.to(device))
+
+
+class FixedOrderLinearMethod:
+    """`LinearMethod` of ordinary checkpoints."""
+
+    def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> LinearWeight:
+        return FixedOrderWeight(UnquantizedLinearMethod().load(shard, weights, empty).tensor)
+
+
+FIXED_ORDER = Quantization(FixedOrderLinearMethod)  # the form of every weight of an unquantised model

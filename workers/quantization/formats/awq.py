@@ -1,0 +1,73 @@
+"""AWQ: words of 32 bits packed along the outputs, a scale and a zero for each group of inputs.
+
+As AutoAWQ writes it in its GEMM layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from oarlock.workers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, check_divides, stored
+from oarlock.workers.quantization.formats.settings import Settings
+from oarlock.workers.quantization.formats.sizes import whole_number_bytes
+
+if TYPE_CHECKING:
+    from oarlock.workers.quantization.method import LinearMethod
+
+_IN_WORD = 8  # numbers of 4 bits
+
+
+@dataclass(frozen=True, slots=True)
+class AWQForm:
+    """`StoredForm`, and the `Scheme` of every module."""
+
+    group: int | None  # inputs; None: all
+
+    @property
+    def description(self) -> str:
+        return f"awq (4 bits, {'one group' if self.group is None else f'groups of {self.group}'})"
+
+    def form_of(self, module: str) -> AWQForm:
+        return self
+
+    @property
+    def spare(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.ROUNDED_INPUTS
+
+    def method(self) -> LinearMethod:
+        from oarlock.workers.quantization.readers.awq import AWQReader
+        from oarlock.workers.quantization.readers.grouped_method import GroupedLinearMethod
+
+        return GroupedLinearMethod(AWQReader(self.group))
+
+    def tensors(self, rows: int, inputs: int) -> Mapping[str, StoredTensor]:
+        groups = inputs // (self.group or inputs)
+        return {
+            "qweight": stored("I32", inputs, rows // _IN_WORD),
+            "qzeros": stored("I32", groups, rows // _IN_WORD),
+            "scales": stored(SCALES, groups, rows),
+        }
+
+    def check(self, module: str, rows: int, inputs: int) -> None:
+        check_divides(module, "groups", inputs, self.group or inputs)
+        check_divides(module, "words", rows, _IN_WORD)
+
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
+        return whole_number_bytes(rows, inputs, 4, self.group, offsets=True)
+
+
+def awq(settings: Settings) -> AWQForm:
+    """Parses AWQ's settings. Raises `StartupError` for those that are not served.
+
+    The second names of keys are those of AutoAWQ's own file.
+    """
+    settings.one_of(("bits", "w_bit"), 4, (4,))
+    settings.one_of(("version", "format"), "gemm", ("gemm",))
+    settings.one_of(("zero_point",), True, (True,))
+    return AWQForm(settings.group_size(("group_size", "q_group_size"), 128))

@@ -1,0 +1,81 @@
+"""bitsandbytes with 4 bits (NF4 and FP4): places in a table of 16 numbers, and the largest of every 64 weights.
+
+The blocks follow one another through the whole matrix, row by row. With double quantisation their largest numbers are
+themselves places in a table of 256.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from oarlock.workers.quantization.formats.form import Arithmetic, StoredTensor, check_divides, stored
+from oarlock.workers.quantization.formats.settings import USE_ANOTHER, Settings
+
+if TYPE_CHECKING:
+    from oarlock.workers.quantization.method import LinearMethod
+
+BLOCK = 64  # weights
+NESTED_BLOCK = 256  # blocks
+
+
+@dataclass(frozen=True, slots=True)
+class BitsAndBytesForm:
+    """`StoredForm`, and the `Scheme` of every module."""
+
+    kind: str  # nf4 | fp4
+    nested: bool
+
+    @property
+    def description(self) -> str:
+        return f"bitsandbytes ({self.kind}{', double quantisation' if self.nested else ''}), dequantised at load"
+
+    @property
+    def state(self) -> str:
+        """The tensor whose bytes are a table of settings in JSON."""
+        return f"weight.quant_state.bitsandbytes__{self.kind}"
+
+    def form_of(self, module: str) -> BitsAndBytesForm:
+        return self
+
+    @property
+    def spare(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.DENSE
+
+    def method(self) -> LinearMethod:
+        from oarlock.workers.quantization.readers.bitsandbytes import BitsAndBytesLinearMethod
+
+        return BitsAndBytesLinearMethod(self.state, BLOCK, NESTED_BLOCK if self.nested else None)
+
+    def tensors(self, rows: int, inputs: int) -> Mapping[str, StoredTensor]:
+        blocks = -(-rows * inputs // BLOCK)
+        found = {
+            "weight": stored("U8", rows * inputs // 2, 1),
+            "weight.absmax": stored("U8" if self.nested else "F32", blocks),
+            "weight.quant_map": stored("F32", 16),
+            self.state: stored("U8", None),
+        }
+        if self.nested:
+            found["weight.nested_absmax"] = stored("F32", -(-blocks // NESTED_BLOCK))
+            found["weight.nested_quant_map"] = stored("F32", 256)
+        return found
+
+    def check(self, module: str, rows: int, inputs: int) -> None:
+        check_divides(module, "pairs", inputs, 2)
+
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
+        return rows * inputs * item_bytes
+
+
+def bitsandbytes(settings: Settings) -> BitsAndBytesForm:
+    """Parses bitsandbytes' settings. Raises `StartupError` for those that are not served."""
+    if not settings.flag("load_in_4bit", "_load_in_4bit", default=False):
+        raise settings.unsupported("load_in_4bit", False, f"Only its forms of 4 bits are served. {USE_ANOTHER}")
+    settings.one_of(("bnb_4bit_quant_storage",), "uint8", ("uint8",))
+    kind = settings.one_of(("bnb_4bit_quant_type",), "fp4", ("nf4", "fp4"))
+    return BitsAndBytesForm(kind, settings.flag("bnb_4bit_use_double_quant", default=False))

@@ -1,0 +1,245 @@
+"""compressed-tensors, as llm-compressor writes it: whole numbers packed along the inputs or in bytes, or float8.
+
+Activations are rounded as ours are wherever weights are whole numbers: to 8 bits, a scale for each row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from oarlock.workers.quantization.formats.form import (
+    SCALES,
+    Arithmetic,
+    StoredForm,
+    StoredTensor,
+    check_divides,
+    stored,
+)
+from oarlock.workers.quantization.formats.fp8 import FLOAT8, FP8Form, block_of
+from oarlock.workers.quantization.formats.settings import USE_ANOTHER, Settings
+from oarlock.workers.quantization.formats.sizes import fp8_bytes, whole_number_bytes
+
+if TYPE_CHECKING:
+    from oarlock.workers.quantization.method import LinearMethod
+
+_PACKED, _INTEGERS, _FLOATS = "pack-quantized", "int-quantized", "float-quantized"
+_FORMATS = (_PACKED, _INTEGERS, _FLOATS, "naive-quantized", "mixed-precision")
+_LONGEST_PATTERN = 500  # characters
+# Values of `actorder`: inputs are assigned to groups one by one, or only the order of rounding differs.
+_BY_GROUP, _BY_WEIGHT = ("group", "dynamic", True), ("weight", "static", False)
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerForm:
+    """`StoredForm` of whole numbers."""
+
+    bits: int
+    packed: bool  # in words of 32 bits along the inputs, with 2 ** (bits - 1) added; else a number in a byte
+    strategy: str  # what has a scale: the tensor, a channel (an output), a group of an output's inputs
+    group: int | None  # inputs that share a scale; None: all
+    symmetric: bool
+    ordered: bool = False  # inputs have their group in `weight_g_idx`
+
+    @property
+    def spare(self) -> tuple[str, ...]:
+        return ("weight_shape", "weight_g_idx")
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.ROUNDED_INPUTS
+
+    def method(self) -> LinearMethod:
+        from oarlock.workers.quantization.readers.compressed_tensors import IntegerReader
+        from oarlock.workers.quantization.readers.grouped_method import GroupedLinearMethod
+
+        return GroupedLinearMethod(IntegerReader(self.bits, self.packed, self.group, self.symmetric))
+
+    def tensors(self, rows: int, inputs: int) -> Mapping[str, StoredTensor]:
+        in_word = 32 // self.bits
+        groups = inputs // (self.group or inputs)
+        found = {
+            "weight_scale": _scales(self.strategy, rows, groups),
+            "weight_g_idx": stored(("I32", "I64"), inputs, required=self.ordered),
+            "weight_shape": stored(("I64", "I32"), 2, required=False),
+        }
+        if self.packed:
+            found["weight_packed"] = stored("I32", rows, -(-inputs // in_word))
+        else:
+            found["weight"] = stored("I8", rows, inputs)
+        if not self.symmetric:
+            packed, plain = stored("I32", -(-rows // in_word), groups), stored("I8", rows, groups)
+            found["weight_zero_point"] = packed if self.packed else plain
+        return found
+
+    def check(self, module: str, rows: int, inputs: int) -> None:
+        check_divides(module, "groups", inputs, self.group or inputs)
+
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
+        return whole_number_bytes(rows, inputs, self.bits, self.group, offsets=not self.symmetric)
+
+
+@dataclass(frozen=True, slots=True)
+class FloatForm:
+    """`StoredForm` of float8 with a scale for each output or for a group of its inputs."""
+
+    strategy: str  # channel | group
+    group: int | None
+    rounds_rows: bool  # of inputs, as the settings have it
+
+    @property
+    def spare(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.FLOAT8_INPUTS if self.rounds_rows and self.group is None else Arithmetic.EXACT_INPUTS
+
+    def method(self) -> LinearMethod:
+        from oarlock.workers.quantization.readers.fp8 import FP8LinearMethod
+
+        return FP8LinearMethod("weight_scale", (1, self.group), rounds_rows=self.rounds_rows)
+
+    def tensors(self, rows: int, inputs: int) -> Mapping[str, StoredTensor]:
+        groups = inputs // (self.group or inputs)
+        return {"weight": stored(FLOAT8, rows, inputs), "weight_scale": _scales(self.strategy, rows, groups)}
+
+    def check(self, module: str, rows: int, inputs: int) -> None:
+        check_divides(module, "groups", inputs, self.group or inputs)
+
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
+        return fp8_bytes(rows, inputs, self.group or inputs)
+
+
+def _scales(strategy: str, rows: int, groups: int) -> StoredTensor:
+    shapes: dict[str, tuple[tuple[int | None, ...], ...]] = {
+        "tensor": ((), (1,)), "channel": ((rows, 1), (rows,)), "group": ((rows, groups),)
+    }  # fmt: skip
+    return StoredTensor(SCALES, shapes[strategy])
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Modules of one form."""
+
+    targets: tuple[str, ...]  # names, kinds of layers, or patterns after `re:`
+    form: StoredForm
+
+    def has(self, module: str) -> bool:
+        return any(_matches(target, module) for target in self.targets)
+
+    @property
+    def describes_all(self) -> bool:
+        return "Linear" in self.targets
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensorsScheme:
+    """`Scheme` of compressed-tensors."""
+
+    description: str
+    groups: tuple[_Group, ...]
+
+    def form_of(self, module: str) -> StoredForm | None:
+        """A name or a pattern goes before a kind of layer."""
+        named = [group.form for group in self.groups if group.has(module)]
+        return next(iter(named + [group.form for group in self.groups if group.describes_all]), None)
+
+
+def compressed_tensors(settings: Settings) -> CompressedTensorsScheme:
+    """Parses compressed-tensors' settings. Raises `StartupError` for those that are not served."""
+    sparsity = settings.table("sparsity_config")
+    sparsity.one_of(("format",), "dense", ("dense",))
+    settings.refuse("transform_config", ({}, {"config_groups": {}}))
+    outer = settings.one_of(("format",), _PACKED, _FORMATS)
+    tables = settings.tables("config_groups")
+    if not tables:
+        raise settings.unsupported("config_groups", settings.get("config_groups"))
+    groups, kinds = [], []
+    for table in tables:
+        weights = table.table("weights")
+        if not weights.raw:
+            raise table.unsupported("weights", table.get("weights"))
+        rounds_rows = _has_activations(table)
+        own = table.one_of(("format",), outer, _FORMATS)
+        kind = weights.one_of(("type",), "int", ("int", "float"))
+        form = _integers(weights, own) if kind == "int" else _floats(weights, own, rounds_rows)
+        targets = tuple(table.words("targets"))
+        _check_patterns(table, targets)
+        groups.append(_Group(targets, form))
+        kinds.append(_described(form))
+    return CompressedTensorsScheme(f"compressed-tensors ({'; '.join(dict.fromkeys(kinds))})", tuple(groups))
+
+
+def _integers(weights: Settings, own: str) -> IntegerForm:
+    bits = weights.one_of(("num_bits",), 8, (4, 8))
+    group, strategy = _group(weights, ("tensor", "channel", "group"))
+    if own == _FLOATS:
+        raise weights.unsupported("type", "int", f"Repair the settings: format {own!r} is of another type.")
+    ordered = weights.one_of(("actorder",), False, (*_BY_GROUP, *_BY_WEIGHT)) in _BY_GROUP
+    if ordered and group is None:
+        raise weights.unsupported("actorder", weights.get("actorder"), "Repair the settings: there are no groups.")
+    return IntegerForm(bits, own == _PACKED, strategy, group, weights.flag("symmetric", default=True), ordered)
+
+
+def _floats(weights: Settings, own: str, rounds_rows: bool) -> FP8Form | FloatForm:
+    weights.one_of(("num_bits",), 8, (8,))
+    weights.one_of(("symmetric",), True, (True,))
+    weights.one_of(("actorder",), False, _BY_WEIGHT)
+    if own in (_PACKED, _INTEGERS):
+        raise weights.unsupported("type", "float", f"Repair the settings: format {own!r} is of another type.")
+    group, strategy = _group(weights, ("tensor", "channel", "group", "block"))
+    if strategy == "block":
+        return FP8Form(block_of(weights, "block_structure"), "weight_scale", rounds_rows)
+    if strategy == "tensor":
+        return FP8Form(None, "weight_scale", rounds_rows)
+    return FloatForm(strategy, group, rounds_rows)
+
+
+def _group(weights: Settings, strategies: tuple[str, ...]) -> tuple[int | None, str]:
+    """(inputs that share a scale, None for all; the strategy), which may be given by a size of groups alone."""
+    size = weights.group_size(("group_size",), -1)
+    implied = "group" if size is not None else "channel" if weights.get("group_size") == -1 else "tensor"
+    strategy = weights.one_of(("strategy",), implied, strategies)
+    if strategy == "group" and size is None:
+        raise weights.unsupported("group_size", weights.get("group_size"), "Repair the settings.")
+    return (size if strategy == "group" else None), strategy
+
+
+def _has_activations(table: Settings) -> bool:
+    """Whether activations are rounded. Raises `StartupError` for others than dynamic ones of 8 bits, for which kernels
+    or scales are missing."""
+    if table.get("output_activations") is not None:
+        raise table.unsupported("output_activations", table.get("output_activations"))
+    if table.get("input_activations") is None:
+        return False
+    inputs = table.table("input_activations")
+    inputs.one_of(("num_bits",), 8, (8,))
+    if inputs.get("dynamic") is not True:
+        raise inputs.unsupported(
+            "dynamic", inputs.get("dynamic"), f"Activations with stored scales are not served. {USE_ANOTHER}"
+        )
+    return True
+
+
+def _check_patterns(table: Settings, targets: tuple[str, ...]) -> None:
+    for target in targets:
+        try:
+            re.compile(target.removeprefix("re:")[:_LONGEST_PATTERN])
+        except re.error as error:
+            raise table.unsupported("targets", f"a pattern with {error}") from error
+
+
+def _matches(target: str, module: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:")[:_LONGEST_PATTERN], module) is not None
+    return target == module
+
+
+def _described(form: IntegerForm | FP8Form | FloatForm) -> str:
+    if isinstance(form, FP8Form):
+        return form.description
+    what = "fp8" if isinstance(form, FloatForm) else f"{form.bits} bits"
+    return f"{what}, {'a scale for each ' + form.strategy if form.group is None else f'groups of {form.group}'}"

@@ -1,0 +1,73 @@
+"""FP8: weights in float8 (e4m3) with a scale for the tensor or for each block, as DeepSeek and Qwen3 publish them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from oarlock.workers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, stored
+from oarlock.workers.quantization.formats.settings import USE_ANOTHER, Settings
+from oarlock.workers.quantization.formats.sizes import fp8_bytes
+
+if TYPE_CHECKING:
+    from oarlock.workers.quantization.method import LinearMethod
+
+FLOAT8 = "F8_E4M3"
+
+
+@dataclass(frozen=True, slots=True)
+class FP8Form:
+    """`StoredForm`, and the `Scheme` of every module."""
+
+    block: tuple[int, int] | None  # outputs and inputs; None: one scale for the tensor
+    scale: str = "weight_scale_inv"  # multiplies, whatever its name says
+    rounds_rows: bool = True  # of inputs, as the settings have it
+
+    @property
+    def description(self) -> str:
+        return f"fp8 ({'one scale' if self.block is None else f'blocks of {self.block[0]} x {self.block[1]}'})"
+
+    def form_of(self, module: str) -> FP8Form:
+        return self
+
+    @property
+    def spare(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.FLOAT8_INPUTS if self.rounds_rows and self.block is None else Arithmetic.EXACT_INPUTS
+
+    def method(self) -> LinearMethod:
+        from oarlock.workers.quantization.readers.fp8 import FP8LinearMethod
+
+        return FP8LinearMethod(self.scale, self.block, rounds_rows=self.rounds_rows)
+
+    def tensors(self, rows: int, inputs: int) -> Mapping[str, StoredTensor]:
+        if self.block is None:
+            return {"weight": stored(FLOAT8, rows, inputs), self.scale: StoredTensor(SCALES, ((), (1,)))}
+        height, width = self.block
+        scales = stored(SCALES, -(-rows // height), -(-inputs // width))
+        return {"weight": stored(FLOAT8, rows, inputs), self.scale: scales}
+
+    def check(self, module: str, rows: int, inputs: int) -> None:
+        """Accepts all lengths: the last blocks may be smaller than the others."""
+
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
+        return fp8_bytes(rows, inputs, inputs if self.block is None else self.block[1])
+
+
+def fp8(settings: Settings) -> FP8Form:
+    """Parses the settings of weights in float8. Raises `StartupError` for those that are not served."""
+    settings.one_of(("activation_scheme",), "dynamic", ("dynamic",))
+    settings.one_of(("fmt",), "e4m3", ("e4m3",))
+    block = settings.get("weight_block_size")
+    return FP8Form(None, "weight_scale") if block is None else FP8Form(block_of(settings, "weight_block_size"))
+
+
+def block_of(settings: Settings, key: str) -> tuple[int, int]:
+    block = settings.get(key)
+    if not isinstance(block, list) or len(block) != 2 or not all(type(x) is int and x > 0 for x in block):
+        raise settings.unsupported(key, block, f"It must be a number of outputs and one of inputs. {USE_ANOTHER}")
+    return block[0], block[1]

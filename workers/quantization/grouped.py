@@ -1,0 +1,216 @@
+"""Weights of few bits with a scale, and perhaps an offset, for each group of an output's inputs, as in checkpoints.
+
+Every product rounds each row of its inputs to 8 bits, as for weights of 8 bits per output. The sum of a group is of
+whole numbers, which is exact, and groups are added up in float32 in the order of inputs. `GroupedMatmul` is the
+reference, and the kernel equals it bit by bit.
+
+A scale is kept as a float16 times a power of two of its output. Scales that are float16 or bfloat16 in a checkpoint are
+kept exactly; others, such as the products of two scales of Q4_K, lose at most a relative 2**-11. An offset is kept as
+the multiple of its scale, in float16: exact where that is a whole number, as the zero points of GPTQ and AWQ are; else
+it loses at most a relative 2**-11 as well.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
+from oarlock.workers.kernels.cpu.grouped_gemm import PackedGrouped
+from oarlock.workers.quantization.groups import group_in_slices, kernel_group, pieces_of
+from oarlock.workers.quantization.int8 import round_rows
+from oarlock.workers.quantization.matmul import ACTIVATIONS, GatedMatmul, Matmul
+from oarlock.workers.quantization.weight_only import WeightOnly, of_groups
+
+# The largest scale of an output lies below 2 ** 15, so that it can be rounded up. Just below 2 ** 16 it could not, and
+# a rank that holds other inputs of the output, and so has another largest scale, would round it differently.
+_LARGEST_EXPONENT = 15
+_MOST_MULTIPLES = 32768.0  # of a scale, that an offset is kept as
+_SMALLEST_EXPONENT = -100  # smaller scales lose bits: their output is zero but for rounding
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroups:
+    """weight[n, k] = (values[n, k] + zeros[n, k // group]) * scales[n, k // group] * factors[n]."""
+
+    values: Tensor  # int8 [N, K]
+    scales: Tensor  # float16 [N, groups]
+    zeros: Tensor | None  # float16 [N, groups]
+    factors: Tensor  # float32 [N], powers of two
+    group: int
+
+    def dequantised(self) -> Tensor:
+        """float32 [N, K]."""
+        group_of = torch.arange(self.values.shape[1]) // self.group
+        values = self.values.float()
+        if self.zeros is not None:
+            values = values + self.zeros.float()[:, group_of]
+        return values * self.scales.float()[:, group_of] * self.factors.unsqueeze(1)
+
+    def rows(self, ids: Tensor) -> "StoredGroups":
+        """Groups of the outputs `ids` alone."""
+        zeros = None if self.zeros is None else self.zeros[ids]
+        return StoredGroups(self.values[ids], self.scales[ids], zeros, self.factors[ids], self.group)
+
+
+def stored_groups(values: Tensor, scales: Tensor, offsets: Tensor | None, group: int) -> StoredGroups:
+    """Numbers as `StoredGroups` keeps them: int8 [N, K], scales float32 [N, groups], offsets [N, groups] or None.
+
+    A group whose offset is more than 32,768 times its scale, as where the scale is zero, becomes its offset alone.
+    """
+    scales = scales.float()
+    zeros = None
+    if offsets is not None:
+        alone = offsets.abs() > _MOST_MULTIPLES * scales.abs()  # [N, groups]
+        if alone.any():
+            scales = torch.where(alone, offsets, scales)
+            values = torch.where(alone.repeat_interleave(group, 1)[:, : values.shape[1]], 0, values)
+    _, exponents = torch.frexp(scales.abs().amax(1))
+    exponents = exponents.clamp(min=_SMALLEST_EXPONENT) - _LARGEST_EXPONENT
+    factors = torch.pow(2.0, exponents.double()).unsqueeze(1)  # [N, 1]
+    halves = (scales.double() / factors).half()
+    if offsets is not None:
+        zeros = torch.where(halves == 0, 0.0, offsets.double() / (halves.double() * factors)).half()
+    return StoredGroups(values, halves, zeros, factors.squeeze(1).float(), group)
+
+
+class GroupedMatmul:
+    """`x @ weight.T + bias (+ residual)` with torch's operations: [T, K] -> [T, N]."""
+
+    def __init__(
+        self,
+        weight: StoredGroups,
+        order: Tensor | None,
+        dtype: torch.dtype,
+        bias: Tensor | None,
+        *,
+        float32_output: bool = False,
+        slices: int = 1,
+    ) -> None:
+        """`order` int64 [K]: input number k of the weight is input order[k] of x; `dtype` of x, bias and results."""
+        self.weight = weight
+        self.order = order
+        self.dtype = torch.float32 if float32_output else dtype
+        self.bias = bias  # [N]
+        inputs = weight.values.shape[1]
+        self.length = inputs // slices
+        unit = kernel_group(group_in_slices(inputs, weight.group, slices))
+        self.slices = pieces_of(inputs, weight.group, slices, unit)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.sums(x, residual).to(self.dtype)
+
+    def sums(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The result before it is rounded: float32 [T, N]."""
+        if self.order is not None:
+            x = x[:, self.order]
+        parts = x.split(self.length, 1)
+        y = tree_sum([self._slice(part, pieces) for part, pieces in zip(parts, self.slices, strict=True)])
+        for addend in (self.bias, residual):
+            if addend is not None:
+                y = y + addend.float()
+        return y
+
+    def _slice(self, x: Tensor, pieces: list[tuple[int, int]]) -> Tensor:
+        weight = self.weight
+        rows, row_scales = round_rows(x)
+        y = torch.zeros(len(x), len(weight.values))
+        first = pieces[0][0]
+        for start, stop in pieces:
+            group = start // weight.group
+            here = rows[:, start - first : stop - first].float()
+            whole = here @ weight.values[:, start:stop].float().T  # [T, N], exact: below 2 ** 24
+            if weight.zeros is not None:
+                whole = whole + here.sum(1, keepdim=True) * weight.zeros[:, group].float()  # the product is exact too
+            y = y + whole * weight.scales[:, group].float()
+        return y * weight.factors * row_scales.unsqueeze(1)
+
+
+class GroupedGatedMatmul:
+    """`activation(x @ gate.T) * (x @ up.T)` with torch's operations: [T, K] -> [T, I]."""
+
+    def __init__(
+        self, weight: StoredGroups, order: Tensor | None, dtype: torch.dtype, bias: Tensor | None, activation: str
+    ) -> None:
+        """`weight` [2 * I, K]: gate above up."""
+        self.both = GroupedMatmul(weight, order, dtype, bias)
+        self.activation = ACTIVATIONS[activation].function
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.both.sums(x).chunk(2, 1)
+        return (self.activation(gate) * up).to(self.both.dtype)
+
+
+class GroupedWeight:
+    """`LinearWeight` of whole numbers and their groups' scales."""
+
+    def __init__(
+        self,
+        values: Tensor,
+        scales: Tensor,
+        group: int,
+        dtype: torch.dtype,
+        *,
+        offsets: Tensor | None = None,
+        bits: int,
+        order: Tensor | None = None,
+    ) -> None:
+        """weight[n, k] = values[n, k] * scales[n, k // group] + offsets[n, k // group].
+
+        `values` int8 [N, K], from -8 to 7 for 4 `bits` or from -128 to 127 for 8; `scales` and `offsets` float32
+        [N, ceil(K / group)]; `group` a multiple of 16. `order` int64 [K]: input number k of the values is input
+        order[k] of x; one may come again where the weight is zero. `dtype` is the one that the model computes in.
+        """
+        assert bits in (4, 8) and values.dtype == torch.int8 and group % 16 == 0
+        groups = (len(values), -(-values.shape[1] // group))
+        assert scales.shape == groups and (offsets is None or offsets.shape == groups)
+        self.weight = stored_groups(values, scales, offsets, group)
+        self.bits = bits
+        self.order = order
+        self.dtype = dtype
+
+    def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False, slices: int = 1) -> Matmul:
+        if library.why_not(self.dtype) is not None:
+            return GroupedMatmul(
+                self.weight, self.order, self.dtype, bias, float32_output=float32_output, slices=slices
+            )
+        return CppPackedMatmul(self.packed(slices=slices), self.dtype, bias, float32_output=float32_output)
+
+    def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
+        if library.why_not(self.dtype) is not None:
+            return GroupedGatedMatmul(self.weight, self.order, self.dtype, bias, activation)
+        return CppPackedGatedMatmul(self.packed(gated=True), self.dtype, bias, activation)
+
+    def packed(self, *, slices: int = 1, gated: bool = False, kind: int | None = None) -> PackedGrouped:
+        """The weight packed as the kernel reads it; `kind`: None for the fastest."""
+        weight = self.weight
+        inputs = weight.values.shape[1]
+        unit = kernel_group(group_in_slices(inputs, weight.group, slices))
+        return PackedGrouped(
+            weight.values,
+            weight.scales,
+            weight.zeros,
+            weight.factors,
+            weight.group,
+            bits=self.bits,
+            pieces=pieces_of(inputs, weight.group, slices, unit),
+            kernel_group=unit,
+            order=self.order,
+            gated=gated,
+            kind=kind,
+        )
+
+    def embed(self, ids: Tensor) -> Tensor:
+        rows = self.weight.rows(ids).dequantised()
+        if self.order is not None:
+            rows = torch.empty_like(rows).index_copy_(1, self.order, rows)
+        return rows.to(self.dtype)
+
+    def on(self, device: torch.device) -> WeightOnly:
+        weight, order = self.weight, None if self.order is None else self.order.to(device)
+        stored = of_groups(
+            weight.values.to(device), weight.scales, weight.zeros, weight.factors, weight.group, self.bits
+        )
+        return WeightOnly(stored, self.dtype, order)

@@ -1,0 +1,144 @@
+"""Weights rounded to 8 bits at load, with one scale for each output (`--quantization int8`).
+
+A product rounds each row of its inputs to 8 bits as well, and adds up products of whole numbers, which is exact. So its
+bits do not depend on the order of additions: `Int8Matmul` is the reference, and the kernel equals it bit by bit.
+"""
+
+import torch
+from torch import Tensor
+
+from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
+from oarlock.workers.kernels.cpu.int8_gemm import PackedInt8
+from oarlock.workers.quantization.matmul import ACTIVATIONS, GatedMatmul, Matmul
+from oarlock.workers.quantization.shard import Empty, WeightShard
+from oarlock.workers.quantization.unquantized import DenseWeight
+from oarlock.workers.quantization.weight_only import WeightOnly, of_channels
+from oarlock.workers.weights.source import WeightSource
+
+_LARGEST = 127.0
+_SMALLEST = 1e-30  # a row without a larger number is all zeros: its scale has no inverse
+_ROWS_AT_ONCE = 1024  # of a weight, in float32
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row [K] of `x` as whole numbers from -127 to 127 and the scale that they are multiples of.
+
+    `x` [T, K] -> int8 [T, K], float32 [T]. A row with NaN or infinity has the scale NaN.
+    """
+    x = x.float()
+    size = x.abs().amax(1)
+    largest = torch.full_like(size, _LARGEST)  # a tensor: torch may multiply by the inverse of a plain number
+    scales = torch.where(size.isfinite(), size / largest, float("nan"))
+    inverse = torch.where(size > _SMALLEST, largest / size, 0.0)
+    return (x * inverse.unsqueeze(1)).round_().nan_to_num_(0.0).to(torch.int8), scales
+
+
+class Int8Matmul:
+    """`x @ weight.T + bias (+ residual)` with torch's operations: [T, K] -> [T, N]."""
+
+    def __init__(
+        self,
+        values: Tensor,
+        scales: Tensor,
+        dtype: torch.dtype,
+        bias: Tensor | None,
+        *,
+        float32_output: bool = False,
+        slices: int = 1,
+    ) -> None:
+        """`values` int8 [N, K], `scales` float32 [N]; `dtype` of x, bias and results.
+
+        `slices`: see `LinearWeight.matmul`.
+        """
+        self.values = values
+        self.scales = scales
+        self.dtype = torch.float32 if float32_output else dtype
+        self.bias = bias  # [N]
+        self.slices = slices
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.sums(x, residual).to(self.dtype)
+
+    def sums(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The result before it is rounded: float32 [T, N]."""
+        slices = zip(x.chunk(self.slices, 1), self.values.chunk(self.slices, 1), strict=True)
+        y = tree_sum([self._slice(part, values) for part, values in slices])
+        for addend in (self.bias, residual):
+            if addend is not None:
+                y = y + addend.float()
+        return y
+
+    def _slice(self, x: Tensor, values: Tensor) -> Tensor:
+        rows, scales = round_rows(x)
+        whole = rows.double() @ values.double().T  # [T, N], exact
+        return whole.float() * self.scales * scales.unsqueeze(1)
+
+
+class Int8GatedMatmul:
+    """`activation(x @ gate.T) * (x @ up.T)` with torch's operations: [T, K] -> [T, I]."""
+
+    def __init__(
+        self, values: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None, activation: str
+    ) -> None:
+        """`values` int8 [2 * I, K]: gate above up."""
+        self.both = Int8Matmul(values, scales, dtype, bias)
+        self.activation = ACTIVATIONS[activation].function
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.both.sums(x).chunk(2, 1)
+        return (self.activation(gate) * up).to(self.both.dtype)
+
+
+class Int8Weight:
+    """`LinearWeight` of whole numbers and scales."""
+
+    def __init__(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        """`values` int8 [N, K], also -128; `scales` float32 [N]; `dtype` is the one that the model computes in."""
+        self.values = values
+        self.scales = scales
+        self.dtype = dtype
+
+    def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False, slices: int = 1) -> Matmul:
+        if library.why_not(self.dtype) is not None:
+            return Int8Matmul(self.values, self.scales, self.dtype, bias, float32_output=float32_output, slices=slices)
+        packed = PackedInt8(self.values, self.scales, slices=slices)
+        return CppPackedMatmul(packed, self.dtype, bias, float32_output=float32_output)
+
+    def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
+        if library.why_not(self.dtype) is not None:
+            return Int8GatedMatmul(self.values, self.scales, self.dtype, bias, activation)
+        packed = PackedInt8(self.values, self.scales, gated=True)
+        return CppPackedGatedMatmul(packed, self.dtype, bias, activation)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return (self.values[ids].float() * self.scales[ids].unsqueeze(1)).to(self.dtype)
+
+    def on(self, device: torch.device) -> WeightOnly:
+        return WeightOnly(of_channels(self.values.to(device), self.scales.to(device)), self.dtype)
+
+
+class Int8LinearMethod:
+    """Reads a weight in the dtype that it is stored in, and rounds it."""
+
+    def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> Int8Weight:
+        # The scale of an output is that of its whole row: then its weights are the same at every number of ranks.
+        whole = shard.take(weights, empty, whole_rows=True)
+        here = slice(shard.first_input, shard.first_input + shard.local_inputs)
+        values = torch.empty((shard.rows, shard.local_inputs), dtype=torch.int8, device=whole.device)
+        scales = torch.empty(shard.rows, device=whole.device)
+        for row in range(0, shard.rows, _ROWS_AT_ONCE):
+            part = slice(row, row + _ROWS_AT_ONCE)
+            rounded, scales[part] = round_rows(whole[part])
+            values[part] = rounded[:, here]
+        return Int8Weight(values, scales, whole.dtype)
+
+    def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
+        """As `QuantisedLinearMethod.dequantised`."""
+        weight = self.load(shard, weights, empty)
+        into = empty(shard.rows, shard.local_inputs)
+        for row in range(0, shard.rows, _ROWS_AT_ONCE):
+            part = slice(row, row + _ROWS_AT_ONCE)
+            into[part] = weight.values[part].float().mul_(weight.scales[part].unsqueeze(1))
+        return DenseWeight(into)

@@ -1,0 +1,242 @@
+"""Products with a constant weight: plain, or with the weight packed once for a CPU kernel.
+
+Layers call `matmul` or `gated_matmul` after loading and use what these return; other forms of weights (quantised ones,
+other kernels) are added here. Nothing here knows about ranks.
+
+Why packed: `F.linear` with few rows rearranges the weight at every call; a packed weight is read in the kernel's own
+order. Batch invariance: the bits of a row do not depend on the other rows, with our kernel for any number of rows and
+with oneDNN from two rows on. Whether one row alone differs is measured for each size (`row_invariance.py`).
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul, can_serve
+from oarlock.workers.kernels.triton import availability
+from oarlock.workers.quantization.row_invariance import PairedRows, needs_second_row
+
+_log = logging.getLogger(__name__)
+
+# Elements per partial sum in float32: oneDNN adds the products of a whole row one after the other, with up to twice the
+# rounding error of a sum in blocks. (bfloat16 products are summed in float32, far more exact than the rounded result.)
+FLOAT32_BLOCK = 256
+_ROWS_HINT = 32  # rows; decides only the layout of the packed weight, not the results
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """An activation function in torch, and by oneDNN's names for a product that applies it before rounding."""
+
+    function: Callable[[Tensor], Tensor]
+    attribute: str  # of oneDNN's post-op
+    algorithm: str = ""
+
+
+# by the names that `DecoderSpec.activation` uses
+ACTIVATIONS = {
+    "silu": Activation(F.silu, "swish"),
+    "gelu_tanh": Activation(partial(F.gelu, approximate="tanh"), "gelu", "tanh"),
+}
+
+
+class Matmul(Protocol):
+    """`x @ weight.T + bias (+ residual)`: x [T, K], weight [N, K], residual [T, N] -> [T, N]."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor: ...
+
+
+@runtime_checkable
+class ReadableMatmul(Matmul, Protocol):
+    """A product whose weight can be read row by row in the form that it keeps."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` int64 [T] of the weight: [T, K]."""
+
+
+class GatedMatmul(Protocol):
+    """`activation(x @ gate.T) * (x @ up.T)`: x [T, K], gate and up [I, K] -> [T, I]."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class PlainMatmul:
+    """`F.linear`, for every device and dtype; tests compare the packed forms with it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight  # [N, K]
+        self.bias = bias  # [N]
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        return y if residual is None else y.add_(residual)
+
+
+class Float32Matmul:
+    """A product of 16-bit inputs on a device, whose sums in float32 are given out as they are, without a bias."""
+
+    def __init__(self, weight: Tensor, multiply: Callable[..., Tensor] = torch.mm) -> None:
+        """`multiply(x, y, out_dtype=)`: `torch.mm`, which has it on CUDA only."""
+        self.weight, self._multiply = weight, multiply  # [N, K]
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = self._multiply(x, self.weight.t(), out_dtype=torch.float32)
+        return y if residual is None else y.add_(residual)
+
+
+class PackedMatmul:
+    """A product with a weight in oneDNN's own layout. The plain weight is not kept."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, whole: bool = False) -> None:
+        """`whole`: one block whatever the dtype, so that a fused activation gets the complete sum."""
+        columns = weight.shape[1]
+        block = FLOAT32_BLOCK if weight.dtype == torch.float32 and not whole else columns
+        self.bias = bias
+        self.starts = list(range(0, columns, block))
+        self.ends = [min(start + block, columns) for start in self.starts]
+        self.blocks = [_pack(weight[:, start:end]) for start, end in zip(self.starts, self.ends, strict=True)]
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        pointwise = torch.ops.mkldnn._linear_pointwise
+        if len(self.blocks) == 1:
+            if residual is None:
+                return pointwise(x, self.blocks[0], self.bias, "none", [], "")
+            return pointwise.binary(x, residual, self.blocks[0], self.bias, "add")
+        y = pointwise(x[:, : self.ends[0]], self.blocks[0], self.bias, "none", [], "")
+        for start, end, packed in zip(self.starts[1:], self.ends[1:], self.blocks[1:], strict=True):
+            y = pointwise.binary(x[:, start:end], y, packed, None, "add")
+        return y if residual is None else y.add_(residual)
+
+
+class SlicedMatmul:
+    """A product with its inputs cut into slices, whose results are added as in `tree_sum`, in float32."""
+
+    def __init__(
+        self, slices: Sequence[Matmul], bias: Tensor | None, dtype: torch.dtype, *, float32_output: bool = False
+    ) -> None:
+        """`slices`: a product with each slice of the weight, without bias. `dtype` of `bias` [N] and results."""
+        self.slices = slices
+        self.bias = bias
+        self.dtype = torch.float32 if float32_output else dtype
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        inputs = x.chunk(len(self.slices), 1)
+        y = tree_sum([product(part).float() for product, part in zip(self.slices, inputs, strict=True)])
+        for addend in (self.bias, residual):
+            if addend is not None:
+                y = y + addend.float()
+        return y.to(self.dtype)
+
+
+def gated(activation: str, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """`activation(gate) * up` of products [T, 2 * I], gate before up -> [T, I]: by a kernel in Triton where it runs."""
+    if availability.can_serve(device):
+        from oarlock.workers.kernels.triton.activation import gated as one_kernel
+
+        return partial(one_kernel, activation=activation)
+    return partial(gated_with_torch, activation=activation)
+
+
+def gated_with_torch(y: Tensor, activation: str) -> Tensor:
+    """Computes `gated` by torch's operations, which round twice; tests compare the kernel with it."""
+    gate, up = y.chunk(2, -1)
+    return ACTIVATIONS[activation].function(gate).mul_(up)
+
+
+class PlainGatedMatmul:
+    """One product with gate and up stacked, then the activation."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+        self.both = PlainMatmul(weight, bias)
+        self.gated = gated(activation, weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.gated(self.both(x))
+
+
+class PackedGatedMatmul:
+    """Two products with fused activation and multiplication (oneDNN post-ops), which also round less often.
+
+    As fast as one stacked product and two small operations or faster, measured at every number of rows. A separate
+    activation would not be batch-invariant: torch computes the last few elements of an array, and of each thread's
+    part of it, with another exponential function.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+        gate, up = weight.chunk(2)
+        gate_bias, up_bias = (None, None) if bias is None else (part.clone() for part in bias.chunk(2))
+        self.gate = PackedMatmul(gate, gate_bias, whole=True)
+        self.up = PackedMatmul(up, up_bias)
+        self.activation = ACTIVATIONS[activation]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        pointwise, act = torch.ops.mkldnn._linear_pointwise, self.activation
+        gate = pointwise(x, self.gate.blocks[0], self.gate.bias, act.attribute, [], act.algorithm)
+        if len(self.up.blocks) > 1:
+            return gate.mul_(self.up(x))
+        return pointwise.binary(x, gate, self.up.blocks[0], self.up.bias, "mul")
+
+
+def matmul(weight: Tensor, bias: Tensor | None = None, *, float32_output: bool = False, slices: int = 1) -> Matmul:
+    """The fastest product for `weight` [N, K] and `bias` [N]; the caller should not keep `weight`.
+
+    `float32_output`: results stay float32 where the kernel sums in float32 and would round them. `slices`: see
+    `LinearWeight.matmul`.
+    """
+    if can_serve(weight):
+        return CppMatmul(weight, bias, float32_output=float32_output, slices=slices)
+    if weight.device.type != "cpu":  # in one piece: nothing is promised there of bits at other numbers of ranks
+        wide = float32_output and bias is None and weight.dtype != torch.float32
+        return Float32Matmul(weight) if wide else PlainMatmul(weight, bias)
+    if slices > 1:
+        parts = [matmul(part) for part in weight.chunk(slices, 1)]
+        return SlicedMatmul(parts, bias, weight.dtype, float32_output=float32_output)
+    kind = PackedMatmul if can_pack(weight.dtype, weight.device.type) else PlainMatmul
+    product = kind(weight, bias)
+    return PairedRows(product) if _needs_pairs(product, weight, kind, bias is None, adds=True) else product
+
+
+def gated_matmul(weight: Tensor, bias: Tensor | None, activation: str) -> GatedMatmul:
+    """The fastest gated product for `weight` [2 * I, K] and `bias` [2 * I] with the gate's rows first, then up's."""
+    if can_serve(weight):
+        return CppGatedMatmul(weight, bias, activation)
+    kind = PackedGatedMatmul if can_pack(weight.dtype, weight.device.type) else PlainGatedMatmul
+    product = kind(weight, bias, activation)
+    gate = weight[: weight.shape[0] // 2]
+    return PairedRows(product) if _needs_pairs(product, gate, kind, bias is None, activation) else product
+
+
+def holds_weight(product: Matmul) -> bool:
+    """Whether the product uses the tensor it was made from, without a packed copy."""
+    inner = product.product if isinstance(product, PairedRows) else product
+    return isinstance(inner, PlainMatmul | Float32Matmul)
+
+
+def _needs_pairs(product: Callable[..., Tensor], weight: Tensor, *kind: object, adds: bool = False) -> bool:
+    """Whether one row must be computed as two, for the bits of a batch. Only on the CPU: others do not promise them."""
+    return weight.device.type == "cpu" and needs_second_row(product, weight, *kind, adds=adds)
+
+
+@cache
+def can_pack(dtype: torch.dtype, device: str) -> bool:
+    """Whether oneDNN in this build of torch packs weights of `dtype` on this processor; tried once per process."""
+    if device != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        weight = torch.ones((16, 16), dtype=dtype)
+        PackedMatmul(weight, None)(weight, weight)
+    except (RuntimeError, AttributeError) as reason:
+        _log.info("weights stay unpacked dtype=%s reason=%s", dtype, str(reason).splitlines()[0])
+        return False
+    return True
+
+
+def _pack(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)

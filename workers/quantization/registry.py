@@ -1,0 +1,84 @@
+"""The forms that weights of products can have, by name: what each takes in memory, and the method that reads it.
+
+Torch-free: memory is counted before any rank starts. A new form is one file beside this one and one entry here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from oarlock.workers.quantization.formats.form import Arithmetic
+
+if TYPE_CHECKING:
+    from oarlock.workers.quantization.method import LinearMethod
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """One form of weights that are stored in floating point: a `Form`, and the `WeightForms` of a model."""
+
+    method: Callable[[], LinearMethod]
+    bits: int | None = None  # of one weight; None: those of the dtype that the model computes in
+    bytes_per_row: int = 0  # beside the weights, for each output
+    group: int = 1  # inputs that are stored together; shards begin where a group does, and rows are filled up to one
+    bytes_per_group: int = 0  # beside the weights
+    head: Quantization | None = None  # of the output head and the embedding; None: this one
+
+    @property
+    def of_head(self) -> Quantization:
+        """The form of the head's weight."""
+        return self.head or self
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.DENSE if self.bits is None else Arithmetic.ROUNDED_INPUTS
+
+    def form_of(self, module: str) -> Quantization:
+        """This form, which is that of every module."""
+        return self
+
+    def ignores(self, name: str) -> bool:
+        """False: rounding at load leaves no tensor of a checkpoint unused."""
+        return False
+
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
+        """Bytes of a weight [rows, inputs] whose model computes in a dtype of `item_bytes`."""
+        groups = -(-inputs // self.group)
+        stored = groups * self.group
+        row = stored * item_bytes if self.bits is None else -(-stored * self.bits // 8)
+        return rows * (row + groups * self.bytes_per_group + self.bytes_per_row)
+
+    def cuts(self, inputs: int, parts: int) -> bool:
+        """Whether `inputs` can be cut into so many equal parts."""
+        return parts == 1 or (inputs // parts) % self.group == 0
+
+
+def _unquantized() -> LinearMethod:
+    from oarlock.workers.quantization.unquantized import UnquantizedLinearMethod
+
+    return UnquantizedLinearMethod()
+
+
+def _int8() -> LinearMethod:
+    from oarlock.workers.quantization.int8 import Int8LinearMethod
+
+    return Int8LinearMethod()
+
+
+def _int4() -> LinearMethod:
+    from oarlock.workers.quantization.int4 import Int4LinearMethod
+
+    return Int4LinearMethod()
+
+
+NONE = Quantization(_unquantized)
+_INT8 = Quantization(_int8, bits=8, bytes_per_row=8)  # a scale, and the sum that the kernel begins with
+QUANTIZATIONS = {
+    "none": NONE,
+    "int8": _INT8,
+    # A factor for each output, and a scale for each group. The head in 4 bits would add more to the perplexity than all
+    # layers do (docs/accuracy.md).
+    "int4": Quantization(_int4, bits=4, group=32, bytes_per_row=4, bytes_per_group=2, head=_INT8),
+}

@@ -1,0 +1,35 @@
+"""Weights in the dtype that the model computes in."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from oarlock.workers.quantization.matmul import GatedMatmul, Matmul, gated_matmul, matmul
+from oarlock.workers.quantization.shard import Empty, WeightShard
+from oarlock.workers.weights.source import WeightSource
+
+
+class DenseWeight:
+    """`LinearWeight` that is one tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor  # [N, K]
+
+    def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False, slices: int = 1) -> Matmul:
+        return matmul(self.tensor, bias, float32_output=float32_output, slices=slices)
+
+    def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
+        return gated_matmul(self.tensor, bias, activation)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.tensor)
+
+    def on(self, device: torch.device) -> "DenseWeight":
+        return DenseWeight(self.tensor.to(device))
+
+
+class UnquantizedLinearMethod:
+    """`LinearMethod` of ordinary checkpoints."""
+
+    def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
+        return DenseWeight(shard.take(weights, empty))

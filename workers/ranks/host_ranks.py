@@ -1,0 +1,283 @@
+"""The rank processes of one host: they get steps through one ring and answer through another, and end with it.
+
+owner --steps--> ring --> its ranks                     the answering rank --outputs--> ring --> owner
+owner <--control socket (JSON lines)--> each rank       rank <--collectives--> rank (shared memory, TCP or NCCL)
+
+Ranks have their numbers in the whole group everywhere. Does not know what is on other hosts: `group_ranks.py` does.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.control_channel import Control
+from oarlock.workers.distributed.shm_ring import (
+    ChannelClosedError,
+    RingLayout,
+    RingReader,
+    RingWriter,
+    anonymous_memory,
+)
+from oarlock.workers.distributed.topology import Topology
+from oarlock.workers.errors import WorkerError
+from oarlock.workers.kv_offload import KVReports
+from oarlock.workers.protocol import (
+    StepMetadata,
+    StepOutput,
+    max_output_bytes,
+    max_step_bytes,
+    pack_step,
+    unpack_output,
+    unpack_step,
+)
+from oarlock.workers.rank_processes import SERVES, RankProcess
+from oarlock.workers.ranks.first_cause import FirstCause
+from oarlock.workers.ranks.spawn_ranks import THE_ONLY_NODE, NodePlace, RankRings, describe_exit, spawn_ranks
+
+GRACE_S = 3.0  # for ranks to end by themselves
+GRACE_AFTER_FAILURE_S = 0.5  # they may wait for one that is lost
+_POLL_S = 0.001
+_KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network file system may never end
+
+
+class Place(NamedTuple):
+    """How far a rank has come, in growing numbers; the first that differs tells which of two ranks is behind."""
+
+    finished: int  # steps
+    vote: int
+    collective: int
+
+
+class HostRanks:
+    """Ranks of one host, driven by an executor. The constructor starts them; where that fails, nothing is left.
+
+    Methods that send, receive or wait raise `ChannelClosedError` when a rank has ended or raised; then `failure` says
+    which, and why.
+    """
+
+    steps: RingWriter
+    answers: RingReader | None  # None where nobody here reads them
+    kv_reports: KVReports | None = None  # None where no blocks are kept beyond the pool
+    last_words_s = 0.2  # a rank's pipe may end shortly before its last message arrives
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        ahead: Sequence[RankProcess] = (),
+        place: NodePlace = THE_ONLY_NODE,
+        relay: Control | None = None,
+    ) -> None:
+        """`ahead`: ranks whose processes run already. `relay`: on the first of several hosts, another reader of the
+        steps, which writes the answers where the answering rank is on another host. It gets its ends of the rings."""
+        topology = Topology.of(config)
+        self.numbers = topology.ranks_of(place.node)
+        self.answers = None
+        self._processes = [rank.process for rank in ahead]
+        self._controls = [rank.control for rank in ahead]
+        self._closed = False
+        self._first_cause = FirstCause()
+        try:
+            self._spawn(config, topology.answering_rank, ahead, place, relay)
+        except BaseException as error:
+            self.close(error if isinstance(error, Exception) else None, grace_s=0.0)
+            raise
+        self._open = list(self._controls)  # of ranks that have not ended, and what else has something to say
+
+    def _spawn(
+        self,
+        config: WorkerConfig,
+        answering: int,
+        ahead: Sequence[RankProcess],
+        place: NodePlace,
+        relay: Control | None,
+    ) -> None:
+        """Create the two rings, and one process per rank that gets its ends of them."""
+        size = len(self.numbers) + (relay is not None)  # readers
+        in_flight = config.pipeline_parallel_size  # steps, and others that ranks have not finished with
+        step_layout = RingLayout.holding(max_step_bytes(config), size, in_flight)
+        output_layout = RingLayout.holding(max_output_bytes(config), 1, in_flight)
+        step_memory = anonymous_memory(step_layout.total_bytes)
+        output_memory = anonymous_memory(output_layout.total_bytes)
+        step_pipes = [os.pipe() for _ in range(size)]
+        output_pipe = os.pipe()
+        self.steps = RingWriter(step_memory, [write for _, write in step_pipes], step_layout)
+        answers = RingReader(output_memory, output_pipe[0], 0, output_layout)
+        if answering in self.numbers or relay is not None:
+            self.answers = answers
+        else:
+            answers.close()
+        report_fd = None
+        if config.offloads_kv:
+            read_fd, report_fd = os.pipe()
+            self.kv_reports = KVReports(read_fd)
+        extras = []
+        # The relay stands for an answering rank that is not here.
+        readers = [*self.numbers, None if answering in self.numbers else answering][:size]
+        for rank, (step_wake_fd, _) in zip(readers, step_pipes, strict=True):
+            rings = RankRings(
+                step_memory_fd=step_memory,
+                step_wake_fd=step_wake_fd,
+                step_layout=step_layout.to_fields(),
+                output_memory_fd=output_memory,
+                output_wake_fd=output_pipe[1] if rank == answering else None,
+                output_layout=output_layout.to_fields(),
+                kv_report_fd=report_fd,
+            )
+            extras.append(asdict(rings))
+        if relay is not None:
+            relay.send("rings", reader=size - 1, rings=extras.pop())
+        self._processes, self._controls, self._collectives = spawn_ranks(SERVES, config, extras, ahead, place)
+        ends = [step_memory, output_memory, output_pipe[1], *(read for read, _ in step_pipes)]
+        for fd in ends if report_fd is None else [*ends, report_fd]:
+            os.close(fd)  # the ranks have their own; ours would keep a dead rank's pipe open
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of this host's ranks, in their order."""
+        return tuple(process.pid for process in self._processes)
+
+    @property
+    def filenos(self) -> list[int]:
+        """Descriptors that become readable when a rank has ended or raised."""
+        return [control.fileno() for control in self._open]
+
+    @property
+    def step_times_ns(self) -> Sequence[int]:
+        """How long each rank of this host, the first ones of all, has worked on the newest step that it has ended."""
+        return self.steps.durations()[: len(self.numbers)]
+
+    # -- messages
+
+    def tell_all(self, kind: str, **fields: Any) -> None:
+        for control in self._controls:
+            with contextlib.suppress(ChannelClosedError):  # it has ended: reading its messages shows it
+                control.send(kind, **fields)
+
+    @property
+    def has_message(self) -> bool:
+        """Whether one was read already, which `select` cannot see."""
+        return any(control.has_pending for control in self._open)
+
+    def messages(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
+        """One message of each rank that has sent some, after waiting for the first, as (rank, message). A rank that has
+        ended has sent a last message of the kind "ended", with a `cause`."""
+        return self._hear(timeout_s)
+
+    def _hear(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
+        ready = [control for control in self._open if control.has_pending]
+        ready = ready or select.select(self._open, [], [], timeout_s)[0]
+        messages = [said for control in ready if (said := self._read(control)) is not None]
+        for rank, message in messages:
+            self._first_cause.add(rank, message)
+        return messages
+
+    def _read(self, control: Control) -> tuple[int, dict[str, Any]] | None:
+        number = self._controls.index(control)
+        try:
+            message = control.recv()
+        except ChannelClosedError:
+            self._open.remove(control)
+            message = {"kind": "ended", "cause": how_it_ended(self._processes[number])}
+        return self.numbers[number], message
+
+    def failure(self, step_id: int) -> WorkerError:
+        """The first cause, where a rank has ended or raised. `step_id`: of the newest step."""
+        deadline = time.monotonic() + self.last_words_s
+        while not self._first_cause.is_sure and (left := deadline - time.monotonic()) > 0:
+            self._hear(left)
+        error = self._first_cause.error(step_id)
+        return error or WorkerError(self.numbers[0], step_id, "its channel closed")
+
+    # -- steps
+
+    def send_step(self, step: StepMetadata, *, masks_follow: bool) -> None:
+        with self.steps.send(rest_follows=masks_follow) as slot:
+            pack_step(step, slot, without_masks=masks_follow)
+
+    def send_masks(self, bits: np.ndarray) -> None:
+        """Complete the step that was sent last."""
+        with self.steps.send_rest() as slot:
+            unpack_step(slot).mask_bits[:] = bits
+
+    def receive_answer(self, timeout_s: float) -> StepOutput | None:
+        """The next answer, of the answering rank; None after `timeout_s`."""
+        assert self.answers is not None, "the answering rank is on another host"
+        ready = select.select([self.answers.wake_fd, *self._open], [], [], timeout_s)[0]
+        if self.answers.wake_fd in ready:
+            with self.answers.recv() as slot:
+                return unpack_output(slot)
+        if ready:
+            raise ChannelClosedError("a rank or a node has something to say, or has ended")
+        return None
+
+    def wait_until_finished(self, timeout_s: float) -> bool:
+        """Whether all ranks finish all steps that were sent within `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while any(place.finished < self.steps.sent for place in self.places()):
+            self._hear(_POLL_S)
+            if self._first_cause.error(0) is not None:
+                raise ChannelClosedError("a rank or a node has ended or raised")
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+    # -- hung ranks
+
+    def places(self) -> list[Place]:
+        """Places of all ranks, in their order."""
+        finished = [self.steps.finished(reader) for reader in range(len(self.numbers))]
+        return list(map(Place, finished, self._collectives.read_votes(), self._collectives.read()))
+
+    def log_stacks(self) -> None:
+        """Make each rank that still runs write the stacks of its threads to the log."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
+
+    # -- end
+
+    def close(self, failure: Exception | None = None, *, grace_s: float | None = None) -> None:
+        """Close the ring, at which ranks end; one that has not after `grace_s` is killed. `failure`: why, if it is one.
+        Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if grace_s is None:
+            grace_s = GRACE_S if failure is None else GRACE_AFTER_FAILURE_S
+        if hasattr(self, "steps"):
+            self.steps.close()
+        deadline = time.monotonic() + grace_s
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            if process.poll() is None:
+                process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_KILL_S)
+        for control in self._controls:
+            control.close()
+        if self.answers is not None:
+            self.answers.close()
+        if self.kv_reports is not None:
+            self.kv_reports.close()
+        if hasattr(self, "_collectives"):
+            self._collectives.close()
+
+
+def how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    """In words, of a process whose channel has ended."""
+    try:
+        status = process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return "it closed its channel"
+    return describe_exit(status)

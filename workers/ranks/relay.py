@@ -1,0 +1,166 @@
+"""The relay of node 0: a reader of its ring of steps that broadcasts their bytes, and hears the other nodes.
+
+`python -m oarlock.workers.ranks.relay PARENT_PID CONTROL_FD`, a child of the engine, which has no torch. It also
+keeps the store of the group, and ends with its parent. Its messages to the engine:
+
+    waiting    for whom, once a second, until all nodes have joined
+    joined     names of the nodes, where ranks find the store, and the interface; then it waits for `rings`
+    failed     why the group does not start
+    lost       which node, and in which way
+    rank       from a node: what one of its ranks has sent
+    places     from a node: how far its ranks have come
+
+and the engine's to it: `join`, `rings` and `end`; every other one goes to all nodes as it is (`node_process.py`).
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections import deque
+
+from oarlock.workers.config import NodesConfig
+from oarlock.workers.distributed.control_channel import Control
+from oarlock.workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter
+from oarlock.workers.errors import StartupError
+from oarlock.workers.protocol import mask_span, step_bytes, unpack_step
+from oarlock.workers.ranks.ending import Ending
+from oarlock.workers.ranks.host_link import BEAT_S, HostLink, Kind, Message, NodeLostError
+from oarlock.workers.ranks.membership import Membership, join
+from oarlock.workers.ranks.spawn_ranks import RankRings, begin
+
+_LEAVE_S = 3.0  # for the other nodes to end, which read in the store how
+
+
+class Relay:
+    """Serves until the engine says how the group ends."""
+
+    def __init__(self, control: Control, membership: Membership, leave_pid: int) -> None:
+        """`leave_pid`: of the process that ends all in order when it gets SIGTERM."""
+        self._control = control
+        self._sending = threading.Lock()  # several threads have something to say to the engine
+        self._membership = membership
+        self._leave_pid = leave_pid
+        self._others = range(1, membership.nnodes)
+        self._queue: deque[bytes] = deque()  # of what the engine says
+        self._queued_fd, self._queue_fd = os.pipe()
+
+    def run(self) -> None:
+        """Raises `StartupError` where the nodes cannot reach each other."""
+        self._link = HostLink(self._membership)
+        where = self._membership.where
+        self._say(
+            "joined",
+            names=self._membership.names,
+            interface=self._membership.own.name,
+            store=[where.address, where.port, where.prefix],
+        )
+        given = self._control.recv()
+        rings = RankRings(**given["rings"])
+        self._steps = RingReader(
+            rings.step_memory_fd, rings.step_wake_fd, given["reader"], RingLayout(**rings.step_layout)
+        )
+        if rings.output_wake_fd is not None:
+            layout = RingLayout(**rings.output_layout)
+            self._answers = RingWriter(rings.output_memory_fd, [rings.output_wake_fd], layout)
+        hearing = [threading.Thread(target=self._hear, args=(node,), daemon=True) for node in self._others]
+        for thread in (*hearing, threading.Thread(target=self._broadcast_all, daemon=True)):
+            thread.start()
+        ending = self._obey()
+        with contextlib.suppress(RuntimeError):  # a launcher's store may have ended
+            self._membership.end(ending)
+        deadline = time.monotonic() + _LEAVE_S
+        for thread in hearing:  # each ends with its node's connection
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _obey(self) -> Ending:
+        while (said := self._control.recv())["kind"] != "end":
+            self._queue.append(json.dumps(said).encode())
+            os.write(self._queue_fd, b"\0")
+        return Ending(**said["ending"])
+
+    def _say(self, kind: str, **fields: object) -> None:
+        with self._sending, contextlib.suppress(ChannelClosedError):  # the engine has ended: so does this
+            self._control.send(kind, **fields)
+
+    # -- down
+
+    def _broadcast_all(self) -> None:
+        """Until the engine closes the ring, or a node is lost."""
+        try:
+            while True:
+                ready = select.select([self._steps.wake_fd, self._queued_fd], [], [], BEAT_S)[0]
+                if self._steps.wake_fd in ready:
+                    self._broadcast_step()
+                elif self._queued_fd in ready:
+                    os.read(self._queued_fd, 1)
+                    self._link.broadcast(Kind.SAID, self._queue.popleft())
+                else:
+                    self._link.broadcast(Kind.BEAT)
+        except (ChannelClosedError, NodeLostError):  # a node that is lost is heard to be
+            return
+
+    def _broadcast_step(self) -> None:
+        with self._steps.recv() as slot:
+            size = step_bytes(unpack_step(slot))
+            if not self._steps.lacks_rest:
+                self._link.broadcast(Kind.STEP, slot[:size])
+                return
+            begin, end = mask_span(slot)
+            self._link.broadcast(Kind.FIRST_PART, slot[:begin], slot[end:size])
+            self._steps.wait_for_rest()
+            self._link.broadcast(Kind.MASKS, slot[begin:end])
+
+    # -- up
+
+    def _hear(self, node: int) -> None:
+        """Until the node is lost."""
+        try:
+            while True:
+                self._take(node, self._link.receive_from(node))
+        except NodeLostError as error:
+            self._say("lost", node=node, why=f"{self._membership.names[node]} {error}")
+
+    def _take(self, node: int, message: Message) -> None:
+        if message.kind == Kind.ANSWER:
+            with self._answers.send() as slot:
+                slot[: len(message.payload)] = message.payload
+        elif message.kind == Kind.SAID:
+            said = message.fields
+            if said["kind"] == "leave":
+                os.kill(self._leave_pid, signal.SIGTERM)
+            else:
+                self._say(**said, node=node)
+
+
+def main(argv: list[str]) -> int:
+    control = begin(argv)
+    said_s = 0.0
+
+    def on_waiting(text: str) -> None:
+        nonlocal said_s
+        if time.monotonic() > said_s + 0.5:
+            said_s = time.monotonic()
+            control.send("waiting", text=text)
+
+    try:
+        asked = control.recv()
+        membership = join(NodesConfig(**asked["nodes"]), asked["facts"], on_waiting)
+        Relay(control, membership, asked["leave_pid"]).run()
+    except StartupError as error:
+        with contextlib.suppress(ChannelClosedError):
+            control.send("failed", cause=error.cause, fix=error.fix, exit_code=error.exit_code)
+        return error.exit_code
+    except ChannelClosedError:  # the engine has ended
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(status)  # gloo's threads may wait for a node that is lost

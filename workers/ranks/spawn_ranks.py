@@ -1,0 +1,172 @@
+"""Gives each rank process its arguments, with collective memory and rendezvous, for serving and `verify`.
+
+Torch-free. Does not know what the processes do.
+"""
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.control_channel import Control
+from oarlock.workers.distributed.rendezvous import MARK_BYTES, RendezvousInfo, StageRing, StoreAddress
+from oarlock.workers.distributed.shm_layout import Flags, total_bytes
+from oarlock.workers.distributed.shm_ring import ChannelClosedError, RingLayout, anonymous_memory
+from oarlock.workers.python_child import die_with_parent, leave_signals_to_parent
+from oarlock.workers.rank_processes import RankProcess, end_ranks, start_ranks
+from oarlock.workers.ranks.cpu_affinity import ranks_share_cores
+
+_COLLECTIVE_BUFFER_BYTES = 4 << 20  # longer tensors go through in pieces
+_COLLECTIVE_TIMEOUT_S = 3600.0  # at least; the parent ends a rank that waits long before
+
+
+@dataclass(frozen=True, slots=True)
+class RankArguments:
+    """The first message to a rank process. The descriptors that it names come with it."""
+
+    rendezvous: RendezvousInfo
+    config: WorkerConfig
+    extra: dict[str, Any] = field(default_factory=dict)  # what this kind of rank process needs besides
+
+    @property
+    def rank(self) -> int:
+        return self.rendezvous.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Place of this rank among the ranks of its host."""
+        return self.rendezvous.topology.local_rank(self.rank)
+
+    @staticmethod
+    def receive(control: Control) -> "RankArguments":
+        """Waits for the arguments. Raises `ChannelClosedError` when the parent has ended."""
+        fields = control.recv()
+        return RankArguments(
+            RendezvousInfo.from_fields(fields["rendezvous"]), WorkerConfig(**fields["config"]), fields["extra"]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankRings:
+    """The ends of both rings that one rank inherits: steps to read and, for the answering rank, answers to write."""
+
+    step_memory_fd: int
+    step_wake_fd: int
+    step_layout: dict[str, int]
+    output_memory_fd: int
+    output_wake_fd: int | None  # of the answering rank alone
+    output_layout: dict[str, int]
+    kv_report_fd: int | None = None  # to the engine, for all ranks; None: no blocks are kept beyond the pool
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """This host's place among the nodes, and the store where its ranks meet those of other hosts."""
+
+    node: int = 0
+    interface: str | None = None  # of this host, for what goes between hosts; None: there is one host
+    store: StoreAddress | None = None
+
+
+THE_ONLY_NODE = NodePlace()
+
+
+class SpawnedRanks(NamedTuple):
+    """Processes and channels in rank order. The caller ends and closes them, by `end` or otherwise."""
+
+    processes: list[subprocess.Popen[bytes]]
+    controls: list[Control]
+    collectives: Flags
+
+    def end(self) -> None:
+        """Kill the processes, and close everything."""
+        end_ranks(map(RankProcess, self.processes, self.controls))
+        self.collectives.close()
+
+
+def begin(argv: list[str]) -> Control:
+    """Begins any kind of rank process, which ends with its parent and leaves signals to it. `argv`: as given."""
+    parent_pid, control_fd = map(int, argv)
+    die_with_parent(parent_pid)
+    leave_signals_to_parent()
+    return Control.from_fd(control_fd)
+
+
+def spawn_ranks(
+    module: str,
+    config: WorkerConfig,
+    extras: Sequence[dict[str, Any]],
+    ahead: Sequence[RankProcess] = (),
+    place: NodePlace = THE_ONLY_NODE,
+) -> SpawnedRanks:
+    """One process for each rank of `config` on this host, with its arguments. `extras`: for each rank, its
+    `RankArguments.extra`.
+
+    `ahead`: processes that were started before and run `module`; this starts the others. A failure ends them all.
+    """
+    size = config.ranks_per_node
+    assert len(ahead) <= size == len(extras)
+    ranks = list(ahead)
+    with contextlib.ExitStack() as given:  # the ranks get descriptors of their own
+        memory_fd = anonymous_memory(total_bytes(size, _COLLECTIVE_BUFFER_BYTES))
+        given.callback(os.close, memory_fd)
+        store_fd = anonymous_memory(0)
+        given.callback(os.close, store_fd)
+        rings = _stage_rings(config, given)
+        try:
+            ranks += start_ranks(size - len(ahead), module)
+            for number, extra in enumerate(extras):
+                before, after = rings.get(number - config.tensor_parallel_size), rings.get(number)
+                rendezvous = RendezvousInfo(
+                    rank=place.node * size + number,
+                    size=size * config.nnodes,
+                    memory_fd=memory_fd,
+                    buffer_bytes=_COLLECTIVE_BUFFER_BYTES,
+                    # Longer than the parent waits: it sees all ranks and can name the one that hangs.
+                    timeout_s=max(config.step_timeout_s, _COLLECTIVE_TIMEOUT_S),
+                    shares_cores=ranks_share_cores(config),
+                    pipeline_parallel_size=config.pipeline_parallel_size,
+                    nnodes=config.nnodes,
+                    row_bytes=_row_bytes(config),
+                    store_fd=store_fd,
+                    store=place.store,
+                    interface=place.interface,
+                    from_stage=before and before[0],
+                    to_stage=after and after[1],
+                )
+                with contextlib.suppress(ChannelClosedError):  # it has ended: reading its messages shows it
+                    ranks[number].control.send("arguments", **asdict(RankArguments(rendezvous, config, extra)))
+            collectives = Flags(memory_fd, size)
+        except BaseException:
+            end_ranks(ranks)
+            raise
+    return SpawnedRanks([rank.process for rank in ranks], [rank.control for rank in ranks], collectives)
+
+
+def _stage_rings(config: WorkerConfig, given: contextlib.ExitStack) -> dict[int, tuple[dict, dict]]:
+    """The number of a rank of this host -> the reading and the writing end of its ring to the rank of its place in the
+    next stage, where that is on this host too."""
+    rings = {}
+    tokens = -(-config.max_num_batched_tokens // config.tensor_parallel_size)
+    num_bytes = MARK_BYTES + _row_bytes(config) * tokens
+    for number in range(config.ranks_per_node - config.tensor_parallel_size):
+        layout = RingLayout.holding(num_bytes, 1, config.pipeline_parallel_size)
+        memory_fd, (read_fd, write_fd) = anonymous_memory(layout.total_bytes), os.pipe()
+        for fd in (memory_fd, read_fd, write_fd):
+            given.callback(os.close, fd)
+        reading, writing = (asdict(StageRing(memory_fd, fd, layout.to_fields())) for fd in (read_fd, write_fd))
+        rings[number] = reading, writing
+    return rings
+
+
+def _row_bytes(config: WorkerConfig) -> int:
+    """Bytes of a token's hidden state."""
+    return config.hidden_size * (4 if config.dtype == "float32" else 2)
+
+
+def describe_exit(status: int) -> str:
+    """The end of a process in words, from its `returncode`."""
+    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"

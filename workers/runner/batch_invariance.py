@@ -1,0 +1,194 @@
+"""Measures at start whether a token's numbers depend on the other requests of its batch on this machine.
+
+A model with the same weights but only one layer of each kind computes one prompt in several ways: alone in one step,
+beside other sequences, in chunks, token by token, and one token among many sequences. Every way must give the same
+bits. This is a sample (tests compare whole answers); it finds a processor or library whose kernels round differently
+for different shapes of the batch.
+"""
+
+import random
+import time
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from oarlock.workers.attention.backend import AttentionBackend, LayerKV
+from oarlock.workers.attention.block_tables import BlockTables
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.reference import ReferenceBackend
+from oarlock.workers.errors import StartupError
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.protocol import NULL_BLOCK
+from oarlock.workers.runner.cuda_graphs.device_steps import CapturableBackend
+from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
+
+PROMPT = 67  # tokens; odd, and more than two blocks of key columns
+OTHERS = 31  # sequences
+
+
+@dataclass(frozen=True, slots=True)
+class InvarianceResult:
+    """`reason` is one phrase for the log: what was found, in both cases."""
+
+    batch_invariant: bool
+    reason: str
+
+    def require(self) -> None:
+        """Raise `StartupError` unless numbers do not depend on the batch, as `--batch-invariant` asks."""
+        if not self.batch_invariant:
+            raise StartupError(
+                f"--batch-invariant: numbers depend on the batch here. {self.reason}.",
+                "Leave it out, or choose another --dtype or --attention-backend.",
+            )
+
+
+class _InvarianceTest:
+    """One prompt in KV blocks of its own, and steps that compute parts of it."""
+
+    def __init__(
+        self, model: Decoder, kv: list[LayerKV], backend: AttentionBackend, block_size: int, length: int
+    ) -> None:
+        layers = one_of_each_kind(model)
+        self.model = model.with_layers(layers)
+        self.kv = [kv[layer] for layer in layers]
+        self.backend = backend
+        self.block_size = block_size
+        self.random = random.Random(0)
+        self.prompt = self._tokens(length)
+        self.longest = length + 1000  # tokens: more than any sequence here has
+        self.table = range(NULL_BLOCK + 1, NULL_BLOCK + 2 + (length - 1) // block_size)
+
+    def whole(self) -> Tensor:
+        """The prompt in one step by itself: [length, hidden]."""
+        return self._run([self._own(0, len(self.prompt))])[0]
+
+    def beside_others(self) -> Tensor:
+        before = [self._other(1, context) for context in (1, 5, 40)]
+        parts = [*before, self._own(0, len(self.prompt)), self._other(9, 9), self._other(3, 20)]
+        return self._run(parts)[len(before)]
+
+    def in_chunks(self) -> Tensor:
+        cuts = [0, *(cut for cut in (5, 11, 28, 36) if cut < len(self.prompt)), len(self.prompt)]
+        return torch.cat([self._run([self._own(a, b)])[0] for a, b in pairwise(cuts)])
+
+    def decoded(self, count: int, others: int, *, as_captured: bool = False) -> Tensor:
+        """Decodes the last `count` tokens one by one, after the other tokens. `as_captured`: by a plan for graphs."""
+        first = max(0, len(self.prompt) - count)
+        results = [self._run([self._own(0, first)])[0]] if first else []
+        for position in range(first, len(self.prompt)):
+            rest = [self._other(1, 1 + 3 * number) for number in range(others)]
+            place = others // 2
+            parts = [*rest[:place], self._own(position, position + 1), *rest[place:]]
+            results.append(self._run(parts, as_captured=as_captured)[place])
+        return torch.cat(results)
+
+    def behind_drafts(self, count: int, others: int) -> Tensor:
+        """Computes the last `count` tokens in one step, as a newest token and drafts after it."""
+        first = max(0, len(self.prompt) - count)
+        results = [self._run([self._own(0, first)])[0]] if first else []
+        rest = [self._other(1 + number % 3, 5 + 3 * number) for number in range(others)]
+        place = others // 2
+        return torch.cat(
+            [*results, self._run([*rest[:place], self._own(first, len(self.prompt)), *rest[place:]])[place]]
+        )
+
+    def _own(self, start: int, stop: int) -> SequenceChunk:
+        return SequenceChunk(self.prompt[start:stop], start, self.table)
+
+    def _other(self, count: int, context: int) -> SequenceChunk:
+        blocks = [NULL_BLOCK] * -(-context // self.block_size)
+        return SequenceChunk(self._tokens(count), context - count, blocks)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(self.model.spec.vocab_size) for _ in range(count)]
+
+    def _run(self, parts: list[SequenceChunk], *, as_captured: bool = False) -> list[Tensor]:
+        """The hidden states of one step, for each part: [tokens, hidden]."""
+        step = greedy_step(parts, self.block_size)
+        batch = ForwardBatch.from_step(step, BlockTables.of_step(step, self.model.place.device))
+        if as_captured:
+            assert isinstance(self.backend, CapturableBackend)
+            plan = self.backend.prepare_decode(replace(batch, context_lens=[self.longest] * batch.num_seqs))
+        else:
+            plan = self.backend.prepare(batch)
+        hidden = self.model.stand_in(batch.token_ids)
+        hidden = self.model(batch, self.kv, self.backend, plan, hidden)  # [T, hidden]
+        return list(hidden.split([len(part.token_ids) for part in parts]))
+
+
+def check_batch_invariance(
+    model: Decoder,
+    kv: list[LayerKV],
+    backend: AttentionBackend,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_len: int,
+    span: int = 0,
+    is_asked: bool = False,
+) -> InvarianceResult:
+    """Compute the prompt in every way and compare. Every rank must call this at the same point: layers all-reduce.
+
+    Overwrites the first blocks of `kv`, before any request uses them. `max_len`: tokens of one sequence. `span`: keys
+    that one program reads, where that is fixed; the prompt is longer. `is_asked`: for the kernels that
+    `--batch-invariant` chooses; without it nothing is tried on a CUDA device.
+    """
+    device = model.place.device
+    if device.type != "cpu" and not is_asked:
+        reason = f"on {device.type} the libraries choose kernels by the shape of the batch, without --batch-invariant"
+        return InvarianceResult(False, reason)
+    if isinstance(backend, ReferenceBackend):
+        return InvarianceResult(
+            False, "reference attention adds up in an order that torch chooses by shape, and promises nothing"
+        )
+    started = time.monotonic()
+    length = min(PROMPT + span, max_len, (num_blocks - 1) * block_size)
+    trial = _InvarianceTest(model, kv, backend, block_size, length)
+    whole = trial.whole()
+    ways = {
+        "a prompt beside others": trial.beside_others,
+        "a prompt in chunks": trial.in_chunks,
+        "tokens decoded alone": lambda: trial.decoded(4, 0),
+        f"a token decoded among {OTHERS} others": lambda: trial.decoded(1, OTHERS),
+        f"a token and drafts among {OTHERS} others": lambda: trial.behind_drafts(5, OTHERS),
+    }
+    if is_asked and isinstance(backend, CapturableBackend):
+        name = f"a token decoded among {OTHERS} others by a graph's plan"
+        ways[name] = lambda: trial.decoded(1, OTHERS, as_captured=True)
+    faults = [_difference(name, whole, way()) for name, way in ways.items()]
+    if model.is_last:
+        faults.append(_logits_fault(model, whole))
+    found = [fault for fault in faults if fault is not None]
+    if found:
+        return InvarianceResult(False, f"{found[0]}, with {backend.name} attention in {_name(model)}")
+    spent = time.monotonic() - started
+    return InvarianceResult(True, f"{length} tokens gave the same bits in {len(ways) + 1} ways ({spent:.2f} s)")
+
+
+def one_of_each_kind(model: Decoder) -> list[int]:
+    """The first layer of each window and rotation, counted from the first of its stage."""
+    spec = model.spec
+    kinds = [(spec.windows[layer], spec.rope_of(layer)) for layer in model.stage]
+    return [layer for layer, kind in enumerate(kinds) if kinds.index(kind) == layer]
+
+
+def _logits_fault(model: Decoder, hidden: Tensor) -> str | None:
+    """One row of logits computed alone, compared with the same row computed among others."""
+    some = hidden[-min(5, len(hidden)) :]
+    alone = model.compute_logits(some[-1:].contiguous())
+    return _difference("a row of logits among others", alone, model.compute_logits(some)[-1:])
+
+
+def _difference(name: str, expected: Tensor, found: Tensor) -> str | None:
+    """Describes the size of a difference as a phrase; None if the bits are equal."""
+    if torch.equal(expected, found):
+        return None
+    gaps = (expected.double() - found.double()).nan_to_num(posinf=0.0, neginf=0.0).abs()
+    share = f"{int((expected != found).sum())} of {expected.numel()} numbers"
+    return f"{name}: {share} differ from those of the prompt alone, by {float(gaps.max()):.1e} at most"
+
+
+def _name(model: Decoder) -> str:
+    return str(model.place.dtype).removeprefix("torch.")

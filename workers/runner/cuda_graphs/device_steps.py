@@ -1,0 +1,200 @@
+"""Runs steps on a device without waiting for it: plain decodes as graphs, all others operation by operation.
+
+A step goes to the device by one copy and comes back by one. In between nothing is read: the tokens of a step are put
+into the next one on the device. A decode is launched in two parts, the model and then sampling, since masks may arrive
+after the step. Knows the model, its pages and what samples, but nothing of requests or processes.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from oarlock.workers.attention.backend import AttentionBackend, LayerKV
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.protocol import StepMetadata, empty_step
+from oarlock.workers.runner.cuda_graphs.buckets import bucket_of
+from oarlock.workers.runner.cuda_graphs.graphs import Graph, GraphMaker
+from oarlock.workers.runner.cuda_graphs.inputs import InputPlace, StepInputs
+from oarlock.workers.runner.pending_output import PendingOutput
+from oarlock.workers.runner.pooling.pooler import PooledOutput, Pooler
+from oarlock.workers.sampling.columns import Variant
+
+
+@runtime_checkable
+class CapturableBackend(AttentionBackend, Protocol):
+    """A backend whose work for a step need not depend on numbers of the host."""
+
+    def prepare_decode(self, batch: ForwardBatch) -> Any:
+        """A plan that stays right while the tensors of `batch` change: one token of each sequence, and contexts of up
+        to `context_lens`."""
+
+
+class StepSampling(Protocol):
+    """Samples the rows of one step after another: `begin`, `sample` for each part of its rows in turn, `finish`."""
+
+    sampled: Tensor  # integers [R] on the device, always the same: what the newest step sampled, by row
+
+    @property
+    def variants(self) -> Sequence[Variant]:
+        """Variants to capture, each of which serves more steps than the ones before."""
+
+    def begin(self, step: StepMetadata) -> None:
+        """Prepares for a step before it is sent to the device."""
+
+    def sample(self, logits: Tensor, place: InputPlace, first: int, variant: Variant) -> None:
+        """Rows `first` to `first + n` of the step in `place`: `logits` float32 [n, V], of the whole vocabulary.
+
+        `variant`: what at least these rows ask for. The work depends on it and on the number of rows alone.
+        """
+
+    def finish(self, step: StepMetadata, place: InputPlace) -> PendingOutput:
+        """The output of the step."""
+
+
+class DeviceSteps:
+    """Launches the steps of a rank on a CUDA device.
+
+    Set `kv`, call `capture` or not, then `launch` any number of times, then `release`.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        backend: AttentionBackend,
+        tp: TensorParallel,
+        inputs: StepInputs,
+        sampling: StepSampling,
+        pooler: Pooler,
+        *,
+        rows_at_once: int,
+        max_model_len: int,
+    ) -> None:
+        """`rows_at_once`: of logits that are computed together; at least as many as the largest bucket has."""
+        self._model, self._backend, self._tp = model, backend, tp
+        self.kv: list[LayerKV] = []  # pages of all layers, once they are allocated
+        self._inputs, self._sampling, self._pooler = inputs, sampling, pooler
+        self._max_model_len = max_model_len
+        device, width = sampling.sampled.device, tp.size * model.vocab_local
+        self._logits = torch.empty((rows_at_once, width), dtype=torch.float32, device=device)
+        self._graphs: dict[int, Graph] = {}
+        self._sampling_graphs: dict[tuple[int, Variant], Graph] = {}
+        self._sizes: list[int] = []  # of the graphs, ascending
+        self._maker: GraphMaker | None = None
+
+    @torch.inference_mode()
+    def capture(self, maker: GraphMaker, sizes: Sequence[int]) -> int:
+        """Capture graphs for each of `sizes`, the largest first, beside those that there are. Every rank must call this
+        at the same point. Returns how many graphs there are."""
+        self._maker = maker
+        for size in sorted(sizes, reverse=True):
+            place = self._inputs.stage(empty_step(0), size)
+            self._graphs[size] = maker.capture(self._decode(place))
+            for variant in self._sampling.variants:
+                work = partial(self._sampling.sample, self._logits[:size], place, 0, variant)
+                self._sampling_graphs[size, variant] = maker.capture(work)
+        self._sizes = sorted(self._graphs)
+        return len(self._graphs) + len(self._sampling_graphs)
+
+    @torch.inference_mode()
+    def launch(
+        self,
+        step: StepMetadata,
+        await_masks: Callable[[], None] | None = None,
+        layers: tuple[Decoder, list[LayerKV]] | None = None,
+    ) -> PendingOutput:
+        """Start a step of at least one sequence. Every rank makes the same collective calls.
+
+        `await_masks` blocks until `step.mask_bits` is complete. `step` is not read after the return. With `layers`, on
+        only these and their pages, without a graph.
+        """
+        self._sampling.begin(step)
+        bucket = bucket_of(step, self._sizes) if self._sizes and layers is None else None
+        place = self._inputs.stage(step, bucket)
+        if bucket is not None:
+            self._graphs[bucket].replay()
+            self._await(step, await_masks)
+            self._sample_bucket(bucket, place, Variant.of(step))
+        else:
+            model, kv = layers or (self._model, self.kv)
+            hidden = self._run(step, place, await_masks, model, kv)
+            if len(step.pool_seqs):
+                pooled = self._pooler(step, hidden, model.compute_logits)
+                return PooledOutput(self._sampling.finish(step, place), pooled)
+        return self._sampling.finish(step, place)
+
+    def replays(self, step: StepMetadata) -> bool:
+        """Whether a graph runs the model of `step`, which then takes no memory."""
+        return bucket_of(step, self._sizes) is not None if self._sizes else False
+
+    def release(self) -> None:
+        """Destroy the graphs, before the process group is destroyed. Others may be captured afterwards."""
+        self._graphs.clear()
+        self._sampling_graphs.clear()
+        self._sizes = []
+        if self._maker is not None:
+            self._maker.release()
+
+    def _await(self, step: StepMetadata, await_masks: Callable[[], None] | None) -> None:
+        if await_masks is not None:
+            await_masks()
+        self._inputs.stage_masks(step)
+
+    def _decode(self, place: InputPlace) -> Callable[[], None]:
+        """The work of a plain decode, from the step in `place` to its logits."""
+        size = place.shape.seqs
+        ones, bounds = [1] * size, [self._max_model_len] * size
+        plan = None
+        if isinstance(self._backend, CapturableBackend):
+            plan = self._backend.prepare_decode(place.batch(ones, bounds, self._sampling.sampled))
+
+        def work() -> None:
+            if plan is None:  # on the host, where lengths can be read
+                batch = place.batch(ones, place.tensors["seq_lens"].tolist(), self._sampling.sampled)
+                hidden = self._model(batch, self.kv, self._backend, self._backend.prepare(batch))
+            else:
+                batch = place.batch(ones, bounds, self._sampling.sampled)
+                hidden = self._model(batch, self.kv, self._backend, plan)
+            self._write_logits(self._model.compute_logits(hidden))
+
+        return work
+
+    def _sample_bucket(self, bucket: int, place: InputPlace, wanted: Variant) -> None:
+        for variant in self._sampling.variants:
+            if variant.serves(wanted):
+                self._sampling_graphs[bucket, variant].replay()
+                return
+        self._sampling.sample(self._logits[:bucket], place, 0, wanted)
+
+    def _run(
+        self,
+        step: StepMetadata,
+        place: InputPlace,
+        await_masks: Callable[[], None] | None,
+        model: Decoder,
+        kv: list[LayerKV],
+    ) -> Tensor:
+        """A step of any kind, operation by operation. Returns its hidden states, [T, hidden_size]."""
+        starts = step.query_start_loc
+        batch = place.batch((starts[1:] - starts[:-1]).tolist(), step.seq_lens.tolist(), self._sampling.sampled)
+        hidden = model(batch, kv, self._backend, self._backend.prepare(batch))  # [T, hidden_size]
+        variant = Variant.of(step)
+        for first in range(0, batch.num_logits, len(self._logits)):
+            indices = batch.logits_indices[first : first + len(self._logits)]
+            self._write_logits(model.compute_logits(hidden.index_select(0, indices)))
+            if first == 0:
+                self._await(step, await_masks)
+            self._sampling.sample(self._logits[: len(indices)], place, first, variant)
+        return hidden
+
+    def _write_logits(self, logits: Tensor) -> None:
+        """`logits` float32 [n, vocab_local] of this rank, together with the others', into their place."""
+        into = self._logits[: len(logits)]
+        if self._tp.size == 1:
+            into.copy_(logits)
+        else:
+            into.unflatten(1, (self._tp.size, -1)).copy_(self._tp.all_gather(logits).transpose(0, 1))

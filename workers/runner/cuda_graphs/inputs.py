@@ -1,0 +1,175 @@
+"""The inputs of a step on the device, at addresses that do not change: graphs read them where they were captured.
+
+A step's arrays lie one after the other in one buffer, packed for its shape: that of the step itself, or a bucket's, in
+which sequences that are padding follow the step's own. Padding reads and writes the null block alone: a row of the
+block tables that holds nothing else, a context of one token, and the first slot. So its numbers are finite, and go
+nowhere.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oarlock.workers.attention.block_tables import BlockTables
+from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.protocol import MAX_BIAS_PER_ROW, NULL_BLOCK, StepMetadata, mask_words
+from oarlock.workers.runner.cuda_graphs.staging import Layout, Section, StagingBuffer
+from oarlock.workers.sampling.columns import SamplingColumns, bias_entries, write_rows
+from oarlock.workers.sampling.columns import sections as sampling_sections
+
+
+class Shape(NamedTuple):
+    """Numbers of tokens, sequences, rows of logits and table entries that a step has, or has room for."""
+
+    tokens: int
+    seqs: int
+    logits: int
+    entries: int  # of block tables
+
+    @staticmethod
+    def of(step: StepMetadata) -> "Shape":
+        return Shape(step.num_tokens, step.num_seqs, len(step.logits_indices), len(step.table_blocks))
+
+    @staticmethod
+    def bucket(size: int) -> "Shape":
+        """Shape of `size` plain decodes: one token each, and at most one new block."""
+        return Shape(size, size, size, size)
+
+    def sections(self) -> list[Section]:
+        tokens, seqs, logits, entries = self
+        return [
+            ("token_ids", "<i8", (tokens,)),
+            ("positions", "<i8", (tokens,)),
+            ("slot_mapping", "<i8", (tokens,)),
+            ("query_start_loc", "<i4", (seqs + 1,)),
+            ("seq_lens", "<i4", (seqs,)),
+            ("rows", "<i4", (seqs,)),
+            ("logits_indices", "<i8", (logits,)),
+            ("table_places", "<i8", (entries,)),
+            ("table_blocks", "<i4", (entries,)),
+            *sampling_sections(logits),
+        ]
+
+
+class InputPlace:
+    """Memory on the device for steps of one shape, one at a time."""
+
+    def __init__(self, shape: Shape, memory: Tensor, tables: BlockTables, bias: Tensor, mask_bits: Tensor) -> None:
+        self.shape = shape
+        self.layout = Layout(shape.sections())
+        self.tensors = self.layout.tensors(memory)
+        self._tables = tables
+        columns = {name: self.tensors[name] for name, _, _ in sampling_sections(shape.logits)}
+        self.columns = SamplingColumns(**columns, bias=bias, mask_bits=mask_bits)
+
+    def batch(self, query_lens: Sequence[int], context_lens: Sequence[int], sampled: Tensor) -> ForwardBatch:
+        """The step that lies here, after its entries of block tables have been written on the device.
+
+        `sampled` integers [R]: what the step before sampled; its tokens take the places of references. `context_lens`
+        may be bounds.
+        """
+        on_device = self.tensors
+        if self.shape.entries:
+            flat = self._tables.tables.view(-1)
+            flat.index_copy_(0, on_device["table_places"], on_device["table_blocks"])
+        return ForwardBatch(
+            num_tokens=self.shape.tokens,
+            num_logits=self.shape.logits,
+            query_lens=list(query_lens),
+            context_lens=list(context_lens),
+            token_ids=with_sampled(on_device["token_ids"], sampled),
+            positions=on_device["positions"],
+            slot_mapping=on_device["slot_mapping"],
+            query_start_loc=on_device["query_start_loc"],
+            seq_lens=on_device["seq_lens"],
+            rows=on_device["rows"],
+            block_tables=self._tables.tables,
+            logits_indices=on_device["logits_indices"],
+        )
+
+
+class StepInputs:
+    """Copies steps to the device: each by one copy, and one more for bias and for masks where there are any."""
+
+    def __init__(self, tables: BlockTables, largest: Shape, sampled_rows: int, vocab_size: int) -> None:
+        """`largest`: of all steps and buckets. `sampled_rows`: most rows of a step that are not merely scored."""
+        device, words = tables.tables.device, mask_words(vocab_size)
+        self._tables = tables
+        self._staging = StagingBuffer(Layout(largest.sections()).num_bytes, device)
+        self._bias = StagingBuffer(sampled_rows * MAX_BIAS_PER_ROW * 8, device)
+        self._masks = StagingBuffer(sampled_rows * words * 4, device)
+        self._bias_view = self._bias.on_device.view(torch.int32).view(-1, 2)  # [M, 2]
+        self._masks_view = self._masks.on_device.view(torch.int32).view(-1, words)  # [G, W]
+        self._buckets: dict[int, InputPlace] = {}
+
+    def bucket(self, size: int) -> InputPlace:
+        """The place of padded steps of `size` sequences: always the same."""
+        if size not in self._buckets:
+            self._buckets[size] = self._place(Shape.bucket(size))
+        return self._buckets[size]
+
+    def stage(self, step: StepMetadata, bucket: int | None = None) -> InputPlace:
+        """Copy `step` to the device, padded to `bucket`, or as it is. Does not wait for the device's work on it."""
+        place = self._place(Shape.of(step)) if bucket is None else self.bucket(bucket)
+        if len(step.table_blocks) > place.shape.entries:
+            self._tables.write(step)
+        self._staging.turn()
+        arrays = place.layout.arrays(self._staging.on_host)
+        write_step(arrays, step, self._tables)
+        write_rows(step, arrays)
+        self._staging.to_device(place.layout.num_bytes)
+        if len(step.bias_rows):
+            _send(self._bias, bias_entries(step))
+        return place
+
+    def stage_masks(self, step: StepMetadata) -> None:
+        """Copy the masks of the step that was staged last."""
+        if len(step.mask_rows):
+            _send(self._masks, step.mask_bits)
+
+    def _place(self, shape: Shape) -> InputPlace:
+        return InputPlace(shape, self._staging.on_device, self._tables, self._bias_view, self._masks_view)
+
+
+def _send(buffer: StagingBuffer, array: np.ndarray) -> None:
+    """Copy `array` to the beginning of `buffer` on the device."""
+    buffer.turn()
+    buffer.on_host[: array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    buffer.to_device(array.nbytes)
+
+
+def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:
+    """`token_ids`, int64 [T], with -1 - r replaced by entry r of `sampled`, integers [R]. Waits for no device."""
+    return torch.where(token_ids < 0, sampled[(-1 - token_ids).clamp(min=0)], token_ids)
+
+
+def write_step(into: dict[str, np.ndarray], step: StepMetadata, tables: BlockTables) -> None:
+    """Write `step` into the sections of a `Shape`, and padding behind it.
+
+    Entries of block tables that are too many for the shape are not written.
+    """
+    for name, padding in (("token_ids", 0), ("positions", 0), ("slot_mapping", 0), ("seq_lens", 1)):
+        _fill(into[name], getattr(step, name), padding)
+    _fill(into["rows"], step.rows, tables.null_row)
+    _count_on(into["query_start_loc"], step.query_start_loc, step.num_tokens + 1)
+    _count_on(into["logits_indices"], step.logits_indices, step.num_tokens)
+    if len(step.table_blocks) <= len(into["table_blocks"]):
+        _fill(into["table_places"], tables.places(step), tables.null_place)
+        _fill(into["table_blocks"], step.table_blocks, NULL_BLOCK)
+    else:
+        into["table_places"][:] = tables.null_place
+        into["table_blocks"][:] = NULL_BLOCK
+
+
+def _fill(into: np.ndarray, array: np.ndarray, padding: int) -> None:
+    into[: len(array)] = array
+    into[len(array) :] = padding
+
+
+def _count_on(into: np.ndarray, array: np.ndarray, first: int) -> None:
+    """Fills as `_fill`, with `first`, `first + 1` and so on: a sequence that is padding has one token and one row."""
+    into[: len(array)] = array
+    into[len(array) :] = first + np.arange(len(into) - len(array))

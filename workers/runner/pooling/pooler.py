@@ -1,0 +1,184 @@
+"""Vectors of a step's sequences, made from hidden states: of one token, of each, their mean, or logits of named ids.
+
+A mean is the sum of its tokens' hidden states, added in float64 one after the other, over their number: so it has the
+same bits however the prompt was cut into chunks and whatever else was in them. Between the chunks of a sequence the sum
+is kept here, by row of the engine's tables: also the one before the newest chunk, which may be refused and come again.
+Knows steps and hidden states, but nothing of requests.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.protocol import CLS, LABELS, LAST, LOGITS, MEAN, NOT_POOLED, TOKEN, StepMetadata, StepOutput
+from oarlock.workers.runner.memory_needs import MAX_LOGITS_ROWS
+from oarlock.workers.runner.pending_output import PendingOutput
+
+_TOKENS_AT_ONCE = 64  # of a sum: as float64 they take twice or four times the memory of hidden states
+
+ComputeLogits = Callable[[Tensor], Tensor]  # [L, hidden] -> float32 [L, vocab_local]
+Classify = Callable[[Tensor], Tensor]  # of one text [n, hidden] -> float32 [labels]
+
+
+def no_logits(hidden: Tensor) -> Tensor:
+    """The `ComputeLogits` of a model without an output head: the engine asks it for none."""
+    raise AssertionError("an encoder has no logits")
+
+
+class _Sum(NamedTuple):
+    hidden: Tensor  # float64 [hidden]
+    num_tokens: int
+
+
+class _Chunk(NamedTuple):
+    """The tokens of one sequence in a step."""
+
+    kind: int
+    row: int  # of the engine's tables
+    start: int  # of its tokens among the T of the step
+    end: int
+    position: int  # of the first of them
+    is_last: bool
+    ids: list[int]  # whose logits are wanted
+
+
+class Pooled(NamedTuple):
+    """Vectors and logits that the sequences of a step asked for, perhaps still being computed."""
+
+    values: Tensor  # float32 [X] on the host
+    lens: list[int]  # of each sequence, in the order of `pool_seqs`
+    computed: Callable[[], None]  # waits until `values` are there
+
+    def add_to(self, output: StepOutput) -> StepOutput:
+        """`output` with the values of sequences that are finite."""
+        self.computed()
+        kept, lens, start = [], [], 0
+        values = self.values.numpy()
+        for length in self.lens:
+            part = values[start : start + length]
+            start += length
+            is_finite = bool(np.isfinite(part).all())
+            lens.append(length if is_finite else NOT_POOLED)
+            if is_finite:
+                kept.append(part)
+        output.pooled_lens = np.array(lens, np.int32)
+        output.pooled = np.concatenate(kept) if kept else np.empty(0, np.float32)
+        return output
+
+
+class Pooler:
+    """Pooler of one rank. All ranks hold the same hidden states, of which the answering one makes vectors; logits are
+    sharded, and all ranks take part."""
+
+    def __init__(
+        self, tp: TensorParallel, vocab_start: int, *, answers: bool, classify: Classify | None = None
+    ) -> None:
+        """`vocab_start`: the first id of this rank's logits. `classify`: of an encoder with such a head."""
+        self._tp, self._vocab_start, self._answers, self._classify = tp, vocab_start, answers, classify
+        self._sums: dict[
+            int, tuple[_Sum, _Sum]
+        ] = {}  # by row: before and behind its newest chunk; until the row is reused
+
+    def __call__(self, step: StepMetadata, hidden: Tensor, compute_logits: ComputeLogits) -> Pooled | None:
+        """The values of `step` on the answering rank, None on others. `hidden`: [T, hidden], after the final norm."""
+        chunks = _chunks(step)
+        logits = self._named_logits([chunk for chunk in chunks if _wants_logits(chunk)], hidden, compute_logits)
+        if not self._answers:
+            return None
+        sums = {chunk.row: self._sum(chunk, hidden) for chunk in chunks if chunk.kind == MEAN}
+        parts = []
+        for chunk in chunks:
+            if _wants_logits(chunk):
+                parts.append(logits.pop(0))
+            elif chunk.kind == LABELS:
+                assert self._classify is not None, "the engine asks for labels where there are any"
+                parts.append(self._classify(hidden[chunk.start : chunk.end]).float())
+            elif chunk.kind == MEAN and chunk.is_last:
+                total = sums[chunk.row][1]
+                parts.append((total.hidden / total.num_tokens).float())
+            else:
+                parts.append(hidden[_returned(chunk)].float().flatten())
+        self._sums.update(sums)
+        return _to_host(torch.cat(parts), [len(part) for part in parts])
+
+    def _sum(self, chunk: _Chunk, hidden: Tensor) -> tuple[_Sum, _Sum]:
+        """The sums of the sequence's tokens up to the beginning and to the end of `chunk`."""
+        none = _Sum(torch.zeros(hidden.shape[1], dtype=torch.float64, device=hidden.device), 0)
+        known = (none,) if chunk.position == 0 else self._sums[chunk.row]
+        (before,) = [one for one in known if one.num_tokens == chunk.position]
+        total = before.hidden
+        for start in range(chunk.start, chunk.end, _TOKENS_AT_ONCE):
+            tokens = hidden[start : min(start + _TOKENS_AT_ONCE, chunk.end)].double()
+            # Sums one row after the other, while `sum` may add parts of its own choice.
+            total = torch.cat((total[None], tokens)).cumsum(0)[-1]  # [hidden]
+        return before, _Sum(total, chunk.position + chunk.end - chunk.start)
+
+    def _named_logits(self, chunks: list[_Chunk], hidden: Tensor, compute_logits: ComputeLogits) -> list[Tensor]:
+        """Logits of the ids that each of `chunks` names, after its last token: float32 [ids] for each."""
+        found = []
+        for first in range(0, len(chunks), MAX_LOGITS_ROWS):
+            some = chunks[first : first + MAX_LOGITS_ROWS]
+            last = torch.tensor([chunk.end - 1 for chunk in some], device=hidden.device)
+            logits = compute_logits(hidden.index_select(0, last))  # float32 [L, vocab_local]
+            counts = [len(chunk.ids) for chunk in some]
+            rows = torch.repeat_interleave(torch.arange(len(some)), torch.tensor(counts)).to(hidden.device)
+            ids = torch.tensor([one for chunk in some for one in chunk.ids])
+            local = (ids - self._vocab_start).clamp(0, logits.shape[1] - 1).to(hidden.device)
+            mine = logits[rows, local]  # [N]   right where the id is of this rank's shard
+            ranks = ids // logits.shape[1]
+            if self._tp.size > 1:
+                mine = self._tp.all_gather(mine)[ranks.to(hidden.device), torch.arange(len(ids), device=hidden.device)]
+            found += mine.split(counts)
+        return found
+
+
+class PooledOutput:
+    """The output of a step, with its vectors."""
+
+    def __init__(self, pending: PendingOutput, pooled: Pooled | None) -> None:
+        self._pending, self._pooled = pending, pooled
+
+    def wait(self) -> StepOutput | None:
+        output = self._pending.wait()
+        return output if output is None or self._pooled is None else self._pooled.add_to(output)
+
+
+def _chunks(step: StepMetadata) -> list[_Chunk]:
+    starts, ids, chunks = step.query_start_loc.tolist(), step.pool_ids.tolist(), []
+    columns = (step.pool_seqs, step.pool_kinds, step.pool_lens, step.pool_num_ids)
+    for seq, kind, length, num_ids in zip(*(column.tolist() for column in columns), strict=True):
+        start, end, seq_len = starts[seq], starts[seq + 1], int(step.seq_lens[seq])
+        named, ids = ids[:num_ids], ids[num_ids:]
+        position = seq_len - (end - start)
+        chunks.append(_Chunk(kind, int(step.rows[seq]), start, end, position, seq_len == length, named))
+    return chunks
+
+
+def _wants_logits(chunk: _Chunk) -> bool:
+    return chunk.kind == LOGITS and chunk.is_last
+
+
+def _returned(chunk: _Chunk) -> slice:
+    """Slice of the step's T tokens whose hidden states are returned as they are."""
+    if chunk.kind == TOKEN:
+        return slice(chunk.start, chunk.end)
+    if chunk.kind == LAST and chunk.is_last:
+        return slice(chunk.end - 1, chunk.end)
+    if chunk.kind == CLS and chunk.position == 0:
+        return slice(chunk.start, chunk.start + 1)
+    return slice(0, 0)
+
+
+def _to_host(values: Tensor, lens: list[int]) -> Pooled:
+    """Starts the copy of `values`, float32 [X], and does not wait for a device."""
+    if values.device.type != "cuda":
+        return Pooled(values, lens, lambda: None)
+    on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    on_host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event(blocking=True)
+    copied.record()
+    return Pooled(on_host, lens, copied.synchronize)

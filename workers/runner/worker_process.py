@@ -1,0 +1,228 @@
+"""The process of one rank: receive a step, execute it, send the output (the answering rank only), until the pipe ends.
+
+`python -m oarlock.workers.runner.worker_process PARENT_PID CONTROL_FD`, started by `workers/rank_processes.py`. It
+imports torch at once, then waits for its arguments. It decides nothing: everything it does follows from the bytes of
+the step, so that all ranks do the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from functools import partial
+from typing import TYPE_CHECKING
+
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.control_channel import Control
+from oarlock.workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter
+from oarlock.workers.errors import EXIT_CONFIGURATION, EXIT_OUT_OF_MEMORY, StartupError
+from oarlock.workers.kv_offload import KVReportSender
+from oarlock.workers.log_format import JsonFormatter
+from oarlock.workers.protocol import StepOutput, pack_output, unpack_step
+from oarlock.workers.ranks.cpu_affinity import use_cpus
+from oarlock.workers.ranks.spawn_ranks import RankArguments, RankRings, begin
+from oarlock.workers.runner.memory_needs import is_out_of_memory
+from oarlock.workers.runner.pending_output import AnsweringThread
+
+if TYPE_CHECKING:
+    from oarlock.workers.distributed.rank_groups import RankGroups
+    from oarlock.workers.runner.encoder.runner import EncoderRunner
+    from oarlock.workers.runner.model_runner import ModelRunner
+
+logger = logging.getLogger("oarlock.rank")
+
+
+def log_to_stderr(config: WorkerConfig, rank: int) -> None:
+    """Lines like the engine's, with the rank in place of the process; of replicas also with the engine's number."""
+    if config.log_format == "json":
+        engines = {} if config.data_parallel_size == 1 else {"engine": config.data_parallel_rank}
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(JsonFormatter(**engines, rank=rank))
+        logging.basicConfig(level=config.log_level, handlers=[handler])
+        return
+    engine = "" if config.data_parallel_size == 1 else f"engine={config.data_parallel_rank} "
+    logging.Formatter.converter = time.gmtime
+    logging.basicConfig(
+        level=config.log_level,
+        stream=sys.stderr,
+        format=f"time=%(asctime)s.%(msecs)03dZ level=%(levelname)s logger=%(name)s {engine}rank={rank} %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of a rank process. Returns the exit status; exits at once when the parent has ended."""
+    control = begin(argv)
+    # Read when torch is imported. Its warnings are about names of hosts that no name service knows, which nobody needs.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent by the executor when a step hangs
+    gc.disable()  # until it serves: imports make nothing but objects that stay
+    with contextlib.suppress(Exception):  # `start` needs it as well, and reports the failure
+        import oarlock.workers.runner.model_runner  # noqa: F401
+    try:
+        arguments = RankArguments.receive(control)
+    except ChannelClosedError:
+        return 1
+    log_to_stderr(arguments.config, arguments.rank)
+    try:
+        runner, groups = start(arguments, control)
+    except StartupError as error:
+        control.send("failed", cause=error.cause, fix=error.fix, exit_code=error.exit_code)
+        return error.exit_code
+    except ChannelClosedError:
+        return 1
+    except Exception as error:
+        if is_out_of_memory(error):  # before the model's sizes are known
+            cause = f"rank {arguments.rank} ran out of memory while starting: {error}"
+            control.send("failed", cause=cause, fix="Free memory, or use fewer ranks.", exit_code=EXIT_OUT_OF_MEMORY)
+            return EXIT_OUT_OF_MEMORY
+        from oarlock.workers.distributed import parallel_state
+
+        traceback.print_exc()
+        control.send(
+            "failed",
+            cause=f"rank {arguments.rank} failed while loading: {type(error).__name__}: {error}",
+            fix="The traceback above names the place; `--load-format dummy` shows whether the weights are at fault.",
+            exit_code=EXIT_CONFIGURATION,
+            of_peer=parallel_state.follows_from_peer(error),
+        )
+        return EXIT_CONFIGURATION
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    try:
+        serve(arguments, control, runner, groups)
+    finally:
+        runner.close()  # graphs hold collectives of the group
+        groups.destroy()
+    return 0
+
+
+def join(arguments: RankArguments) -> RankGroups:
+    """Joins this rank's groups, and returns once all ranks have. First puts this process on its CPUs and its device: on
+    a CUDA device the ranks try sums as they join."""
+    # Imported late: a parent that is already gone should be noticed before.
+    from oarlock.workers.distributed.rank_groups import join_groups
+    from oarlock.workers.runner.rank_device import use_device
+
+    use_cpus(arguments.config, arguments.local_rank)
+    return join_groups(
+        arguments.rendezvous,
+        use_device(arguments.config, arguments.local_rank),
+        share_device=arguments.config.share_device,
+        in_order=arguments.config.batch_invariant,
+    )
+
+
+def start(arguments: RankArguments, control: Control) -> tuple[ModelRunner | EncoderRunner, RankGroups]:
+    """Join the other ranks, load this rank's slice and allocate its pages, together with the other ranks."""
+    from oarlock.workers.runner.encoder.runner import EncoderRunner
+    from oarlock.workers.runner.model_runner import ModelRunner
+
+    control.send("phase", name="joining")
+    groups = join(arguments)
+    control.send("phase", name="loading")
+    config = arguments.config
+    runner = (
+        EncoderRunner(config, groups.tp) if config.whole_texts else ModelRunner(config, groups.tp, stage=groups.stage)
+    )
+    last_report = 0.0
+
+    def on_progress(fraction: float) -> None:
+        nonlocal last_report
+        if time.monotonic() - last_report > 0.1:
+            last_report = time.monotonic()
+            control.send("progress", fraction=fraction)
+
+    runner.load(on_progress)
+    control.send("loaded", num_blocks=runner.num_blocks_that_fit())
+    num_blocks = int(control.recv()["num_blocks"])
+    control.send("phase", name="allocating")
+    runner.allocate(num_blocks)
+    control.send("phase", name="timing")
+    runner.time_steps()
+    control.send("ready", info=runner.info().to_json())
+    return runner, groups
+
+
+def serve(arguments: RankArguments, control: Control, runner: ModelRunner | EncoderRunner, groups: RankGroups) -> None:
+    """The step loop. Returns when the executor closes the ring; a failure is reported before the process ends.
+
+    Where the device computes on its own, the next step is launched as soon as it is in the ring, and another thread
+    waits for the outputs.
+    """
+    from oarlock.workers.runner.memory.step_guard import StepGuard  # imports torch
+    from oarlock.workers.runner.rank_device import use_device
+
+    rings = RankRings(**arguments.extra)
+    steps = RingReader(rings.step_memory_fd, rings.step_wake_fd, arguments.local_rank, RingLayout(**rings.step_layout))
+    answers = None
+    if rings.output_wake_fd is not None:
+        answers = RingWriter(rings.output_memory_fd, [rings.output_wake_fd], RingLayout(**rings.output_layout))
+    later = None
+    if answers is not None and runner.runs_ahead:
+        begin_thread = partial(use_device, runner.config, arguments.local_rank)
+        later = AnsweringThread(partial(_send, answers), partial(_report, control), begin_thread)
+    await_masks = partial(steps.wait_for_rest, runner.config.step_timeout_s)
+    if runner.kv_offload is not None:
+        assert rings.kv_report_fd is not None
+        runner.kv_offload.start(KVReportSender(rings.kv_report_fd, arguments.rank))
+    guard = StepGuard(runner.bytes_of, runner.device, groups.votes, groups.stage)
+    step_id = 0
+    try:
+        while True:
+            with steps.recv() as slot:
+                begun_ns = time.monotonic_ns()
+                step = unpack_step(slot)
+                step_id = step.step_id
+                if len(step.kv_copies):
+                    assert runner.kv_offload is not None
+                    runner.kv_offload.obey(step)
+                pending = guard.run(step, partial(runner.launch, step, await_masks))
+                if step.num_tokens:  # not of a heartbeat
+                    steps.note_duration(time.monotonic_ns() - begun_ns)
+                if later is not None:
+                    later.add(step_id, pending)
+                elif answers is not None:
+                    output = pending.wait()
+                    assert output is not None, "the answering rank answers every step"
+                    _send(answers, output)
+    except ChannelClosedError:
+        return
+    except Exception as error:
+        _report(control, step_id, error)
+        raise SystemExit(1) from error
+    finally:
+        if later is not None:
+            later.close()
+
+
+def _send(answers: RingWriter, output: StepOutput) -> None:
+    with answers.send() as buffer:
+        pack_output(output, buffer)
+
+
+def _report(control: Control, step_id: int, error: Exception) -> None:
+    """The cause must reach the executor before this process ends: other ranks only see a lost connection."""
+    if not isinstance(error, ChannelClosedError):
+        from oarlock.workers.distributed import parallel_state
+
+        cause, of_peer = f"{type(error).__name__}: {error}", parallel_state.follows_from_peer(error)
+        if not of_peer:  # else nothing is wrong here
+            traceback.print_exception(error)
+        control.send("raised", step_id=step_id, cause=cause, of_peer=of_peer)
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    # Skips interpreter teardown: another rank may have ended, and gloo's threads would wait for it.
+    os._exit(status)

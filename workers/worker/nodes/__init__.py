@@ -1,1 +1,0 @@
-"""Ranks of one host or of several: their processes, membership, messages and ends."""
