@@ -12,10 +12,10 @@ from oarlock.server.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from oarlock.engine.errors import RequestError, StartupError
-    from oarlock.server.entrypoints.offline.llm import LLM
-    from oarlock.server.entrypoints.offline.outputs import CompletionOutput, RequestOutput
-    from oarlock.server.entrypoints.offline.pooling import EmbeddingRequestOutput, ScoringRequestOutput
-    from oarlock.server.entrypoints.offline.sampling_params import SamplingParams
+    from oarlock.server.offline.llm import LLM
+    from oarlock.server.offline.outputs import CompletionOutput, RequestOutput
+    from oarlock.server.offline.pooling import EmbeddingRequestOutput, ScoringRequestOutput
+    from oarlock.server.offline.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
@@ -30,12 +30,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "oarlock.server.entrypoints.offline.llm",
-    "CompletionOutput": "oarlock.server.entrypoints.offline.outputs",
-    "RequestOutput": "oarlock.server.entrypoints.offline.outputs",
-    "EmbeddingRequestOutput": "oarlock.server.entrypoints.offline.pooling",
-    "ScoringRequestOutput": "oarlock.server.entrypoints.offline.pooling",
-    "SamplingParams": "oarlock.server.entrypoints.offline.sampling_params",
+    "LLM": "oarlock.server.offline.llm",
+    "CompletionOutput": "oarlock.server.offline.outputs",
+    "RequestOutput": "oarlock.server.offline.outputs",
+    "EmbeddingRequestOutput": "oarlock.server.offline.pooling",
+    "ScoringRequestOutput": "oarlock.server.offline.pooling",
+    "SamplingParams": "oarlock.server.offline.sampling_params",
     "RequestError": "oarlock.engine.errors",
     "StartupError": "oarlock.engine.errors",
 }

@@ -2,7 +2,7 @@
 
 import sys
 
-from oarlock.server.entrypoints.cli import main
+from oarlock.server.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

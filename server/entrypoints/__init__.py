@@ -1,1 +1,1 @@
-"""Entry points: the commands of `oarlock`, the server process that they start, and the offline interface."""
+"""Former place of the command line, for scripts that were installed before it moved to `server/cli/`."""

@@ -1,6 +1,6 @@
 """Starts the process that fetches a model from the hub, and follows it: threads cannot be cancelled, a process can.
 
-The process is `oarlock.server.entrypoints.fetch_model`; messages are lines of JSON.
+The process is `oarlock.server.launch.fetch_model`; messages are lines of JSON.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def download(request: HubModel, on_progress: OnDetailedProgress) -> str:
     ours, theirs = socket.socketpair()  # end-of-file on it ends the process, however this one ends
     with theirs:
         process = start_python(
-            ["-m", "oarlock.server.entrypoints.fetch_model", "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            ["-m", "oarlock.server.launch.fetch_model", "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()]
         )
     writer: asyncio.StreamWriter | None = None
     try:

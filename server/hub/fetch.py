@@ -1,7 +1,7 @@
 """Finds the directory of a hub id: from the hub, or from the cache when offline or when the hub cannot be reached.
 
 Small files are fetched and checked first, so a model that cannot be served costs kilobytes. It blocks, and so runs in
-a process of its own (`oarlock.server.entrypoints.fetch_model`).
+a process of its own (`oarlock.server.launch.fetch_model`).
 """
 
 from __future__ import annotations

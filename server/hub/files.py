@@ -1,7 +1,7 @@
 """Downloads files of a model on the hub, each resumed where an earlier download of it stopped.
 
 They are kept in the cache layout of `huggingface_hub`, so files that other programs have fetched are used here, and the
-other way round. It blocks, and so runs in a process of its own (`oarlock.server.entrypoints.fetch_model`).
+other way round. It blocks, and so runs in a process of its own (`oarlock.server.launch.fetch_model`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from oarlock.engine.errors import EngineDeadError
-from oarlock.server.entrypoints import cli
+from oarlock.server.cli import main as cli
 from oarlock.server.llm.generation_config import GenerationConfig
 from tests.contract.conftest import DEMO
 from tests.contract.test_offline_llm import NoProcess

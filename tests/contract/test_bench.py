@@ -21,7 +21,7 @@ from oarlock.engine.errors import StartupError
 from oarlock.server.bench import metrics
 from oarlock.server.bench.plan import ServePlan
 from oarlock.server.bench.serve import measure
-from oarlock.server.entrypoints.cli import main
+from oarlock.server.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = b'{"data": [{"id": "m", "vocab_size": 4096}]}'

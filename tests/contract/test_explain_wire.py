@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from oarlock.engine.python_child import EXIT_UNREAD
-from oarlock.server.entrypoints import cli
+from oarlock.server.cli import main as cli
 from oarlock.server.http.request_record import MAX_RECORDS, RecentRequests, RequestRecord
 from tests.e2e.running import command, environment
 

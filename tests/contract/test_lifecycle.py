@@ -11,9 +11,9 @@ import pytest
 
 from oarlock.engine.errors import StartupError
 from oarlock.server.config.settings import make_settings
-from oarlock.server.entrypoints.supervisor import Supervisor
 from oarlock.server.http.listening import bind, url_of
 from oarlock.server.http.server_state import Phase
+from oarlock.server.launch.supervisor import Supervisor
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGTERM"), reason="signals")
 BODY = {"prompt": "x", "stream": True}
@@ -26,7 +26,7 @@ def make_supervisor(make_stage, monkeypatch):
     Its watchdog, which would end this process, fails the test instead.
     """
     left = []
-    monkeypatch.setattr("oarlock.server.entrypoints.supervisor._exit_now", left.append)
+    monkeypatch.setattr("oarlock.server.launch.supervisor._exit_now", left.append)
 
     def make(*args, gate=None, error=None, drain_timeout=30.0, **options):
         engine = make_stage(*args, **options).engine

@@ -12,9 +12,9 @@ import pytest
 from oarlock.engine.types import EngineInfo, Request
 from oarlock.server.config.settings import make_settings
 from oarlock.server.endpoints.serving import connect_engine
-from oarlock.server.entrypoints.supervisor import Supervisor
 from oarlock.server.http.listening import bind, url_of
 from oarlock.server.http.server_state import Phase
+from oarlock.server.launch.supervisor import Supervisor
 from tests.contract.conftest import FakeEngine
 
 
@@ -171,7 +171,7 @@ def test_where_a_replica_is_lost_for_good_the_others_finish_and_the_server_ends_
     make_replicas, monkeypatch
 ):
     left = []
-    monkeypatch.setattr("oarlock.server.entrypoints.supervisor._exit_now", left.append)
+    monkeypatch.setattr("oarlock.server.launch.supervisor._exit_now", left.append)
 
     async def scenario():
         _, replicas = make_replicas(pause_after=1)

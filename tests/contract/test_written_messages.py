@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from oarlock.engine.errors import EngineDeadError, StartupError
+from oarlock.server.cli import serve
+from oarlock.server.cli.main import main
 from oarlock.server.config.settings import Settings
-from oarlock.server.entrypoints.cli import main
-from oarlock.server.entrypoints.commands import serve
 from oarlock.server.errors import describe
 from oarlock.server.http.listening import bind
 from oarlock.server.http.server_state import Phase, ServerState

@@ -8,7 +8,7 @@ import os
 import signal
 from pathlib import Path
 
-from oarlock.server.entrypoints.cli import main
+from oarlock.server.cli.main import main
 
 
 def write_tasks(number: int, frame: object) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import pytest
 import torch
 
-from oarlock.server.entrypoints.cli import main
+from oarlock.server.cli.main import main
 from tests.e2e.running import DEMO, ROOT, command, environment, free_port
 
 USAGE, CONFIGURATION, MEMORY = 2, 3, 4

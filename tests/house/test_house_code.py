@@ -152,7 +152,7 @@ def modules_after(code: str) -> set[str]:
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["--version"]])
 def test_help_is_quick_because_it_imports_nothing_heavy(arguments):
     call = f"try:\n    main({arguments!r})\nexcept SystemExit as end:\n    assert not end.code"
-    assert modules_after(f"from oarlock.server.entrypoints.cli import main\n{call}").isdisjoint(
+    assert modules_after(f"from oarlock.server.cli.main import main\n{call}").isdisjoint(
         {"torch", "transformers", "fastapi"}
     )
 

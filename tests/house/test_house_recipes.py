@@ -293,7 +293,7 @@ def test_durations_and_sizes():
 
 def test_a_wheel_carries_the_three_packages():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["project"]["scripts"] == {"oarlock": "oarlock.server.entrypoints.cli:main"}
+    assert project["project"]["scripts"] == {"oarlock": "oarlock.__main__:main"}
     assert project["tool"]["setuptools"]["packages"]["find"]["include"] == ["oarlock*"]
     ranges = {line.split(";")[0].split(">")[0].strip() for line in project["project"]["dependencies"]}
     pins = {line.split("==")[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line}

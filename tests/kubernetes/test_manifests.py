@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from oarlock.engine.stats import EngineStats
+from oarlock.server.cli.main import main
 from oarlock.server.config.settings import OPTIONS
-from oarlock.server.entrypoints.cli import main
 from oarlock.server.http.middleware import PROBES
 from oarlock.server.observability.metrics import HttpCounters, exposition
 from tests.kubernetes.manifests import FILES, FOLDER, ROOT, SCHEMAS, manifests, pods

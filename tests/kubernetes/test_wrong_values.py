@@ -2,8 +2,8 @@
 
 import pytest
 
-from oarlock.server.entrypoints.cli import main
-from oarlock.server.entrypoints.commands import serve
+from oarlock.server.cli import serve
+from oarlock.server.cli.main import main
 from tests.kubernetes.manifests import ROOT
 
 GROUP = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "oarlock-0.oarlock"}

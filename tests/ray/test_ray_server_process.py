@@ -24,7 +24,7 @@ def program(code):
 
 
 def test_the_url_is_read_from_the_banner():
-    from oarlock.server.entrypoints.banner import banner
+    from oarlock.server.launch.banner import banner
 
     lines = banner("http://127.0.0.1:8123", ("demo",), INFO, 8192, True, {}, False).splitlines()
     assert [found[1] for line in lines if (found := server_process._URL.match(line))] == ["http://127.0.0.1:8123"]

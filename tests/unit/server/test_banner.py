@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from oarlock.engine.types import EngineInfo
-from oarlock.server.entrypoints import banner
+from oarlock.server.launch import banner
 
 INFO = EngineInfo(
     max_model_len=8192,

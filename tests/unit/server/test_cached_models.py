@@ -8,7 +8,7 @@ import shutil
 import pytest
 from huggingface_hub import constants
 
-from oarlock.server.entrypoints import cli
+from oarlock.server.cli import main as cli
 from tests.house.rules import ROOT
 from tests.unit.server.fake_hub import etag
 

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from oarlock.server.cli.main import main
 from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import OPTIONS
 from oarlock.server.config.vllm_flags import FLAGS
-from oarlock.server.entrypoints import commands
-from oarlock.server.entrypoints.cli import main
 from oarlock.server.strict_model import MAX_LOGPROBS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,7 +32,7 @@ def _clean_environment(monkeypatch):
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["--version"], ["config", "show"]])
 def test_quick_commands_import_nothing_heavy(arguments):
     code = (
-        "import sys\nfrom oarlock.server.entrypoints.cli import main\n"
+        "import sys\nfrom oarlock.server.cli.main import main\n"
         f"try:\n    main({arguments!r})\nexcept SystemExit as end:\n    assert end.code in (0, None)\n"
         "heavy = {'torch', 'transformers', 'fastapi', 'pydantic', 'uvicorn', 'numpy', 'tokenizers', 'asyncio'}\n"
         "print('heavy:', sorted(heavy & set(sys.modules)))"
@@ -187,7 +186,7 @@ def test_no_command_shows_help(capsys):
     assert "serve" in capsys.readouterr().out
 
 
-def test_each_command_of_the_folder_is_listed_parsed_and_run(monkeypatch, capsys):
+def test_each_command_is_listed_parsed_and_run(monkeypatch, capsys):
     seen = []
 
     def run(arguments):
@@ -199,8 +198,8 @@ def test_each_command_of_the_folder_is_listed_parsed_and_run(monkeypatch, capsys
         add_arguments=lambda parser: parser.add_argument("--number", type=int, required=True),
         run=run,
     )
-    monkeypatch.setattr(commands, "names", lambda: ("count",))
-    monkeypatch.setattr(commands, "load", lambda name: command)
+    monkeypatch.setattr("oarlock.server.cli.main.COMMANDS", ("count",))
+    monkeypatch.setattr("oarlock.server.cli.main._load", lambda name: command)
     assert main(["count", "--number", "7"]) == 2
     assert capsys.readouterr().err == "error: It is wrong.\nfix: Correct it.\n"
     assert main(["count", "--nummber", "7"]) == 2

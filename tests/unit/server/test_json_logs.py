@@ -9,7 +9,7 @@ import pytest
 
 from oarlock.engine.core.process import log_to_stderr as engine_log
 from oarlock.engine.log_format import JsonFormatter
-from oarlock.server.entrypoints.banner import Progress
+from oarlock.server.launch.banner import Progress
 from oarlock.server.observability import logs
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.log_format import fields_of

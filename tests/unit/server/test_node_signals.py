@@ -15,7 +15,7 @@ _NODE = """
 import os, select, sys, time
 from oarlock.engine.config import NodesConfig
 from oarlock.server.config.settings import Settings
-from oarlock.server.entrypoints import node
+from oarlock.server.launch import node
 
 def run_node(config, nodes, on_phase, *, stop_fd):
     assert config.nnodes == 1 and config.model_path.endswith("oarlock-demo")

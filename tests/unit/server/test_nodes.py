@@ -12,13 +12,13 @@ import pytest
 
 from oarlock.engine.config import EngineConfig, NodesConfig
 from oarlock.engine.errors import StartupError
+from oarlock.server.cli.main import main
 from oarlock.server.config.nodes import nodes_config, ray_resources
 from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import Settings, make_settings
 from oarlock.server.config.sources import load_settings
-from oarlock.server.entrypoints.cli import main
-from oarlock.server.entrypoints.ray_driver import last_error
-from oarlock.server.entrypoints.ray_group import RayGroup, request
+from oarlock.server.launch.ray_driver import last_error
+from oarlock.server.launch.ray_group import RayGroup, request
 from oarlock.workers.config import WorkerConfig
 
 TWO = {"nnodes": 2, "node_rank": 0, "master_addr": "10.0.0.1"}
@@ -162,9 +162,7 @@ def test_serve_says_what_is_wrong_before_it_starts_anything(capsys, arguments, c
 
 def test_doctor_checks_this_host_as_one_of_several(monkeypatch):
     words: list[str] = []
-    monkeypatch.setattr(
-        "oarlock.server.entrypoints.commands.doctor.run_program", lambda module, given: words.extend(given)
-    )
+    monkeypatch.setattr("oarlock.server.cli.doctor.run_program", lambda module, given: words.extend(given))
     main(["doctor", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "-tp", "2"])
     (passed,) = [json.loads(word.partition("=")[2]) for word in words if word.startswith("--nodes")]
     assert passed.items() >= {"node_rank": 0, "nnodes": 2, "address": "127.0.0.1"}.items()

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from oarlock.engine.preflight import Memory, capacity, open_model
+from oarlock.server.cli.arguments import UsageError, given_settings, parse
+from oarlock.server.cli.main import _parsers, main
+from oarlock.server.cli.plan.flags import parse_replicas, parse_slo
+from oarlock.server.cli.plan.gpus import GPUS, parse_gpus
+from oarlock.server.cli.plan.layouts import SIZES
 from oarlock.server.config.settings import OPTIONS
-from oarlock.server.entrypoints.arguments import UsageError, given_settings, parse
-from oarlock.server.entrypoints.cli import _parsers, main
-from oarlock.server.entrypoints.commands import names
-from oarlock.server.entrypoints.commands.plan.flags import parse_replicas, parse_slo
-from oarlock.server.entrypoints.commands.plan.gpus import GPUS, parse_gpus
-from oarlock.server.entrypoints.commands.plan.layouts import SIZES
 from oarlock.workers.protocol import MAX_POOLED_IDS, max_output_bytes
 from tests.unit.server.fake_hub import FakeHub
 
@@ -51,7 +50,7 @@ def settings_of(command: str) -> dict[str, Any]:
     """Settings that our parser reads from a command."""
     words = shlex.split(command)
     assert words[0] == "oarlock"
-    parser, parsers = _parsers(names())
+    parser, parsers = _parsers()
     return given_settings(parse(parser, parsers["serve"], words[1:]))
 
 
@@ -186,7 +185,7 @@ def test_help_of_every_command_stays_quick() -> None:
     import subprocess
     import sys
 
-    code = "import sys; from oarlock.server.entrypoints.cli import main; main(['plan', '--help']) "
+    code = "import sys; from oarlock.server.cli.main import main; main(['plan', '--help']) "
     watch = "\nprint([name for name in ('numpy', 'torch', 'oarlock.workers.capacity') if name in sys.modules])"
     wrapped = f"try:\n    {code}\nexcept SystemExit: pass{watch}"
     found = subprocess.run([sys.executable, "-c", wrapped], capture_output=True, text=True, timeout=120, check=True)

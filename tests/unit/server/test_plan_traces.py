@@ -11,11 +11,11 @@ from oarlock.engine.fleet import FleetReport, Quantiles, TracedRequest
 from oarlock.engine.preflight import StepLoad
 from oarlock.server.bench.metrics import Sample
 from oarlock.server.bench.result import Result, write
-from oarlock.server.entrypoints.cli import main
-from oarlock.server.entrypoints.commands.plan.calibrate import calibrated
-from oarlock.server.entrypoints.commands.plan.flags import parse_slo
-from oarlock.server.entrypoints.commands.plan.simulate import run_sizes
-from oarlock.server.entrypoints.commands.plan.traces import read
+from oarlock.server.cli.main import main
+from oarlock.server.cli.plan.calibrate import calibrated
+from oarlock.server.cli.plan.flags import parse_slo
+from oarlock.server.cli.plan.simulate import run_sizes
+from oarlock.server.cli.plan.traces import read
 
 OURS = {"arrival_s": 2.5, "prompt_tokens": 300, "output_tokens": 7}
 

@@ -10,8 +10,8 @@ import pytest
 
 from oarlock.engine.errors import StartupError
 from oarlock.server.config.settings import Settings
-from oarlock.server.entrypoints.service_manager import ServiceManager
 from oarlock.server.http.listening import bind, bind_unix
+from oarlock.server.launch.service_manager import ServiceManager
 
 ME, ANOTHER = str(os.getpid()), "1"
 
@@ -62,7 +62,7 @@ def hand_over(monkeypatch):
     def hand(listener):
         descriptor = os.dup(listener.fileno())
         monkeypatch.setattr(
-            "oarlock.server.entrypoints.service_manager.inherited", lambda fds: socket.socket(fileno=descriptor)
+            "oarlock.server.launch.service_manager.inherited", lambda fds: socket.socket(fileno=descriptor)
         )
         return ServiceManager({"LISTEN_PID": ME, "LISTEN_FDS": "1"})
 

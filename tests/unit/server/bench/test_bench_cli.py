@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from oarlock.server.entrypoints.arguments import Parser
-from oarlock.server.entrypoints.cli import main
-from oarlock.server.entrypoints.commands.bench import serve, vllm_names
+from oarlock.server.cli.arguments import Parser
+from oarlock.server.cli.bench import serve, vllm_names
+from oarlock.server.cli.main import main
 
 URL = "http://127.0.0.1:9"
 

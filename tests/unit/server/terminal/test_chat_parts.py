@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from oarlock.server.entrypoints.cli import main
-from oarlock.server.entrypoints.commands.chat.conversation import Conversation, ConversationError
-from oarlock.server.entrypoints.commands.chat.markdown_blocks import MarkdownBlocks
-from oarlock.server.entrypoints.commands.chat.screen import Screen
-from oarlock.server.entrypoints.remote import base_of, message_of
-from oarlock.server.entrypoints.terminal_text import fit
+from oarlock.server.cli.chat.conversation import Conversation, ConversationError
+from oarlock.server.cli.chat.markdown_blocks import MarkdownBlocks
+from oarlock.server.cli.chat.screen import Screen
+from oarlock.server.cli.main import main
+from oarlock.server.cli.remote import base_of, message_of
+from oarlock.server.cli.terminal_text import fit
 
 MARKDOWN = st.text(st.sampled_from(list("ab#*-1.` ~\n\t")), max_size=80)
 

@@ -8,10 +8,9 @@ import subprocess
 
 import pytest
 
+from oarlock.server.cli import completion
+from oarlock.server.cli.main import COMMANDS, main, whole_parser
 from oarlock.server.config.settings import OPTIONS
-from oarlock.server.entrypoints import commands
-from oarlock.server.entrypoints.cli import main, whole_parser
-from oarlock.server.entrypoints.commands import completion
 
 
 @functools.cache
@@ -35,7 +34,7 @@ def replies(folder, *words: str) -> set[str]:
 
 def test_bash_offers_commands_flags_values_and_files(tmp_path):
     (tmp_path / "keys.txt").touch()
-    assert set(commands.names()) <= replies(tmp_path, "")
+    assert set(COMMANDS) <= replies(tmp_path, "")
     assert replies(tmp_path, "ser") == {"serve"}
     assert replies(tmp_path, "serve", "--tensor") == {"--tensor-parallel-size"}
     flags = {described.flag for described in OPTIONS.values() if not described.positional}

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from oarlock.server.cli.arguments import Parser, UsageError, add_settings, given_settings, parse
+from oarlock.server.cli.main import main
+from oarlock.server.cli.migrate import llama_server, ollama, sglang, tgi
+from oarlock.server.cli.migrate.lines import translate
 from oarlock.server.config.settings import OPTIONS, make_settings
 from oarlock.server.config.vllm_flags import FLAGS
-from oarlock.server.entrypoints.arguments import Parser, UsageError, add_settings, given_settings, parse
-from oarlock.server.entrypoints.cli import main
-from oarlock.server.entrypoints.commands.migrate import llama_server, ollama, sglang, tgi
-from oarlock.server.entrypoints.commands.migrate.lines import translate
 
 Case = tuple[str, str, list[str]]
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from rich.console import Console
 
-from oarlock.server.entrypoints.commands.top import latencies, view
-from oarlock.server.entrypoints.commands.top.kv_map import shrink
+from oarlock.server.cli.top import latencies, view
+from oarlock.server.cli.top.kv_map import shrink
 
 ENGINE = {
     "engine": 0,

@@ -1,0 +1,164 @@
+"""Parsers of the command line. The flags of `serve` and `config` are generated from `Settings`.
+
+A mistake is one line of cause and one of fix, without a page of usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NoReturn, Protocol
+
+from oarlock.engine.errors import StartupError
+from oarlock.server.config import vllm_flags
+from oarlock.server.config.option_checks import removed
+from oarlock.server.config.options import Option, OptionError, nearest
+from oarlock.server.config.settings import OPTIONS
+from oarlock.server.config.sources import LoadedSettings, load_settings
+
+_CONFIG_HELP = "TOML file with the same names (environment: OARLOCK_CONFIG)"
+
+
+class UsageError(Exception):
+    """The command line is wrong: one line of cause, one of fix."""
+
+    def __init__(self, cause: str, fix: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.fix = fix
+
+
+class Command(Protocol):
+    """Interface of a command's module."""
+
+    HELP: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Returns the exit code. Raises `UsageError`, `OptionError` or `StartupError`."""
+        ...
+
+
+# The command line with our own flags, and a note for each of another server's that asks for what happens anyway.
+Rewrite = Callable[[Sequence[str]], tuple[list[str], list[str]]]
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `UsageError` where argparse would print usage and exit."""
+
+    takes_settings = False
+    rewrite: Rewrite | None = None  # takes other servers' flags out of the command line
+    help_with_unknown: str | None = None  # the fix where a flag or argument is unknown, if there is a usual mistake
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.children: dict[str, Parser] = {}  # of a command that has commands of its own
+
+    def chosen(self, words: Sequence[str]) -> Parser:
+        """This parser, or the child that the words name."""
+        name = next((word for word in words if not word.startswith("-")), None)
+        if not self.children or name is None:
+            return self
+        if name in self.children:
+            return self.children[name]
+        near = nearest(name, list(self.children))
+        known = "There are: " + ", ".join(self.children)
+        raise UsageError(f"Unknown: {self.prog} {name}.", f"Did you mean `{self.prog} {near}`?" if near else known)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}.", f"`{self.prog} --help` lists what there is.")
+
+
+def parse(parser: Parser, command: Parser | None, words: list[str]) -> argparse.Namespace:
+    """Parse the whole command line, of which `command` parses a part. Raises `UsageError` and `OptionError`."""
+    if command is None:
+        return parser.parse_args(words)
+    words, notes = (words, []) if command.rewrite is None else command.rewrite(words)
+    parsed, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise (_unknown_setting if command.takes_settings else _unknown_flag)(command, unknown[0])
+    parsed.notes = notes
+    return parsed
+
+
+def add_settings(parser: argparse.ArgumentParser, *, positional: bool, without: Container[str] = frozenset()) -> None:
+    """Add `--config` and a flag for every option not in `without`. `positional`: MODEL is given without a flag."""
+    assert isinstance(parser, Parser)
+    parser.takes_settings, parser.rewrite = True, vllm_flags.take_out
+    parser.add_argument("--config", metavar="FILE.toml", help=_CONFIG_HELP)
+    groups: dict[str, Any] = {}
+    for described in OPTIONS.values():
+        if described.name in without:
+            continue
+        if described.group not in groups:
+            groups[described.group] = parser.add_argument_group(described.group)
+        _add_option(groups[described.group], described, positional)
+
+
+def _add_option(group: Any, described: Option, positional: bool) -> None:
+    help_text = _help(described)
+    if described.positional:
+        if positional:
+            group.add_argument(described.name, nargs="?", default=None, metavar="MODEL", help=help_text)
+        else:
+            group.add_argument(f"--{described.name}", dest=described.name, default=None, help=help_text)
+    elif described.kind is bool:
+        action = argparse.BooleanOptionalAction
+        group.add_argument(described.flag, dest=described.name, default=None, action=action, help=help_text)
+    else:
+        names = [name for name in (described.flag, described.short) if name]
+        metavar = described.type_name if described.choices else described.item_type_name.upper()
+        # A flag that is given again adds to a list, such as that of the keys, and replaces a single value.
+        how: dict[str, Any] = {"action": "append", "nargs": "+"} if described.many else {}
+        group.add_argument(*names, dest=described.name, default=None, metavar=metavar, help=help_text, **how)
+
+
+def _help(described: Option) -> str:
+    parts = [f"default {described.default_text}", described.env]
+    if described.example and not described.positional:
+        parts.append(f"e.g. {described.usage}")
+    return f"{described.help} ({'; '.join(parts)})".replace("%", "%%")
+
+
+def given_settings(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The flags that were given, as typed values. Raises `OptionError`."""
+    given = {}
+    for described in OPTIONS.values():
+        value = getattr(parsed, described.name, None)
+        if value is None:
+            continue
+        if described.many:
+            given[described.name] = described.from_texts(itertools.chain.from_iterable(value))
+        else:
+            given[described.name] = value if described.kind is bool else described.from_text(value)
+    return given
+
+
+def loaded_settings(parsed: argparse.Namespace, given: dict[str, Any]) -> LoadedSettings:
+    """The flags joined with the environment and the file. Raises `StartupError`."""
+    try:
+        return load_settings(given, config_file=parsed.config)
+    except OptionError as error:
+        raise StartupError(error.cause, error.fix) from None
+
+
+def _unknown_flag(command: argparse.ArgumentParser, word: str, what: str = "flag or argument") -> UsageError:
+    flag = word.split("=")[0]
+    near = nearest(flag, list(command._option_string_actions))
+    if isinstance(command, Parser) and command.help_with_unknown:
+        return UsageError(f"Unknown {what}: {flag}.", command.help_with_unknown)
+    fix = f"Did you mean {near}?" if near else f"`{command.prog} --help` lists all of them."
+    return UsageError(f"Unknown {what}: {flag}.", removed(flag) or fix)
+
+
+def _unknown_setting(command: argparse.ArgumentParser, word: str) -> UsageError:
+    flag = word.split("=")[0]
+    if not flag.startswith("-"):
+        takes_model = any(action.dest == "model" and not action.option_strings for action in command._actions)
+        fix = "One MODEL at a time." if takes_model else f"`{command.prog} --help` lists what there is."
+        return UsageError(f"Unexpected argument: {word}.", fix)
+    if flag == "--model":
+        return UsageError("MODEL is given without a flag, not as --model.", f"Write {command.prog} MODEL.")
+    return _unknown_flag(command, word, "flag")

@@ -1,0 +1,90 @@
+"""`oarlock batch IN.jsonl OUT.jsonl`: answer a file of requests in OpenAI's batch format, without a server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from oarlock.server.cli.arguments import add_settings, given_settings, loaded_settings
+from oarlock.server.config.settings import SERVER_ONLY
+
+if TYPE_CHECKING:
+    from oarlock.server.config.settings import Settings
+    from oarlock.server.endpoints.batches.answer_file import AnswerFile
+    from oarlock.server.endpoints.batches.request_file import RequestFile
+
+HELP = "answer a file of requests in OpenAI's batch format"
+# Options of the server that say how requests are read, so that they hold here too.
+_OF_REQUESTS = {
+    "served_model_name",
+    "ignore_model_case",
+    "strict_parameters",
+    "strict_max_tokens",
+    "request_timeout",
+}
+_EXIT_CODES = """exit codes:
+  0  all requests were answered           2  wrong command line
+  1  some answers are errors              3  wrong file, configuration or model
+  130, 143  stopped by Ctrl-C or SIGTERM: the same command goes on where this stopped"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Answer the requests of IN, lines of JSON in OpenAI's batch format, as the server would answer them, and "
+        "append each answer to OUT. Requests that OUT has an answer to are not repeated. Takes flags of `serve`."
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXIT_CODES
+    parser.add_argument("requests", metavar="IN.jsonl", type=Path, help="the requests, one on each line")
+    parser.add_argument("answers", metavar="OUT.jsonl", type=Path, help="the answers, as they come; kept and added to")
+    add_settings(parser, positional=False, without=SERVER_ONLY - _OF_REQUESTS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    loaded = loaded_settings(arguments, given_settings(arguments))
+    settings = loaded.settings
+    if loaded.origins["log_level"] == "default":  # nobody watches a server here
+        settings = replace(settings, log_level="warning")
+    for note in arguments.notes:
+        sys.stderr.write(f"note: {note}\n")
+    import asyncio
+
+    # Before a model is loaded.
+    from oarlock.server.endpoints.batches.answer_file import AnswerFile
+    from oarlock.server.endpoints.batches.request_file import RequestFile
+
+    requests = RequestFile(arguments.requests)
+    answers = AnswerFile(arguments.answers, requests)
+    try:
+        if answers.num_done or answers.num_dropped:
+            again = f", and {answers.num_dropped} are tried again" if answers.num_dropped else ""
+            sys.stderr.write(f"{answers.num_done} of {len(requests)} requests are answered already{again}\n")
+        if answers.num_done < len(requests):
+            asyncio.run(_answer_all(settings, requests, answers))
+        print(f"{answers.num_done} of {len(requests)} requests answered, {answers.num_failed} with an error")
+    finally:
+        answers.close()
+        requests.close()
+    return 1 if answers.num_failed else 0
+
+
+async def _answer_all(settings: Settings, requests: RequestFile, answers: AnswerFile) -> None:
+    from oarlock.server.launch.banner import Progress
+    from oarlock.server.offline.batch import answer_all
+    from oarlock.server.offline.offline_engine import OfflineEngine
+
+    progress = Progress()
+    try:
+        engine = await OfflineEngine.start(settings, progress)
+        try:
+            await answer_all(engine, requests, answers, progress)
+            ignored = engine.endpoints.ignored
+        finally:
+            await engine.close()
+    finally:
+        progress.finish()
+    for name, count in ignored.most_common(32):
+        sys.stderr.write(f"note: {name!r:.64}, a field of {count} request(s), is not known and was ignored\n")

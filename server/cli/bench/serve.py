@@ -1,0 +1,289 @@
+"""`oarlock bench serve URL`: drive any OpenAI-compatible server and measure what its clients see."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oarlock.server.cli.arguments import Parser, UsageError
+from oarlock.server.cli.bench import numbers, vllm_names
+
+if TYPE_CHECKING:  # what measures is imported when it runs: help is quick
+    from oarlock.server.bench.metrics import Sample
+    from oarlock.server.bench.plan import ServePlan
+
+HELP = "drive any OpenAI-compatible server and measure what its clients see"
+_URL = "http://127.0.0.1:8000"
+_WORKLOADS = ("random", "shared-prefix", "multi-turn", "trace")
+_ENDPOINTS = ("completions", "chat")
+_FORMS = ("auto", "ids", "text")
+_SLO = ("ttft", "tpot", "e2el")
+# Flags that only one workload reads: (flag, attribute, workload).
+_OF_WORKLOAD = (
+    ("--prefix-tokens", "prefix_tokens", "shared-prefix"),
+    ("--num-prefixes", "num_prefixes", "shared-prefix"),
+    ("--turns", "turns", "multi-turn"),
+    ("--trace", "trace", "trace"),
+    ("--trace-speed", "trace_speed", "trace"),
+)
+_EXIT_CODES = """exit codes:
+  0  every request was answered        2  wrong command line
+  1  some requests failed              3  the server cannot be measured
+  130  stopped by Ctrl-C, after the figures up to then
+
+The server's key, if it wants one, is read from the environment: OPENAI_API_KEY."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXIT_CODES
+    assert isinstance(parser, Parser)
+    parser.rewrite = vllm_names.take_out
+    parser.add_argument("url", metavar="URL", nargs="?", default=_URL, help=f"of the server (default {_URL})")
+    parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    parser.add_argument("--endpoint", choices=_ENDPOINTS, default=_ENDPOINTS[0], help="default completions")
+    _add_load(parser)
+    _add_prompts(parser)
+    group = parser.add_argument_group("requests")
+    group.add_argument(
+        "--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
+        help="ask for every token of the answer (default); with --no- answers may end early, and the field is left out",
+    )  # fmt: skip
+    group.add_argument("--extra-body", metavar="JSON", help="more fields of every request, as a JSON object")
+    group.add_argument("--timeout", type=numbers.finite, default=600.0, metavar="S", help="per request (default 600)")
+    group.add_argument(
+        "--warmup", type=numbers.whole(0), default=1, metavar="N",
+        help="requests before the run that are not counted (default 1)",
+    )  # fmt: skip
+    group = parser.add_argument_group("results")
+    group.add_argument(
+        "--goodput", nargs="+", action="extend", metavar="NAME:MS",
+        help="limits in ms, such as ttft:500 tpot:50 e2el:4000; goodput counts the requests that are within all",
+    )  # fmt: skip
+    group.add_argument(
+        "--output", type=Path, metavar="FILE.json", help="figures and every request, for `bench compare`"
+    )
+    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    group.add_argument("--html", type=Path, metavar="FILE.html", help="one page with charts, which loads nothing")
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("load: a closed loop of users, or an open loop with a rate")
+    group.add_argument(
+        "--concurrency", type=numbers.whole(1, 65_536), metavar="N", help="users of the closed loop (default 1)"
+    )
+    group.add_argument(
+        "--request-rate", type=numbers.positive, metavar="R", help="open loop: arrivals per second; inf: all at once"
+    )
+    group.add_argument("--ramp", metavar="R1:R2", help="open loop with a rate that goes from R1 to R2")
+    group.add_argument(
+        "--burstiness", type=numbers.positive, metavar="B",
+        help="shape of the gamma-distributed intervals: 1 (default) is Poisson, less comes in bursts, inf is even",
+    )  # fmt: skip
+    group.add_argument(
+        "--num-requests", type=numbers.whole(1), metavar="N",
+        help="how many (default 100, or until --duration); of multi-turn, conversations",
+    )  # fmt: skip
+    group.add_argument("--duration", type=numbers.finite, metavar="S", help="begin none after so many seconds")
+    group.add_argument(
+        "--seed", type=numbers.whole(0), default=0, metavar="N", help="of prompts and arrivals (default 0)"
+    )
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompts")
+    group.add_argument("--workload", choices=_WORKLOADS, default="random", help="default random")
+    group.add_argument("--input-tokens", type=numbers.whole(1), default=128, metavar="N", help="default 128")
+    group.add_argument("--output-tokens", type=numbers.whole(1), default=64, metavar="N", help="default 64")
+    group.add_argument(
+        "--length-spread", type=numbers.below_one, default=0.0, metavar="X",
+        help="lengths are uniform within N * (1 - X) and N * (1 + X) (default 0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--prompt-form", choices=_FORMS, default="auto",
+        help="token ids, or words that are measured with the server first (default auto: ids where they can be used)",
+    )  # fmt: skip
+    group.add_argument(
+        "--vocab-size", type=numbers.whole(64), metavar="N", help="ids are below it (default: as the server says)"
+    )
+    group.add_argument(
+        "--prefix-tokens", type=numbers.whole(1), metavar="N", help="shared-prefix: tokens before the new ones (256)"
+    )
+    group.add_argument(
+        "--num-prefixes", type=numbers.whole(1), metavar="N", help="shared-prefix: how many there are (1)"
+    )
+    group.add_argument("--turns", type=numbers.whole(1), metavar="N", help="multi-turn: turns of a conversation (4)")
+    group.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="trace: lines with timestamp (ms) and lengths")
+    group.add_argument("--trace-speed", type=numbers.finite, metavar="X", help="trace: replayed X times as fast (1)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    plan = make_plan(arguments)
+    for note in arguments.notes:
+        sys.stderr.write(f"note: {note}\n")
+    from oarlock.server.bench.report import table
+    from oarlock.server.bench.report.html import as_html
+    from oarlock.server.bench.result import write, write_text
+    from oarlock.server.bench.serve import measure
+
+    with _Bar(plan, arguments.disable_tqdm) as bar:
+        result = measure(plan, bar.add)
+    print(table.as_text(result))
+    if arguments.output is not None:
+        write(result, arguments.output)
+    if arguments.html is not None:
+        write_text(arguments.html, as_html(result), "--html")
+    if result.is_interrupted:
+        return 130
+    return 1 if result.summary["failed"] else 0
+
+
+class _Bar:
+    """A progress bar on standard error, if that is a terminal."""
+
+    def __init__(self, plan: ServePlan, is_off: bool) -> None:
+        from tqdm import tqdm
+
+        schedule = plan.make_schedule()
+        count = schedule.count if schedule.times_s is None else len(schedule.times_s)
+        self._bar = tqdm(total=count and count * plan.turns_each, unit=" requests", disable=is_off or None, leave=False)
+        self._failed = 0
+
+    def add(self, sample: Sample) -> None:
+        self._failed += sample.failure is not None
+        if self._failed:
+            self._bar.set_postfix(failed=self._failed, refresh=False)
+        self._bar.update()
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+
+def make_plan(arguments: argparse.Namespace) -> ServePlan:
+    """The arguments, checked. Raises `UsageError`, and `StartupError` for a trace that cannot be read."""
+    _check_load(arguments)
+    _check_workload(arguments)
+    names = ("url", "model", "endpoint", "concurrency", "request_rate", "num_requests", "duration", "workload")
+    names += (
+        "input_tokens",
+        "output_tokens",
+        "length_spread",
+        "prompt_form",
+        "vocab_size",
+        "timeout",
+        "warmup",
+        "seed",
+    )
+    values = {name: getattr(arguments, name) for name in names}
+    for name in ("burstiness", "prefix_tokens", "num_prefixes", "turns", "trace_speed"):
+        if (value := getattr(arguments, name)) is not None:
+            values[name] = value
+    values |= {
+        "ignore_eos": arguments.ignore_eos,
+        "extra_body": _extra(arguments.extra_body),
+        "goodput": _slo(arguments.goodput),
+        "ramp": None if arguments.ramp is None else _ramp(arguments.ramp),
+    }
+    _check_url(arguments.url)
+    from oarlock.server.bench.plan import ServePlan
+    from oarlock.server.bench.workload.trace import read
+
+    return ServePlan(**values, trace=() if arguments.trace is None else read(arguments.trace))
+
+
+# ---------------------------------------------------------------------- what was asked for
+def _check_load(arguments: argparse.Namespace) -> None:
+    """Flags that exclude or need each other."""
+    given = [name for name in ("concurrency", "request_rate", "ramp") if getattr(arguments, name) is not None]
+    if len(given) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(
+            f"{flags} exclude one another: a closed loop has users, an open loop has a rate.", "Give one of them."
+        )
+    is_open = given and given[0] != "concurrency"
+    if arguments.burstiness is not None and not is_open:
+        raise UsageError(
+            "--burstiness is of the open loop, and there is no rate.", "Add --request-rate or --ramp, or leave it out."
+        )
+    if arguments.request_rate == math.inf and arguments.duration is not None:
+        raise UsageError("--duration needs a finite --request-rate.", "Give --num-requests in its place.")
+    if arguments.workload == "trace" and arguments.concurrency is None and arguments.duration is not None:
+        raise UsageError("--duration does not go with the times of a trace.", "Give --num-requests in its place.")
+    if is_open and arguments.duration is not None and arguments.num_requests is not None:
+        raise UsageError(
+            "--num-requests and --duration exclude one another in an open loop: either gives the other by the rate.",
+            "Give one of them.",
+        )
+
+
+def _check_workload(arguments: argparse.Namespace) -> None:
+    for flag, attribute, workload in _OF_WORKLOAD:
+        if getattr(arguments, attribute) is not None and arguments.workload != workload:
+            raise UsageError(
+                f"{flag} is of --workload {workload}, and this one is {arguments.workload}.",
+                f"Add --workload {workload}, or leave it out.",
+            )
+    if arguments.workload == "trace":
+        if arguments.trace is None:
+            raise UsageError("--workload trace needs a file.", "Name it: --trace FILE.jsonl.")
+        for name in ("request_rate", "ramp"):
+            if getattr(arguments, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(
+                    f"{flag} does not go with --workload trace, whose times are in the file.",
+                    "Leave it out; --trace-speed changes the pace, --concurrency replays in a closed loop.",
+                )
+    if arguments.workload == "multi-turn" and arguments.prompt_form == "ids":
+        raise UsageError("--prompt-form ids does not go with --workload multi-turn, which sends text.", "Leave it out.")
+    if arguments.endpoint == "chat" and arguments.prompt_form == "ids":
+        raise UsageError("--prompt-form ids does not go with --endpoint chat, which sends text.", "Leave it out.")
+
+
+def _slo(limits: list[str] | None) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for text in limits or ():
+        name, colon, limit = text.partition(":")
+        fix = f"Write NAME:MILLISECONDS, such as ttft:500; the names are {', '.join(_SLO)}."
+        if name not in _SLO or not colon:
+            raise UsageError(f"--goodput {text}: there is no such measure.", fix)
+        try:
+            found[name] = numbers.positive(limit)
+        except argparse.ArgumentTypeError as error:
+            raise UsageError(f"--goodput {text}: {error}.", fix) from None
+    return found
+
+
+def _extra(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise UsageError(
+            f"--extra-body is not JSON: {error}.", """Write an object: --extra-body '{"top_k": 5}'."""
+        ) from None
+    if not isinstance(found, dict):
+        raise UsageError("--extra-body is not a JSON object.", """Write an object: --extra-body '{"top_k": 5}'.""")
+    return found
+
+
+def _check_url(url: str) -> None:
+    from oarlock.server.bench.client.http_stream import Target
+
+    try:
+        Target.parse(url)
+    except ValueError as error:
+        raise UsageError(f"URL is {url!r}: {error}.", "Write it such as http://127.0.0.1:8000.") from None
+
+
+def _ramp(text: str) -> tuple[float, float]:
+    first, _, last = text.partition(":")
+    try:
+        return numbers.finite(first), numbers.finite(last)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--ramp {text}: {error}.", "Write two rates per second, such as --ramp 1:10.") from None

@@ -1,0 +1,176 @@
+"""Starts a chat: finds or starts its server, then answers one question of a pipe, or goes on until the user leaves."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+from oarlock.engine.errors import StartupError
+from oarlock.server.cli.arguments import UsageError
+from oarlock.server.cli.chat.conversation import Conversation, ConversationError
+from oarlock.server.cli.chat.line_editor import LineEditor, history_file
+from oarlock.server.cli.chat.own_server import OwnServer, own_flag
+from oarlock.server.cli.chat.screen import make_screen
+from oarlock.server.cli.chat.session import Session
+from oarlock.server.cli.chat.slash import COMMANDS, LeaveError, run_command
+from oarlock.server.cli.remote import DEFAULT_URL, Remote, ServerError, given_key, is_url
+
+_SAMPLING = ("temperature", "top_p", "max_tokens", "seed")
+
+
+def chat(arguments: argparse.Namespace) -> int:
+    """Run `oarlock chat`; returns the exit code. Raises `UsageError` and `StartupError`."""
+    flags = _serve_flags(arguments)
+    conversation = _conversation(arguments)
+    interactive = sys.stdin.isatty()
+    question = "" if interactive else _question()
+    with _ended_by_signals(), ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())
+        remote, own = _server(arguments.target, flags, runner, stack)
+        stack.callback(remote.close)
+        try:
+            model = _model(runner.run(remote.models()), arguments.model)
+        except ServerError as error:
+            raise error.as_startup_error() from None
+        sampling = {name: value for name in _SAMPLING if (value := getattr(arguments, name)) is not None}
+        session = Session(remote, model, make_screen(interactive=interactive), runner, sampling, conversation)
+        if not interactive:
+            return _answer_once(session, question)
+        with LineEditor(list(COMMANDS), None if arguments.no_history else history_file()) as editor:
+            return _converse(session, editor, own)
+
+
+def _answer_once(session: Session, question: str) -> int:
+    answer = session.ask(question)
+    if answer is None:
+        return 1
+    return 130 if answer.is_stopped else 0 if answer.finish_reason == "stop" else 1
+
+
+def _converse(session: Session, editor: LineEditor, own: OwnServer | None) -> int:
+    session.screen.notice(f"{session.model} at {session.remote.url}; /help lists the commands, Ctrl-D leaves")
+    while True:
+        try:
+            text = editor.read()
+            if text.startswith("/"):
+                run_command(session, text)
+            elif text.strip():
+                answer = session.ask(text.strip())
+                if answer is None and own is not None and own.has_ended:
+                    raise own.failure()
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+            session.screen.notice("(Ctrl-D or /exit leaves)")
+        except UnicodeDecodeError:
+            session.screen.problem("What was typed is not UTF-8: set the terminal to it.")
+        except EOFError:
+            sys.stdout.write("\n")
+            return 0
+        except LeaveError:
+            return 0
+
+
+def _server(
+    target: str | None, flags: list[str], runner: asyncio.Runner, stack: ExitStack
+) -> tuple[Remote, OwnServer | None]:
+    """The server that `target` names, or the usual one if it answers, or one that is started."""
+    if target is not None and is_url(target):
+        if flags:
+            raise UsageError(
+                "--serve-flags are for a server that is started.", f"Leave them out, or leave out {target}."
+            )
+        return Remote(target, given_key()), None
+    if target is None and not flags:
+        remote = Remote(DEFAULT_URL, given_key())
+        try:
+            runner.run(remote.models())
+        except ServerError as error:
+            remote.close()
+            if error.status is not None:
+                raise error.as_startup_error() from None
+        else:
+            return remote, None
+    own = stack.enter_context(OwnServer(target, flags))
+    with _progress_line() as show:
+        show("starting a server")
+        own.wait(show)
+    return Remote(own.url, own.key), own
+
+
+@contextmanager
+def _progress_line() -> Generator[Any]:
+    """One line of the terminal that is written again and again, and gone at the end. Nothing elsewhere."""
+    terminal = sys.stderr if sys.stderr.isatty() else None
+
+    def show(text: str) -> None:
+        if terminal is not None:
+            terminal.write(f"\r\x1b[K{text[: os.get_terminal_size(terminal.fileno()).columns - 1]}")
+            terminal.flush()
+
+    try:
+        yield show
+    finally:
+        show("")
+
+
+def _model(names: list[str], wanted: str | None) -> str:
+    if wanted is not None and wanted not in names:
+        raise StartupError(f"The server has no model {wanted!r}.", f"It lists: {', '.join(names)}.")
+    return wanted or names[0]
+
+
+def _serve_flags(arguments: argparse.Namespace) -> list[str]:
+    try:
+        flags = shlex.split(arguments.serve_flags)
+    except ValueError as error:
+        raise UsageError(f"--serve-flags cannot be read: {error}.", "Close every quotation mark.") from None
+    own = own_flag(flags)
+    if own is not None:
+        raise UsageError(f"{own} in --serve-flags: a chat chooses it itself.", "Use `oarlock serve`, then chat URL.")
+    return flags
+
+
+def _conversation(arguments: argparse.Namespace) -> Conversation:
+    conversation = Conversation()
+    try:
+        if arguments.load:
+            conversation.load(arguments.load)
+    except ConversationError as error:
+        raise StartupError(f"--load: {error}", "Correct the file, or leave out --load.") from None
+    conversation.system = arguments.system_prompt or conversation.system
+    return conversation
+
+
+def _question() -> str:
+    try:
+        text = sys.stdin.read().strip()
+    except UnicodeDecodeError as error:
+        raise StartupError(
+            f"The standard input is not UTF-8: {error}.", "Convert it, for example with iconv."
+        ) from None
+    if not text:
+        raise UsageError("The standard input is empty.", "Write: echo 'a question' | oarlock chat")
+    return text
+
+
+@contextmanager
+def _ended_by_signals() -> Generator[None]:
+    """SIGTERM and a closed terminal leave in order, so that a server that was started is ended."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,32 @@
+"""`oarlock config`: every setting, its value and where that comes from."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from oarlock.server.cli.arguments import add_settings, given_settings, loaded_settings
+from oarlock.server.config.settings import as_markdown
+from oarlock.server.config.sources import as_table
+
+HELP = "show the settings and where each comes from"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", nargs="?", choices=("show",), default="show", help="what to do with them")
+    parser.add_argument("--markdown", action="store_true", help="the table of the documentation instead")
+    add_settings(parser, positional=False)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    given = given_settings(arguments)
+    if arguments.markdown:
+        sys.stdout.write(as_markdown())
+        return 0
+    rows = as_table(loaded_settings(arguments, given))
+    for note in arguments.notes:
+        sys.stderr.write(f"note: {note}\n")
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    for name, value, origin in rows:
+        print(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
+    return 0

@@ -1,0 +1,75 @@
+"""`oarlock doctor [MODEL]`: what this machine has, what `serve` would choose on it, and what stands in its way.
+
+Reads the settings and finds the model; the rest is done by `oarlock.workers.doctor`, a program of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from oarlock.server.cli.arguments import add_settings, given_settings, loaded_settings
+from oarlock.server.cli.child_process import run_program
+from oarlock.server.config.nodes import nodes_config
+from oarlock.server.config.settings import Settings
+
+HELP = "check this machine, and what would be chosen on it"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Check this machine for `serve` with the same flags. Loads no weights and fetches nothing. "
+        "Exit code 0 if a server can start, 1 if not."
+    )
+    parser.add_argument("--memory", action="store_true", help="measure how fast memory is read: seconds")
+    parser.add_argument("--all-reduce", action="store_true", help="measure the sum over ranks: seconds")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    add_settings(parser, positional=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    settings = loaded_settings(arguments, given_settings(arguments)).settings
+    for note in arguments.notes:
+        sys.stderr.write(f"note: {note}\n")
+    model, reason = _find(settings)
+    words = [f"--config={settings.engine_config(model).worker.to_json()}", *reason]
+    words += _nodes(settings)
+    words += [f"--host={settings.host}", f"--port={settings.port}"]
+    words += [f"--{name.replace('_', '-')}" for name in ("memory", "all_reduce", "json") if getattr(arguments, name)]
+    return run_program("oarlock.workers.doctor", words)
+
+
+def _nodes(settings: Settings) -> list[str]:
+    """Facts that the program must know of the other hosts, if there are any."""
+    from oarlock.engine.errors import StartupError
+
+    try:
+        nodes = nodes_config(settings, os.environ)
+    except StartupError as error:
+        return [f"--nodes-wrong={json.dumps([error.cause, error.fix])}"]
+    return [] if nodes is None else [f"--nodes={json.dumps(asdict(nodes))}"]
+
+
+def _find(settings: Settings) -> tuple[str, list[str]]:
+    """The model's directory on this machine; or an empty text, and the words that tell why there is none."""
+    import asyncio
+
+    from oarlock.engine.errors import StartupError
+    from oarlock.server.llm.generation_config import GenerationConfig
+    from oarlock.server.llm.model_files import find_files
+    from oarlock.server.llm.pooler_config import PoolerConfig
+
+    try:
+        files = asyncio.run(find_files(replace(settings, offline=True), lambda *progress: None))
+        GenerationConfig.load(files.model, settings.generation_config)
+        PoolerConfig.load(files.model, settings.runner, settings.classifier_from_token)
+        files.load_tokenizer().close()
+        return files.model, []
+    except StartupError as error:
+        if settings.model is None or Path(settings.model).exists():
+            return "", [f"--model-wrong={json.dumps([error.cause, error.fix])}"]
+        return "", [f"--missing={error.cause} Fetch it first: oarlock pull {settings.model}"]

@@ -1,0 +1,88 @@
+"""The command line: finds the command, runs it, and turns errors into one line of cause, one of fix, and an exit code.
+
+Exit codes: 2 for a wrong command line, 3 for a wrong file or environment, 141 where nobody reads the output any more,
+else the command's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+from oarlock.engine.errors import StartupError
+from oarlock.engine.python_child import run_while_read
+from oarlock.server.cli.arguments import Command, Parser, UsageError, parse
+from oarlock.server.config.options import OptionError, nearest
+from oarlock.server.version import VERSION
+
+# In the order of the help. Each is a module of this folder.
+COMMANDS = (
+    "serve", "config", "batch", "bench", "chat", "completion", "doctor", "explain", "migrate", "models", "plan", "pull",
+    "replay", "snippets", "top", "verify",
+)  # fmt: skip
+EXIT_USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return run_while_read(lambda: _run_explained(words))
+
+
+def _run_explained(words: list[str]) -> int:
+    try:
+        return _run(words)
+    except (UsageError, OptionError) as error:
+        return _explain(error.cause, error.fix, EXIT_USAGE)
+    except StartupError as error:
+        return _explain(error.cause, error.fix, error.exit_code)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(words: list[str]) -> int:
+    name = next((word for word in words if not word.startswith("-")), None)
+    if name is not None and name not in COMMANDS:
+        near = nearest(name, COMMANDS)
+        fix = f"Did you mean `oarlock {near}`?" if near else "The commands are: " + ", ".join(COMMANDS)
+        raise UsageError(f"Unknown command: {name}.", fix)
+    parser, parser_of = _parsers()
+    command = None if name is None else parser_of[name].chosen(words[words.index(name) + 1 :])
+    parsed = parse(parser, command, words)
+    if name is None:
+        parser.print_help()
+        return EXIT_USAGE
+    return _load(name).run(parsed)
+
+
+def whole_parser() -> Parser:
+    """The parser of the whole command line, with those of all commands below it."""
+    return _parsers()[0]
+
+
+def _parsers() -> tuple[Parser, dict[str, Parser]]:
+    """The parser of the whole command line, and that of each command."""
+    parser = Parser(prog="oarlock", description="OpenAI-compatible, tensor-parallel inference.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"oarlock {VERSION}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    found: dict[str, Parser] = {}
+    for name in COMMANDS:
+        command = _load(name)
+        found[name] = subparsers.add_parser(name, help=command.HELP, description=command.HELP, allow_abbrev=False)
+        command.add_arguments(found[name])
+    return parser, found
+
+
+def _load(name: str) -> Command:
+    return cast(Command, importlib.import_module(f"oarlock.server.cli.{name}"))
+
+
+def _explain(cause: str, fix: str, code: int) -> int:
+    sys.stderr.write(f"error: {' '.join(cause.split())}\nfix: {' '.join(fix.split())}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

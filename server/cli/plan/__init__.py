@@ -1,0 +1,83 @@
+"""`oarlock plan`: what a machine would hold of a model and how fast it would be, said before there is a server.
+
+Reads the model's description and the headers of its weights; loads nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from oarlock.server.cli.arguments import UsageError, add_settings, given_settings, loaded_settings
+from oarlock.server.cli.plan import flags
+
+HELP = "say what a machine would hold of a model, and how many replicas a load takes"
+_EXIT_CODES = """exit codes:
+  0  it fits, or a number of replicas holds --slo      2  wrong command line, model or trace
+  1  it does not fit, or no number of replicas does    3  a setting that no machine could serve"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Say whether a model fits, how its ranks can be laid out, how many users there is memory for, how fast it "
+        "would be, and the command that serves it so. Takes the flags of `serve`. Loads nothing."
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXIT_CODES
+    flags.add_machine(parser)
+    flags.add_simulation(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    add_settings(parser, positional=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from oarlock.server.cli.plan import layouts, report, simulate, table, traces
+    from oarlock.server.cli.plan.command_line import serve_command
+    from oarlock.server.cli.plan.machine import machine_of
+    from oarlock.server.cli.plan.model_files import find_model, has_vectors
+
+    _check(arguments)
+    loaded = loaded_settings(arguments, given_settings(arguments))
+    for note in arguments.notes:
+        sys.stderr.write(f"note: {note}\n")
+    if loaded.settings.tokenizer is not None:
+        sys.stderr.write(
+            "note: --tokenizer is not looked at: a plan reads config.json and the headers of weights, and no number "
+            "of it depends on the tokenizer; `oarlock serve` opens it\n"
+        )
+    trace = None if arguments.simulate is None else traces.read(arguments.simulate)
+    model, has_weights = find_model(loaded.settings)
+    machine = machine_of(arguments, has_vectors=has_vectors(loaded.settings, model))
+    if not has_weights:
+        sys.stderr.write("note: the weights are not on this machine, so sizes are those that config.json says\n")
+    given = {name: getattr(loaded.settings, name) for name in layouts.SIZES if loaded.origins[name] != "default"}
+    found = layouts.layouts(model, machine, given)
+    best = found[0]
+    chosen: dict[str, Any] = {"device": machine.memory.device}
+    chosen |= {name: size for name, size in zip(layouts.SIZES, best.sizes, strict=True) if name in given or size > 1}
+    command = serve_command(arguments, chosen) if best.fits else None
+    helps = [] if best.fits else layouts.remedies(model, machine, best)
+    found_json = report.as_json(model, machine, found, command, helps)
+    if not arguments.json:
+        print(table.as_text(model, machine, found, command, helps))
+    status = 0 if best.fits else 1
+    if trace is not None and best.fits:
+        print(end="" if arguments.json else "\n", flush=True)
+        config = loaded.settings.engine_config(model.config.model_path)
+        text, found_json["simulation"], status = simulate.run(arguments, trace, config, model, machine, best)
+        print(end="" if arguments.json else f"{text}\n")
+    if arguments.json:
+        print(json.dumps(found_json, indent=1))
+    return status
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Check the flags of a simulation. Raises `UsageError`."""
+    if arguments.simulate is None:
+        for flag in ("replicas", "slo", "calibrate"):
+            if getattr(arguments, flag) is not None:
+                raise UsageError(f"--{flag} is of a simulation.", "Add --simulate TRACE.jsonl, or leave it out.")
+    flags.parse_replicas(arguments.replicas)
+    flags.parse_slo(arguments.slo)

@@ -1,0 +1,200 @@
+"""The ways to lay a model out on a machine, what each holds, how fast each is, and what would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from oarlock.engine.errors import StartupError
+from oarlock.engine.preflight import (
+    Capacity,
+    OpenModel,
+    Roofline,
+    Speed,
+    capacity,
+    cpu_ops,
+    decode_tokens_per_s,
+    open_model,
+    prompt_tokens_per_s,
+    tensor_parallel_sizes,
+    work_of,
+)
+from oarlock.server.cli.plan.machine import Machine
+
+CONTEXTS = (4096, 32_768)  # tokens of one user
+_PROMPT = 1024  # tokens, of the rate of prompts
+_MORE_GPUS = 32  # as many are tried at most
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One layout of a model on a machine: replicas of pipeline stages of tensor-parallel ranks."""
+
+    capacity: Capacity
+    time: Roofline | None  # None: the speed of the machine is not known
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Parallel sizes: TP, PP, DP."""
+        config = self.capacity.config
+        return config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
+
+    @property
+    def fits(self) -> bool:
+        return self.capacity.refusal is None
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that fit in the KV memory of all replicas."""
+        return self.capacity.kv_tokens * self.sizes[2]
+
+    def users(self, context: int) -> int:
+        """Number of users with `context` tokens each that the KV memory of all replicas holds."""
+        return self.capacity.users(context) * self.sizes[2]
+
+    def at_once(self, context: int) -> int:
+        """Number of users that run at once on one replica, as KV memory and `--max-num-seqs` allow."""
+        return min(self.capacity.users(context), self.capacity.config.max_num_seqs)
+
+    def tokens_per_s(self, users: int, context: int) -> float | None:
+        """Tokens per second that one replica generates for `users` together, with `context` tokens each."""
+        return None if self.time is None or not users else decode_tokens_per_s(self.time, users, context)
+
+    @property
+    def user_context(self) -> int:
+        """Tokens of context of the users that speeds are given for."""
+        assert self.capacity.config.max_model_len is not None
+        return min(CONTEXTS[0], self.capacity.config.max_model_len)
+
+    @property
+    def one_user(self) -> float | None:
+        return self.tokens_per_s(1, min(_PROMPT, self.user_context)) if self.fits else None
+
+    @property
+    def all_users(self) -> float | None:
+        each = self.tokens_per_s(self.at_once(self.user_context), self.user_context) if self.fits else None
+        return None if each is None else each * self.sizes[2]
+
+    @property
+    def prompts(self) -> float | None:
+        """Prompt tokens per second of all replicas."""
+        return None if self.time is None or not self.fits else prompt_tokens_per_s(self.time, _PROMPT) * self.sizes[2]
+
+
+def layouts(model: OpenModel, machine: Machine, given: Mapping[str, int]) -> list[Layout]:
+    """Layouts that use all devices, or that have the `given` sizes, the best first. Raises `StartupError` where a given
+    size does not divide the model."""
+    found = []
+    for tp, pp, dp in _sizes(model, machine, given):
+        found.append(layout(model, machine, dict(zip(SIZES, (tp, pp, dp), strict=True))))
+    return sorted(found, key=_worth, reverse=True)
+
+
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
+
+def layout(model: OpenModel, machine: Machine, changes: Mapping[str, Any]) -> Layout:
+    """Lay the model out with `changes`. Raises `StartupError`."""
+    held = capacity(model, changes, machine.memory)
+    return Layout(held, _time(model, machine, held))
+
+
+def _sizes(model: OpenModel, machine: Machine, given: Mapping[str, int]) -> list[tuple[int, int, int]]:
+    if machine.memory.device == "cpu" or all(name in given for name in SIZES):
+        return [(given.get(SIZES[0], 1), given.get(SIZES[1], 1), given.get(SIZES[2], 1))]
+    dividing = tensor_parallel_sizes(model)
+    found = []
+    for tp in [given[SIZES[0]]] if SIZES[0] in given else dividing:
+        for pp in [given[SIZES[1]]] if SIZES[1] in given else range(1, min(machine.count, model.spec.num_layers) + 1):
+            dp = given.get(SIZES[2], machine.count // (tp * pp))
+            if tp * pp * dp == machine.count or (given and dp and tp * pp * dp <= machine.count):
+                found.append((tp, pp, dp))
+    if found:
+        return found
+    # No way uses all: the most that one does.
+    most = max((size for size in dividing if size <= machine.count), default=1)
+    return [(given.get(SIZES[0], most), given.get(SIZES[1], 1), given.get(SIZES[2], 1))]
+
+
+def _worth(one: Layout) -> tuple[Any, ...]:
+    tp, pp, dp = one.sizes
+    return one.fits, -one.capacity.missing_bytes, one.all_users or 0.0, dp, -pp, one.capacity.kv_tokens, -tp
+
+
+def _time(model: OpenModel, machine: Machine, held: Capacity) -> Roofline | None:
+    if machine.bandwidth is None:
+        return None
+    ops = machine.ops or (cpu_ops(held.config) if machine.memory.device == "cpu" else float("inf"))
+    speed = Speed.reached(machine.memory.device, machine.bandwidth, ops, machine.link, machine.sum_s)
+    config = held.config
+    return Roofline(work_of(model, config), config.tensor_parallel_size, speed, config.data_parallel_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """One change that makes the model fit: a flag, or more devices."""
+
+    text: str
+    kv_tokens: int
+
+
+def remedies(model: OpenModel, machine: Machine, nearest: Layout) -> list[Remedy]:
+    """Single changes that make the model fit, each tried by the same arithmetic."""
+    sizes = dict(zip(SIZES, nearest.sizes, strict=True))
+    changes: list[tuple[str, dict[str, Any]]] = []
+    if model.config.quantization == "none":
+        changes += [(f"--quantization {form}", {"quantization": form}) for form in ("int8", "int4")]
+    if not nearest.capacity.kv.is_rounded:
+        changes += [(f"--kv-cache-dtype {form}", {"kv_cache_dtype": form}) for form in ("fp8", "int8")]
+    found = []
+    if machine.memory.device == "cpu" and model.config.kv_cache_bytes is None:
+        changes.append(
+            (
+                f"--kv-cache-memory {nearest.capacity.least_kv_mib}MiB",
+                {"kv_cache_bytes": nearest.capacity.least_kv_mib << 20},
+            )
+        )
+    for text, change in changes:
+        tried = _tried(model, machine, sizes | change)
+        if tried is not None:
+            found.append(Remedy(text, tried.kv_tokens))
+    if (shorter := _shorter(model, machine, sizes, nearest)) is not None:
+        found.append(shorter)
+    return found + _more_devices(model, machine)
+
+
+def _tried(model: OpenModel, machine: Machine, changes: dict[str, Any]) -> Layout | None:
+    form = changes.get("quantization")
+    if form is not None:
+        model = open_model(model.config.with_(quantization=form))
+    try:
+        tried = layout(model, machine, changes)
+    except StartupError:
+        return None
+    return tried if tried.fits else None
+
+
+def _shorter(model: OpenModel, machine: Machine, sizes: dict[str, int], nearest: Layout) -> Remedy | None:
+    """The longest context, a power of two, that fits."""
+    length = nearest.capacity.config.max_model_len
+    assert length is not None
+    length = 1 << (length - 1).bit_length() - 1
+    while length >= 512:
+        tried = _tried(model, machine, {**sizes, "max_model_len": length})
+        if tried is not None:
+            return Remedy(f"--max-model-len {length}", tried.kv_tokens)
+        length //= 2
+    return None
+
+
+def _more_devices(model: OpenModel, machine: Machine) -> list[Remedy]:
+    """The fewest GPUs of the same kind that hold the model."""
+    if machine.memory.device == "cpu":
+        return []
+    for size in tensor_parallel_sizes(model):
+        if machine.count < size <= _MORE_GPUS:
+            tried = _tried(model, machine, dict(zip(SIZES, (size, 1, 1), strict=True)))
+            if tried is not None:
+                return [Remedy(f"{size} GPUs of this kind (--tensor-parallel-size {size})", tried.kv_tokens)]
+    return []

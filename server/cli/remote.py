@@ -1,0 +1,136 @@
+"""A server that a command asks over HTTP: its address, its key, and errors that say what to do.
+
+The key is read from the environment, where other users of the machine cannot see it: OPENAI_API_KEY.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from oarlock.engine.errors import StartupError
+from oarlock.server.bench.client.http_stream import (
+    BrokenError,
+    ConnectError,
+    HttpClient,
+    NotHttpError,
+    OnBody,
+    StatusError,
+    Target,
+)
+from oarlock.server.cli.arguments import UsageError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+KEY_VARIABLE = "OPENAI_API_KEY"
+_EXAMPLE = "For example: http://127.0.0.1:8000"
+
+
+def is_url(text: str) -> bool:
+    """Whether this is meant as the address of a server, and not as a model."""
+    return text.startswith(("http://", "https://"))
+
+
+def base_of(url: str) -> str:
+    """The address without a path of the API: `http://host:8000/v1/` is `http://host:8000`. Raises `UsageError`."""
+    try:
+        Target.parse(url)
+    except ValueError as error:
+        raise UsageError(f"{url} is no address of a server: {error}.", _EXAMPLE) from None
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def given_key() -> str | None:
+    """The key in the environment. Raises `UsageError` where it cannot be sent in a header."""
+    key = os.environ.get(KEY_VARIABLE, "").strip() or None
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise UsageError(f"{KEY_VARIABLE} holds characters that no header can carry.", "Set it to the server's key.")
+    return key
+
+
+class ServerError(Exception):
+    """The server refused a request or did not answer it. `status`: of HTTP, or None where nothing came."""
+
+    def __init__(self, cause: str, status: int | None = None) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.status = status
+
+    @property
+    def fix(self) -> str:
+        """Fix that the caller can apply, in one line."""
+        if self.status in (401, 403):
+            return f"Put the server's key into the environment: {KEY_VARIABLE}."
+        if self.status == 404:
+            return "Correct the address, or update the server: it has no such route."
+        if self.status is None:
+            return "Start the server (oarlock serve MODEL), or correct the address."
+        return "The server's log says more."
+
+    def as_startup_error(self) -> StartupError:
+        """Convert it to the `StartupError` that ends a command."""
+        return StartupError(self.cause, self.fix)
+
+
+class Remote:
+    """Client of one server. All methods raise `ServerError`."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        """Raises `UsageError` where `url` is no address."""
+        self.url = base_of(url)
+        self._client = HttpClient(Target.parse(url), key)
+
+    async def get(self, path: str) -> bytes:
+        """The body of a path."""
+        try:
+            return await self._client.get(path)
+        except (ConnectError, BrokenError, StatusError) as error:
+            raise self._explained(path, error) from None
+
+    async def get_json(self, path: str) -> Any:
+        """The JSON of a path."""
+        body = await self.get(path)
+        try:
+            return json.loads(body)
+        except ValueError:
+            raise ServerError(f"{self.url}{path} answers with something that is not JSON.", 200) from None
+
+    async def stream(self, path: str, fields: dict[str, Any], on_body: OnBody) -> None:
+        """Send `fields` as JSON; `on_body` gets the pieces of the answer. Returns at its end."""
+        try:
+            await self._client.post(path, json.dumps(fields).encode(), on_body)
+        except (ConnectError, BrokenError, StatusError) as error:
+            raise self._explained(path, error) from None
+
+    async def models(self) -> list[str]:
+        """The names of the models that it serves, at least one."""
+        listed = await self.get_json("/v1/models")
+        try:
+            names = [str(entry["id"]) for entry in listed["data"]]
+        except (KeyError, TypeError):
+            raise ServerError(f"{self.url}/v1/models is not the list of an OpenAI-compatible server.", 200) from None
+        if not names:
+            raise ServerError(f"{self.url} serves no model.", 200)
+        return names
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _explained(self, path: str, error: Exception) -> ServerError:
+        if isinstance(error, StatusError):
+            return ServerError(f"{self.url}{path}: HTTP {error.status}, {message_of(error.text)}", error.status)
+        if isinstance(error, NotHttpError):
+            return ServerError(f"What listens at {self.url} does not speak HTTP ({error}).")
+        if isinstance(error, ConnectError):
+            return ServerError(f"No server answers at {self.url} ({error}).")
+        return ServerError(f"{self.url} ended the connection ({error}).")
+
+
+def message_of(body: str) -> str:
+    """The message of an error body in OpenAI's shape, or the beginning of whatever it is."""
+    try:
+        found = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        found = body
+    return " ".join(str(found).split())[:500] or "without an explanation"

@@ -1,0 +1,92 @@
+"""`oarlock serve [MODEL]`: serve a model over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from oarlock.engine.config import NodesConfig
+from oarlock.server.cli.arguments import UsageError, add_settings, given_settings, loaded_settings
+from oarlock.server.config.groups.nodes import RAY
+from oarlock.server.config.launchers import first_on_host
+from oarlock.server.config.nodes import nodes_config
+from oarlock.server.config.settings import OPTIONS, Settings
+from oarlock.server.llm.engine_processes import engine_processes
+
+if TYPE_CHECKING:
+    from oarlock.server.launch.ray_group import RayGroup
+
+HELP = "serve a model over HTTP"
+_EXIT_CODES = """exit codes:
+  0  stopped in order                     5  a worker process died
+  2  wrong command line                   6  a worker hung (--step-timeout)
+  3  wrong configuration or model         7  --drain-timeout ran out, requests were lost
+  4  out of memory at start               130, 143  stopped at once by a second Ctrl-C or SIGTERM"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Serve a model. Order of sources: flag > environment > file > default."
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXIT_CODES
+    add_settings(parser, positional=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    loaded = loaded_settings(arguments, given_settings(arguments))
+    settings = loaded.settings
+    _check_model_was_not_swallowed(arguments, settings)
+    for note in arguments.notes:
+        sys.stderr.write(f"note: {note}\n")
+    on_ray = settings.distributed_executor_backend == RAY
+    if not on_ray and not first_on_host(os.environ, settings.tensor_parallel_size * settings.pipeline_parallel_size):
+        from oarlock.server.launch.node import wait_for_first
+
+        return wait_for_first()
+    nodes = nodes_config(settings, os.environ)
+    if nodes is not None and nodes.node_rank:
+        from oarlock.server.launch.node import serve_node
+
+        return serve_node(settings, nodes)
+    if not on_ray:
+        return _serve(settings, nodes)
+    from oarlock.server.launch.ray_group import RayGroup
+
+    group = RayGroup(loaded)
+    status = None
+    try:
+        status = _serve(settings, group.nodes, group)
+        return status
+    finally:
+        group.close(in_order=status == 0)
+
+
+def _serve(settings: Settings, nodes: NodesConfig | None, ray: RayGroup | None = None) -> int:
+    engines = engine_processes(settings)
+    gc.disable()  # until the server is ready: imports make nothing but objects that stay
+    try:
+        # Takes a second, while the other processes import as well.
+        from oarlock.server.launch.supervisor import serve
+
+        return serve(settings, engines, nodes, ray)
+    finally:
+        gc.enable()
+        for engine in engines:
+            engine.discard()
+
+
+def _check_model_was_not_swallowed(arguments: argparse.Namespace, settings: Settings) -> None:
+    """Refuse a start where a flag may have taken MODEL: `--api-key KEY MODEL` reads both words as keys."""
+    if settings.model is not None:
+        return
+    for described in OPTIONS.values():
+        times = getattr(arguments, described.name) if described.many else None  # the values of each time it is given
+        if times and (len(times[-1]) > 1 or Path(times[-1][-1]).exists()):
+            raise UsageError(
+                f"There is no MODEL, and {described.flag} took {len(times[-1])} value(s), of which the last may be it.",
+                f"Write MODEL first: oarlock serve MODEL {described.flag} …; for the demo model, put the values into "
+                f"{described.env}, with commas between them.",
+            )

@@ -1,0 +1,38 @@
+"""`oarlock top [URL]`: what a server does now, in a terminal or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+
+from oarlock.server.cli.bench import numbers
+
+HELP = "watch a server: its requests, KV blocks, step times and latencies"
+_EPILOG = """Reads GET /v1/state and /metrics, which need no key on loopback or with --open-metrics; else the server's
+key is read from the environment: OPENAI_API_KEY. Works over SSH. q leaves.
+
+exit codes:
+  0  left                     3  the server does not answer, or has no live state
+  2  wrong command line"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("url", nargs="?", metavar="URL", help="default http://127.0.0.1:8000")
+    parser.add_argument(
+        "--once", action="store_true", help="one look, then leave; so too where the output is no terminal"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="for programs: an object, without --once one each time, on a line"
+    )
+    parser.add_argument(
+        "--interval", type=numbers.finite, default=1.0, metavar="S", help="seconds between two looks (default 1)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from oarlock.server.cli.remote import DEFAULT_URL, Remote, given_key
+    from oarlock.server.cli.top.watch import watch  # what shows and asks is imported when it runs
+
+    remote = Remote(arguments.url or DEFAULT_URL, given_key())
+    return watch(remote, once=arguments.once, as_json=arguments.json, interval_s=arguments.interval)

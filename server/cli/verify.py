@@ -1,0 +1,71 @@
+"""`oarlock verify MODEL`: compare every layer with transformers, on as many ranks as serve, and name what differs.
+
+Finds or fetches the model; the rest is done by `oarlock.workers.verify`, a program of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from oarlock.server.cli.child_process import run_program
+
+HELP = "compare a model's numbers, layer by layer, with transformers' own"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="hub id or directory of the checkpoint (default: the demo model)"
+    )
+    parser.add_argument("-tp", "--tensor-parallel-size", metavar="N", default="1", help="ranks (default 1)")
+    parser.add_argument(
+        "-pp", "--pipeline-parallel-size", metavar="N", default="1",
+        help="pipeline stages, each of so many ranks (default 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", metavar="TYPE", default="auto",
+        help="auto, float32, bfloat16 or float16; float32 is the sharpest check (default auto: the model's own)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quantization", metavar="FORM", default="none",
+        help="none, int8 or int4: as the server rounds weights; also shows what that costs, layer by layer",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dequantize", action="store_true", help="as the server writes quantised weights out in the model's dtype"
+    )
+    parser.add_argument("--device", metavar="DEVICE", default="auto", help="auto, cpu or cuda (default auto)")
+    parser.add_argument("--prompts", metavar="FILE", help="one prompt per line (default: a few built-in ones)")
+    parser.add_argument("--output", metavar="FILE.json", help="write the whole report, every tensor of every layer")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from oarlock.engine.errors import StartupError
+    from oarlock.server.config.settings import make_settings
+    from oarlock.server.hub.model_path import resolve
+    from oarlock.server.launch.banner import Progress
+
+    size, stages = arguments.tensor_parallel_size, arguments.pipeline_parallel_size
+    if not size.isdecimal():
+        raise StartupError(f"--tensor-parallel-size is {size!r}.", "Give a whole number of ranks, at least 1.")
+    if not stages.isdecimal():
+        raise StartupError(f"--pipeline-parallel-size is {stages!r}.", "Give a whole number of stages, at least 1.")
+    # A server's settings: a hub id is checked against them before it is fetched.
+    values = {"model": arguments.model, "tensor_parallel_size": int(size), "pipeline_parallel_size": int(stages)}
+    options = {name: getattr(arguments, name) for name in ("dtype", "quantization", "device")}
+    settings = make_settings(values | options | {"dequantize": arguments.dequantize})
+    progress = Progress()
+    try:
+        model = asyncio.run(resolve(settings, progress))
+    finally:
+        progress.finish()
+    words = [f"--tensor-parallel-size={size}", f"--pipeline-parallel-size={stages}"]
+    words += [f"--{name}={value}" for name, value in options.items()]
+    words += ["--dequantize"] if arguments.dequantize else []
+    for name in ("prompts", "output"):
+        value = getattr(arguments, name)
+        if value is not None:
+            words.append(f"--{name}={value}")
+    if arguments.model is not None and arguments.model.endswith(".gguf"):  # its description has another name
+        words.append(f"--name={arguments.model}")
+    return run_program("oarlock.workers.verify", [*words, "--", model])

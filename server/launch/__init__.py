@@ -1,0 +1,1 @@
+"""Processes that `oarlock serve` starts, watches and ends, on one host or several. It answers no requests."""

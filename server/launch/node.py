@@ -1,0 +1,77 @@
+"""`oarlock serve` where it serves no HTTP: on a host that is not the head node it finds the model and runs its ranks.
+
+The first SIGTERM or Ctrl-C ends the whole group in order, a second one this process at once, with 128 + its number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from oarlock.engine.config import NodesConfig
+from oarlock.engine.node import check_network, run_node
+from oarlock.server.config.settings import Settings
+from oarlock.server.launch.banner import Progress
+from oarlock.server.llm.model_files import find_files
+from oarlock.server.observability import logs
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_log = logs.logger("node")
+
+
+def serve_node(settings: Settings, nodes: NodesConfig) -> int:
+    """Run this host's ranks; returns the exit code. Raises `StartupError` when the start fails."""
+    logs.configure(settings.log_level, settings.log_format)
+    progress = Progress(as_events=settings.log_format == "json")
+    try:
+        check_network(nodes, progress)
+        model = asyncio.run(find_files(settings, progress)).model
+        with _stop_fd() as stop_fd:
+            config = settings.engine_config(model, nodes).worker
+            return run_node(config, nodes, progress, stop_fd=stop_fd)
+    finally:
+        progress.finish()
+        _log.info(logs.event("stopped", node=nodes.node_rank))
+
+
+def wait_for_first() -> int:
+    """Wait for the first process that torchrun has started on this host, which runs all ranks there: torchrun ends
+    when all processes have. Signals are left to that first process."""
+    import psutil
+
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    for sibling in psutil.Process(os.getppid()).children():
+        with suppress(psutil.Error):
+            if sibling.environ().get("LOCAL_RANK") == "0":
+                sibling.wait()
+    return 0
+
+
+@contextmanager
+def _stop_fd() -> Generator[int]:
+    """A descriptor that becomes readable with the first signal; the second ends the process."""
+    read_fd, write_fd = os.pipe()
+    stopped: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if stopped:
+            sys.stderr.write("stopped at once by a second signal\n")
+            sys.stderr.flush()
+            os._exit(128 + number)  # the ranks end with this process
+        stopped.append(number)
+        os.write(write_fd, b"s")
+
+    before = [signal.signal(number, stop) for number in _SIGNALS]
+    try:
+        yield read_fd
+    finally:
+        for number, handler in zip(_SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+        os.close(read_fd)
+        os.close(write_fd)

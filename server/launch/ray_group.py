@@ -1,0 +1,129 @@
+"""The hosts of one model as Ray has placed them: starts `ray_driver` beside the server, and hears of its parts.
+
+Imports nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from oarlock.engine.config import NodesConfig
+from oarlock.engine.errors import StartupError
+from oarlock.engine.python_child import import_path, python_command, start_python
+from oarlock.server.config.nodes import ray_resources
+from oarlock.server.config.sources import LoadedSettings, as_flags
+from oarlock.server.launch.banner import Progress
+from oarlock.server.observability import logs
+
+_HEAD_ONLY = ("HTTP",)  # groups of options that parts have no use for
+_PREFIXES = ("HF_", "HUGGING_FACE_", "NCCL_", "GLOO_", "UCX_")  # of variables that parts get from this process
+_VARIABLES = ("OARLOCK_CPU_LEVEL",)
+_LAST_WORDS_S = 3.0  # for a group that has failed to say it itself, which is the better word, and to end
+_CLOSE_S = 15.0
+
+
+class RayGroup:
+    """The hosts, reserved. `nodes`: how this one, the head, meets the others; None where there are no others."""
+
+    def __init__(self, loaded: LoadedSettings) -> None:
+        """Waits for the reservation. From then on this process sees the GPUs that Ray gave it. Raises
+        `StartupError`."""
+        settings = loaded.settings
+        logs.configure(settings.log_level, settings.log_format)
+        self._failure: Future[StartupError] = Future()
+        read_fd, write_fd = os.pipe()
+        with os.fdopen(write_fd, "wb"):
+            driver = ["-m", "oarlock.server.launch.ray_driver", str(write_fd)]
+            self._driver = start_python(driver, pass_fds=[write_fd], stdin=subprocess.PIPE)
+        self._channel = os.fdopen(read_fd, "rb")
+        try:
+            self._send(request(loaded, os.environ))
+            reserved = self._wait_until_reserved(Progress(as_events=settings.log_format == "json"))
+        except BaseException:
+            self.close()
+            raise
+        if reserved["devices"] is not None and settings.device == "cuda":
+            os.environ["CUDA_VISIBLE_DEVICES"] = reserved["devices"]
+        self.nodes = None
+        if settings.nnodes > 1:
+            self.nodes = NodesConfig(
+                node_rank=0,
+                nnodes=settings.nnodes,
+                address=reserved["address"],
+                port=reserved["port"],
+                interface=settings.node_interface,
+                timeout_s=settings.node_timeout,
+            )
+        threading.Thread(target=self._hear, name="ray-driver", daemon=True).start()
+
+    async def failed(self) -> StartupError:
+        """Wait until a part has failed, and the group has had time to say so itself. Returns why."""
+        error = await asyncio.shield(asyncio.wrap_future(self._failure))
+        await asyncio.sleep(_LAST_WORDS_S)
+        return error
+
+    def close(self, *, in_order: bool = False) -> None:
+        """Let the driver end once the parts have. Parts of a group that has failed end by themselves, and one that is
+        out of reach is not heard of: the driver does not wait long for those."""
+        assert self._driver.stdin is not None
+        try:
+            self._driver.stdin.close()
+            self._driver.wait(_CLOSE_S if in_order else _LAST_WORDS_S)
+        except (OSError, subprocess.TimeoutExpired):
+            self._driver.kill()
+            self._driver.wait()
+
+    def _send(self, asked: dict[str, Any]) -> None:
+        assert self._driver.stdin is not None
+        self._driver.stdin.write(json.dumps(asked).encode() + b"\n")
+        self._driver.stdin.flush()
+
+    def _wait_until_reserved(self, on_progress: Progress) -> dict[str, Any]:
+        on_progress("waiting for Ray", 0.0)
+        while (said := self._receive())["kind"] == "waiting":
+            on_progress("waiting for Ray", 0.0, said["text"])
+        on_progress.finish()
+        if said["kind"] == "failed":
+            raise _error(said)
+        return said
+
+    def _receive(self) -> dict[str, Any]:
+        line = self._channel.readline()
+        if line.endswith(b"\n"):
+            return json.loads(line)
+        cause = f"The program that asks Ray for hosts has left with status {self._driver.wait()}."
+        return {"kind": "failed", "cause": cause, "fix": "The lines above say why.", "exit_code": 5}
+
+    def _hear(self) -> None:
+        while (said := self._receive())["kind"] != "failed":
+            pass
+        self._failure.set_result(_error(said))
+
+
+def request(loaded: LoadedSettings, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Request to the driver: a share of each host, and the command, variables and directory of a part there."""
+    settings = loaded.settings
+    words = as_flags(loaded, without=_HEAD_ONLY)
+    return {
+        "nnodes": settings.nnodes,
+        "resources": ray_resources(settings),
+        "timeout_s": settings.node_timeout,
+        "port": 0 if loaded.origins.get("master_port", "default") == "default" else settings.master_port,
+        "command": python_command(["-m", "oarlock", "serve", *words, "--distributed-executor-backend=mp"]),
+        "environment": {
+            "PYTHONPATH": import_path(environment.get("PYTHONPATH", "")),
+            **{name: value for name, value in environment.items() if name.startswith(_PREFIXES) or name in _VARIABLES},
+        },
+        "directory": os.getcwd(),
+    }
+
+
+def _error(said: Mapping[str, Any]) -> StartupError:
+    return StartupError(said["cause"], said["fix"], said["exit_code"])

@@ -1,0 +1,374 @@
+"""The Python interface: prompts in, texts, vectors or scores out, without HTTP, by the server's own endpoints.
+
+    llm = LLM("path/to/model")
+    print(llm.generate("import os", SamplingParams(max_tokens=32, temperature=0))[0].outputs[0].text)
+
+Methods, arguments and outputs have the names of vLLM's `LLM`, so that programs written for it run. Every method has an
+asynchronous form. The engine is driven by an event loop in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self, TypedDict, TypeVar, Unpack
+
+from tqdm import tqdm
+
+from oarlock.engine.errors import StartupError
+from oarlock.engine.types import EngineInfo
+from oarlock.server.config import vllm_flags
+from oarlock.server.config.options import OptionError
+from oarlock.server.config.settings import SERVER_ONLY, make_settings
+from oarlock.server.endpoints.chat.schema import ChatRequest
+from oarlock.server.endpoints.completions.schema import CompletionRequest
+from oarlock.server.http.request_body import parse
+from oarlock.server.json_text import dumps
+from oarlock.server.llm.tokenizer import Tokenizer
+from oarlock.server.offline import outputs, pooling
+from oarlock.server.offline.offline_engine import OfflineEngine
+from oarlock.server.offline.outputs import Answer, Asked, Done, RequestOutput
+from oarlock.server.offline.pooling import (
+    EmbeddingRequestOutput,
+    EmbedFields,
+    ScoreFields,
+    ScoringRequestOutput,
+)
+from oarlock.server.offline.prompts import (
+    Message,
+    Params,
+    Prompt,
+    Prompts,
+    check_names,
+    params_for_each,
+    read_prompts,
+)
+from oarlock.server.offline.sampling_params import SamplingParams
+
+_T = TypeVar("_T")
+_CLOSE_S = 10.0
+
+
+class ChatFields(TypedDict, total=False):
+    """Names what a chat request has beside its messages and `SamplingParams`."""
+
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: Mapping[str, Any]
+    reasoning_effort: str
+
+
+class LLM:
+    """A loaded model. `settings` are the server's options by name, such as `tensor_parallel_size=2`.
+
+    Nothing less severe than a warning is logged, unless `log_level` is given.
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        """Raises `StartupError`, and `TypeError` for an option of the HTTP server."""
+        try:
+            self._open(model, settings).result()
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    @classmethod
+    async def create(cls, model: str | None = None, **settings: Any) -> Self:
+        """Load a model in a program with its own event loop, which keeps running meanwhile. Raises as `LLM` does."""
+        llm = cls.__new__(cls)
+        try:
+            await asyncio.wrap_future(llm._open(model, settings))
+        except BaseException:
+            await asyncio.shield(asyncio.to_thread(llm._stop_loop))
+            raise
+        return llm
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts that the engine has found out about model and machine, such as `max_model_len`."""
+        return self._engine.engine.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        suffix: str | None = None,
+        add_special_tokens: bool | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """One output for each prompt, in order, as `/v1/completions` answers it.
+
+        `prompts`: a text, token ids, a dictionary with `prompt` or `prompt_token_ids`, or a list of such.
+        `sampling_params`: for all, or one for each. `use_tqdm`: a bar; None: on a terminal, with more than one prompt.
+        Raises `oarlock.engine.errors.RequestError` for what the server refuses.
+        """
+        return self._wait(self._completions(prompts, sampling_params, suffix, add_special_tokens, use_tqdm))
+
+    async def agenerate(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        suffix: str | None = None,
+        add_special_tokens: bool | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """`generate` for a program with an event loop. Cancelling it aborts what still runs."""
+        return await self._await(self._completions(prompts, sampling_params, suffix, add_special_tokens, use_tqdm))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool | None = None,
+        **fields: Unpack[ChatFields],
+    ) -> list[RequestOutput]:
+        """One output for each conversation, in order, as `/v1/chat/completions` answers it.
+
+        `messages`: one conversation, or several. Arguments and errors else as of `generate`.
+        """
+        return self._wait(self._chat_completions(messages, sampling_params, fields, use_tqdm))
+
+    async def achat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool | None = None,
+        **fields: Unpack[ChatFields],
+    ) -> list[RequestOutput]:
+        """`chat` for a program with an event loop. Cancelling it aborts what still runs."""
+        return await self._await(self._chat_completions(messages, sampling_params, fields, use_tqdm))
+
+    def embed(
+        self,
+        prompts: Prompts,
+        *,
+        use_tqdm: bool | None = None,
+        **fields: Unpack[EmbedFields],
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of each prompt, in order, as `/v1/embeddings` answers it. Prompts and errors as of `generate`."""
+        return self._wait(self._embeddings(prompts, fields, use_tqdm))
+
+    async def aembed(
+        self,
+        prompts: Prompts,
+        *,
+        use_tqdm: bool | None = None,
+        **fields: Unpack[EmbedFields],
+    ) -> list[EmbeddingRequestOutput]:
+        """`embed` for a program with an event loop. Cancelling it aborts what still runs."""
+        return await self._await(self._embeddings(prompts, fields, use_tqdm))
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        use_tqdm: bool | None = None,
+        **fields: Unpack[ScoreFields],
+    ) -> list[ScoringRequestOutput]:
+        """Score how well texts go together, as `/v1/score` does: one output for each of `text_2`, in order.
+
+        `text_1`: what each of them is compared with, or as many texts as there are.
+        """
+        return self._wait(self._scores(text_1, text_2, fields, use_tqdm))
+
+    async def ascore(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        use_tqdm: bool | None = None,
+        **fields: Unpack[ScoreFields],
+    ) -> list[ScoringRequestOutput]:
+        """`score` for a program with an event loop. Cancelling it aborts what still runs."""
+        return await self._await(self._scores(text_1, text_2, fields, use_tqdm))
+
+    def close(self) -> None:
+        """Stop the engine and its ranks. Idempotent."""
+        if self._thread.is_alive():
+            try:
+                self._wait(self._engine.close())
+            finally:
+                self._stop_loop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    def _open(self, model: str | None, settings: Mapping[str, Any]) -> Future[None]:
+        self._request_ids = map(str, itertools.count())
+        self._loop = asyncio.new_event_loop()
+        # The engine ends with the thread that started it, so that thread has to last.
+        self._thread = threading.Thread(target=self._loop.run_forever, name="oarlock-llm", daemon=True)
+        self._thread.start()
+        return self._submit(self._start({"model": model, **settings}))
+
+    async def _start(self, values: Mapping[str, Any]) -> None:
+        foreign = SERVER_ONLY & values.keys()
+        if foreign:
+            raise TypeError(f"{', '.join(sorted(foreign))}: these options are the HTTP server's")
+        try:
+            settings = make_settings({"log_level": "warning", **vllm_flags.without_harmless(values)})
+        except OptionError as error:
+            raise StartupError(error.cause, error.fix) from None
+        self._engine = await OfflineEngine.start(settings, _silent)
+
+    async def _completions(
+        self,
+        prompts: Prompts,
+        params: Params,
+        suffix: str | None,
+        add_special_tokens: bool | None,
+        use_tqdm: bool | None,
+    ) -> list[RequestOutput]:
+        given = read_prompts(prompts)
+        own = {"suffix": suffix, "add_special_tokens": add_special_tokens}
+        endpoint = self._engine.completions
+        endpoint.check_model(None)
+
+        def answer(prompt: Prompt, chosen: SamplingParams) -> Answer[list[RequestOutput]]:
+            asked = self._asked(prompt if isinstance(prompt, str) else None, chosen)
+
+            async def complete() -> Done[list[RequestOutput]]:
+                fields = {"prompt": prompt, **own, **chosen.as_fields()}
+                _, generation, pieces = await endpoint.run(parse(CompletionRequest, dumps(fields).encode()))
+                output = outputs.completion(asked, self.tokenizer, generation, pieces)
+                return Done([output], output.num_tokens)
+
+            return complete
+
+        return await self._all(list(map(answer, given, params_for_each(params, len(given)))), len(given), use_tqdm)
+
+    async def _chat_completions(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params,
+        fields: ChatFields,
+        use_tqdm: bool | None,
+    ) -> list[RequestOutput]:
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        given: list[Any] = [messages] if is_one else list(messages)
+        check_names("chat", fields, ChatFields, "give it in SamplingParams")
+        endpoint = self._engine.chat_completions
+        endpoint.check_model(None)
+
+        def answer(conversation: Sequence[Message], chosen: SamplingParams) -> Answer[list[RequestOutput]]:
+            asked = self._asked(None, chosen)
+
+            async def complete() -> Done[list[RequestOutput]]:
+                body = {**chosen.as_chat_fields(), **fields, "messages": list(conversation)}
+                processed, generation, pieces = await endpoint.run(parse(ChatRequest, dumps(body).encode()))
+                of_text = replace(asked, prompt=processed.prompt)
+                output = outputs.chat_completion(of_text, self.tokenizer, processed, generation, pieces)
+                return Done([output], output.num_tokens)
+
+            return complete
+
+        return await self._all(list(map(answer, given, params_for_each(params, len(given)))), len(given), use_tqdm)
+
+    def _asked(self, prompt: str | None, chosen: SamplingParams) -> Asked:
+        wants = chosen.logprobs is not None, chosen.prompt_logprobs is not None
+        return Asked(next(self._request_ids), prompt, *wants)
+
+    async def _embeddings(
+        self, prompts: Prompts, fields: EmbedFields, use_tqdm: bool | None
+    ) -> list[EmbeddingRequestOutput]:
+        check_names("embed", fields, EmbedFields)
+        given = read_prompts(prompts)
+        answers = pooling.embeddings(self._engine.embeddings, given, fields, self._request_ids)
+        return await self._all(answers, len(given), use_tqdm)
+
+    async def _scores(
+        self, first: str | Sequence[str], second: str | Sequence[str], fields: ScoreFields, use_tqdm: bool | None
+    ) -> list[ScoringRequestOutput]:
+        check_names("score", fields, ScoreFields)
+        count = 1 if isinstance(second, str) else len(second)
+        answers = pooling.scores(self._engine.scoring, first, second, fields, self._request_ids)
+        return await self._all(answers, count, use_tqdm)
+
+    async def _all(self, answers: Sequence[Answer[list[_T]]], count: int, use_tqdm: bool | None) -> list[_T]:
+        """Run `answers`, which return `count` outputs together. The first failure ends the others."""
+        limit = asyncio.Semaphore(self._engine.num_at_once)
+        is_off = not use_tqdm if use_tqdm is not None else True if count == 1 else None  # None: no terminal
+        num_tokens = 0
+
+        async def one(answer: Answer[list[_T]]) -> list[_T]:
+            nonlocal num_tokens
+            async with limit:
+                done = await answer()
+            num_tokens += done.num_tokens
+            elapsed = bar.format_dict["elapsed"]
+            bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s" if elapsed else "", refresh=False)
+            bar.update(len(done.outputs))
+            return done.outputs
+
+        with tqdm(total=count, unit=" prompts", disable=is_off) as bar:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(answer)) for answer in answers]
+            except BaseExceptionGroup as failures:  # the first one is what the caller wants to see
+                raise failures.exceptions[0] from None
+        return [output for task in tasks for output in task.result()]
+
+    def _submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        if not self._thread.is_alive():
+            work.close()
+            raise RuntimeError("this LLM is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        future = self._submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _await(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return await asyncio.wrap_future(self._submit(work))
+
+    def _stop_loop(self) -> None:
+        # A cancelled download or start ends its process before the loop ends.
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(_CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _silent(phase: str, fraction: float, detail: str = "") -> None:
+    """Ignores progress: programs do not want a progress line."""

@@ -1,0 +1,90 @@
+"""A running engine with the server's own endpoints before it, without HTTP: what they refuse or answer is the same."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from oarlock.engine.config import OnProgress
+from oarlock.engine.replicas import start_engine
+from oarlock.server.config.settings import Settings
+from oarlock.server.endpoints.batches.dispatch import BatchEndpoints
+from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
+from oarlock.server.endpoints.completions.serving import OpenAIServingCompletion
+from oarlock.server.endpoints.pooling.embedding import OpenAIServingEmbedding
+from oarlock.server.endpoints.pooling.scoring import OpenAIServingScoring
+from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
+from oarlock.server.endpoints.serving import connect_engine
+from oarlock.server.http.server_state import ServerState
+from oarlock.server.launch.supervisor import RunningEngine
+from oarlock.server.llm.engine_processes import engine_processes
+from oarlock.server.llm.generation_config import GenerationConfig
+from oarlock.server.llm.model_files import find_files
+from oarlock.server.llm.pooler_config import PoolerConfig
+from oarlock.server.llm.tokenizer import Tokenizer
+from oarlock.server.observability.metrics import HttpCounters
+
+_CLOSE_S = 10.0
+
+
+class OfflineEngine:
+    """One engine and its endpoints, on the event loop that started it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: RunningEngine,
+        tokenizer: Tokenizer,
+        generation_config: GenerationConfig,
+        pooler: PoolerConfig,
+    ) -> None:
+        self._state = state = ServerState()
+        self._counters = counters = HttpCounters()
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.async_llm = connect_engine(settings, state, counters, engine, tokenizer, generation_config, pooler)
+        self.completions = OpenAIServingCompletion(settings, state, counters)
+        self.chat_completions = OpenAIServingChatCompletion(settings, state, counters)
+        alone = replace(settings, response_store=0)  # no later request could go on from a response
+        responses = OpenAIServingResponses(alone, state, counters)
+        self.embeddings = OpenAIServingEmbedding(settings, state, counters)
+        self.scoring = OpenAIServingScoring(settings, state, counters)
+        self.endpoints = BatchEndpoints(self.completions, self.chat_completions, responses, self.embeddings)
+
+    @staticmethod
+    async def start(settings: Settings, on_progress: OnProgress) -> OfflineEngine:
+        """Load the model. Raises `StartupError`. The engine ends with the thread that called this."""
+        # The engine and its ranks import their libraries while the tokenizer is read here.
+        processes = engine_processes(settings)
+        try:
+            files = await find_files(settings, on_progress)
+            generation_config = GenerationConfig.load(files.model, settings.generation_config)
+            pooler = PoolerConfig.load(files.model, settings.runner, settings.classifier_from_token)
+            tokenizer = await asyncio.to_thread(files.load_tokenizer)
+            pooler = pooler.loaded(tokenizer)
+            config = settings.engine_config(files.model, tokenizer_path=files.tokenizer)
+            config = replace(config, writes_text=pooler.generates)
+            engine = await start_engine(config, on_progress, processes=processes)
+        finally:
+            for process in processes:
+                process.discard()
+        return OfflineEngine(settings, engine, tokenizer, generation_config, pooler)
+
+    @property
+    def generation_tokens(self) -> int:
+        """Number of tokens generated for all requests that have ended."""
+        return self._counters.generation_tokens
+
+    @property
+    def num_at_once(self) -> int:
+        """Number of requests that keep every row of every replica busy, with as many waiting as can run."""
+        info = self.engine.info
+        return 2 * info.data_parallel_size * info.max_num_seqs
+
+    async def close(self) -> None:
+        """Stop the engine and its ranks."""
+        try:
+            await self.engine.close(_CLOSE_S)
+        finally:
+            self._state.large_bodies.close()
+            self.tokenizer.close()
