@@ -112,16 +112,16 @@ endif
 ARM_SAMPLE := simd or norm or rotation or agrees or registers or come_back or not_rounded or their_own_row or splitting
 
 # The kernels in Triton, and what in their interpreter takes seconds, not minutes.
-TRITON := $(wildcard tests/unit/workers/test_triton_*.py) tests/golden/test_quantised_triton.py tests/golden/test_gguf_quantised.py
+TRITON := tests/unit/workers/kernels/triton tests/golden/test_quantised_triton.py tests/golden/test_gguf_quantised.py
 TRITON_SAMPLE := (fit_every and model) or launches or random_batches or lost_shows
 
 test-long: $(TOOLS)
 	@echo '==> soak'
-	@$(PYTEST) -n 3 -m soak tests/e2e tests/load tests/benchmarks/test_benchmarks.py $(addprefix tests/unit/workers/test_,verify_stored.py kernels_build.py) tests/parallel tests/multihost tests/sim
+	@$(PYTEST) -n 3 -m soak tests/e2e tests/load tests/benchmarks/test_benchmarks.py $(addprefix tests/unit/workers/,verify/test_stored.py kernels/cpu/test_build.py) tests/parallel tests/multihost tests/sim
 	@echo '==> the kernels: combinations of parameters beyond those of make test'
 	@$(PYTEST) -q -m product tests/unit/workers
 	@echo '==> the kernels of 64-bit ARM, emulated'
-	@$(PYTEST) -m soak -k '$(ARM_SAMPLE)' $(addprefix tests/unit/workers/test_,kernels_simd.py kernels_elementwise.py attention.py layers_matmul.py int8.py grouped.py fp8.py)
+	@$(PYTEST) -m soak -k '$(ARM_SAMPLE)' $(addprefix tests/unit/workers/,kernels/cpu attention/test_attention.py layers/test_matmul.py quantization)
 	@echo '==> the kernels for CUDA: compiled ahead, and sampling in the interpreter'
 	@$(PYTEST) -m soak -k '$(TRITON_SAMPLE)' $(TRITON)
 	@echo '==> fuzz'

@@ -23,7 +23,7 @@ QUICK = "test_triton_rotation"  # the file whose tests take least
 
 def tests_of_kernels() -> list[Path]:
     """The files whose tests run on a device where there is one: each kernel beside the slow way to compute the same."""
-    files = sorted((ROOT / "tests" / "unit" / "workers").glob("test_*.py"))
+    files = sorted((ROOT / "tests" / "unit" / "workers").rglob("test_*.py"))
     return [
         file
         for file in files

@@ -20,7 +20,7 @@ from tests.golden.cases import CASES, FAMILY_CASES
 from tests.golden.tiny_models import make_tiny
 from tests.house.documents import filled
 from tests.house.rules import ROOT
-from tests.unit.workers.verify_cases import VerifyCase
+from tests.unit.workers.verify.cases import VerifyCase
 
 PAGE = "docs/accuracy.md"
 DTYPES = ("float32", "bfloat16", "float16")

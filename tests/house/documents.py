@@ -68,7 +68,7 @@ def golden_faults() -> str:
 
 
 def verify_faults() -> str:
-    from tests.unit.workers import verify_faults
+    from tests.unit.workers.verify import faults as verify_faults
 
     return verify_faults.table()
 

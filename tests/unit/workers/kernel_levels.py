@@ -16,8 +16,8 @@ from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.levels import EMULATED_AMX, EMULATED_BF16_DOT, Level, machine_name
 from oarlock.workers.kernels.cpu.levels import LEVELS as ALL
 from oarlock.workers.platform.processor import features
-from tests.unit.workers import emulated_library
-from tests.unit.workers.emulated_library import EmulatedLibrary
+from tests.unit.workers.kernels.cpu import emulated_library
+from tests.unit.workers.kernels.cpu.emulated_library import EmulatedLibrary
 
 NO_KERNELS = library.why_not()  # the reason, or None
 

@@ -1,6 +1,6 @@
 """Damage to a tensor of a checkpoint, and the cause that verify must name for it: planted one at a time.
 
-python -m tests.unit.workers.verify_faults        # the table: tensor, damage, named cause
+python -m tests.unit.workers.verify.faults        # the table: tensor, damage, named cause
 """
 
 from collections.abc import Callable

@@ -11,7 +11,7 @@ from oarlock.workers.weights.gguf.model import GGUFModel
 from tests.golden.gguf_writer import all_of, q4_k_m, write_gguf
 from tests.golden.quantised import CASES, write
 from tests.golden.tiny_models import make_tiny
-from tests.unit.workers.verify_cases import VerifyCase, cut_scales_wrongly
+from tests.unit.workers.verify.cases import VerifyCase, cut_scales_wrongly
 
 LAYER = "model.layers.1"
 SHAPE = {"hidden_size": 128, "head_dim": 16, "intermediate_size": 384, "num_hidden_layers": 2}

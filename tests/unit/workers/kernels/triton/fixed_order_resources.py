@@ -1,6 +1,6 @@
 """Compiles the kernel of batch-invariant products for several kinds of CUDA device, without one.
 
-    python -m tests.unit.workers.fixed_order_resources 80 90
+    python -m tests.unit.workers.kernels.triton.fixed_order_resources 80 90
 
 Prints what `triton_resources` prints.
 """
@@ -12,7 +12,7 @@ import torch
 
 from oarlock.workers.kernels.triton.fixed_order import multiply_in_order
 from oarlock.workers.quantization.fixed_order import product_tile
-from tests.unit.workers.triton_resources import resources
+from tests.unit.workers.kernels.triton.triton_resources import resources
 
 _NUMBERS = dict.fromkeys(("rows", "columns", "inputs", "x_stride", "span"), "i32")
 

@@ -1,6 +1,6 @@
 """Compiles the kernels of weights of 4 and 8 bits for several kinds of CUDA device, without one.
 
-    python -m tests.unit.workers.weight_only_resources largest|all 80 90
+    python -m tests.unit.workers.kernels.triton.weight_only_resources largest|all 80 90
 
 Prints what `triton_resources` prints: of the forms that take the most, or of all.
 """
@@ -13,7 +13,7 @@ import torch
 from oarlock.workers.kernels.triton.round_rows import round_rows
 from oarlock.workers.kernels.triton.weight_only import merge, multiply, write_out
 from oarlock.workers.quantization.weight_only import MERGED, MOST_ROWS, StoredWeight, multiply_options
-from tests.unit.workers.triton_resources import resources
+from tests.unit.workers.kernels.triton.triton_resources import resources
 
 _TYPES = {"values": "*u8", "zeros": "*fp16", "factors": "*fp32", "partial": "*fp32", "ids": "*i64"}
 _TYPES |= dict.fromkeys(("x", "out", "bias", "residual"), "*bf16")

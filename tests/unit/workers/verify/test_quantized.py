@@ -10,7 +10,7 @@ import torch
 from oarlock.workers.verify.meant_model import RoundingLoss
 from oarlock.workers.verify.scales import wrong_scales
 from tests.golden.tiny_models import make_tiny
-from tests.unit.workers.verify_cases import VerifyCase, cut_scales_wrongly
+from tests.unit.workers.verify.cases import VerifyCase, cut_scales_wrongly
 
 FORMS = ("int8", "int4")
 LAYER = "model.layers.1"

@@ -203,7 +203,7 @@ def test_the_start_finds_a_whole_model_invariant(
 )
 def test_products_fit_every_kind_of_device(capabilities: list[str]) -> None:
     """Compiled for each, without a device: shared memory and registers suffice, so that none are spilled."""
-    program = [sys.executable, "-m", "tests.unit.workers.fixed_order_resources", *capabilities]
+    program = [sys.executable, "-m", "tests.unit.workers.kernels.triton.fixed_order_resources", *capabilities]
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = json.loads(subprocess.run(program, env=kept, capture_output=True, text=True, check=True).stdout)
     assert len(found) == 2 * len(capabilities)

@@ -13,7 +13,7 @@ import torch
 from oarlock.workers.kernels.cpu import build
 from oarlock.workers.kernels.cpu.levels import Level
 from tests.unit.workers import kernel_levels
-from tests.unit.workers.emulated_library import EmulatedLibrary
+from tests.unit.workers.kernels.cpu.emulated_library import EmulatedLibrary
 
 SOURCE = Path(__file__).parent / "csrc" / "simd_operations.cpp"
 UNARY = ["abs", "round", "exp", "sigmoid", "silu", "tanh", "gelu_tanh", "sum", "largest", "first_lane", "gelu"]

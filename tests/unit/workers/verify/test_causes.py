@@ -11,8 +11,8 @@ from torch import Tensor
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.models.registry import read_spec
 from tests.golden.tiny_models import make_tiny
-from tests.unit.workers.verify_cases import PROMPTS, VerifyCase, altered, reconfigured
-from tests.unit.workers.verify_faults import SIZE, WEIGHTS, rows
+from tests.unit.workers.verify.cases import PROMPTS, VerifyCase, altered, reconfigured
+from tests.unit.workers.verify.faults import SIZE, WEIGHTS, rows
 
 
 @pytest.fixture(scope="module")

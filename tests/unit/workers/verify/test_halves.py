@@ -11,7 +11,7 @@ from oarlock.workers.kernels.cpu.layer_halves import CLayerStep
 from oarlock.workers.layers.layer_halves import PreparedLayers
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.kernel_levels import NO_KERNELS
-from tests.unit.workers.verify_cases import VerifyCase
+from tests.unit.workers.verify.cases import VerifyCase
 
 needs_kernels = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
 

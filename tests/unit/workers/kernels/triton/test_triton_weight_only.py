@@ -300,7 +300,7 @@ def test_hundreds_of_shapes_at_random(first):
 )
 def test_kernels_fit_every_kind_of_device(forms, capabilities):
     """Compiled for each, without a device: shared memory and registers suffice, and none is spilled."""
-    program = [sys.executable, "-m", "tests.unit.workers.weight_only_resources", forms, *capabilities]
+    program = [sys.executable, "-m", "tests.unit.workers.kernels.triton.weight_only_resources", forms, *capabilities]
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = json.loads(subprocess.run(program, env=kept, capture_output=True, text=True, check=True).stdout)
     assert {name.split()[0] for name in found} == set(capabilities)

@@ -15,9 +15,9 @@ from oarlock.workers.attention.kv_format import ROUNDED, dequantized
 from oarlock.workers.attention.reference import ReferenceBackend, Sequence, attend_one
 from oarlock.workers.attention.triton_backend import TritonBackend
 from oarlock.workers.layers.rotary import rotate_with_torch
+from tests.unit.workers.attention.test_kv_format import odd_rows
 from tests.unit.workers.attention_cases import Case, Seq, batch_of
-from tests.unit.workers.test_kv_format import odd_rows
-from tests.unit.workers.test_triton_attention import DEVICE, TOLERANCE, TYPES, backend_of
+from tests.unit.workers.kernels.triton.test_triton_attention import DEVICE, TOLERANCE, TYPES, backend_of
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,6 +1,6 @@
 """Compiles the sampler's kernels for kinds of CUDA device, without one, and prints the resources that each takes.
 
-    python -m tests.unit.workers.triton_sampling_resources 80 90
+    python -m tests.unit.workers.kernels.triton.triton_sampling_resources 80 90
 
 One line of JSON, as of `triton_resources`.
 """
@@ -15,8 +15,8 @@ from oarlock.workers.sampling.columns import SamplingColumns, Variant
 from oarlock.workers.sampling.dense_histories import DenseHistories
 from oarlock.workers.sampling.device_outputs import DeviceOutputs
 from oarlock.workers.sampling.device_sampler import DeviceSampler
+from tests.unit.workers.kernels.triton.triton_resources import resources
 from tests.unit.workers.sampling_cases import step_of
-from tests.unit.workers.triton_resources import resources
 
 CPU = torch.device("cpu")
 VOCAB = 151_936

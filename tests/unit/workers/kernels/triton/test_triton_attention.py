@@ -160,7 +160,7 @@ def test_a_plan_of_decodes_holds_for_every_length(window, processors):
 )
 def test_kernels_fit_every_kind_of_device(form, capabilities):
     """Compiled for each, without a device: shared memory and registers suffice, so that none are spilled."""
-    program = [sys.executable, "-m", "tests.unit.workers.triton_resources", form, *capabilities]
+    program = [sys.executable, "-m", "tests.unit.workers.kernels.triton.triton_resources", form, *capabilities]
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = json.loads(subprocess.run(program, env=kept, capture_output=True, text=True, check=True).stdout)
     assert len(found) == len(capabilities) * (15 if form == "model" else 5)

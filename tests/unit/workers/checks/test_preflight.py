@@ -469,6 +469,6 @@ def test_it_never_imports_torch(model: Path) -> None:
         f"preflight(WorkerConfig({str(model)!r})); "
         "print([name for name in ('torch', 'numpy', 'safetensors', 'transformers') if name in sys.modules])"
     )
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     answer = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"

@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for several kinds of CUDA device, without one, and prints what they take of each.
 
-    python -m tests.unit.workers.triton_resources model|int8|fp8 80 90
+    python -m tests.unit.workers.kernels.triton.triton_resources model|int8|fp8 80 90
 
 The last two: attention over pages of 8 bits; the first: everything else. One line of JSON: for each kind and shape the
 bytes of shared memory, the registers of a thread, and the bytes of stack that a thread spills to.

@@ -310,7 +310,7 @@ def test_the_environment_names_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_level_is_found_before_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    demo = Path(__file__).parents[3] / "models" / "oarlock-demo" / "config.json"
+    demo = Path(__file__).parents[5] / "models" / "oarlock-demo" / "config.json"
     shutil.copy(demo, tmp_path)
     monkeypatch.setenv(levels.ENVIRONMENT, "avx1024")
     with pytest.raises(StartupError, match="avx1024"):

@@ -96,7 +96,7 @@ for dtype in (torch.bfloat16, torch.float32):
 def test_peak_memory_is_the_shard_and_a_small_bound(tmp_path: Path) -> None:
     whole = torch.zeros(9216, 8192, dtype=torch.bfloat16)
     save_file({"a": whole, "b": whole.clone()}, tmp_path / SINGLE_FILE)
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     command = [sys.executable, "-c", _MEASURE, str(tmp_path)]
     answer = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     lines = answer.stdout.splitlines()

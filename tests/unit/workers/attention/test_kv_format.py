@@ -11,8 +11,8 @@ from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.attention.kv_format import FORMATS, ROUNDED, dequantized
 from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.attention.torch_backend import TorchBackend
+from tests.unit.workers.attention.test_attention import MIXED, TOLERANCE
 from tests.unit.workers.attention_cases import CPP, EMULATED, Case, Seq, batch_of
-from tests.unit.workers.test_attention import MIXED, TOLERANCE
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

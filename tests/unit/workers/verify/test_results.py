@@ -25,7 +25,7 @@ from oarlock.workers.verify.report import Report, shown, table
 from oarlock.workers.verify.request import Text
 from tests.golden.tiny_models import make_tiny
 from tests.house.rules import ROOT
-from tests.unit.workers.verify_cases import PROMPTS, VerifyCase
+from tests.unit.workers.verify.cases import PROMPTS, VerifyCase
 
 
 def row(

@@ -26,12 +26,12 @@ from oarlock.workers.sampling.dense_histories import DenseHistories
 from oarlock.workers.sampling.device_outputs import DeviceOutputs, output_of
 from oarlock.workers.sampling.device_sampler import DeviceSampler
 from oarlock.workers.sampling.noise import gumbel as judged_gumbel
+from tests.unit.workers.kernels.triton.triton_sampling_resources import launches_of, recording_sampler
+from tests.unit.workers.sampling.test_sampling import MODES, ROWS, VOCAB, flat, peaked, tied
+from tests.unit.workers.sampling.test_token_histories import ROWS as SCENE_ROWS
+from tests.unit.workers.sampling.test_token_histories import VOCAB as SCENE_VOCAB
+from tests.unit.workers.sampling.test_token_histories import Scene, tokens_for
 from tests.unit.workers.sampling_cases import Penalties, dense, mask_of, sample_with, step_of
-from tests.unit.workers.test_sampling import MODES, ROWS, VOCAB, flat, peaked, tied
-from tests.unit.workers.test_token_histories import ROWS as SCENE_ROWS
-from tests.unit.workers.test_token_histories import VOCAB as SCENE_VOCAB
-from tests.unit.workers.test_token_histories import Scene, tokens_for
-from tests.unit.workers.triton_sampling_resources import launches_of, recording_sampler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -232,7 +232,7 @@ def test_all_forms_of_kernels_are_compiled_before_they_are_needed() -> None:
 @pytest.mark.parametrize("capabilities", [["80"], pytest.param(["89", "90", "100"], marks=pytest.mark.soak)])
 def test_launches_fit_devices(capabilities: list[str]) -> None:
     """Compiled without a device: no more registers and shared memory than it has, and nothing spilled."""
-    program = [sys.executable, "-m", "tests.unit.workers.triton_sampling_resources", *capabilities]
+    program = [sys.executable, "-m", "tests.unit.workers.kernels.triton.triton_sampling_resources", *capabilities]
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = json.loads(subprocess.run(program, env=kept, capture_output=True, text=True, check=True).stdout)
     assert len(found) == 9 * len(capabilities)

@@ -14,8 +14,8 @@ from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.sampling.drafts import num_accepted
 from tests.golden.tiny_models import make_tiny
+from tests.unit.workers.attention.test_attention import INVARIANT, specs
 from tests.unit.workers.attention_cases import Case, Seq
-from tests.unit.workers.test_attention import INVARIANT, specs
 
 BLOCK = 16
 
