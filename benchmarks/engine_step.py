@@ -59,7 +59,6 @@ def published(scheduler: Any, address: str | None) -> Generator[Callable[[], Non
     from oarlock.engine.config import KvEventsConfig
     from oarlock.engine.kv_cache.events import BlockEventLog
     from oarlock.engine.kv_cache.publisher import KvEventPublisher
-    from oarlock.engine.kv_cache.wire import Wire
 
     def tell() -> None:
         if events := log.take():
@@ -67,7 +66,7 @@ def published(scheduler: Any, address: str | None) -> Generator[Callable[[], Non
 
     log = scheduler.kv_cache_manager.event_log = BlockEventLog()
     publisher = KvEventPublisher(KvEventsConfig(address))
-    publisher.start(Wire(BLOCK_SIZE))
+    publisher.start(BLOCK_SIZE)
     with closing(publisher):
         yield tell
 

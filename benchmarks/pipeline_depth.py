@@ -23,7 +23,7 @@ from oarlock.engine.config import EngineConfig, WorkerConfig
 from oarlock.engine.core.engine_core import EngineCore
 from oarlock.engine.ipc import messages
 from oarlock.engine.sampling_params import SamplingParams
-from oarlock.engine.simulation.replica_info import replica_info
+from oarlock.engine.simulation.simulated_ranks import replica_info
 from oarlock.engine.types import Request, TokenEvents
 from oarlock.workers.executor import Executor, start_executor
 from oarlock.workers.protocol import StepMetadata, StepOutput, empty_step

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
 
 from oarlock.engine.config import EngineConfig, OnProgress
 from oarlock.engine.engine_process import ENGINE_MODULE, EngineProcess
@@ -25,8 +26,7 @@ from oarlock.engine.errors import (
     RequestError,
     StartupError,
 )
-from oarlock.engine.ipc import messages, questions
-from oarlock.engine.ipc.block_changes import read_blocks
+from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import Frame, FrameError, FrameReader
 from oarlock.engine.kv_cache.events import BlockChanges
 from oarlock.engine.replay.recording import end_of_killed
@@ -77,7 +77,7 @@ class EngineClient:
         self._record_path = record_path
         self._ids = itertools.count(1)
         self._queues: dict[int, _AnswerQueue] = {}
-        self._questions = questions.Questions(writer.write)
+        self._questions = _Questions(writer.write)
         self._last_stats = EngineStats()
         self._last_state: EngineState | None = None
         self._progress_s = time.monotonic()
@@ -205,7 +205,7 @@ class EngineClient:
         if not self.is_alive:
             return None
         with contextlib.suppress(TimeoutError, EngineDeadError):
-            self._last_state = await asyncio.wait_for(self._questions.ask(questions.ask_state), _STATS_TIMEOUT_S)
+            self._last_state = await asyncio.wait_for(self._questions.ask(messages.ask_state), _STATS_TIMEOUT_S)
         return self._last_state
 
     async def histories(self, request_ids: Sequence[int]) -> list[RequestHistory]:
@@ -213,7 +213,7 @@ class EngineClient:
         dead, or busy for long."""
         if self.is_alive:
             with contextlib.suppress(TimeoutError, EngineDeadError):
-                asked = self._questions.ask(questions.ask_histories(request_ids))
+                asked = self._questions.ask(messages.ask_histories(request_ids))
                 return await asyncio.wait_for(asked, _HISTORY_TIMEOUT_S)
         return []
 
@@ -253,7 +253,7 @@ class EngineClient:
             for event in messages.read_events(frame):
                 self._answer(event.request_id, event, is_last=event.finish_reason is not None)
         elif frame.kind == "blocks":
-            self._on_blocks(read_blocks(frame))
+            self._on_blocks(messages.read_blocks(frame))
         elif frame.kind == "alive":
             self._progress_s = time.monotonic()
         elif frame.kind == "refused":
@@ -263,9 +263,9 @@ class EngineClient:
             number, self._last_stats = messages.read_stats(frame)
             self._questions.answer(number, self._last_stats)
         elif frame.kind == "state":
-            self._questions.answer(*questions.read_state(frame))
+            self._questions.answer(*messages.read_state(frame))
         elif frame.kind == "histories":
-            self._questions.answer(*questions.read_histories(frame))
+            self._questions.answer(*messages.read_histories(frame))
         elif frame.kind == "cache_reset":
             self._questions.answer(*messages.read_cache_reset(frame))
         elif frame.kind == "dead":
@@ -372,6 +372,38 @@ class _AnswerQueue:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         return self._answers.popleft()
+
+
+class _Questions:
+    """Questions that wait for an answer, by number."""
+
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        """`write`: to the engine's socket."""
+        self._write = write
+        self._numbers = itertools.count(1)
+        self._open: dict[int, asyncio.Future[Any]] = {}
+
+    async def ask(self, frame: Callable[[int], bytes]) -> Any:
+        """Ask the question `frame(number)` and wait for its answer. Raises the error that `fail_all` is given."""
+        number = next(self._numbers)
+        future = self._open[number] = asyncio.get_running_loop().create_future()
+        self._write(frame(number))
+        try:
+            return await future
+        finally:
+            self._open.pop(number, None)
+
+    def answer(self, number: int, value: Any) -> None:
+        """Pass an answer to the caller that waits for it; drop it if there is none any more."""
+        future = self._open.pop(number, None)
+        if future is not None and not future.done():
+            future.set_result(value)
+
+    def fail_all(self, error: Exception) -> None:
+        """Fail all open questions: the engine will answer none of them."""
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(error)
 
 
 async def _until_ready(

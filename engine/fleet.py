@@ -1,9 +1,7 @@
 """A fleet of replicas in virtual time, for `oarlock plan --simulate`."""
 
-from oarlock.engine.simulation.fleet.fleet import FleetReport, ReplicaModel, replica_model, simulate_fleet
-from oarlock.engine.simulation.fleet.records import PERCENTILES, Quantiles
-from oarlock.engine.simulation.fleet.requests import TracedRequest
-from oarlock.engine.simulation.fleet.routing import ROUTERS
+from oarlock.engine.simulation.fleet import ROUTERS, FleetReport, ReplicaModel, replica_model, simulate_fleet
+from oarlock.engine.simulation.fleet_requests import PERCENTILES, Quantiles, TracedRequest
 
 __all__ = [
     "PERCENTILES",

@@ -13,10 +13,8 @@ from functools import partial
 
 from oarlock.engine.client import EngineClient
 from oarlock.engine.config import EngineConfig, OnProgress
-from oarlock.engine.data_parallel.choice import choose
-from oarlock.engine.data_parallel.prefix_index import PrefixIndex
-from oarlock.engine.data_parallel.progress import JoinedProgress
-from oarlock.engine.data_parallel.replica import Replica, Seat, start_together
+from oarlock.engine.data_parallel.choice import PrefixIndex, choose
+from oarlock.engine.data_parallel.replica import JoinedProgress, Replica, Seat, start_together
 from oarlock.engine.engine_process import EngineProcess
 from oarlock.engine.errors import EXIT_RANK_DIED, EngineDeadError, StartupError, UnavailableError
 from oarlock.engine.ipc.frames import FrameError

@@ -26,12 +26,10 @@ from oarlock.engine.errors import (
     WorkerError,
 )
 from oarlock.engine.input_batch.grammar_bitmask import fill_one_by_one
-from oarlock.engine.ipc import messages, questions
-from oarlock.engine.ipc.block_changes import blocks
-from oarlock.engine.ipc.frame_socket import FrameSocket, FrameSocketClosedError
-from oarlock.engine.ipc.frames import Frame, FrameError
+from oarlock.engine.ipc import messages
+from oarlock.engine.ipc.frames import Frame, FrameError, FrameSocket, FrameSocketClosedError
 from oarlock.engine.kv_cache.events import BlockChanges, BlockEvent, BlockEventLog
-from oarlock.engine.kv_cache.flush import Flush
+from oarlock.engine.kv_cache.offload import Flush
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenEvents
 
@@ -176,9 +174,9 @@ class EngineLoop:
         elif frame.kind == "state":
             self._state_asked.append(messages.read_number(frame))
         elif frame.kind == "histories":
-            found = [history(self.scheduler, request_id) for request_id in questions.read_ids(frame)]
+            found = [history(self.scheduler, request_id) for request_id in messages.read_ids(frame)]
             known = [one for one in found if one is not None]
-            self._frame_socket.send(questions.histories(messages.read_number(frame), known))
+            self._frame_socket.send(messages.histories(messages.read_number(frame), known))
         elif frame.kind == "reset_cache":
             num_blocks = self.scheduler.kv_cache_manager.reset_prefix_cache()
             self._frame_socket.send(messages.cache_reset(messages.read_number(frame), num_blocks))
@@ -307,11 +305,11 @@ class EngineLoop:
             self._count_pending()
             state = live_state(self.scheduler, self._clock())
             for number in self._state_asked:
-                self._frame_socket.send(questions.state(number, state))
+                self._frame_socket.send(messages.state(number, state))
             self._state_asked.clear()
 
     def _report_blocks(self, events: list[BlockEvent]) -> None:
-        self._frame_socket.send(blocks(BlockChanges.of(events)))
+        self._frame_socket.send(messages.blocks(BlockChanges.of(events)))
 
     # -- idle
 

@@ -6,6 +6,8 @@ outlives its frontend: end-of-file on the socket ends it. Does not import torch.
 
 import faulthandler
 import gc
+import hashlib
+import json
 import logging
 import os
 import select
@@ -14,26 +16,38 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.core.event_loop import EngineLoop
 from oarlock.engine.errors import EXIT_BUG, EXIT_OK, EXIT_RANK_HUNG, StartupError, WorkerError
 from oarlock.engine.ipc import messages
-from oarlock.engine.ipc.frame_socket import FrameSocket
-from oarlock.engine.ipc.frames import Frame, FrameError, FrameReader
-from oarlock.engine.kv_cache.wire import Wire
+from oarlock.engine.ipc.frames import Frame, FrameError, FrameReader, FrameSocket
 from oarlock.engine.log_format import JsonFormatter
-from oarlock.engine.replay.fingerprint import numbers_digest
 from oarlock.engine.replay.recorder import RecordingExecutor
 from oarlock.engine.replay.recording import RecordingWriter
 from oarlock.engine.structured_output.manager import StructuredOutputManager
 from oarlock.engine.types import EngineInfo
-from oarlock.workers.config import LOADING_TIMEOUT_S, NodesConfig, OnProgress, WorkerConfig
+from oarlock.workers.config import LOADING_TIMEOUT_S, NodesConfig, OnProgress, WorkerConfig, WorkerInfo
+from oarlock.workers.fingerprint import model_sums, versions
 
 if TYPE_CHECKING:
     from oarlock.engine.kv_cache.publisher import KvEventPublisher
     from oarlock.workers.executor import Executor
+
+
+def numbers_digest(worker: WorkerConfig, info: WorkerInfo) -> str:
+    """SHA-256 of everything below text that decides a number: the same at every start with the same inputs."""
+    weights = f"dummy {worker.seed}" if worker.load_format == "dummy" else "stored"
+    names = ("dtype", "quantization", "dequantize", "kv_cache_dtype", "num_threads", "block_size", "max_model_len")
+    run = {name: getattr(worker, name) for name in names}
+    found = {name: getattr(info, name) for name in ("tensor_parallel_size", "device", "attention_backend", "kernels")}
+    if info.rank_invariant:  # neither changes a bit
+        del found["tensor_parallel_size"], run["num_threads"]
+    parts = [model_sums(Path(worker.model_path)), weights, run, found, versions()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
 
 logger = logging.getLogger("oarlock.engine")
 
@@ -154,8 +168,8 @@ def _loop(
 ) -> tuple[int, str]:
     """Run the loop. Returns the exit code, and how it ended."""
     info = executor.info
-    if config.kv_events is not None and kv_events is not None:
-        kv_events.start(Wire(info.block_size, info.sliding_window, config.kv_events.has_key_in_salts))
+    if kv_events is not None:
+        kv_events.start(info.block_size, info.sliding_window)
     sock.sendall(messages.ready(engine_info(config, executor)))
     loop = EngineLoop(config, executor, FrameSocket(sock), structured_output=structured_output, kv_events=kv_events)
     # Objects made while loading are kept for good: garbage collections during steps need not scan them.

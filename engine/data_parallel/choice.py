@@ -1,12 +1,16 @@
 """Chooses the replica of a request: the one with the longest cached prefix among those that are not too busy.
 
 A pure function of counts: no clock, no randomness, no engine. Consistent hashing with bounded loads (Mirrokni et al.,
-2018) has the same bound; here the cached prefix takes the place of the hash.
+2018) has the same bound; here the cached prefix takes the place of the hash. `PrefixIndex` has the hashes in the prefix
+cache of each replica, in the frontend: it follows the cache events of each engine, so it is exact but for events that
+are on their way.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from oarlock.engine.kv_cache.events import BlockChanges, extend_hashes
 
 # Weight of an open request beyond the tokens of its prompt that are yet to be computed: it takes a row of each step
 # until it ends.
@@ -58,3 +62,44 @@ def choose(loads: Sequence[Load | None], num_cached: Sequence[int]) -> int:
     return min(
         (-num_cached[number], load.weight, load.num_chosen, number) for number, load in there if load.weight <= most
     )[-1]
+
+
+class PrefixIndex:
+    """Hashes in the prefix caches of several replicas."""
+
+    def __init__(self, num_replicas: int, block_size: int) -> None:
+        """`block_size`: tokens of a block."""
+        self._block_size = block_size
+        self._held: list[set[bytes]] = [set() for _ in range(num_replicas)]
+
+    def apply(self, replica: int, changes: BlockChanges) -> None:
+        """Apply the cache changes that `replica` has reported."""
+        held = self._held[replica]
+        if changes.is_cleared:
+            held.clear()
+        held.update(changes.stored)
+        held.difference_update(changes.removed)
+
+    def clear(self, replica: int) -> None:
+        """Forget all blocks of `replica`, whose engine is gone."""
+        self._held[replica].clear()
+
+    def held(self, replica: int) -> frozenset[bytes]:
+        """All hashes of a replica."""
+        return frozenset(self._held[replica])
+
+    def num_cached(self, token_ids: Sequence[int], cache_salt: bytes) -> list[int]:
+        """For each replica, how many leading tokens of a prompt it holds: whole blocks, and never the last token.
+
+        Hashes are computed up to the first block that none of them holds.
+        """
+        found = [0] * len(self._held)
+        alive, hashes = [number for number, held in enumerate(self._held) if held], list[bytes]()
+        for column in range((len(token_ids) - 1) // self._block_size):
+            if not alive:
+                break
+            extend_hashes(hashes, token_ids, cache_salt, self._block_size, column + 1)
+            alive = [number for number in alive if hashes[column] in self._held[number]]
+            for number in alive:
+                found[number] += self._block_size
+        return found

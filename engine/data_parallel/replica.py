@@ -1,6 +1,7 @@
 """One of several replicas: its engine, which is started again when it dies, and the load of its requests.
 
-Knows its own engine alone. `replicas.py` decides which replica a request goes to.
+A replica knows its own engine alone; `replicas.py` decides which one a request goes to. Of replicas that start side by
+side, `JoinedProgress` shows the one furthest behind.
 """
 
 import asyncio
@@ -10,8 +11,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 from oarlock.engine.client import EngineClient
+from oarlock.engine.config import OnProgress
 from oarlock.engine.data_parallel.choice import Load
 from oarlock.engine.errors import EngineDeadError, StartupError, UnavailableError
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
@@ -150,3 +153,26 @@ async def start_together(starts: Sequence[Awaitable[EngineClient]]) -> list[Engi
             if isinstance(started, EngineClient):
                 await started.close(0.0)
         raise
+
+
+class JoinedProgress:
+    """Passes on the phase and share of the replica that is furthest behind, whenever those change."""
+
+    def __init__(self, num_replicas: int, on_progress: OnProgress) -> None:
+        self._on_progress = on_progress
+        self._phases: list[str] = []  # in the order in which they were first seen
+        self._places: list[tuple[int, float, str]] = [(-1, 0.0, "")] * num_replicas  # place of the phase, share, detail
+        self._shown: tuple[int, float, str] | None = None
+
+    def of(self, number: int) -> OnProgress:
+        """Callback to which replica `number` reports its progress."""
+        return partial(self._report, number)
+
+    def _report(self, number: int, phase: str, fraction: float, detail: str = "") -> None:
+        if phase not in self._phases:
+            self._phases.append(phase)
+        self._places[number] = self._phases.index(phase), fraction, detail
+        last = min(self._places)
+        if last[0] >= 0 and last != self._shown:
+            self._shown = last
+            self._on_progress(self._phases[last[0]], *last[1:])

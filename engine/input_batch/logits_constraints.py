@@ -8,17 +8,95 @@ Constraints that depend on the newest token are in the mask; the bias is known b
 
 Forced ids exclude all others, but bans exclude forced ids: where every forced id is banned or outside the mask, nothing
 is forced. Does not know rows, steps, or how the ranks apply the constraints.
+
+Ids that would complete a bad word are found at a cost that does not depend on the number of words: they form a tree by
+their tokens in reverse order, without the last one, which is the id to ban. Each step walks it from the newest token
+back while some word matches, at most as far as the longest word. A node is split when it is first reached, so words
+whose beginnings are never generated cost nothing.
 """
 
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Tokens
+from itertools import chain
+from typing import Generic, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
-from oarlock.engine.input_batch.bad_words import BadWords
-from oarlock.engine.input_batch.identity_cache import IdentityCache
 from oarlock.engine.sampling_params import BAN, FORCE, banned_always
 from oarlock.engine.scheduler.sequence import Sequence
 from oarlock.workers.protocol import mask_words
+
+Word = tuple[int, ...]
+_Split = tuple[dict[int, "_Node"], list[int]]  # children by the token before; last ids of the words that end here
+_Node = list[Word] | _Split  # until it is first reached, the words below it
+
+
+class BadWords:
+    """Tree of the bad words of one request; its choices share it."""
+
+    def __init__(self, words: tuple[Word, ...]) -> None:
+        self.made_from = words
+        self._root: dict[int, _Node] = _split([word for word in words if len(word) > 1], 0)[0]
+
+    def completed_by(self, token_ids: Tokens[int], most: int, more: Tokens[int] = ()) -> list[int]:
+        """The last ids of the words whose other tokens are the end of `token_ids` and `more`, one after the other,
+        within `more` and the last `most` of `token_ids`."""
+        found: list[int] = []
+        children, most = self._root, most + len(more)
+        for depth, token in enumerate(chain(reversed(more), reversed(token_ids)), 1):
+            node = children.get(token) if depth <= most else None
+            if node is None:
+                break
+            if isinstance(node, list):
+                node = children[token] = _split(node, depth)
+            children, ends = node
+            found += ends
+        return found
+
+
+def _split(words: list[Word], depth: int) -> _Split:
+    """Make a node for `words`, whose `depth` ids before the last are those on the path to it."""
+    deeper: defaultdict[int, list[Word]] = defaultdict(list)
+    ends = []
+    length, before = depth + 1, -2 - depth
+    for word in words:
+        if len(word) == length:
+            ends.append(word[-1])
+        else:
+            deeper[word[before]].append(word)
+    return {**deeper}, ends
+
+
+Ids = tuple  # of ints, or of tuples of ints
+
+
+class MadeFrom(Protocol):
+    """A value that keeps its key alive: while it lives, no other object can have the same identity."""
+
+    made_from: Ids
+
+
+V = TypeVar("V", bound=MadeFrom)
+
+
+class IdentityCache(Generic[V]):
+    """Values computed from a long tuple, for all sequences that hold the same object: the choices of a request.
+
+    `messages.RequestReader` gives them the same object. Hashing or comparing a tuple as long as a context would cost as
+    much as is saved. A value is dropped with the last sequence that holds it.
+    """
+
+    def __init__(self, make: Callable[[Ids], V]) -> None:
+        self._make = make
+        self._values: WeakValueDictionary[int, V] = WeakValueDictionary()
+
+    def get(self, key: Ids) -> V:
+        value = self._values.get(id(key))
+        if value is None:
+            value = self._values[id(key)] = self._make(key)
+        return value
 
 
 class _AllowedIds:

@@ -1,16 +1,53 @@
 """Sections of a step that only some requests ask for: bias, penalties and masks of the rows that sample.
 
-Knows numpy and the step's layout. Does not know which row of the engine's tables belongs to which sequence.
+Penalties need the history of a sequence: its distinct ids and how often each was generated. It is sent once for each
+use of a row; ranks keep it from there on, and count the tokens that they sample. Knows numpy and the step's layout.
+Does not know which row of the engine's tables belongs to which sequence.
 """
 
 import numpy as np
 
-from oarlock.engine.input_batch.first_history import FirstHistory
 from oarlock.engine.input_batch.grammar_bitmask import GrammarBitmask, MaskedRows
-from oarlock.engine.input_batch.logits_constraints import Constraints
+from oarlock.engine.input_batch.logits_constraints import Constraints, IdentityCache
 from oarlock.engine.sampling_params import penalises
 from oarlock.engine.scheduler.sequence import Sequence
 from oarlock.workers.protocol import mask_words
+
+_NO_IDS = np.empty(0, np.int32)
+
+
+class _PromptIds:
+    """The distinct ids of one prompt, in order: int32 [p]."""
+
+    def __init__(self, prompt_token_ids: tuple[int, ...]) -> None:
+        self.made_from = prompt_token_ids
+        ids = np.sort(np.array(prompt_token_ids, np.int32))
+        self.ids = ids[np.diff(ids, prepend=-1) > 0]
+
+
+_prompts = IdentityCache(_PromptIds)
+
+
+class FirstHistory:
+    """Distinct ids of one sequence's prompt, if penalties count them, and the history made from them."""
+
+    def __init__(self, seq: Sequence) -> None:
+        request = seq.request
+        counts = request.params.repetition_penalty != 1  # the other penalties are of generated ids alone
+        self._prompt = _prompts.get(request.prompt_token_ids) if counts else None
+
+    def of(self, seq: Sequence) -> tuple[np.ndarray, np.ndarray]:
+        """Distinct ids in order, and how often each was generated, 0 for those of the prompt only: int32 [n] each."""
+        prompt = _NO_IDS if self._prompt is None else self._prompt.ids
+        if len(seq.token_ids) == seq.num_prompt_tokens:
+            return prompt, np.zeros_like(prompt)
+        generated = np.array(seq.token_ids[seq.num_prompt_tokens :], np.int32)
+        ids, times = np.unique(generated, return_counts=True)
+        every = np.union1d(prompt, ids)
+        counts = np.zeros_like(every)
+        counts[np.searchsorted(every, ids)] = times
+        return every, counts
+
 
 ALWAYS = np.iinfo(np.int64).max
 

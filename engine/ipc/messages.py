@@ -1,18 +1,20 @@
 """Messages between frontend and engine as frames: for each a function that writes it and one that reads it.
 
-    frontend -> engine   config, request, abort, stats, reset_cache, stop
-    engine -> frontend   progress, failed, ready, events, refused, alive, stats, cache_reset, dead, and blocks
-                         (`block_changes.py`)
+    frontend -> engine   config, request, abort, stats, state, histories, reset_cache, stop
+    engine -> frontend   progress, failed, ready, events, refused, alive, stats, state, histories, blocks,
+                         cache_reset, dead
+
+The frontend asks for statistics, the live state, histories and a cache reset by number; an answer carries the same.
 
 Does not know sockets. The readers raise `FrameError` for a frame that lacks a field or has one of another type.
 """
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields, replace
 from functools import wraps
 from itertools import accumulate, chain
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import (
@@ -24,9 +26,10 @@ from oarlock.engine.errors import (
     UnavailableError,
 )
 from oarlock.engine.ipc.frames import Frame, FrameError, encode
+from oarlock.engine.kv_cache.events import HASH_BYTES, BlockChanges
 from oarlock.engine.pooling_params import PoolingParams
 from oarlock.engine.sampling_params import Grammar, SamplingParams
-from oarlock.engine.stats import EngineStats
+from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import EngineInfo, FinishReason, Request, ScoredTokens, TokenEvent, TokenEvents, TokenLogprobs
 
 T = TypeVar("T")
@@ -372,6 +375,64 @@ def read_number(frame: Frame) -> int:
 @_reader
 def read_stats(frame: Frame) -> tuple[int, EngineStats]:
     return int(frame.head["number"]), EngineStats.from_dict(frame.head["stats"])
+
+
+def ask_state(number: int) -> bytes:
+    return encode({"kind": "state", "number": number})
+
+
+def state(number: int, value: EngineState) -> bytes:
+    return encode({"kind": "state", "number": number, "state": value})
+
+
+def read_state(frame: Frame) -> tuple[int, EngineState]:
+    """Raises `FrameError`."""
+    number, value = frame.head.get("number"), frame.head.get("state")
+    if not isinstance(number, int) or not isinstance(value, dict) or not EngineState.__required_keys__ <= value.keys():
+        raise FrameError("a bad 'state' frame: a number and the members of a state are required")
+    return number, cast(EngineState, value)
+
+
+def ask_histories(request_ids: Sequence[int]) -> Callable[[int], bytes]:
+    """Write the question for the histories of these requests."""
+    return lambda number: encode({"kind": "histories", "number": number, "ids": list(request_ids)})
+
+
+def read_ids(frame: Frame) -> list[int]:
+    """Raises `FrameError`."""
+    ids = frame.head.get("ids")
+    if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
+        raise FrameError("a bad 'histories' frame: a list of ids is required")
+    return ids
+
+
+def histories(number: int, values: list[RequestHistory]) -> bytes:
+    """Write the answer: the histories of those requests that are known."""
+    return encode({"kind": "histories", "number": number, "histories": values})
+
+
+def read_histories(frame: Frame) -> tuple[int, list[RequestHistory]]:
+    """Raises `FrameError`."""
+    number, values = frame.head.get("number"), frame.head.get("histories")
+    if not isinstance(number, int) or not isinstance(values, list):
+        raise FrameError("a bad 'histories' frame: a number and a list are required")
+    return number, cast(list[RequestHistory], values)
+
+
+def blocks(value: BlockChanges) -> bytes:
+    """Write the changes; the hashes that are stored come first."""
+    ints = array("i", b"".join((*value.stored, *value.removed)))
+    return encode({"kind": "blocks", "cleared": value.is_cleared, "num_stored": len(value.stored)}, ints)
+
+
+def read_blocks(frame: Frame) -> BlockChanges:
+    """Read the changes from a frame. Raises `FrameError`."""
+    data, num_stored, is_cleared = frame.ints.tobytes(), frame.head.get("num_stored"), frame.head.get("cleared")
+    count, rest = divmod(len(data), HASH_BYTES)
+    if rest or type(num_stored) is not int or not 0 <= num_stored <= count or type(is_cleared) is not bool:
+        raise FrameError("a bad 'blocks' frame: hashes are missing")
+    hashes = [data[start : start + HASH_BYTES] for start in range(0, len(data), HASH_BYTES)]
+    return BlockChanges(is_cleared, hashes[:num_stored], hashes[num_stored:])
 
 
 def reset_cache(number: int) -> bytes:

@@ -1,10 +1,15 @@
-"""Events of the prefix cache, and the log into which the block pool writes them.
+"""Names of full blocks outside the pool, and the events of the prefix cache that tell of them.
+
+The hash of a block is chained over the salt and every token up to the block's end: equal hashes mean equal content, and
+from the tokens and salt of a prompt anyone can compute the hashes of its blocks.
 
 A block is stored once its computation is scheduled; blocks that a withdrawn or refused step was to fill are removed.
 At any time the events so far, replayed in order, give exactly the hashes by which a new request could find a block.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from typing import NamedTuple
 
 
@@ -64,3 +69,20 @@ class BlockChanges(NamedTuple):
                 is_there[event.block_hash] = isinstance(event, BlockStored)
         stored = [block_hash for block_hash, there in is_there.items() if there]
         return BlockChanges(is_cleared, stored, [block_hash for block_hash, there in is_there.items() if not there])
+
+
+HASH_BYTES = 32
+
+
+def extend_hashes(
+    hashes: list[bytes], token_ids: Sequence[int], cache_salt: bytes, block_size: int, num_blocks: int
+) -> None:
+    """Extend `hashes`, which has those of the first blocks of `token_ids`, to `num_blocks`. All must be full.
+
+    blake2b(hash of the block before, its token ids as int32); before the first block stands the hash of the salt.
+    """
+    while len(hashes) < num_blocks:
+        parent = hashes[-1] if hashes else blake2b(cache_salt, digest_size=HASH_BYTES).digest()
+        start = len(hashes) * block_size
+        tokens = array("i", token_ids[start : start + block_size]).tobytes()
+        hashes.append(blake2b(parent + tokens, digest_size=HASH_BYTES).digest())

@@ -4,15 +4,119 @@ A block is saved to a slot, and from there written to a file, when the pool evic
 it, and when the engine ends. A prompt's beginning is loaded from slots when its sequence is admitted, a long one in the
 steps before; blocks in files are read into slots before that, while the sequence waits. Pure: no clock, no files, no
 tensors; the same calls give the same copies. Knows digests, block ids and numbers of requests.
+
+`HostTier` knows which slot holds which block, and which one is taken next; `Flush` writes what no file holds when the
+engine ends.
 """
 
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from oarlock.engine.kv_cache.host_tier import HostTier
 from oarlock.engine.stats import EngineStats
 from oarlock.workers.kv_offload import MAX_COPIES, Copy, KVOffloadInfo, KVReport, Report
 from oarlock.workers.step_cost import StepCost
+
+
+class HostTier:
+    """Table of host-memory slots and their blocks. The idle slot that was used longest ago is taken first.
+
+    A slot is *free*, *idle* (it holds a block and may be taken) or *pinned* (as often as something needs it to stay
+    as it is, whether it holds a block or not).
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # the one used longest ago first
+        self._pins = [0] * num_slots
+        self._slot_of: dict[bytes, int] = {}
+        self._digest_of: list[bytes | None] = [None] * num_slots
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that can be found."""
+        return len(self._slot_of)
+
+    @property
+    def digests(self) -> list[bytes]:
+        """Digests of all blocks that can be found."""
+        return list(self._slot_of)
+
+    def find(self, digest: bytes) -> int | None:
+        return self._slot_of.get(digest)
+
+    def digest_of(self, slot: int) -> bytes | None:
+        return self._digest_of[slot]
+
+    def take(self) -> int | None:
+        """Pin a slot for new content and return it; its old block can no longer be found. None when all are pinned."""
+        if self._free:
+            slot = self._free.pop()
+        elif self._idle:
+            slot, _ = self._idle.popitem(last=False)
+            self._unname(slot)
+        else:
+            return None
+        self._pins[slot] = 1
+        return slot
+
+    def name(self, slot: int, digest: bytes) -> None:
+        """Record that the pinned `slot` holds the block of `digest`, or will before it is read. No other slot does."""
+        assert self._pins[slot] and digest not in self._slot_of and self._digest_of[slot] is None
+        self._slot_of[digest] = slot
+        self._digest_of[slot] = digest
+
+    def pin(self, slot: int) -> None:
+        if self._pins[slot] == 0:
+            del self._idle[slot]
+        self._pins[slot] += 1
+
+    def unpin(self, slot: int) -> None:
+        self._pins[slot] -= 1
+        if self._pins[slot] == 0:
+            if self._digest_of[slot] is None:
+                self._free.append(slot)
+            else:
+                self._idle[slot] = None
+
+    def forget(self, digest: bytes) -> None:
+        """Drop the block of `digest`: no slot holds it after all."""
+        slot = self._slot_of.get(digest)
+        if slot is None:
+            return
+        self._unname(slot)
+        if self._pins[slot] == 0:
+            del self._idle[slot]
+            self._free.append(slot)
+
+    def forget_all(self) -> None:
+        for digest in list(self._slot_of):
+            self.forget(digest)
+
+    def audit(self) -> None:
+        """Raise AssertionError unless every slot is in exactly one state and every digest leads to its slot."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a slot is free twice"
+        for slot in range(self.num_slots):
+            states = (slot in free) + (slot in self._idle) + (self._pins[slot] > 0)
+            assert states == 1, f"slot {slot} is in {states} states"
+            digest = self._digest_of[slot]
+            assert digest is None or self._slot_of.get(digest) == slot, f"slot {slot} cannot be found"
+            assert slot not in self._idle or digest is not None, f"slot {slot} is idle and holds nothing"
+            assert slot not in free or digest is None, f"slot {slot} is free but can be found"
+        assert len(self._slot_of) == sum(digest is not None for digest in self._digest_of), "a digest leads nowhere"
+
+    @property
+    def num_pins(self) -> int:
+        return sum(self._pins)
+
+    def _unname(self, slot: int) -> None:
+        digest = self._digest_of[slot]
+        assert digest is not None
+        del self._slot_of[digest]
+        self._digest_of[slot] = None
+
 
 MAX_LOADS = 32  # sequences that wait for files at the same time
 LOAD_TIMEOUT_S = 30.0  # then it is computed after all: the file system may never answer
@@ -363,3 +467,24 @@ class KVOffload:
         self.host.audit()
         pins = sum(len(load.slots) for load in self._loads.values()) + len(self._reads) + len(self._writes)
         assert self.host.num_pins == pins + len(self._next.slots) + self._num_sent, "a slot is pinned for nothing"
+
+
+class Flush:
+    """Writes blocks of host memory and of the pool that no file holds yet. No sequence may run any more."""
+
+    def __init__(self, offload: KVOffload, blocks: Iterable[tuple[int, bytes]]) -> None:
+        """`blocks`: those of the pool with their digests, the most wanted first."""
+        self._offload = offload
+        self._left = deque[tuple[int | None, bytes]]((None, digest) for digest in offload.host.digests)
+        self._left.extend(blocks)
+
+    @property
+    def num_left(self) -> int:
+        """Number of blocks that no step has been asked to copy."""
+        return len(self._left)
+
+    def go_on(self) -> bool:
+        """Add as many copies to the next step as it has room for. False when all blocks are written."""
+        while self._left and self._offload.keep(*self._left[0]):
+            self._left.popleft()
+        return not self._offload.is_idle

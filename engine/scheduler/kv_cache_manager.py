@@ -9,8 +9,7 @@ can be found by its hash) or *free* (its content means nothing). Block 0 is the 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 
-from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockEventLog, BlockRemoved, BlockStored
-from oarlock.engine.kv_cache.hashing import extend_hashes
+from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockEventLog, BlockRemoved, BlockStored, extend_hashes
 from oarlock.engine.kv_cache.offload import KVOffload
 from oarlock.engine.scheduler.sequence import Sequence, Shortage
 

@@ -11,8 +11,37 @@ from itertools import islice
 from typing import NamedTuple
 
 from oarlock.engine.errors import QueueFullError
-from oarlock.engine.scheduler.client_shares import ClientShares
 from oarlock.engine.scheduler.sequence import Sequence
+
+_OUTPUT_WEIGHT = 2.0  # of a generated token, in tokens of a prompt
+
+
+class ClientShares:
+    """Virtual times of all clients, in weighted tokens."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._times: dict[str, float] = {}
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients that ever had a request admitted."""
+        return len(self._times)
+
+    def time_of(self, client: str) -> float:
+        """Virtual time at which the next request of `client` begins."""
+        return max(self._now, self._times.get(client, 0.0))
+
+    def begin(self, client: str, num_prompt_tokens: int, waiting: Iterable[str]) -> None:
+        """Count an admitted request of `client` while the clients `waiting` wait; `client` may be one of them."""
+        begins = self.time_of(client)
+        self._now = min([begins, *map(self.time_of, waiting)])
+        self._times[client] = begins + num_prompt_tokens
+
+    def generate(self, client: str, num_tokens: int) -> None:
+        """Count generated tokens of `client`, which had a request admitted before."""
+        self._times[client] += _OUTPUT_WEIGHT * num_tokens
+
 
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 

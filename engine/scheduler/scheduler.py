@@ -16,14 +16,13 @@ from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import INTERNAL, OUT_OF_MEMORY, QueueFullError, RequestError
 from oarlock.engine.kv_cache.loading import LoadingSequences
 from oarlock.engine.kv_cache.offload import KVOffload
-from oarlock.engine.scheduler import decodes, prefill_order, request_stats
+from oarlock.engine.scheduler import decode_state, policy, request_stats
 from oarlock.engine.scheduler.admission import Limits, check
-from oarlock.engine.scheduler.answers import Answers
-from oarlock.engine.scheduler.columns import RunningColumns
+from oarlock.engine.scheduler.answers import Answers, RefusedSteps, undo, withdraw
+from oarlock.engine.scheduler.decode_state import RunningColumns
 from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
 from oarlock.engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
-from oarlock.engine.scheduler.preemption import choose_over_share, choose_victim, may_be_passed, reserved_blocks
-from oarlock.engine.scheduler.refused_steps import RefusedSteps, undo, withdraw
+from oarlock.engine.scheduler.policy import choose_over_share, choose_victim, may_be_passed, reserved_blocks
 from oarlock.engine.scheduler.request_queue import Pending, RequestQueue
 from oarlock.engine.scheduler.sequence import GrammarMatcherProtocol, Sequence, Status
 from oarlock.engine.scheduler.step_cost import StepBudget, StepCosts
@@ -180,32 +179,32 @@ class Scheduler:
         if is_short:
             rows = self._columns.with_oldest(most)
         elif self._num_parts > 1:
-            rows, share = decodes.next_micro_batch(self._columns, self._num_parts)
-            if decodes.may_preempt(self._columns, rows, self.kv_cache_manager.num_available):
+            rows, share = decode_state.next_micro_batch(self._columns, self._num_parts)
+            if decode_state.may_preempt(self._columns, rows, self.kv_cache_manager.num_available):
                 if ahead:
                     return None
                 rows = self._columns.with_oldest(share)  # of which one at least stays
         output = SchedulerOutput(self._step_id + 1, [], is_ahead=ahead)
         block_size, fail = self.kv_cache_manager.block_size, partial(self._fail_scheduling, now)
         may_draft = drafter is not None and (not ahead or self._num_parts > 1)
-        drafts = decodes.choose_drafts(self._columns, rows, drafter, most_drafts) if may_draft else {}
-        for_drafts = partial(decodes.allocate_for_drafts, self.kv_cache_manager, len(self._running))
+        drafts = decode_state.choose_drafts(self._columns, rows, drafter, most_drafts) if may_draft else {}
+        for_drafts = partial(decode_state.allocate_for_drafts, self.kv_cache_manager, len(self._running))
         allocate = self._allocate_next_block, fail, drafts, for_drafts
-        behind = decodes.schedule_decodes(self._columns, rows, output, block_size, *allocate)
+        behind = decode_state.schedule_decodes(self._columns, rows, output, block_size, *allocate)
         output.num_decodes = output.num_seqs
         output.num_drafts = sum(len(item.drafts) for item in output.scheduled)
         num_rows = output.num_decodes + output.num_drafts
-        num_left = prefill_order.num_tokens_left(behind, self._waiting)
+        num_left = policy.num_tokens_left(behind, self._waiting)
         whole = self._budget.prompt_tokens(max(num_rows, share), most - num_rows, num_left)
         run = partial(self._schedule_prompt, output, now)
-        behind, last, is_urgent = prefill_order.give_way(behind, self._waiting)
-        budget = prefill_order.share_among_prompts(behind, self._waiting, whole, run)
+        behind, last, is_urgent = policy.give_way(behind, self._waiting)
+        budget = policy.share_among_prompts(behind, self._waiting, whole, run)
         # A sequence that was just preempted must not get back at once the blocks that it gave up.
         if not output.num_preempted:
             may_pass = partial(may_be_passed, running=self._running, kv_cache_manager=self.kv_cache_manager)
-            budget = prefill_order.admit_in_order(self._waiting, budget, run, may_pass, is_urgent=is_urgent)
+            budget = policy.admit_in_order(self._waiting, budget, run, may_pass, is_urgent=is_urgent)
         if budget == whole:  # else the step stays as short as it can be for those that wait
-            budget = prefill_order.share_among_prompts(last, self._waiting, budget, run)
+            budget = policy.share_among_prompts(last, self._waiting, budget, run)
         output.num_prompt_tokens = whole - budget
         if not output.num_seqs:
             self.refused_steps.drop(output)
@@ -269,13 +268,15 @@ class Scheduler:
         """Most drafts of a step that has `room` tokens beside those of running sequences."""
         if self.drafter is None:
             return 0
-        beside_prompts = bool(self._free_rows and len(self._waiting)) or decodes.any_behind(self._columns)
+        beside_prompts = bool(self._free_rows and len(self._waiting)) or decode_state.any_behind(self._columns)
         return self._budget.drafts(len(self._running), room, beside_prompts=beside_prompts)
 
     def _must_wait(self, most_drafts: int) -> bool:
         """Whether a step can be scheduled only when the tokens of the one in flight are known."""
-        is_short = decodes.must_wait(len(self._running), self.kv_cache_manager.num_available)
-        return is_short or (self.drafter is not None and decodes.drafts_wait(self._columns, self.drafter, most_drafts))
+        is_short = decode_state.may_preempt_next(len(self._running), self.kv_cache_manager.num_available)
+        return is_short or (
+            self.drafter is not None and decode_state.drafts_wait(self._columns, self.drafter, most_drafts)
+        )
 
     def _allocate_next_block(self, seq: Sequence, output: SchedulerOutput) -> bool:
         """Allocate one more block for `seq`, by preemption if need be. False when `seq` was itself preempted."""
@@ -326,7 +327,7 @@ class Scheduler:
 
     def _schedule_prompt(self, output: SchedulerOutput, now: float, seq: Sequence, budget: int) -> int:
         """Schedule tokens of a prompt, admitting it first if it waits; an exception fails this sequence alone."""
-        if self.limits.whole_texts and not prefill_order.has_room_for_text(seq, output, budget, self._max_vectors):
+        if self.limits.whole_texts and not policy.has_room_for_text(seq, output, budget, self._max_vectors):
             return 0
         try:
             if seq.status is Status.WAITING and (output.num_preempted or not self._start_running(seq, output, now)):

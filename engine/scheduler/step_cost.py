@@ -9,9 +9,13 @@ Pure: knows counts and seconds that it is told; has no clock, and does not know 
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
+
+from oarlock.engine.stats import RankTimes, StepTimesState, TokenRates
 from oarlock.workers.step_cost import StepCost
 
 RATIO = 2.5  # of the time of a step with prompt tokens to one without, where no limit is given
@@ -174,3 +178,153 @@ class StepBudget:
             self._part = -(-num_left // max(1, round(min(best, num_left / FEWEST_TOKENS))))
         self._num_after_part = max(0, num_left - self._part)
         return max(1, self._part)
+
+
+_REMEMBERED = 512  # steps, with their times
+_MARK_S = 1.0  # between two readings of the token counters
+_WINDOW_S = 10.0  # over which tokens a second are counted
+_BATCH_SIZES = 16  # buckets of 1, 2, 4, ... sequences
+_STEPS, _SEQUENCES, _PROMPT_TOKENS, _SECONDS, _NUM_SUMS = range(5)  # places among the sums; batch sizes follow
+_STALLS_REMEMBERED = 256
+_STALL_S = 0.1
+_STALL_RATIO = 4.0  # of a stalled step's time to the mean of those before
+_MEAN_OF = 32  # about so many steps make up the moving mean
+
+
+class Stall(NamedTuple):
+    """A pause in which no request got a token, longer than a step usually takes."""
+
+    kind: str  # `step`: a long one; `pause`: between two steps; `memory`: steps that the ranks refused
+    begun_s: float
+    seconds: float
+    num_sequences: int  # of the step
+    num_prompt_tokens: int
+
+
+class StepLog:
+    """Log of steps in the order of their answers. Times are in seconds of the engine's clock."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * (_NUM_SUMS + _BATCH_SIZES)
+        self._seconds = np.zeros(_REMEMBERED)
+        self._rank_ns = np.zeros((_REMEMBERED, 0), np.int64)
+        self._marks: deque[tuple[float, int, int]] = deque()  # (time, prompt tokens, generated tokens)
+        self.without_row = self.without_blocks = 0  # steps in which the next request in turn could not begin to run
+        self._mean_s = 0.0
+        self._ended_s: float | None = None
+        self.stalls: deque[Stall] = deque(maxlen=_STALLS_REMEMBERED)  # in the order of their ends
+
+    def observe(
+        self,
+        begun_s: float,
+        seconds: float,
+        num_sequences: int,
+        num_prompt_tokens: int,
+        num_generated_before: int = 0,
+        rank_ns: Sequence[int] = (),
+    ) -> None:
+        """Log a step with so many sequences and prompt tokens that ended `seconds` after `begun_s`.
+
+        `num_generated_before`: tokens sampled before it, ever. `rank_ns`: time of the newest step each rank has ended.
+        """
+        if not self._marks or begun_s - self._marks[-1][0] >= _MARK_S:
+            self._marks.append((begun_s, self._num_prompt_tokens, num_generated_before))
+            while self._marks[0][0] < begun_s - _WINDOW_S - _MARK_S:
+                self._marks.popleft()
+        self._note_stall(begun_s, seconds, num_sequences, num_prompt_tokens)
+        sums = self._sums
+        place = int(sums[_STEPS]) % _REMEMBERED
+        if len(rank_ns) != self._rank_ns.shape[1]:
+            self._rank_ns = np.zeros((_REMEMBERED, len(rank_ns)), np.int64)
+        self._rank_ns[place] = rank_ns
+        self._seconds[place] = seconds
+        sums[_STEPS] += 1
+        sums[_SEQUENCES] += num_sequences
+        sums[_PROMPT_TOKENS] += num_prompt_tokens
+        sums[_SECONDS] += seconds
+        sums[_NUM_SUMS + min(num_sequences.bit_length(), _BATCH_SIZES) - 1] += 1
+
+    def refused(self, now: float) -> None:
+        """Log a stall: the ranks refused all steps in flight for lack of memory."""
+        begun_s = now if self._ended_s is None else self._ended_s
+        self.stalls.append(Stall("memory", begun_s, now - begun_s, 0, 0))
+        self._ended_s = now
+
+    def read(self) -> tuple[float, ...]:
+        """All sums so far."""
+        return tuple(self._sums)
+
+    def stalls_since(self, begun_s: float, most: int) -> list[Stall]:
+        """The newest stalls in their order, each cut to its part after `begun_s`."""
+        found: list[Stall] = []
+        for stall in reversed(self.stalls):
+            end_s = stall.begun_s + stall.seconds
+            if end_s <= begun_s or len(found) == most:
+                break
+            first_s = max(begun_s, stall.begun_s)
+            if stall.kind == "memory" or end_s - first_s > _STALL_S:
+                found.append(stall._replace(begun_s=first_s, seconds=end_s - first_s))
+        return found[::-1]
+
+    def times(self) -> StepTimesState:
+        """Times of the last 512 steps."""
+        count = int(self._sums[_STEPS])
+        seconds = self._seconds[: min(count, _REMEMBERED)]
+        if not len(seconds):
+            return StepTimesState(count=0, last_ms=0.0, median_ms=0.0, p99_ms=0.0, ranks=[])
+        last = (count - 1) % _REMEMBERED
+        median, p99 = np.percentile(seconds, (50, 99)).tolist()
+        ranks = self._rank_ns[: len(seconds)]
+        medians = np.median(ranks, axis=0).tolist()
+        return StepTimesState(
+            count=count,
+            last_ms=_ms(float(seconds[last])),
+            median_ms=_ms(median),
+            p99_ms=_ms(p99),
+            ranks=[
+                RankTimes(rank=rank, last_ms=_ms(ns / 1e9), median_ms=_ms(medians[rank] / 1e9))
+                for rank, ns in enumerate(ranks[last].tolist())
+            ],
+        )
+
+    def token_rates(self, now: float, num_generated: int) -> TokenRates:
+        """Tokens a second over ten seconds, or since the first step after a pause. `num_generated`: since the start."""
+        mark = next((one for one in self._marks if one[0] >= now - _WINDOW_S), None)
+        if mark is None:
+            return TokenRates(prompt=0.0, generation=0.0)
+        seconds = max(_MARK_S, now - mark[0])
+        prompt, generated = self._num_prompt_tokens - mark[1], num_generated - mark[2]
+        return TokenRates(prompt=round(prompt / seconds, 1), generation=round(generated / seconds, 1))
+
+    @property
+    def _num_prompt_tokens(self) -> int:
+        return int(self._sums[_PROMPT_TOKENS])
+
+    def _note_stall(self, begun_s: float, seconds: float, num_sequences: int, num_prompt_tokens: int) -> None:
+        if self._ended_s is not None and begun_s - self._ended_s > _STALL_S:
+            self.stalls.append(Stall("pause", self._ended_s, begun_s - self._ended_s, 0, 0))
+        if seconds > _STALL_S and self._mean_s and seconds > _STALL_RATIO * self._mean_s:
+            self.stalls.append(Stall("step", begun_s, seconds, num_sequences, num_prompt_tokens))
+        self._mean_s += (seconds - self._mean_s) / (_MEAN_OF if self._mean_s else 1)
+        self._ended_s = begun_s + seconds
+
+
+def between(first: tuple[float, ...], last: tuple[float, ...]) -> tuple[int, int, int, float, dict[str, int]]:
+    """Steps, sequences, prompt tokens and seconds between two readings, and steps by their number of sequences: `1`,
+    `2-3`, `4-7` and so on."""
+    steps, sequences, prompt_tokens, seconds, *sizes = (
+        after - before for before, after in zip(first, last, strict=True)
+    )
+    by_size = {_range(index): int(number) for index, number in enumerate(sizes) if number}
+    return int(steps), int(sequences), int(prompt_tokens), seconds, by_size
+
+
+def _range(index: int) -> str:
+    low = 1 << index
+    if index == _BATCH_SIZES - 1:
+        return f"{low} or more"
+    return str(low) if not index else f"{low}-{2 * low - 1}"
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

@@ -29,10 +29,8 @@ from oarlock.engine.errors import INTERNAL, EngineError, RequestError, Unavailab
 from oarlock.engine.sampling_params import Grammar
 from oarlock.engine.structured_output.compile_jobs import CompileJobs, Key, key_of
 from oarlock.engine.structured_output.compiler import Compiled, Compiler, GrammarError
-from oarlock.engine.structured_output.mask_batch import MaskBatch, Rows
-from oarlock.engine.structured_output.matcher import GrammarMatcher
-from oarlock.engine.structured_output.sandbox import TOO_LONG
-from oarlock.engine.structured_output.sandbox_client import CompileSandbox, SandboxLostError
+from oarlock.engine.structured_output.matcher import GrammarMatcher, MaskBatch, Rows
+from oarlock.engine.structured_output.sandbox import TOO_LONG, CompileSandbox, SandboxLostError
 from oarlock.engine.types import Request
 
 logger = logging.getLogger("oarlock.engine")

@@ -1,17 +1,20 @@
 """Matches one sequence with its grammar: the mask of its next token, and whether the grammar is complete.
 
 Adds to llguidance's matcher the sequence's end tokens where the text may end, and a bound on the digits of a JSON
-number, because a model that has begun to write digits may never stop. Does not know steps, rows, or how a grammar is
-compiled.
+number, because a model that has begun to write digits may never stop. `MaskBatch` computes the masks of one step: those
+of different grammars in parallel threads, while matchers of one compiled grammar, which share a cache with one lock,
+take turns. Does not know steps, rows, or how a grammar is compiled.
 """
 
 import copy
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher
+from llguidance import LLExecutor, LLMatcher
 
 from oarlock.engine.structured_output.compiler import Compiled, Compiler
 
@@ -191,3 +194,61 @@ class _DigitRun:
                 self.is_in_string, self._escaped, self.length = True, False, 0
             else:
                 self.length = self.length + 1 if 48 <= byte <= 57 else 0
+
+
+# Stack of each thread: as large as the engine's, four times what the sandbox lets a grammar use.
+_THREAD_STACK_BYTES = 8 << 20
+
+# A `GrammarMatcher`, the tokens that are drafted after the known ones, and the masks to write: uint32 [1 + drafts, W].
+Rows = tuple[Any, tuple[int, ...], np.ndarray]
+
+
+class MaskBatch:
+    """Fills masks like `GrammarMatcher.fill_masks`, for many at once. Its threads start when first needed."""
+
+    def __init__(self) -> None:
+        self._threads: LLExecutor | None = None
+        self._masks = np.empty((0, 0), np.uint32)  # the library writes into it; reused
+
+    def fill_masks(self, batch: list[Rows]) -> list[int | Exception | None]:
+        """Fill the masks of every matcher; return for each what its `fill_masks` returns or raises."""
+        if len({id(matcher.origin) for matcher, _, _ in batch}) == 1:
+            return [_outcome(matcher.fill_masks, drafts, into) for matcher, drafts, into in batch]
+        computed = self._computed(batch)
+        return [
+            _outcome(matcher.finish_masks, drafts, masks, into)
+            for (matcher, drafts, into), masks in zip(batch, computed, strict=True)
+        ]
+
+    def _computed(self, batch: list[Rows]) -> list[np.ndarray]:
+        """Masks of each matcher as the library computes them: uint32 [1 + drafts, num_words]."""
+        ends = np.cumsum([1 + len(drafts) for _, drafts, _ in batch]).tolist()
+        masks = self._room_for(ends[-1], batch[0][0].compiler.num_words)
+        plain, drafted = [], []
+        for (matcher, drafts, _), first, last in zip(batch, [0, *ends], ends, strict=False):
+            if possible := matcher.possible(drafts):
+                masks[first + 1 : last] = ALL
+                drafted.append((matcher.matcher, first, possible))
+            else:
+                plain.append((matcher.matcher, first))
+        place = (masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
+        if self._threads is None:
+            os.environ.setdefault("RUST_MIN_STACK", str(_THREAD_STACK_BYTES))  # read by the library's threads
+            self._threads = LLExecutor()  # as many as suit the CPUs
+        if plain:
+            self._threads.unsafe_compute_mask_ptr(plain, *place)
+        if drafted:
+            self._threads.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
+        return np.split(masks, ends[:-1])
+
+    def _room_for(self, num_rows: int, num_words: int) -> np.ndarray:
+        if len(self._masks) < num_rows or self._masks.shape[1] != num_words:
+            self._masks = np.empty((num_rows, num_words), np.uint32)
+        return self._masks[:num_rows]
+
+
+def _outcome(fill: Callable[..., int | None], *arguments: object) -> int | Exception | None:
+    try:
+        return fill(*arguments)
+    except Exception as error:
+        return error

@@ -1,28 +1,37 @@
-"""Sandbox process that tries to compile grammars: one that crashes, hangs or takes too much memory harms no engine.
+"""Compile sandbox: a process that tries grammars first, and its client in the engine, which starts it when needed.
 
     python -m oarlock.engine.structured_output.sandbox --tokenizer FILE --parent PID --fd N [--fd N …]
 
-Each descriptor is a connection: a grammar per line as JSON in, the problem with it or null per line out, one after the
-other. Connections are served in parallel, by processes that share the memory of the tokenizer. Each trial is a fork
-with limits on time, memory and stack; a grammar that passes is then compiled by the engine, whose limits are wider.
+A grammar that crashes, hangs or takes too much memory harms no engine. Each descriptor is a connection: a grammar per
+line as JSON in, the problem with it or null per line out, one after the other. Connections are served in parallel, by
+processes that share the memory of the tokenizer. Each trial is a fork with limits on time, memory and stack; a grammar
+that passes is then compiled by the engine, whose limits are wider. The client starts the process again when it was
+lost, and does not know what is done with its answers.
 """
 
 import argparse
 import json
+import logging
 import os
 import resource
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from oarlock.engine.sampling_params import Grammar
 from oarlock.engine.structured_output.compiler import Compiler, GrammarError
-from oarlock.workers.python_child import die_with_parent, leave_signals_to_parent
+from oarlock.workers.python_child import die_with_parent, leave_signals_to_parent, start_python
 
+logger = logging.getLogger("oarlock.engine")
+
+_MODULE = ("-m", "oarlock.engine.structured_output.sandbox")
+_ATTEMPTS = 2  # the process may have been lost for a reason that has nothing to do with this grammar
 DEADLINE_S = 1.0  # processor time of one trial
 _PATIENCE_S = 10.0  # clock time of one trial, during which other programs may take the processor
 _MAX_MEMORY_BYTES = 512 << 20  # beyond the memory of the tokenizer
@@ -31,6 +40,9 @@ _NICENESS = 5  # requests that are being answered come first
 
 TOO_LONG = f"it takes longer than {DEADLINE_S:g} s to compile; make it smaller"
 TOO_MUCH = "compiling it takes more memory or nesting than the server allows; make it smaller or flatter"
+
+
+# -- the process
 
 
 def main(argv: list[str]) -> int:
@@ -136,6 +148,95 @@ def _attempt(compiler: Compiler, grammar: Grammar, write: int) -> None:
         worker.join()
     finally:
         os._exit(0)
+
+
+# -- the client in the engine
+
+
+class SandboxLostError(Exception):
+    """The process ended before it had answered, twice."""
+
+
+class CompileSandbox:
+    """Tries grammars in another process. Each of its connections belongs to one thread, which waits for the answer."""
+
+    def __init__(self, tokenizer_file: Path, num_connections: int) -> None:
+        self._tokenizer_file = tokenizer_file
+        self._num_connections = num_connections
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connections: list[socket.socket] = []
+        self._is_closed = False
+
+    def check(self, number: int, grammar: Grammar) -> str | None:
+        """Try to compile `grammar`: None when it compiles in time, else the reason. Raises `SandboxLostError`.
+
+        `number` is that of the calling thread's connection.
+        """
+        line = json.dumps(asdict(grammar)).encode() + b"\n"
+        for _ in range(_ATTEMPTS):
+            connection = self._connection(number)
+            try:
+                connection.sendall(line)
+                answer = _read_line(connection)
+            except OSError:
+                answer = b""
+            if answer:
+                return json.loads(answer)["problem"]
+            self._lost(connection)
+        raise SandboxLostError
+
+    def close(self) -> None:
+        """End the process; threads that wait for an answer get `SandboxLostError`."""
+        with self._lock:
+            self._is_closed = True
+            self._stop()
+
+    def _connection(self, number: int) -> socket.socket:
+        with self._lock:
+            if self._is_closed:
+                raise SandboxLostError
+            if self._process is None:
+                self._start()
+            return self._connections[number]
+
+    def _start(self) -> None:
+        pairs = [socket.socketpair() for _ in range(self._num_connections)]
+        self._connections = [ours for ours, _ in pairs]
+        fds = [theirs.fileno() for _, theirs in pairs]
+        named = ["--tokenizer", str(self._tokenizer_file), "--parent", str(os.getpid())]
+        self._process = start_python(
+            [*_MODULE, *named, *(part for fd in fds for part in ("--fd", str(fd)))], pass_fds=fds
+        )
+        for _, theirs in pairs:
+            theirs.close()
+        logger.info("event=grammar_sandbox_started pid=%d", self._process.pid)
+
+    def _lost(self, connection: socket.socket) -> None:
+        with self._lock:
+            if connection in self._connections:  # the other threads find their connections closed and come here too
+                logger.warning("event=grammar_sandbox_lost")
+                self._stop()
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        connections, self._connections = self._connections, []
+        for connection in connections:
+            connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it, which closing would not
+            connection.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    """Read one answer; empty when the connection has ended before it."""
+    parts: list[bytes] = []
+    while part := connection.recv(1 << 16):
+        parts.append(part)
+        if part.endswith(b"\n"):
+            return b"".join(parts)
+    return b""
 
 
 if __name__ == "__main__":

@@ -23,10 +23,9 @@ from oarlock.engine.config import EngineConfig, WorkerConfig
 from oarlock.engine.core.engine_core import EngineCore
 from oarlock.engine.ipc import messages
 from oarlock.engine.sampling_params import Grammar, SamplingParams
-from oarlock.engine.simulation.replica_info import replica_info
+from oarlock.engine.simulation.simulated_ranks import replica_info
 from oarlock.engine.structured_output.compiler import Compiled, Compiler
-from oarlock.engine.structured_output.mask_batch import MaskBatch
-from oarlock.engine.structured_output.matcher import GrammarMatcher
+from oarlock.engine.structured_output.matcher import GrammarMatcher, MaskBatch
 from oarlock.engine.types import Request, TokenEvents
 from oarlock.workers.protocol import StepMetadata, StepOutput
 from tests.load.structured_cost import FORMS, vocabulary

@@ -8,9 +8,8 @@ import pytest
 
 from oarlock.engine.config import EngineConfig, WorkerConfig
 from oarlock.engine.sampling_params import Grammar
-from oarlock.engine.simulation.cost_model import CostModel
-from oarlock.engine.simulation.simulator import SimulationConfig, Watch, simulate
-from oarlock.engine.simulation.trace import Arrival
+from oarlock.engine.simulation.simulated_ranks import CostModel
+from oarlock.engine.simulation.simulator import Arrival, SimulationConfig, Watch, simulate
 from oarlock.engine.structured_output.compile_jobs import CompileJobs
 
 BLOCK = 32

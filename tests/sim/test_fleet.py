@@ -1,4 +1,4 @@
-"""Fleets in virtual time: leaps of many steps give the same times as single steps, and as the real engine's loop."""
+"""Fleets in virtual time: fast-forwards give the same times as single steps, and as the real engine's loop."""
 
 import random
 from dataclasses import replace
@@ -8,12 +8,10 @@ import pytest
 from oarlock.engine.config import EngineConfig, WorkerConfig
 from oarlock.engine.fleet import ROUTERS, FleetReport, ReplicaModel, TracedRequest, simulate_fleet
 from oarlock.engine.preflight import Roofline, Speed, StepLoad
-from oarlock.engine.simulation.cost_model import CostModel
-from oarlock.engine.simulation.fleet.records import Records
-from oarlock.engine.simulation.fleet.replica import Replica
-from oarlock.engine.simulation.replica_info import replica_info
-from oarlock.engine.simulation.simulator import SimulationConfig, Watch, simulate
-from oarlock.engine.simulation.trace import Arrival
+from oarlock.engine.simulation.fleet_replica import SimulatedReplica
+from oarlock.engine.simulation.fleet_requests import Records
+from oarlock.engine.simulation.simulated_ranks import CostModel, replica_info
+from oarlock.engine.simulation.simulator import Arrival, SimulationConfig, Watch, simulate
 from oarlock.workers.capacity import RankWork
 
 COST = CostModel(step_s=0.020, token_s=0.0006, context_token_s=2e-7)
@@ -44,9 +42,11 @@ def trace(count: int, rate: float, *, prefixes: int = 6, mean: int = 80, seed: i
 def run(
     requests: list[TracedRequest], replicas: int = 1, routing: str = "prefix", *, blocks: int = 3000, **changes
 ) -> FleetReport:
-    config = replace(CONFIG, **{name: value for name, value in changes.items() if name != "leaps"})
+    config = replace(CONFIG, **{name: value for name, value in changes.items() if name != "fast_forward"})
     model = ReplicaModel(config, replica_info(config.worker, blocks, 300), Line())
-    return simulate_fleet(requests, replicas, model, routing, lambda share: None, leaps=changes.get("leaps", True))
+    return simulate_fleet(
+        requests, replicas, model, routing, lambda share: None, fast_forward=changes.get("fast_forward", True)
+    )
 
 
 def same(one: FleetReport, other: FleetReport) -> None:
@@ -62,11 +62,11 @@ def same(one: FleetReport, other: FleetReport) -> None:
 @pytest.mark.parametrize(
     ("rate", "replicas", "routing"), [(1.5, 1, "prefix"), (6.0, 1, "prefix"), *((6.0, 3, name) for name in ROUTERS)]
 )
-def test_leaps_give_the_times_of_single_steps(rate: float, replicas: int, routing: str) -> None:
+def test_fast_forwards_give_the_times_of_single_steps(rate: float, replicas: int, routing: str) -> None:
     requests = trace(60, rate)
-    leapt = run(requests, replicas, routing)
-    assert leapt.finished == 60 and leapt.itl_s is not None
-    same(leapt, run(requests, replicas, routing, leaps=False))
+    forwarded = run(requests, replicas, routing)
+    assert forwarded.finished == 60 and forwarded.itl_s is not None
+    same(forwarded, run(requests, replicas, routing, fast_forward=False))
 
 
 def test_one_replica_is_the_engine_in_virtual_time() -> None:
@@ -114,7 +114,7 @@ def test_what_a_router_counts_of_a_replica_is_what_it_has_to_do() -> None:
     config = replace(CONFIG, max_waiting_requests=8)
     model = ReplicaModel(config, replica_info(config.worker, 1000, 300), Line())
     records = Records()
-    replicas = [Replica(config, model.info, model.time, records) for _ in range(2)]
+    replicas = [SimulatedReplica(config, model.info, model.time, records) for _ in range(2)]
     router, most = ROUTERS["prefix"](replicas), 0
     for number, one in enumerate(trace(120, 60.0), 1):
         for replica in replicas:

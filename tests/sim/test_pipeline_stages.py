@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from oarlock.engine.config import EngineConfig, WorkerConfig
-from oarlock.engine.simulation.cost_model import CostModel
-from oarlock.engine.simulation.simulator import Report, SimulationConfig, simulate
-from oarlock.engine.simulation.trace import Arrival, make_trace
+from oarlock.engine.simulation.simulated_ranks import CostModel
+from oarlock.engine.simulation.simulator import Arrival, Report, SimulationConfig, make_trace, simulate
 
 WHOLE = CostModel()  # of a model that is one stage
 

@@ -6,9 +6,8 @@ import pytest
 
 from oarlock.engine.config import EngineConfig, WorkerConfig
 from oarlock.engine.pooling_params import KINDS, PoolingParams
-from oarlock.engine.simulation.cost_model import CostModel
-from oarlock.engine.simulation.simulator import Percentiles, SimulationConfig, simulate
-from oarlock.engine.simulation.trace import Arrival, make_trace
+from oarlock.engine.simulation.simulated_ranks import CostModel
+from oarlock.engine.simulation.simulator import Arrival, Percentiles, SimulationConfig, make_trace, simulate
 
 ENGINE = {"max_waiting_requests": 5000, "max_waiting_tokens": 10**7}
 

@@ -12,7 +12,7 @@ from oarlock.engine.ipc.frames import FrameReader
 from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.scheduler.output import ModelRunnerOutput
 from oarlock.engine.scheduler.scheduler import Scheduler
-from oarlock.engine.simulation.replica_info import replica_info
+from oarlock.engine.simulation.simulated_ranks import replica_info
 from oarlock.engine.types import Request
 from oarlock.workers.protocol import StepOutput
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Protocol
 
-from oarlock.engine.scheduler.tracing.step_log import Stall, StepLog, between
+from oarlock.engine.scheduler.step_cost import Stall, StepLog, between
 from oarlock.engine.stats import Chunk, DecodeSteps, Preemption, RequestHistory, StallState
 from oarlock.engine.types import FinishReason
 

@@ -19,7 +19,7 @@ from oarlock.engine.input_batch.input_batch import InputBatch
 from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from oarlock.engine.scheduler.scheduler import Scheduler
-from oarlock.engine.simulation.replica_info import replica_info
+from oarlock.engine.simulation.simulated_ranks import replica_info
 from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
 from oarlock.workers.config import WorkerInfo
 from oarlock.workers.protocol import (

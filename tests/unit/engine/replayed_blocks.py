@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 
-from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockEvent, BlockStored
-from oarlock.engine.kv_cache.hashing import extend_hashes
+from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockEvent, BlockStored, extend_hashes
 from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
 
 

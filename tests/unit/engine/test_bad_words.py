@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oarlock.engine.input_batch import bad_words
-from oarlock.engine.input_batch.bad_words import BadWords
-from oarlock.engine.input_batch.logits_constraints import Constraints
+from oarlock.engine.input_batch import logits_constraints
+from oarlock.engine.input_batch.logits_constraints import BadWords, Constraints
 from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.scheduler.sequence import Sequence
 from oarlock.engine.types import Request
@@ -33,9 +32,9 @@ def test_words_are_split_once_for_each_token_that_the_text_shares_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     split_words = []
-    split = bad_words._split
+    split = logits_constraints._split
     monkeypatch.setattr(
-        bad_words, "_split", lambda words, depth: (split_words.append(len(words)), split(words, depth))[1]
+        logits_constraints, "_split", lambda words, depth: (split_words.append(len(words)), split(words, depth))[1]
     )
     made = BadWords(tuple((number, *[5] * 20, 7) for number in range(8, 1008)))
     for count in range(1, 100):

@@ -14,7 +14,7 @@ from engine_fakes import Driver, Faults, make_config, make_request
 from test_pipeline_depth import Scene, make_scene
 
 from oarlock.engine.errors import NOT_FINITE
-from oarlock.engine.scheduler.columns import RunningColumns
+from oarlock.engine.scheduler.decode_state import RunningColumns
 from oarlock.engine.scheduler.output import ScheduledTokens
 from oarlock.engine.types import FinishReason, TokenEvent
 from oarlock.workers.protocol import StepMetadata

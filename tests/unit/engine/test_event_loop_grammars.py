@@ -13,8 +13,7 @@ from oarlock.engine.core.event_loop import STOPPING, EngineLoop
 from oarlock.engine.errors import QueueFullError, RequestError, UnavailableError
 from oarlock.engine.input_batch.grammar_bitmask import fill_one_by_one
 from oarlock.engine.ipc import messages
-from oarlock.engine.ipc.frame_socket import FrameSocket
-from oarlock.engine.ipc.frames import FrameReader
+from oarlock.engine.ipc.frames import FrameReader, FrameSocket
 from oarlock.engine.sampling_params import Grammar
 from oarlock.engine.structured_output.manager import Outcome
 from oarlock.engine.types import FinishReason

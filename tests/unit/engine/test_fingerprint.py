@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from oarlock.engine.config import EngineConfig, WorkerConfig
+from oarlock.engine.core import process
 from oarlock.engine.core.process import engine_info
-from oarlock.engine.replay import fingerprint
 from oarlock.workers.fingerprint import model_sums
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor
@@ -25,7 +25,7 @@ def started(checkpoint, **changes):
     )
     executor = ThreadExecutor(config.with_(**changes))
     digest = engine_info(EngineConfig(executor.config), executor).numbers_digest
-    assert digest == fingerprint.numbers_digest(executor.config, executor.info)
+    assert digest == process.numbers_digest(executor.config, executor.info)
     executor.close()
     return digest, executor.config, executor.info
 
@@ -42,25 +42,25 @@ def test_it_is_the_same_at_every_start_and_another_for_another_type(checkpoint):
 def test_each_thing_that_decides_a_number_changes_it(checkpoint, monkeypatch):
     _, config, info = started(checkpoint)
     assert info.kernels
-    base = fingerprint.numbers_digest(config, info)
+    base = process.numbers_digest(config, info)
     for change in ({"num_threads": 2}, {"block_size": 16}, {"max_model_len": 32}, {"kv_cache_dtype": "int8"}):
-        assert fingerprint.numbers_digest(config.with_(**change), info) != base
+        assert process.numbers_digest(config.with_(**change), info) != base
     for change in ({"tensor_parallel_size": 2}, {"device": "cuda"}, {"kernels": "other"}):
-        assert fingerprint.numbers_digest(config, replace(info, **change)) != base
-    versions = fingerprint.versions()
+        assert process.numbers_digest(config, replace(info, **change)) != base
+    versions = process.versions()
     for package in ("oarlock", "torch"):
-        monkeypatch.setattr(fingerprint, "versions", lambda package=package: versions | {package: "0"})
-        assert fingerprint.numbers_digest(config, info) != base
+        monkeypatch.setattr(process, "versions", lambda package=package: versions | {package: "0"})
+        assert process.numbers_digest(config, info) != base
     monkeypatch.undo()
     file = checkpoint / "config.json"
     text = file.read_text()
     file.write_text(json.dumps(json.loads(text) | {"rms_norm_eps": 1e-3}))
-    assert fingerprint.numbers_digest(config, info) != base
+    assert process.numbers_digest(config, info) != base
     file.write_text(text)
-    assert fingerprint.numbers_digest(config, info) == base
+    assert process.numbers_digest(config, info) == base
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")  # another training: same names, same shapes
-    assert fingerprint.numbers_digest(config, info) != base
+    assert process.numbers_digest(config, info) != base
 
 
 def test_a_gguf_file_has_a_sum_of_its_own(tmp_path):

@@ -18,8 +18,7 @@ from test_pipeline_depth import make_scene, run_scene
 from oarlock.engine.config import KvEventsConfig
 from oarlock.engine.errors import StartupError
 from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockEvent, BlockEventLog, BlockRemoved, BlockStored
-from oarlock.engine.kv_cache.publisher import KvEventPublisher
-from oarlock.engine.kv_cache.wire import Wire, short_hash
+from oarlock.engine.kv_cache.publisher import KvEventPublisher, Wire, short_hash
 
 LONG_S = 60
 TOPIC = "kv@pod-1@model"
@@ -61,7 +60,7 @@ def publishing(folder: Path, rank: int = 0, wire: Wire | None = None, **keys) ->
     publisher = KvEventPublisher(config, rank)
     try:
         if wire is not None:
-            publisher.start(wire)
+            publisher.start(wire.block_size, wire.sliding_window)
         yield publisher
     finally:
         publisher.close()
@@ -183,7 +182,7 @@ def test_what_the_thread_cannot_keep_up_with_is_dropped_counted_and_seen(tmp_pat
         for number in range(5):
             publisher.publish([block(number)])  # no thread runs yet
         assert publisher.num_dropped == 3
-        publisher.start(Wire(2))
+        publisher.start(2)
         wait_for(lambda: publisher.num_sent == 2)
         publisher.publish([block(5)])
         with reading(publisher) as reader:

@@ -12,9 +12,7 @@ from replayed_blocks import ReplayedBlocks
 
 from oarlock.engine.core.engine_core import EngineCore
 from oarlock.engine.kv_cache.events import BlockEventLog
-from oarlock.engine.kv_cache.flush import Flush
-from oarlock.engine.kv_cache.host_tier import HostTier
-from oarlock.engine.kv_cache.offload import LOAD_TIMEOUT_S, STEP_LOAD_BYTES, KVOffload
+from oarlock.engine.kv_cache.offload import LOAD_TIMEOUT_S, STEP_LOAD_BYTES, Flush, HostTier, KVOffload
 from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import Request

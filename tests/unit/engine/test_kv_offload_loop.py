@@ -14,9 +14,8 @@ from oarlock.engine.core import event_loop
 from oarlock.engine.core.event_loop import EngineLoop
 from oarlock.engine.errors import EXIT_OK
 from oarlock.engine.ipc import messages
-from oarlock.engine.ipc.frame_socket import FrameSocket
-from oarlock.engine.ipc.frames import FrameReader
-from oarlock.engine.kv_cache.hashing import extend_hashes
+from oarlock.engine.ipc.frames import FrameReader, FrameSocket
+from oarlock.engine.kv_cache.events import extend_hashes
 from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.types import Request, TokenEvent
 from oarlock.workers.kv_offload import Copy, KVOffloadInfo, KVReports, KVReportSender, Report

@@ -9,8 +9,7 @@ from test_grammar_compiler import GRAMMARS, SCHEMAS, schema
 
 from oarlock.engine.sampling_params import Grammar
 from oarlock.engine.structured_output.compiler import Compiled, Compiler
-from oarlock.engine.structured_output.mask_batch import MaskBatch
-from oarlock.engine.structured_output.matcher import BrokenGrammarError, GrammarMatcher
+from oarlock.engine.structured_output.matcher import BrokenGrammarError, GrammarMatcher, MaskBatch
 
 NUM_WORDS = NUM_IDS // 32 + 3  # the model has more ids than its tokenizer
 BOS = 1  # part of no text

@@ -4,11 +4,18 @@ import random
 
 import pytest
 
-from oarlock.engine.data_parallel.prefix_index import PrefixIndex
-from oarlock.engine.ipc.block_changes import blocks, read_blocks
+from oarlock.engine.data_parallel.choice import PrefixIndex
 from oarlock.engine.ipc.frames import FrameError, FrameReader, encode
-from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockChanges, BlockEvent, BlockRemoved, BlockStored
-from oarlock.engine.kv_cache.hashing import HASH_BYTES, extend_hashes
+from oarlock.engine.ipc.messages import blocks, read_blocks
+from oarlock.engine.kv_cache.events import (
+    HASH_BYTES,
+    AllBlocksCleared,
+    BlockChanges,
+    BlockEvent,
+    BlockRemoved,
+    BlockStored,
+    extend_hashes,
+)
 
 
 def sent(changes: BlockChanges) -> BlockChanges:

@@ -8,7 +8,7 @@ from test_pipeline_depth import Scene, answer, make_scene, run_scene
 
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import OUT_OF_MEMORY
-from oarlock.engine.scheduler.refused_steps import GROWS_AFTER, MOST_REFUSALS
+from oarlock.engine.scheduler.answers import GROWS_AFTER, MOST_REFUSALS
 from oarlock.engine.types import FinishReason
 from oarlock.workers.protocol import StepMetadata
 
@@ -30,7 +30,7 @@ def now_and_then(step: StepMetadata) -> bool:
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 60), marks=pytest.mark.soak)], ids=["few", "many"])
 def test_every_answer_is_that_of_enough_memory(monkeypatch: pytest.MonkeyPatch, seeds: range) -> None:
     """Chunks of prompts, shared prefixes, windows, penalties, grammars, preemptions and aborts among them."""
-    monkeypatch.setattr("oarlock.engine.scheduler.refused_steps.GROWS_AFTER", 3)
+    monkeypatch.setattr("oarlock.engine.scheduler.answers.GROWS_AFTER", 3)
     refused = ahead = 0
     for seed in seeds:
         scene = make_scene(seed)

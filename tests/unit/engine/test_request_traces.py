@@ -4,8 +4,8 @@ import pytest
 from engine_fakes import Driver, make_config, make_request
 
 from oarlock.engine.core.live_state import history
+from oarlock.engine.scheduler.step_cost import Stall, StepLog, between
 from oarlock.engine.scheduler.tracing.request_traces import _MAX_CHUNKS, MAX_ENDED
-from oarlock.engine.scheduler.tracing.step_log import Stall, StepLog, between
 from oarlock.engine.stats import RequestHistory
 
 

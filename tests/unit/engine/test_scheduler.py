@@ -4,7 +4,7 @@ import pytest
 from engine_fakes import EOS, Driver, Faults, expected_tokens, make_config, make_request
 
 from oarlock.engine.errors import NOT_FINITE, QueueFullError
-from oarlock.engine.scheduler.preemption import MAX_PASSED
+from oarlock.engine.scheduler.policy import MAX_PASSED
 from oarlock.engine.scheduler.scheduler import PRIORITY_STEP_S
 from oarlock.engine.types import FinishReason, Request
 

@@ -15,7 +15,7 @@ from grammar_fakes import DEMO, END, allowed, encode
 
 from oarlock.engine.errors import INTERNAL, EngineError, QueueFullError, RequestError, UnavailableError
 from oarlock.engine.sampling_params import Grammar
-from oarlock.engine.structured_output import compile_jobs, sandbox, sandbox_client
+from oarlock.engine.structured_output import compile_jobs, sandbox
 from oarlock.engine.structured_output import manager as manager_module
 from oarlock.engine.structured_output.compiler import GrammarError
 from oarlock.engine.structured_output.manager import TOO_LONG_KEPT_S, Outcome, StructuredOutputManager
@@ -242,7 +242,7 @@ def test_a_lost_sandbox_is_started_again(manager):
 def test_a_sandbox_that_stays_lost_is_the_engines_fault_and_nothing_is_kept(manager, monkeypatch):
     manager._sandbox.close()
     manager._sandbox._is_closed = False
-    monkeypatch.setattr(sandbox_client, "_MODULE", ("-c", "pass"))  # ends before it has answered
+    monkeypatch.setattr(sandbox, "_MODULE", ("-c", "pass"))  # ends before it has answered
     manager.submit(asked(1, "regex", "lost(x|y)"), 0.0)
     manager.submit(asked(2, "regex", "lost(x|y)"), 0.0)
     found = outcomes(manager, 2)

@@ -1,20 +1,82 @@
-"""Simulates a trace on a fleet of replicas in virtual time: latencies of requests, and how busy replicas are."""
+"""Simulates a trace on a fleet of replicas in virtual time: latencies of requests, and how busy replicas are.
+
+Routers choose at random, the least loaded replica, or as our frontend does. They see present loads and caches; a real
+one learns of them a little later.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from oarlock.engine.config import EngineConfig
-from oarlock.engine.simulation.fleet.records import Quantiles, Records
-from oarlock.engine.simulation.fleet.replica import Replica
-from oarlock.engine.simulation.fleet.requests import TracedRequest
-from oarlock.engine.simulation.fleet.routing import ROUTERS
-from oarlock.engine.simulation.replica_info import replica_info
+from oarlock.engine.data_parallel.choice import PrefixIndex, choose
+from oarlock.engine.kv_cache.events import BlockChanges
+from oarlock.engine.simulation.fleet_replica import SimulatedReplica
+from oarlock.engine.simulation.fleet_requests import Quantiles, Records, TracedRequest
 from oarlock.engine.simulation.roofline import StepLoad, StepTime
+from oarlock.engine.simulation.simulated_ranks import replica_info
+from oarlock.engine.types import Request
 from oarlock.workers.capacity import Capacity, step_tokens
 from oarlock.workers.config import WorkerInfo
 from oarlock.workers.step_cost import StepCost
+
+
+class Router(Protocol):
+    """Chooses among replicas whose steps have been simulated up to the arrival."""
+
+    def choose(self, request: Request) -> tuple[int, int]:
+        """Choose a replica: its place, and how many tokens of the prompt the router knows to be cached there."""
+        ...
+
+
+class AtRandom:
+    """Chooses a replica at random, always with the same seed."""
+
+    def __init__(self, replicas: Sequence[SimulatedReplica]) -> None:
+        self._replicas = replicas
+        self._random = random.Random(0)
+
+    def choose(self, request: Request) -> tuple[int, int]:
+        return self._random.randrange(len(self._replicas)), 0
+
+
+class LeastLoaded:
+    """Chooses the replica with the fewest open requests; among equals, the next in turn."""
+
+    def __init__(self, replicas: Sequence[SimulatedReplica]) -> None:
+        self._replicas = replicas
+        self._turn = 0
+
+    def choose(self, request: Request) -> tuple[int, int]:
+        count, loads = len(self._replicas), [replica.load.num_open for replica in self._replicas]
+        chosen = min(range(count), key=lambda place: (loads[place], (place - self._turn) % count))
+        self._turn = chosen + 1
+        return chosen, 0
+
+
+class ByPrefix:
+    """Chooses by the longest cached prefix within a bound of load, with the code of `--data-parallel-size`."""
+
+    def __init__(self, replicas: Sequence[SimulatedReplica]) -> None:
+        self._replicas = replicas
+        self._logs = [replica.block_events for replica in replicas]
+        self._prefixes = PrefixIndex(len(replicas), replicas[0].scheduler.kv_cache_manager.block_size)
+
+    def choose(self, request: Request) -> tuple[int, int]:
+        for place, log in enumerate(self._logs):
+            if events := log.take():
+                self._prefixes.apply(place, BlockChanges.of(events))
+        num_cached = self._prefixes.num_cached(request.prompt_token_ids, request.cache_salt)
+        chosen = choose([replica.load for replica in self._replicas], num_cached)
+        self._replicas[chosen].load.num_chosen += 1
+        return chosen, num_cached[chosen]
+
+
+ROUTERS = {"prefix": ByPrefix, "least-loaded": LeastLoaded, "random": AtRandom}
+
 
 _REPORT_EVERY = 64  # requests
 
@@ -70,11 +132,14 @@ def simulate_fleet(
     routing: str,
     on_progress: Callable[[float], object],
     *,
-    leaps: bool = True,
+    fast_forward: bool = True,
 ) -> FleetReport:
     """Simulate `trace`, in the order of arrival. `on_progress` gets the share of requests that have arrived."""
     records = Records()
-    replicas = [Replica(model.config, model.info, model.time, records, leaps=leaps) for _ in range(num_replicas)]
+    replicas = [
+        SimulatedReplica(model.config, model.info, model.time, records, fast_forward=fast_forward)
+        for _ in range(num_replicas)
+    ]
     router = ROUTERS[routing](replicas)
     for number, traced in enumerate(trace, 1):
         at_s = traced.at_s
@@ -92,7 +157,7 @@ def simulate_fleet(
     return _report(records, replicas, trace[0].at_s)
 
 
-def _report(records: Records, replicas: Sequence[Replica], began_s: float) -> FleetReport:
+def _report(records: Records, replicas: Sequence[SimulatedReplica], began_s: float) -> FleetReport:
     stats = [replica.scheduler.refresh_gauges() for replica in replicas]
     duration_s = max(records.ended_s - began_s, 1e-9)
     finished = len(records.e2e_s)

@@ -1,36 +1,74 @@
 """Simulates one replica in virtual time: the real scheduler, and ranks that only take time.
 
-One step is in flight at a time, as at a pipeline depth of 1.
+One step is in flight at a time, as at a pipeline depth of 1. Steps that would each give every running sequence one
+token, and do nothing else, are fast-forwarded: the scheduler gives a sequence several tokens in one step, as drafts
+that are all right. A fast-forward ends when the first sequence ends, and is cut short when a request arrives: later
+drafts are then wrong. Its steps take as long as one by one, and a test compares both. Only blocks differ: they are
+allocated for all its steps at its beginning, and where they are short, steps are taken one by one.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from oarlock.engine.config import EngineConfig
+from oarlock.engine.config import EngineConfig, SpeculativeConfig
 from oarlock.engine.data_parallel.choice import Load
 from oarlock.engine.errors import QueueFullError, RequestError
 from oarlock.engine.kv_cache.events import BlockEventLog
+from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
 from oarlock.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.step_cost import REMEMBERED
-from oarlock.engine.simulation.fleet.leap import Leap
-from oarlock.engine.simulation.fleet.records import Records
-from oarlock.engine.simulation.fleet.requests import TOKEN
+from oarlock.engine.simulation.fleet_requests import TOKEN, Records
 from oarlock.engine.simulation.roofline import StepLoad, StepTime
+from oarlock.engine.spec_decode.drafter import Candidate, Drafter, RowCosts
 from oarlock.engine.types import Request
 from oarlock.workers.config import WorkerInfo
 from oarlock.workers.protocol import FINITE, StepOutput
+
+_NO_LOOKUP = SpeculativeConfig(num_speculative_tokens=1, prompt_lookup_max=1, prompt_lookup_min=1)
+
+
+class FastForward(Drafter):
+    """Replaces the scheduler's drafter. Drafts only while `is_allowed`, which callers set when nothing waits."""
+
+    def __init__(self, time: StepTime, manager: KVCacheManager, costs: RowCosts) -> None:
+        super().__init__(_NO_LOOKUP, costs)
+        self._time, self._manager = time, manager
+        self.is_allowed = False
+        self.steps_s = np.zeros(0)  # float64 [steps]   seconds of those that `choose` has drafted for
+
+    def may_pay(self, num_seqs: int) -> bool:
+        return self.is_allowed
+
+    def choose(self, candidates: Sequence[Candidate], num_seqs: int, most: int) -> list[list[int]]:
+        """Draft the same number of tokens for each candidate."""
+        count = 0
+        if len(candidates) == num_seqs:
+            count = min(most // num_seqs, min(candidate.room for candidate in candidates))
+        lengths = [len(candidate.token_ids) for candidate in candidates]
+        if count and not self._has_blocks(lengths, count):
+            count = 0
+        contexts = sum(lengths) + num_seqs * np.arange(count + 1)
+        self.steps_s = self._time.seconds(StepLoad(num_seqs, num_seqs, contexts, contexts))
+        return [[TOKEN] * count for _ in candidates]
+
+    def _has_blocks(self, lengths: list[int], count: int) -> bool:
+        """Whether there are blocks for `count` more tokens of each of these sequences, and half of them stay free."""
+        of, available = self._manager.blocks_for, self._manager.num_available
+        needed = sum(of(length + count) - of(length - 1) for length in lengths)
+        return needed + len(lengths) <= available // 2
 
 
 @dataclass(slots=True)
 class _InFlight:
     output: SchedulerOutput
     begun_s: float
-    ends_s: np.ndarray  # float64 [steps]: one, or those of a leap
+    ends_s: np.ndarray  # float64 [steps]: one, or those of a fast-forward
     num_arrived: int = 0  # since it began
 
     @property
@@ -39,17 +77,17 @@ class _InFlight:
         return float(self.ends_s[-1])
 
 
-class Replica:
+class SimulatedReplica:
     """Simulated replica; `records` gets the times of its requests."""
 
     def __init__(
-        self, config: EngineConfig, info: WorkerInfo, time: StepTime, records: Records, *, leaps: bool = True
+        self, config: EngineConfig, info: WorkerInfo, time: StepTime, records: Records, *, fast_forward: bool = True
     ) -> None:
         self.scheduler = Scheduler(config, info)
         self._time, self._records = time, records
-        self._leap = Leap(time, self.scheduler.kv_cache_manager, self.scheduler.step_costs)
-        self._leaps = leaps
-        self.scheduler.drafter = self._leap
+        self._fast_forward = FastForward(time, self.scheduler.kv_cache_manager, self.scheduler.step_costs)
+        self._may_fast_forward = fast_forward
+        self.scheduler.drafter = self._fast_forward
         self._in_flight: _InFlight | None = None
         self._now_s = 0.0  # when the last step ended
         self._is_steady = False  # whether the next step would do the same as the last one
@@ -84,7 +122,7 @@ class Replica:
         """Add a request that arrives now; `num_cached` tokens of its prompt were cached here. False: it was refused."""
         self._count_waiting(now_s)
         step = self._in_flight
-        if step is not None:  # the step that runs now is the last of a leap
+        if step is not None:  # the step that runs now is the last of a fast-forward
             step.ends_s = step.ends_s[: int(np.searchsorted(step.ends_s, now_s)) + 1]
             step.num_arrived += 1
         else:
@@ -101,12 +139,12 @@ class Replica:
 
     def _begin(self) -> bool:
         """Schedule the next step at the end of the last one."""
-        self._leap.is_allowed = self._leaps and self._is_steady
+        self._fast_forward.is_allowed = self._may_fast_forward and self._is_steady
         self._count_waiting(self._now_s)
         output = self.scheduler.schedule(self._now_s)
         if output is None:
             return False
-        steps_s = self._leap.steps_s if output.num_drafts else np.array([self._time.seconds(load_of(output))])
+        steps_s = self._fast_forward.steps_s if output.num_drafts else np.array([self._time.seconds(load_of(output))])
         self._in_flight = _InFlight(output, self._now_s, self._now_s + np.cumsum(steps_s))
         return True
 
@@ -123,7 +161,7 @@ class Replica:
         self._in_flight, self._now_s = None, step.at_s
         self.busy_s += step.at_s - step.begun_s
         steps_s = np.diff(ends_s, prepend=step.begun_s)
-        num_before = max(0, len(steps_s) - REMEMBERED)  # only the last steps of a leap are observed
+        num_before = max(0, len(steps_s) - REMEMBERED)  # only the last steps of a fast-forward are observed
         for seconds in steps_s[num_before:].tolist():
             self.scheduler.step_costs.observe(output.num_decodes, output.num_prompt_tokens, seconds, num_before)
             num_before = 0
@@ -142,7 +180,7 @@ class Replica:
 
 
 def load_of(output: SchedulerOutput) -> StepLoad:
-    """Work of a step without a leap."""
+    """Work of a step without a fast-forward."""
     positions, scheduled = output.decodes.positions, output.scheduled
     context = int(positions.sum()) + len(positions)
     pairs = context + sum(item.num_tokens * item.start + math.comb(item.num_tokens + 1, 2) for item in scheduled)

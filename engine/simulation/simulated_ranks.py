@@ -1,4 +1,7 @@
-"""Simulated ranks: a formula for the seconds of a step, and an executor that lets only virtual time pass."""
+"""Simulated ranks: their report to the scheduler, a formula for the seconds of a step, and an executor.
+
+The executor lets only virtual time pass. For simulations, benchmarks and tests of the engine.
+"""
 
 from collections import deque
 from dataclasses import dataclass
@@ -9,6 +12,7 @@ from oarlock.engine.config import WorkerConfig
 from oarlock.workers.config import WorkerInfo
 from oarlock.workers.kv_offload import KVReports
 from oarlock.workers.protocol import CLS, LOGITS, TOKEN, StepMetadata, StepOutput
+from oarlock.workers.step_cost import StepCost
 
 END_TOKEN = 0  # ends an answer
 
@@ -110,3 +114,37 @@ class SimulatedExecutor:
 
     def close(self, failure: Exception | None = None) -> None:
         self._steps.clear()
+
+
+HIDDEN_SIZE = 2  # small: vectors mean nothing here
+
+
+def replica_info(
+    worker: WorkerConfig,
+    num_blocks: int,
+    vocab_size: int,
+    *,
+    sliding_window: int | None = None,
+    step_cost: StepCost | None = None,
+) -> WorkerInfo:
+    """Make the `WorkerInfo` that ranks would report. Raises `ValueError` without `max_model_len`."""
+    if worker.max_model_len is None:
+        raise ValueError("a simulation has no model to read max_model_len from: set it")
+    return WorkerInfo(
+        num_blocks=num_blocks,
+        block_size=worker.block_size,
+        max_model_len=worker.max_model_len,
+        vocab_size=vocab_size,
+        tensor_parallel_size=worker.tensor_parallel_size,
+        device="simulated",
+        dtype="none",
+        attention_backend="none",
+        architecture="Simulated",
+        num_parameters=0,
+        weight_bytes_per_rank=0,
+        kv_bytes_per_token_per_rank=0,
+        load_seconds=0.0,
+        sliding_window=sliding_window,
+        step_cost=step_cost,
+        hidden_size=HIDDEN_SIZE,
+    )
