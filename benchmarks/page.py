@@ -11,11 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, scaling_tables, tables
+from benchmarks import machine, tables
 from benchmarks.environments import HERE, ROOT
 
 RESULTS = HERE / "results"
-SECTIONS = {"peers": tables.peers, "scaling": scaling_tables.scaling}
+SECTIONS = {"peers": tables.peers, "scaling": tables.scaling}
 
 
 def take_in(path: Path) -> Path:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import checkpoint, machine, tables
-from benchmarks.ceilings.ceilings import Ceilings
 from benchmarks.systems import registry
 from benchmarks.systems.system import Plan, System
 from oarlock.workers.platform.processor import features
@@ -127,7 +126,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     most = max(c for _, c, _, _ in wanted.values())
     model = checkpoint.ensure(args.shape)
     plan = Plan(model, args.dtype, args.threads, most, longest + SLACK, args.quantization, args.level)
-    ceilings = Ceilings(args.threads, *((0.05, (24, 64, 64)) if args.shape == "quick" else ()))
+    ceilings = machine.Ceilings(args.threads, *((0.05, (24, 64, 64)) if args.shape == "quick" else ()))
     with contextlib.ExitStack() as stack:
         systems = start_all(starts(args), plan, stack)
         note_idle_use(systems)

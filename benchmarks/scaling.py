@@ -19,8 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checkpoint, machine, scaling_tables
-from benchmarks.ceilings.ceilings import Ceilings
+from benchmarks import checkpoint, machine, tables
 from benchmarks.peers import FORMAT, SLACK, progress
 from benchmarks.systems import registry
 from benchmarks.systems.system import Plan
@@ -38,7 +37,7 @@ def grown(args: argparse.Namespace, shape: str, dtype: str) -> dict[str, Any]:
     work |= {f"length {length}": (1, length, DECODED) for length in lengths}
     longest = max(input_tokens + output_tokens for _, input_tokens, output_tokens in work.values())
     plan = Plan(checkpoint.ensure(shape), dtype, args.threads, max([1, *args.batch]), longest + SLACK)
-    ceilings = Ceilings(args.threads, *((0.05, (24, 64, 64)) if shape == "quick" else ()))
+    ceilings = machine.Ceilings(args.threads, *((0.05, (24, 64, 64)) if shape == "quick" else ()))
     vocab_size = checkpoint.SHAPES[shape]["vocab_size"]
     rounds = []
     with contextlib.ExitStack() as stack:
@@ -86,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         "machine": machine.about(features()),
         "models": [grown(args, shape, dtype) for shape in args.shapes for dtype in args.dtypes],
     }
-    print(scaling_tables.scaling(result))
+    print(tables.scaling(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
         progress(f"wrote {args.json}")

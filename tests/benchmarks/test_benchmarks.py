@@ -64,16 +64,6 @@ def test_the_parts_of_an_engine_step(tmp_path):
     assert printed.count("| this |") == 1
 
 
-@pytest.mark.slow
-@pytest.mark.soak
-def test_replicas():
-    short = ["--shape", "quick", "--rounds", 1]
-    routed = run_module("replicas", "routing", *short, "--groups", 2, "--prefix", 64, "--requests", 8).stdout
-    assert [line.split(" | ")[0] for line in routed.splitlines()[2:]] == ["| longest prefix", "| random", "| in turns"]
-    of_ranks = run_module("replicas", "ranks", *short, "--concurrency", 2).stdout
-    assert of_ranks.splitlines()[2].startswith("| 2 | ")
-
-
 def test_products(tmp_path):
     out = tmp_path / "products.json"
     short = ["--shape", "quick", "--rows", 1, 3, "--rounds", 1, "--seconds", 0.01, "--threads", 1]
@@ -87,8 +77,3 @@ def test_products(tmp_path):
             assert list(parts) == ["q, k, v", "attention out", "gate, up", "down", "head", "step"]
             assert min(parts.values()) > 0
     assert "of streaming read" in printed
-
-
-def test_steps_ahead_of_a_simulated_device():
-    printed = run_module("pipeline_depth", "--device-ms", 1, "--sequences", 2, 5, "--rounds", 1, "--tokens", 4).stdout
-    assert [line.split("|")[1].strip() for line in printed.splitlines()[2:]] == ["2", "5"]

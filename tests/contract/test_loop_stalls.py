@@ -1,7 +1,6 @@
 """While a large body is read, or a large answer is written, the event loop keeps running: others have their turns.
 
-Turns are counted, a millisecond apart at least: a loop that did all of it by itself gave others 13 at most. The longest
-pause is what `tests/load/loop_stalls.py` measures.
+Turns are counted, a millisecond apart at least: a loop that did all of it by itself gave others 13 at most.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from oarlock.server.bench.serve import measure
 from tests.clients import environments
 from tests.clients.matrix import CLIENTS
 from tests.e2e.running import DEMO, RunningServer
-from tests.load.paced_server import PacedServer
+from tests.load.client_ceiling import PacedServer
 
 FIRST_S, EVERY_S = 0.2, 0.02  # the known pace
 # Our name -> guidellm's, and the factor from its unit to ours. Its time per output token counts the first one too; its

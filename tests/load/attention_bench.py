@@ -1,18 +1,14 @@
 """Times attention backends side by side: one layer's attention and KV write, per shape, as ratios of one run.
 
-    python tests/load/attention_bench.py [--threads N] [--rounds N]
+    python -m tests.load.attention_bench [--threads N] [--rounds N]
 
 Variants take turns within each round, so that a noisy machine is noisy for all of them. The SDPA rows are what torch
 offers ready-made: they read pages by gathering them, as a paged cache must, without and with the GQA flag.
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +81,12 @@ def sdpa_variant(batch: ForwardBatch, blocks: int, layer: AttentionSpec, q: Tens
     def run() -> None:
         for _ in range(LAYERS):
             if uniform:
-                one(q[: batch.num_tokens], batch.block_tables, batch.query_lens[0], batch.context_lens[0])
+                one(
+                    q[: batch.num_tokens],
+                    batch.block_tables[: len(batch.query_lens)],
+                    batch.query_lens[0],
+                    batch.context_lens[0],
+                )
                 continue
             start = 0
             for seq, (query, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):

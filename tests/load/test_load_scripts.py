@@ -8,9 +8,8 @@ import pytest
 from oarlock.server.bench.plan import ServePlan
 from oarlock.server.bench.serve import measure
 from tests.e2e.running import ROOT
-from tests.golden.tiny_models import make_tiny
-from tests.load import agreement, sampling_bench
-from tests.load.paced_server import PacedServer
+from tests.load import agreement
+from tests.load.client_ceiling import PacedServer
 from tests.unit.workers.kernel_levels import NO_KERNELS
 
 
@@ -26,41 +25,10 @@ def test_the_cost_of_forms():
     assert result.stdout.count("of a free token's time") == 3
 
 
-def test_what_grammars_cost_a_step():
-    result = run_module("structured_step", "--device-ms", 1, "--sequences", 2, 3, "--rounds", 1, "--tokens", 20)
-    assert result.stdout.count("events") == 2 * 4 and not result.stderr
-
-
-@pytest.mark.soak
-def test_what_pinning_changes():
-    result = run_module("affinity_bench", "--quick", "--rounds", 1, "--concurrency", 2, "--output-tokens", 4)
-    assert "1 rank(s), 2 client(s): none" in result.stdout and "auto / none" in result.stdout
-
-
-@pytest.mark.soak
 @pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
-def test_the_overhead_of_a_step():
-    result = run_module("step_overhead", "--layers", 2, "--rounds", 1)
-    assert "one call per half" in result.stdout and "separate operations" in result.stdout
-
-
-@pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
-def test_what_slices_cost(tmp_path):
-    model = make_tiny(tmp_path, "qwen2", head_dim=32, max_position_embeddings=4096)
-    result = run_module("slice_cost", model, "--rounds", 1, "--threads", 1)
-    assert "8 slices" in result.stdout and result.stdout.count("ratio") == 5
-
-
-@pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
-def test_the_time_of_a_sum_over_ranks():
-    result = run_module("collective_bench", "--floats", 64, "--rounds", 1)
-    assert "python" in result.stdout and "kernels" in result.stdout
-
-
-@pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
-def test_the_share_of_sampling_in_a_step():
-    result = run_module("sampling_in_step", "--rows", 2, "--layers", 1, "--rounds", 1)
-    assert result.stdout.count(" ms: ") == len(sampling_bench.cases(2))
+def test_attention_backends_side_by_side():
+    printed = run_module("attention_bench", "--threads", 1, "--rounds", 1, "--only", "1 x 160").stdout
+    assert "cpp" in printed and "torch" in printed
 
 
 def test_the_ceiling_of_the_client():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import environments, machine, page, scaling_tables, tables
+from benchmarks import environments, machine, page, tables
 from benchmarks.tables import Spread
 
 
@@ -106,7 +106,7 @@ def test_the_tables_of_growth():
             }
         }
     ]
-    text = scaling_tables.scaling({"models": [{"shape": "1.5b", "dtype": "float32", "rounds": rounds}]})
+    text = tables.scaling({"models": [{"shape": "1.5b", "dtype": "float32", "rounds": rounds}]})
     assert "| 8 | 50.0 (50.0 to 50.0) | 10.0 (10.0 to 10.0) | 2.00 (2.00 to 2.00) |" in text
     assert "| 1,000 | 500 (500 to 500) | 2,000 (2,000 to 2,000) | 500 (500 to 500) | 2.00 (2.00 to 2.00) |" in text
 
