@@ -12,10 +12,14 @@ from oarlock.server.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from oarlock.engine.errors import RequestError, StartupError
+    from oarlock.server.offline.inputs import SamplingParams
     from oarlock.server.offline.llm import LLM
-    from oarlock.server.offline.outputs import CompletionOutput, RequestOutput
-    from oarlock.server.offline.pooling import EmbeddingRequestOutput, ScoringRequestOutput
-    from oarlock.server.offline.sampling_params import SamplingParams
+    from oarlock.server.offline.outputs import (
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
 
 __all__ = [
     "LLM",
@@ -33,9 +37,9 @@ _HOMES = {
     "LLM": "oarlock.server.offline.llm",
     "CompletionOutput": "oarlock.server.offline.outputs",
     "RequestOutput": "oarlock.server.offline.outputs",
-    "EmbeddingRequestOutput": "oarlock.server.offline.pooling",
-    "ScoringRequestOutput": "oarlock.server.offline.pooling",
-    "SamplingParams": "oarlock.server.offline.sampling_params",
+    "EmbeddingRequestOutput": "oarlock.server.offline.outputs",
+    "ScoringRequestOutput": "oarlock.server.offline.outputs",
+    "SamplingParams": "oarlock.server.offline.inputs",
     "RequestError": "oarlock.engine.errors",
     "StartupError": "oarlock.engine.errors",
 }

@@ -1,12 +1,13 @@
 """Parsers of the command line. The flags of `serve` and `config` are generated from `Settings`.
 
-A mistake is one line of cause and one of fix, without a page of usage.
+A mistake is one line of cause and one of fix, without a page of usage; errors of numbers name the limit.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -32,7 +33,8 @@ class UsageError(Exception):
 class Command(Protocol):
     """Interface of a command's module."""
 
-    HELP: str
+    @property
+    def HELP(self) -> str: ...
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
@@ -162,3 +164,61 @@ def _unknown_setting(command: argparse.ArgumentParser, word: str) -> UsageError:
     if flag == "--model":
         return UsageError("MODEL is given without a flag, not as --model.", f"Write {command.prog} MODEL.")
     return _unknown_flag(command, word, "flag")
+
+
+def whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    """A whole number of at least `low` and at most `high`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if value < low or (high is not None and value > high):
+            limit = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{value} is out of range: it has to be {limit}")
+        return value
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """A number above 0, or `inf`."""
+    value = _number(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is out of range: it has to be above 0")
+    return value
+
+
+def finite(text: str) -> float:
+    """A number above 0."""
+    value = positive(text)
+    if math.isinf(value):
+        raise argparse.ArgumentTypeError("inf is out of range: it has to be finite")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """A finite number of at least 0."""
+    value = _number(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is out of range: it has to be finite and at least 0")
+    return value
+
+
+def below_one(text: str) -> float:
+    """A number of at least 0 and below 1."""
+    value = _number(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is out of range: it has to be at least 0 and below 1")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if math.isnan(value):
+        raise argparse.ArgumentTypeError("nan is not a number")
+    return value

@@ -73,8 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _answer_all(settings: Settings, requests: RequestFile, answers: AnswerFile) -> None:
     from oarlock.server.launch.banner import Progress
-    from oarlock.server.offline.batch import answer_all
-    from oarlock.server.offline.offline_engine import OfflineEngine
+    from oarlock.server.offline.offline_engine import OfflineEngine, answer_all
 
     progress = Progress()
     try:

@@ -1,4 +1,4 @@
-"""A server that a command asks over HTTP: its address, its key, and errors that say what to do.
+"""A server that a command asks over HTTP: address, key, errors that say what to do, text fit for a terminal.
 
 The key is read from the environment, where other users of the machine cannot see it: OPENAI_API_KEY.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import Any
 
 from oarlock.engine.errors import StartupError
@@ -134,3 +135,20 @@ def message_of(body: str) -> str:
     except (ValueError, KeyError, TypeError):
         found = body
     return " ".join(str(found).split())[:500] or "without an explanation"
+
+
+# Control characters but tab and newline, those of the second set, and what changes the direction of writing.
+_UNFIT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def fit(text: str) -> str:
+    """Replace every control character in `text` by its picture (an escape as `␛`) or by `�`: a model must not move the
+    cursor, or reverse what is shown."""
+    return _UNFIT.sub(_picture, text.replace("\r\n", "\n"))
+
+
+def _picture(match: re.Match[str]) -> str:
+    number = ord(match[0])
+    if number < 0x20:
+        return chr(0x2400 + number)
+    return "␡" if number == 0x7F else "\N{REPLACEMENT CHARACTER}"

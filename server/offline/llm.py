@@ -30,25 +30,28 @@ from oarlock.server.endpoints.completions.schema import CompletionRequest
 from oarlock.server.http.request_body import parse
 from oarlock.server.json_text import dumps
 from oarlock.server.llm.tokenizer import Tokenizer
-from oarlock.server.offline import outputs, pooling
-from oarlock.server.offline.offline_engine import OfflineEngine
-from oarlock.server.offline.outputs import Answer, Asked, Done, RequestOutput
-from oarlock.server.offline.pooling import (
-    EmbeddingRequestOutput,
-    EmbedFields,
-    ScoreFields,
-    ScoringRequestOutput,
-)
-from oarlock.server.offline.prompts import (
+from oarlock.server.offline import outputs
+from oarlock.server.offline.inputs import (
     Message,
     Params,
     Prompt,
     Prompts,
+    SamplingParams,
     check_names,
     params_for_each,
     read_prompts,
 )
-from oarlock.server.offline.sampling_params import SamplingParams
+from oarlock.server.offline.offline_engine import OfflineEngine
+from oarlock.server.offline.outputs import (
+    Answer,
+    Asked,
+    Done,
+    EmbeddingRequestOutput,
+    EmbedFields,
+    RequestOutput,
+    ScoreFields,
+    ScoringRequestOutput,
+)
 
 _T = TypeVar("_T")
 _CLOSE_S = 10.0
@@ -303,7 +306,7 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         check_names("embed", fields, EmbedFields)
         given = read_prompts(prompts)
-        answers = pooling.embeddings(self._engine.embeddings, given, fields, self._request_ids)
+        answers = outputs.embeddings(self._engine.embeddings, given, fields, self._request_ids)
         return await self._all(answers, len(given), use_tqdm)
 
     async def _scores(
@@ -311,7 +314,7 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         check_names("score", fields, ScoreFields)
         count = 1 if isinstance(second, str) else len(second)
-        answers = pooling.scores(self._engine.scoring, first, second, fields, self._request_ids)
+        answers = outputs.scores(self._engine.scoring, first, second, fields, self._request_ids)
         return await self._all(answers, count, use_tqdm)
 
     async def _all(self, answers: Sequence[Answer[list[_T]]], count: int, use_tqdm: bool | None) -> list[_T]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from oarlock.server.cli.snippets.texts import SNIPPETS
+from oarlock.server.cli.snippets import SNIPPETS
 from tests.clients.environments import CACHE
 from tests.clients.matrix import Client, Kind
 from tests.e2e.running import environment as of_repository

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-from typing import cast
 
 from oarlock.server.cli.arguments import Command, Parser, UsageError
+from oarlock.server.cli.bench import compare, engine, serve
 
 HELP = "measure a server or the engine, and compare results"
-MEASURES = ("serve", "throughput", "latency", "compare")  # one file each, beside this one
+MEASURES: dict[str, Command] = {
+    "serve": serve, "throughput": engine.THROUGHPUT, "latency": engine.LATENCY, "compare": compare,
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     assert isinstance(parser, Parser)
     subparsers = parser.add_subparsers(dest="measure", metavar="MEASURE", parser_class=Parser)
-    for name in MEASURES:
-        measure = _load(name)
+    for name, measure in MEASURES.items():
         child = subparsers.add_parser(name, help=measure.HELP, description=measure.HELP, allow_abbrev=False)
         measure.add_arguments(child)
         parser.children[name] = child
@@ -25,8 +25,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.measure is None:
         raise UsageError("oarlock bench needs a measure.", f"The measures are: {', '.join(MEASURES)}.")
-    return _load(arguments.measure).run(arguments)
-
-
-def _load(name: str) -> Command:
-    return cast(Command, importlib.import_module(f"{__name__}.{name}"))
+    return MEASURES[arguments.measure].run(arguments)

@@ -6,8 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from oarlock.server.cli.arguments import UsageError
-from oarlock.server.cli.bench import numbers
+from oarlock.server.cli.arguments import UsageError, below_one
 
 HELP = "compare two results: ratios with confidence intervals"
 
@@ -16,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A.json", type=Path, help="a result of `bench serve`, `throughput` or `latency`")
     parser.add_argument("b", metavar="B.json", type=Path, help="another of the same command; ratios are B / A")
     parser.add_argument(
-        "--confidence", type=numbers.below_one, default=0.95, metavar="X", help="of the intervals (default 0.95)"
+        "--confidence", type=below_one, default=0.95, metavar="X", help="of the intervals (default 0.95)"
     )
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the rows there as well")
 

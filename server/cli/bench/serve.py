@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oarlock.server.cli.arguments import Parser, UsageError
-from oarlock.server.cli.bench import numbers, vllm_names
+from oarlock.server.cli.arguments import Parser, UsageError, below_one, finite, positive, whole
+from oarlock.server.cli.bench.vllm_names import take_out
 
 if TYPE_CHECKING:  # what measures is imported when it runs: help is quick
     from oarlock.server.bench.metrics import Sample
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXIT_CODES
     assert isinstance(parser, Parser)
-    parser.rewrite = vllm_names.take_out
+    parser.rewrite = take_out
     parser.add_argument("url", metavar="URL", nargs="?", default=_URL, help=f"of the server (default {_URL})")
     parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
     parser.add_argument("--endpoint", choices=_ENDPOINTS, default=_ENDPOINTS[0], help="default completions")
@@ -54,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ask for every token of the answer (default); with --no- answers may end early, and the field is left out",
     )  # fmt: skip
     group.add_argument("--extra-body", metavar="JSON", help="more fields of every request, as a JSON object")
-    group.add_argument("--timeout", type=numbers.finite, default=600.0, metavar="S", help="per request (default 600)")
+    group.add_argument("--timeout", type=finite, default=600.0, metavar="S", help="per request (default 600)")
     group.add_argument(
-        "--warmup", type=numbers.whole(0), default=1, metavar="N",
+        "--warmup", type=whole(0), default=1, metavar="N",
         help="requests before the run that are not counted (default 1)",
     )  # fmt: skip
     group = parser.add_argument_group("results")
@@ -73,34 +73,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load: a closed loop of users, or an open loop with a rate")
+    group.add_argument("--concurrency", type=whole(1, 65_536), metavar="N", help="users of the closed loop (default 1)")
     group.add_argument(
-        "--concurrency", type=numbers.whole(1, 65_536), metavar="N", help="users of the closed loop (default 1)"
-    )
-    group.add_argument(
-        "--request-rate", type=numbers.positive, metavar="R", help="open loop: arrivals per second; inf: all at once"
+        "--request-rate", type=positive, metavar="R", help="open loop: arrivals per second; inf: all at once"
     )
     group.add_argument("--ramp", metavar="R1:R2", help="open loop with a rate that goes from R1 to R2")
     group.add_argument(
-        "--burstiness", type=numbers.positive, metavar="B",
+        "--burstiness", type=positive, metavar="B",
         help="shape of the gamma-distributed intervals: 1 (default) is Poisson, less comes in bursts, inf is even",
     )  # fmt: skip
     group.add_argument(
-        "--num-requests", type=numbers.whole(1), metavar="N",
+        "--num-requests", type=whole(1), metavar="N",
         help="how many (default 100, or until --duration); of multi-turn, conversations",
     )  # fmt: skip
-    group.add_argument("--duration", type=numbers.finite, metavar="S", help="begin none after so many seconds")
-    group.add_argument(
-        "--seed", type=numbers.whole(0), default=0, metavar="N", help="of prompts and arrivals (default 0)"
-    )
+    group.add_argument("--duration", type=finite, metavar="S", help="begin none after so many seconds")
+    group.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of prompts and arrivals (default 0)")
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts")
     group.add_argument("--workload", choices=_WORKLOADS, default="random", help="default random")
-    group.add_argument("--input-tokens", type=numbers.whole(1), default=128, metavar="N", help="default 128")
-    group.add_argument("--output-tokens", type=numbers.whole(1), default=64, metavar="N", help="default 64")
+    group.add_argument("--input-tokens", type=whole(1), default=128, metavar="N", help="default 128")
+    group.add_argument("--output-tokens", type=whole(1), default=64, metavar="N", help="default 64")
     group.add_argument(
-        "--length-spread", type=numbers.below_one, default=0.0, metavar="X",
+        "--length-spread", type=below_one, default=0.0, metavar="X",
         help="lengths are uniform within N * (1 - X) and N * (1 + X) (default 0)",
     )  # fmt: skip
     group.add_argument(
@@ -108,17 +104,15 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         help="token ids, or words that are measured with the server first (default auto: ids where they can be used)",
     )  # fmt: skip
     group.add_argument(
-        "--vocab-size", type=numbers.whole(64), metavar="N", help="ids are below it (default: as the server says)"
+        "--vocab-size", type=whole(64), metavar="N", help="ids are below it (default: as the server says)"
     )
     group.add_argument(
-        "--prefix-tokens", type=numbers.whole(1), metavar="N", help="shared-prefix: tokens before the new ones (256)"
+        "--prefix-tokens", type=whole(1), metavar="N", help="shared-prefix: tokens before the new ones (256)"
     )
-    group.add_argument(
-        "--num-prefixes", type=numbers.whole(1), metavar="N", help="shared-prefix: how many there are (1)"
-    )
-    group.add_argument("--turns", type=numbers.whole(1), metavar="N", help="multi-turn: turns of a conversation (4)")
+    group.add_argument("--num-prefixes", type=whole(1), metavar="N", help="shared-prefix: how many there are (1)")
+    group.add_argument("--turns", type=whole(1), metavar="N", help="multi-turn: turns of a conversation (4)")
     group.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="trace: lines with timestamp (ms) and lengths")
-    group.add_argument("--trace-speed", type=numbers.finite, metavar="X", help="trace: replayed X times as fast (1)")
+    group.add_argument("--trace-speed", type=finite, metavar="X", help="trace: replayed X times as fast (1)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -254,7 +248,7 @@ def _slo(limits: list[str] | None) -> dict[str, float]:
         if name not in _SLO or not colon:
             raise UsageError(f"--goodput {text}: there is no such measure.", fix)
         try:
-            found[name] = numbers.positive(limit)
+            found[name] = positive(limit)
         except argparse.ArgumentTypeError as error:
             raise UsageError(f"--goodput {text}: {error}.", fix) from None
     return found
@@ -284,6 +278,6 @@ def _check_url(url: str) -> None:
 def _ramp(text: str) -> tuple[float, float]:
     first, _, last = text.partition(":")
     try:
-        return numbers.finite(first), numbers.finite(last)
+        return finite(first), finite(last)
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"--ramp {text}: {error}.", "Write two rates per second, such as --ramp 1:10.") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from oarlock.server.cli.bench import numbers
+from oarlock.server.cli.arguments import not_negative, positive, whole
 
 HELP = "talk to a model: of a server, or of one that is started for it"
 _EPILOG = """Without URL and MODEL the server at http://127.0.0.1:8000 is asked; where none answers, one is started.
@@ -34,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--system-prompt", default="", metavar="TEXT", help="what the conversation begins with")
     parser.add_argument("--load", default="", metavar="FILE.json", help="go on with a conversation that /save wrote")
-    parser.add_argument("--temperature", type=numbers.not_negative, metavar="X", help="default: the model's")
-    parser.add_argument("--top-p", type=numbers.positive, metavar="X", help="default: the model's")
-    parser.add_argument("--max-tokens", type=numbers.whole(1), metavar="N", help="longest answer")
-    parser.add_argument("--seed", type=numbers.whole(0), metavar="N", help="the same answers again")
+    parser.add_argument("--temperature", type=not_negative, metavar="X", help="default: the model's")
+    parser.add_argument("--top-p", type=positive, metavar="X", help="default: the model's")
+    parser.add_argument("--max-tokens", type=whole(1), metavar="N", help="longest answer")
+    parser.add_argument("--seed", type=whole(0), metavar="N", help="the same answers again")
     parser.add_argument("--no-history", action="store_true", help="do not keep the typed lines for the next chat")
 
 

@@ -1,25 +1,141 @@
-"""Display of a chat: answers as Markdown while they are written, on a terminal; plain text elsewhere."""
+"""Display of a chat: answers as Markdown while they are written, on a terminal; plain text elsewhere.
+
+Blocks of Markdown that will not change any more are printed once and scroll away; only the last one is drawn again and
+again. Two things would spoil the count of rows to go back: keys that the terminal itself shows between two drawings,
+and a terminal that is made narrower, which breaks lines that are there already.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
 import signal
 import sys
+import termios
 import time
+from collections.abc import Generator
 from contextlib import ExitStack
 from typing import TextIO
 
 from rich.console import Console, RenderableType
+from rich.control import Control
 from rich.markdown import Markdown
+from rich.segment import ControlType, Segment, Segments
 from rich.text import Text
 
-from oarlock.server.cli.chat.markdown_blocks import MarkdownBlocks
-from oarlock.server.cli.chat.redrawn import RedrawnLines, typing_hidden
-from oarlock.server.cli.terminal_text import fit
+from oarlock.server.cli.remote import fit
 
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
+_LIST = re.compile(r"\s*([-*+]|\d{1,9}[.)])\s")
 _REDRAW_S = 0.05
 _LONG_BLOCK = 4_000  # characters; a longer one is shown as it is until it ends, since it is drawn many times
+
+
+class RedrawnLines:
+    """Lines of a terminal that each `draw` replaces. In between the cursor is at the start of the row below them."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._widths: list[int] = []  # of the lines that are shown, in columns
+
+    def draw(self, shown: RenderableType) -> None:
+        """Show the last lines of `shown`, as many as can be drawn over. Nothing where the cursor cannot be moved."""
+        console = self._console
+        if not console.is_terminal or console.is_dumb_terminal:
+            return
+        lines = console.render_lines(shown, console.options.update(height=None), pad=False)
+        lines = [_without_end(line) for line in lines[-max(1, console.size.height - 1) :]]
+        with console:  # in one write
+            self.erase()
+            whole = [segment for line in lines for segment in (*line, Segment.line())]
+            console.print(Segments(whole), end="", soft_wrap=True)
+        self._widths = [sum(segment.cell_length for segment in line) for line in lines]
+
+    def erase(self) -> None:
+        """Take away what is shown."""
+        if self._widths:
+            columns = max(1, self._console.size.width)
+            rows = sum(max(1, -(-width // columns)) for width in self._widths)
+            code = Control(ControlType.CARRIAGE_RETURN, (ControlType.CURSOR_UP, rows))
+            code.segment = Segment(f"{code.segment.text}\x1b[J", None, code.segment.control)
+            self._console.control(code)
+        self._widths = []
+
+
+def _without_end(line: list[Segment]) -> list[Segment]:
+    """Cut the spaces up to the edge from `line`: with them it would break as soon as the terminal is narrower."""
+    rest = list(line)
+    while rest:
+        last = rest.pop()
+        if text := last.text.rstrip(" "):
+            return [*rest, Segment(text, last.style)]
+    return rest
+
+
+@contextlib.contextmanager
+def typing_hidden(terminal: TextIO) -> Generator[None]:
+    """Hide the keys typed at `terminal` meanwhile. A line that is typed is read afterwards; Ctrl-C is still a signal,
+    and discards what was typed before it. Elsewhere than on a terminal nothing changes."""
+    if not terminal.isatty():
+        yield
+        return
+    before = termios.tcgetattr(terminal)
+    hidden = [*before]
+    hidden[3] &= ~(termios.ECHO | termios.ECHONL)
+    termios.tcsetattr(terminal, termios.TCSADRAIN, hidden)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+class MarkdownBlocks:
+    """Cuts growing Markdown into blocks: `add` returns those that are complete by then; `rest` is the text after."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []  # of the block that is being written, with their ends
+        self._line = ""  # has no end yet
+        self._fence = ""  # the marks of the code block that is open
+        self._is_list = False
+
+    @property
+    def rest(self) -> str:
+        """Text that belongs to no complete block yet."""
+        return "".join(self._lines) + self._line
+
+    def add(self, text: str) -> list[str]:
+        """The blocks that `text` completes, each as it was written."""
+        done: list[str] = []
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            done += self._end_line(line)
+        return done
+
+    def _end_line(self, line: str) -> list[str]:
+        done = self._before(line)
+        self._lines.append(line + "\n")
+        match = _FENCE.fullmatch(line)
+        if self._fence:
+            closes = match is not None and match[1].startswith(self._fence) and not match[2].strip()
+            self._fence = "" if closes else self._fence
+            return done
+        if len(self._lines) == 1:
+            self._is_list = _LIST.match(line) is not None
+        if match is not None and not (match[1][0] == "`" and "`" in match[2]):
+            self._fence = match[1]
+        return done
+
+    def _before(self, line: str) -> list[str]:
+        """The block that ends before `line`, if one does: after an empty line, unless a list goes on."""
+        if self._fence or not self._lines or not line.strip() or self._lines[-1].strip():
+            return []
+        if self._is_list and (line[0] in " \t" or _LIST.match(line)):
+            return []
+        block = "".join(self._lines)
+        self._lines = []
+        return [block] if block.strip() else []
 
 
 class Screen:

@@ -1,15 +1,195 @@
-"""A chat with one server: what is asked, what was answered, and the figures of both."""
+"""A chat with one server: its conversation, each streamed answer, the figures of both, and the slash commands."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from oarlock.server.cli.chat.answer import Answer, ask
-from oarlock.server.cli.chat.conversation import Conversation
 from oarlock.server.cli.chat.screen import PlainScreen, Screen
 from oarlock.server.cli.remote import Remote, ServerError
+from oarlock.server.config.options import nearest
+
+_PATH = "/v1/chat/completions"
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+class Listener(Protocol):
+    """Gets the pieces of an answer in their order."""
+
+    def thought(self, text: str) -> None: ...
+
+    def said(self, text: str) -> None: ...
+
+
+@dataclass(slots=True)
+class Answer:
+    """Answer to one request, whole or not."""
+
+    request_id: str = ""
+    text: str = ""
+    tools: list[str] = field(default_factory=list)  # names of the calls that it asks for
+    finish_reason: str | None = None
+    is_stopped: bool = False  # by Ctrl-C
+    began: float = field(default_factory=time.perf_counter)
+    first_at: float | None = None
+    last_at: float | None = None
+    chunks: int = 0
+    usage: dict[str, Any] | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_at is None else self.first_at - self.began
+
+    @property
+    def output_tokens(self) -> int:
+        """Number of answer tokens as the server counts them; of an answer that was stopped, its chunks."""
+        return self.chunks if self.usage is None else int(self.usage.get("completion_tokens") or 0)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second after the first token; None where it cannot be told."""
+        if self.first_at is None or self.last_at is None or self.last_at <= self.first_at or self.output_tokens < 2:
+            return None
+        return (self.output_tokens - 1) / (self.last_at - self.first_at)
+
+
+class _Reader:
+    """Feeds an `Answer` from the bytes of a stream of server-sent events."""
+
+    def __init__(self, answer: Answer, listener: Listener) -> None:
+        self._answer = answer
+        self._listener = listener
+        self._rest = b""
+        self.error: str | None = None
+
+    def feed(self, now: float, piece: bytes) -> None:
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            data = line[5:].strip() if line.startswith(b"data:") else b""
+            if data and data != b"[DONE]":
+                try:
+                    self._chunk(now, json.loads(data))
+                except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+                    self.error = self.error or f"a chunk is not OpenAI's: {data[:200].decode('utf-8', 'replace')}"
+
+    def _chunk(self, now: float, chunk: dict[str, Any]) -> None:
+        if "error" in chunk:
+            self.error = self.error or str(chunk["error"].get("message") or chunk["error"])
+            return
+        answer = self._answer
+        answer.request_id = chunk.get("id") or answer.request_id
+        answer.usage = chunk.get("usage") or answer.usage
+        for choice in chunk["choices"][:1]:
+            delta = choice.get("delta") or {}
+            thought = delta.get("reasoning_content") or delta.get("reasoning")
+            said = delta.get("content")
+            answer.tools += [call["function"]["name"] for call in delta.get("tool_calls") or () if _begins(call)]
+            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+            if thought or said:
+                answer.chunks += 1
+                answer.first_at, answer.last_at = answer.first_at or now, now
+            if thought:
+                self._listener.thought(thought)
+            if said:
+                answer.text += said
+                self._listener.said(said)
+
+
+def _begins(call: dict[str, Any]) -> bool:
+    return bool((call.get("function") or {}).get("name"))
+
+
+async def ask(remote: Remote, fields: dict[str, Any], listener: Listener, answer: Answer) -> None:
+    """Fill `answer`. A cancelled one is whole as far as it came, and marked. Raises `ServerError`.
+
+    `fields`: model, messages and sampling of the request.
+    """
+    reader = _Reader(answer, listener)
+    body = {**fields, "stream": True, "stream_options": {"include_usage": True}}
+    try:
+        await remote.stream(_PATH, body, reader.feed)
+    except asyncio.CancelledError:  # Ctrl-C: the connection is closed by now, and the server stops computing
+        answer.is_stopped = True
+        return
+    if reader.error is not None:
+        raise ServerError(f"The answer broke off: {reader.error}", 500)
+    if answer.finish_reason is None:
+        raise ServerError("The answer broke off: its stream ended without a reason.", 500)
+
+
+class ConversationError(Exception):
+    """A file cannot be written, read or understood; the text is one sentence with what to do."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Messages of a conversation so far. `system` stands before the messages and is not one of them."""
+
+    system: str = ""
+    messages: list[dict[str, str]] = field(default_factory=list)
+    file: Path | None = None  # that it was last saved to or loaded from
+
+    def as_messages(self) -> list[dict[str, str]]:
+        """Messages that a request carries."""
+        return [{"role": "system", "content": self.system}, *self.messages] if self.system else list(self.messages)
+
+    def reset(self) -> None:
+        """Forget the messages; the system prompt stays."""
+        self.messages.clear()
+
+    def save(self, name: str, model: str) -> Path:
+        """Write it to `name`, or, where that is empty, to the file of before. Raises `ConversationError`."""
+        path = Path(name).expanduser() if name else self.file
+        if path is None:
+            raise ConversationError("Name a file: /save FILE.json")
+        if path.exists() and path != self.file:
+            raise ConversationError(f"{path} is there already. Name another file, or remove it first.")
+        text = json.dumps({"model": model, "messages": self.as_messages()}, ensure_ascii=False, indent=1)
+        try:
+            path.write_text(text + "\n", "utf-8")
+        except OSError as error:
+            raise ConversationError(f"{path} cannot be written ({error.strerror}). Name another file.") from None
+        self.file = path
+        return path
+
+    def load(self, name: str) -> int:
+        """Replace the messages by those of a file; returns their number. Raises `ConversationError`.
+
+        A file of `save`, or a list of messages as a request has it; of text only.
+        """
+        if not name:
+            raise ConversationError("Name a file: /load FILE.json")
+        path = Path(name).expanduser()
+        try:
+            read = json.loads(path.read_text("utf-8"))
+        except OSError as error:
+            raise ConversationError(f"{path} cannot be read ({error.strerror}). Name another file.") from None
+        except ValueError as error:
+            raise ConversationError(f"{path} is not JSON ({error}). Name a file that /save wrote.") from None
+        messages = _checked(path, read.get("messages") if isinstance(read, dict) else read)
+        self.system = "\n\n".join(entry["content"] for entry in messages if entry["role"] in ("system", "developer"))
+        self.messages = [entry for entry in messages if entry["role"] in ("user", "assistant")]
+        self.file = path
+        return len(self.messages)
+
+
+def _checked(path: Path, messages: Any) -> list[dict[str, str]]:
+    if not isinstance(messages, list):
+        raise ConversationError(f"{path} holds no list of messages. Name a file that /save wrote.")
+    for number, entry in enumerate(messages):
+        role = entry.get("role") if isinstance(entry, dict) else None
+        if role not in _ROLES:
+            raise ConversationError(
+                f"{path}: messages[{number}].role is {role!r}; it must be one of {', '.join(_ROLES)}."
+            )
+        if not isinstance(entry.get("content"), str):
+            raise ConversationError(f"{path}: messages[{number}].content is no text; only text can be loaded.")
+    return [{"role": entry["role"], "content": entry["content"]} for entry in messages]
 
 
 @dataclass(slots=True)
@@ -112,3 +292,88 @@ def figures(session: Session) -> str:
 
 def _cached(usage: dict[str, Any]) -> int:
     return (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+class LeaveError(Exception):
+    """The user wants to leave."""
+
+
+def run_command(session: Session, line: str) -> None:
+    """Run one line that begins with a slash. Raises `LeaveError`."""
+    word, _, rest = line.strip().partition(" ")
+    found = COMMANDS.get(word)
+    if found is None:
+        near = nearest(word, COMMANDS)
+        hint = f"Did you mean {near}?" if near else "/help lists the commands."
+        session.screen.problem(f"Unknown command: {word}. {hint} A space before the slash sends it as a message.")
+        return
+    try:
+        found[0](session, rest.strip())
+    except (ConversationError, ServerError) as error:
+        session.screen.problem(str(error))
+
+
+def _system(session: Session, text: str) -> None:
+    if text:
+        session.conversation.system = text
+        session.screen.notice("The system prompt is set.")
+    else:
+        session.screen.notice(session.conversation.system or "There is no system prompt. /system TEXT sets one.")
+
+
+def _reset(session: Session, text: str) -> None:
+    if text == "all":
+        session.conversation.system = ""
+    elif text:
+        raise ConversationError("/reset forgets the messages, /reset all the system prompt too.")
+    session.conversation.reset()
+    kept = " The system prompt stays." if session.conversation.system else ""
+    session.screen.notice(f"A new conversation.{kept}")
+
+
+def _save(session: Session, name: str) -> None:
+    path = session.conversation.save(name, session.model)
+    session.screen.notice(f"{len(session.conversation.messages)} messages are in {path}.")
+
+
+def _load(session: Session, name: str) -> None:
+    count = session.conversation.load(name)
+    session.screen.notice(f"{count} messages are loaded; the next one goes on from there.")
+
+
+def _model(session: Session, name: str) -> None:
+    names = session.models()
+    if name and name not in names:
+        raise ConversationError(f"The server has no model {name}. It lists: {', '.join(names)}.")
+    session.model = name or session.model
+    session.screen.notice("\n".join(f"{'*' if each == session.model else ' '} {each}" for each in names))
+
+
+def _stats(session: Session, text: str) -> None:
+    session.screen.notice(figures(session))
+
+
+def _help(session: Session, text: str) -> None:
+    lines = [f"{name:<8} {about}" for name, (_, about) in COMMANDS.items()]
+    keys = [
+        "",
+        'A backslash at the end of a line, or """ before and after, makes a message of several lines.',
+        "Ctrl-C stops an answer, Ctrl-D leaves.",
+    ]
+    session.screen.notice("\n".join(lines + keys))
+
+
+def _exit(session: Session, text: str) -> None:
+    raise LeaveError
+
+
+COMMANDS: dict[str, tuple[Callable[[Session, str], None], str]] = {
+    "/system": (_system, "TEXT: set the system prompt; without TEXT, show it"),
+    "/reset": (_reset, "begin a new conversation; /reset all: without the system prompt too"),
+    "/save": (_save, "FILE.json: write the conversation"),
+    "/load": (_load, "FILE.json: go on with one that was written, or with any list of messages"),
+    "/model": (_model, "NAME: ask another model of this server; without NAME, list them"),
+    "/stats": (_stats, "times and tokens of the last answer and of this chat"),
+    "/help": (_help, "this list"),
+    "/exit": (_exit, "leave"),
+}

@@ -15,12 +15,10 @@ from typing import Any, NoReturn
 
 from oarlock.engine.errors import StartupError
 from oarlock.server.cli.arguments import UsageError
-from oarlock.server.cli.chat.conversation import Conversation, ConversationError
 from oarlock.server.cli.chat.line_editor import LineEditor, history_file
 from oarlock.server.cli.chat.own_server import OwnServer, own_flag
 from oarlock.server.cli.chat.screen import make_screen
-from oarlock.server.cli.chat.session import Session
-from oarlock.server.cli.chat.slash import COMMANDS, LeaveError, run_command
+from oarlock.server.cli.chat.session import COMMANDS, Conversation, ConversationError, LeaveError, Session, run_command
 from oarlock.server.cli.remote import DEFAULT_URL, Remote, ServerError, given_key, is_url
 
 _SAMPLING = ("temperature", "top_p", "max_tokens", "seed")

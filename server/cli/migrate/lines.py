@@ -1,12 +1,12 @@
-"""Finds which server a command line starts, and has its flags translated."""
+"""Finds which server a command line starts, also inside `docker run … IMAGE …`, and has its flags translated."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import dataclass, field
 
 from oarlock.server.cli.arguments import UsageError
-from oarlock.server.cli.migrate.container import read_container, take_out_of_container
 from oarlock.server.cli.migrate.llama_server import LLAMA_SERVER
 from oarlock.server.cli.migrate.ollama import COMMANDS, OLLAMA
 from oarlock.server.cli.migrate.sglang import SGLANG
@@ -14,6 +14,166 @@ from oarlock.server.cli.migrate.tgi import TGI
 from oarlock.server.cli.migrate.translation import KnownServer, Translation
 from oarlock.server.cli.migrate.vllm import VLLM
 from oarlock.server.config.groups.http import HttpSettings
+
+# The program that an image starts where the line gives no command.
+IMAGES = {
+    "vllm": re.compile(r"(.*/)?(vllm/vllm-openai|vllm-cpu-release-repo|rocm/vllm|nvidia/vllm)([:@].*)?"),
+    "tgi": re.compile(r"(.*/)?text-generation-inference([:@].*)?"),
+    "llama-server": re.compile(r"(.*/)?(ggml-org|ggerganov)/llama\.cpp([:@].*)?"),
+    "sglang": re.compile(r"(.*/)?lmsysorg/sglang([:@].*)?"),
+    "ollama": re.compile(r"(.*/)?ollama/ollama([:@].*)?"),
+}
+_SET, _PORT, _VOLUME = ("-e", "--env"), ("-p", "--publish"), ("-v", "--volume")
+_NETWORK, _DEVICES = ("--network", "--net"), ("--gpus",)
+_ALL = "0.0.0.0"
+_ANY_PORT = "Docker would choose the host's port: choose one by --port."
+_HUB_CACHE = "/root/.cache/huggingface"
+_HUB_CACHES = ("~/.cache/huggingface", "$HOME/.cache/huggingface", "${HOME}/.cache/huggingface")
+
+
+@dataclass(slots=True)
+class Container:
+    """Holds the flags of `docker run` before the image."""
+
+    server: str = ""  # a key of `IMAGES`
+    arguments: list[str] = field(default_factory=list)  # behind the image
+    variables: dict[str, str] = field(default_factory=dict)
+    ports: list[tuple[str, str, str]] = field(default_factory=list)  # (address, port of the host, of the container)
+    volumes: list[tuple[str, str]] = field(default_factory=list)  # (of the host, of the container)
+    shares_network: bool = False  # with the host
+    devices: str | None = None  # as CUDA_VISIBLE_DEVICES wants them
+    others: list[str] = field(default_factory=list)  # flags that concern the container alone
+    notes: list[tuple[str, str]] = field(default_factory=list)
+    lost: list[tuple[str, str]] = field(default_factory=list)
+
+
+def read_container(words: list[str]) -> Container | None:
+    """Read `words`, which follow `docker run`. None: they name no image that is known."""
+    found = Container()
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        image = next((name for name, pattern in IMAGES.items() if pattern.fullmatch(word)), None)
+        if image is not None:
+            found.server, found.arguments = image, words
+            return found
+        flag, equals, value = word.partition("=")
+        if word[:2] == "-p" and word[2:3].isdigit():
+            flag, equals, value = "-p", "=", word[2:]
+        if word in ("-P", "--publish-all"):
+            found.lost.append((word, _ANY_PORT))
+            continue
+        known = (*_SET, *_PORT, *_VOLUME, *_NETWORK, *_DEVICES, "--env-file")
+        if flag not in known:
+            found.others.append(word)
+            continue
+        _take(found, flag, value if equals or not words else words.pop(0))
+    return None
+
+
+def _take(found: Container, flag: str, value: str) -> None:
+    if flag in _SET:
+        name, equals, text = value.partition("=")
+        if equals:  # without, it is the shell's own
+            found.variables[name] = text
+    elif flag == "--env-file":
+        found.lost.append((f"--env-file {value}", "variables in a file are not read here; write them before the line."))
+    elif flag in _PORT:
+        _publish(found, value)
+    elif flag in _VOLUME:
+        outside, _, inside = value.partition(":")
+        found.volumes.append((outside, inside.partition(":")[0]))
+    elif flag in _NETWORK:
+        found.shares_network = value == "host"
+        if not found.shares_network:
+            found.others.append(f"{flag} {value}")
+    else:
+        _give_devices(found, value)
+
+
+def _publish(found: Container, value: str) -> None:
+    """Read `[[address:]port:]port[/tcp]`."""
+    match = re.fullmatch(r"(?:(?:(\[.*\]|[^:\[\]]*):)?(\d*|\$\w+|\$\{\w+\}):)?(\d+)(?:/tcp)?", value)
+    if match is None:
+        found.lost.append((f"-p {value}", "one port is listened on: --port."))
+    elif not match[2]:
+        found.lost.append((f"-p {value}", _ANY_PORT))
+    else:
+        found.ports.append(((match[1] or _ALL).strip("[]"), match[2], match[3]))
+
+
+def _give_devices(found: Container, value: str) -> None:
+    devices = re.fullmatch(r'"?device=([^"]+)"?', value.strip("'"))
+    if devices is not None:
+        found.devices = devices[1]
+    elif value.isdigit():
+        found.devices = ",".join(map(str, range(int(value))))
+    elif value == "all":
+        found.notes.append((f"--gpus {value}", "every GPU is there; CUDA_VISIBLE_DEVICES names fewer."))
+    else:
+        found.lost.append((f"--gpus {value}", "CUDA_VISIBLE_DEVICES says which devices are used."))
+
+
+def take_out_of_container(found: Translation, container: Container, port: int) -> None:
+    """Make `found`, which listens inside on `port` unless it says so, the same server without the container."""
+    if container.devices is not None:
+        found.environment["CUDA_VISIBLE_DEVICES"] = container.devices
+    found.notes += container.notes
+    found.lost += container.lost
+    _move_paths(found, container)
+    if not container.shares_network:
+        _listen_as_published(found, container, port)
+    if container.others:
+        written = " ".join(["docker run", *container.others])
+        found.notes.append((written, "this concerns the container: docker-compose.yml and Dockerfile have ours."))
+
+
+def _listen_as_published(found: Translation, container: Container, port: int) -> None:
+    inside = found.value("port") or str(port)
+    published = [each for each in container.ports if each[2] == inside]
+    for address, outside, within in container.ports:
+        if within != inside:
+            found.lost.append((f"-p {outside}:{within}", f"the server in the container listens on {inside}."))
+        elif (address, outside, within) != published[0]:
+            found.lost.append((f"-p {address}:{outside}:{within}", "one address and port is listened on."))
+    if published:
+        address, outside, _ = published[0]
+        found.set("-p", "host", [address])
+        found.set("-p", "port", [outside])
+    else:
+        found.set("docker run", "host", ["127.0.0.1"])
+        found.set("docker run", "port", [inside])
+        text = "no port is published, so only other containers reach it; this line is for this machine alone."
+        found.notes.append(("docker run", text))
+
+
+def _move_paths(found: Translation, container: Container) -> None:
+    """Make paths inside the container those of the host that are mounted there."""
+    for outside, inside in container.volumes:
+        inside = inside.rstrip("/")
+        if inside == _HUB_CACHE:
+            if outside.rstrip("/") in _HUB_CACHES:
+                found.notes.append((f"-v {outside}:{inside}", "the hub's cache is used where it is."))
+            else:
+                found.environment["HF_HOME"] = outside
+            continue
+        if inside == "/data" and container.server == "tgi" and not (found.model or "").startswith("/data"):
+            found.set(f"-v {outside}:{inside}", "download_dir", [outside])
+            continue
+        before = found.command()
+        if found.model is not None:
+            found.model = _moved(found.model, inside, outside)
+        for words in found.flags.values():
+            words[1:] = [_moved(word, inside, outside) for word in words[1:]]
+        if found.command() == before:
+            container.others.append(f"-v {outside}:{inside}")
+
+
+def _moved(path: str, inside: str, outside: str) -> str:
+    """Make `path` in the container one of the host, if it is below `inside`."""
+    is_below = inside != "" and f"{path}/".startswith(f"{inside}/")
+    return outside.rstrip("/") + path[len(inside) :] if is_below else path
+
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 _BEFORE = ("env", "exec", "sudo", "nohup", "export", "&&", ";", "time")

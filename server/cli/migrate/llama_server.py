@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from oarlock.server.cli.migrate.flags import Theirs, holds, lost, read_flags, read_variables, same
-from oarlock.server.cli.migrate.translation import KnownServer, Translation
+from oarlock.server.cli.migrate.translation import (
+    KnownServer,
+    Theirs,
+    Translation,
+    holds,
+    lost,
+    read_flags,
+    read_variables,
+    same,
+)
 from oarlock.server.config.options import parse_count
 
 _SAMPLING = "defaults of sampling are the checkpoint's (generation_config.json); requests set their own."

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import re
 
-from oarlock.server.cli.migrate.flags import Theirs, holds, lost, read_flags, read_variables, same
-from oarlock.server.cli.migrate.translation import KnownServer, Translation
+from oarlock.server.cli.migrate.translation import (
+    KnownServer,
+    Theirs,
+    Translation,
+    holds,
+    lost,
+    read_flags,
+    read_variables,
+    same,
+)
 
 _HOST, _PORT = "127.0.0.1", 11434
 COMMANDS = ("serve", "start", "run")

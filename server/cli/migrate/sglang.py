@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from oarlock.server.cli.migrate.flags import Theirs, holds, lost, put, read_flags, read_variables, same
-from oarlock.server.cli.migrate.translation import KnownServer, Translation
+from oarlock.server.cli.migrate.translation import (
+    KnownServer,
+    Theirs,
+    Translation,
+    holds,
+    lost,
+    put,
+    read_flags,
+    read_variables,
+    same,
+)
 
 _READ = "the form of a quantised checkpoint is read from its files; --quantization rounds one that is not."
 _TOOL_CALLS = {

@@ -6,8 +6,16 @@ import json
 import re
 from typing import Any
 
-from oarlock.server.cli.migrate.flags import Theirs, holds, lost, read_variables, same
-from oarlock.server.cli.migrate.translation import KnownServer, Translation, values_after
+from oarlock.server.cli.migrate.translation import (
+    KnownServer,
+    Theirs,
+    Translation,
+    holds,
+    lost,
+    read_variables,
+    same,
+    values_after,
+)
 from oarlock.server.config import vllm_flags
 from oarlock.server.config.groups.model import REASONING_PARSERS, TOOL_CALL_PARSERS
 from oarlock.server.config.options import OptionError, nearest, parse_count

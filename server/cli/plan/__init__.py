@@ -8,15 +8,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from oarlock.server.cli.arguments import UsageError, add_settings, given_settings, loaded_settings
-from oarlock.server.cli.plan import flags
 
 HELP = "say what a machine would hold of a model, and how many replicas a load takes"
 _EXIT_CODES = """exit codes:
   0  it fits, or a number of replicas holds --slo      2  wrong command line, model or trace
   1  it does not fit, or no number of replicas does    3  a setting that no machine could serve"""
+_ROUTING = ("prefix", "least-loaded", "random")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,19 +27,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXIT_CODES
-    flags.add_machine(parser)
-    flags.add_simulation(parser)
+    _add_machine(parser)
+    _add_simulation(parser)
     parser.add_argument("--json", action="store_true", help="for programs")
     add_settings(parser, positional=True)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from oarlock.server.cli.plan import layouts, report, simulate, table, traces
-    from oarlock.server.cli.plan.command_line import serve_command
-    from oarlock.server.cli.plan.machine import machine_of
-    from oarlock.server.cli.plan.model_files import find_model, has_vectors
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the machine")
+    group.add_argument("--gpus", metavar="NxKIND", help="such as 2xH100, 2x4090 or, of a size alone, 2x24GB")
+    group.add_argument("--cpu", action="store_true", help="this host without a GPU (default where --gpus is not given)")
+    group.add_argument("--memory", metavar="SIZE", help="of each GPU, or of the host (default: what is free now)")
+    group.add_argument(
+        "--bandwidth", metavar="SIZE", help="of memory, bytes a second, such as 1008GB (default: known, or measured)"
+    )
+    group.add_argument("--tflops", metavar="N", help="of dense 16-bit products (default: known, or estimated)")
 
-    _check(arguments)
+
+def _add_simulation(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("simulation: a trace through replicas of the plan, in virtual time")
+    group.add_argument(
+        "--simulate", type=Path, metavar="TRACE", help="JSON lines, ours or Mooncake's, or a result of `bench serve`"
+    )
+    group.add_argument("--replicas", metavar="A..B", help="how many: 4, 1,2,8 or 1..64 (default 1..8)")
+    group.add_argument("--slo", metavar="LIMITS", help="such as ttft_p99=1s,itl_p99=50ms: the fewest that hold them")
+    group.add_argument("--routing", choices=_ROUTING, default=_ROUTING[0], help="to replicas (default prefix)")
+    group.add_argument(
+        "--calibrate", type=Path, nargs="+", action="extend", metavar="RESULT",
+        help="`bench serve --output` files: their seconds a step",
+    )  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from oarlock.server.cli.plan import layouts, report, simulate, traces
+    from oarlock.server.cli.plan.machine import machine_of
+
+    if arguments.simulate is None:
+        for flag in ("replicas", "slo", "calibrate"):
+            if getattr(arguments, flag) is not None:
+                raise UsageError(f"--{flag} is of a simulation.", "Add --simulate TRACE.jsonl, or leave it out.")
+    simulate.parse_replicas(arguments.replicas)  # a mistake is told before files are read
+    simulate.parse_slo(arguments.slo)
     loaded = loaded_settings(arguments, given_settings(arguments))
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
@@ -48,8 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
             "of it depends on the tokenizer; `oarlock serve` opens it\n"
         )
     trace = None if arguments.simulate is None else traces.read(arguments.simulate)
-    model, has_weights = find_model(loaded.settings)
-    machine = machine_of(arguments, has_vectors=has_vectors(loaded.settings, model))
+    model, has_weights = layouts.find_model(loaded.settings)
+    machine = machine_of(arguments, has_vectors=layouts.has_vectors(loaded.settings, model))
     if not has_weights:
         sys.stderr.write("note: the weights are not on this machine, so sizes are those that config.json says\n")
     given = {name: getattr(loaded.settings, name) for name in layouts.SIZES if loaded.origins[name] != "default"}
@@ -57,11 +86,11 @@ def run(arguments: argparse.Namespace) -> int:
     best = found[0]
     chosen: dict[str, Any] = {"device": machine.memory.device}
     chosen |= {name: size for name, size in zip(layouts.SIZES, best.sizes, strict=True) if name in given or size > 1}
-    command = serve_command(arguments, chosen) if best.fits else None
+    command = report.serve_command(arguments, chosen) if best.fits else None
     helps = [] if best.fits else layouts.remedies(model, machine, best)
     found_json = report.as_json(model, machine, found, command, helps)
     if not arguments.json:
-        print(table.as_text(model, machine, found, command, helps))
+        print(report.as_text(model, machine, found, command, helps))
     status = 0 if best.fits else 1
     if trace is not None and best.fits:
         print(end="" if arguments.json else "\n", flush=True)
@@ -71,13 +100,3 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found_json, indent=1))
     return status
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Check the flags of a simulation. Raises `UsageError`."""
-    if arguments.simulate is None:
-        for flag in ("replicas", "slo", "calibrate"):
-            if getattr(arguments, flag) is not None:
-                raise UsageError(f"--{flag} is of a simulation.", "Add --simulate TRACE.jsonl, or leave it out.")
-    flags.parse_replicas(arguments.replicas)
-    flags.parse_slo(arguments.slo)

@@ -1,13 +1,19 @@
-"""A plan as JSON for programs. Sizes in bytes, of one rank where nothing else is said; rates per second."""
+"""A plan as text for people and as JSON for programs, and the `oarlock serve` command that it is for.
+
+Sizes in JSON are in bytes, of one rank where nothing else is said; rates are per second.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from oarlock.engine.preflight import OpenModel
+from oarlock.engine.preflight import OpenModel, human_bytes
 from oarlock.server.cli.plan.layouts import CONTEXTS, Layout, Remedy
 from oarlock.server.cli.plan.machine import Machine
+from oarlock.server.config.settings import OPTIONS
 
 
 def as_json(
@@ -56,3 +62,125 @@ def _layout(one: Layout) -> dict[str, Any]:
         "tokens_per_s_of_all_users": one.all_users,
         "prompt_tokens_per_s": one.prompts,
     }
+
+
+def as_text(
+    model: OpenModel, machine: Machine, found: Sequence[Layout], command: str | None, helps: Sequence[Remedy]
+) -> str:
+    """Plan as text. `command`: of the first of `found`, if it fits; else `helps` says what would."""
+    best = found[0]
+    lines = [model_line(model, best), machine.text, "", *aligned(_rows(machine, found))]
+    if command is not None:
+        lines += ["", *_of_best(machine, best), "", f"  {command}"]
+    else:
+        lines += ["", *_why_not(machine, best, helps)]
+    return "\n".join(lines)
+
+
+def model_line(model: OpenModel, best: Layout) -> str:
+    config = best.capacity.config
+    form = config.dtype if config.quantization == "none" else f"{config.quantization} and {config.dtype}"
+    form += ", dequantised" if config.dequantize else ""
+    kv = "" if config.kv_cache_dtype == config.dtype else f", keys and values in {config.kv_cache_dtype}"
+    return (
+        f"{model.spec.architecture}, {parameters(model.spec.num_parameters)} parameters in {form}{kv}, "
+        f"context {config.max_model_len:,} tokens"
+    )
+
+
+def parameters(count: int) -> str:
+    """Number of parameters as text: `7615616512` as `7.62 billion`."""
+    for size, word in ((1e9, "billion"), (1e6, "million")):
+        if count >= size:
+            return f"{count / size:.3g} {word}"
+    return str(count)
+
+
+def _rows(machine: Machine, found: Sequence[Layout]) -> list[list[str]]:
+    each = "rank" if machine.memory.device == "cpu" else "GPU"
+    heads = ["TP x PP x DP", "fits", f"weights/{each}", f"step/{each}", f"KV/{each}", "KV tokens"]
+    heads += [f"users at {context // 1024}k" for context in CONTEXTS]
+    rows = [[*heads, "tokens/s, 1 user", f"all at {found[0].user_context:,}"]]
+    for one in found:
+        held = one.capacity
+        rows.append(
+            [
+                " x ".join(map(str, one.sizes)),
+                "yes" if one.fits else f"{human_bytes(held.missing_bytes)} short",
+                human_bytes(max(held.weight_bytes)),
+                human_bytes(held.step_bytes),
+                human_bytes(held.kv_bytes) if one.fits else "-",
+                f"{one.kv_tokens:,}" if one.fits else "-",
+                *(users(one, context) for context in CONTEXTS),
+                rate(one.one_user),
+                rate(one.all_users),
+            ]
+        )
+    return rows
+
+
+def users(one: Layout, context: int) -> str:
+    """Number of users that KV memory holds, as text."""
+    assert one.capacity.config.max_model_len is not None
+    if not one.fits or context > one.capacity.config.max_model_len:
+        return "-"
+    return f"{one.users(context):,}"
+
+
+def rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def _of_best(machine: Machine, best: Layout) -> list[str]:
+    config, lines = best.capacity.config, []
+    at_once = best.at_once(best.user_context) * best.sizes[2]
+    if at_once < best.users(best.user_context):
+        lines.append(f"At once run {at_once} users (--max-num-seqs {config.max_num_seqs} for each replica).")
+    if best.capacity.vector_bytes:
+        size = human_bytes(best.capacity.vector_bytes)
+        lines.append(f"Vectors come back through {size} of the host's shared memory for each replica.")
+    if best.prompts is None:
+        lines.append("How fast it is follows from the bandwidth of memory: give --bandwidth, or a GPU by its name.")
+    else:
+        lines.append(f"Prompts: {rate(best.prompts)} tokens/s. Rates are estimates by the roofline.")
+    return lines
+
+
+def _why_not(machine: Machine, best: Layout, helps: Sequence[Remedy]) -> list[str]:
+    refusal, each = best.capacity.refusal, "on the host" if machine.memory.device == "cpu" else "on each GPU"
+    assert refusal is not None
+    lines = [f"It does not fit: {human_bytes(best.capacity.missing_bytes)} are missing {each}. {refusal.cause}", ""]
+    if not helps:
+        return [*lines, "No single change makes it fit: use more memory, or a smaller model."]
+    lines.append("Any one of these makes it fit:")
+    rows = aligned([[f"  {remedy.text}", f"{remedy.kv_tokens:,} KV tokens"] for remedy in helps])
+    return lines + rows
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of equal width; the first to the left, all others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            f"{cell:<{width}}" if not column else f"{cell:>{width}}" for column, (cell, width) in enumerate(cells)
+        )
+        for cells in (list(zip(row, widths, strict=True)) for row in rows)
+    ]
+
+
+def serve_command(arguments: argparse.Namespace, chosen: Mapping[str, Any]) -> str:
+    """Write the `oarlock serve` command with the flags of `plan`. `chosen`: values of options that replace theirs."""
+    words = ["oarlock", "serve"]
+    if arguments.model is not None:
+        words.append(arguments.model)
+    if arguments.config is not None:
+        words += ["--config", arguments.config]
+    for option in OPTIONS.values():
+        value = chosen.get(option.name, getattr(arguments, option.name, None))
+        if option.positional or value is None:
+            continue
+        if option.kind is bool:
+            words.append(option.flag if value else f"--no-{option.flag[2:]}")
+        else:
+            words += [option.flag, *(map(str, value) if option.many else [str(value)])]
+    return shlex.join(words)

@@ -1,23 +1,143 @@
-"""`oarlock plan --simulate`: a trace through fleets of several sizes, and the smallest that holds limits of latency."""
+"""`oarlock plan --simulate`: a trace through fleets of several sizes, and the smallest that holds limits of latency.
+
+A step takes what the roofline says, or what `oarlock bench serve` has measured (`--calibrate`).
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from oarlock.engine.config import EngineConfig
+from oarlock.engine.errors import StartupError
 from oarlock.engine.fleet import FleetReport, ReplicaModel, TracedRequest, replica_model, simulate_fleet
-from oarlock.engine.preflight import OpenModel
+from oarlock.engine.preflight import Measured, OpenModel, StepLoad, StepTime
+from oarlock.server.bench import result
+from oarlock.server.bench.metrics import Sample
 from oarlock.server.cli.arguments import UsageError
-from oarlock.server.cli.plan.calibrate import calibrated
-from oarlock.server.cli.plan.flags import Limit, parse_replicas, parse_slo
 from oarlock.server.cli.plan.layouts import Layout, layout
 from oarlock.server.cli.plan.machine import Machine
-from oarlock.server.cli.plan.table import aligned, rate
+from oarlock.server.cli.plan.report import aligned, rate
 
+_EXIT_CODE = 2
 _ALL_UP_TO = 8  # so many sizes of a range are all simulated; of more, powers of two and what --slo asks for
+_MOST = 1024  # replicas
+_MEASURES, _PERCENTILES = ("ttft", "itl", "e2e"), (50, 95, 99)
+_FIX = "Give results of `oarlock bench serve --concurrency N --output FILE`, of a server like those to be simulated."
+
+
+class _Run(NamedTuple):
+    """Figures of one run, to which the time of a step is fitted."""
+
+    users: float  # at once
+    gap_s: float  # between tokens: the median
+    first_s: float  # to the first token: the median
+    prompt: float  # tokens
+    context: float  # tokens in the middle of an answer
+
+
+def calibrated(files: Sequence[Path], estimate: StepTime) -> Measured:
+    """Fit the time of a step to `files`: a straight line through their gaps by the number of users, and the first
+    tokens of the run with the fewest users. With a single run, `estimate` says how much one more user adds. Raises
+    `StartupError`."""
+    runs = sorted((_read_run(file) for file in files), key=lambda run: run.users)
+    users, gaps_s = np.array([run.users for run in runs]), np.array([run.gap_s for run in runs])
+    if users[-1] - users[0] > 0.5:
+        row_s, step_s = (float(value) for value in np.polyfit(users, gaps_s, 1))
+    else:
+        one, two = (_estimated(estimate, count, runs[0].context) for count in (1.0, 2.0))
+        row_s = (two - one) * gaps_s[0] / _estimated(estimate, users[0], runs[0].context)
+        step_s = float(gaps_s[0]) - row_s * users[0]
+    row_s = max(row_s, 0.0)
+    step_s = max(step_s, 0.0)
+    token_s = (runs[0].first_s - step_s) / runs[0].prompt
+    if runs[0].first_s <= runs[0].gap_s:
+        raise StartupError(
+            "--calibrate: the first tokens came as fast as all others, so what a prompt takes cannot be told.",
+            "Measure with longer prompts: --input-tokens 512.",
+            _EXIT_CODE,
+        )
+    return Measured(step_s, token_s, row_s)
+
+
+def _estimated(estimate: StepTime, users: float, context: float) -> float:
+    return float(estimate.seconds(StepLoad(users, users, users * context, users * context)))
+
+
+def _read_run(file: Path) -> _Run:
+    try:
+        found = result.read(file)
+    except StartupError as error:
+        raise StartupError(f"--calibrate: {error.cause}", _FIX, _EXIT_CODE) from None
+    done: list[Sample] = [one for one in found.samples if one.failure is None and one.itl_s]
+    if not done or not found.summary.get("duration_s"):
+        raise StartupError(f"--calibrate {file}: no request of it has two tokens or more.", _FIX, _EXIT_CODE)
+    gaps = np.concatenate([one.itl_s for one in done])
+    return _Run(
+        users=max(1.0, sum(one.e2el_s for one in done) / found.summary["duration_s"]),
+        gap_s=float(np.median(gaps)),
+        first_s=float(np.median([one.ttft_s for one in done])),
+        prompt=float(np.mean([one.input_tokens for one in done])),
+        context=float(np.mean([one.input_tokens + one.output_tokens / 2 for one in done])),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One limit of `--slo`: `ttft_p99` of at most so many seconds."""
+
+    measure: str
+    percent: int
+    seconds: float
+
+    def holds(self, report: Any) -> bool:
+        """Whether a `FleetReport` holds the limit. Every request must have been served, too."""
+        found = getattr(report, f"{self.measure}_s")
+        value = 0.0 if found is None else getattr(found, f"p{self.percent}")
+        return not report.refused + report.failed and value <= self.seconds
+
+
+def parse_replicas(text: str | None) -> tuple[list[int], bool]:
+    """Parse `--replicas`: the sizes, ascending, and whether those between may be left out. Raises `UsageError`."""
+    text = "1..8" if text is None else text
+    fix = "Write a number, several or a range, such as --replicas 4, --replicas 1,2,8 or --replicas 1..64."
+    match = re.fullmatch(r"(\d+)\.\.(\d+)", text)
+    if match is not None:
+        low, high = int(match[1]), int(match[2])
+        if not 1 <= low <= high <= _MOST:
+            raise UsageError(f"--replicas {text}: {low} to {high} is no range from 1 to {_MOST}.", fix)
+        return list(range(low, high + 1)), True
+    parts = text.split(",")
+    if not all(re.fullmatch(r"\d{1,9}", part.strip()) for part in parts):
+        raise UsageError(f"--replicas is {text!r}.", fix)
+    sizes = sorted({int(part) for part in parts})
+    if not 1 <= sizes[0] <= sizes[-1] <= _MOST:
+        raise UsageError(f"--replicas {text}: not all are from 1 to {_MOST}.", fix)
+    return sizes, False
+
+
+def parse_slo(text: str | None) -> list[Limit]:
+    """Parse `--slo`. Raises `UsageError`."""
+    found = []
+    for part in (text or "").split(",") if text is not None else []:
+        match = re.fullmatch(r"\s*([a-z0-9]+)_p(\d+)\s*=\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", part)
+        names = ", ".join(f"{name}_p{percent}" for name in _MEASURES for percent in _PERCENTILES)
+        fix = f"Write NAME=TIME with s or ms, such as ttft_p99=1s,itl_p99=50ms; the names are {names}."
+        if match is None:
+            raise UsageError(f"--slo {text}: {part.strip()!r} is no limit.", fix)
+        measure, percent, seconds = match[1], int(match[2]), float(match[3]) * (1e-3 if match[4] == "ms" else 1.0)
+        if measure not in _MEASURES or percent not in _PERCENTILES:
+            raise UsageError(f"--slo {text}: there is no measure {match[1]}_p{percent}.", fix)
+        if seconds <= 0:
+            raise UsageError(f"--slo {text}: {part.strip()} can never be held.", fix)
+        found.append(Limit(measure, percent, seconds))
+    return found
 
 
 def run(

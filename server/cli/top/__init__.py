@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from oarlock.server.cli.bench import numbers
+from oarlock.server.cli.arguments import finite
 
 HELP = "watch a server: its requests, KV blocks, step times and latencies"
 _EPILOG = """Reads GET /v1/state and /metrics, which need no key on loopback or with --open-metrics; else the server's
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="for programs: an object, without --once one each time, on a line"
     )
     parser.add_argument(
-        "--interval", type=numbers.finite, default=1.0, metavar="S", help="seconds between two looks (default 1)"
+        "--interval", type=finite, default=1.0, metavar="S", help="seconds between two looks (default 1)"
     )
 
 

@@ -10,9 +10,9 @@ import pytest
 from oarlock.engine.preflight import Memory, capacity, open_model
 from oarlock.server.cli.arguments import UsageError, given_settings, parse
 from oarlock.server.cli.main import _parsers, main
-from oarlock.server.cli.plan.flags import parse_replicas, parse_slo
-from oarlock.server.cli.plan.gpus import GPUS, parse_gpus
 from oarlock.server.cli.plan.layouts import SIZES
+from oarlock.server.cli.plan.machine import GPUS, parse_gpus
+from oarlock.server.cli.plan.simulate import parse_replicas, parse_slo
 from oarlock.server.config.settings import OPTIONS
 from oarlock.workers.protocol import MAX_POOLED_IDS, max_output_bytes
 from tests.unit.server.fake_hub import FakeHub

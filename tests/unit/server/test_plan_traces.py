@@ -12,9 +12,7 @@ from oarlock.engine.preflight import StepLoad
 from oarlock.server.bench.metrics import Sample
 from oarlock.server.bench.result import Result, write
 from oarlock.server.cli.main import main
-from oarlock.server.cli.plan.calibrate import calibrated
-from oarlock.server.cli.plan.flags import parse_slo
-from oarlock.server.cli.plan.simulate import run_sizes
+from oarlock.server.cli.plan.simulate import calibrated, parse_slo, run_sizes
 from oarlock.server.cli.plan.traces import read
 
 OURS = {"arrival_s": 2.5, "prompt_tokens": 300, "output_tokens": 7}

@@ -11,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from oarlock.server.cli.chat.conversation import Conversation, ConversationError
-from oarlock.server.cli.chat.markdown_blocks import MarkdownBlocks
-from oarlock.server.cli.chat.screen import Screen
+from oarlock.server.cli.chat.screen import MarkdownBlocks, Screen
+from oarlock.server.cli.chat.session import Conversation, ConversationError
 from oarlock.server.cli.main import main
-from oarlock.server.cli.remote import base_of, message_of
-from oarlock.server.cli.terminal_text import fit
+from oarlock.server.cli.remote import base_of, fit, message_of
 
 MARKDOWN = st.text(st.sampled_from(list("ab#*-1.` ~\n\t")), max_size=80)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oarlock.server.cli.main import main
-from oarlock.server.cli.snippets.texts import SNIPPETS
+from oarlock.server.cli.snippets import SNIPPETS
 
 NAMES = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=20).filter(
     lambda name: "@" not in name  # a place within a value is one that this test could not tell from ours

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from rich.console import Console
 
-from oarlock.server.cli.top import latencies, view
-from oarlock.server.cli.top.kv_map import shrink
+from oarlock.server.cli.top import view, watch
+from oarlock.server.cli.top.view import shrink
 
 ENGINE = {
     "engine": 0,
@@ -128,24 +128,24 @@ def test_percentiles_are_of_what_happened_in_between_on_all_engines():
     registry, ttft, hits, queries = readings()
     for _ in range(10):
         ttft.labels("0").observe(0.005)
-    before = latencies.read(generate_latest(registry).decode())
+    before = watch.read_metrics(generate_latest(registry).decode())
     for engine in ("0", "1"):
         ttft.labels(engine).observe(0.05)
         hits.labels(engine).inc(1)
         queries.labels(engine).inc(4)
-    now = latencies.read(generate_latest(registry).decode())
-    found = latencies.between(before, now)
+    now = watch.read_metrics(generate_latest(registry).decode())
+    found = watch.between(before, now)
     assert found["ttft_ms"] == {"p50": 55.0, "p90": 91.0}  # linear between 10 and 100 ms
     assert found["itl_ms"] == {"p50": None, "p90": None}
     assert found["prefix_hit_rate"] == 0.25
-    since_start = latencies.between(latencies.Reading(), now)
+    since_start = watch.between(watch.Reading(), now)
     assert since_start["ttft_ms"]["p50"] == pytest.approx(6.0)
-    restarted = latencies.between(now, latencies.Reading(before.buckets, before.counters))
+    restarted = watch.between(now, watch.Reading(before.buckets, before.counters))
     assert restarted["ttft_ms"]["p50"] == pytest.approx(5.0)
 
 
 def test_beyond_the_last_bucket_its_limit_is_all_that_is_known():
-    assert latencies.percentile({0.1: 0.0, 1.0: 1.0, float("inf"): 10.0}, 0.9) == 1000.0
+    assert watch.percentile({0.1: 0.0, 1.0: 1.0, float("inf"): 10.0}, 0.9) == 1000.0
 
 
 @pytest.mark.parametrize(
