@@ -52,11 +52,15 @@ def eventually(condition: Callable[[], Any], what: str, within_s: float = WITHIN
         time.sleep(0.1)
 
 
+# Errors of looking at a replica whose processes have just ended.
+ENDED = (psutil.NoSuchProcess, StopIteration, IndexError)
+
+
 class Replica:
     """One running replica: its actor's process and its server's."""
 
     def __init__(self, details: dict[str, Any], inside: Callable[[], AbstractContextManager[None]]) -> None:
-        """`inside`: where this thread is on the replica's node."""
+        """`inside`: where this thread is on the replica's node. Raises one of `ENDED` once the replica has ended."""
         self.inside = inside
         self.id = details["replica_id"]
         self.actor = psutil.Process(details["pid"])
@@ -213,16 +217,18 @@ class Cluster:
     def running(self, number: int) -> list[Replica]:
         """The replicas once just so many run, none is starting or stopping, and the application says that it runs."""
 
-        def ready() -> list[dict[str, Any]] | None:
+        def ready() -> list[Replica] | None:
             status = self.status()
             assert status.get("status") != "DEPLOY_FAILED", status["message"]
             found = status.get("deployments", {}).get(NAME, {}).get("replicas", [])
             fit = [one for one in found if one["state"] == "RUNNING"]
             settled = status.get("status") == "RUNNING" and len(fit) == len(found) == number
-            return fit if settled else None
+            try:
+                return [Replica(one, functools.partial(self.inside, one["node_ip"])) for one in fit if settled] or None
+            except ENDED:  # it has ended, and Ray does not know it yet
+                return None
 
-        found = eventually(ready, f"{number} replicas run")
-        return [Replica(one, functools.partial(self.inside, one["node_ip"])) for one in found]
+        return eventually(ready, f"{number} replicas run")
 
     def inside(self, address: str) -> AbstractContextManager[None]:
         """Context in which this thread is on the node with that address."""

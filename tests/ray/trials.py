@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import psutil
 
 from tests.ray import deployments, faults, node_trials, passing
 from tests.ray.cluster import Cluster
@@ -54,7 +55,7 @@ def run(trials: dict[str, Trial], cluster: Cluster, rows: list[tuple[str, str, s
         began = time.monotonic()
         try:
             rows.append(trial(cluster))
-        except (AssertionError, httpx.HTTPError, openai.OpenAIError) as error:
+        except (AssertionError, httpx.HTTPError, openai.OpenAIError, psutil.Error) as error:
             problems.append(name)
             traceback.print_exception(error)
             print(f"    FAILED  {name}", flush=True)
