@@ -23,7 +23,7 @@ from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.types import Request
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.executor import Executor, start_executor
-from oarlock.workers.kv_tiers.block_files import SUFFIX
+from oarlock.workers.kv_tiers.directory import SUFFIX
 
 BLOCK = 32
 NUM_GENERATED = 4

@@ -13,8 +13,7 @@ from typing import Any
 import psutil
 
 from oarlock.workers.attention.kv_shape import KVShape
-from oarlock.workers.checks.limits import check_limits
-from oarlock.workers.checks.parallel import check_parallel
+from oarlock.workers.checks.limits import check_limits, check_parallel
 from oarlock.workers.config import WorkerConfig, max_pooled_values
 from oarlock.workers.distributed.shm_ring import RingLayout
 from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
@@ -27,7 +26,7 @@ from oarlock.workers.platform.processor import features
 from oarlock.workers.preflight import OpenModel, forms_on, open_model, with_lengths_and_types
 from oarlock.workers.quantization.formats.form import WeightForms
 from oarlock.workers.ranks.cpu_affinity import with_cpus
-from oarlock.workers.ranks.step_limits import step_tokens
+from oarlock.workers.ranks.multiproc_executor import step_tokens
 from oarlock.workers.runner.kv_cache_size import (
     RESERVED_BLOCKS,
     KVRoom,
@@ -38,8 +37,12 @@ from oarlock.workers.runner.kv_cache_size import (
     room_on_device,
     room_on_host,
 )
-from oarlock.workers.runner.memory.rank_weights import rank_weight_bytes
-from oarlock.workers.runner.memory_needs import largest_step_bytes, sampling_bytes, weight_bytes_of_node
+from oarlock.workers.runner.memory_needs import (
+    largest_step_bytes,
+    rank_weight_bytes,
+    sampling_bytes,
+    weight_bytes_of_node,
+)
 from oarlock.workers.weights.tied import EMBEDDING
 
 # Multiplications and additions of 32 bits that a core does in a cycle, and how many times as many of narrower numbers.

@@ -8,7 +8,41 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from oarlock.workers.kv_offload import KVOffloadInfo
-from oarlock.workers.step_cost import StepCost
+
+TARGET_S = 3.0  # of the largest step: running requests wait that long for their next token while prompts are computed
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Cost of a step in seconds on the slowest rank; the same numbers on every rank.
+
+    Processors differ by a factor of a thousand for the same model, so the limits of a step follow from it (`adapted` in
+    `ranks/multiproc_executor.py`).
+    """
+
+    fixed_s: float  # of any step
+    token_s: float  # of each token
+    context_s: float  # of each token for each token of its context
+    logits_s: float  # of each row of logits
+
+    def seconds(self, tokens: int, *, context: int, rows: int = 1) -> float:
+        """Seconds of a step of `tokens` with a context of up to `context` tokens each, and `rows` of logits."""
+        return self.fixed_s + tokens * (self.token_s + self.context_s * context) + rows * self.logits_s
+
+    def largest_step(self, fewest: int, most: int) -> int:
+        """Tokens of the largest step of at most `TARGET_S`: `most`, halved until it is, but at least `fewest`.
+
+        Halved, so that small differences between measurements give the same number: how prompts are cut into chunks
+        can change the last bits of results.
+        """
+        tokens = most
+        while tokens > fewest and self.seconds(tokens, context=tokens // 2) > TARGET_S:
+            tokens //= 2
+        return max(tokens, fewest)
+
+    def worst_step_s(self, tokens: int, max_model_len: int) -> float:
+        """Seconds of a step in which every token has the longest context and wants logits."""
+        return self.seconds(tokens, context=max_model_len, rows=tokens)
 
 
 class OnProgress(Protocol):
@@ -49,9 +83,7 @@ class WorkerConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     num_speculative_tokens: int = 0  # drafts that may follow the newest token of a sequence in a step
-    lower_step_size: bool = (
-        False  # whether max_num_batched_tokens may be lowered after timing: see `oarlock.workers.ranks.step_limits`
-    )
+    lower_step_size: bool = False  # whether max_num_batched_tokens may be lowered after timing: see `adapted`
     block_size: int = 32  # tokens in one KV block
     check_weights: bool = True  # refuse a checkpoint that holds NaN or infinity
     kv_cache_bytes: int | None = None  # over all ranks' shards of one rank; None: measured

@@ -14,7 +14,7 @@ from oarlock.workers.config import NodesConfig, OnProgress, WorkerConfig
 from oarlock.workers.errors import EXIT_OK, StartupError
 from oarlock.workers.platform.network import check_port_is_free, is_loopback
 from oarlock.workers.rank_processes import end_ranks, start_ranks_ahead
-from oarlock.workers.ranks.interface import own_interface
+from oarlock.workers.ranks.nodes import own_interface
 
 
 def check_network(nodes: NodesConfig, on_phase: OnProgress) -> None:

@@ -9,12 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from oarlock.workers.checks.devices import check_products_on_cuda, ranks_here, resolve_device
-from oarlock.workers.checks.dtypes import resolve_dtype, resolve_kv_cache_dtype, served_dtype, this_cpu
+from oarlock.workers.checks.devices import (
+    check_products_on_cuda,
+    ranks_here,
+    resolve_device,
+    resolve_dtype,
+    resolve_kv_cache_dtype,
+    served_dtype,
+    this_cpu,
+)
 from oarlock.workers.checks.encoder import check_encoder, encoder_is_not_planned, encoder_preflight
-from oarlock.workers.checks.kv_offload import with_kv_offload
-from oarlock.workers.checks.limits import check_limits
-from oarlock.workers.checks.parallel import check_parallel
+from oarlock.workers.checks.limits import check_limits, check_parallel, with_kv_offload
 from oarlock.workers.checks.tensors import check_tensors
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError

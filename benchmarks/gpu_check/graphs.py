@@ -14,8 +14,8 @@ import numpy as np
 from benchmarks.gpu_check import models
 from benchmarks.gpu_check.part import Row, Where
 from oarlock.workers.protocol import StepOutput
-from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
 from oarlock.workers.runner.model_runner import ModelRunner
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 
 BATCHES = (1, 3, 8, 17, 33, 64)  # in a bucket of their own size, and padded to one
 DECODES = 6

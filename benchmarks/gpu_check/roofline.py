@@ -20,10 +20,10 @@ from oarlock.workers.attention.block_tables import BlockTables
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.selector import choose
 from oarlock.workers.protocol import StepMetadata
-from oarlock.workers.runner.cuda_graphs.device_steps import CapturableBackend
-from oarlock.workers.runner.cuda_graphs.graphs import Calls, CudaGraphs, GraphMaker
-from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.runner.cuda_graphs import Calls, CudaGraphs, GraphMaker
+from oarlock.workers.runner.device_steps import CapturableBackend
 from oarlock.workers.runner.model_runner import ModelRunner
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXT = 512  # tokens of each sequence in a decode step

@@ -14,7 +14,7 @@ from benchmarks.gpu_check.part import NotHere, Row, Where
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
-from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.sampling.columns import SamplingColumns, Variant
 from oarlock.workers.sampling.dense_histories import DenseHistories
 from oarlock.workers.sampling.device_outputs import DeviceOutputs

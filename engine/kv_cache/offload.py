@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from oarlock.engine.stats import EngineStats
+from oarlock.workers.config import StepCost
 from oarlock.workers.kv_offload import MAX_COPIES, Copy, KVOffloadInfo, KVReport, Report
-from oarlock.workers.step_cost import StepCost
 
 
 class HostTier:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from oarlock.engine.stats import RankTimes, StepTimesState, TokenRates
-from oarlock.workers.step_cost import StepCost
+from oarlock.workers.config import StepCost
 
 RATIO = 2.5  # of the time of a step with prompt tokens to one without, where no limit is given
 FEWEST_TOKENS = 16  # of a chunk, however long a step takes: prompts must make progress

@@ -20,8 +20,7 @@ from oarlock.engine.simulation.roofline import StepLoad, StepTime
 from oarlock.engine.simulation.simulated_ranks import replica_info
 from oarlock.engine.types import Request
 from oarlock.workers.capacity import Capacity, step_tokens
-from oarlock.workers.config import WorkerInfo
-from oarlock.workers.step_cost import StepCost
+from oarlock.workers.config import StepCost, WorkerInfo
 
 
 class Router(Protocol):

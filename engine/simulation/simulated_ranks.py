@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from oarlock.engine.config import WorkerConfig
-from oarlock.workers.config import WorkerInfo
+from oarlock.workers.config import StepCost, WorkerInfo
 from oarlock.workers.kv_offload import KVReports
 from oarlock.workers.protocol import CLS, LOGITS, TOKEN, StepMetadata, StepOutput
-from oarlock.workers.step_cost import StepCost
 
 END_TOKEN = 0  # ends an answer
 

@@ -5,7 +5,7 @@ import os
 import psutil
 import pytest
 
-from oarlock.workers.distributed.shm_all_reduce import SharedMemoryGroup
+from oarlock.workers.distributed.all_reduce import SharedMemoryGroup
 from tests.e2e.running import DEMO, ROOT, RunningServer
 
 pytestmark = pytest.mark.skipif(not SharedMemoryGroup.supported(), reason="ranks of this processor sum by gloo")

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from oarlock.workers.platform.cores import available_cores
+from oarlock.workers.platform.processor import available_cores
 from tests.e2e.block_reader import num_held, reading
 from tests.e2e.long_context import LONG, long_context_demo
 from tests.e2e.open_stream import OpenStream

@@ -17,15 +17,15 @@ from oarlock.workers.attention.backend import AttentionBackend, KVSpec
 from oarlock.workers.attention.block_tables import BlockTables
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.reference import ReferenceBackend
+from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.distributed.tree_sum import tree_sum
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.quantization.formats.dequantised import served_forms
-from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.weights.open_checkpoint import open_checkpoint
 from oarlock.workers.weights.weight_source import weight_source
 

@@ -28,8 +28,7 @@ from oarlock.workers.quantization.groups import packed_bytes
 from oarlock.workers.quantization.shard import WeightShard
 from oarlock.workers.quantization.stacked import StackedWeight
 from oarlock.workers.quantization.unquantized import DenseWeight
-from oarlock.workers.runner.memory.rank_weights import rank_weight_bytes
-from oarlock.workers.runner.memory_needs import weight_bytes
+from oarlock.workers.runner.memory_needs import rank_weight_bytes, weight_bytes
 from oarlock.workers.verify.dequantise_gguf import dequantised_gguf
 from oarlock.workers.weights.gguf.blocks import Groups
 from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint

@@ -105,14 +105,13 @@ ORDER: dict[str, Order] = {
         ),
         "runner": entries(
             "kv_tiers ranks models sampling layers quantization attention distributed weights kernels platform"
-            " log_format.py protocol.py config.py kv_offload.py step_cost.py errors.py"
+            " log_format.py protocol.py config.py kv_offload.py errors.py"
         ),
         "kv_tiers": entries(
             "attention platform fingerprint.py protocol.py config.py kv_offload.py errors.py python_child.py"
         ),
         "ranks": entries(
-            "distributed platform rank_processes.py protocol.py config.py kv_offload.py step_cost.py errors.py"
-            " python_child.py"
+            "distributed platform rank_processes.py protocol.py config.py kv_offload.py errors.py python_child.py"
         ),
         "rank_processes.py": entries("distributed python_child.py"),
         "models": entries("layers quantization attention distributed weights platform errors.py"),
@@ -129,9 +128,8 @@ ORDER: dict[str, Order] = {
         "platform": entries("errors.py"),
         "protocol.py": entries("step_layout.py config.py kv_offload.py"),
         "step_layout.py": entries("kv_offload.py"),
-        "config.py": entries("kv_offload.py step_cost.py"),
+        "config.py": entries("kv_offload.py"),
         "kv_offload.py": entries(""),
-        "step_cost.py": entries(""),
         "errors.py": entries(""),
         "python_child.py": entries(""),
     },

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.protocol import StepMetadata, StepOutput, empty_step, table_width
-from oarlock.workers.runner.cuda_graphs.buckets import bucket_sizes
-from oarlock.workers.runner.cuda_graphs.device_steps import DeviceSteps
-from oarlock.workers.runner.cuda_graphs.graphs import Calls, Graph, Work
-from oarlock.workers.runner.cuda_graphs.inputs import InputPlace, Shape, StepInputs
+from oarlock.workers.runner.buckets import bucket_sizes
+from oarlock.workers.runner.cuda_graphs import Calls, Graph, Work
+from oarlock.workers.runner.device_steps import DeviceSteps
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.pending_output import Computed
+from oarlock.workers.runner.step_inputs import InputPlace, Shape, StepInputs
 from oarlock.workers.sampling.columns import Variant
 from oarlock.workers.sampling.drafts import num_accepted
 from oarlock.workers.sampling.row_chunks import concatenate_outputs, empty_output, logits_rows

@@ -23,9 +23,9 @@ from oarlock.workers.distributed.pipeline_stage import PipelineStage
 from oarlock.workers.kv_offload import KVReports, KVReportSender
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import StepMetadata, StepOutput
-from oarlock.workers.ranks.joint_info import joint_info
-from oarlock.workers.runner.encoder.runner import EncoderRunner
-from oarlock.workers.runner.memory.step_guard import StepGuard
+from oarlock.workers.ranks.multiproc_executor import joint_info
+from oarlock.workers.runner.device import StepGuard
+from oarlock.workers.runner.encoder_runner import EncoderRunner
 from oarlock.workers.runner.model_runner import ModelRunner
 from tests.golden.paged_run import RankThreads, ThreadRank
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from oarlock.workers.runner.cuda_graphs import graphs
+from oarlock.workers.runner import cuda_graphs
 from tests.golden.interpreter_lock import one_kernel_at_a_time
 from tests.golden.paged_run import ThreadRank
 from tests.parallel.made_up_cuda import MadeUpCuda, graph_in_capture, outside_of_capture
@@ -24,7 +24,7 @@ def intercept(monkeypatch: pytest.MonkeyPatch) -> MadeUpCuda:
     """Let `CudaGraphs` capture on the device that is returned, launches and sums too, until undone."""
     one_kernel_at_a_time(monkeypatch)
     cuda = MadeUpCuda()
-    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(cuda=cuda))
     launch, exchange = GridExecutor.__call__, ThreadRank._exchange
 
     def recorded(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:

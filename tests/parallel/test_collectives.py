@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from oarlock.workers.distributed.shm_all_reduce import PeerLostError, SharedMemoryGroup
+from oarlock.workers.distributed.all_reduce import PeerLostError, SharedMemoryGroup
 from oarlock.workers.distributed.shm_layout import total_bytes
 from oarlock.workers.distributed.shm_ring import anonymous_memory
 from tests.unit.workers.kernel_levels import NO_KERNELS
@@ -19,8 +19,8 @@ CHILD = """
 import hashlib, json, sys, torch
 from oarlock.workers.distributed.parallel_state import TensorParallel, init_distributed
 from oarlock.workers.distributed.rank_groups import join_groups
-from oarlock.workers.distributed.rendezvous import RendezvousInfo
-from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.distributed.topology import RendezvousInfo
+from oarlock.workers.distributed.all_reduce import tree_sum
 torch.set_num_threads(1)
 arguments = json.loads(sys.argv[1])
 forms = arguments.pop("forms")

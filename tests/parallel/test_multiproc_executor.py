@@ -21,7 +21,7 @@ from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.python_child import start_python
 from oarlock.workers.ranks.host_ranks import HostRanks
 from oarlock.workers.ranks.multiproc_executor import MultiprocExecutor
-from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor
 

@@ -16,16 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from oarlock.workers.distributed.node_sums import NodeSums
+from oarlock.workers.distributed.all_reduce import NodeSums, PeerLostError, SharedMemoryGroup, tree_sum
 from oarlock.workers.distributed.parallel_state import TensorParallel, follows_from_peer
-from oarlock.workers.distributed.pipeline_stage import PipelineStage
-from oarlock.workers.distributed.rendezvous import MARK_BYTES, RendezvousInfo, StoreAddress
-from oarlock.workers.distributed.shm_all_reduce import PeerLostError, SharedMemoryGroup
-from oarlock.workers.distributed.shm_layout import Neighbours, total_bytes
+from oarlock.workers.distributed.pipeline_stage import PipelineStage, RingChannel
+from oarlock.workers.distributed.shm_layout import Neighbours, Votes, total_bytes
 from oarlock.workers.distributed.shm_ring import RingLayout, RingReader, RingWriter, anonymous_memory
-from oarlock.workers.distributed.stage_channels import RingChannel
-from oarlock.workers.distributed.tree_sum import tree_sum
-from oarlock.workers.distributed.votes import Votes
+from oarlock.workers.distributed.topology import MARK_BYTES, RendezvousInfo, StoreAddress
 from tests.unit.workers.gloo_groups import gloo_groups
 
 CPU = torch.device("cpu")
@@ -128,9 +124,9 @@ CHILD = """
 import json, sys, psutil, torch
 from oarlock.workers.distributed.parallel_state import init_distributed, stage_group
 from oarlock.workers.distributed.rank_groups import join_groups
-from oarlock.workers.distributed.rendezvous import RendezvousInfo
-from oarlock.workers.distributed.stage_channels import DeviceChannel, GlooChannel
-from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.distributed.topology import RendezvousInfo
+from oarlock.workers.distributed.pipeline_stage import DeviceChannel, GlooChannel
+from oarlock.workers.distributed.all_reduce import tree_sum
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
 info = RendezvousInfo.from_fields(json.loads(sys.argv[1]))

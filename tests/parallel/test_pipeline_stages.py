@@ -21,8 +21,7 @@ from oarlock.workers.executor import Executor
 from oarlock.workers.gguf import GGUFModel, hf_config
 from oarlock.workers.layers.decoder_spec import tensor_shapes
 from oarlock.workers.layers.stage_layers import tensors_of_stage
-from oarlock.workers.runner.memory.rank_weights import rank_weight_bytes
-from oarlock.workers.runner.memory_needs import MAX_LOGITS_ROWS
+from oarlock.workers.runner.memory_needs import MAX_LOGITS_ROWS, rank_weight_bytes
 from oarlock.workers.weights.reader import WeightReader
 from tests.golden.gguf_writer import q4_k_m, write_gguf
 from tests.golden.quantised import CASES as QUANTISED

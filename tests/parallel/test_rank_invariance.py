@@ -15,7 +15,7 @@ from benchmarks.checkpoint import SHAPES
 from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.types import Request
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.executor import start_executor
 from tests.golden import paged_run
 from tests.golden.tiny_models import make_tiny

@@ -15,11 +15,10 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.quantization import matmul
-from oarlock.workers.runner.batch_invariance import InvarianceResult
-from oarlock.workers.runner.cuda_graphs.assemble import capture, device_steps
-from oarlock.workers.runner.cuda_graphs.graphs import CudaGraphs
+from oarlock.workers.runner.cuda_graphs import CudaGraphs
+from oarlock.workers.runner.device_steps import capture, device_steps
+from oarlock.workers.runner.invariance import InvarianceResult, RankInvariance
 from oarlock.workers.runner.model_runner import ModelRunner
-from oarlock.workers.runner.rank_invariance import RankInvariance
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor
 from tests.parallel.recorded_graphs import intercept

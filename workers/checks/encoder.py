@@ -3,8 +3,7 @@
 import logging
 from pathlib import Path
 
-from oarlock.workers.checks.devices import ranks_here, resolve_device
-from oarlock.workers.checks.dtypes import this_cpu
+from oarlock.workers.checks.devices import ranks_here, resolve_device, this_cpu
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.workers.layers.sharding import supported_tp_sizes
@@ -15,8 +14,7 @@ from oarlock.workers.platform import cuda_driver
 from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
 from oarlock.workers.platform.host_memory import human_bytes
 from oarlock.workers.ranks.cpu_affinity import with_cpus
-from oarlock.workers.runner.encoder.memory import step_bytes, weight_bytes
-from oarlock.workers.runner.memory_needs import free_before_load
+from oarlock.workers.runner.memory_needs import encoder_step_bytes, encoder_weight_bytes, free_before_load
 from oarlock.workers.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger("oarlock.preflight")
@@ -95,10 +93,11 @@ def encoder_is_not_planned(config: WorkerConfig) -> StartupError:
     """The error of `oarlock plan` for an encoder, which has no KV memory to plan: it says how much memory it takes."""
     spec = describe_encoder(read_config(Path(config.model_path)))
     dtype = config.dtype if config.dtype != "auto" else spec.dtype or "float32"
-    weights, tokens = weight_bytes(spec, dtype), max(config.max_num_batched_tokens, spec.max_positions)
+    weights, tokens = encoder_weight_bytes(spec, dtype), max(config.max_num_batched_tokens, spec.max_positions)
+    step = encoder_step_bytes(spec, 1, tokens)
     return StartupError(
         f"{spec.architecture} is an encoder: there is no KV memory to plan. In {dtype} its weights take "
-        f"{human_bytes(weights)}, and a step of {tokens} tokens about {human_bytes(step_bytes(spec, 1, tokens))}.",
+        f"{human_bytes(weights)}, and a step of {tokens} tokens about {human_bytes(step)}.",
         "Serve it where so much memory is free.",
     )
 
@@ -130,7 +129,7 @@ def _resolve_dtype(config: WorkerConfig, device: str, spec: EncoderSpec, checkpo
 
 def _check_memory(config: WorkerConfig, spec: EncoderSpec, dtype: str) -> None:
     replicas = config.data_parallel_size
-    need, free = replicas * weight_bytes(spec, dtype) // config.nnodes, free_before_load(config)
+    need, free = replicas * encoder_weight_bytes(spec, dtype) // config.nnodes, free_before_load(config)
     if need > free:
         raise StartupError(
             f"Not enough memory for the weights: {spec.num_parameters:,} parameters in {dtype} need "

@@ -1,12 +1,17 @@
-"""Checks of settings by themselves: known names, numbers in range, ranks that can be dealt to hosts."""
+"""Checks of sizes: numbers in range, layers and heads that ranks can share, room for KV blocks beyond the pool."""
 
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.topology import Topology
 from oarlock.workers.errors import StartupError
+from oarlock.workers.kv_offload import DEFAULT_SLOT_BYTES
+from oarlock.workers.kv_tiers.directory import check_directory, disk_limit
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.sharding import supported_tp_sizes
 from oarlock.workers.models.hf_quantization import GGUF
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES
+from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.quantization.formats.registry import STORED
-from oarlock.workers.quantization.registry import QUANTIZATIONS
+from oarlock.workers.quantization.registry import NONE, QUANTIZATIONS
 from oarlock.workers.ranks.cpu_affinity import check_affinity
 
 _CHOICES = {
@@ -66,3 +71,69 @@ def check_limits(config: WorkerConfig) -> None:
 def _check_at_least_one(field: str, value: int) -> None:
     if value < 1:
         raise StartupError(f"{field} is {value}.", "It must be at least 1.")
+
+
+def check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
+    """Checks the numbers of stages and ranks. Raises `StartupError`, which names the sizes that work."""
+    stages = config.pipeline_parallel_size
+    if stages > spec.num_layers:
+        raise StartupError(
+            f"pipeline_parallel_size {stages} does not fit this model: it has {spec.num_layers} layers.",
+            f"Use --pipeline-parallel-size {spec.num_layers} at most, so that every stage has a layer.",
+        )
+    size = config.tensor_parallel_size
+    working = supported_tp_sizes(spec.num_heads, spec.num_kv_heads, spec.intermediate_size)
+    if size not in working:
+        raise StartupError(
+            f"tensor_parallel_size {size} does not fit this model: {spec.num_heads} heads, {spec.num_kv_heads} "
+            f"key-value heads, intermediate size {spec.intermediate_size}.",
+            f"Sizes that work: {', '.join(map(str, working))}.",
+        )
+    form, cut = QUANTIZATIONS.get(config.quantization, NONE), (spec.num_heads * spec.head_dim, spec.intermediate_size)
+    if not all(form.cuts(inputs, size) for inputs in cut):
+        working = [other for other in working if all(form.cuts(inputs, other) for inputs in cut)]
+        raise StartupError(
+            f"quantization {config.quantization} has groups of {form.group} inputs, and tensor_parallel_size {size} "
+            f"cuts the {cut[0]} inputs of attention's output or the {cut[1]} of the MLP's within one.",
+            f"Sizes that work: {', '.join(map(str, working))}. Or use --quantization int8.",
+        )
+
+
+_LEAST_DISK_BYTES = 1 << 20
+
+
+def with_kv_offload(config: WorkerConfig, spec: DecoderSpec) -> WorkerConfig:
+    """`config` with the sizes of the tiers below the pool. Raises `StartupError`."""
+    if not config.offloads_kv:
+        return config
+    if config.nnodes > 1:
+        raise StartupError(
+            f"--kv-offload-memory and --kv-offload-path need all ranks on one host, and --nnodes is {config.nnodes}.",
+            "Leave them out, or run a replica on each host.",
+        )
+    if spec.longest_window is not None:
+        raise StartupError(
+            f"Every layer of this model has a sliding window, of up to {spec.longest_window} tokens: blocks before it "
+            "are not kept, so --kv-offload-memory and --kv-offload-path would load none.",
+            "Leave them out.",
+        )
+    memory, disk = config.kv_offload_bytes, config.kv_offload_disk_bytes
+    if config.kv_offload_path is not None:
+        memory = memory or DEFAULT_SLOT_BYTES
+        check_directory(config.kv_offload_path)
+        disk = disk_limit(config.kv_offload_path, disk)
+        if disk < _LEAST_DISK_BYTES:
+            raise StartupError(
+                f"kv_offload_path {config.kv_offload_path} has no room: {human_bytes(disk)} of its disk can be used.",
+                "Free space on it, choose another disk, or raise --kv-offload-disk.",
+            )
+    assert memory is not None
+    wanted = memory * config.ranks_on_host
+    free = free_host_bytes() if config.host_free_bytes is None else config.host_free_bytes
+    if wanted > free:
+        raise StartupError(
+            f"kv_offload_memory wants {human_bytes(wanted)} of host memory ({config.ranks_on_host} rank(s) x "
+            f"{human_bytes(memory)}), and {human_bytes(free)} is free.",
+            "Lower --kv-offload-memory.",
+        )
+    return config.with_(kv_offload_bytes=memory, kv_offload_disk_bytes=disk)

@@ -1,6 +1,6 @@
 """The tensor-parallel process group as a value that layers get in their constructor.
 
-CPU ranks of an x86 host use shared memory (`shm_all_reduce.py`), of several hosts gloo besides (`node_sums.py`), on
+CPU ranks of an x86 host use shared memory, of several hosts gloo besides (`all_reduce.py` has both), on
 other processors gloo alone; CUDA ranks use NCCL, or symmetric memory for small sums.
 """
 
@@ -17,12 +17,18 @@ import torch.cuda.nccl
 import torch.distributed as dist
 from torch import Tensor
 
-from oarlock.workers.distributed.device_all_reduce import SIZES, Sum, choose, seconds_on_device
-from oarlock.workers.distributed.node_sums import NodeSums
-from oarlock.workers.distributed.rendezvous import RendezvousInfo
-from oarlock.workers.distributed.shm_all_reduce import PeerLostError, SharedMemoryGroup
+from oarlock.workers.distributed.all_reduce import (
+    SIZES,
+    NodeSums,
+    PeerLostError,
+    SharedMemoryGroup,
+    Sum,
+    choose,
+    seconds_on_device,
+    tree_sum,
+)
 from oarlock.workers.distributed.shm_layout import Flags
-from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.distributed.topology import RendezvousInfo
 from oarlock.workers.platform.network import interface_with
 
 LOOPBACK = "127.0.0.1"

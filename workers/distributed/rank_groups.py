@@ -6,15 +6,12 @@ from typing import Any
 
 import torch
 
-from oarlock.workers.distributed.node_sums import NodeSums
+from oarlock.workers.distributed.all_reduce import NodeSums, SharedMemoryGroup
 from oarlock.workers.distributed.parallel_state import TensorParallel, init_distributed, stage_group, subgroups
-from oarlock.workers.distributed.pipeline_stage import Channel, PipelineStage
-from oarlock.workers.distributed.rendezvous import RendezvousInfo, StageRing
-from oarlock.workers.distributed.shm_all_reduce import SharedMemoryGroup
-from oarlock.workers.distributed.shm_layout import Neighbours
+from oarlock.workers.distributed.pipeline_stage import Channel, DeviceChannel, GlooChannel, PipelineStage, RingChannel
+from oarlock.workers.distributed.shm_layout import Neighbours, Votes
 from oarlock.workers.distributed.shm_ring import RingLayout, RingReader, RingWriter
-from oarlock.workers.distributed.stage_channels import DeviceChannel, GlooChannel, RingChannel
-from oarlock.workers.distributed.votes import Votes
+from oarlock.workers.distributed.topology import RendezvousInfo, StageRing
 
 
 @dataclass(frozen=True, slots=True)

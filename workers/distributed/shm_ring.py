@@ -22,7 +22,7 @@ import time
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
 
-from oarlock.workers.distributed.memory_order import STORES_KEEP_ORDER, fence
+from oarlock.workers.distributed.shm_layout import STORES_KEEP_ORDER, fence
 
 _LINE = 64  # bytes; one counter per cache line, so that readers do not disturb each other
 _PAGE = 4096

@@ -7,7 +7,7 @@ import torch
 
 from oarlock.workers.distributed.parallel_state import nccl_version
 from oarlock.workers.doctor.finding import ERROR, NOTE, WARNING, Finding
-from oarlock.workers.platform import triton_needs
+from oarlock.workers.platform import cuda_driver
 from oarlock.workers.platform.cuda_driver import driver_version, why_too_old
 from oarlock.workers.platform.host_memory import human_bytes
 
@@ -52,7 +52,7 @@ def _devices(ranks: int) -> list[Finding]:
         facts: dict[str, Any] = {"name": properties.name, "capability": capability, "free_bytes": free}
         text = f"{properties.name}, compute capability {capability[0]}.{capability[1]}, "
         text += f"{human_bytes(free)} free of {human_bytes(total)}"
-        if capability < triton_needs.LEAST_CAPABILITY:
+        if capability < cuda_driver.LEAST_CAPABILITY:
             fix = "Use a GPU of the Ampere generation or later."
             found.append(Finding(f"device {index}", f"{text}; our kernels want 8.0", WARNING, fix, facts))
         elif free < 0.8 * total:
@@ -66,7 +66,7 @@ def _devices(ranks: int) -> list[Finding]:
 def _triton() -> Finding:
     if importlib.util.find_spec("triton") is None:
         return Finding("Triton", "not installed", WARNING, "pip install triton of the version that torch pins.")
-    missing = triton_needs.missing_to_launch()
+    missing = cuda_driver.missing_to_launch()
     if missing:
         text = f"its kernels cannot be launched without {' and '.join(missing)}"
         return Finding("Triton", text, WARNING, "apt install gcc python3-dev")

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 
 from oarlock.workers.doctor.finding import ERROR, NOTE, WARNING, Finding
-from oarlock.workers.platform.cores import allowed_cpus, fast_cores, format_cpu_list, physical_cores, within_quota
 from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.platform.huge_pages import why_not as why_no_huge_pages
+from oarlock.workers.platform.processor import allowed_cpus, fast_cores, format_cpu_list, physical_cores, within_quota
 
 _LEAST_SHARED_MEMORY = 1 << 30  # NCCL's buffers of a few ranks; Docker gives a container 64 MiB
 _LEAST_DISK = 2 << 30  # compiled kernels are small; a model fetched from the hub is not

@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from oarlock.workers.distributed.shm_all_reduce import SharedMemoryGroup
+from oarlock.workers.distributed.all_reduce import SharedMemoryGroup
 from oarlock.workers.distributed.shm_layout import total_bytes
 from oarlock.workers.distributed.shm_ring import anonymous_memory
 from oarlock.workers.doctor.finding import Finding

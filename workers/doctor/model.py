@@ -17,7 +17,7 @@ from oarlock.workers.models.registry import read_spec
 from oarlock.workers.platform.host_memory import human_bytes
 from oarlock.workers.preflight import preflight
 from oarlock.workers.quantization.formats.dequantised import served_forms
-from oarlock.workers.runner.encoder.memory import weight_bytes as encoder_bytes
+from oarlock.workers.runner.memory_needs import encoder_weight_bytes as encoder_bytes
 from oarlock.workers.runner.memory_needs import weight_bytes
 from oarlock.workers.weights.open_checkpoint import open_checkpoint
 

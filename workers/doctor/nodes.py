@@ -4,7 +4,7 @@ from oarlock.workers.config import NodesConfig
 from oarlock.workers.doctor.finding import ERROR, Finding
 from oarlock.workers.errors import StartupError
 from oarlock.workers.node import check_network
-from oarlock.workers.ranks.interface import own_interface
+from oarlock.workers.ranks.nodes import own_interface
 
 
 def reachable(nodes: NodesConfig) -> Finding:

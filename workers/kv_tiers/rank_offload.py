@@ -1,27 +1,234 @@
-"""Makes the copies of KV blocks beyond the pool that each step orders; decides nothing itself.
+"""A rank's copies of KV blocks beyond the pool: slots in host memory, files of a directory, threads between the two.
 
-Copies between pages and slots are made at once, in the order of the step, before anything else of it; those between
-slots and files by threads (`file_threads.py`).
+Copies between pages and slots are made at once, in the order of the step that orders them, before anything else of it.
+On a device they take their turn among its other work: a slot may be read on the host once the step is answered. No step
+waits for the threads that move blocks between slots and files. What fails there is logged once for each kind of
+failure, reported, and tried again with the next block: the engine then computes what could not be read.
 """
 
+import contextlib
+import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
 from os import urandom
+from queue import SimpleQueue
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from oarlock.workers.attention.backend import LayerKV
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
 from oarlock.workers.fingerprint import kv_key
-from oarlock.workers.kv_offload import DIGEST_BYTES, Copy, KVOffloadInfo, KVReportSender
-from oarlock.workers.kv_tiers.block_files import drop_from_cache, read_block, write_block
-from oarlock.workers.kv_tiers.directory import BlockDirectory
-from oarlock.workers.kv_tiers.file_threads import NUM_READERS, FileThreads
-from oarlock.workers.kv_tiers.host_slots import bytes_per_block, make_slots
+from oarlock.workers.kv_offload import DIGEST_BYTES, Copy, KVOffloadInfo, KVReportSender, Report
+from oarlock.workers.kv_tiers.directory import (
+    BlockDirectory,
+    DamagedFileError,
+    drop_from_cache,
+    path_of,
+    read_block,
+    write_block,
+)
+from oarlock.workers.kv_tiers.keeper import KeeperProcess
 from oarlock.workers.platform.host_memory import human_bytes
+from oarlock.workers.platform.huge_pages import huge_page_empty
 from oarlock.workers.protocol import StepMetadata
+
+_BLOCKS_AT_ONCE = 32  # through a buffer on the device
+
+
+class HostSlots(Protocol):
+    """Slots in `memory`, uint8 [slots, bytes of a block]: for each layer, the block's page of keys, then of values."""
+
+    memory: np.ndarray
+
+    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy each of `blocks` to its slot."""
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy each of `slots` to its block. No block comes twice."""
+
+
+def bytes_per_block(pages: Sequence[LayerKV]) -> int:
+    """Bytes of this rank's share of a block, in the layout of the backend that allocated `pages`."""
+    return sum(page.shape[1] for page in _as_bytes(pages))
+
+
+def make_slots(pages: Sequence[LayerKV], num_slots: int) -> HostSlots:
+    """Allocates slots. `pages`: of all layers of this rank; the first dimension of each tensor is the block."""
+    return (SlotsOfHost if pages[0].k.device.type == "cpu" else SlotsOfDevice)(pages, num_slots)
+
+
+class SlotsOfHost:
+    """Slots for pages in host memory."""
+
+    def __init__(self, pages: Sequence[LayerKV], num_slots: int) -> None:
+        self._pages = [page.numpy() for page in _as_bytes(pages)]
+        widths = [page.shape[1] for page in self._pages]
+        self.memory = huge_page_empty((num_slots, sum(widths)), torch.uint8).numpy()
+        self._parts = np.split(self.memory, np.cumsum(widths)[:-1], axis=1)
+
+    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        for page, part in zip(self._pages, self._parts, strict=True):
+            part[slots] = page[blocks]
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        for page, part in zip(self._pages, self._parts, strict=True):
+            page[blocks] = part[slots]
+
+
+class SlotsOfDevice:
+    """Slots for pages on a device: pinned memory of the host. Copies pass through a buffer on the device."""
+
+    def __init__(self, pages: Sequence[LayerKV], num_slots: int, *, pinned: bool = True) -> None:
+        self._pages, self._pinned = _as_bytes(pages), pinned
+        self._widths = [page.shape[1] for page in self._pages]
+        self._device = self._pages[0].device
+        self._slots = torch.empty((num_slots, sum(self._widths)), dtype=torch.uint8, pin_memory=pinned)
+        self.memory = self._slots.numpy()
+        self._buffer = torch.empty((_BLOCKS_AT_ONCE, sum(self._widths)), dtype=torch.uint8, device=self._device)
+
+    @torch.inference_mode()
+    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
+            ids, some = self._on_device(blocks[start:][:_BLOCKS_AT_ONCE]), slots[start:][:_BLOCKS_AT_ONCE]
+            buffer = self._buffer[: len(some)]
+            for page, part in zip(self._pages, buffer.split(self._widths, 1), strict=True):
+                part.copy_(page.index_select(0, ids))
+            for slot, content in zip(some, buffer, strict=True):
+                self._slots[slot].copy_(content, non_blocking=True)
+
+    @torch.inference_mode()
+    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
+            ids, some = self._on_device(blocks[start:][:_BLOCKS_AT_ONCE]), slots[start:][:_BLOCKS_AT_ONCE]
+            buffer = self._buffer[: len(some)]
+            for slot, content in zip(some, buffer, strict=True):
+                content.copy_(self._slots[slot], non_blocking=True)
+            for page, part in zip(self._pages, buffer.split(self._widths, 1), strict=True):
+                page.index_copy_(0, ids, part)
+
+    def _on_device(self, numbers: Sequence[int]) -> Tensor:
+        """int64 [n]. From pinned memory: a copy from any other would wait for the device."""
+        return torch.tensor(numbers, pin_memory=self._pinned).to(self._device, non_blocking=True)
+
+
+def _as_bytes(pages: Sequence[LayerKV]) -> list[Tensor]:
+    """uint8 [blocks, bytes of a page], of each layer's keys, then values."""
+    return [tensor.flatten(1).view(torch.uint8) for layer in pages for tensor in (layer.k, layer.v)]
+
+
+logger = logging.getLogger("oarlock.kv_offload")
+
+NUM_READERS = 4
+_AT_ONCE = 8  # blocks that one reader reads before it reports
+_LOOK_S = 5.0  # between looks at what other processes have written
+_ROOM_SHARE = 0.02  # of the limit: after so much is written, room is made again
+_LAST_WRITES_S = 1.0  # for what is still to be written when the rank ends
+
+_Job = Sequence[tuple[int, bytes]] | None  # (slot, digest) of each block; None: no more comes
+
+
+class FileThreads:
+    """Threads that read and write files of blocks. `read` and `write` return at once."""
+
+    def __init__(self, files: BlockDirectory, slots: np.ndarray, reports: KVReportSender, *, num_ranks: int) -> None:
+        """`slots`: uint8 [slots, bytes of a block]. `num_ranks`: that write as much as this one."""
+        self._files, self._slots, self._reports = files, slots, reports
+        self._num_ranks = num_ranks
+        self._reads: SimpleQueue[_Job] = SimpleQueue()
+        self._writes: SimpleQueue[_Job] = SimpleQueue()
+        self._deadline_s: float | None = None  # None: no end was asked for
+        self._keeper: KeeperProcess | None = None
+        self._num_unseen = 0  # bytes that were written since room was asked for
+        self._logged: set[str] = set()
+        self._threads = [self._start(self._read_all, f"kv-read-{number}") for number in range(NUM_READERS)]
+        self._threads.append(self._start(self._write_all, "kv-write"))
+
+    def keep(self) -> None:
+        """Look after the directory: tell what other processes have written, and make room."""
+        self._keeper = KeeperProcess(self._files, self._reports.fileno(), _LOOK_S)
+        self._threads.append(self._start(self._keeper.run, "kv-files"))
+
+    def read(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        for start in range(0, len(blocks), _AT_ONCE):
+            self._reads.put(blocks[start : start + _AT_ONCE])
+
+    def write(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        for block in blocks:
+            self._writes.put([block])
+
+    def close(self) -> None:
+        """Let what was begun come to its end, and write what remains as far as there is time."""
+        self._deadline_s = time.monotonic() + _LAST_WRITES_S
+        for _ in range(NUM_READERS):
+            self._reads.put(None)
+        self._writes.put(None)
+        if self._keeper is not None:
+            self._keeper.close()
+        for thread in self._threads:
+            thread.join(2 * _LAST_WRITES_S)
+
+    def _start(self, work: Callable[[], None], name: str) -> threading.Thread:
+        def run() -> None:
+            with contextlib.suppress(BrokenPipeError):  # the engine has ended, and this process ends with it
+                work()
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _read_all(self) -> None:
+        while (blocks := self._reads.get()) is not None:
+            if self._deadline_s is None:
+                self._reports.results(Report.READ, [(slot, self._read(slot, digest)) for slot, digest in blocks])
+
+    def _read(self, slot: int, digest: bytes) -> bool:
+        path = path_of(self._files.path, digest)
+        try:
+            read_block(self._files.path, digest, self._slots[slot].data)
+            return True
+        except FileNotFoundError:
+            self._log_once("missing", path, "another process or this one has removed it")
+        except DamagedFileError as error:
+            self._log_once("damaged", path, f"{error}; it is removed")
+            self._files.remove(digest)
+        except OSError as error:
+            self._log_once("unreadable", path, str(error.strerror))
+        return False
+
+    def _write_all(self) -> None:
+        while (blocks := self._writes.get()) is not None:
+            if self._deadline_s is None or time.monotonic() < self._deadline_s:
+                self._reports.results(Report.WRITTEN, [(slot, self._write(slot, digest)) for slot, digest in blocks])
+
+    def _write(self, slot: int, digest: bytes) -> bool:
+        try:
+            try:
+                size = write_block(self._files.path, digest, self._slots[slot].data)
+            except FileNotFoundError:  # somebody has emptied the directory
+                self._files.make_folders()
+                size = write_block(self._files.path, digest, self._slots[slot].data)
+        except OSError as error:
+            self._log_once("unwritable", str(self._files.path), str(error.strerror))
+            return False
+        self._num_unseen += size * self._num_ranks
+        if self._keeper is not None and self._num_unseen > _ROOM_SHARE * self._files.max_bytes:
+            self._num_unseen = 0
+            self._keeper.make_room()
+        return True
+
+    def _log_once(self, kind: str, path: str, cause: str) -> None:
+        if kind not in self._logged:
+            self._logged.add(kind)
+            logger.warning("event=kv_offload_failed kind=%s path=%r cause=%r once=true", kind, path, cause)
+
 
 _MEASURED_BYTES = 32 << 20
 

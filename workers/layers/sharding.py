@@ -6,7 +6,7 @@ heads, neighbouring ranks hold a copy of the same head, the one that their query
 
 from dataclasses import dataclass
 
-from oarlock.workers.distributed.vocab_slices import vocab_shard_size
+from oarlock.workers.distributed.topology import vocab_shard_size
 from oarlock.workers.errors import StartupError
 
 _LARGEST_TP = 1024

@@ -1,4 +1,5 @@
-"""NVIDIA's driver and the CUDA that the installed torch was built for, without importing torch, which takes seconds.
+"""NVIDIA's driver, the CUDA that torch was built for, and what Triton needs, without importing either: it takes
+seconds.
 
 A program built for CUDA M.n runs on every driver that supports CUDA M.0 or later ("minor version compatibility" in
 NVIDIA's guide to CUDA compatibility), so only the major version decides.
@@ -6,7 +7,10 @@ NVIDIA's guide to CUDA compatibility), so only the major version decides.
 
 import ctypes
 import importlib.util
+import os
 import re
+import shutil
+import sysconfig
 from pathlib import Path
 
 # CUDA's major version -> the oldest Linux driver for it, from the release notes of the CUDA toolkit.
@@ -76,3 +80,30 @@ def lowest_capability(count: int) -> tuple[int, int]:
             pair.append(number.value)
         found.append((pair[0], pair[1]))
     return min(found)
+
+
+LEAST_CAPABILITY = (8, 0)  # of a device
+
+
+def missing_to_launch() -> list[str]:
+    """Phrases for the tools that Triton compiles its launchers with and this machine lacks."""
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    missing = [] if any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))) else ["a C compiler"]
+    return missing if header.exists() else [*missing, "Python's headers"]
+
+
+def why_not_triton(devices: int) -> tuple[str, str] | None:
+    """Cause and fix, as phrases, where kernels cannot run on the first `devices` GPUs, which must exist; else None."""
+    if importlib.util.find_spec("triton") is None:
+        return "it is not installed", "Install torch's build for CUDA, which brings it, or use --device cpu."
+    missing = missing_to_launch()
+    if missing:
+        return f"it cannot launch them without {' and '.join(missing)}", "Install what is missing, or use --device cpu."
+    found = lowest_capability(devices)
+    if found < LEAST_CAPABILITY:
+        needed, there = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, found))
+        return (
+            f"they want compute capability {needed}, and a device has {there}",
+            "Use GPUs from Ampere on, --device cpu, or the model's unquantised checkpoint and no --quantization.",
+        )
+    return None

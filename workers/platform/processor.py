@@ -1,9 +1,15 @@
-"""Detects the 16-bit number types that this machine's processor multiplies in hardware. Torch-free."""
+"""The processor: number types that it multiplies in hardware, its cores and their NUMA nodes. Torch-free.
+
+A second hardware thread of a core adds nothing to kernels that keep a core's arithmetic or its memory port busy, and a
+parallel loop with equal parts waits for its slowest core: so physical cores are counted, and efficiency cores are not.
+"""
 
 import ctypes
+import os
 import platform
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -68,3 +74,118 @@ def may_use_tiles() -> bool:
     if sys.platform != "linux" or platform.machine() not in _X86:
         return False
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+
+
+_SYSTEM = Path("/sys/devices")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+# Cores with less than this share of the largest capacity (ARM) or highest frequency are efficiency cores.
+_LEAST_SHARE = 0.75
+_MOST_CPUS = 1 << 16  # more than any machine has: a longer list is a mistake
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """A physical core."""
+
+    cpus: tuple[int, ...]  # its hardware threads that this process may use
+    is_efficient: bool  # slower, for little power
+    node: int = 0  # of NUMA: whose memory is near
+
+
+def allowed_cpus() -> set[int]:
+    """The hardware threads that this thread may run on."""
+    return set(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+
+
+def available_cores() -> int:
+    """Physical cores this process may use, without efficiency cores: by its affinity and its container's quota."""
+    return within_quota(len(fast_cores(physical_cores(allowed_cpus()))))
+
+
+def physical_cores(cpus: Collection[int], system: Path = _SYSTEM) -> list[Core]:
+    """The cores that the hardware threads `cpus` belong to, by their first. Offline ones are left out.
+
+    Where the system says nothing, each thread is its own core, on node 0.
+    """
+    cpus = sorted(_numbers(system / "system/cpu/online").intersection(cpus) or cpus)
+    atoms = _numbers(system / "cpu_atom/cpus")  # Intel's hybrid processors
+    speeds = {cpu: _speed(system / f"system/cpu/cpu{cpu}") for cpu in cpus}
+    fastest = max(speeds.values(), default=0)
+    nodes = _nodes(system / "system/node")
+    cores: dict[tuple[int, ...], list[int]] = {}
+    for cpu in cpus:
+        siblings = _numbers(system / f"system/cpu/cpu{cpu}/topology/thread_siblings_list") or {cpu}
+        cores.setdefault(tuple(sorted(siblings)), []).append(cpu)
+    return [
+        Core(tuple(own), own[0] in atoms or speeds[own[0]] < _LEAST_SHARE * fastest, nodes.get(own[0], 0))
+        for own in cores.values()
+    ]
+
+
+def fast_cores(cores: list[Core]) -> list[Core]:
+    """Cores that are not efficiency cores; all, if there are no others."""
+    return [core for core in cores if not core.is_efficient] or cores
+
+
+def within_quota(cores: int, quota_file: Path = _QUOTA) -> int:
+    """`cores`, or as many whole ones as the CPU quota of a container (cgroup v2) pays for; at least one."""
+    try:
+        quota, period = quota_file.read_text().split()
+    except (OSError, ValueError):  # no cgroup v2
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def parse_cpu_list(text: str) -> set[int]:
+    """The numbers of a list such as `0-3,8`. Raises `ValueError`."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, dash, last = part.partition("-")
+        low, high = int(first), int(last if dash else first)
+        if not 0 <= low <= high < _MOST_CPUS:
+            raise ValueError(text)
+        found.update(range(low, high + 1))
+    return found
+
+
+def is_present(cpu: int, system: Path = _SYSTEM) -> bool:
+    """Whether the machine has such a hardware thread, which may be offline or belong to others."""
+    return (system / f"system/cpu/cpu{cpu}").exists()
+
+
+def format_cpu_list(cpus: Collection[int]) -> str:
+    """`0-3,8` for 0, 1, 2, 3 and 8."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][-1] + 1:
+            runs[-1].append(cpu)
+        else:
+            runs.append([cpu])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _speed(cpu: Path) -> int:
+    """The relative speed of a core: its capacity, or else its highest frequency; 0 where neither is stated."""
+    for name in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
+        try:
+            return int((cpu / name).read_text())
+        except (OSError, ValueError):
+            continue
+    return 0
+
+
+def _nodes(folder: Path) -> dict[int, int]:
+    """CPU -> its NUMA node; empty where the system names none."""
+    return {
+        cpu: int(node.name.removeprefix("node"))
+        for node in folder.glob("node[0-9]*")
+        for cpu in _numbers(node / "cpulist")
+    }
+
+
+def _numbers(path: Path) -> set[int]:
+    """The numbers that a file lists; empty if there is no such file."""
+    try:
+        return parse_cpu_list(path.read_text())
+    except OSError:
+        return set()

@@ -7,7 +7,7 @@ the group's scale they are added to those of the groups before, in the order of 
 import torch
 from torch import Tensor
 
-from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.fp8_gemm import PackedFp8
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.grouped_gemm import PackedGrouped

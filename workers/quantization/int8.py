@@ -7,7 +7,7 @@ bits do not depend on the order of additions: `Int8Matmul` is the reference, and
 import torch
 from torch import Tensor
 
-from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.int8_gemm import PackedInt8

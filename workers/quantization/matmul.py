@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul, can_serve
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.quantization.row_invariance import PairedRows, needs_second_row

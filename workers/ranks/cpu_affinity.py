@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
-from oarlock.workers.platform.cores import (
+from oarlock.workers.platform.processor import (
     Core,
     allowed_cpus,
     available_cores,

@@ -15,15 +15,12 @@ from typing import Any
 
 from oarlock.workers.config import NodesConfig, OnProgress, WorkerConfig
 from oarlock.workers.distributed.control_channel import Control
-from oarlock.workers.distributed.rendezvous import StoreAddress
 from oarlock.workers.distributed.shm_ring import ChannelClosedError
-from oarlock.workers.distributed.topology import Topology
+from oarlock.workers.distributed.topology import StoreAddress, Topology
 from oarlock.workers.errors import EXIT_RANK_DIED, StartupError
 from oarlock.workers.rank_processes import RankProcess, end_ranks, start_ranks
-from oarlock.workers.ranks.ending import Ending
-from oarlock.workers.ranks.facts import Facts
-from oarlock.workers.ranks.first_cause import how_late
-from oarlock.workers.ranks.host_ranks import HostRanks, Place, how_it_ended
+from oarlock.workers.ranks.host_ranks import HostRanks, Place, how_it_ended, how_late
+from oarlock.workers.ranks.nodes import Ending, Facts
 from oarlock.workers.ranks.spawn_ranks import NodePlace
 
 _RELAY = "oarlock.workers.ranks.relay"

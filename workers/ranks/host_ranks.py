@@ -12,7 +12,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -40,8 +40,45 @@ from oarlock.workers.protocol import (
     unpack_step,
 )
 from oarlock.workers.rank_processes import SERVES, RankProcess
-from oarlock.workers.ranks.first_cause import FirstCause
 from oarlock.workers.ranks.spawn_ranks import THE_ONLY_NODE, NodePlace, RankRings, describe_exit, spawn_ranks
+
+_KINDS = ("raised", "ended", "failed")
+
+
+class FirstCause:
+    """Collects the messages of ranks, of which each one's first failure counts.
+
+    `of_peer` in a message: it follows from the loss of another rank. `of_node`: the whole node of that rank is lost.
+
+    What others raise because they have lost a rank is no cause.
+    """
+
+    def __init__(self) -> None:
+        self._failures: dict[tuple[int, bool], Mapping[str, Any]] = {}
+
+    def add(self, rank: int, message: Mapping[str, Any]) -> bool:
+        """Whether the message is a failure."""
+        failed = message["kind"] in _KINDS
+        if failed:
+            self._failures.setdefault((rank, "of_node" in message), message)
+        return failed
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether a rank has failed by itself; else what is known may follow from what is not known yet."""
+        return any(not message.get("of_peer") for message in self._failures.values())
+
+    def error(self, step_id: int) -> WorkerError | None:
+        """`step_id`: of ranks that have not said in which step they failed. None without a failure."""
+        for (rank, _), message in sorted(self._failures.items(), key=lambda failure: how_late(failure[1])):
+            return WorkerError(rank, int(message.get("step_id", step_id)), message["cause"])
+        return None
+
+
+def how_late(message: Mapping[str, Any]) -> int:
+    """The place of a failure in the order of causes: a rank's own, a lost node, what follows from a lost peer."""
+    return 2 if message.get("of_peer") else 1 if "of_node" in message else 0
+
 
 GRACE_S = 3.0  # for ranks to end by themselves
 GRACE_AFTER_FAILURE_S = 0.5  # they may wait for one that is lost

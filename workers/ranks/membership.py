@@ -19,12 +19,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from oarlock.workers.config import NodesConfig
-from oarlock.workers.distributed.rendezvous import StoreAddress
+from oarlock.workers.distributed.topology import StoreAddress
 from oarlock.workers.errors import StartupError
 from oarlock.workers.platform.network import Interface, resolved
-from oarlock.workers.ranks.ending import Ending
-from oarlock.workers.ranks.facts import Facts, first_difference, own_host, printable
-from oarlock.workers.ranks.interface import listen, own_interface
+from oarlock.workers.ranks.nodes import Ending, Facts, first_difference, listen, own_host, own_interface, printable
 
 _LOOK_S = 0.1  # between two looks at who is there
 _RETRY_S = 0.5  # between two attempts to reach the store

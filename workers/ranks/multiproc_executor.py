@@ -1,21 +1,185 @@
-"""The executor whose ranks are processes, on this host and perhaps on others: it loads them, and runs steps on them."""
+"""The executor whose ranks are processes, on this host and perhaps on others: it loads them, and runs steps on them.
+
+Joins the reports of all ranks into one for the engine, and adapts the limits of a step to what steps cost. Torch-free.
+"""
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import numpy as np
 
-from oarlock.workers.config import LOADING_TIMEOUT_S, OnProgress, WorkerConfig, WorkerInfo
+from oarlock.workers.config import LOADING_TIMEOUT_S, OnProgress, StepCost, WorkerConfig, WorkerInfo
 from oarlock.workers.distributed.shm_layout import last_of
 from oarlock.workers.distributed.shm_ring import ChannelClosedError
-from oarlock.workers.errors import WorkerError
-from oarlock.workers.platform.cores import available_cores
+from oarlock.workers.errors import StartupError, WorkerError
+from oarlock.workers.kv_offload import KVOffloadInfo
+from oarlock.workers.platform.processor import available_cores
 from oarlock.workers.protocol import StepMetadata, StepOutput, empty_step
 from oarlock.workers.ranks.host_ranks import HostRanks, Place
-from oarlock.workers.ranks.joint_info import joint_info
-from oarlock.workers.ranks.load_progress import LoadProgress
-from oarlock.workers.ranks.step_limits import adapted
+
+HUNG = 6  # exit code
+
+# Phases in the order in which every rank goes through them. A rank's message has one as its kind or as its name.
+PHASES = ("starting", "joining", "loading", "loaded", "allocating", "timing", "ready")
+_DOING = {
+    "starting": "importing its libraries",
+    "joining": "waiting for the other ranks to join",
+    "loading": "reading the weights",
+    "loaded": "waiting for the other ranks",
+    "allocating": "allocating KV memory and trying the model out",
+    "timing": "timing a few steps",
+    "ready": "waiting for the other ranks",
+}
+
+
+class LoadProgress:
+    """The state of all ranks, updated by `handle`."""
+
+    def __init__(self, size: int) -> None:
+        self._phases = ["starting"] * size
+        self._fractions = [0.0] * size
+        self._blocks: dict[int, int] = {}
+        self.infos: dict[int, WorkerInfo] = {}
+
+    def handle(self, rank: int, message: dict) -> None:
+        """Handles a message of a loading rank. Raises `StartupError` when the rank has failed or ended."""
+        kind = message["kind"]
+        if kind == "failed":
+            raise StartupError(message["cause"], message["fix"], int(message["exit_code"]))
+        if kind == "ended":
+            raise StartupError(
+                f"rank {rank} ended while loading ({message['cause']}).",
+                "If it was killed, the machine ran out of memory: use a smaller model or more ranks.",
+                4,
+            )
+        if kind == "phase":
+            self._phases[rank] = message["name"]
+        elif kind == "progress":
+            self._fractions[rank] = float(message["fraction"])
+        elif kind == "loaded":
+            self._phases[rank] = kind
+            self._blocks[rank] = int(message["num_blocks"])
+        elif kind == "ready":
+            self._phases[rank] = kind
+            self.infos[rank] = WorkerInfo.from_json(message["info"])
+
+    @property
+    def fraction(self) -> float:
+        """The share of its weights that the slowest rank has read, 0 to 1."""
+        return min(self._fractions)
+
+    @property
+    def num_blocks(self) -> int | None:
+        """The smallest number of KV blocks that any rank has memory for; None until all have reported theirs."""
+        return min(self._blocks.values()) if len(self._blocks) == len(self._phases) else None
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.infos) == len(self._phases)
+
+    def no_progress_error(self, collectives: Sequence[int], timeout_s: float) -> StartupError:
+        """The error after `timeout_s` without a message. `collectives`: the latest one that each rank has reached."""
+        phases = [PHASES.index(phase) for phase in self._phases]
+        last = last_of(phases, collectives)
+        rank = phases.index(min(phases)) if last is None else last
+        phase = self._phases[rank]
+        share = f" ({self._fractions[rank]:.0%} read)" if phase == "loading" else ""
+        others = "" if last is not None else "; other ranks are as far"
+        return StartupError(
+            f"rank {rank} has made no progress for {timeout_s:g} s while {_DOING[phase]}{share}{others}.",
+            "If the model or Python's packages lie on a network file system, see whether it answers; then start again.",
+            HUNG,
+        )
+
+
+def joint_info(infos: Mapping[int, WorkerInfo]) -> WorkerInfo:
+    """Merges reports, by rank. Bytes and seconds are those of the rank with the most. Invariant only if every rank is,
+    else with the reason of the first that is not."""
+    joint = infos[0]
+    everyone = [info for _, info in sorted(infos.items())]
+    for rank, info in enumerate(everyone):
+        if joint.batch_invariant and not info.batch_invariant:
+            reason = f"rank {rank}: {info.batch_invariant_reason}"
+            joint = replace(joint, batch_invariant=False, batch_invariant_reason=reason)
+        if joint.rank_invariant and not info.rank_invariant:
+            reason = f"rank {rank}: {info.rank_invariant_reason}"
+            joint = replace(joint, rank_invariant=False, rank_invariant_reason=reason)
+    return replace(
+        joint,
+        num_blocks=min(info.num_blocks for info in everyone),
+        weight_bytes_per_rank=max(info.weight_bytes_per_rank for info in everyone),
+        kv_bytes_per_token_per_rank=max(info.kv_bytes_per_token_per_rank for info in everyone),
+        load_seconds=max(info.load_seconds for info in everyone),
+        kv_offload=_smallest([info.kv_offload for info in everyone]),
+        step_cost=_through_all([info.step_cost for info in everyone[:: joint.tensor_parallel_size]]),
+    )
+
+
+def _smallest(tiers: Sequence[KVOffloadInfo | None]) -> KVOffloadInfo | None:
+    """Slots that every rank has, and the time of the rank that takes longest for a block."""
+    known = [tier for tier in tiers if tier is not None]
+    if not known:
+        return None
+    speeds = [tier.read_bytes_per_s / tier.bytes_per_block for tier in known if tier.read_bytes_per_s is not None]
+    speed = min(speeds) * known[0].bytes_per_block if speeds else None
+    return replace(known[0], num_slots=min(tier.num_slots for tier in known), read_bytes_per_s=speed)
+
+
+def _through_all(costs: Sequence[StepCost | None]) -> StepCost | None:
+    """Cost of a step that passes through stages with these costs; the last one computes the logits."""
+    known = [cost for cost in costs if cost is not None]
+    if len(known) < len(costs):
+        return None
+    return StepCost(
+        fixed_s=sum(cost.fixed_s for cost in known),
+        token_s=sum(cost.token_s for cost in known),
+        context_s=sum(cost.context_s for cost in known),
+        logits_s=known[-1].logits_s,
+    )
+
+
+FEWEST_TOKENS = 64  # of a step; with fewer, reading the weights takes most of the time
+PATIENCE = 4.0  # times the worst step: load on the machine must not look like a hung rank
+
+
+def step_tokens(config: WorkerConfig, cost: StepCost) -> int:
+    """Number of tokens of the largest step."""
+    tokens = config.max_num_batched_tokens
+    if not config.lower_step_size:
+        return tokens
+    return min(tokens, cost.largest_step(max(FEWEST_TOKENS, config.max_num_seqs), tokens))
+
+
+def adapted(config: WorkerConfig, cost: StepCost) -> WorkerConfig:
+    """`config` with the limits that it leaves to the measurement. Logs them, and warns about a step timeout of the
+    operator's that a legitimate step could exceed."""
+    assert config.max_model_len is not None, "preflight resolves the context length"
+    tokens = step_tokens(config, cost)
+    worst = cost.worst_step_s(tokens, config.max_model_len)
+    timeout = config.step_timeout_s
+    if config.raise_step_timeout:
+        timeout = max(timeout, float(math.ceil(PATIENCE * worst)))
+    logger.info(
+        "event=step_limits max_num_batched_tokens=%d%s step_timeout_s=%g%s usual_step_s=%.3g worst_step_s=%.3g",
+        tokens,
+        " (measured)" if tokens < config.max_num_batched_tokens else "",
+        timeout,
+        " (measured)" if timeout > config.step_timeout_s else "",
+        cost.seconds(tokens, context=tokens // 2),
+        worst,
+    )
+    if worst > timeout:
+        logger.warning(
+            'event=step_timeout_too_short step_timeout_s=%g worst_step_s=%.3g fix="%s"',
+            timeout,
+            worst,
+            "leave --step-timeout out, raise it, or lower --max-num-batched-tokens",
+        )
+    return config.with_(max_num_batched_tokens=tokens, step_timeout_s=timeout)
+
 
 logger = logging.getLogger("oarlock.executor")
 

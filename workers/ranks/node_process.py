@@ -23,11 +23,10 @@ from oarlock.workers.distributed.shm_ring import ChannelClosedError
 from oarlock.workers.errors import EXIT_RANK_DIED, EXIT_RANK_HUNG
 from oarlock.workers.protocol import mask_span, output_bytes, unpack_output, unpack_step
 from oarlock.workers.rank_processes import RankProcess
-from oarlock.workers.ranks.ending import Ending
-from oarlock.workers.ranks.first_cause import FirstCause
 from oarlock.workers.ranks.host_link import BEAT_S, HostLink, Kind, Message, NodeLostError
-from oarlock.workers.ranks.host_ranks import GRACE_AFTER_FAILURE_S, GRACE_S, HostRanks
+from oarlock.workers.ranks.host_ranks import GRACE_AFTER_FAILURE_S, GRACE_S, FirstCause, HostRanks
 from oarlock.workers.ranks.membership import Membership
+from oarlock.workers.ranks.nodes import Ending
 from oarlock.workers.ranks.spawn_ranks import NodePlace
 
 logger = logging.getLogger("oarlock.nodes")

@@ -28,9 +28,9 @@ from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter
 from oarlock.workers.errors import StartupError
 from oarlock.workers.protocol import mask_span, step_bytes, unpack_step
-from oarlock.workers.ranks.ending import Ending
 from oarlock.workers.ranks.host_link import BEAT_S, HostLink, Kind, Message, NodeLostError
 from oarlock.workers.ranks.membership import Membership, join
+from oarlock.workers.ranks.nodes import Ending
 from oarlock.workers.ranks.spawn_ranks import RankRings, begin
 
 _LEAVE_S = 3.0  # for the other nodes to end, which read in the store how

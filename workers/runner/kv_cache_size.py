@@ -18,7 +18,7 @@ from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES
 from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 
 if TYPE_CHECKING:
-    from oarlock.workers.runner.memory.meter import MemoryMeter
+    from oarlock.workers.runner.device import MemoryMeter
 
 # Share of the memory that is free once the weights are loaded; the rest is for other processes and the page cache.
 CPU_SHARE = 0.25

@@ -18,7 +18,7 @@ from oarlock.workers.attention.block_tables import BlockTables
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.selector import choose
 from oarlock.workers.attention.triton_backend import fixed_span
-from oarlock.workers.config import WorkerConfig, WorkerInfo
+from oarlock.workers.config import StepCost, WorkerConfig, WorkerInfo
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
 from oarlock.workers.errors import StartupError
@@ -36,26 +36,26 @@ from oarlock.workers.protocol import StepMetadata, StepOutput, table_width
 from oarlock.workers.quantization.fixed_order import FIXED_ORDER
 from oarlock.workers.quantization.formats.dequantised import input_rounding, served_forms
 from oarlock.workers.quantization.formats.gguf import GGUFForms
-from oarlock.workers.runner.batch_invariance import check_batch_invariance, one_of_each_kind
-from oarlock.workers.runner.cuda_graphs.assemble import bytes_of_graphs, capture, device_steps
-from oarlock.workers.runner.cuda_graphs.device_steps import DeviceSteps
-from oarlock.workers.runner.cuda_graphs.graphs import Calls, CudaGraphs, GraphMaker
-from oarlock.workers.runner.cuda_graphs.inputs import with_sampled
+from oarlock.workers.runner.cuda_graphs import Calls, CudaGraphs, GraphMaker
+from oarlock.workers.runner.device import MemoryMeter, StepMemory, free_bytes, largest_step, meter_of, use_device
+from oarlock.workers.runner.device_steps import DeviceSteps, bytes_of_graphs, capture, device_steps
+from oarlock.workers.runner.invariance import check_batch_invariance, check_rank_invariance, one_of_each_kind
 from oarlock.workers.runner.kv_cache_size import RESERVED_BLOCKS, blocks_that_fit, fitted_length, room_for_kv
-from oarlock.workers.runner.memory.meter import MemoryMeter, free_bytes, meter_of
-from oarlock.workers.runner.memory.rank_weights import rank_weight_bytes
-from oarlock.workers.runner.memory.step_memory import StepMemory, largest_step
-from oarlock.workers.runner.memory_needs import MAX_LOGITS_ROWS, is_out_of_memory, out_of_memory, weight_bytes_of_node
+from oarlock.workers.runner.memory_needs import (
+    MAX_LOGITS_ROWS,
+    is_out_of_memory,
+    out_of_memory,
+    rank_weight_bytes,
+    weight_bytes_of_node,
+)
 from oarlock.workers.runner.pending_output import Computed, PendingOutput
-from oarlock.workers.runner.pooling.pooler import Pooler
-from oarlock.workers.runner.rank_device import use_device
-from oarlock.workers.runner.rank_invariance import check_rank_invariance
-from oarlock.workers.runner.step_timing import null_step, time_steps
+from oarlock.workers.runner.pooler import Pooler
+from oarlock.workers.runner.step_inputs import with_sampled
+from oarlock.workers.runner.trial_steps import null_step, time_steps
 from oarlock.workers.sampling.drafts import num_accepted
 from oarlock.workers.sampling.histories import make_histories
 from oarlock.workers.sampling.row_chunks import concatenate_outputs, empty_output, logits_rows
 from oarlock.workers.sampling.sampler import Sampler
-from oarlock.workers.step_cost import StepCost
 from oarlock.workers.weights.dummy import DummyWeights
 from oarlock.workers.weights.open_checkpoint import open_checkpoint
 from oarlock.workers.weights.weight_source import weight_source

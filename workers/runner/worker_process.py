@@ -33,7 +33,7 @@ from oarlock.workers.runner.pending_output import AnsweringThread
 
 if TYPE_CHECKING:
     from oarlock.workers.distributed.rank_groups import RankGroups
-    from oarlock.workers.runner.encoder.runner import EncoderRunner
+    from oarlock.workers.runner.encoder_runner import EncoderRunner
     from oarlock.workers.runner.model_runner import ModelRunner
 
 logger = logging.getLogger("oarlock.rank")
@@ -111,7 +111,7 @@ def join(arguments: RankArguments) -> RankGroups:
     a CUDA device the ranks try sums as they join."""
     # Imported late: a parent that is already gone should be noticed before.
     from oarlock.workers.distributed.rank_groups import join_groups
-    from oarlock.workers.runner.rank_device import use_device
+    from oarlock.workers.runner.device import use_device
 
     use_cpus(arguments.config, arguments.local_rank)
     return join_groups(
@@ -124,7 +124,7 @@ def join(arguments: RankArguments) -> RankGroups:
 
 def start(arguments: RankArguments, control: Control) -> tuple[ModelRunner | EncoderRunner, RankGroups]:
     """Join the other ranks, load this rank's slice and allocate its pages, together with the other ranks."""
-    from oarlock.workers.runner.encoder.runner import EncoderRunner
+    from oarlock.workers.runner.encoder_runner import EncoderRunner
     from oarlock.workers.runner.model_runner import ModelRunner
 
     control.send("phase", name="joining")
@@ -159,8 +159,10 @@ def serve(arguments: RankArguments, control: Control, runner: ModelRunner | Enco
     Where the device computes on its own, the next step is launched as soon as it is in the ring, and another thread
     waits for the outputs.
     """
-    from oarlock.workers.runner.memory.step_guard import StepGuard  # imports torch
-    from oarlock.workers.runner.rank_device import use_device
+    from oarlock.workers.runner.device import (
+        StepGuard,  # imports torch
+        use_device,
+    )
 
     rings = RankRings(**arguments.extra)
     steps = RingReader(rings.step_memory_fd, rings.step_wake_fd, arguments.local_rank, RingLayout(**rings.step_layout))

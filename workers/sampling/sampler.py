@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.distributed.vocab_slices import vocab_slice
+from oarlock.workers.distributed.topology import vocab_slice
 from oarlock.workers.kernels.cpu.sample import sample as kernel_sample
 from oarlock.workers.kernels.cpu.sampling import can_serve
 from oarlock.workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput

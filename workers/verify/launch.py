@@ -16,7 +16,7 @@ from oarlock.workers.distributed.shm_layout import last_of
 from oarlock.workers.distributed.shm_ring import ChannelClosedError
 from oarlock.workers.errors import StartupError
 from oarlock.workers.python_child import start_python
-from oarlock.workers.ranks.load_progress import HUNG
+from oarlock.workers.ranks.multiproc_executor import HUNG
 from oarlock.workers.ranks.spawn_ranks import SpawnedRanks, describe_exit, spawn_ranks
 
 _KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network file system may never end

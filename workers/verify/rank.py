@@ -28,8 +28,8 @@ from oarlock.workers.errors import StartupError
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.ranks.spawn_ranks import RankArguments, begin
-from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
 from oarlock.workers.runner.model_runner import ModelRunner
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.runner.worker_process import join, log_to_stderr
 from oarlock.workers.verify.compare import file_of
 from oarlock.workers.verify.halves import RecordedHalves

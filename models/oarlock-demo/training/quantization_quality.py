@@ -21,8 +21,8 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.preflight import preflight
 from oarlock.workers.quantization.registry import QUANTIZATIONS
-from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
 from oarlock.workers.runner.model_runner import ModelRunner
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 
 MODEL = Path(__file__).parents[1]
 PIECE = 512  # tokens

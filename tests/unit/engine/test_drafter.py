@@ -9,7 +9,7 @@ from oarlock.engine.config import SpeculativeConfig
 from oarlock.engine.scheduler.step_cost import StepCosts
 from oarlock.engine.spec_decode import drafter as module
 from oarlock.engine.spec_decode.drafter import Candidate, Drafter, DraftState
-from oarlock.workers.step_cost import StepCost
+from oarlock.workers.config import StepCost
 
 CONFIG = SpeculativeConfig(num_speculative_tokens=8, prompt_lookup_max=3, prompt_lookup_min=1)
 CHEAP_ROWS = StepCost(fixed_s=0.03, token_s=0.0005, context_s=0.0, logits_s=0.0)

@@ -16,10 +16,9 @@ from oarlock.engine.kv_cache.offload import LOAD_TIMEOUT_S, STEP_LOAD_BYTES, Flu
 from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import Request
-from oarlock.workers.config import WorkerInfo
+from oarlock.workers.config import StepCost, WorkerInfo
 from oarlock.workers.kv_offload import Copy, KVOffloadInfo, KVReport, Report
 from oarlock.workers.protocol import StepMetadata
-from oarlock.workers.step_cost import StepCost
 
 BLOCK = 4
 CONFIG = make_config(max_num_seqs=4, max_num_batched_tokens=16, block_size=BLOCK).worker

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from oarlock.engine.scheduler.step_cost import FEWEST_TOKENS, RATIO, StepBudget, StepCosts
-from oarlock.workers.step_cost import StepCost
+from oarlock.workers.config import StepCost
 
 COST = StepCost(fixed_s=0.02, token_s=0.001, context_s=0.0, logits_s=0.0)
 MEASURED = StepCost(fixed_s=0.03, token_s=0.0008, context_s=1.0, logits_s=0.0002)

@@ -14,7 +14,7 @@ from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.kernels.cpu.levels import Level
 from oarlock.workers.protocol import NULL_BLOCK
-from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from tests.unit.workers import kernel_levels
 
 # oneDNN takes bfloat16 on every processor with AVX512, but where it has no instructions for it, a row's bits depend on

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata, StepOutput
-from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.sampling.dense_histories import DenseHistories
 from oarlock.workers.sampling.sampler import Sampler
 from oarlock.workers.sampling.token_histories import Histories, TokenHistories

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from oarlock.workers.platform.triton_needs import LEAST_CAPABILITY, missing_to_launch
+from oarlock.workers.platform.cuda_driver import LEAST_CAPABILITY, missing_to_launch
 
 
 def why_not(device: torch.device) -> str | None:

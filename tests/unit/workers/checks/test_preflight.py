@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from oarlock.workers.checks import dtypes
+from oarlock.workers.checks import devices
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu import build, levels
 from oarlock.workers.models.registry import read_spec
-from oarlock.workers.platform import cuda_driver, processor, triton_needs
-from oarlock.workers.platform.cores import available_cores
+from oarlock.workers.platform import cuda_driver, processor
+from oarlock.workers.platform.processor import available_cores
 from oarlock.workers.preflight import preflight
 from oarlock.workers.runner import memory_needs
 from oarlock.workers.weights.checkpoint import SINGLE_FILE
@@ -171,7 +171,7 @@ def test_float32_is_not_chosen_where_it_does_not_fit(
     model: Path, without_bfloat16: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     parameters = read_spec(str(model)).num_parameters
-    for target in (dtypes, memory_needs):
+    for target in (devices, memory_needs):
         monkeypatch.setattr(target, "free_host_bytes", lambda: 3 * parameters)
     assert preflight(config(model)).dtype == "bfloat16"
     assert "event=dtype_chosen dtype=bfloat16" in caplog.text and "there is less" in caplog.text
@@ -404,18 +404,18 @@ def test_the_form_of_keys_and_values_is_resolved(model: Path, monkeypatch: pytes
 def test_rounded_weights_on_cuda_take_triton(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "device_count", lambda: 2)
     monkeypatch.setattr(cuda_driver, "lowest_capability", lambda devices: (8, 0))
-    monkeypatch.setattr(triton_needs, "missing_to_launch", list)
+    monkeypatch.setattr(cuda_driver, "missing_to_launch", list)
     asked = config(model, device="auto", quantization="int8", tensor_parallel_size=2)
     found = preflight(asked)
     assert (found.device, found.quantization) == ("cuda", "int8")
     monkeypatch.setattr(cuda_driver, "lowest_capability", lambda devices: (7, 5) if devices == 2 else (9, 0))
     with pytest.raises(StartupError, match=r"int8 on CUDA.*capability 8\.0, and a device has 7\.5\..*--device cpu"):
         preflight(asked)
-    monkeypatch.setattr(triton_needs, "missing_to_launch", lambda: ["a C compiler"])
+    monkeypatch.setattr(cuda_driver, "missing_to_launch", lambda: ["a C compiler"])
     with pytest.raises(StartupError, match=r"int8 on CUDA.*Triton: it cannot launch them without a C compiler\."):
         preflight(asked)
     find = importlib.util.find_spec
-    monkeypatch.setattr(triton_needs.importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
+    monkeypatch.setattr(cuda_driver.importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
     with pytest.raises(StartupError, match=r"int8 on CUDA.*Triton: it is not installed.*--device cpu"):
         preflight(asked)
     assert preflight(asked.with_(device="cpu")).quantization == "int8"
@@ -434,7 +434,7 @@ def test_batch_invariance_on_cuda_is_refused_where_no_kernel_promises_it(
 ) -> None:
     monkeypatch.setattr(cuda_driver, "device_count", lambda: 1)
     monkeypatch.setattr(cuda_driver, "lowest_capability", lambda devices: (8, 0))
-    monkeypatch.setattr(triton_needs, "missing_to_launch", list)
+    monkeypatch.setattr(cuda_driver, "missing_to_launch", list)
     asked = config(model, device="cuda", batch_invariant=True)
     assert preflight(asked).batch_invariant
     assert preflight(asked.with_(kv_cache_dtype="int8", dtype="bfloat16")).batch_invariant
@@ -442,7 +442,7 @@ def test_batch_invariance_on_cuda_is_refused_where_no_kernel_promises_it(
         preflight(asked.with_(**changes))
     assert preflight(asked.with_(batch_invariant=False, **changes)).device == "cuda"
     assert preflight(asked.with_(device="cpu", **changes)).batch_invariant
-    monkeypatch.setattr(triton_needs, "missing_to_launch", lambda: ["a C compiler"])
+    monkeypatch.setattr(cuda_driver, "missing_to_launch", lambda: ["a C compiler"])
     with pytest.raises(StartupError, match=r"^--batch-invariant on CUDA takes kernels in Triton: .* a C compiler\."):
         preflight(asked)
 

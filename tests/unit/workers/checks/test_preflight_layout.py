@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from oarlock.workers.checks import dtypes
+from oarlock.workers.checks import devices
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu import levels
@@ -62,7 +62,7 @@ def test_of_several_hosts_each_needs_memory_for_its_part(model: Path, monkeypatc
     parameters = read_spec(str(model)).num_parameters
     monkeypatch.setattr(levels, "chosen", lambda: None)
     monkeypatch.setattr(processor, "here", lambda: processor.Processor(False, False, "no AVX512-BF16 or AMX"))
-    monkeypatch.setattr(dtypes, "free_host_bytes", lambda: 3 * parameters)
+    monkeypatch.setattr(devices, "free_host_bytes", lambda: 3 * parameters)
     monkeypatch.setattr(memory_needs, "free_host_bytes", lambda: 4 * parameters)
     assert preflight(config(model)).dtype == "bfloat16"
     assert preflight(config(model, tensor_parallel_size=2, nnodes=2)).dtype == "float32"

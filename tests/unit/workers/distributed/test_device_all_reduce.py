@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oarlock.workers.distributed.device_all_reduce import SIZES, DeviceSum, Sum, choose
+from oarlock.workers.distributed.all_reduce import SIZES, DeviceSum, Sum, choose
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from oarlock.workers.distributed import shm_ring as ring
-from oarlock.workers.distributed.memory_order import fence
+from oarlock.workers.distributed.shm_layout import fence
 from oarlock.workers.distributed.shm_ring import (
     ChannelClosedError,
     RingLayout,

@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from oarlock.workers.config import NodesConfig, WorkerConfig
+from oarlock.workers.distributed.all_reduce import SharedMemoryGroup
 from oarlock.workers.distributed.control_channel import Control
-from oarlock.workers.distributed.shm_all_reduce import SharedMemoryGroup
 from oarlock.workers.doctor import __main__ as doctor
 from oarlock.workers.doctor import cuda, device_sums, kernels, machine, model, nodes
 from oarlock.workers.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, as_json, as_text, is_fine
 from oarlock.workers.kernels.cpu import levels
 from oarlock.workers.kernels.cpu.build import KernelsUnavailable
-from oarlock.workers.platform.cores import Core
-from oarlock.workers.platform.processor import Processor
+from oarlock.workers.platform.processor import Core, Processor
 from tests.e2e.running import DEMO
 
 Usage = namedtuple("Usage", "total used free")

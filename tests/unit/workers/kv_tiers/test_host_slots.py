@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from oarlock.workers.attention.backend import LayerKV
-from oarlock.workers.kv_tiers.host_slots import HostSlots, SlotsOfDevice, SlotsOfHost, bytes_per_block
+from oarlock.workers.kv_tiers.rank_offload import HostSlots, SlotsOfDevice, SlotsOfHost, bytes_per_block
 
 NUM_BLOCKS, NUM_SLOTS = 90, 80
 

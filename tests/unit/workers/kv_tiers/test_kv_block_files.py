@@ -13,16 +13,19 @@ import pytest
 
 from oarlock.workers.errors import StartupError
 from oarlock.workers.kv_offload import KVReport, KVReports, KVReportSender, Report
-from oarlock.workers.kv_tiers import file_threads
-from oarlock.workers.kv_tiers.block_files import (
+from oarlock.workers.kv_tiers import rank_offload
+from oarlock.workers.kv_tiers.directory import (
+    DEAD_S,
     HEADER_BYTES,
+    BlockDirectory,
     DamagedFileError,
+    check_directory,
+    disk_limit,
     path_of,
     read_block,
     write_block,
 )
-from oarlock.workers.kv_tiers.directory import DEAD_S, BlockDirectory, check_directory, disk_limit
-from oarlock.workers.kv_tiers.file_threads import FileThreads
+from oarlock.workers.kv_tiers.rank_offload import FileThreads
 
 SIZE = 4096
 
@@ -247,7 +250,7 @@ def test_a_directory_that_vanishes(
 def test_the_first_rank_tells_what_others_wrote_and_makes_room(
     files: BlockDirectory, threads: Threads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_threads, "_LOOK_S", 0.01)
+    monkeypatch.setattr(rank_offload, "_LOOK_S", 0.01)
     write(files, 1)
     threads.threads.keep()
     usage = threads.next(Report.USAGE)
@@ -268,7 +271,7 @@ def test_the_directory_is_kept_by_a_process_that_is_started_again(
     files: BlockDirectory, threads: Threads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """However it ends, and it ends with the rank: so no walk over many files holds up the rank's own threads."""
-    monkeypatch.setattr(file_threads, "_LOOK_S", 0.01)
+    monkeypatch.setattr(rank_offload, "_LOOK_S", 0.01)
     write(files, 1)
     threads.threads.keep()
     assert threads.next(Report.APPEARED).digests == [digest_of(1)]

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oarlock.workers.attention.cpp import CppBackend
-from oarlock.workers.distributed.node_sums import NodeSums
+from oarlock.workers.distributed.all_reduce import NodeSums, SharedMemoryGroup
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.distributed.shm_all_reduce import SharedMemoryGroup
 from oarlock.workers.distributed.shm_layout import total_bytes
 from oarlock.workers.distributed.shm_ring import anonymous_memory
 from oarlock.workers.kernels.cpu import library

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oarlock.workers.distributed.vocab_slices import vocab_shard_size
+from oarlock.workers.distributed.topology import vocab_shard_size
 from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.linear import GatedParallelLinear, QKVParallelLinear, RowParallelLinear

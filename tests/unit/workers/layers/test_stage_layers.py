@@ -5,17 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from oarlock.workers.config import WorkerConfig, WorkerInfo
+from oarlock.workers.config import StepCost, WorkerConfig, WorkerInfo
 from oarlock.workers.layers.decoder_spec import tensor_shapes
 from oarlock.workers.layers.stage_layers import is_in_stage, layers_of_stage, tensors_of_stage
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.ranks.host_ranks import Place
-from oarlock.workers.ranks.joint_info import joint_info
-from oarlock.workers.ranks.multiproc_executor import first_stage_behind
-from oarlock.workers.runner.memory.rank_weights import rank_weight_bytes
-from oarlock.workers.runner.memory_needs import weight_bytes, weight_bytes_of_node
-from oarlock.workers.step_cost import StepCost
+from oarlock.workers.ranks.multiproc_executor import first_stage_behind, joint_info
+from oarlock.workers.runner.memory_needs import rank_weight_bytes, weight_bytes, weight_bytes_of_node
 from tests.golden.tiny_models import make_tiny
 
 

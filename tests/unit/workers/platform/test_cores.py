@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from oarlock.workers.platform.cores import (
+from oarlock.workers.platform.processor import (
     available_cores,
     fast_cores,
     format_cpu_list,

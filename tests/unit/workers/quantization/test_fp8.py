@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.levels import Level
 from oarlock.workers.quantization.formats.sizes import fp8_bytes

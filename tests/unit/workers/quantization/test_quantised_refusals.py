@@ -16,7 +16,7 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.errors import StartupError
 from oarlock.workers.models.hf_quantization import stored_quantization
-from oarlock.workers.platform import cuda_driver, triton_needs
+from oarlock.workers.platform import cuda_driver
 from oarlock.workers.preflight import check_without_weights, preflight
 from oarlock.workers.runner.memory_needs import weight_bytes
 from oarlock.workers.runner.model_runner import ModelRunner
@@ -220,7 +220,7 @@ def test_writing_weights_out_is_refused_where_it_changes_nothing(
         preflight(WorkerConfig(str(dense), device="cpu", dequantize=True))
     monkeypatch.setattr(cuda_driver, "device_count", lambda: 1)
     monkeypatch.setattr(cuda_driver, "lowest_capability", lambda devices: (8, 0))
-    monkeypatch.setattr(triton_needs, "missing_to_launch", list)
+    monkeypatch.setattr(cuda_driver, "missing_to_launch", list)
     on_cuda = WorkerConfig(str(stored("awq-32")), device="cuda", dequantize=True)
     with pytest.raises(StartupError, match="--dequantize: products with awq weights round no inputs on cuda"):
         preflight(on_cuda)
@@ -316,6 +316,6 @@ def test_what_contradicts_the_checkpoint_is_refused(
         preflight(WorkerConfig(str(dense), device="cpu", quantization="awq"))
     monkeypatch.setattr(cuda_driver, "device_count", lambda: 1)
     monkeypatch.setattr(cuda_driver, "lowest_capability", lambda devices: (7, 0))
-    monkeypatch.setattr(triton_needs, "missing_to_launch", list)
+    monkeypatch.setattr(cuda_driver, "missing_to_launch", list)
     with pytest.raises(StartupError, match=r"quantization awq on CUDA takes kernels in Triton: they want.*8\.0"):
         check_without_weights(config.with_(device="cuda"))

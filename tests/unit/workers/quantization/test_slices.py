@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oarlock.workers.distributed.tree_sum import tree_sum
+from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.int8_gemm import INT8, INT8_DOT, PackedInt8, kind_for
 from oarlock.workers.kernels.cpu.levels import Level

@@ -7,7 +7,7 @@ import pytest
 from oarlock.workers.distributed.shm_layout import Flags, data_offset, last_of
 from oarlock.workers.distributed.shm_ring import anonymous_memory
 from oarlock.workers.errors import StartupError
-from oarlock.workers.ranks.load_progress import LoadProgress
+from oarlock.workers.ranks.multiproc_executor import LoadProgress
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from oarlock.workers.platform import cuda_driver
 from oarlock.workers.preflight import check_without_weights, preflight
 from oarlock.workers.ranks.cpu_affinity import check_affinity, with_cpus
 from oarlock.workers.runner import kv_cache_size, memory_needs
+from oarlock.workers.runner.device import device_of
 from oarlock.workers.runner.memory_needs import weight_bytes_of_node
-from oarlock.workers.runner.rank_device import device_of
 from tests.golden.tiny_models import make_tiny
 
 

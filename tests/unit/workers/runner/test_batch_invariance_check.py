@@ -14,8 +14,8 @@ from oarlock.workers.config import WorkerConfig, WorkerInfo
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.errors import StartupError
 from oarlock.workers.preflight import preflight
-from oarlock.workers.ranks.joint_info import joint_info
-from oarlock.workers.runner.batch_invariance import InvarianceResult, check_batch_invariance, one_of_each_kind
+from oarlock.workers.ranks.multiproc_executor import joint_info
+from oarlock.workers.runner.invariance import InvarianceResult, check_batch_invariance, one_of_each_kind
 from oarlock.workers.runner.model_runner import ModelRunner
 from tests.golden.tiny_models import make_tiny
 

@@ -17,12 +17,12 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.quantization import matmul
-from oarlock.workers.runner.cuda_graphs.device_steps import DeviceSteps
-from oarlock.workers.runner.cuda_graphs.graphs import CudaGraphs
-from oarlock.workers.runner.cuda_graphs.inputs import InputPlace, Shape, StepInputs
-from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.runner.cuda_graphs import CudaGraphs
+from oarlock.workers.runner.device_steps import DeviceSteps
 from oarlock.workers.runner.pending_output import Computed
-from oarlock.workers.runner.pooling.pooler import Pooler
+from oarlock.workers.runner.pooler import Pooler
+from oarlock.workers.runner.step_inputs import InputPlace, Shape, StepInputs
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from tests.golden.paged_run import load_decoder
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.made_up_cuda import MadeUpCuda

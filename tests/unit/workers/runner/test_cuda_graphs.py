@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from oarlock.workers.runner.cuda_graphs import graphs
-from oarlock.workers.runner.cuda_graphs.graphs import CudaGraphs
+from oarlock.workers.runner import cuda_graphs
+from oarlock.workers.runner.cuda_graphs import CudaGraphs
 from tests.parallel.made_up_cuda import MadeUpCuda
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> MadeUpCuda:
     made = MadeUpCuda()
-    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=made))
+    monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(cuda=made))
     return made
 
 

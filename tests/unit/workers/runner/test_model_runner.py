@@ -10,8 +10,8 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import StepMetadata, empty_step
 from oarlock.workers.runner import model_runner as runner_module
-from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
 from oarlock.workers.runner.model_runner import ModelRunner
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.sampling.row_chunks import logits_rows
 from tests.golden.tiny_models import make_tiny
 

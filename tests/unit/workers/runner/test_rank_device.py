@@ -12,15 +12,15 @@ from torch.utils._pytree import tree_map
 
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed import parallel_state
-from oarlock.workers.distributed.rendezvous import RendezvousInfo
 from oarlock.workers.distributed.shm_layout import total_bytes
 from oarlock.workers.distributed.shm_ring import anonymous_memory
+from oarlock.workers.distributed.topology import RendezvousInfo
 from oarlock.workers.protocol import StepOutput
 from oarlock.workers.ranks.spawn_ranks import RankArguments
 from oarlock.workers.runner import worker_process
+from oarlock.workers.runner.device import use_device
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.pending_output import AnsweringThread
-from oarlock.workers.runner.rank_device import use_device
 from tests.golden.tiny_models import make_tiny
 
 OF_CUDA = (

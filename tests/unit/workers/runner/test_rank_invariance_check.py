@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.distributed.tree_sum import tree_sum
-from oarlock.workers.runner import rank_invariance
+from oarlock.workers.distributed.all_reduce import tree_sum
+from oarlock.workers.runner import invariance
 from tests.golden import paged_run
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor
@@ -49,14 +49,14 @@ def test_torch_promises_nothing(checkpoint: Path) -> None:
 
 def test_a_product_that_adds_in_another_order_is_found(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the whole row in one go, though the weight is in slices."""
-    real = rank_invariance.CppMatmul.as_share
+    real = invariance.CppMatmul.as_share
 
-    def as_share(product: rank_invariance.CppMatmul) -> rank_invariance.CppMatmul:
+    def as_share(product: invariance.CppMatmul) -> invariance.CppMatmul:
         share = real(product)
         share.slices = 1
         return share
 
-    monkeypatch.setattr(rank_invariance.CppMatmul, "as_share", as_share)
+    monkeypatch.setattr(invariance.CppMatmul, "as_share", as_share)
     is_invariant, reason = found(checkpoint)
     assert not is_invariant and reason.endswith("slices of the inputs do not add up to the product of all")
 

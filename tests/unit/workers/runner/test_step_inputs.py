@@ -9,10 +9,9 @@ import torch
 from oarlock.workers.attention.block_tables import BlockTables
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
-from oarlock.workers.runner.cuda_graphs.buckets import bucket_of, bucket_sizes
-from oarlock.workers.runner.cuda_graphs.inputs import Shape, StepInputs
-from oarlock.workers.runner.cuda_graphs.staging import Layout
-from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.runner.buckets import bucket_of, bucket_sizes
+from oarlock.workers.runner.step_inputs import Layout, Shape, StepInputs
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.sampling.columns import SamplingColumns
 
 CPU = torch.device("cpu")

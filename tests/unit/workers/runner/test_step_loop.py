@@ -24,8 +24,8 @@ from oarlock.workers.protocol import (
     unpack_step,
 )
 from oarlock.workers.ranks.spawn_ranks import RankRings
-from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
 from oarlock.workers.runner.pending_output import Computed, PendingOutput
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.runner.worker_process import serve
 
 CONFIG = WorkerConfig("none", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, block_size=16)

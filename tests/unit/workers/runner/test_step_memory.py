@@ -11,23 +11,20 @@ import torch
 from oarlock.workers.attention.backend import LayerKV
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.distributed.shm_layout import total_bytes
+from oarlock.workers.distributed.shm_layout import Votes, total_bytes
 from oarlock.workers.distributed.shm_ring import anonymous_memory
-from oarlock.workers.distributed.votes import Votes
 from oarlock.workers.errors import StartupError
 from oarlock.workers.platform.host_memory import human_bytes
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata, empty_step
-from oarlock.workers.runner.cuda_graphs.assemble import device_steps
-from oarlock.workers.runner.cuda_graphs.graphs import Calls, GraphMaker
-from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
-from oarlock.workers.runner.memory.graph_memory import graph_bytes
-from oarlock.workers.runner.memory.step_guard import StepGuard
-from oarlock.workers.runner.memory.step_memory import largest_step
+from oarlock.workers.runner.cuda_graphs import Calls, GraphMaker
+from oarlock.workers.runner.device import StepGuard, graph_bytes, largest_step
+from oarlock.workers.runner.device_steps import device_steps
 from oarlock.workers.runner.memory_needs import out_of_memory as told
 from oarlock.workers.runner.memory_needs import sampling_bytes
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.pending_output import Computed, PendingOutput
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.sampling.dense_histories import DenseHistories
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.made_up_device import CountedTensors, MadeUpDevice

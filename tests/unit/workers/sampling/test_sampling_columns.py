@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.sampling.columns import NONE, SamplingColumns, Variant, bias_entries, sections, write_rows
 from oarlock.workers.sampling.noise import row_keys
 from tests.unit.workers.sampling_cases import Penalties, mask_of, step_of

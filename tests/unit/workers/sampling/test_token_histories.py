@@ -10,7 +10,7 @@ from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.protocol import StepMetadata
-from oarlock.workers.runner.greedy_step import SequenceChunk, greedy_step
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.sampling.drafts import num_accepted
 from oarlock.workers.sampling.logits_processors import apply_logits_processors
 from oarlock.workers.sampling.sampler import Sampler

@@ -31,7 +31,7 @@ from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization import weight_only
 from oarlock.workers.quantization.fixed_order import FIXED_ORDER, FixedOrderMatmul
 from oarlock.workers.quantization.matmul import ACTIVATIONS, ReadableMatmul
-from oarlock.workers.runner import batch_invariance
+from oarlock.workers.runner import invariance
 from oarlock.workers.weights.dummy import DummyWeights
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.attention_cases import Case, Seq
@@ -177,7 +177,7 @@ def test_the_start_finds_a_whole_model_invariant(
     tmp_path: Path, as_on_cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of a step by the kernels, in every way that a start tries, which finds a product that rounds by its rows."""
-    monkeypatch.setattr(batch_invariance, "OTHERS", 3)
+    monkeypatch.setattr(invariance, "OTHERS", 3)
     path = make_tiny(tmp_path, "qwen2", num_hidden_layers=1)
     model = Decoder(read_spec(str(path)), TensorParallel.solo(), torch.float32, DEVICE, FIXED_ORDER)
     model.load(DummyWeights(0), lambda share: None)
@@ -185,8 +185,8 @@ def test_the_start_finds_a_whole_model_invariant(
     backend = TritonBackend(spec)
     kv = backend.allocate(8)
 
-    def result() -> batch_invariance.InvarianceResult:
-        return batch_invariance.check_batch_invariance(
+    def result() -> invariance.InvarianceResult:
+        return invariance.check_batch_invariance(
             model, kv, backend, num_blocks=8, block_size=8, max_len=40, span=32, is_asked=True
         )
 

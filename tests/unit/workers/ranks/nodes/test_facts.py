@@ -8,7 +8,7 @@ import pytest
 from oarlock.workers import fingerprint
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.fingerprint import node_facts
-from oarlock.workers.ranks.facts import first_difference
+from oarlock.workers.ranks.nodes import first_difference
 from tests.golden.tiny_models import make_tiny
 
 OF_ONE_HOST = {"model_path", "num_threads", "cpu_affinity", "log_level", "kv_cache_bytes", "gpu_memory_utilization"}

@@ -10,8 +10,8 @@ import pytest
 
 from oarlock.workers.config import NodesConfig
 from oarlock.workers.errors import StartupError
-from oarlock.workers.ranks.ending import Ending
 from oarlock.workers.ranks.membership import Membership, join
+from oarlock.workers.ranks.nodes import Ending
 from tests.e2e.running import eventually, free_port
 
 FACTS = {"setting": {"dtype": "float32"}}

@@ -37,7 +37,7 @@ def test_a_head_that_only_itself_can_reach_is_refused(monkeypatch: pytest.Monkey
 
 def test_a_head_on_another_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     there = network.Interface("eth0", "10.0.0.2")
-    monkeypatch.setattr("oarlock.workers.ranks.interface.interface_towards", lambda address: there)
+    monkeypatch.setattr("oarlock.workers.ranks.nodes.interface_towards", lambda address: there)
     with pytest.raises(StartupError, match=r"10\.0\.0\.1.* is not one of this host, which is node 0"):
         check_network(_nodes(0, "10.0.0.1"), _silent)
     check_network(_nodes(1, "10.0.0.1"), _silent)

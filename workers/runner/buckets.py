@@ -15,6 +15,7 @@ from oarlock.workers.config import WorkerConfig
 if TYPE_CHECKING:
     from oarlock.workers.protocol import StepMetadata  # it needs numpy, which nothing before the ranks imports
 
+
 _LARGEST_BUCKET = 512  # sequences; launching that many row by row takes less than computing them
 _ROWS_AT_ONCE = 128  # of logits, in steps without a graph: scoring a prompt may need thousands of them
 

@@ -2,27 +2,38 @@
 
 A step goes to the device by one copy and comes back by one. In between nothing is read: the tokens of a step are put
 into the next one on the device. A decode is launched in two parts, the model and then sampling, since masks may arrive
-after the step. Knows the model, its pages and what samples, but nothing of requests or processes.
+after the step. What is sampled always lies in the same place on the device, where the next step reads it. Knows the
+model, its pages and what samples, but nothing of requests or processes.
 """
 
+import logging
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionBackend, LayerKV
+from oarlock.workers.attention.block_tables import BlockTables
 from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.models.decoder import Decoder
-from oarlock.workers.protocol import StepMetadata, empty_step
-from oarlock.workers.runner.cuda_graphs.buckets import bucket_of
-from oarlock.workers.runner.cuda_graphs.graphs import Graph, GraphMaker
-from oarlock.workers.runner.cuda_graphs.inputs import InputPlace, StepInputs
-from oarlock.workers.runner.pending_output import PendingOutput
-from oarlock.workers.runner.pooling.pooler import PooledOutput, Pooler
+from oarlock.workers.protocol import StepMetadata, StepOutput, empty_step, table_width
+from oarlock.workers.runner.buckets import bucket_of, graph_sizes, logits_rows_at_once
+from oarlock.workers.runner.cuda_graphs import Graph, GraphMaker
+from oarlock.workers.runner.device import MemoryMeter, graph_bytes
+from oarlock.workers.runner.pending_output import Computed, PendingOutput
+from oarlock.workers.runner.pooler import PooledOutput, Pooler
+from oarlock.workers.runner.step_inputs import InputPlace, Layout, Shape, StagingBuffer, StepInputs
 from oarlock.workers.sampling.columns import Variant
+from oarlock.workers.sampling.dense_histories import DenseHistories
+from oarlock.workers.sampling.device_outputs import DeviceOutputs, output_of, sections
+from oarlock.workers.sampling.device_sampler import DeviceSampler
 
 
 @runtime_checkable
@@ -198,3 +209,126 @@ class DeviceSteps:
             into.copy_(logits)
         else:
             into.unflatten(1, (self._tp.size, -1)).copy_(self._tp.all_gather(logits).transpose(0, 1))
+
+
+_ALWAYS = 2  # of the sections: the others hold logprobs
+
+
+class DeviceSampling:
+    """`StepSampling` by a `DeviceSampler`."""
+
+    variants = (
+        Variant(),
+        Variant(random=True),
+        Variant(random=True, filtered=True),
+        Variant(random=True, filtered=True, processed=True),
+        Variant(random=True, filtered=True, processed=True, logprobs=True),
+    )
+
+    def __init__(self, sampler: DeviceSampler, most_rows: int, device: torch.device, *, answers: bool) -> None:
+        """`most_rows`: of logits in a step, those that are scored included. `answers`: whether this is rank 0."""
+        self._sampler, self._answers = sampler, answers
+        largest = Layout(sections(most_rows))
+        self._staging = StagingBuffer(largest.num_bytes, device)
+        self.sampled: Tensor = largest.tensors(self._staging.on_device)["tokens"]  # int32 [most_rows]
+
+    def begin(self, step: StepMetadata) -> None:
+        """Writes the histories that `step` brings, as `StepSampling` describes."""
+        self._sampler.histories.write(step)
+
+    def sample(self, logits: Tensor, place: InputPlace, first: int, variant: Variant) -> None:
+        """Samples rows and counts their tokens, as `StepSampling` describes."""
+        rows = place.shape.logits
+        outputs = DeviceOutputs(**Layout(sections(rows)).tensors(self._staging.on_device))
+        self._sampler.sample(logits, place.columns, outputs, variant, first)
+        if variant.processed and first + len(logits) == rows:
+            self._sampler.count(place.columns, outputs, rows)
+
+    def finish(self, step: StepMetadata, place: InputPlace) -> PendingOutput:
+        """Begins the copy of the results to the host, as `StepSampling` describes."""
+        if not self._answers:
+            return Computed(None)
+        found = sections(place.shape.logits)
+        copied = found if Variant.of(step).logprobs else found[:_ALWAYS]
+        return _DeviceOutput(_kept(step), Layout(found), self._staging.to_host(Layout(copied).num_bytes))
+
+
+class _DeviceOutput:
+    """The output of a step that the device may still compute."""
+
+    def __init__(self, step: StepMetadata, layout: Layout, copied: Callable[[], np.ndarray]) -> None:
+        self._step, self._layout, self._copied = step, layout, copied
+
+    def wait(self) -> StepOutput:
+        return output_of(self._step, self._layout.arrays(self._copied()))
+
+
+def _kept(step: StepMetadata) -> StepMetadata:
+    """`step` with copies of what its output is made from: its arrays may be overwritten before that is there."""
+    names = ("token_ids", "query_start_loc", "logits_indices", "target_ids", "num_logprobs", "num_drafts")
+    return replace(step, **{name: getattr(step, name).copy() for name in names})
+
+
+logger = logging.getLogger("oarlock.runner")
+
+
+def device_steps(
+    config: WorkerConfig,
+    model: Decoder,
+    backend: AttentionBackend,
+    tp: TensorParallel,
+    tables: BlockTables,
+    pooler: Pooler,
+) -> DeviceSteps:
+    """Allocates all memory that steps and graphs share, so that the rest of the device can be measured."""
+    assert config.max_model_len is not None
+    seqs, device, vocab_size = config.max_num_seqs, tables.tables.device, model.spec.vocab_size
+    rows = max(seqs, config.max_num_batched_tokens)
+    sampled = seqs * (1 + config.num_speculative_tokens)
+    at_once = logits_rows_at_once(config)
+    histories = DenseHistories(seqs, 0, vocab_size, device)
+    sampler = DeviceSampler(vocab_size, at_once, histories, device)
+    sampler.warm_up(tp.size * model.vocab_local)
+    return DeviceSteps(
+        model,
+        backend,
+        tp,
+        StepInputs(tables, Shape(rows, seqs, rows, seqs * table_width(config)), sampled, vocab_size),
+        DeviceSampling(sampler, rows, device, answers=tp.rank == 0),
+        pooler,
+        rows_at_once=at_once,
+        max_model_len=config.max_model_len,
+    )
+
+
+def capture(
+    steps: DeviceSteps, maker: GraphMaker, config: WorkerConfig, backend: AttentionBackend, rank: int = 0
+) -> None:
+    """Capture the graphs of a rank, unless it cannot or must not have any."""
+    reason, sizes, begun = _why_none(config, backend), graph_sizes(config), time.monotonic()
+    if reason is not None:
+        logger.info("event=no_graphs reason=%r", reason)
+        return
+    count = steps.capture(maker, sizes)
+    if rank == 0:
+        seconds = time.monotonic() - begun
+        logger.info("event=graphs_captured count=%d largest=%d seconds=%.1f", count, sizes[-1], seconds)
+
+
+def bytes_of_graphs(
+    steps: DeviceSteps, maker: GraphMaker, config: WorkerConfig, backend: AttentionBackend, meter: MemoryMeter
+) -> int:
+    """Bytes that `capture` will take from the device. Captures some graphs, and destroys them: every rank must call
+    this at the same point."""
+    if _why_none(config, backend) is not None:
+        return 0
+    return graph_bytes(lambda size: steps.capture(maker, [size]), steps.release, graph_sizes(config), meter)
+
+
+def _why_none(config: WorkerConfig, backend: AttentionBackend) -> str | None:
+    """The reason why a rank has no graphs; None if it has."""
+    if config.enforce_eager:
+        return "--enforce-eager"
+    if not isinstance(backend, CapturableBackend):
+        return f"attention backend {backend.name} reads lengths on the host"
+    return None

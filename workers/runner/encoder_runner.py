@@ -1,9 +1,6 @@
-"""One rank's encoder: load it, then execute steps, each of which has its texts whole.
+"""One rank's encoder: loads it, tries at start whether texts change each other, and runs steps of whole texts."""
 
-The counterpart of `ModelRunner`, without KV memory, graphs, sampling or pipeline stages. Blocks are numbers that the
-engine counts with: as many as its largest batch of texts can take.
-"""
-
+import random
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -17,20 +14,67 @@ from torch import Tensor
 from oarlock.workers.config import WorkerConfig, WorkerInfo
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
+from oarlock.workers.kernels.cpu.gemm import CppMatmul
 from oarlock.workers.kernels.cpu.in_use import kernels_in_use, log_kernels
 from oarlock.workers.models.encoders.encoder import Encoder
 from oarlock.workers.models.encoders.registry import read_encoder
 from oarlock.workers.protocol import StepMetadata, StepOutput, table_width
-from oarlock.workers.runner.encoder.memory import step_bytes
-from oarlock.workers.runner.encoder.trial import check_alone_and_in_company, check_sums_of_ranks
-from oarlock.workers.runner.memory_needs import is_out_of_memory
+from oarlock.workers.runner.device import use_device
+from oarlock.workers.runner.invariance import InvarianceResult, RankInvariance, check_sums
+from oarlock.workers.runner.memory_needs import encoder_step_bytes, is_out_of_memory
 from oarlock.workers.runner.pending_output import Computed, PendingOutput
-from oarlock.workers.runner.pooling.pooler import Pooler, no_logits
-from oarlock.workers.runner.rank_device import use_device
+from oarlock.workers.runner.pooler import Pooler, no_logits
 from oarlock.workers.sampling.row_chunks import empty_output
 from oarlock.workers.weights.dummy import DummyWeights
 from oarlock.workers.weights.open_checkpoint import open_checkpoint
 from oarlock.workers.weights.weight_source import weight_source
+
+_LENGTH = 48  # tokens of the text that is compared
+_OTHERS = (1, 17, 48, 5)  # tokens of the texts around it, half of them before it
+
+# ids, positions, types (int64 [T] each) and the lengths of texts -> [T, hidden]
+Hidden = Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]
+
+
+def check_alone_and_in_company(hidden: Hidden, vocab_size: int, max_len: int, device: torch.device) -> InvarianceResult:
+    """Checks that texts of two lengths get the same bits alone and in a batch with others. Every rank must call this at
+    the same point: layers sum over ranks."""
+    if device.type != "cpu":
+        return InvarianceResult(False, f"on {device.type} the libraries choose kernels by the shape of the batch")
+    started, draw = time.monotonic(), random.Random(0)
+
+    def text(length: int) -> list[int]:
+        return [draw.randrange(vocab_size) for _ in range(min(length, max_len))]
+
+    def run(texts: list[list[int]]) -> list[Tensor]:
+        lens = [len(one) for one in texts]
+        ids = torch.tensor([token for one in texts for token in one])
+        positions = torch.cat([torch.arange(length) for length in lens])
+        with torch.inference_mode():
+            return list(hidden(ids, positions, torch.zeros_like(ids), lens).split(lens))
+
+    others = [text(length) for length in _OTHERS]
+    for length in (_LENGTH, 1):
+        own = text(length)
+        (alone,) = run([own])
+        among = run([*others[:2], own, *others[2:]])[2]
+        if not torch.equal(alone, among):
+            gap = float((alone.double() - among.double()).abs().max())
+            return InvarianceResult(False, f"a text of {length} tokens among others differs by {gap:.1e} at most")
+    spent = time.monotonic() - started
+    return InvarianceResult(True, f"a text gave the same bits alone and among others ({spent:.2f} s)")
+
+
+def check_sums_of_ranks(model: Encoder) -> RankInvariance:
+    """Checks the products that are summed over ranks. Every rank must call this at the same point.
+
+    Nothing else can differ: heads are computed one by one, and all else is row by row.
+    """
+    layers = {layer.attention.reach: layer for layer in model.layers}.values()  # one of each kind
+    outputs = [output for layer in layers for output in (layer.attention.output, layer.mlp.output)]
+    by_kernels = all(isinstance(output.product, CppMatmul) for output in outputs)
+    why_not = None if by_kernels else "products are computed by torch, in an order that depends on their shape"
+    return check_sums(outputs, model.place, why_not)
 
 
 class EncoderRunner:
@@ -136,7 +180,7 @@ class EncoderRunner:
 
     def bytes_of(self, step: StepMetadata) -> int:
         """Bytes that `step` takes beside all that this rank holds."""
-        return step_bytes(self.spec, self.tp.size, step.num_tokens)
+        return encoder_step_bytes(self.spec, self.tp.size, step.num_tokens)
 
     def close(self) -> None:
         """Does nothing: an encoder holds nothing that must be freed before the process group."""

@@ -1,1 +1,0 @@
-"""Accounts for the memory of a rank's weights and steps, and refuses steps for which there is not enough."""

@@ -1,1 +1,0 @@
-"""Vectors of sequences, instead of tokens."""

@@ -1,0 +1,134 @@
+"""Steps without an engine, for warm-up, the self-tests and `verify`, and the timing of a start by a few of them.
+
+Each step writes the whole block tables of its sequences, so that it needs no step before it. A step of the whole model
+tells what any step costs, which is mostly reading the weights. What a token more costs, or a longer context, is
+arithmetic and the same in every layer: it is timed on a few layers and multiplied.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from oarlock.workers.config import StepCost
+from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
+
+
+class SequenceChunk(NamedTuple):
+    """Consecutive tokens of one sequence, as one step computes them. The last `num_drafts` of them are drafts."""
+
+    token_ids: Sequence[int]
+    start: int  # position of the first of them
+    blocks: Sequence[int]  # the sequence's KV block ids, at least as many as hold it up to here
+    num_drafts: int = 0
+
+
+def greedy_step(
+    chunks: Sequence[SequenceChunk], block_size: int, logits_indices: Sequence[int] = (), *, step_id: int = 0
+) -> StepMetadata:
+    """One step that computes `chunks`, in their order, in the first rows of the block tables.
+
+    `logits_indices`: which of the step's tokens, counted over all chunks, want logits; each gets the most likely next
+    token (temperature 0), without logprobs, bias, penalties or masks.
+    """
+    counts = [len(chunk.token_ids) for chunk in chunks]
+    positions = np.concatenate([np.arange(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks])  # [T]
+    seq_lens = np.array([chunk.start + len(chunk.token_ids) for chunk in chunks], np.int32)  # [S]
+    tables = np.full((len(chunks), -(-int(seq_lens.max()) // block_size)), NULL_BLOCK, np.int32)  # [S, B]
+    for row, (chunk, width) in enumerate(zip(chunks, -(-seq_lens // block_size), strict=True)):
+        tables[row, :width] = chunk.blocks[:width]
+    blocks = tables[np.repeat(np.arange(len(chunks)), counts), positions // block_size].astype(np.int64)  # [T]
+    table_rows, table_columns = np.divmod(np.arange(tables.size, dtype=np.int32), np.int32(tables.shape[1]))
+    drafts = np.array([chunk.num_drafts for chunk in chunks], np.int32)
+    indices = np.array(logits_indices, np.int32)
+    rows = len(indices)
+    return StepMetadata(
+        step_id=step_id,
+        token_ids=np.array([token for chunk in chunks for token in chunk.token_ids], np.int32),
+        positions=positions.astype(np.int32),
+        slot_mapping=blocks * block_size + positions % block_size,
+        query_start_loc=np.cumsum([0, *counts]).astype(np.int32),
+        seq_lens=seq_lens,
+        rows=np.arange(len(chunks), dtype=np.int32),
+        logits_indices=indices,
+        target_ids=np.full(rows, -1, np.int32),
+        sample_positions=(positions[indices] + 1).astype(np.int32),
+        temperature=np.zeros(rows, np.float32),
+        top_p=np.ones(rows, np.float32),
+        top_k=np.zeros(rows, np.int32),
+        min_p=np.zeros(rows, np.float32),
+        seeds=np.zeros(rows, np.int64),
+        num_logprobs=np.full(rows, -1, np.int32),
+        bias_rows=np.empty(0, np.int32),
+        bias_ids=np.empty(0, np.int32),
+        bias_values=np.empty(0, np.float32),
+        table_rows=table_rows,
+        table_columns=table_columns,
+        table_blocks=tables.ravel(),
+        num_drafts=drafts if drafts.any() else np.empty(0, np.int32),
+    )
+
+
+_COUNTS = (16, 64, 256)  # tokens
+_GROWTH_S = 0.4  # a size is not tried if it is likely to take longer
+_CONTEXT = 2048  # tokens
+_TRIES = 3  # the first may allocate; other processes may disturb any
+
+Execute = Callable[[StepMetadata], object]
+
+
+def time_steps(
+    execute: Execute,
+    execute_part: Execute,
+    share: float,
+    agree: Callable[[float], float],
+    *,
+    max_tokens: int,
+    max_model_len: int,
+    block_size: int,
+) -> StepCost:
+    """Measures the cost of steps. Every rank must call this at the same point.
+
+    `agree` returns the largest of all ranks' numbers, so that all ranks time the same steps. `execute_part` runs a step
+    on `share` of the layers, with the whole embedding and head. `max_tokens`: of one step. Reads and writes the null
+    block only.
+    """
+
+    def seconds(run: Execute, tokens: int, context: int, rows: int = 0) -> float:
+        step = null_step(tokens, context, rows, block_size)
+        times = []
+        for _ in range(_TRIES):
+            begun = time.perf_counter()
+            run(step)
+            times.append(time.perf_counter() - begun)
+        return agree(min(times))
+
+    counts = [count for count in _COUNTS if count <= min(max_tokens, max_model_len)] or [1]
+    small = counts[0]
+    whole_s = seconds(execute, small, small, 1)
+    times = {small: seconds(execute_part, small, small)}
+    for count in counts[1:]:
+        last = max(times)
+        if times[last] * count / last > _GROWTH_S:
+            break
+        times[count] = seconds(execute_part, count, count)
+    large = max(times)
+    token_s = whole_s / small
+    if large > small and times[large] > times[small]:
+        token_s = (times[large] - times[small]) / (large - small) / share
+    context = min(_CONTEXT, max_model_len)
+    context_s = (seconds(execute_part, small, context) - times[small]) / (small * context) / share
+    logits_s = (seconds(execute_part, small, small, small) - seconds(execute_part, small, small, 1)) / small
+    return StepCost(
+        fixed_s=max(0.0, whole_s - small * token_s),
+        token_s=token_s,
+        context_s=max(0.0, context_s),
+        logits_s=max(0.0, logits_s),
+    )
+
+
+def null_step(tokens: int, context: int, rows: int, block_size: int) -> StepMetadata:
+    """A step of the last `tokens` of `context` tokens, all in the null block; the last `rows` of them want logits."""
+    chunk = SequenceChunk([0] * tokens, context - tokens, [NULL_BLOCK] * -(-context // block_size))
+    return greedy_step([chunk], block_size, range(tokens - rows, tokens))
