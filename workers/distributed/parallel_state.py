@@ -38,7 +38,7 @@ logger = logging.getLogger("oarlock.runner")
 
 
 class TensorParallel:
-    """`rank` of `size` identical processes. Sums on the CPU run over a tree (`tree_sum.py`): all get the same bits."""
+    """`rank` of `size` identical processes. Sums on the CPU run over a tree (`tree_sum`): all get the same bits."""
 
     def __init__(
         self,
