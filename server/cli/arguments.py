@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import sys
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NoReturn, Protocol
 
 from oarlock.engine.errors import StartupError
+from oarlock.server.cli.help import fix_of, help_about, short_help
 from oarlock.server.config import vllm_flags
 from oarlock.server.config.option_checks import removed
 from oarlock.server.config.options import Option, OptionError, nearest
@@ -69,6 +71,16 @@ class Parser(argparse.ArgumentParser):
         known = "There are: " + ", ".join(self.children)
         raise UsageError(f"Unknown: {self.prog} {name}.", f"Did you mean `{self.prog} {near}`?" if near else known)
 
+    def format_help(self) -> str:
+        return short_help(self) if self.takes_settings else super().format_help()
+
+    def help_about(self, word: str) -> str:
+        """Help of `--help=WORD`. Raises `UsageError`."""
+        found = super().format_help() if word == "all" else help_about(self, word)
+        if found is None:
+            raise UsageError(f"--help={word}: there is no such group, option or word.", fix_of(self, word))
+        return found
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}.", f"`{self.prog} --help` lists what there is.")
 
@@ -77,6 +89,10 @@ def parse(parser: Parser, command: Parser | None, words: list[str]) -> argparse.
     """Parse the whole command line, of which `command` parses a part. Raises `UsageError` and `OptionError`."""
     if command is None:
         return parser.parse_args(words)
+    asked = next((word.partition("=")[2] for word in words if word.startswith("--help=")), None)
+    if asked is not None and command.takes_settings:
+        sys.stdout.write(command.help_about(asked))
+        parser.exit()
     words, notes = (words, []) if command.rewrite is None else command.rewrite(words)
     parsed, unknown = parser.parse_known_args(words)
     if unknown:

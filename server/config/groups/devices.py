@@ -63,7 +63,7 @@ class DeviceSettings:
         group=_GROUP,
         example="reference",
         choices=("auto", "cpp", "torch", "triton", "reference"),
-        help="triton: on CUDA devices; reference: plain torch, slow, for comparison",
+        help="how attention is computed; triton: on CUDA devices; reference: plain torch, slow, for comparison",
     )
     enforce_eager: bool = option(
         False,

@@ -19,7 +19,9 @@ class HttpSettings:
         example="0.0.0.0",
         help="address to listen on; beyond loopback, set an --api-key",
     )
-    port: int = option(8000, group=_GROUP, example="8080", minimum=0, maximum=65535, help="0: any free port")
+    port: int = option(
+        8000, group=_GROUP, example="8080", minimum=0, maximum=65535, help="port to listen on; 0: any free one"
+    )
     uds: str | None = option(
         None,
         group=_GROUP,
@@ -85,7 +87,7 @@ class HttpSettings:
         (),
         group=_GROUP,
         example="llm.example.org *.lan",
-        help="more names that the Host header may have where no key is required, such as the public name of a proxy; "
+        help="more names that the Host header may have where no key is required; such as the public name of a proxy; "
         "*.example.org for all below it, * for any",
     )
     max_body_size: int = option(
@@ -114,8 +116,8 @@ class HttpSettings:
         is_bytes=True,
         minimum=0,
         maximum=2**36,
-        help="memory for the responses of /v1/responses that previous_response_id goes on from, all that they take "
-        "counted, the oldest dropped first; 0: none is kept",
+        help="memory for the responses of /v1/responses that previous_response_id goes on from; all that they take "
+        "counts, the oldest are dropped first; 0: none is kept",
     )
     batch_dir: str | None = option(
         None,

@@ -131,7 +131,7 @@ class ModelSettings:
         False,
         group=_GROUP,
         example="",
-        help="write quantised weights out in --dtype at load, where their products would round inputs: exact, in the "
+        help="write quantised weights out in --dtype at load: exact where their products would round inputs, in the "
         "memory of an unquantised model",
     )
     load_format: str = option(
@@ -139,7 +139,7 @@ class ModelSettings:
         group=_GROUP,
         example="dummy",
         choices=("auto", "safetensors", "dummy"),
-        help="dummy: seeded random weights of the model's shape, for load tests",
+        help="how weights are read; dummy: seeded random weights of the model's shape, for load tests",
     )
     check_weights: bool = option(
         True, group=_GROUP, example="", help="refuse a checkpoint that holds NaN or infinity, by the tensor's name"
@@ -149,13 +149,13 @@ class ModelSettings:
         group=_GROUP,
         example="pooling",
         choices=("auto", "generate", "pooling"),
-        help="generate texts, or pooling: embeddings and scores; auto: as the checkpoint's files say",
+        help="generate texts, or embeddings and scores (pooling); auto: as the checkpoint's files say",
     )
     classifier_from_token: tuple[str, ...] = option(
         (),
         group=_GROUP,
         example="no yes",
-        help="score texts by the odds of the last of these two answers, as rerankers of the Qwen3 family do "
+        help="score texts by the odds of the last of these two answers; rerankers of the Qwen3 family do so "
         "(default: as config.json or modules.json says)",
     )
     generation_config: str = option(

@@ -43,7 +43,12 @@ class SchedulingSettings:
         help="schedule each step while the one before runs (default: where the engine has a core besides the ranks')",
     )
     max_waiting_requests: int = option(
-        512, group=_GROUP, example="1024", minimum=1, maximum=2**20, help="beyond: 429 with Retry-After"
+        512,
+        group=_GROUP,
+        example="1024",
+        minimum=1,
+        maximum=2**20,
+        help="requests that may wait; beyond: 429 with Retry-After",
     )
     block_size: int = option(32, group=_GROUP, example="16", minimum=1, maximum=1024, help="tokens in one KV block")
     kv_cache_memory: int | None = option(
@@ -101,8 +106,8 @@ class SchedulingSettings:
         group=_GROUP,
         example=speculative.EXAMPLE,
         is_json=True,
-        help="draft tokens by looking up the last ones in the request's own text, and check several in one step; keys: "
-        "method (ngram), num_speculative_tokens, prompt_lookup_max, prompt_lookup_min (default: no drafts)",
+        help="draft tokens by looking up the last ones in the request's own text; several are checked in one step; "
+        "keys: method (ngram), num_speculative_tokens, prompt_lookup_max, prompt_lookup_min (default: no drafts)",
     )
     kv_events_config: str | None = option(
         None,

@@ -41,15 +41,6 @@ def test_quick_commands_import_nothing_heavy(arguments):
     assert answer.stdout.endswith("heavy: []\n"), answer.stdout[-500:]
 
 
-def test_help_shows_every_flag_with_its_environment_name(capsys):
-    with pytest.raises(SystemExit):
-        main(["serve", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    for described in OPTIONS.values():
-        assert described.flag in text
-        assert described.env in text
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "cause", "fix"),
     [
@@ -210,3 +201,36 @@ def test_each_command_is_listed_parsed_and_run(monkeypatch, capsys):
         main(["--help"])
     assert "count things" in capsys.readouterr().out
     assert seen == [7]
+
+
+def shown_help(capsys, *words: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", *words])
+    assert not end.value.code
+    return capsys.readouterr().out
+
+
+def test_help_of_serve_is_a_line_for_each_option_by_groups(capsys):
+    lines = shown_help(capsys, "--help").splitlines()
+    assert lines[0] == "usage: oarlock serve [MODEL] [OPTIONS]"
+    assert max(map(len, lines)) <= 120
+    headings = [line[:-1] for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["options", *dict.fromkeys(option.group for option in OPTIONS.values()), "exit codes"]
+    for option in OPTIONS.values():
+        (line,) = [line for line in lines if line.startswith(f"  {option.flag} ")]
+        assert option.help.startswith(line.removeprefix(f"  {option.flag} ").strip())
+
+
+def test_help_says_all_of_everything_of_a_group_of_an_option_or_of_a_word(capsys):
+    whole, http = shown_help(capsys, "--help=all"), shown_help(capsys, "--help=http")
+    assert all(option.flag in whole and option.env in whole for option in OPTIONS.values())
+    assert all((option.env in http) == (option.group == "HTTP") for option in OPTIONS.values())
+    (line, *_) = [line for line in shown_help(capsys, "--help=--max_num_seqs").splitlines() if line.startswith("  -")]
+    assert line.startswith("  --max-num-seqs INTEGER")
+    assert "OARLOCK_KV_CACHE_MEMORY" in shown_help(capsys, "--help=kv-cache")
+    assert "--max-body-size SIZE" in shown_help(capsys, "--help=413")
+    assert "--node-rank" in shown_help(capsys, "--port", "1", "--help=several-hosts")
+    assert main(["serve", "--help=max-num-sekw"]) == 2
+    assert "fix: Did you mean --help=max-num-seqs?" in capsys.readouterr().err
+    assert main(["serve", "--help=qqqq"]) == 2
+    assert "The groups are: options, Model, HTTP" in capsys.readouterr().err
