@@ -146,12 +146,14 @@ def systems(result: Result) -> str:
     return table(["system", "version", "type of weights", "interface", "start, s", "busy cores when idle"], rows)
 
 
-def figures(result: Result) -> str:
-    """Table of every measure of every system."""
+def figures(result: Result, beside_chart: bool = False) -> str:
+    """Table of every measure of every system, without the figures that a chart shows."""
     names = list(result["systems"])
     rows = []
     for measure in result["rounds"][0]["measures"]:
         for phrase, figure, _ in shown_of(measure):
+            if beside_chart and figure is not output:
+                continue
             rows.append([f"{measure} {phrase}", *(cell(over_rounds(result, measure, name, figure)) for name in names)])
     return table(["", *(label(result, name) for name in names)], rows)
 
@@ -214,54 +216,57 @@ def described(result: Result) -> str:
     )
 
 
-def peers(result: Result) -> str:
-    """Everything about one comparison, as Markdown."""
+def peers(result: Result, beside_chart: bool = False) -> str:
+    """Everything about one comparison, as Markdown, without the figures that a chart beside it shows."""
     ours = [name for name in result["systems"] if is_ours(name)]
     parts = [described(result), *(ratios(result, name) for name in ours if len(result["systems"]) > 1)]
-    parts += [figures(result), ceilings(result), shares(result)]
+    parts += [figures(result, beside_chart), ceilings(result), shares(result)]
     if any(name.startswith("c=") for name in result["rounds"][0]["measures"]):
         parts += [outside_steps(result, name) for name in ours]
     return "\n\n".join([*parts, systems(result)])
 
 
-def scaling(result: dict[str, Any]) -> str:
-    """A heading and two tables per model and type."""
+def scaling(result: dict[str, Any], beside_chart: bool = False) -> str:
+    """A heading and two tables per model and type, without the columns that a chart beside them shows."""
     parts = []
     for model in result["models"]:
         parts.append(f"**Qwen2.5-{model['shape'].upper()}'s shape, {model['dtype']}**")
         names = list(model["rounds"][0]["points"])
         for what, sweep in (("batch", _batch_table), ("length", _length_table)):
             if chosen := [name for name in names if name.startswith(what)]:
-                parts.append(sweep(model, chosen))
+                parts.append(sweep(model, chosen, beside_chart))
     return "\n\n".join(parts)
 
 
-def _values(model: dict[str, Any], point: str, ranks: str, key: str) -> list[float]:
+def values(model: dict[str, Any], point: str, ranks: str, key: str) -> list[float]:
+    """A figure of each round; of a distribution its median."""
     figures = [turn["points"][point][ranks] for turn in model["rounds"]]
     return [one[key]["p50"] if isinstance(one[key], dict) else one[key] for one in figures]
 
 
-def _batch_table(model: dict[str, Any], names: list[str]) -> str:
+def _batch_table(model: dict[str, Any], names: list[str], beside_chart: bool) -> str:
     first, *more = model["rounds"][0]["points"][names[0]]
     rows = []
     for name in names:
-        speeds = {ranks: _values(model, name, ranks, "output_tokens_per_s") for ranks in (first, *more)}
+        speeds = {ranks: values(model, name, ranks, "output_tokens_per_s") for ranks in (first, *more)}
         ratios = [spread(a / b for a, b in zip(speeds[ranks], speeds[first], strict=True)) for ranks in more]
-        tpot, speed = spread(_values(model, name, first, "tpot_ms")), spread(speeds[first])
-        rows.append([name.partition(" ")[2], cell(tpot), cell(speed), *map(cell, ratios)])
-    head = ["sequences at a time", "ms per token", "output tokens/s"]
+        charted = [] if beside_chart else [spread(speeds[first])]
+        figures = [spread(values(model, name, first, "tpot_ms")), *charted, *ratios]
+        rows.append([name.partition(" ")[2], *map(cell, figures)])
+    head = ["sequences at a time", "ms per token", *([] if beside_chart else ["output tokens/s"])]
     return table([*head, *(f"output with {ranks} ranks, as a multiple" for ranks in more)], rows)
 
 
-def _length_table(model: dict[str, Any], names: list[str]) -> str:
+def _length_table(model: dict[str, Any], names: list[str], beside_chart: bool) -> str:
     first, *more = model["rounds"][0]["points"][names[0]]
     rows = []
     for name in names:
         length = int(name.partition(" ")[2])
-        waits = {ranks: _values(model, name, ranks, "ttft_ms") for ranks in (first, *more)}
+        waits = {ranks: values(model, name, ranks, "ttft_ms") for ranks in (first, *more)}
         ratios = [spread(b / a for a, b in zip(waits[ranks], waits[first], strict=True)) for ranks in more]
-        rate = spread(1e3 * length / wait for wait in waits[first])
-        tpot = spread(_values(model, name, first, "tpot_ms"))
-        rows.append([f"{length:,}", cell(spread(waits[first])), cell(rate), cell(tpot), *map(cell, ratios)])
-    head = ["tokens of prompt", "first token, ms", "prompt tokens/s", "ms per token at that context"]
+        rate, tpot = spread(1e3 * length / wait for wait in waits[first]), spread(values(model, name, first, "tpot_ms"))
+        charted = [] if beside_chart else [spread(waits[first])]
+        rows.append([f"{length:,}", *map(cell, [*charted, rate, tpot, *ratios])])
+    head = ["tokens of prompt", *([] if beside_chart else ["first token, ms"]), "prompt tokens/s"]
+    head.append("ms per token at that context")
     return table([*head, *(f"prompt speed with {ranks} ranks, as a multiple" for ranks in more)], rows)

@@ -1,6 +1,6 @@
 """Metrics and routes that routers read from a replica, by name, type and labels, on a server as a user runs it.
 
-The tables are those of docs/replicas.md: inference gateways (llm-d), production-stack and autoscalers read these names.
+The tables are those of docs/routers.md: inference gateways (llm-d), production-stack and autoscalers read these names.
 """
 
 import json
@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.block_reader import num_held, reading
 from tests.e2e.running import DEMO, READY_WITHIN_S, ROOT, RunningServer, command, environment, eventually
 
-PAGE = (ROOT / "docs" / "replicas.md").read_text()
+PAGE = (ROOT / "docs" / "routers.md").read_text()
 BLOCK_SIZE = 16
 TOPIC = "kv@pod-1@oarlock-demo"
 OWN = {"model_name", "engine"}
@@ -116,7 +116,7 @@ def test_every_metric_has_its_name_type_and_labels(server):
     assert int(config.labels["num_gpu_blocks"]) > 1
     for name, (kind, labels) in METRICS.items():
         row = re.search(rf"^\|.*`{re.escape(name)}`.*\| {kind} \|.*$", PAGE, re.MULTILINE)
-        assert row, f"docs/replicas.md has no row for {name}, {kind}"
+        assert row, f"docs/routers.md has no row for {name}, {kind}"
         assert all(f"`{label}`" in row[0] for label in labels - OWN)
 
 
@@ -126,7 +126,7 @@ def test_every_route_answers_as_routers_expect(server):
         answer = server.client.request(method, path, json=body)
         assert answer.status_code == 200, (path, answer.text)
         assert keys is None or keys <= answer.json().keys(), path
-        assert f"`{method} {path}`" in PAGE, f"docs/replicas.md has no row for {method} {path}"
+        assert f"`{method} {path}`" in PAGE, f"docs/routers.md has no row for {method} {path}"
     card = server.client.get("/v1/models").json()["data"][0]
     assert (card["id"], card["root"], card["parent"]) == ("oarlock-demo", "oarlock-demo", None)
     assert card["max_model_len"] > 0

@@ -1,6 +1,6 @@
 """The parts of docs/ that are made from the code: tables of options, parameters, faults and folders, and pictures.
 
-Run as a program it writes them; the tests compare. A part stands between two markers of its page.
+Run as a program it writes them; the tests compare. A part stands between two markers of its page; charts are files.
 
     python -m tests.house.documents
 """
@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from oarlock.server.chat import reasoning_parser
 from oarlock.server.chat.tool_parsers import registry as tool_formats
@@ -86,6 +87,14 @@ def measured(what: str) -> str:
     return page.sections(what)
 
 
+def charts() -> dict[Path, str]:
+    """Charts of these results, by their files."""
+    from benchmarks import page
+
+    return {ROOT / "docs" / name: svg for name, svg in page.pictures().items()}
+
+
+MADE_PART = re.compile(r"<!-- made from the code: (.*?) -->.*?<!-- end: \1 -->", re.DOTALL)
 # (page, name of its marker, what belongs between the markers)
 MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/configuration.md", "options", as_markdown),
@@ -117,7 +126,15 @@ def main() -> int:
         path = ROOT / name
         path.write_text(filled(path.read_text(), marker, make()))
         print(f"wrote {marker} in {name}")
+    for path, svg in charts().items():
+        path.write_text(svg)
+        print(f"wrote {path.relative_to(ROOT)}")
     return 0
+
+
+def hand_written(page: str) -> str:
+    """`page` without what is made from the code."""
+    return MADE_PART.sub("", page)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 
 import oarlock
+from tests.house.documents import hand_written
 from tests.house.rules import PACKAGES, ROOT, python_files
 
 CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
-MADE = re.compile(r"<!-- made from the code: (.*?) -->.*?<!-- end: \1 -->", re.DOTALL)
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -23,7 +23,7 @@ NAME = re.compile(r"(?:[A-Z][a-z]\w*|[A-Z]+[a-z]\w*)(?:\.\w+)?(?:\(\))?|\w+\(\)"
 
 def spans(page: str) -> list[str]:
     """The text of every code span, without fenced blocks and what is made from the code."""
-    return CODE_SPAN.findall(FENCED.sub("", MADE.sub("", page)))
+    return CODE_SPAN.findall(FENCED.sub("", hand_written(page)))
 
 
 def missing_files(page: str) -> list[str]:

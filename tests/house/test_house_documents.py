@@ -19,6 +19,7 @@ from tests.house import documents
 from tests.house.rules import ROOT
 
 API = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("api", "embeddings", "observability"))
+MAX_PAGE_WORDS = 4_000  # without what is made from the code
 RELIABILITY = (ROOT / "docs" / "reliability.md").read_text()
 
 
@@ -27,6 +28,20 @@ def test_what_is_made_from_the_code_is_up_to_date(page, marker, make):
     text = (ROOT / page).read_text()
     assert documents.filled(text, marker, make()) == text, "run `make docs`"
     assert documents.filled(text, marker, make() + "one line more") != text
+
+
+def test_charts_are_up_to_date():
+    charts = documents.charts()
+    assert charts and {path: path.read_text() for path in charts} == charts, "run `make docs`"
+    assert set((ROOT / "docs").glob("*.svg")) == set(charts), "a chart that no result makes"
+
+
+def test_no_page_has_more_words_by_hand_than_a_reader_bears():
+    pages = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("[bt]*/**/README.md")]
+    words = {path.name: len(documents.hand_written(path.read_text("utf-8")).split()) for path in pages}
+    assert len(pages) > 25 and {name: count for name, count in words.items() if count > MAX_PAGE_WORDS} == {}
+    made = "one two\n<!-- made from the code: x -->\nthree\n<!-- end: x -->\nfour"
+    assert documents.hand_written(made).split() == ["one", "two", "four"]
 
 
 def test_a_page_without_markers_is_a_mistake():

@@ -1,4 +1,4 @@
-"""A wrong value in a manifest is one line of cause and one of fix, which docs/replicas.md shows."""
+"""A wrong value in a manifest is one line of cause and one of fix, which docs/deployment.md shows."""
 
 import pytest
 
@@ -28,4 +28,4 @@ def test_the_log_says_what_is_wrong_and_what_to_do(arguments, environment, statu
         monkeypatch.setenv(name, value)
     assert main(["serve", *arguments]) == status
     cause, fix = (line.split(": ", 1)[1] for line in capsys.readouterr().err.splitlines())
-    assert f"`{cause}` / `{fix.split(';')[0]}" in (ROOT / "docs" / "replicas.md").read_text()
+    assert f"`{cause}` / `{fix.split(';')[0]}" in (ROOT / "docs" / "deployment.md").read_text()

@@ -1,10 +1,11 @@
 """The tables of results, from figures that are given: medians, ranges, ratios by round, shares of the ceilings."""
 
 import json
+from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import environments, machine, page, tables
+from benchmarks import charts, environments, machine, page, tables
 from benchmarks.tables import Spread
 
 
@@ -111,19 +112,43 @@ def test_the_tables_of_growth():
     assert "| 1,000 | 500 (500 to 500) | 2,000 (2,000 to 2,000) | 500 (500 to 500) | 2.00 (2.00 to 2.00) |" in text
 
 
-def test_a_section_per_kind_of_processor(result, tmp_path):
-    assert page.sections("peers", tmp_path) == "Not measured yet."
+def test_a_section_and_a_chart_per_kind_of_processor(result, tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "RESULTS", tmp_path / "results.json")
+    assert page.sections("peers") == "Not measured yet." and page.pictures() == {}
     for kind in ("neon", "avx2"):
-        (tmp_path / f"peers-{kind}.json").write_text(json.dumps(result))
-    text = page.sections("peers", tmp_path)
+        result["machine"]["kind"] = kind
+        (tmp_path / "one.json").write_text(json.dumps(result))
+        assert page.take_in(tmp_path / "one.json") == f"peers-{kind}"
+    text = page.sections("peers")
     assert [line for line in text.splitlines() if line.startswith("### ")] == [
         "### x86-64 with AVX2 and without AVX512",
         "### ARM without BF16",
     ]
+    assert "](performance-peers-avx2.svg)" in text and "c=1 decode, tokens/s" not in text
+    assert list(page.pictures()) == ["performance-peers-avx2.svg", "performance-peers-neon.svg"]
 
 
-def test_figures_are_stored_with_four_digits():
-    assert page.rounded({"a": [1.23456, 7, "x"], "b": 123456.0}) == {"a": [1.235, 7, "x"], "b": 123500.0}
+def test_a_chart_has_a_bar_for_each_system_and_every_figure_in_its_description(result):
+    drawn = ElementTree.fromstring(charts.peers(result))
+    name = "{http://www.w3.org/2000/svg}"
+    bars = [one for one in drawn.iter(f"{name}rect") if one.get("class") in ("strong", "weak")]
+    assert [one.get("class") for one in bars] == ["strong", "weak"] * 2
+    assert float(bars[0].get("width")) == pytest.approx(2 * float(bars[1].get("width")), abs=0.1)
+    (description,) = drawn.iter(f"{name}desc")
+    assert "Oarlock 10.0 (9.00 to 12.0), Peer 5.00 (4.00 to 6.00)" in description.text
+    assert "Oarlock 500 (500 to 500), Peer 1,000" in description.text
+
+
+def test_a_result_is_stored_without_what_no_page_shows():
+    run = {
+        "output_tokens_per_s": 1.23456,
+        "requests": 3,
+        "itl_ms": {"p50": 1.0},
+        "ttft_ms": {"p50": 123456.0, "p90": 2.0},
+    }
+    assert page.shown([run, 7]) == [{"output_tokens_per_s": 1.235, "ttft_ms": {"p50": 123500.0}}, 7]
+    long = {"a": [list(range(60)), {"b": "x" * page.LONGEST_LINE}], "c": [{"d": 1}]}
+    assert json.loads(page.compact(long)) == long and '\n "c": [{"d": 1}]' in page.compact(long)
 
 
 @pytest.mark.parametrize(
