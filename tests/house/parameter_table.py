@@ -5,6 +5,7 @@ Builds an application without an engine and reads its OpenAPI document.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from oarlock.server.config.settings import Settings
@@ -25,6 +26,7 @@ _SAME_BODY = {
     "/v1/tokenize": "/tokenize",
     "/v1/detokenize": "/detokenize",
 }
+_REFUSED = "Known and not supported by any of these routes; a value is a 400, unless it asks for nothing: {}."
 _MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 
@@ -43,7 +45,8 @@ def as_markdown() -> str:
         if name in shared and parameter == found["/v1/chat/completions"]["parameters"][name]
     }
     generating = "`/v1/completions`, `/v1/chat/completions`, `/v1/responses` and `/v1/messages`"
-    lines += ["", f"### {generating}", "", *_table(both)]
+    everywhere = set.intersection(*(set(entry["refused"]) for entry in found.values() if entry.get("refused")))
+    lines += ["", f"### {generating}", "", *_table(both), "", _REFUSED.format(_names(sorted(everywhere)))]
     for path, entry in found.items():
         if "parameters" not in entry or path in _SAME_BODY:
             continue
@@ -56,8 +59,8 @@ def as_markdown() -> str:
         also = [other for other, shown in _SAME_BODY.items() if shown == path]
         lines += ["", f"### `{path}`" + (", and the same for " if also else "") + ", ".join(f"`{i}`" for i in also), ""]
         lines += _table(own)
-        if is_generating and entry["refused"]:
-            lines += ["", _refused(entry["refused"])]
+        if is_generating and (here := [name for name in entry["refused"] if name not in everywhere]):
+            lines += ["", f"Nor are supported here: {_names(here)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -69,9 +72,8 @@ def _table(parameters: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _refused(refused: dict[str, list[Any]]) -> str:
-    names = ", ".join(f"`{name}`" for name in refused)
-    return f"Known and not supported here; any value but the one that asks for nothing is a 400: {names}."
+def _names(fields: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in fields)
 
 
 def _cell(text: str) -> str:
