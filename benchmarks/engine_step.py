@@ -73,7 +73,7 @@ def published(scheduler: Any, address: str | None) -> Generator[Callable[[], Non
 
 def recorder(scheduler: Any) -> Callable[[Any, float], None]:
     """Function that notes each step before its answer is applied, as the engine does."""
-    steps, stats, rank_ns = scheduler.traces.steps, scheduler.stats, (10_000_000, 10_000_000)
+    steps, stats, rank_ns = scheduler.requests.log.steps, scheduler.stats, (10_000_000, 10_000_000)
 
     def record(output: Any, now: float) -> None:
         steps.observe(now, 0.01, output.num_seqs, output.num_prompt_tokens, stats.generation_tokens, rank_ns)

@@ -126,7 +126,7 @@ class EngineCore:
         scheduler, num_prompt_tokens = self.scheduler, output.num_prompt_tokens
         num_before, rank_ns = scheduler.stats.generation_tokens, self.executor.step_times_ns
         scheduler.stats.step_time_s.observe(seconds)
-        scheduler.traces.steps.observe(begun_s, seconds, output.num_seqs, num_prompt_tokens, num_before, rank_ns)
+        scheduler.requests.log.steps.observe(begun_s, seconds, output.num_seqs, num_prompt_tokens, num_before, rank_ns)
         scheduler.step_costs.observe(output.num_decodes + output.num_drafts, num_prompt_tokens, seconds)
 
     def _take_back(self, output: SchedulerOutput) -> TokenEvents:

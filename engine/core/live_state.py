@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from itertools import chain, groupby, islice
 
-from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
+from oarlock.engine.kv_cache.manager import KVCacheManager
 from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.sequence import Sequence, Status
 from oarlock.engine.stats import EngineState, KvState, OpenRequest, RequestHistory
@@ -14,24 +14,24 @@ MAX_SLOWEST = 20
 
 def live_state(scheduler: Scheduler, now: float) -> EngineState:
     """Take the state between two steps. `now`: the engine's clock."""
-    stats, steps = scheduler.refresh_gauges(), scheduler.traces.steps
+    stats, steps = scheduler.refresh_gauges(), scheduler.requests.log.steps
     return EngineState(
         running=stats.num_requests_running,
         waiting=stats.num_requests_waiting,
         kv=_kv_state(scheduler.kv_cache_manager),
         step=steps.times(),
         tokens_per_second=steps.token_rates(now, stats.generation_tokens),
-        slowest=[_open_request(seq, now) for seq in islice(scheduler.open_requests.values(), MAX_SLOWEST)],
+        slowest=[_open_request(seq, now) for seq in islice(scheduler.requests.by_id.values(), MAX_SLOWEST)],
     )
 
 
 def history(scheduler: Scheduler, request_id: int) -> RequestHistory | None:
     """History of a request that is open, or was one of the last to end."""
-    seq = scheduler.open_requests.get(request_id)
+    seq = scheduler.requests.by_id.get(request_id)
     if seq is not None:
-        return seq.trace.history(seq.num_generated_tokens)
-    trace = scheduler.traces.find(request_id)
-    return None if trace is None else trace.history(trace.output_tokens)
+        return seq.timeline.history(seq.num_generated_tokens)
+    timeline = scheduler.requests.log.ended.get(request_id)
+    return None if timeline is None else timeline.history(timeline.output_tokens)
 
 
 def _kv_state(manager: KVCacheManager) -> KvState:
@@ -56,8 +56,8 @@ def _open_request(seq: Sequence, now: float) -> OpenRequest:
     return OpenRequest(
         request_id=seq.request_id,
         state="running" if seq.status is Status.RUNNING else "waiting",
-        age_s=round(now - seq.arrival_s, 3),
+        age_s=round(now - seq.timeline.arrival_s, 3),
         prompt_tokens=seq.num_prompt_tokens,
-        cached_tokens=seq.num_cached_tokens,
+        cached_tokens=seq.timeline.cached_tokens,
         output_tokens=seq.num_generated_tokens,
     )

@@ -1,1 +1,1 @@
-"""KV blocks outside the pool: their hashes, the events published about them, and the tiers that keep evicted ones."""
+"""KV blocks: which sequences hold them, the prefix cache and its events, and tiers for evicted ones. No tensors."""

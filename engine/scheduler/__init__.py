@@ -1,1 +1,1 @@
-"""Decides which requests run next, and which KV blocks they hold. Pure: no clock, no randomness."""
+"""Decides which requests run next, and applies the answers to steps. Pure: no clock, no randomness, no process."""

@@ -1,21 +1,24 @@
-"""Applies the answer to a step: appends tokens, caches full blocks, ends complete sequences.
+"""Applies the answer to a step, or takes the step back where the ranks had too little memory for it.
 
-Decodes whose tokens need only be appended and sent are handled together, in `RunningColumns`; all others one by one.
-Both ways have the same effect for such a token: `tests/unit/engine/test_columns.py` compares them.
+Tokens are appended, full blocks cached, and complete sequences ended. Decodes whose tokens need only be appended and
+sent are handled together, in `DecodeState`; all others one by one. Both ways have the same effect for such a token:
+`tests/unit/engine/test_decode_state.py` compares them.
+
+Each refusal halves the most tokens of a step; steps that run double it again. Steps that were sent ahead of the answer
+are refused with it, and undone as well.
 """
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Outputs
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from oarlock.engine.errors import NO_TOKEN, NOT_FINITE
-from oarlock.engine.scheduler import request_stats
-from oarlock.engine.scheduler.decode_state import RunningColumns
-from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
+from oarlock.engine.kv_cache.manager import KVCacheManager
+from oarlock.engine.scheduler.decode_state import DecodeState
+from oarlock.engine.scheduler.open_requests import OpenRequests
 from oarlock.engine.scheduler.output import (
     NO_DECODES,
     Decodes,
@@ -29,32 +32,20 @@ from oarlock.engine.scheduler.sequence import Sequence, Status
 from oarlock.engine.types import FinishReason, TokenEvent, TokenEvents, TokenLogprobs
 from oarlock.workers.protocol import FINITE, NONFINITE
 
-if TYPE_CHECKING:
-    from oarlock.engine.scheduler.request_queue import RequestQueue
-    from oarlock.engine.stats import EngineStats
+GROWS_AFTER = 32  # steps that ran
+FEWEST_TRIES = 3  # refusals in a row before a step of a single token is given up
+MOST_REFUSALS = 16  # of steps with the same newest sequence, which then fails; enough from 65,536 tokens down to one
 
 
 class Answers:
-    """Applies answers to the sequences of one scheduler, which are in `columns`."""
+    """Applies answers to the sequences of one scheduler."""
 
-    def __init__(
-        self,
-        columns: "RunningColumns",
-        kv_cache_manager: "KVCacheManager",
-        queue: "RequestQueue",
-        stats: "EngineStats",
-        finish: Callable[[Sequence, FinishReason, float, TokenEvent | None], TokenEvent],
-        fail: Callable[[int, str, float, str | None], TokenEvent | None],
-        fail_after_exception: Callable[[Sequence, str, float], TokenEvent],
-    ) -> None:
-        """`finish`, `fail` and `fail_after_exception` are methods of `Scheduler`."""
-        self._columns = columns
-        self._kv_cache_manager = kv_cache_manager
-        self._queue = queue
-        self._stats = stats
-        self._finish = finish
-        self._fail = fail
-        self._fail_after_exception = fail_after_exception
+    def __init__(self, requests: OpenRequests) -> None:
+        self._requests = requests
+        self._stats = requests.stats
+        self._state = requests.decode_state
+        self._kv_cache_manager = requests.kv_cache_manager
+        self._queue = requests.waiting
 
     def apply(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> TokenEvents:
         """Apply `result`, the answer to `output`, and return its events.
@@ -70,7 +61,7 @@ class Answers:
         for item, first in others:
             self._apply_one(item, result, first, 0, now, events)
             if item.seq.status is Status.RUNNING:
-                self._columns.refresh_tokens(item.seq)
+                self._state.refresh_tokens(item.seq)
         pooled = result.pooled()
         for place, (item, first, _) in enumerate(output.with_rows(), len(decodes.rows)):
             if item.seq.pooling is not None:
@@ -84,11 +75,11 @@ class Answers:
             if item.seq.status is Status.RUNNING:
                 self._apply_one(item, result, first, num_accepted, now, events)
             if item.seq.status is Status.RUNNING:
-                self._columns.refresh(item.seq)
+                self._state.refresh(item.seq)
         return events
 
     def _seq_in(self, row: int) -> Sequence:
-        seq = self._columns.seqs[row]
+        seq = self._state.seqs[row]
         assert seq is not None
         return seq
 
@@ -98,9 +89,9 @@ class Answers:
             return
         try:
             self._kv_cache_manager.cache_blocks(seq, num_computed)
-            self._columns.refresh_look(seq)
+            self._state.refresh_look(seq)
         except Exception:
-            events.others.append(self._fail_after_exception(seq, "commit", now))
+            events.others.append(self._requests.fail_after_exception(seq, "commit", now))
 
     # -- together
 
@@ -109,17 +100,17 @@ class Answers:
     ) -> tuple[np.ndarray | None, list[tuple[ScheduledTokens, int]]]:
         """Cache full blocks of decodes. Returns which tokens need only be appended, bool [D], None if all; and the
         decodes that need more work, with their rows of logits. Sequences that do not run any more are in neither."""
-        columns, rows, positions = self._columns, decodes.rows, decodes.positions
+        state, rows, positions = self._state, decodes.rows, decodes.positions
         token_ids = result.answer.token_ids[: len(rows)]
-        needs_look = columns.needs_look(rows, positions, token_ids)
+        needs_look = state.needs_look(rows, positions, token_ids)
         if not result.all_finite:
             needs_look |= ~result.is_finite[: len(needs_look)]
-        if columns.num_released == decodes.num_released:
+        if state.num_released == decodes.num_released:
             if not len(needs_look.nonzero()[0]):
                 return None, []
             is_plain = ~needs_look
         else:
-            runs = columns.still_run(rows, decodes.num_released)
+            runs = state.still_run(rows, decodes.num_released)
             is_plain = runs & ~needs_look
             needs_look &= runs
         others, block_size = [], self._kv_cache_manager.block_size
@@ -131,7 +122,7 @@ class Answers:
                 self._cache_blocks(seq, position + 1, now, events)
                 if seq.status is not Status.RUNNING:
                     continue
-                if position < columns.look_at[row] and token not in seq.stop_ids:
+                if position < state.look_at[row] and token not in seq.stop_ids:
                     is_plain[index] = True
                     continue
             others.append((ScheduledTokens(seq, position, 1, True), index))
@@ -141,21 +132,31 @@ class Answers:
         self, decodes: Decodes, is_plain: np.ndarray | None, result: ModelRunnerOutput, now: float, events: TokenEvents
     ) -> None:
         """Append the tokens of the decodes in `is_plain`, the first of `events`. None: of all decodes."""
-        columns, rows, positions = self._columns, decodes.rows, decodes.positions
+        state, rows, positions = self._state, decodes.rows, decodes.positions
         token_ids = result.answer.token_ids[: len(rows)]
         if is_plain is not None:
             rows, positions, token_ids = rows[is_plain], positions[is_plain], token_ids[is_plain]
         if len(rows):
-            request_stats.record_tokens(self._stats, columns.append(rows, positions, token_ids, now))
+            self._record_tokens(state.append(rows, positions, token_ids, now))
             self._count_generated(rows)
             events.token_ids = array("i", token_ids.tobytes())
-            events.request_ids, events.num_cached_tokens = columns.sent_with(rows)
+            events.request_ids, events.num_cached_tokens = state.sent_with(rows)
+
+    def _record_tokens(self, since_s: np.ndarray) -> None:
+        """Count the tokens that a step sampled for n sequences that had one before; `since_s`, float64 [n]: the time
+        since. Most got that one in the same step before, so that there are few different times."""
+        self._stats.generation_tokens += len(since_s)
+        if not len((since_s != since_s[0]).nonzero()[0]):
+            self._stats.inter_token_latency_s.observe(float(since_s[0]), len(since_s))
+            return
+        for seconds, num_tokens in zip(*np.unique(since_s, return_counts=True), strict=True):
+            self._stats.inter_token_latency_s.observe(float(seconds), int(num_tokens))
 
     def _count_generated(self, rows: np.ndarray) -> None:
         if self._queue.has_had_several_clients:
-            for client, num_tokens in enumerate(np.bincount(self._columns.clients[rows]).tolist()):
+            for client, num_tokens in enumerate(np.bincount(self._state.clients[rows]).tolist()):
                 if num_tokens:
-                    self._queue.count_generated(self._columns.client_names[client], num_tokens)
+                    self._queue.count_generated(self._state.client_names[client], num_tokens)
 
     # -- one by one
 
@@ -172,7 +173,7 @@ class Answers:
         try:
             event = self._update_sequence(item, result, first, num_accepted, now, events)
         except Exception:
-            event = self._fail_after_exception(item.seq, "commit", now)
+            event = self._requests.fail_after_exception(item.seq, "commit", now)
         if event is not None:
             events.others.append(event)
 
@@ -191,15 +192,15 @@ class Answers:
                     values = values[max(0, seq.num_returned_vectors - item.start) * size :]
                     seq.num_returned_vectors += len(values) // size
                 if values:
-                    event = TokenEvent(seq.request_id, num_cached_tokens=seq.num_cached_tokens, pooled=values)
+                    event = TokenEvent(seq.request_id, num_cached_tokens=seq.timeline.cached_tokens, pooled=values)
                 if item.start + item.num_tokens == seq.num_tokens:
-                    event = self._finish(seq, FinishReason.STOP, now, event)
+                    event = self._requests.finish(seq, FinishReason.STOP, now, event)
         except Exception:
-            event = self._fail_after_exception(seq, "commit", now)
+            event = self._requests.fail_after_exception(seq, "commit", now)
         if event is not None:
             events.others.append(event)
         if seq.status is Status.RUNNING:
-            self._columns.refresh(seq)
+            self._state.refresh(seq)
 
     def _update_sequence(
         self,
@@ -225,19 +226,19 @@ class Answers:
         is_complete = not seq.samples and item.start + item.num_tokens == seq.num_tokens
         if not scored and not is_complete:
             return None
-        event = TokenEvent(seq.request_id, prompt_logprobs=scored, num_cached_tokens=seq.num_cached_tokens)
-        return self._finish(seq, FinishReason.LENGTH, now, event) if is_complete else event
+        event = TokenEvent(seq.request_id, prompt_logprobs=scored, num_cached_tokens=seq.timeline.cached_tokens)
+        return self._requests.finish(seq, FinishReason.LENGTH, now, event) if is_complete else event
 
     def _fail_without_token(self, seq: Sequence, states: list[int], now: float) -> TokenEvent | None:
         """Fail a sequence without a token to choose: its logits are not finite, or its fields ban every token."""
         if NONFINITE not in states:
-            return self._fail(seq.request_id, NO_TOKEN, now, seq.masked_by)
+            return self._requests.fail(seq, NO_TOKEN, now, seq.masked_by)
         return self._fail_nonfinite(seq, now)
 
     def _fail_nonfinite(self, seq: Sequence, now: float) -> TokenEvent | None:
         self._stats.num_nonfinite += 1
         self._kv_cache_manager.evict_blocks(seq)  # its keys and values may not be finite either
-        return self._fail(seq.request_id, NOT_FINITE, now, None)
+        return self._requests.fail(seq, NOT_FINITE, now)
 
     def _append_tokens(
         self,
@@ -268,7 +269,7 @@ class Answers:
             return event
         if token_ids[count - 1] in seq.stop_ids:
             event = replace(event, stop_token_id=token_ids[count - 1])
-        return self._finish(seq, reason, now, event)
+        return self._requests.finish(seq, reason, now, event)
 
     def _count_tokens(
         self,
@@ -284,13 +285,19 @@ class Answers:
         if item.drafts:
             seq.num_computed_tokens = item.start + len(token_ids)  # all but the newest
             self._kv_cache_manager.cache_blocks(seq, seq.num_computed_tokens)
-        request_stats.record_tokens_of(self._stats, seq, len(token_ids), now)
+        last_s = seq.last_token_s
+        if last_s is None:
+            assert len(token_ids) == 1
+            seq.timeline.got_first_token(now)
+        else:  # tokens of one step share the time since the one before
+            self._stats.generation_tokens += len(token_ids)
+            self._stats.inter_token_latency_s.observe((now - last_s) / len(token_ids), len(token_ids))
         self._queue.count_generated(seq.request.client, len(token_ids))
         seq.last_token_s = now
         logprobs: tuple[TokenLogprobs, ...] = ()
         if num_logprobs is not None:
             logprobs = tuple([result.token_logprobs(row + place, num_logprobs) for place in range(len(token_ids))])
-        return TokenEvent(seq.request_id, tuple(token_ids), logprobs, scored, None, None, seq.num_cached_tokens)
+        return TokenEvent(seq.request_id, tuple(token_ids), logprobs, scored, None, None, seq.timeline.cached_tokens)
 
     def _end_after(self, seq: Sequence, token: int) -> FinishReason | None:
         """Reason for which `seq` ends with `token`, its newest one; None: it does not end."""
@@ -309,12 +316,9 @@ class Answers:
         state = item.seq.draft_state
         assert state is not None
         state.record(item.start + 1, len(item.drafts), num_accepted)
-        request_stats.record_drafts(self._stats, len(item.drafts), num_accepted)
-
-
-GROWS_AFTER = 32  # steps that ran
-FEWEST_TRIES = 3  # refusals in a row before a step of a single token is given up
-MOST_REFUSALS = 16  # of steps with the same newest sequence, which then fails; enough from 65,536 tokens down to one
+        self._stats.num_drafts += 1
+        self._stats.num_draft_tokens += len(item.drafts)
+        self._stats.num_accepted_draft_tokens += num_accepted
 
 
 class RefusedSteps:
@@ -371,7 +375,7 @@ class RefusedSteps:
 
 
 def undo(
-    outputs: Outputs[SchedulerOutput], columns: RunningColumns, manager: KVCacheManager
+    outputs: Outputs[SchedulerOutput], state: DecodeState, manager: KVCacheManager
 ) -> tuple[list[Sequence], list[Sequence]]:
     """Take the running sequences of `outputs` back to where they were before, and blocks that were not computed out of
     the prefix cache. Returns those of the first output, and those that must give up their blocks: they were admitted,
@@ -381,14 +385,14 @@ def undo(
             manager.uncache(item.seq, item.start, item.start + item.num_tokens)
     starts: dict[Sequence, int] = {}
     for output in reversed(outputs):
-        starts.update(_running(output, columns))
+        starts.update(_running(output, state))
     give_up = [seq for output in outputs for seq in output.new_rows if seq.status is Status.RUNNING]
     for seq, start in starts.items():
         seq.num_computed_tokens = start
-        columns.refresh(seq)
+        state.refresh(seq)
         if seq not in give_up and not manager.holds_window(seq):
             give_up.append(seq)
-    return [seq for seq, _ in _running(outputs[0], columns)], give_up
+    return [seq for seq, _ in _running(outputs[0], state)], give_up
 
 
 def withdraw(
@@ -413,12 +417,12 @@ def withdraw(
     return failed, again
 
 
-def _running(output: SchedulerOutput, columns: RunningColumns) -> Iterator[tuple[Sequence, int]]:
+def _running(output: SchedulerOutput, state: DecodeState) -> Iterator[tuple[Sequence, int]]:
     """The sequences of `output` that still run, each with the position at which it began there."""
     decodes = output.decodes
-    runs = columns.still_run(decodes.rows, decodes.num_released)
+    runs = state.still_run(decodes.rows, decodes.num_released)
     for row, start in zip(decodes.rows[runs].tolist(), decodes.positions[runs].tolist(), strict=True):
-        seq = columns.seqs[row]
+        seq = state.seqs[row]
         assert seq is not None
         yield seq, start
     for item in output.scheduled:

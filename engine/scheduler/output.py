@@ -42,7 +42,7 @@ class ScheduledTokens:
 
 
 class Decodes(NamedTuple):
-    """The newest token of each of D sequences, as columns. Each has one row of logits, for the token after it."""
+    """The newest token of each of D sequences, as arrays. Each has one row of logits, for the token after it."""
 
     rows: np.ndarray  # int64 [D]   of the engine's tables
     positions: np.ndarray  # int64 [D]

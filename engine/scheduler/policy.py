@@ -1,16 +1,29 @@
-"""Chooses the sequence that gives up its blocks when there are too few, and decides when it may run again."""
+"""Policy of a step: which sequence is preempted, which prompts come first, and how many drafts and prompt tokens fit.
 
+Each decoding sequence gets one token. The remaining tokens of a step are for drafts and for prompts, and neither takes
+the part of the other: a prompt would otherwise wait until answers end, or drafts until no prompt comes. Without a limit
+on its time a chunk of a long prompt would delay everyone's next token by the time of fifty steps without it.
+
+Changes no sequence, queue or block.
+"""
+
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
+from oarlock.engine.kv_cache.manager import KVCacheManager
 from oarlock.engine.scheduler.output import SchedulerOutput
 from oarlock.engine.scheduler.request_queue import RequestQueue
-from oarlock.engine.scheduler.sequence import Sequence, Status
+from oarlock.engine.scheduler.sequence import Sequence
+from oarlock.engine.scheduler.step_cost import StepCosts
+from oarlock.workers.config import StepCost
 
 # Most other sequences that are admitted before one that waits only because it was preempted.
 MAX_PASSED = 4
+_LOOKED_AT = 64  # waiting sequences
+RATIO = 2.5  # of the time of a step with prompt tokens to one without, where no limit is given
+FEWEST_TOKENS = 16  # of a chunk, however long a step takes: prompts must make progress
 
 
 def choose_victim(running: Iterable[Sequence]) -> Sequence:
@@ -74,36 +87,6 @@ def may_be_passed(seq: Sequence, running: list[Sequence], kv_cache_manager: KVCa
     return kv_cache_manager.can_allocate(seq, reserved_blocks(len(running), 0))
 
 
-_LOOKED_AT = 64  # waiting sequences
-
-
-def share_among_prompts(
-    under_way: list[Sequence], waiting: RequestQueue, budget: int, run: Callable[[Sequence, int], int]
-) -> int:
-    """Give a step's budget of tokens to the prompts `under_way`, oldest first; return what is left of it.
-
-    `run(seq, most)` schedules at most so many tokens of a sequence, which it admits if it waits, and returns how many.
-    Up to half goes to others than the oldest: to those under way with the fewest tokens left, then to waiting ones that
-    are shorter by half. A short prompt behind a long one is therefore answered soon, and the long one takes at most
-    twice as long; prompts of about one length follow one another, which serves them sooner on average.
-    """
-    if not under_way:
-        return budget
-    oldest, *others = under_way
-    share = budget // 2
-    for seq in sorted(others, key=_num_left):
-        share -= run(seq, share)
-    for seq in _shorter_by_half(oldest, waiting):
-        if share == 0:
-            break
-        taken = run(seq, share)
-        if taken == 0:
-            break
-        share -= taken
-    budget -= budget // 2 - share
-    return budget - run(oldest, budget)
-
-
 def give_way(under_way: list[Sequence], waiting: RequestQueue) -> tuple[list[Sequence], list[Sequence], bool]:
     """Split the prompts `under_way` into those that continue and those that continue only in a step with no others;
     return also whether any prompt is left that does not yield. Such a prompt's steps are not made longer by others."""
@@ -111,35 +94,6 @@ def give_way(under_way: list[Sequence], waiting: RequestQueue) -> tuple[list[Seq
     if not urgent and not waiting.is_urgent:
         return under_way, [], False
     return urgent, [seq for seq in under_way if seq.request.yields], True
-
-
-def admit_in_order(
-    waiting: RequestQueue,
-    budget: int,
-    run: Callable[[Sequence, int], int],
-    may_be_passed: Callable[[Sequence], bool],
-    *,
-    is_urgent: bool,
-) -> int:
-    """Admit waiting sequences in order, and run them with `run`; return what is left of the budget.
-
-    A sequence that cannot be admitted blocks those behind it, so that long prompts are served, unless it
-    `may_be_passed`. `is_urgent`: admit only sequences that do not yield.
-    """
-    passed: list[Sequence] = []
-    while len(passed) < len(waiting) and budget > 0:
-        seq = waiting[len(passed)]
-        if is_urgent and seq.request.yields:
-            break
-        budget -= run(seq, budget)
-        if seq.status is Status.RUNNING:
-            for other in passed:
-                other.num_passed += 1
-        elif seq.status is Status.WAITING:
-            passed.append(seq)
-        if not all(may_be_passed(other) for other in passed):
-            break
-    return budget
 
 
 def has_room_for_text(seq: Sequence, output: SchedulerOutput, budget: int, most_vectors: int) -> bool:
@@ -151,22 +105,75 @@ def has_room_for_text(seq: Sequence, output: SchedulerOutput, budget: int, most_
 
 def num_tokens_left(under_way: list[Sequence], waiting: RequestQueue) -> int:
     """Prompt tokens left to compute in this step and later ones; those of waiting prompts include cached beginnings."""
-    return sum(map(_num_left, under_way)) + waiting.num_tokens
+    return sum(map(num_left, under_way)) + waiting.num_tokens
 
 
-def _num_left(seq: Sequence) -> int:
+def num_left(seq: Sequence) -> int:
     """Tokens of `seq` that are known and not computed."""
     return len(seq.token_ids) - seq.num_computed_tokens
 
 
-def _shorter_by_half(first: Sequence, waiting: RequestQueue) -> Iterator[Sequence]:
+def shorter_by_half(first: Sequence, waiting: RequestQueue) -> Iterator[Sequence]:
     """Waiting sequences of at most half the tokens that `first` has left, in order.
 
     Stops at one that was refused blocks: the next blocks that become free are for it.
     """
-    most = _num_left(first) // 2
+    most = num_left(first) // 2
     for seq in list(islice(waiting, _LOOKED_AT)):
         if seq.shortage is not None:
             return
         if len(seq.token_ids) <= most and seq.request.yields <= first.request.yields:
             yield seq
+
+
+class StepBudget:
+    """Divides the part of a step that decoding sequences leave among drafts and prompts."""
+
+    def __init__(self, costs: StepCosts, max_step_s: float | None, num_stages: int) -> None:
+        """`max_step_s`: limit for a step that continues answers; None: `RATIO` times one without prompt tokens.
+        `num_stages`: pipeline stages through which a step passes."""
+        self._costs = costs
+        self._max_step_s = max_step_s
+        self._num_stages = num_stages
+        self._part = self._num_after_part = 0  # the last division: the tokens of a step, and those left after it
+
+    def drafts(self, num_decodes: int, room: int, *, beside_prompts: bool) -> int:
+        """Most drafts of a step that has `room` tokens beside `num_decodes` sequences that get one each.
+
+        `beside_prompts`: there are prompts that could be computed. They get half of the room, and half of the time if
+        it is limited.
+        """
+        if not beside_prompts:
+            return room
+        room //= 2
+        if self._max_step_s is not None and self._costs.seconds(num_decodes) is not None:
+            step_s, row_s = self._costs.step_and_row_s(num_decodes)
+            room = min(room, int(max(0.0, self._max_step_s - step_s) / 2 / row_s))
+        return room
+
+    def prompt_tokens(self, num_rows: int, room: int, num_left: int) -> int:
+        """Prompt tokens of a step that has `room` for them beside `num_rows` rows, drafts included. Prompts have
+        `num_left` tokens to compute, in this step and in later ones."""
+        measured = self._costs.measured
+        if self._num_stages > 1 and measured is not None and measured.fixed_s:
+            room = min(room, self._of_a_part(num_left, measured))
+        if num_rows == 0 or num_left == 0:
+            return room
+        rows_s, token_s = self._costs.seconds(num_rows), self._costs.prompt_token_s
+        if rows_s is None or not token_s:
+            return room
+        limit_s = RATIO * rows_s if self._max_step_s is None else self._max_step_s
+        return min(room, max(FEWEST_TOKENS, int((limit_s - rows_s) / token_s)))
+
+    def _of_a_part(self, num_left: int, cost: StepCost) -> int:
+        """Tokens of each step when `num_left` tokens are divided into several, so that all stages have one to compute;
+        constant until other prompts come.
+
+        With m steps each takes (fixed + token x num_left / m) / stages in each stage, and the last one leaves the last
+        stage after m + stages - 1 of those times: soonest for m = sqrt((stages - 1) x token x num_left / fixed).
+        """
+        if num_left > self._num_after_part:
+            best = math.sqrt((self._num_stages - 1) * cost.token_s * num_left / cost.fixed_s)
+            self._part = -(-num_left // max(1, round(min(best, num_left / FEWEST_TOKENS))))
+        self._num_after_part = max(0, num_left - self._part)
+        return max(1, self._part)

@@ -1,6 +1,12 @@
-"""Queue of waiting requests: their order, and when it is full. A full queue refuses (429), it does not grow.
+"""Queue of waiting requests: their order by clients' shares, and when it is full. A full queue refuses (429).
 
-Knows order and counts. Does not know blocks, rows or steps.
+Shares are fair queueing as Sheng et al. use it for language models ("Fairness in Serving Large Language Models", 2024):
+each client has a virtual time, the work done for it so far, and the client with the least is next. Work is counted in
+tokens, of prompts when a request is admitted and of answers as they are generated. A client that comes back after a
+pause begins at the time of those that are served now: no client saves up a share.
+
+Sequences whose blocks are being read from files wait outside the queue, so that those behind them need not wait as
+well. Knows order and counts. Does not know rows or steps.
 """
 
 from bisect import bisect_left, insort
@@ -11,8 +17,11 @@ from itertools import islice
 from typing import NamedTuple
 
 from oarlock.engine.errors import QueueFullError
+from oarlock.engine.kv_cache.manager import KVCacheManager
+from oarlock.engine.kv_cache.offload import KVOffload
 from oarlock.engine.scheduler.sequence import Sequence
 
+LOOKED_AHEAD = 8  # sequences at the head of the queue that may begin to read files
 _OUTPUT_WEIGHT = 2.0  # of a generated token, in tokens of a prompt
 
 
@@ -92,7 +101,7 @@ class RequestQueue:
             seq = line[index]
             yield seq
             if index + 1 < len(line):
-                work = 0 if seq.first_scheduled_s is not None else seq.num_prompt_tokens
+                work = 0 if seq.timeline.first_scheduled_s is not None else seq.num_prompt_tokens
                 heappush(turns, (yields, time + work, client, index + 1))
 
     def __getitem__(self, index: int) -> Sequence:
@@ -164,7 +173,7 @@ class RequestQueue:
     def admit(self, seq: Sequence, now: float) -> None:
         """Remove `seq`, which begins to run."""
         self._admitted_s.append(now)
-        if seq.first_scheduled_s is None:
+        if seq.timeline.first_scheduled_s is None:
             # Sequences that yield may wait for long, and must not hold back the time of those that they yield to.
             waiting = {client for yields, client in self._lines if yields <= seq.request.yields}
             self._shares.begin(seq.request.client, seq.num_prompt_tokens, waiting)
@@ -200,3 +209,38 @@ class RequestQueue:
             return _MIN_RETRY_S
         rate = len(self._admitted_s) / (now - self._admitted_s[0])
         return min(_MAX_RETRY_S, max(_MIN_RETRY_S, len(self) / 2 / rate))
+
+
+class LoadingSequences:
+    """Takes sequences out of the queue while their files are read, and puts each back into its place afterwards."""
+
+    def __init__(self, offload: KVOffload, queue: RequestQueue, manager: KVCacheManager) -> None:
+        self._offload = offload
+        self._queue = queue
+        self._manager = manager
+        self._seqs: dict[int, Sequence] = {}  # by request id
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._seqs.values())
+
+    def follow(self, now: float) -> None:
+        """Queue sequences whose blocks are read or will not come, and begin to read those of the next in turn."""
+        if not self._offload.has_disk:
+            return
+        for request_id in self._offload.take_ready(now):
+            self._queue.push(self._seqs.pop(request_id))
+        for seq in [seq for seq in islice(self._queue, LOOKED_AHEAD) if not seq.has_asked_files]:
+            seq.has_asked_files = True
+            first_column, digests = self._manager.missing_hashes(seq)
+            if self._offload.begin_load(seq.request_id, digests, first_column, now):
+                self._queue.remove(seq)
+                self._seqs[seq.request_id] = seq
+
+    def remove(self, seq: Sequence) -> None:
+        """Remove `seq`, which has ended, from the queue or from the loading sequences."""
+        if self._seqs.pop(seq.request_id, None) is None:
+            self._queue.remove(seq)
+        self._offload.release(seq.request_id)

@@ -7,33 +7,27 @@ Pure: the time is an argument, nothing is random, no set is iterated; the same c
 tensors, devices, processes or text.
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+
+import numpy as np
 
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import INTERNAL, OUT_OF_MEMORY, QueueFullError, RequestError
-from oarlock.engine.kv_cache.loading import LoadingSequences
-from oarlock.engine.kv_cache.offload import KVOffload
-from oarlock.engine.scheduler import decode_state, policy, request_stats
+from oarlock.engine.kv_cache.manager import NULL_BLOCK
+from oarlock.engine.scheduler import policy
 from oarlock.engine.scheduler.admission import Limits, check
 from oarlock.engine.scheduler.answers import Answers, RefusedSteps, undo, withdraw
-from oarlock.engine.scheduler.decode_state import RunningColumns
-from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
+from oarlock.engine.scheduler.decode_state import Drafts
+from oarlock.engine.scheduler.open_requests import OpenRequests
 from oarlock.engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
-from oarlock.engine.scheduler.policy import choose_over_share, choose_victim, may_be_passed, reserved_blocks
-from oarlock.engine.scheduler.request_queue import Pending, RequestQueue
+from oarlock.engine.scheduler.request_queue import Pending
 from oarlock.engine.scheduler.sequence import GrammarMatcherProtocol, Sequence, Status
-from oarlock.engine.scheduler.step_cost import StepBudget, StepCosts
-from oarlock.engine.scheduler.tracing.request_traces import RequestTraces
-from oarlock.engine.scheduler.window_blocks import allocate_within_window, free_out_of_window
+from oarlock.engine.scheduler.step_cost import StepCosts
 from oarlock.engine.spec_decode.drafter import Drafter
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenEvents
 from oarlock.workers.config import WorkerInfo, max_token_vectors
-
-logger = logging.getLogger("oarlock.engine")
 
 # Seconds of waiting that one level of priority is worth: a request is overtaken only by more urgent ones that arrive
 # within this time per level, so none starves. There are 21 levels: nothing that arrives ten minutes later overtakes it.
@@ -41,54 +35,36 @@ PRIORITY_STEP_S = 30.0
 
 
 class Scheduler:
-    """Schedules one engine. Every accepted request ends in exactly one terminal event and holds no block after it."""
+    """Schedules one engine: requests come in, steps go out, and answers to steps become events."""
 
     def __init__(self, config: EngineConfig, info: WorkerInfo) -> None:
-        worker, caches_blocks = config.worker, config.enable_prefix_caching and not info.whole_texts
         self.limits = Limits.of(info)
-        self.stats = EngineStats()
-        self.kv_cache_manager = KVCacheManager(
-            info.num_blocks,
-            info.block_size,
-            enable_prefix_caching=caches_blocks,
-            sliding_window=info.sliding_window,
-            max_step_tokens=worker.max_num_batched_tokens,
-        )
-        self.max_num_batched_tokens = worker.max_num_batched_tokens
+        self.requests = requests = OpenRequests(config, info)
+        self.stats, self.kv_offload = requests.stats, requests.kv_offload
+        self.kv_cache_manager = requests.kv_cache_manager
+        self.max_num_seqs = requests.num_rows
+        self.max_num_batched_tokens = config.worker.max_num_batched_tokens
+        self._waiting, self._running, self._state = requests.waiting, requests.running, requests.decode_state
         self._max_vectors = max_token_vectors(info.hidden_size, info.max_model_len if info.whole_texts else 0)
-        # Every running sequence must be able to get its one token, or decodes would starve each other.
-        self.max_num_seqs = min(worker.max_num_seqs, worker.max_num_batched_tokens)
         self._num_parts = config.num_micro_batches  # steps in flight among which decoding sequences are divided
         self.refused_steps = RefusedSteps(self.max_num_batched_tokens)
-        self._waiting = RequestQueue(config.max_waiting_requests, config.max_waiting_tokens)
-        self._running: list[Sequence] = []  # in the order in which they were admitted
-        self._open: dict[int, Sequence] = {}
-        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
-        tiers = info.kv_offload if caches_blocks else None
-        self.kv_offload = KVOffload(tiers, info.block_size, info.step_cost, self.stats)
-        self.kv_cache_manager.offload = self.kv_offload if self.kv_offload.is_on else None
-        self._loading = LoadingSequences(self.kv_offload, self._waiting, self.kv_cache_manager.missing_hashes)
-        self._columns = RunningColumns(self.max_num_seqs, info.block_size, caches_blocks=caches_blocks)
         self.step_costs = StepCosts(info.step_cost)
-        self._budget = StepBudget(self.step_costs, config.max_step_s, config.num_micro_batches)
+        self._budget = policy.StepBudget(self.step_costs, config.max_step_s, config.num_micro_batches)
         self.drafter = None if config.speculative is None else Drafter(config.speculative, self.step_costs)
-        ends = self._finish, self.fail, self._fail_after_exception
-        self._answers = Answers(self._columns, self.kv_cache_manager, self._waiting, self.stats, *ends)
-        self._events: list[TokenEvent] = []  # terminal events that `update_from_output` did not return
+        self._answers = Answers(requests)
         self._num_arrivals = 0
         self._step_id = 0
-        self.traces = RequestTraces()
 
     # -- requests
 
     @property
     def has_work(self) -> bool:
-        return bool(self._open)
+        return bool(self.requests.by_id)
 
     @property
     def num_loading(self) -> int:
         """Sequences that wait for files to be read."""
-        return len(self._loading)
+        return len(self.requests.loading)
 
     @property
     def num_running(self) -> int:
@@ -98,22 +74,14 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def open_requests(self) -> Mapping[int, Sequence]:
-        """Open requests by id, in the order in which they were added."""
-        return self._open
-
     def add(self, request: Request, now: float, grammar_matcher: GrammarMatcherProtocol | None = None) -> None:
         """Queue a request. Raises `RequestError` when it can never run, `QueueFullError` when the queue is full."""
         assert (request.params.grammar is None) == (grammar_matcher is None), "a grammar and its matcher come together"
         self.check(request, now)
         self._num_arrivals += 1
         key = (now + request.priority * PRIORITY_STEP_S, self._num_arrivals)
-        seq = Sequence(request, key=key, max_len=self.limits.max_len, arrival_s=now, grammar_matcher=grammar_matcher)
-        self.traces.open(seq.trace, self._running, self._waiting)
-        self._open[request.request_id] = seq
-        self._waiting.push(seq)
-        request_stats.record_arrival(self.stats, seq)
+        max_len = self.limits.max_len
+        self.requests.add(Sequence(request, key=key, max_len=max_len, arrival_s=now, grammar_matcher=grammar_matcher))
 
     def set_pending(self, pending: Mapping[str, tuple[int, int]]) -> None:
         """Set the numbers of accepted requests of each client, and of their prompt tokens, that are not added yet."""
@@ -122,90 +90,75 @@ class Scheduler:
     def check(self, request: Request, now: float) -> None:
         """Raise the errors of `add`, without adding."""
         try:
-            if request.request_id in self._open:
+            if request.request_id in self.requests.by_id:
                 raise RequestError(f"Request id {request.request_id} is in use.", "request_id")
             check(request, self.limits)
             if not request.has_place:
-                self._waiting.check(len(request.prompt_token_ids), len(self._free_rows), now, request.client)
+                num_free = len(self.requests.free_rows)
+                self._waiting.check(len(request.prompt_token_ids), num_free, now, request.client)
         except (RequestError, QueueFullError):
             self.stats.num_rejected += 1
             raise
 
     def abort(self, request_id: int, now: float) -> TokenEvent | None:
         """End a request whose caller has left, even with a step in flight for it. None when it is not known."""
-        seq = self._open.get(request_id)
-        return None if seq is None else self._finish(seq, FinishReason.ABORT, now)
+        seq = self.requests.by_id.get(request_id)
+        return None if seq is None else self.requests.finish(seq, FinishReason.ABORT, now)
 
-    def fail(self, request_id: int, message: str, now: float, param: str | None = None) -> TokenEvent | None:
-        """End one request by the engine's fault, or by that of its field `param`. None when it is not known."""
-        seq = self._open.get(request_id)
-        if seq is None:
-            return None
-        self.stats.num_errors += param is None
-        return replace(self._finish(seq, FinishReason.ERROR, now), error=message, error_param=param)
+    def fail(self, request_id: int, message: str, now: float) -> TokenEvent | None:
+        """End one request by the engine's fault. None when it is not known."""
+        seq = self.requests.by_id.get(request_id)
+        return None if seq is None else self.requests.fail(seq, message, now)
 
     def complete(self, seq: Sequence, now: float) -> TokenEvent:
         """End a running sequence whose grammar allows nothing but the end."""
-        return self._finish(seq, FinishReason.STOP, now)
+        return self.requests.finish(seq, FinishReason.STOP, now)
 
     def fail_all(self, message: str, now: float) -> list[TokenEvent]:
         """End every open request."""
-        events = [self.fail(request_id, message, now) for request_id in list(self._open)]
-        return self.take_events() + [event for event in events if event is not None]
+        events = [self.requests.fail(seq, message, now) for seq in list(self.requests.by_id.values())]
+        return self.take_events() + events
 
     def take_events(self) -> list[TokenEvent]:
         """Terminal events of requests that failed outside `update_from_output`."""
-        events, self._events = self._events, []
-        return events
+        return self.requests.take_events()
+
+    def refresh_gauges(self) -> EngineStats:
+        """The stats with their gauges brought up to date."""
+        return self.requests.refresh_gauges()
 
     # -- one step
 
     def schedule(self, now: float, *, ahead: bool = False) -> SchedulerOutput | None:
         """Decide the next step: decodes first, then prefills under way, then the queue. None when nothing can run, or
         when with `ahead`, which says that the answer to the step before is still to come, it must come first."""
-        self.traces.now_s = now
-        self._loading.follow(now)
+        self.requests.loading.follow(now)
         most = self.refused_steps.most_tokens or self.max_num_batched_tokens
         is_short = most < self.max_num_batched_tokens  # of memory: then nothing is drafted, and no step sent ahead
         drafter, most_drafts = None if is_short else self.drafter, self._most_drafts(most - len(self._running))
         if ahead and (is_short or (self._num_parts == 1 and self._must_wait(most_drafts))):
             return None
         shared = self._running, self._waiting, self.max_num_seqs, self.kv_cache_manager
-        while (victim := choose_over_share(*shared)) is not None:
+        while (victim := policy.choose_over_share(*shared)) is not None:
             if ahead:
                 return None
-            self._preempt(victim, is_short=False)
-        rows, share = self._columns.order, 0
+            self.requests.preempt(victim, now, is_short=False)
+        rows, share = self._state.order, 0
         if is_short:
-            rows = self._columns.with_oldest(most)
+            rows = self._state.with_oldest(most)
         elif self._num_parts > 1:
-            rows, share = decode_state.next_micro_batch(self._columns, self._num_parts)
-            if decode_state.may_preempt(self._columns, rows, self.kv_cache_manager.num_available):
+            rows, share = self._state.next_micro_batch(self._num_parts)
+            if self._state.may_preempt(rows, self.kv_cache_manager.num_available):
                 if ahead:
                     return None
-                rows = self._columns.with_oldest(share)  # of which one at least stays
+                rows = self._state.with_oldest(share)  # of which one at least stays
         output = SchedulerOutput(self._step_id + 1, [], is_ahead=ahead)
-        block_size, fail = self.kv_cache_manager.block_size, partial(self._fail_scheduling, now)
         may_draft = drafter is not None and (not ahead or self._num_parts > 1)
-        drafts = decode_state.choose_drafts(self._columns, rows, drafter, most_drafts) if may_draft else {}
-        for_drafts = partial(decode_state.allocate_for_drafts, self.kv_cache_manager, len(self._running))
-        allocate = self._allocate_next_block, fail, drafts, for_drafts
-        behind = decode_state.schedule_decodes(self._columns, rows, output, block_size, *allocate)
+        drafts = self._state.choose_drafts(rows, drafter, most_drafts) if may_draft else {}
+        behind = self._schedule_decodes(output, rows, drafts, now)
         output.num_decodes = output.num_seqs
         output.num_drafts = sum(len(item.drafts) for item in output.scheduled)
-        num_rows = output.num_decodes + output.num_drafts
-        num_left = policy.num_tokens_left(behind, self._waiting)
-        whole = self._budget.prompt_tokens(max(num_rows, share), most - num_rows, num_left)
-        run = partial(self._schedule_prompt, output, now)
-        behind, last, is_urgent = policy.give_way(behind, self._waiting)
-        budget = policy.share_among_prompts(behind, self._waiting, whole, run)
-        # A sequence that was just preempted must not get back at once the blocks that it gave up.
-        if not output.num_preempted:
-            may_pass = partial(may_be_passed, running=self._running, kv_cache_manager=self.kv_cache_manager)
-            budget = policy.admit_in_order(self._waiting, budget, run, may_pass, is_urgent=is_urgent)
-        if budget == whole:  # else the step stays as short as it can be for those that wait
-            budget = policy.share_among_prompts(last, self._waiting, budget, run)
-        output.num_prompt_tokens = whole - budget
+        self._schedule_prompts(output, behind, share, most, now)
         if not output.num_seqs:
             self.refused_steps.drop(output)
             if ahead or not self.kv_offload.has_copies:
@@ -213,7 +166,8 @@ class Scheduler:
             output = SchedulerOutput(output.step_id, [])  # a step of copies alone
         else:
             self.refused_steps.begin(output)
-            self.stats.iteration_tokens.observe(num_rows + output.num_prompt_tokens)
+            num_tokens = output.num_decodes + output.num_drafts + output.num_prompt_tokens
+            self.stats.iteration_tokens.observe(num_tokens)
         output.kv_copies = self.kv_offload.take_copies()
         self.stats.step_id = self._step_id = output.step_id
         return output
@@ -234,19 +188,16 @@ class Scheduler:
         """Undo `outputs`, all steps in flight: the ranks refused the first for lack of memory, and with it those
         scheduled ahead. The next step is smaller. Returns the events of requests that fail."""
         self.stats.num_refused_steps += 1
-        self.traces.now_s = now
-        self.traces.steps.refused(now)
-        in_first, give_up = undo(outputs, self._columns, self.kv_cache_manager)
+        self.requests.log.steps.refused(now)
+        in_first, give_up = undo(outputs, self._state, self.kv_cache_manager)
         for output in outputs:
             self.kv_offload.answered(output.kv_copies)
         unfit = self.refused_steps.shrink(outputs, in_first, self._running)
         for seq in give_up:
-            self._preempt(seq, is_short=False)
+            self.requests.preempt(seq, now, is_short=False)
         if unfit is None:
             return []
-        event = self.fail(unfit.request_id, OUT_OF_MEMORY, now)
-        assert event is not None
-        return [replace(event, error_code="out_of_memory")]
+        return [replace(self.requests.fail(unfit, OUT_OF_MEMORY, now), error_code="out_of_memory")]
 
     def withdraw(self, output: SchedulerOutput, unfit: list[ScheduledTokens], now: float) -> None:
         """Take `unfit` out of a step that was not submitted yet; their sequences end by the engine's fault.
@@ -255,54 +206,189 @@ class Scheduler:
         """
         failed, again = withdraw(output, unfit, self.kv_cache_manager)
         for seq in failed:
-            event = self.fail(seq.request_id, INTERNAL, now)
-            assert event is not None
-            self._events.append(event)
+            self.requests.keep_event(self.requests.fail(seq, INTERNAL, now))
         for seq in again:
-            self._preempt(seq)
+            self.requests.preempt(seq, now)
         if not output.num_seqs:
             self.refused_steps.drop(output)
             self.kv_offload.give_back(output.kv_copies)
+
+    # -- decodes and their drafts
 
     def _most_drafts(self, room: int) -> int:
         """Most drafts of a step that has `room` tokens beside those of running sequences."""
         if self.drafter is None:
             return 0
-        beside_prompts = bool(self._free_rows and len(self._waiting)) or decode_state.any_behind(self._columns)
+        beside_prompts = bool(self.requests.free_rows and len(self._waiting)) or self._state.any_behind()
         return self._budget.drafts(len(self._running), room, beside_prompts=beside_prompts)
 
     def _must_wait(self, most_drafts: int) -> bool:
-        """Whether a step can be scheduled only when the tokens of the one in flight are known."""
-        is_short = decode_state.may_preempt_next(len(self._running), self.kv_cache_manager.num_available)
-        return is_short or (
-            self.drafter is not None and decode_state.drafts_wait(self._columns, self.drafter, most_drafts)
-        )
+        """Whether the next step can only be scheduled when the answer to the one in flight is there. Then the whole
+        step waits: a step without some of its sequences, and another one for them, would read all weights twice.
 
-    def _allocate_next_block(self, seq: Sequence, output: SchedulerOutput) -> bool:
+        All wait when a sequence might be preempted: each may need a block, and the token that is being sampled would be
+        lost, or the sequence to preempt might just end. A sequence that ends by its length is known to, and gets no
+        further row; one that ends by a stop token gets one, whose token is dropped.
+        """
+        if self.kv_cache_manager.num_available < len(self._running):
+            return True
+        return self.drafter is not None and self._state.drafts_wait(self.drafter, most_drafts)
+
+    def _schedule_decodes(
+        self, output: SchedulerOutput, rows: np.ndarray, drafts: Drafts, now: float
+    ) -> list[Sequence]:
+        """Schedule one token, and its drafts, for each sequence of `rows`, int64 [R], that is at most one behind.
+        Returns those more behind."""
+        state = self._state
+        positions = state.num_computed[rows]
+        needs_look = positions >= state.plain_until[rows]
+        if drafts:
+            needs_look |= np.isin(rows, list(drafts))
+        to_look_at = needs_look.nonzero()[0]
+        if not len(to_look_at):
+            output.decodes = state.schedule(rows, positions)
+            return []
+        is_plain, behind, num_released = np.ones(len(rows), bool), [], state.num_released
+        for index in to_look_at.tolist():
+            seq = state.seqs[rows[index]]
+            if seq is None:
+                continue  # preempted earlier in this loop
+            try:
+                if not self._may_decode(seq, output, behind, now):
+                    is_plain[index] = False
+                    continue
+                drafted = drafts.get(seq.row, [])
+                drafted = drafted[: self._allocate_for_drafts(seq, len(drafted), output)] if drafted else drafted
+                if seq.decodes_alone or drafted:
+                    is_plain[index] = False
+                    start, count = seq.num_computed_tokens, 1 + len(drafted)
+                    output.scheduled.append(ScheduledTokens(seq, start, count, seq.samples, drafts=tuple(drafted)))
+                    seq.num_computed_tokens = start + count
+                state.refresh_plain(seq)
+            except Exception:
+                self._fail_scheduling(seq, now)
+        if state.num_released > num_released:
+            is_plain &= state.still_run(rows, num_released)
+        if not is_plain.all():
+            rows, positions = rows[is_plain], positions[is_plain]
+        output.decodes = state.schedule(rows, positions)
+        output.scheduled = [item for item in output.scheduled if item.seq.status is Status.RUNNING]
+        return [seq for seq in behind if seq.status is Status.RUNNING]
+
+    def _may_decode(self, seq: Sequence, output: SchedulerOutput, behind: list[Sequence], now: float) -> bool:
+        """Whether `seq` gets a token now; if so, it has a block for it. It joins `behind` if it has more to compute."""
+        start = seq.num_computed_tokens
+        if len(seq.token_ids) > start + 1:
+            behind.append(seq)
+            return False
+        if start >= seq.num_to_compute:
+            return False  # it ends with the answer to the step before
+        has_block = start < len(seq.block_ids) * self.kv_cache_manager.block_size
+        return has_block or self._allocate_next_block(seq, output, now)
+
+    def _allocate_next_block(self, seq: Sequence, output: SchedulerOutput, now: float) -> bool:
         """Allocate one more block for `seq`, by preemption if need be. False when `seq` was itself preempted."""
-        if self.kv_cache_manager.sliding_window is not None:
-            free_out_of_window(self.kv_cache_manager, seq, output)
+        self._free_out_of_window(seq, output)
         while (new := self.kv_cache_manager.allocate_slots(seq, seq.num_computed_tokens + 1)) is None:
-            victim = choose_victim(self._running)
-            self._preempt(victim)
+            victim = policy.choose_victim(self._running)
+            self.requests.preempt(victim, now)
             output.num_preempted += 1
             if victim is seq:
                 return False
         output.add_blocks(seq, len(seq.block_ids) - len(new))
         return True
 
-    def _preempt(self, seq: Sequence, *, is_short: bool = True) -> None:
-        """Free all its blocks and queue it again; generated tokens are kept and recomputed like a prompt. `is_short`:
-        there were too few blocks, so it comes back only when more are free than before."""
-        self._stop_running(seq)
-        seq.trace.preempted(self.traces.now_s, is_short=is_short)
-        seq.num_preemptions += is_short
-        seq.num_passed = 0
-        seq.has_asked_files = False
-        self.stats.num_preemptions += 1
-        self._waiting.push(seq)
+    def _allocate_for_drafts(self, seq: Sequence, most: int, output: SchedulerOutput) -> int:
+        """Allocate blocks for up to `most` tokens after the next one of `seq`; return for how many. Leaves a block for
+        each running sequence where there are so many, so that nothing is preempted for drafts."""
+        if output.num_preempted:
+            return 0
+        column, num_known = len(seq.block_ids), seq.num_computed_tokens + 1
+        num_tokens = self.kv_cache_manager.allocate_up_to(seq, num_known + most, len(self._running))
+        output.add_blocks(seq, column)
+        return num_tokens - num_known
 
-    def _schedule_tokens(self, seq: Sequence, output: SchedulerOutput, budget: int) -> int:
+    def _free_out_of_window(self, seq: Sequence, output: SchedulerOutput) -> None:
+        """Free the blocks that no later token of `seq` reads, where all layers have a sliding window."""
+        if self.kv_cache_manager.sliding_window is not None:
+            columns = self.kv_cache_manager.free_out_of_window(seq)
+            output.new_blocks += [(seq.row, column, NULL_BLOCK) for column in columns]
+
+    # -- prompts
+
+    def _schedule_prompts(
+        self, output: SchedulerOutput, behind: list[Sequence], share: int, most: int, now: float
+    ) -> None:
+        """Divide what a step of `most` tokens has left among the prompts under way, `behind`, and those that wait.
+        `share`: most sequences that decode in one of several steps in flight."""
+        num_rows = output.num_decodes + output.num_drafts
+        num_left = policy.num_tokens_left(behind, self._waiting)
+        whole = self._budget.prompt_tokens(max(num_rows, share), most - num_rows, num_left)
+        behind, last, is_urgent = policy.give_way(behind, self._waiting)
+        budget = self._share_among_prompts(output, behind, whole, now)
+        # A sequence that was just preempted must not get back at once the blocks that it gave up.
+        if not output.num_preempted:
+            budget = self._admit_in_order(output, budget, now, is_urgent=is_urgent)
+        if budget == whole:  # else the step stays as short as it can be for those that wait
+            budget = self._share_among_prompts(output, last, budget, now)
+        output.num_prompt_tokens = whole - budget
+
+    def _share_among_prompts(self, output: SchedulerOutput, under_way: list[Sequence], budget: int, now: float) -> int:
+        """Give a step's budget of tokens to the prompts `under_way`, oldest first; return what is left of it.
+
+        Up to half goes to others than the oldest: to those under way with the fewest tokens left, then to waiting ones
+        that are shorter by half. A short prompt behind a long one is therefore answered soon, and the long one takes at
+        most twice as long; prompts of about one length follow one another, which serves them sooner on average.
+        """
+        if not under_way:
+            return budget
+        oldest, *others = under_way
+        share = budget // 2
+        for seq in sorted(others, key=policy.num_left):
+            share -= self._schedule_prompt(seq, output, share, now)
+        for seq in policy.shorter_by_half(oldest, self._waiting):
+            taken = self._schedule_prompt(seq, output, share, now) if share else 0
+            if taken == 0:
+                break
+            share -= taken
+        budget -= budget // 2 - share
+        return budget - self._schedule_prompt(oldest, output, budget, now)
+
+    def _admit_in_order(self, output: SchedulerOutput, budget: int, now: float, *, is_urgent: bool) -> int:
+        """Admit waiting sequences in order, and schedule them; return what is left of the budget.
+
+        A sequence that cannot be admitted blocks those behind it, so that long prompts are served, unless it may be
+        passed. `is_urgent`: admit only sequences that do not yield.
+        """
+        passed: list[Sequence] = []
+        while len(passed) < len(self._waiting) and budget > 0:
+            seq = self._waiting[len(passed)]
+            if is_urgent and seq.request.yields:
+                break
+            budget -= self._schedule_prompt(seq, output, budget, now)
+            if seq.status is Status.RUNNING:
+                for other in passed:
+                    other.num_passed += 1
+            elif seq.status is Status.WAITING:
+                passed.append(seq)
+            if not all(policy.may_be_passed(other, self._running, self.kv_cache_manager) for other in passed):
+                break
+        return budget
+
+    def _schedule_prompt(self, seq: Sequence, output: SchedulerOutput, budget: int, now: float) -> int:
+        """Schedule tokens of a prompt, admitting it first if it waits; return their number. An exception fails this
+        sequence alone."""
+        if self.limits.whole_texts and not policy.has_room_for_text(seq, output, budget, self._max_vectors):
+            return 0
+        try:
+            if seq.status is Status.WAITING and (output.num_preempted or not self.requests.start(seq, output, now)):
+                return 0
+            return self._schedule_tokens(seq, output, budget, now)
+        except Exception:
+            self._fail_scheduling(seq, now)
+            return 0
+
+    def _schedule_tokens(self, seq: Sequence, output: SchedulerOutput, budget: int, now: float) -> int:
         """Schedule as many tokens of `seq` as the budget allows; return their number."""
         start = seq.num_computed_tokens
         num_tokens = seq.num_tokens - start
@@ -311,7 +397,7 @@ class Scheduler:
         if seq.returns_all_tokens:
             num_tokens = min(num_tokens, self._max_vectors - output.num_token_vectors)
         if self.kv_cache_manager.sliding_window is not None:
-            num_tokens = allocate_within_window(self.kv_cache_manager, seq, num_tokens, len(self._running), output)
+            num_tokens = self._allocate_within_window(seq, num_tokens, output)
         score_from, num_scored = seq.tokens_to_score(start, num_tokens)
         if num_tokens <= 0:
             return 0
@@ -320,100 +406,24 @@ class Scheduler:
         output.scheduled.append(ScheduledTokens(seq, start, num_tokens, wants_logits, score_from, num_scored))
         output.num_token_vectors += seq.returns_all_tokens * num_tokens
         seq.num_computed_tokens = start + num_tokens
-        seq.trace.computed(self.traces.now_s, output.step_id, num_tokens, output.num_decodes)
-        self._columns.refresh_plain(seq)
-        self._columns.refresh_look(seq)
+        seq.timeline.computed(now, output.step_id, num_tokens, output.num_decodes)
+        self._state.refresh_plain(seq)
+        self._state.refresh_look(seq)
         return num_tokens
 
-    def _schedule_prompt(self, output: SchedulerOutput, now: float, seq: Sequence, budget: int) -> int:
-        """Schedule tokens of a prompt, admitting it first if it waits; an exception fails this sequence alone."""
-        if self.limits.whole_texts and not policy.has_room_for_text(seq, output, budget, self._max_vectors):
-            return 0
-        try:
-            if seq.status is Status.WAITING and (output.num_preempted or not self._start_running(seq, output, now)):
-                return 0
-            return self._schedule_tokens(seq, output, budget)
-        except Exception:
-            self._fail_scheduling(now, seq)
-            return 0
+    def _allocate_within_window(self, seq: Sequence, num_tokens: int, output: SchedulerOutput) -> int:
+        """Allocate blocks for the next `num_tokens` tokens, or for as many as there is room for; return that number.
+        Leaves a block for each of the other running sequences."""
+        self._free_out_of_window(seq, output)
+        start, column = seq.num_computed_tokens, len(seq.block_ids)
+        end = self.kv_cache_manager.allocate_up_to(seq, start + num_tokens, len(self._running) - 1)
+        output.add_blocks(seq, column)
+        return end - start
 
-    def _start_running(self, seq: Sequence, output: SchedulerOutput, now: float) -> bool:
-        """Give a waiting sequence its row, and blocks for all its tokens. False when there are too few."""
-        if not self._free_rows:
-            self.traces.steps.without_row += 1
-            return False
-        reserve = reserved_blocks(len(self._running), seq.num_preemptions)
-        num_cached = self.kv_cache_manager.allocate(seq, seq.num_skippable_tokens, reserve)
-        if num_cached is None:
-            self.traces.steps.without_blocks += 1
-            return False
-        seq.trace.admitted(now, num_cached)
-        self.kv_offload.release(seq.request_id)
-        self._waiting.admit(seq, now)
-        self._running.append(seq)
-        seq.status = Status.RUNNING
-        seq.row = self._free_rows.pop()
-        seq.num_computed_tokens = num_cached
-        if seq.first_scheduled_s is None:
-            seq.first_scheduled_s = now
-            seq.num_cached_tokens = num_cached
-            request_stats.record_first_scheduled(self.stats, seq, now)
-        self._columns.take(seq)
-        output.new_rows.append(seq)
-        output.add_blocks(seq, 0)
-        return True
-
-    # -- ends
-
-    def _finish(self, seq: Sequence, reason: FinishReason, now: float, event: TokenEvent | None = None) -> TokenEvent:
-        """End a sequence; its blocks and row are free when this returns. The result is `event` made terminal."""
-        if seq.status is Status.RUNNING:
-            self._stop_running(seq)
-        else:
-            self._loading.remove(seq)
-            self.kv_cache_manager.free(seq)  # it holds none, unless it failed while it was admitted
-        seq.status = Status.FINISHED
-        del self._open[seq.request_id]
-        self.traces.close(seq.trace, now, reason, seq.num_generated_tokens)
-        request_stats.record_finish(self.stats, seq, reason, now)
-        event = event or TokenEvent(seq.request_id, num_cached_tokens=seq.num_cached_tokens)
-        return replace(event, finish_reason=reason)
-
-    def _fail_after_exception(self, seq: Sequence, stage: str, now: float) -> TokenEvent:
-        """End one sequence, and not the engine, after an exception at work on it. Call it from an `except` block."""
-        logger.exception("event=request_failed request_id=%d stage=%s", seq.request_id, stage)
-        self.kv_cache_manager.evict_blocks(seq)  # it may have cached blocks that are not computed now
-        event = self.fail(seq.request_id, INTERNAL, now)
-        return event or TokenEvent(seq.request_id, finish_reason=FinishReason.ERROR, error=INTERNAL)
-
-    def _fail_scheduling(self, now: float, seq: Sequence) -> None:
-        self._events.append(self._fail_after_exception(seq, "schedule", now))
-
-    def _stop_running(self, seq: Sequence) -> None:
-        self._running.remove(seq)
-        self._columns.release(seq)
-        self.kv_cache_manager.free(seq)
-        self._free_rows.append(seq.row)
-        seq.row = -1
-        seq.status = Status.WAITING
-
-    # -- state
-
-    def refresh_gauges(self) -> EngineStats:
-        """The stats with their gauges brought up to date."""
-        request_stats.set_gauges(self.stats, len(self._running), self._waiting, self.kv_cache_manager)
-        request_stats.set_loading(self.stats, list(self._loading))
-        self.kv_offload.set_gauges()
-        return self.stats
+    def _fail_scheduling(self, seq: Sequence, now: float) -> None:
+        """End one sequence after an exception at work on it. Call it from an `except` block."""
+        self.requests.keep_event(self.requests.fail_after_exception(seq, "schedule", now))
 
     def audit(self) -> None:
-        """Raise AssertionError unless rows, columns, blocks, queue and open requests agree."""
-        self._columns.audit(self._running)
-        self.kv_cache_manager.audit(self._open.values())
-        rows = sorted([seq.row for seq in self._running] + self._free_rows)
-        assert rows == list(range(self.max_num_seqs)), "rows are lost or shared"
-        waiting = [*self._waiting, *self._loading]
-        assert sorted(self._open) == sorted(seq.request_id for seq in [*self._running, *waiting])
-        for seq in waiting:
-            assert not seq.block_ids and not seq.num_computed_tokens, "a waiting sequence holds something"
-        assert self._waiting.num_tokens == sum(seq.num_prompt_tokens for seq in self._waiting)
+        """Raise AssertionError unless rows, decode state, blocks, queue and open requests agree."""
+        self.requests.audit()

@@ -1,15 +1,15 @@
 """State of one request from its arrival to its end. Private to the engine and mutable.
 
-Knows token ids and block ids. Does not know policy (`scheduler.py`), free blocks (`kv_cache_manager.py`) or arrays.
+Knows token ids and block ids. Does not know policy (`scheduler.py`), free blocks (`kv_cache/manager.py`) or arrays.
 """
 
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass
 from enum import Enum, auto
 from math import isnan, nan
 from typing import TYPE_CHECKING, Protocol
 
-from oarlock.engine.scheduler.tracing.request_traces import RequestTrace
+from oarlock.engine.kv_cache.manager import Shortage
+from oarlock.engine.scheduler.timeline import RequestTimeline
 from oarlock.engine.spec_decode.drafter import DraftState
 from oarlock.engine.types import Request
 
@@ -58,19 +58,11 @@ class GrammarMatcherProtocol(Protocol):
         """Whether `fill_masks` would return 0 for the next token."""
 
 
-class RowColumns(Protocol):
-    """State of running sequences that changes with every token, by row: part of `RunningColumns`."""
+class RowState(Protocol):
+    """State of running sequences that changes with every token, by row: part of `DecodeState`."""
 
     num_computed: "np.ndarray"  # int64 [rows]
     last_token_s: "np.ndarray"  # float64 [rows]   nan: none yet
-
-
-@dataclass(frozen=True, slots=True)
-class Shortage:
-    """Refusal of blocks by the KV cache manager, which need not search again while its cause holds."""
-
-    floor: int  # plus the reserve: blocks that must have been released, ever, before it can succeed
-    awaited: bytes | None  # or the block with this hash must be cached
 
 
 class Sequence:
@@ -80,28 +72,24 @@ class Sequence:
     steps scheduled so far have run; the last of these tokens is not known while the step that samples it runs. Drafts
     count as computed until the answer tells how many were right.
 
-    While it runs, `columns` keeps the state that changes with every token; `RunningColumns.refresh` updates there what
-    follows from other attributes.
+    While it runs, `decode_state` keeps what changes with every token; `DecodeState.refresh` updates there what follows
+    from other attributes. `timeline` is the record of its life.
     """
 
     __slots__ = (
         "_last_token_s",
         "_num_computed_tokens",
-        "arrival_s",
         "block_hashes",
         "block_ids",
-        "columns",
+        "decode_state",
         "decodes_alone",
         "draft_state",
         "final_len",
-        "first_scheduled_s",
-        "first_token_s",
         "grammar_matcher",
         "has_asked_files",
         "is_watched",
         "key",
         "num_cached_blocks",
-        "num_cached_tokens",
         "num_freed_blocks",
         "num_passed",
         "num_preemptions",
@@ -118,8 +106,8 @@ class Sequence:
         "shortage",
         "status",
         "stop_ids",
+        "timeline",
         "token_ids",
-        "trace",
     )
 
     def __init__(
@@ -143,7 +131,7 @@ class Sequence:
         self.final_len = min(self.num_prompt_tokens + params.max_tokens, max_len)
         # Every token is computed except the last one generated, which predicts nothing.
         self.num_to_compute = max(self.num_prompt_tokens, self.final_len - 1)
-        self.columns: RowColumns | None = None  # None: it does not run
+        self.decode_state: RowState | None = None  # None: it does not run
         self._num_computed_tokens = 0
         self.decodes_alone = not self.samples  # its decode steps are scheduled as `ScheduledTokens`
         # Whether each of its tokens takes more work than to append it.
@@ -162,41 +150,37 @@ class Sequence:
         self.draft_state: DraftState | None = None  # None: nothing was drafted for it
         self.num_scored_tokens = 0  # prompt tokens whose logprobs were sent; a preemption does not reset it
         self.num_returned_vectors = 0  # of single tokens, the first ones; a preemption does not reset it
-        self.num_cached_tokens = 0  # of the prompt, when it first ran
         self.num_preemptions = 0
         self.num_passed = 0  # sequences that were admitted before this one, since it last began to wait
-        self.trace = RequestTrace(self.request_id, self.num_prompt_tokens, arrival_s)
-        self.arrival_s = arrival_s
-        self.first_scheduled_s: float | None = None
-        self.first_token_s: float | None = None
+        self.timeline = RequestTimeline(self.request_id, self.num_prompt_tokens, arrival_s)
         self._last_token_s: float | None = None
 
     @property
     def num_computed_tokens(self) -> int:
         """Tokens computed by the steps scheduled so far, the last of which may still run."""
-        return self._num_computed_tokens if self.columns is None else int(self.columns.num_computed[self.row])
+        return self._num_computed_tokens if self.decode_state is None else int(self.decode_state.num_computed[self.row])
 
     @num_computed_tokens.setter
     def num_computed_tokens(self, value: int) -> None:
-        if self.columns is None:
+        if self.decode_state is None:
             self._num_computed_tokens = value
         else:
-            self.columns.num_computed[self.row] = value
+            self.decode_state.num_computed[self.row] = value
 
     @property
     def last_token_s(self) -> float | None:
         """Time at which the newest token was sampled."""
-        if self.columns is None:
+        if self.decode_state is None:
             return self._last_token_s
-        last_s = float(self.columns.last_token_s[self.row])
+        last_s = float(self.decode_state.last_token_s[self.row])
         return None if isnan(last_s) else last_s
 
     @last_token_s.setter
     def last_token_s(self, value: float | None) -> None:
-        if self.columns is None:
+        if self.decode_state is None:
             self._last_token_s = value
         else:
-            self.columns.last_token_s[self.row] = nan if value is None else value
+            self.decode_state.last_token_s[self.row] = nan if value is None else value
 
     @property
     def num_tokens(self) -> int:

@@ -1,13 +1,12 @@
-"""Learns the cost of a step from those that ran, and divides a step's tokens among drafts and prompts.
+"""Cost of a step, learned from those that ran, and the log of all steps.
 
-Each decoding sequence gets one token. The remaining tokens of a step are for drafts and for prompts, and neither takes
-the part of the other: a prompt would otherwise wait until answers end, or drafts until no prompt comes. Without a limit
-on its time a chunk of a long prompt would delay everyone's next token by the time of fifty steps without it.
+`StepCosts` predicts the seconds of a step. `StepLog` has the times of the newest steps, tokens a second, stalls, and
+sums over all steps: the steps that a request has taken part in are the difference of two readings of the sums, so
+logging a step takes the same few microseconds however many requests are open.
 
 Pure: knows counts and seconds that it is told; has no clock, and does not know sequences.
 """
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
@@ -18,8 +17,6 @@ import numpy as np
 from oarlock.engine.stats import RankTimes, StepTimesState, TokenRates
 from oarlock.workers.config import StepCost
 
-RATIO = 2.5  # of the time of a step with prompt tokens to one without, where no limit is given
-FEWEST_TOKENS = 16  # of a chunk, however long a step takes: prompts must make progress
 REMEMBERED = 16  # steps of a kind; their median predicts the next
 _TELLING_TOKENS = 8  # steps with fewer say little about the cost of a token
 _FEWEST = 3  # steps with few rows, and with many, that show the cost of a row
@@ -28,6 +25,16 @@ _FORGET_AFTER = 512  # steps between two kinds, after which the cost of a row ma
 # be wrong on a busy machine, and too high a cost would never be corrected; the second, where nothing was measured.
 _MOST_AT_FIRST, _AT_FIRST = 1 / 8, 1 / 32
 _LEAST = 1 / 128  # share of a step that a row costs at least
+
+_REMEMBERED = 512  # steps, with their times
+_MARK_S = 1.0  # between two readings of the token counters
+_WINDOW_S = 10.0  # over which tokens a second are counted
+_BATCH_SIZES = 16  # buckets of 1, 2, 4, ... sequences
+_STEPS, _SEQUENCES, _PROMPT_TOKENS, _SECONDS, _NUM_SUMS = range(5)  # places among the sums; batch sizes follow
+_STALLS_REMEMBERED = 256
+_STALL_S = 0.1
+_STALL_RATIO = 4.0  # of a stalled step's time to the mean of those before
+_MEAN_OF = 32  # about so many steps make up the moving mean
 
 
 class _Kind:
@@ -125,70 +132,6 @@ class StepCosts:
             return _Line(step_rows, step_s, max(0.0, more_s / more_rows))
         ratio = self._first_row_s / (self._first_fixed_s + step_rows * self._first_row_s)
         return _Line(step_rows, step_s, step_s * ratio)
-
-
-class StepBudget:
-    """Divides the part of a step that decoding sequences leave among drafts and prompts."""
-
-    def __init__(self, costs: StepCosts, max_step_s: float | None, num_stages: int) -> None:
-        """`max_step_s`: limit for a step that continues answers; None: `RATIO` times one without prompt tokens.
-        `num_stages`: pipeline stages through which a step passes."""
-        self._costs = costs
-        self._max_step_s = max_step_s
-        self._num_stages = num_stages
-        self._part = self._num_after_part = 0  # the last division: the tokens of a step, and those left after it
-
-    def drafts(self, num_decodes: int, room: int, *, beside_prompts: bool) -> int:
-        """Most drafts of a step that has `room` tokens beside `num_decodes` sequences that get one each.
-
-        `beside_prompts`: there are prompts that could be computed. They get half of the room, and half of the time if
-        it is limited.
-        """
-        if not beside_prompts:
-            return room
-        room //= 2
-        if self._max_step_s is not None and self._costs.seconds(num_decodes) is not None:
-            step_s, row_s = self._costs.step_and_row_s(num_decodes)
-            room = min(room, int(max(0.0, self._max_step_s - step_s) / 2 / row_s))
-        return room
-
-    def prompt_tokens(self, num_rows: int, room: int, num_left: int) -> int:
-        """Prompt tokens of a step that has `room` for them beside `num_rows` rows, drafts included. Prompts have
-        `num_left` tokens to compute, in this step and in later ones."""
-        measured = self._costs.measured
-        if self._num_stages > 1 and measured is not None and measured.fixed_s:
-            room = min(room, self._of_a_part(num_left, measured))
-        if num_rows == 0 or num_left == 0:
-            return room
-        rows_s, token_s = self._costs.seconds(num_rows), self._costs.prompt_token_s
-        if rows_s is None or not token_s:
-            return room
-        limit_s = RATIO * rows_s if self._max_step_s is None else self._max_step_s
-        return min(room, max(FEWEST_TOKENS, int((limit_s - rows_s) / token_s)))
-
-    def _of_a_part(self, num_left: int, cost: StepCost) -> int:
-        """Tokens of each step when `num_left` tokens are divided into several, so that all stages have one to compute;
-        constant until other prompts come.
-
-        With m steps each takes (fixed + token x num_left / m) / stages in each stage, and the last one leaves the last
-        stage after m + stages - 1 of those times: soonest for m = sqrt((stages - 1) x token x num_left / fixed).
-        """
-        if num_left > self._num_after_part:
-            best = math.sqrt((self._num_stages - 1) * cost.token_s * num_left / cost.fixed_s)
-            self._part = -(-num_left // max(1, round(min(best, num_left / FEWEST_TOKENS))))
-        self._num_after_part = max(0, num_left - self._part)
-        return max(1, self._part)
-
-
-_REMEMBERED = 512  # steps, with their times
-_MARK_S = 1.0  # between two readings of the token counters
-_WINDOW_S = 10.0  # over which tokens a second are counted
-_BATCH_SIZES = 16  # buckets of 1, 2, 4, ... sequences
-_STEPS, _SEQUENCES, _PROMPT_TOKENS, _SECONDS, _NUM_SUMS = range(5)  # places among the sums; batch sizes follow
-_STALLS_REMEMBERED = 256
-_STALL_S = 0.1
-_STALL_RATIO = 4.0  # of a stalled step's time to the mean of those before
-_MEAN_OF = 32  # about so many steps make up the moving mean
 
 
 class Stall(NamedTuple):

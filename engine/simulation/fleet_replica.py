@@ -19,7 +19,7 @@ from oarlock.engine.config import EngineConfig, SpeculativeConfig
 from oarlock.engine.data_parallel.choice import Load
 from oarlock.engine.errors import QueueFullError, RequestError
 from oarlock.engine.kv_cache.events import BlockEventLog
-from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
+from oarlock.engine.kv_cache.manager import KVCacheManager
 from oarlock.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.step_cost import REMEMBERED

@@ -59,7 +59,7 @@ ORDER: dict[str, Order] = {
             "kv_cache spec_decode config.py stats.py types.py pooling_params.py sampling_params.py errors.py"
         ),
         "structured_output": entries("types.py sampling_params.py errors.py"),
-        "kv_cache": entries("config.py stats.py errors.py"),
+        "kv_cache": entries("config.py stats.py types.py errors.py"),
         "spec_decode": entries("config.py"),
         "replay": entries("errors.py"),
         "client.py": entries("ipc kv_cache replay config.py engine_process.py stats.py types.py errors.py"),

@@ -164,10 +164,10 @@ def test_vectors_do_not_depend_on_preemptions(executor: ThreadExecutor, alone: d
 
     def preempt_first(now: float, **options):
         """Each once, with a part of its prompt computed."""
-        running = [seq for seq in scheduler.open_requests.values() if seq.row >= 0 and seq.num_computed_tokens]
+        running = [seq for seq in scheduler.requests.by_id.values() if seq.row >= 0 and seq.num_computed_tokens]
         for seq in [seq for seq in running if seq.request_id not in preempted][:1]:
             preempted[seq.request_id] = seq.pooling.kind
-            scheduler._preempt(seq)
+            scheduler.requests.preempt(seq, now)
         return schedule(now, **options)
 
     scheduler.schedule = preempt_first

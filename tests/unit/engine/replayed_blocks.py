@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockEvent, BlockStored, extend_hashes
-from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
+from oarlock.engine.kv_cache.manager import KVCacheManager
 
 
 class ReplayedBlocks:

@@ -294,7 +294,7 @@ def test_an_input_batch_that_always_fails_ends_the_engine(harness: Harness, monk
 
 def test_requests_that_can_never_be_scheduled_are_failed(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     harness.ask(make_request(1, [1]))
-    monkeypatch.setattr(harness.loop.scheduler, "_start_running", lambda *_: False)
+    monkeypatch.setattr(harness.loop.scheduler.requests, "start", lambda *_: False)
     assert harness.loop.tick() and not harness.loop.tick()
     assert harness.ends()[1].finish_reason is FinishReason.ERROR
 

@@ -3,7 +3,7 @@
 import pytest
 from engine_fakes import make_request
 
-from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
+from oarlock.engine.kv_cache.manager import KVCacheManager
 from oarlock.engine.scheduler.sequence import Sequence
 
 SIZE = 4

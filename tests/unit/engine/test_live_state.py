@@ -7,7 +7,7 @@ import pytest
 from engine_fakes import Driver, make_config, make_request
 
 from oarlock.engine.core.live_state import MAX_CELLS, MAX_SLOWEST, live_state, run_lengths
-from oarlock.engine.scheduler.kv_cache_manager import KVCacheManager
+from oarlock.engine.kv_cache.manager import KVCacheManager
 from oarlock.engine.scheduler.step_cost import StepLog
 
 

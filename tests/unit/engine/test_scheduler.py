@@ -236,7 +236,7 @@ def test_a_preempted_sequence_is_passed_by_a_few_only() -> None:
     driver.add(make_request(1, [1, 2], max_tokens=6))
     driver.step()
     driver.add(make_request(2, [3, 4], max_tokens=6))
-    driver.scheduler._open[2].num_preemptions = 6
+    driver.scheduler.requests.by_id[2].num_preemptions = 6
     for number in range(3, 30):
         driver.add(make_request(number, [number, 5], max_tokens=9 if number % 2 else 4))
     entered = []

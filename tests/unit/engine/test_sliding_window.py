@@ -101,7 +101,7 @@ def test_a_preempted_sequence_computes_one_window_again() -> None:
     for _ in range(10):
         driver.step()
     scheduler = driver.scheduler
-    scheduler._preempt(scheduler._open[1])
+    scheduler.requests.preempt(scheduler.requests.by_id[1], 0.0)
     scheduler.audit()
     driver.step()
     assert driver.items[0].start >= 80

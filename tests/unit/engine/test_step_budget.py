@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from oarlock.engine.scheduler.step_cost import FEWEST_TOKENS, RATIO, StepBudget, StepCosts
+from oarlock.engine.scheduler.policy import FEWEST_TOKENS, RATIO, StepBudget
+from oarlock.engine.scheduler.step_cost import StepCosts
 from oarlock.workers.config import StepCost
 
 COST = StepCost(fixed_s=0.02, token_s=0.001, context_s=0.0, logits_s=0.0)

@@ -1,11 +1,11 @@
-"""Traces of requests: others ahead of them, chunks of their prompts, preemptions, stalls and ends."""
+"""Timelines of requests: others ahead of them, chunks of their prompts, preemptions, stalls and ends."""
 
 import pytest
 from engine_fakes import Driver, make_config, make_request
 
 from oarlock.engine.core.live_state import history
 from oarlock.engine.scheduler.step_cost import Stall, StepLog, between
-from oarlock.engine.scheduler.tracing.request_traces import _MAX_CHUNKS, MAX_ENDED
+from oarlock.engine.scheduler.timeline import _MAX_CHUNKS, MAX_ENDED
 from oarlock.engine.stats import RequestHistory
 
 
@@ -89,7 +89,7 @@ def test_open_requests_are_shown_too_and_of_those_that_ended_the_last_thousand()
         driver.add(make_request(number, [1], max_tokens=1))
         driver.abort(number)
     assert history(driver.scheduler, 1) is None
-    assert of(driver, 2)["reason"] == "abort" and len(driver.scheduler.traces._ended) == MAX_ENDED
+    assert of(driver, 2)["reason"] == "abort" and len(driver.scheduler.requests.log.ended) == MAX_ENDED
 
 
 def test_what_a_request_has_met_of_the_steps_is_the_difference_of_two_readings() -> None:

@@ -8,12 +8,41 @@ can be found by its hash) or *free* (its content means nothing). Block 0 is the 
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
 from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockEventLog, BlockRemoved, BlockStored, extend_hashes
 from oarlock.engine.kv_cache.offload import KVOffload
-from oarlock.engine.scheduler.sequence import Sequence, Shortage
+from oarlock.engine.types import Request
 
 NULL_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Refusal of blocks by the KV cache manager, which need not search again while its cause holds."""
+
+    floor: int  # plus the reserve: blocks that must have been released, ever, before it can succeed
+    awaited: bytes | None  # or the block with this hash must be cached
+
+
+class BlockHolder(Protocol):
+    """Sequence as the manager knows it: its tokens, and the blocks that hold their keys and values."""
+
+    request: Request
+    token_ids: list[int]
+    block_ids: list[int]
+    num_freed_blocks: int  # leading entries of `block_ids` that are the null block
+    block_hashes: list[bytes]
+    num_cached_blocks: int
+    shortage: Shortage | None
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def num_skippable_tokens(self) -> int: ...
 
 
 class KVCacheManager:
@@ -78,7 +107,7 @@ class KVCacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def get_computed_blocks(self, seq: Sequence, max_tokens: int) -> list[int]:
+    def get_computed_blocks(self, seq: BlockHolder, max_tokens: int) -> list[int]:
         """The blocks of the longest cached prefix of at most `max_tokens` tokens. Changes nothing.
 
         At least one token is always left to compute: a step must produce the logits that follow the prompt.
@@ -101,19 +130,19 @@ class KVCacheManager:
         found[:unread] = [NULL_BLOCK] * unread
         return found
 
-    def missing_hashes(self, seq: Sequence) -> tuple[int, Iterator[bytes]]:
+    def missing_hashes(self, seq: BlockHolder) -> tuple[int, Iterator[bytes]]:
         """The first column of `seq` that the prefix cache lacks, and the hashes of its blocks from there on that could
         be loaded instead of computed."""
         most = min(seq.num_skippable_tokens, seq.num_tokens - 1) // self.block_size
         first = len(self.get_computed_blocks(seq, seq.num_skippable_tokens))
         return first, (self._hash_at(seq, column) for column in range(first, most))
 
-    def can_allocate(self, seq: Sequence, reserve: int) -> bool:
+    def can_allocate(self, seq: BlockHolder, reserve: int) -> bool:
         """False when an earlier refusal still holds, so that `allocate` would refuse `seq` again."""
         known = seq.shortage
         return known is None or known.floor + reserve <= self._num_released or known.awaited in self._block_of_hash
 
-    def allocate(self, seq: Sequence, max_tokens: int, reserve: int) -> int | None:
+    def allocate(self, seq: BlockHolder, max_tokens: int, reserve: int) -> int | None:
         """Give `seq`, which holds nothing, its longest cached prefix of at most `max_tokens` tokens, and blocks for all
         its other tokens; return that prefix's length in tokens. None, and no change, unless `reserve` blocks would be
         left.
@@ -168,7 +197,7 @@ class KVCacheManager:
         self.cache_blocks(seq, num_cached)
         return num_cached
 
-    def _load_some(self, offload: KVOffload, seq: Sequence, found: list[int], slots: list[int]) -> None:
+    def _load_some(self, offload: KVOffload, seq: BlockHolder, found: list[int], slots: list[int]) -> None:
         """Load as many of `slots` into the prefix cache as the next step may: blocks of `seq`, which holds none, after
         those `found` in the cache. No sequence holds them, but they are the last to be evicted."""
         room, own = offload.load_room, [block for block in found if self._refs[block] == 0]
@@ -187,7 +216,7 @@ class KVCacheManager:
             self._refs[block] = 0
             self._cached[block] = None
 
-    def allocate_slots(self, seq: Sequence, num_tokens: int) -> list[int] | None:
+    def allocate_slots(self, seq: BlockHolder, num_tokens: int) -> list[int] | None:
         """Give `seq` blocks for `num_tokens` tokens in all. Returns the new ones; None, and no change, if too few."""
         missing = self.blocks_for(num_tokens) - len(seq.block_ids)
         if missing > self.num_available:
@@ -196,7 +225,15 @@ class KVCacheManager:
         seq.block_ids += new
         return new
 
-    def free_out_of_window(self, seq: Sequence) -> range:
+    def allocate_up_to(self, seq: BlockHolder, num_tokens: int, reserve: int) -> int:
+        """Give `seq` blocks for `num_tokens` tokens in all, or for as many as leave `reserve` blocks available; return
+        that number."""
+        spare = max(0, self.num_available - reserve)
+        num_tokens = min(num_tokens, (len(seq.block_ids) + spare) * self.block_size)
+        self.allocate_slots(seq, num_tokens)
+        return num_tokens
+
+    def free_out_of_window(self, seq: BlockHolder) -> range:
         """Free the blocks that no token of `seq` still to be computed reads; return their columns, in which the null
         block stands from now on."""
         first = seq.num_freed_blocks
@@ -207,7 +244,7 @@ class KVCacheManager:
         seq.num_freed_blocks = columns.stop
         return columns
 
-    def cache_blocks(self, seq: Sequence, num_tokens: int) -> None:
+    def cache_blocks(self, seq: BlockHolder, num_tokens: int) -> None:
         """Put the full blocks of the first `num_tokens` tokens of `seq` into the prefix cache. They are not written
         again.
 
@@ -222,7 +259,7 @@ class KVCacheManager:
                 self._name(seq, column, seq.block_ids[column])
             seq.num_cached_blocks = column + 1
 
-    def free(self, seq: Sequence) -> None:
+    def free(self, seq: BlockHolder) -> None:
         """Free all blocks of `seq`. Its last blocks are evicted first, so that the beginnings stay cached longest."""
         for block in reversed(seq.block_ids):
             if block != NULL_BLOCK:
@@ -230,7 +267,7 @@ class KVCacheManager:
         seq.block_ids.clear()
         seq.num_cached_blocks = seq.num_freed_blocks = 0
 
-    def evict_blocks(self, seq: Sequence, first_column: int = 0) -> None:
+    def evict_blocks(self, seq: BlockHolder, first_column: int = 0) -> None:
         """Remove the blocks of `seq` from `first_column` on from the prefix cache, also those it freed because they
         were outside its window. Sequences that hold them keep them."""
         for block in seq.block_ids[first_column:]:
@@ -243,7 +280,7 @@ class KVCacheManager:
         if self.offload is not None:
             self.offload.forget(seq.block_hashes[first_column:])
 
-    def uncache(self, seq: Sequence, start: int, end: int) -> None:
+    def uncache(self, seq: BlockHolder, start: int, end: int) -> None:
         """Remove blocks from the prefix cache whose tokens, from `start` to `end` (exclusive) of `seq`, were not
         computed after all, even if `seq` has ended since. Sequences that hold such blocks keep them."""
         columns = slice(start // self.block_size, end // self.block_size)
@@ -255,7 +292,7 @@ class KVCacheManager:
             self.offload.forget(seq.block_hashes[columns])
         seq.num_cached_blocks = min(seq.num_cached_blocks, columns.start)
 
-    def holds_window(self, seq: Sequence) -> bool:
+    def holds_window(self, seq: BlockHolder) -> bool:
         """Whether `seq` still holds every block that its next token reads."""
         return seq.num_freed_blocks <= self._first_column_in_window(seq.num_computed_tokens)
 
@@ -279,7 +316,7 @@ class KVCacheManager:
             self.event_log.append(AllBlocksCleared())
         return num_blocks
 
-    def audit(self, holders: Iterable[Sequence]) -> None:
+    def audit(self, holders: Iterable[BlockHolder]) -> None:
         """Raise AssertionError unless every block is in exactly one state and every count is right."""
         counts: Counter[int] = Counter()
         for seq in holders:
@@ -327,7 +364,7 @@ class KVCacheManager:
             (self._free if self._hash_of_block[block] is None else self._cached)[block] = None
             self._num_released += 1
 
-    def _name(self, seq: Sequence, column: int, block: int) -> None:
+    def _name(self, seq: BlockHolder, column: int, block: int) -> None:
         """Enter `block` into the prefix cache as that of `seq` in `column`; no other block has its hash."""
         block_hash = self._hash_at(seq, column)
         self._block_of_hash[block_hash] = block
@@ -351,14 +388,14 @@ class KVCacheManager:
         if self.event_log is not None:
             self.event_log.append(BlockRemoved(block_hash))
 
-    def _stored(self, seq: Sequence, column: int) -> BlockStored:
+    def _stored(self, seq: BlockHolder, column: int) -> BlockStored:
         """Event for the full block of `seq` in `column`."""
         parent = seq.block_hashes[column - 1] if column else None
         start = column * self.block_size
         tokens = seq.token_ids[start : start + self.block_size]
         return BlockStored(seq.block_hashes[column], parent, tokens, seq.request.cache_salt)
 
-    def _hash_at(self, seq: Sequence, column: int) -> bytes:
+    def _hash_at(self, seq: BlockHolder, column: int) -> bytes:
         hashes = seq.block_hashes
         if len(hashes) <= column:
             extend_hashes(hashes, seq.token_ids, seq.request.cache_salt, self.block_size, column + 1)

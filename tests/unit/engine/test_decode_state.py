@@ -1,6 +1,6 @@
-"""Decodes in columns have the same effect as one by one: equal steps, events, blocks, shares and statistics.
+"""Decodes in arrays have the same effect as one by one: equal steps, events, blocks, shares and statistics.
 
-Random scenes of every kind of request run twice, with the columns and with every sequence scheduled, built and answered
+Random scenes of every kind of request run twice, with the arrays and with every sequence scheduled, built and answered
 as a separate object.
 """
 
@@ -14,7 +14,7 @@ from engine_fakes import Driver, Faults, make_config, make_request
 from test_pipeline_depth import Scene, make_scene
 
 from oarlock.engine.errors import NOT_FINITE
-from oarlock.engine.scheduler.decode_state import RunningColumns
+from oarlock.engine.scheduler.decode_state import DecodeState
 from oarlock.engine.scheduler.output import ScheduledTokens
 from oarlock.engine.types import FinishReason, TokenEvent
 from oarlock.workers.protocol import StepMetadata
@@ -30,7 +30,7 @@ class Recorder(Driver):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.record: list[Any] = []
-        self.num_plain = self.num_others = 0  # decodes in columns; other parts of steps
+        self.num_plain = self.num_others = 0  # decodes in arrays; other parts of steps
         self._asked: list[int] = []  # the requests of the rows of logits of the step before
         self._mask_rows = np.empty(0, np.int32)  # of that step
         real, send = self.executor.submit, self.executor.send_masks
@@ -118,18 +118,18 @@ def play(scene: Scene, depth: int) -> Recorder:
 
 def one_by_one(patch: pytest.MonkeyPatch) -> None:
     """Every sequence is scheduled, built and answered as an object."""
-    real = RunningColumns.take
+    real = DecodeState.take
 
-    def take(self: RunningColumns, seq) -> None:
+    def take(self: DecodeState, seq) -> None:
         seq.decodes_alone = True
         real(self, seq)
 
-    patch.setattr(RunningColumns, "take", take)
+    patch.setattr(DecodeState, "take", take)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.slow
-def test_columns_do_what_is_done_one_by_one(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_do_what_is_done_one_by_one(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     num_plain = num_others = preemptions = 0
     for seed in range(1012, 1024):
         scene = scene_of(seed)

@@ -1,0 +1,173 @@
+"""Open requests of one engine: which wait, load or run, the rows and blocks they hold, and how each of them ends.
+
+Every request ends in exactly one terminal event and holds no block or row after it. Does not decide what runs next.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import islice
+
+from oarlock.engine.config import EngineConfig
+from oarlock.engine.errors import INTERNAL
+from oarlock.engine.kv_cache.manager import KVCacheManager
+from oarlock.engine.kv_cache.offload import KVOffload
+from oarlock.engine.scheduler.decode_state import DecodeState
+from oarlock.engine.scheduler.output import SchedulerOutput
+from oarlock.engine.scheduler.policy import reserved_blocks
+from oarlock.engine.scheduler.request_queue import LoadingSequences, RequestQueue
+from oarlock.engine.scheduler.sequence import Sequence, Status
+from oarlock.engine.scheduler.timeline import MAX_AHEAD, RequestLog
+from oarlock.engine.stats import EngineStats
+from oarlock.engine.types import FinishReason, TokenEvent
+from oarlock.workers.config import WorkerInfo
+
+logger = logging.getLogger("oarlock.engine")
+
+
+class OpenRequests:
+    """Sequences of all open requests, with the queue, the blocks and the rows that they share."""
+
+    def __init__(self, config: EngineConfig, info: WorkerInfo) -> None:
+        worker, caches_blocks = config.worker, config.enable_prefix_caching and not info.whole_texts
+        self.stats = EngineStats()
+        self.log = RequestLog(self.stats)
+        self.kv_cache_manager = KVCacheManager(
+            info.num_blocks,
+            info.block_size,
+            enable_prefix_caching=caches_blocks,
+            sliding_window=info.sliding_window,
+            max_step_tokens=worker.max_num_batched_tokens,
+        )
+        # Every running sequence must be able to get its one token, or decodes would starve each other.
+        self.num_rows = min(worker.max_num_seqs, worker.max_num_batched_tokens)
+        self.waiting = RequestQueue(config.max_waiting_requests, config.max_waiting_tokens)
+        self.running: list[Sequence] = []  # in the order in which they were admitted
+        self.free_rows = list(range(self.num_rows - 1, -1, -1))
+        tiers = info.kv_offload if caches_blocks else None
+        self.kv_offload = KVOffload(tiers, info.block_size, info.step_cost, self.stats)
+        self.kv_cache_manager.offload = self.kv_offload if self.kv_offload.is_on else None
+        self.loading = LoadingSequences(self.kv_offload, self.waiting, self.kv_cache_manager)
+        self.decode_state = DecodeState(self.num_rows, info.block_size, caches_blocks=caches_blocks)
+        self._by_id: dict[int, Sequence] = {}
+        self._events: list[TokenEvent] = []  # terminal events of requests that failed outside an answer
+
+    @property
+    def by_id(self) -> Mapping[int, Sequence]:
+        """Open requests by id, in the order in which they were added."""
+        return self._by_id
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a request that was accepted."""
+        running, waiting = self.running, self.waiting
+        ahead = islice(waiting if len(waiting) else running, MAX_AHEAD)
+        seq.timeline.arrived(self.log, len(running), len(waiting), tuple(other.request_id for other in ahead))
+        self._by_id[seq.request_id] = seq
+        waiting.push(seq)
+
+    def start(self, seq: Sequence, output: SchedulerOutput, now: float) -> bool:
+        """Give a waiting sequence its row, and blocks for all its tokens. False when there are too few."""
+        if not self.free_rows:
+            self.log.steps.without_row += 1
+            return False
+        reserve = reserved_blocks(len(self.running), seq.num_preemptions)
+        num_cached = self.kv_cache_manager.allocate(seq, seq.num_skippable_tokens, reserve)
+        if num_cached is None:
+            self.log.steps.without_blocks += 1
+            return False
+        self.kv_offload.release(seq.request_id)
+        self.waiting.admit(seq, now)
+        seq.timeline.admitted(now, num_cached)
+        self.running.append(seq)
+        seq.status = Status.RUNNING
+        seq.row = self.free_rows.pop()
+        seq.num_computed_tokens = num_cached
+        self.decode_state.take(seq)
+        output.new_rows.append(seq)
+        output.add_blocks(seq, 0)
+        return True
+
+    def preempt(self, seq: Sequence, now: float, *, is_short: bool = True) -> None:
+        """Free all its blocks and queue it again; generated tokens are kept and recomputed like a prompt. `is_short`:
+        there were too few blocks, so it comes back only when more are free than before."""
+        self._stop(seq)
+        seq.timeline.preempted(now, is_short=is_short)
+        seq.num_preemptions += is_short
+        seq.num_passed = 0
+        seq.has_asked_files = False
+        self.waiting.push(seq)
+
+    # -- ends
+
+    def finish(self, seq: Sequence, reason: FinishReason, now: float, event: TokenEvent | None = None) -> TokenEvent:
+        """End a sequence; its blocks and row are free when this returns. The result is `event` made terminal."""
+        if seq.status is Status.RUNNING:
+            self._stop(seq)
+        else:
+            self.loading.remove(seq)
+            self.kv_cache_manager.free(seq)  # it holds none, unless it failed while it was admitted
+        seq.status = Status.FINISHED
+        del self._by_id[seq.request_id]
+        seq.timeline.ended(now, reason, seq.num_generated_tokens, is_pooled=seq.pooling is not None)
+        event = event or TokenEvent(seq.request_id, num_cached_tokens=seq.timeline.cached_tokens)
+        return replace(event, finish_reason=reason)
+
+    def fail(self, seq: Sequence, message: str, now: float, param: str | None = None) -> TokenEvent:
+        """End a sequence by the engine's fault, or by that of its request's field `param`."""
+        self.stats.num_errors += param is None
+        return replace(self.finish(seq, FinishReason.ERROR, now), error=message, error_param=param)
+
+    def fail_after_exception(self, seq: Sequence, stage: str, now: float) -> TokenEvent:
+        """End one sequence, and not the engine, after an exception at work on it. Call it from an `except` block."""
+        logger.exception("event=request_failed request_id=%d stage=%s", seq.request_id, stage)
+        self.kv_cache_manager.evict_blocks(seq)  # it may have cached blocks that are not computed now
+        if seq.request_id not in self._by_id:
+            return TokenEvent(seq.request_id, finish_reason=FinishReason.ERROR, error=INTERNAL)
+        return self.fail(seq, INTERNAL, now)
+
+    def keep_event(self, event: TokenEvent) -> None:
+        """Keep the terminal event of a request that failed outside an answer until `take_events`."""
+        self._events.append(event)
+
+    def take_events(self) -> list[TokenEvent]:
+        """Terminal events of requests that failed outside an answer."""
+        events, self._events = self._events, []
+        return events
+
+    def _stop(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.decode_state.release(seq)
+        self.kv_cache_manager.free(seq)
+        self.free_rows.append(seq.row)
+        seq.row = -1
+        seq.status = Status.WAITING
+
+    # -- state
+
+    def refresh_gauges(self) -> EngineStats:
+        """The stats with their gauges brought up to date."""
+        stats, waiting, loading, manager = self.stats, self.waiting, list(self.loading), self.kv_cache_manager
+        stats.num_requests_running = len(self.running)
+        stats.num_requests_loading = len(loading)
+        stats.num_requests_waiting = len(waiting) + waiting.num_pending + len(loading)
+        num_loading_tokens = sum(seq.num_prompt_tokens for seq in loading)
+        stats.num_waiting_tokens = waiting.num_tokens + waiting.num_pending_tokens + num_loading_tokens
+        stats.num_blocks_total = manager.num_total
+        stats.num_blocks_free = manager.num_free
+        stats.num_blocks_cached = manager.num_cached
+        stats.num_blocks_held = manager.num_held
+        stats.kv_cache_usage = manager.num_held / manager.num_total
+        self.kv_offload.set_gauges()
+        return stats
+
+    def audit(self) -> None:
+        """Raise AssertionError unless rows, decode state, blocks, queue and open requests agree."""
+        self.decode_state.audit(self.running)
+        self.kv_cache_manager.audit(self._by_id.values())
+        rows = sorted([seq.row for seq in self.running] + self.free_rows)
+        assert rows == list(range(self.num_rows)), "rows are lost or shared"
+        waiting = [*self.waiting, *self.loading]
+        assert sorted(self._by_id) == sorted(seq.request_id for seq in [*self.running, *waiting])
+        for seq in waiting:
+            assert not seq.block_ids and not seq.num_computed_tokens, "a waiting sequence holds something"
+        assert self.waiting.num_tokens == sum(seq.num_prompt_tokens for seq in self.waiting)

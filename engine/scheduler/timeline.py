@@ -1,0 +1,199 @@
+"""Record of each request's life, kept while it is open and some time after its end: times, counts and ids, no tokens.
+
+What the scheduler, the statistics, the live state, `GET /v1/requests/{id}` and traces say of a request is read from it.
+Each record is bounded, and so are all together. A step pays only for a few sums (`StepLog`): the steps that a request
+has taken part in are the difference of two readings of them.
+"""
+
+from collections import OrderedDict
+from typing import cast
+
+from oarlock.engine.scheduler.step_cost import StepLog, between
+from oarlock.engine.stats import Chunk, DecodeSteps, EngineStats, Preemption, RequestHistory, StallState
+from oarlock.engine.types import FinishReason
+
+MAX_ENDED = 1000
+MAX_AHEAD = 5
+_MAX_CHUNKS, _MAX_PREEMPTIONS, _MAX_STALLS = 32, 16, 16
+
+
+class RequestLog:
+    """Log of one engine: its statistics, its steps, and the timelines of the requests that have ended last."""
+
+    def __init__(self, stats: EngineStats) -> None:
+        self.stats = stats
+        self.steps = StepLog()
+        self.ended: OrderedDict[int, RequestTimeline] = OrderedDict()
+
+
+_NO_LOG = RequestLog(EngineStats())
+
+
+class RequestTimeline:
+    """Timeline of one request from its arrival on. All times are those of the engine's clock, in seconds."""
+
+    __slots__ = (
+        "_at_end",
+        "_at_first_token",
+        "_blocked",
+        "_chunks",
+        "_log",
+        "_num_chunks",
+        "_num_computed",
+        "_preemptions",
+        "_stalls",
+        "ahead",
+        "arrival_s",
+        "cached_tokens",
+        "end_s",
+        "first_scheduled_s",
+        "first_token_s",
+        "num_preemptions",
+        "num_running",
+        "num_waiting",
+        "output_tokens",
+        "prompt_tokens",
+        "reason",
+        "request_id",
+    )
+
+    def __init__(self, request_id: int, prompt_tokens: int, arrival_s: float) -> None:
+        self._log = _NO_LOG
+        self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
+        self.arrival_s = arrival_s
+        self.num_running = self.num_waiting = 0  # other requests, when it arrived
+        self.ahead: tuple[int, ...] = ()  # ids of the first of these
+        # Steps in which the next in turn found no row, or too few blocks: ever, then while it waited.
+        self._blocked = 0, 0
+        self.first_scheduled_s: float | None = None
+        self.cached_tokens = 0  # of the prompt, when it first ran
+        self._chunks: list[tuple[float, int, int, int]] = []
+        self._num_chunks = self._num_computed = 0
+        self._preemptions: list[tuple[float, float | None, bool]] = []
+        self.num_preemptions = 0
+        self.first_token_s: float | None = None
+        self._at_first_token: tuple[float, ...] = ()
+        self.end_s: float | None = None
+        self._at_end: tuple[float, ...] = ()
+        self.reason: FinishReason | None = None
+        self.output_tokens = 0
+        self._stalls: list[StallState] = []
+
+    def arrived(self, log: RequestLog, num_running: int, num_waiting: int, ahead: tuple[int, ...]) -> None:
+        """Record that the request was accepted, behind those that wait, or else beside those that run."""
+        self._log, steps, stats = log, log.steps, log.stats
+        self._blocked = steps.without_row, steps.without_blocks
+        self.num_running, self.num_waiting, self.ahead = num_running, num_waiting, ahead
+        stats.num_accepted += 1
+        stats.prompt_tokens += self.prompt_tokens
+        stats.request_prompt_tokens.observe(self.prompt_tokens)
+
+    def admitted(self, now: float, num_cached: int) -> None:
+        """Record that the request begins to run, or to run again, with `num_cached` cached tokens."""
+        if self.first_scheduled_s is None:
+            self.first_scheduled_s, self.cached_tokens = now, num_cached
+            self._blocked = self._blocked_since_arrival()
+            stats = self._log.stats
+            stats.queue_time_s.observe(now - self.arrival_s)
+            stats.prefix_cache_queries += self.prompt_tokens
+            stats.prefix_cache_hits += num_cached
+        elif self._preemptions and self.num_preemptions == len(self._preemptions):
+            at_s, _, is_short = self._preemptions[-1]
+            self._preemptions[-1] = at_s, now, is_short
+
+    def computed(self, now: float, step_id: int, num_tokens: int, num_decodes: int) -> None:
+        """Record a step that computes `num_tokens` of the prompt, beside `num_decodes` sequences that decode."""
+        self._num_chunks += 1
+        self._num_computed += num_tokens
+        if len(self._chunks) < _MAX_CHUNKS:
+            self._chunks.append((now, step_id, num_tokens, num_decodes))
+
+    def preempted(self, now: float, *, is_short: bool) -> None:
+        """Record a preemption. `is_short`: there were too few blocks; else it makes room for other clients."""
+        self._log.stats.num_preemptions += 1
+        self.num_preemptions += 1
+        if len(self._preemptions) < _MAX_PREEMPTIONS:
+            self._preemptions.append((now, None, is_short))
+
+    def got_first_token(self, now: float) -> None:
+        assert self.first_scheduled_s is not None
+        self.first_token_s = now
+        self._at_first_token = self._log.steps.read()
+        stats = self._log.stats
+        stats.generation_tokens += 1
+        stats.time_to_first_token_s.observe(now - self.arrival_s)
+        stats.prefill_time_s.observe(now - self.first_scheduled_s)
+
+    def ended(self, now: float, reason: FinishReason, output_tokens: int, *, is_pooled: bool) -> None:
+        """Record the end. Times of aborted and failed requests are not counted: they do not measure speed."""
+        self.end_s, self.reason, self.output_tokens = now, reason, output_tokens
+        if self.first_scheduled_s is None:
+            self._blocked = self._blocked_since_arrival()
+        self._at_end = self._log.steps.read()
+        self._stalls = self._stalls_so_far()
+        ended, stats = self._log.ended, self._log.stats
+        ended[self.request_id] = self
+        if len(ended) > MAX_ENDED:
+            ended.popitem(last=False)
+        stats.finished[reason.value] += 1
+        if reason in (FinishReason.ABORT, FinishReason.ERROR):
+            return
+        stats.e2e_latency_s.observe(now - self.arrival_s)
+        if not is_pooled:
+            stats.request_generation_tokens.observe(output_tokens)
+        if self.first_token_s is not None:
+            stats.decode_time_s.observe(now - self.first_token_s)
+            if output_tokens > 1:
+                stats.time_per_output_token_s.observe((now - self.first_token_s) / (output_tokens - 1))
+
+    def history(self, output_tokens: int) -> RequestHistory:
+        """The record as it is sent. `output_tokens`: generated so far."""
+        waits = self.first_scheduled_s is None and self.end_s is None
+        without_row, without_blocks = self._blocked_since_arrival() if waits else self._blocked
+        return RequestHistory(
+            request_id=self.request_id,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            output_tokens=output_tokens,
+            arrival_s=self.arrival_s,
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            ahead=list(self.ahead),
+            without_row=without_row,
+            without_blocks=without_blocks,
+            first_scheduled_s=self.first_scheduled_s,
+            num_chunks=self._num_chunks,
+            computed_tokens=self._num_computed,
+            chunks=[
+                Chunk(at_s=at, step=step, tokens=tokens, beside=beside) for at, step, tokens, beside in self._chunks
+            ],
+            first_token_s=self.first_token_s,
+            decode=self._decode_steps(),
+            num_preemptions=self.num_preemptions,
+            preemptions=[Preemption(at_s=at, back_s=back, is_short=short) for at, back, short in self._preemptions],
+            stalls=self._stalls_so_far() if self.end_s is None else self._stalls,
+            end_s=self.end_s,
+            reason=None if self.reason is None else self.reason.value,
+        )
+
+    def _blocked_since_arrival(self) -> tuple[int, int]:
+        steps, (without_row, without_blocks) = self._log.steps, self._blocked
+        return steps.without_row - without_row, steps.without_blocks - without_blocks
+
+    def _stalls_so_far(self) -> list[StallState]:
+        stalls = self._log.steps.stalls_since(self.arrival_s, _MAX_STALLS)
+        return [cast(StallState, stall._asdict()) for stall in stalls]
+
+    def _decode_steps(self) -> DecodeSteps | None:
+        if not self._at_first_token:
+            return None
+        last = self._at_end or self._log.steps.read()
+        steps, sequences, prompt_tokens, seconds, sizes = between(self._at_first_token, last)
+        return DecodeSteps(
+            steps=steps,
+            mean_sequences=round(sequences / steps, 2) if steps else 0.0,
+            prompt_tokens=prompt_tokens,
+            seconds=seconds,
+            by_sequences=sizes,
+        )

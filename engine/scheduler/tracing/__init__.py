@@ -1,1 +1,0 @@
-"""Traces of requests and the log of steps in the engine."""
