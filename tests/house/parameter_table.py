@@ -27,7 +27,13 @@ _SAME_BODY = {
     "/v1/detokenize": "/detokenize",
 }
 _REFUSED = "Known and not supported by any of these routes; a value is a 400, unless it asks for nothing: {}."
-_MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
+_GENERATING = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+)
 
 
 def as_markdown() -> str:
@@ -44,13 +50,19 @@ def as_markdown() -> str:
         for name, parameter in found["/v1/completions"]["parameters"].items()
         if name in shared and parameter == found["/v1/chat/completions"]["parameters"][name]
     }
-    generating = "`/v1/completions`, `/v1/chat/completions`, `/v1/responses` and `/v1/messages`"
-    everywhere = set.intersection(*(set(entry["refused"]) for entry in found.values() if entry.get("refused")))
-    lines += ["", f"### {generating}", "", *_table(both), "", _REFUSED.format(_names(sorted(everywhere)))]
+    everywhere = set.intersection(*(set(found[path]["refused"]) for path in _GENERATING))
+    lines += [
+        "",
+        "### `/v1/completions`, `/v1/chat/completions`, `/v1/responses` and `/v1/messages`",
+        "",
+        *_table(both),
+        "",
+        _REFUSED.format(_names(sorted(everywhere))),
+    ]
     for path, entry in found.items():
         if "parameters" not in entry or path in _SAME_BODY:
             continue
-        is_generating = path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", *_MESSAGES)
+        is_generating = path in _GENERATING
         own = {
             name: parameter
             for name, parameter in entry["parameters"].items()
