@@ -154,8 +154,9 @@ def given_settings(parsed: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def loaded_settings(parsed: argparse.Namespace, given: dict[str, Any]) -> LoadedSettings:
-    """The flags joined with the environment and the file. Raises `StartupError`."""
+def loaded_settings(parsed: argparse.Namespace) -> LoadedSettings:
+    """The flags joined with the environment and the file. Raises `OptionError` for a flag, else `StartupError`."""
+    given = given_settings(parsed)
     try:
         return load_settings(given, config_file=parsed.config)
     except OptionError as error:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oarlock.server.cli.arguments import add_settings, given_settings, loaded_settings
+from oarlock.server.cli.arguments import add_settings, loaded_settings
 from oarlock.server.config.settings import SERVER_ONLY
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    loaded = loaded_settings(arguments, given_settings(arguments))
+    loaded = loaded_settings(arguments)
     settings = loaded.settings
     if loaded.origins["log_level"] == "default":  # nobody watches a server here
         settings = replace(settings, log_level="warning")

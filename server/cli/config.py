@@ -19,11 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    given = given_settings(arguments)
     if arguments.markdown:
+        given_settings(arguments)
         sys.stdout.write(as_markdown())
         return 0
-    rows = as_table(loaded_settings(arguments, given))
+    rows = as_table(loaded_settings(arguments))
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
     widths = [max(len(row[column]) for row in rows) for column in range(2)]

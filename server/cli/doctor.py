@@ -12,10 +12,10 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from oarlock.server.cli.arguments import add_settings, given_settings, loaded_settings
-from oarlock.server.cli.child_process import run_program
+from oarlock.server.cli.arguments import add_settings, loaded_settings
 from oarlock.server.config.nodes import nodes_config
 from oarlock.server.config.settings import Settings
+from oarlock.server.launch.child_process import run_program
 
 HELP = "check this machine, and what would be chosen on it"
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    settings = loaded_settings(arguments, given_settings(arguments)).settings
+    settings = loaded_settings(arguments).settings
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
     model, reason = _find(settings)

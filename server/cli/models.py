@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from oarlock.server.cli.arguments import add_settings, given_settings, loaded_settings
+from oarlock.server.cli.arguments import add_settings, loaded_settings
 from oarlock.server.config.settings import OPTIONS
 
 HELP = "list the models that were fetched, and which of them can be served"
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     from oarlock.server.config.options import format_size
     from oarlock.server.hub.cached import cached_models, disk_usage
 
-    settings = loaded_settings(arguments, given_settings(arguments)).settings
+    settings = loaded_settings(arguments).settings
     cache = Path(settings.download_dir or constants.HF_HUB_CACHE).expanduser()
     found = list(cached_models(cache, settings.engine_config("")))
     if arguments.json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from oarlock.server.cli.arguments import UsageError, add_settings, given_settings, loaded_settings
+from oarlock.server.cli.arguments import UsageError, add_settings, loaded_settings
 from oarlock.server.config.settings import OPTIONS
 
 HELP = "fetch a model from the hub, and check what is here of it"
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     from oarlock.server.hub.model_path import pull
     from oarlock.server.launch.banner import Progress
 
-    settings = loaded_settings(arguments, given_settings(arguments)).settings
+    settings = loaded_settings(arguments).settings
     if settings.model is None:
         raise UsageError("There is no MODEL.", "Name one of the hub: oarlock pull Qwen/Qwen2.5-0.5B-Instruct")
     progress = Progress()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oarlock.engine.config import NodesConfig
-from oarlock.server.cli.arguments import UsageError, add_settings, given_settings, loaded_settings
+from oarlock.server.cli.arguments import UsageError, add_settings, loaded_settings
 from oarlock.server.config.groups.nodes import RAY
 from oarlock.server.config.launchers import first_on_host
 from oarlock.server.config.nodes import nodes_config
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    loaded = loaded_settings(arguments, given_settings(arguments))
+    loaded = loaded_settings(arguments)
     settings = loaded.settings
     _check_model_was_not_swallowed(arguments, settings)
     for note in arguments.notes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from oarlock.server.cli.child_process import run_program
+from oarlock.server.launch.child_process import run_program
 
 HELP = "compare a model's numbers, layer by layer, with transformers' own"
 

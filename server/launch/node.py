@@ -17,6 +17,7 @@ from oarlock.engine.config import NodesConfig
 from oarlock.engine.node import check_network, run_node
 from oarlock.server.config.settings import Settings
 from oarlock.server.launch.banner import Progress
+from oarlock.server.launch.child_process import signals_handled
 from oarlock.server.llm.model_files import find_files
 from oarlock.server.observability import logs
 
@@ -67,11 +68,9 @@ def _stop_fd() -> Generator[int]:
         stopped.append(number)
         os.write(write_fd, b"s")
 
-    before = [signal.signal(number, stop) for number in _SIGNALS]
     try:
-        yield read_fd
+        with signals_handled(_SIGNALS, stop):
+            yield read_fd
     finally:
-        for number, handler in zip(_SIGNALS, before, strict=True):
-            signal.signal(number, handler)
         os.close(read_fd)
         os.close(write_fd)

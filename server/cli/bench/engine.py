@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oarlock.server.cli.arguments import add_settings, given_settings, loaded_settings, whole
+from oarlock.server.cli.arguments import add_settings, loaded_settings, whole
 from oarlock.server.config.settings import OPTIONS, SERVER_ONLY
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class EngineMeasure:
 
     def _measure(self, arguments: argparse.Namespace) -> Result:
         """Load the model and run the rounds; Ctrl-C ends them early. Raises `StartupError` and `OptionError`."""
-        settings = loaded_settings(arguments, given_settings(arguments)).settings
+        settings = loaded_settings(arguments).settings
         for note in arguments.notes:
             sys.stderr.write(f"note: {note}\n")
         from tqdm import tqdm

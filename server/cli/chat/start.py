@@ -20,6 +20,7 @@ from oarlock.server.cli.chat.own_server import OwnServer, own_flag
 from oarlock.server.cli.chat.screen import make_screen
 from oarlock.server.cli.chat.session import COMMANDS, Conversation, ConversationError, LeaveError, Session, run_command
 from oarlock.server.cli.remote import DEFAULT_URL, Remote, ServerError, given_key, is_url
+from oarlock.server.launch.child_process import signals_handled
 
 _SAMPLING = ("temperature", "top_p", "max_tokens", "seed")
 
@@ -30,7 +31,8 @@ def chat(arguments: argparse.Namespace) -> int:
     conversation = _conversation(arguments)
     interactive = sys.stdin.isatty()
     question = "" if interactive else _question()
-    with _ended_by_signals(), ExitStack() as stack:
+    # SIGTERM and a closed terminal leave in order, so that a server that was started is ended.
+    with signals_handled((signal.SIGTERM, signal.SIGHUP), _leave), ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
         remote, own = _server(arguments.target, flags, runner, stack)
         stack.callback(remote.close)
@@ -159,16 +161,5 @@ def _question() -> str:
     return text
 
 
-@contextmanager
-def _ended_by_signals() -> Generator[None]:
-    """SIGTERM and a closed terminal leave in order, so that a server that was started is ended."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)

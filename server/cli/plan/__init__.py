@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from oarlock.server.cli.arguments import UsageError, add_settings, given_settings, loaded_settings
+from oarlock.server.cli.arguments import UsageError, add_settings, loaded_settings
 
 HELP = "say what a machine would hold of a model, and how many replicas a load takes"
 _EXIT_CODES = """exit codes:
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
                 raise UsageError(f"--{flag} is of a simulation.", "Add --simulate TRACE.jsonl, or leave it out.")
     simulate.parse_replicas(arguments.replicas)  # a mistake is told before files are read
     simulate.parse_slo(arguments.slo)
-    loaded = loaded_settings(arguments, given_settings(arguments))
+    loaded = loaded_settings(arguments)
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
     if loaded.settings.tokenizer is not None:

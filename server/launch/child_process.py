@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -22,7 +22,7 @@ def run_program(module: str, arguments: Sequence[str]) -> int:
 
     The first signal is passed on as SIGTERM, so that the child can clean up; a second one kills it.
     """
-    with _ignored_by_children():
+    with signals_handled((signal.SIGINT, signal.SIGHUP), signal.SIG_IGN):  # by the child: its parent decides
         child = start_python(["-m", module, f"--parent={os.getpid()}", *arguments], stdin=None)
     stopped_by: list[int] = []
 
@@ -30,25 +30,21 @@ def run_program(module: str, arguments: Sequence[str]) -> int:
         child.send_signal(signal.SIGKILL if stopped_by else signal.SIGTERM)
         stopped_by.append(number)
 
-    handled = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = [signal.signal(number, stop) for number in handled]
-    try:
+    with signals_handled([number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN], stop):
         status = child.wait()
-    finally:
-        for number, handler in zip(handled, before, strict=True):
-            signal.signal(number, handler)
     if stopped_by:
         return 128 + stopped_by[0]
     return status if status >= 0 else 128 - status
 
 
 @contextmanager
-def _ignored_by_children() -> Generator[None]:
-    """Processes started meanwhile ignore what a terminal sends to all of its processes; their parent decides."""
-    numbers = (signal.SIGINT, signal.SIGHUP)
-    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+def signals_handled(
+    numbers: Sequence[int], handler: Callable[[int, FrameType | None], object] | int
+) -> Generator[None]:
+    """Have `handler` handle these signals for a while, and the handlers of before afterwards."""
+    before = [signal.signal(number, handler) for number in numbers]
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+        for number, earlier in zip(numbers, before, strict=True):
+            signal.signal(number, earlier)
