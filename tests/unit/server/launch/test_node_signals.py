@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 # `serve_node` with ranks that wait until they are asked to stop, and then for the process to be ended.
 _NODE = """
 import os, select, sys, time
