@@ -33,7 +33,7 @@ def missing_files(page: str) -> list[str]:
     for span in spans(page):
         first = re.split(r"[/.]", span)[0]
         if PATH.fullmatch(span) and "/" in span and span.split("/")[0] in top:
-            if not any(True for _ in ROOT.glob(span.rstrip("/"))):
+            if not any(True for _ in ROOT.glob(span.rstrip("/").replace("NAME", "*"))):
                 missing.append(span)
         elif re.fullmatch(r"\w+\.(py|cpp)", span):
             if not any(span in names for names in _file_names()):

@@ -10,6 +10,7 @@ PAGES = [
         ROOT / name
         for name in (
             "README.md",
+            "CONTRIBUTING.md",
             "SECURITY.md",
             "tests/load/README.md",
             "benchmarks/README.md",
