@@ -1,7 +1,7 @@
 """Starts the engine's process, with a socket to it. Light to import, so that it can be started before all else.
 
 The process starts those of its ranks, and all of them import their libraries, which takes seconds, while its parent
-does the same; then it waits for its configuration.
+does the same; then it waits for its configuration. A host that has only ranks runs no engine, but `run_node`.
 """
 
 import os
@@ -13,7 +13,10 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 from oarlock.workers.compile_ahead import begin_compiling
+from oarlock.workers.node import check_network, run_node
 from oarlock.workers.python_child import start_python
+
+__all__ = ["ENGINE_MODULE", "EngineProcess", "check_network", "run_node"]
 
 ENGINE_MODULE = ("-m", "oarlock.engine.core")
 

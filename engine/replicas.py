@@ -14,7 +14,7 @@ from functools import partial
 from oarlock.engine.client import EngineClient
 from oarlock.engine.config import EngineConfig, OnProgress
 from oarlock.engine.data_parallel.choice import PrefixIndex, choose
-from oarlock.engine.data_parallel.replica import JoinedProgress, Replica, Seat, start_together
+from oarlock.engine.data_parallel.replica import JoinedProgress, Replica, ReplicaHandle, start_together
 from oarlock.engine.engine_process import EngineProcess
 from oarlock.engine.errors import EXIT_RANK_DIED, EngineDeadError, StartupError, UnavailableError
 from oarlock.engine.ipc.frames import FrameError
@@ -43,7 +43,7 @@ class Replicas:
     def new_request_id(self) -> int:
         return next(self._ids)
 
-    def choose(self, request: Request, rank: int | None = None) -> Seat:
+    def choose(self, request: Request, rank: int | None = None) -> ReplicaHandle:
         """Choose a replica for this request and those that share its prompt. `rank`: the number of the replica that the
         caller has chosen. Raises `EngineDeadError`, or `UnavailableError` when that replica is not alive."""
         loads = [one.load if one.is_alive else None for one in self.replicas]
@@ -59,7 +59,7 @@ class Replicas:
             )
         chosen = self.replicas[number]
         chosen.load.num_chosen += 1
-        return Seat(chosen, len(request.prompt_token_ids) - num_cached[number])
+        return ReplicaHandle(chosen, len(request.prompt_token_ids) - num_cached[number])
 
     # -- state
 

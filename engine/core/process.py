@@ -24,7 +24,7 @@ from oarlock.engine.core.event_loop import EngineLoop
 from oarlock.engine.errors import EXIT_BUG, EXIT_OK, EXIT_RANK_HUNG, StartupError, WorkerError
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import Frame, FrameError, FrameReader, FrameSocket
-from oarlock.engine.log_format import JsonFormatter
+from oarlock.engine.log_format import log_to_stderr
 from oarlock.engine.replay.recorder import RecordingExecutor
 from oarlock.engine.replay.recording import RecordingWriter
 from oarlock.engine.structured_output.manager import StructuredOutputManager
@@ -35,19 +35,6 @@ from oarlock.workers.fingerprint import model_sums, versions
 if TYPE_CHECKING:
     from oarlock.engine.kv_cache.publisher import KvEventPublisher
     from oarlock.workers.executor import Executor
-
-
-def numbers_digest(worker: WorkerConfig, info: WorkerInfo) -> str:
-    """SHA-256 of everything below text that decides a number: the same at every start with the same inputs."""
-    weights = f"dummy {worker.seed}" if worker.load_format == "dummy" else "stored"
-    names = ("dtype", "quantization", "dequantize", "kv_cache_dtype", "num_threads", "block_size", "max_model_len")
-    run = {name: getattr(worker, name) for name in names}
-    found = {name: getattr(info, name) for name in ("tensor_parallel_size", "device", "attention_backend", "kernels")}
-    if info.rank_invariant:  # neither changes a bit
-        del found["tensor_parallel_size"], run["num_threads"]
-    parts = [model_sums(Path(worker.model_path)), weights, run, found, versions()]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
 
 logger = logging.getLogger("oarlock.engine")
 
@@ -325,36 +312,13 @@ class _LoadingWatchdog(threading.Thread):
         os._exit(failure.exit_code)
 
 
-class LineFormatter(logging.Formatter):
-    """One line per event: `time=... level=... logger=... pid=... event=... key=value`, times in UTC.
-
-    Control characters are escaped, so that no logged text can start a new line; tracebacks follow indented.
-    """
-
-    converter = time.gmtime
-
-    def __init__(self) -> None:
-        super().__init__("time=%(asctime)s level=%(levelname)s logger=%(name)s pid=%(process)d %(message)s")
-        self.default_time_format = "%Y-%m-%dT%H:%M:%S"
-        self.default_msec_format = "%s.%03dZ"
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        return _on_one_line(super().formatMessage(record))
-
-    def formatException(self, ei) -> str:
-        lines = super().formatException(ei).splitlines()
-        return "\n".join("    " + _on_one_line(line) for line in lines)
-
-
-def _on_one_line(text: str) -> str:
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
-def log_to_stderr(level: str = "INFO", *, is_json: bool = False) -> None:
-    """Make all loggers of this process write to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if is_json else LineFormatter())
-    root = logging.getLogger("oarlock")
-    root.handlers[:] = [handler]
-    root.setLevel(level)
-    root.propagate = False
+def numbers_digest(worker: WorkerConfig, info: WorkerInfo) -> str:
+    """SHA-256 of everything below text that decides a number: the same at every start with the same inputs."""
+    weights = f"dummy {worker.seed}" if worker.load_format == "dummy" else "stored"
+    names = ("dtype", "quantization", "dequantize", "kv_cache_dtype", "num_threads", "block_size", "max_model_len")
+    run = {name: getattr(worker, name) for name in names}
+    found = {name: getattr(info, name) for name in ("tensor_parallel_size", "device", "attention_backend", "kernels")}
+    if info.rank_invariant:  # neither changes a bit
+        del found["tensor_parallel_size"], run["num_threads"]
+    parts = [model_sums(Path(worker.model_path)), weights, run, found, versions()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

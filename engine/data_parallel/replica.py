@@ -124,7 +124,7 @@ class Replica:
         logger.info("event=replica_ready engine=%d seconds=%.1f", self.number, time.monotonic() - began)
 
 
-class Seat:
+class ReplicaHandle:
     """Handle on the replica chosen for a prompt: all its requests go there, and the prompt is computed once."""
 
     def __init__(self, replica: Replica, num_new_tokens: int) -> None:

@@ -31,6 +31,7 @@ from oarlock.workers.protocol import mask_words
 Word = tuple[int, ...]
 _Split = tuple[dict[int, "_Node"], list[int]]  # children by the token before; last ids of the words that end here
 _Node = list[Word] | _Split  # until it is first reached, the words below it
+Ids = tuple  # of ints, or of tuples of ints
 
 
 class BadWords:
@@ -67,9 +68,6 @@ def _split(words: list[Word], depth: int) -> _Split:
         else:
             deeper[word[before]].append(word)
     return {**deeper}, ends
-
-
-Ids = tuple  # of ints, or of tuples of ints
 
 
 class MadeFrom(Protocol):

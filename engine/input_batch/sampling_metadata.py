@@ -13,7 +13,11 @@ from oarlock.engine.sampling_params import penalises
 from oarlock.engine.scheduler.sequence import Sequence
 from oarlock.workers.protocol import mask_words
 
-_NO_IDS = np.empty(0, np.int32)
+ALWAYS = np.iinfo(np.int64).max
+_NO_INTS = np.empty(0, np.int32)
+# Index into the L rows, its sequence, the tokens it will have generated before this row's, and its drafts.
+AskingRow = tuple[int, Sequence, int, tuple[int, ...]]
+NO_BIAS = {"bias_rows": _NO_INTS, "bias_ids": _NO_INTS, "bias_values": np.empty(0, np.float32)}
 
 
 class _PromptIds:
@@ -38,7 +42,7 @@ class FirstHistory:
 
     def of(self, seq: Sequence) -> tuple[np.ndarray, np.ndarray]:
         """Distinct ids in order, and how often each was generated, 0 for those of the prompt only: int32 [n] each."""
-        prompt = _NO_IDS if self._prompt is None else self._prompt.ids
+        prompt = _NO_INTS if self._prompt is None else self._prompt.ids
         if len(seq.token_ids) == seq.num_prompt_tokens:
             return prompt, np.zeros_like(prompt)
         generated = np.array(seq.token_ids[seq.num_prompt_tokens :], np.int32)
@@ -47,14 +51,6 @@ class FirstHistory:
         counts = np.zeros_like(every)
         counts[np.searchsorted(every, ids)] = times
         return every, counts
-
-
-ALWAYS = np.iinfo(np.int64).max
-
-_NO_INTS = np.empty(0, np.int32)
-# Index into the L rows, its sequence, the tokens it will have generated before this row's, and its drafts.
-AskingRow = tuple[int, Sequence, int, tuple[int, ...]]
-NO_BIAS = {"bias_rows": _NO_INTS, "bias_ids": _NO_INTS, "bias_values": np.empty(0, np.float32)}
 
 
 class SamplingState:

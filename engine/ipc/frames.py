@@ -25,6 +25,10 @@ _ITEM_BYTES = 4
 
 if array("i").itemsize != _ITEM_BYTES or array("f").itemsize != _ITEM_BYTES or sys.byteorder != "little":
     raise ImportError("frames need a little-endian machine with 4-byte C ints")
+_RECV_BYTES = 1 << 18
+_MAX_RECV_PER_CALL = 4 << 20  # so that many requests at once do not keep the loop from running steps
+_FULL_BYTES = 16 << 20
+_UNREAD_LIMIT_S = 60.0  # a frontend that reads nothing for so long counts as gone
 
 
 class FrameError(ValueError):
@@ -117,12 +121,6 @@ def _decode(buffer: bytearray, start: int, head: int, ints: int, floats: int) ->
     if not isinstance(fields, dict) or not isinstance(fields.get("kind"), str):
         raise FrameError("the head is not an object with a kind")
     return Frame(fields, int_array, float_array)
-
-
-_RECV_BYTES = 1 << 18
-_MAX_RECV_PER_CALL = 4 << 20  # so that many requests at once do not keep the loop from running steps
-_FULL_BYTES = 16 << 20
-_UNREAD_LIMIT_S = 60.0  # a frontend that reads nothing for so long counts as gone
 
 
 class FrameSocketClosedError(Exception):

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
+HASH_BYTES = 32
+
 
 class BlockStored(NamedTuple):
     """A full block can be found by its hash. It could not be found before."""
@@ -69,9 +71,6 @@ class BlockChanges(NamedTuple):
                 is_there[event.block_hash] = isinstance(event, BlockStored)
         stored = [block_hash for block_hash, there in is_there.items() if there]
         return BlockChanges(is_cleared, stored, [block_hash for block_hash, there in is_there.items() if not there])
-
-
-HASH_BYTES = 32
 
 
 def extend_hashes(

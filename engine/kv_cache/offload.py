@@ -17,6 +17,11 @@ from oarlock.engine.stats import EngineStats
 from oarlock.workers.config import StepCost
 from oarlock.workers.kv_offload import MAX_COPIES, Copy, KVOffloadInfo, KVReport, Report
 
+MAX_LOADS = 32  # sequences that wait for files at the same time
+LOAD_TIMEOUT_S = 30.0  # then it is computed after all: the file system may never answer
+_FIXED_READ_S = 0.002  # of any load: two more turns of the loop
+STEP_LOAD_BYTES = 64 << 20  # most bytes a rank copies from slots to pages in a step: 13 to 19 ms of one CPU core
+
 
 class HostTier:
     """Table of host-memory slots and their blocks. The idle slot that was used longest ago is taken first.
@@ -116,12 +121,6 @@ class HostTier:
         assert digest is not None
         del self._slot_of[digest]
         self._digest_of[slot] = None
-
-
-MAX_LOADS = 32  # sequences that wait for files at the same time
-LOAD_TIMEOUT_S = 30.0  # then it is computed after all: the file system may never answer
-_FIXED_READ_S = 0.002  # of any load: two more turns of the loop
-STEP_LOAD_BYTES = 64 << 20  # most bytes a rank copies from slots to pages in a step: 13 to 19 ms of one CPU core
 
 
 @dataclass(slots=True, eq=False)

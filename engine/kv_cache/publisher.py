@@ -28,13 +28,12 @@ from oarlock.engine.config import KvEventsConfig
 from oarlock.engine.errors import StartupError
 from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockEvent, BlockStored
 
+logger = logging.getLogger("oarlock.engine")
+
 _POOL = "GPU"  # the memory that attention reads, on whatever device: what routers count as a hit
 _GROUP = 0  # all layers share one table of blocks
-
-
-def short_hash(block_hash: bytes) -> int:
-    """The name of a block on the wire."""
-    return int.from_bytes(block_hash[-8:], "big")
+_CLOSE_S = 1.0
+_END = (-1).to_bytes(8, "big", signed=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +93,9 @@ class Wire:
         return salt.partition("|")[2] if self.has_key_in_salts else salt
 
 
-logger = logging.getLogger("oarlock.engine")
-
-_CLOSE_S = 1.0
-_END = (-1).to_bytes(8, "big", signed=True)
+def short_hash(block_hash: bytes) -> int:
+    """The name of a block on the wire."""
+    return int.from_bytes(block_hash[-8:], "big")
 
 
 class KvEventPublisher:

@@ -23,6 +23,7 @@ from oarlock.engine.scheduler.sequence import Sequence
 
 LOOKED_AHEAD = 8  # sequences at the head of the queue that may begin to read files
 _OUTPUT_WEIGHT = 2.0  # of a generated token, in tokens of a prompt
+_MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 
 
 class ClientShares:
@@ -50,9 +51,6 @@ class ClientShares:
     def generate(self, client: str, num_tokens: int) -> None:
         """Count generated tokens of `client`, which had a request admitted before."""
         self._times[client] += _OUTPUT_WEIGHT * num_tokens
-
-
-_MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 
 
 def _key(seq: Sequence) -> tuple[float, int]:

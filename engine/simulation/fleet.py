@@ -22,6 +22,9 @@ from oarlock.engine.types import Request
 from oarlock.workers.capacity import Capacity, step_tokens
 from oarlock.workers.config import StepCost, WorkerInfo
 
+_REPORT_EVERY = 64  # requests
+_PROMPT = 256  # tokens of the prompt from which the cost of one token is computed
+
 
 class Router(Protocol):
     """Chooses among replicas whose steps have been simulated up to the arrival."""
@@ -77,9 +80,6 @@ class ByPrefix:
 ROUTERS = {"prefix": ByPrefix, "least-loaded": LeastLoaded, "random": AtRandom}
 
 
-_REPORT_EVERY = 64  # requests
-
-
 @dataclass(frozen=True, slots=True)
 class FleetReport:
     """Counts, rates and latencies of a simulated fleet. Times are seconds of virtual time."""
@@ -107,9 +107,6 @@ class ReplicaModel:
     config: EngineConfig
     info: WorkerInfo
     time: StepTime
-
-
-_PROMPT = 256  # tokens of the prompt from which the cost of one token is computed
 
 
 def replica_model(

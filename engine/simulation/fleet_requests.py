@@ -15,6 +15,9 @@ from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenEvents
 
 PERCENTILES = (50, 95, 99)
+_BASE, _DIGITS = 250, 7  # Python keeps one object for each whole number up to 256
+_FILL = 255
+TOKEN = 254  # the id of every generated token
 
 
 class Records:
@@ -87,11 +90,6 @@ class Quantiles:
         if not len(values):
             return None
         return Quantiles(*(float(value) for value in np.percentile(np.asarray(values), PERCENTILES)))
-
-
-_BASE, _DIGITS = 250, 7  # Python keeps one object for each whole number up to 256
-_FILL = 255
-TOKEN = 254  # the id of every generated token
 
 
 @dataclass(frozen=True, slots=True)

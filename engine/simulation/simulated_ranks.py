@@ -14,6 +14,7 @@ from oarlock.workers.kv_offload import KVReports
 from oarlock.workers.protocol import CLS, LOGITS, TOKEN, StepMetadata, StepOutput
 
 END_TOKEN = 0  # ends an answer
+HIDDEN_SIZE = 2  # small: vectors mean nothing here
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +114,6 @@ class SimulatedExecutor:
 
     def close(self, failure: Exception | None = None) -> None:
         self._steps.clear()
-
-
-HIDDEN_SIZE = 2  # small: vectors mean nothing here
 
 
 def replica_info(

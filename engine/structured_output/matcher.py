@@ -23,6 +23,10 @@ MAX_DIGITS = 20
 
 ALL = 0xFFFFFFFF
 _QUOTE, _BACKSLASH, _NEWLINE = b'"\\\n'
+# Stack of each thread: as large as the engine's, four times what the sandbox lets a grammar use.
+_THREAD_STACK_BYTES = 8 << 20
+# A `GrammarMatcher`, the tokens that are drafted after the known ones, and the masks to write: uint32 [1 + drafts, W].
+Rows = tuple[Any, tuple[int, ...], np.ndarray]
 
 
 class BrokenGrammarError(Exception):
@@ -194,13 +198,6 @@ class _DigitRun:
                 self.is_in_string, self._escaped, self.length = True, False, 0
             else:
                 self.length = self.length + 1 if 48 <= byte <= 57 else 0
-
-
-# Stack of each thread: as large as the engine's, four times what the sandbox lets a grammar use.
-_THREAD_STACK_BYTES = 8 << 20
-
-# A `GrammarMatcher`, the tokens that are drafted after the known ones, and the masks to write: uint32 [1 + drafts, W].
-Rows = tuple[Any, tuple[int, ...], np.ndarray]
 
 
 class MaskBatch:

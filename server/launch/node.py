@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from oarlock.engine.config import NodesConfig
-from oarlock.engine.node import check_network, run_node
+from oarlock.engine.engine_process import check_network, run_node
 from oarlock.server.config.settings import Settings
 from oarlock.server.launch.banner import Progress
 from oarlock.server.launch.child_process import signals_handled

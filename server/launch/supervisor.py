@@ -22,9 +22,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from oarlock.engine.config import EngineConfig, NodesConfig, OnProgress
-from oarlock.engine.engine_process import EngineProcess
+from oarlock.engine.engine_process import EngineProcess, check_network
 from oarlock.engine.errors import EngineDeadError, StartupError
-from oarlock.engine.node import check_network
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.app import create_app
 from oarlock.server.endpoints.serving import connect_engine

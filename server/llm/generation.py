@@ -39,7 +39,7 @@ class Replica(Protocol):
     async def histories(self, request_ids: Sequence[int], /) -> list[RequestHistory]: ...
 
 
-class Seat(Protocol):
+class ReplicaHandle(Protocol):
     """Replica that generates the requests of one prompt."""
 
     @property
@@ -60,7 +60,7 @@ class Engine(Protocol):
 
     def new_request_id(self) -> int: ...
 
-    def choose(self, request: Request, rank: int | None = None) -> Seat: ...
+    def choose(self, request: Request, rank: int | None = None) -> ReplicaHandle: ...
 
     async def reset_prefix_cache(self) -> int: ...
 
@@ -117,7 +117,7 @@ class Generation:
         self._queue: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
         self._first: Delta | BaseException | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of the choices at the engine, by index
-        self._seats: dict[int, Seat] = {}  # by prompt
+        self._handles: dict[int, ReplicaHandle] = {}  # by prompt
         lens = [len(choice.request.prompt_token_ids) for choice in choices]
         self._submission = submissions.open(lens, self._send, yields=has_place, client=key_label or "")
         loop = asyncio.get_running_loop()
@@ -134,8 +134,8 @@ class Generation:
 
     def replica_of(self, choice: Choice) -> int:
         """The number of the replica that generates it; 0 before it is sent."""
-        seat = self._seats.get(choice.index // self.per_prompt)
-        return 0 if seat is None else seat.number
+        handle = self._handles.get(choice.index // self.per_prompt)
+        return 0 if handle is None else handle.number
 
     def tokens_by_replica(self) -> dict[int, tuple[int, int]]:
         """Replica -> tokens of the prompts that went there, and of their answers."""
@@ -222,12 +222,12 @@ class Generation:
         task = self._tasks[index] = asyncio.create_task(self._pump(self.choices[index], has_place or self._has_place))
         task.add_done_callback(ended)  # also of one that is cancelled before it has begun
 
-    def _seat_of(self, choice: Choice) -> Seat:
+    def _handle_of(self, choice: Choice) -> ReplicaHandle:
         """The choices of a prompt are generated where the first of them is."""
         prompt = choice.index // self.per_prompt
-        if prompt not in self._seats:
-            self._seats[prompt] = self._engine.choose(choice.request, self._data_parallel_rank)
-        return self._seats[prompt]
+        if prompt not in self._handles:
+            self._handles[prompt] = self._engine.choose(choice.request, self._data_parallel_rank)
+        return self._handles[prompt]
 
     async def _pump(self, choice: Choice, has_place: bool) -> None:
         try:
@@ -238,7 +238,7 @@ class Generation:
             if has_place or self.key_label is not None:
                 client = self.key_label or ""
                 request = replace(request, has_place=has_place, yields=self._has_place, client=client)
-            async with aclosing(self._seat_of(choice).generate(request)) as events:
+            async with aclosing(self._handle_of(choice).generate(request)) as events:
                 async for event in events:
                     if not choice.started:
                         self._submission.begun(choice.index)

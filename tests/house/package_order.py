@@ -70,7 +70,6 @@ ORDER: dict[str, Order] = {
         "engine_process.py": entries(""),
         "ipc": entries("kv_cache config.py stats.py types.py pooling_params.py sampling_params.py errors.py"),
         "preflight.py": entries("simulation config.py"),
-        "node.py": entries(""),
         "config.py": entries(""),
         "stats.py": entries("types.py"),
         "types.py": entries("pooling_params.py sampling_params.py"),

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from oarlock.engine.core.process import LineFormatter, log_to_stderr
+from oarlock.engine.log_format import LineFormatter, log_to_stderr
 
 
 def formatted(message: str, *args) -> str:

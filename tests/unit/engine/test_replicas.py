@@ -133,11 +133,11 @@ def test_a_prompt_goes_where_its_beginning_is_cached_and_finds_as_much_there_as_
                 rest = [draw.randrange(60) for _ in range(draw.randrange(6))]
                 request = make_request(running.new_request_id(), beginnings[group] + rest, max_tokens=9)
                 expected = running.prefixes.num_cached(request.prompt_token_ids, request.cache_salt)
-                seat = running.choose(request)
-                assert seat.number == went.setdefault(group, seat.number), "where the group began"
-                events = [event async for event in seat.generate(request)]
-                assert events[0].num_cached_tokens == expected[seat.number] >= (20 if at > 20 else 0)
-                assert expected[1 - seat.number] == 0
+                handle = running.choose(request)
+                assert handle.number == went.setdefault(group, handle.number), "where the group began"
+                events = [event async for event in handle.generate(request)]
+                assert events[0].num_cached_tokens == expected[handle.number] >= (20 if at > 20 else 0)
+                assert expected[1 - handle.number] == 0
                 salted = replace(request, cache_salt=b"of another")
                 assert running.prefixes.num_cached(salted.prompt_token_ids, salted.cache_salt) == [0, 0]
             assert sorted(went.values()) == [0, 0, 1, 1]
@@ -156,8 +156,8 @@ def test_what_a_replica_has_to_do_is_known_from_its_requests() -> None:
     async def scene() -> None:
         async with started(config(2, make_config(max_waiting_requests=8), step_s=0.05)) as running:
             requests = [make_request(running.new_request_id(), [3] * 20, max_tokens=8) for _ in range(4)]
-            seat = running.choose(requests[0])
-            streams = [seat.generate(request) for request in requests]
+            handle = running.choose(requests[0])
+            streams = [handle.generate(request) for request in requests]
             firsts = [asyncio.ensure_future(anext(stream)) for stream in streams]
             await asyncio.sleep(0)  # they are sent, and nothing was read since
             first, second = running.replicas
@@ -165,7 +165,7 @@ def test_what_a_replica_has_to_do_is_known_from_its_requests() -> None:
             await asyncio.gather(*firsts)
             assert first.load.num_waiting_tokens == 0
             other = running.choose(make_request(running.new_request_id(), [4]))
-            assert (seat.number, other.number) == (0, 1)
+            assert (handle.number, other.number) == (0, 1)
             for stream in streams:
                 await stream.aclose()
             assert first.load.num_open == 0
@@ -211,9 +211,9 @@ def test_a_replica_that_dies_is_started_again_and_no_other_notices() -> None:
             assert not running.prefixes.held(0), "what it held is forgotten"
             assert running.replicas[0].client.pid != pid and running.exit_code is None and not running.lost.is_set()
             again = make_request(running.new_request_id(), [0], max_tokens=40)
-            seat = running.choose(again)
-            assert seat.number == 0, "the least busy one"
-            assert [token for e in [event async for event in seat.generate(again)] for token in e.token_ids] == (
+            handle = running.choose(again)
+            assert handle.number == 0, "the least busy one"
+            assert [token for e in [event async for event in handle.generate(again)] for token in e.token_ids] == (
                 expected_tokens(again)
             )
             assert running.replicas[0].load.weight == 0

@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from oarlock.engine.core.process import log_to_stderr as engine_log
 from oarlock.engine.log_format import JsonFormatter
+from oarlock.engine.log_format import log_to_stderr as engine_log
 from oarlock.server.launch.banner import Progress
 from oarlock.server.observability import logs
 from oarlock.workers.config import WorkerConfig
