@@ -31,7 +31,7 @@ from torch import Tensor
 
 from benchmarks import checkpoint, machine
 from benchmarks.tables import Result, Spread, best_gemm, ceilings, cell, number, read_rate, spread, table
-from oarlock.workers.kernels.cpu import build, levels, library
+from oarlock.workers.kernels.cpu import build, library
 from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
 from oarlock.workers.platform.huge_pages import huge_page_empty
 from oarlock.workers.platform.processor import features
@@ -281,7 +281,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure_at(level: str, args: argparse.Namespace) -> dict[str, Any]:
     """Measure in a process that is held to `level`; returns the entry of that level."""
-    environment = os.environ | {levels.ENVIRONMENT: level} | PEER_LIMITS.get(level, {})
+    environment = os.environ | {build.ENVIRONMENT: level} | PEER_LIMITS.get(level, {})
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         flags = ["--shape", args.shape, "--dtype", args.dtype, "--rounds", args.rounds, "--seconds", args.seconds]
@@ -301,7 +301,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=LEAST_SECONDS, help="per system and number of rows in a round")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--level", nargs="+", choices=[level.name for level in levels.available()], default=[])
+    parser.add_argument("--level", nargs="+", choices=[level.name for level in build.available()], default=[])
     parser.add_argument("--checkout", action="append", default=[], metavar="DIRECTORY", help="its kernels as well")
     parser.add_argument("--quantization", nargs="*", choices=list(ROUNDED), default=[], help="of our weights, as well")
     parser.add_argument("--ours-only", action="store_true", help="without torch and oneDNN")

@@ -17,9 +17,8 @@ from oarlock.workers.checks.limits import check_limits, check_parallel
 from oarlock.workers.config import WorkerConfig, max_pooled_values
 from oarlock.workers.distributed.shm_ring import RingLayout
 from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
-from oarlock.workers.layers.decoder_spec import DecoderSpec, tensor_shapes
+from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, tensor_shapes
 from oarlock.workers.layers.sharding import supported_tp_sizes
-from oarlock.workers.layers.stage_layers import layers_of_stage
 from oarlock.workers.platform.dtypes import ITEM_BYTES
 from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.platform.processor import features
@@ -43,7 +42,7 @@ from oarlock.workers.runner.memory_needs import (
     sampling_bytes,
     weight_bytes_of_node,
 )
-from oarlock.workers.weights.tied import EMBEDDING
+from oarlock.workers.weights.checkpoint import EMBEDDING
 
 # Multiplications and additions of 32 bits that a core does in a cycle, and how many times as many of narrower numbers.
 _CORE_OPS = (("avx512f", 64), ("avx2", 32), ("asimd", 16))

@@ -10,10 +10,10 @@ import threading
 from pathlib import Path
 
 from oarlock.workers.errors import StartupError
-from oarlock.workers.kernels.cpu import build, levels
+from oarlock.workers.kernels.cpu import build
 from oarlock.workers.platform.dtypes import ITEM_BYTES
 from oarlock.workers.python_child import start_python
-from oarlock.workers.weights.checkpoint_files import read_table
+from oarlock.workers.weights.checkpoint import read_table
 
 
 def begin_compiling(model: str | None, dtype: str) -> None:
@@ -25,7 +25,7 @@ def begin_compiling(model: str | None, dtype: str) -> None:
     who needs them tries again, and reports the reason.
     """
     try:
-        level, element = levels.chosen(), likely_element_type(model, dtype)
+        level, element = build.chosen(), likely_element_type(model, dtype)
         if level is None or build.existing(build.for_type(level, element)) is not None:
             return
     except (StartupError, build.KernelsUnavailable):
@@ -51,7 +51,7 @@ def likely_element_type(model: str | None, dtype: str) -> str:
 
 def _compile(element: str) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the compilers, too
-    level = levels.chosen()
+    level = build.chosen()
     try:
         if level is not None:
             build.compiled(build.for_type(level, element))

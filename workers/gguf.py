@@ -4,7 +4,6 @@ Torch-free.
 """
 
 from oarlock.workers.models.gguf_config import hf_config
-from oarlock.workers.weights.gguf.model import GGUFModel, parts_of
-from oarlock.workers.weights.gguf.settings import Settings
+from oarlock.workers.weights.gguf_model import GGUFModel, Settings, parts_of
 
 __all__ = ["GGUFModel", "Settings", "hf_config", "parts_of"]

@@ -43,12 +43,19 @@ from oarlock.workers.quantization.registry import NONE, QUANTIZATIONS
 from oarlock.workers.ranks.cpu_affinity import with_cpus
 from oarlock.workers.runner.kv_cache_size import check_given_size
 from oarlock.workers.runner.memory_needs import check_weights_fit
-from oarlock.workers.weights.checkpoint import Checkpoint, weight_files
-from oarlock.workers.weights.checkpoint_files import check_file, is_there, read_json, read_table, read_text
-from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint
-from oarlock.workers.weights.header import read_header
-from oarlock.workers.weights.open_checkpoint import open_checkpoint
-from oarlock.workers.weights.tied import HEAD, head_differs
+from oarlock.workers.weights.checkpoint import (
+    HEAD,
+    Checkpoint,
+    check_file,
+    head_differs,
+    is_there,
+    read_header,
+    read_json,
+    read_table,
+    read_text,
+    weight_files,
+)
+from oarlock.workers.weights.gguf_model import GGUFCheckpoint, open_checkpoint
 
 __all__ = [
     "DESCRIPTIONS",

@@ -16,8 +16,7 @@ from benchmarks.gpu_check import models
 from benchmarks.gpu_check.device import Ceilings, measure_ceilings, product_rate, seconds_of
 from benchmarks.gpu_check.part import Row, Where
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec
-from oarlock.workers.attention.block_tables import BlockTables
-from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.attention.selector import choose
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.runner.cuda_graphs import Calls, CudaGraphs, GraphMaker

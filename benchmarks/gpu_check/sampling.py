@@ -16,11 +16,9 @@ from oarlock.workers.kernels.triton import availability
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.sampling.columns import SamplingColumns, Variant
-from oarlock.workers.sampling.dense_histories import DenseHistories
-from oarlock.workers.sampling.device_outputs import DeviceOutputs
-from oarlock.workers.sampling.device_sampler import DeviceSampler
+from oarlock.workers.sampling.device_sampler import DeviceOutputs, DeviceSampler
 from oarlock.workers.sampling.sampler import Sampler
-from oarlock.workers.sampling.token_histories import TokenHistories
+from oarlock.workers.sampling.token_histories import DenseHistories, TokenHistories
 
 # Kind of rows -> the standard deviation of their logits, and columns of the step.
 KINDS: dict[str, tuple[float, dict[str, float]]] = {

@@ -18,7 +18,7 @@ from oarlock.server.config.options import OptionError
 from oarlock.server.config.service_links import service_links
 from oarlock.server.config.settings import OPTIONS, Settings, make_settings
 
-# Variables that are no options: the name of the file, and what `workers/kernels/cpu/levels.py` reads.
+# Variables that are no options: the name of the file, and what `workers/kernels/cpu/build.py` reads.
 _READ_ELSEWHERE = ("OARLOCK_CONFIG", "OARLOCK_CPU_LEVEL")
 
 

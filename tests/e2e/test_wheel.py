@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from oarlock.workers.kernels.cpu import build, levels
+from oarlock.workers.kernels.cpu import build
 from tests.e2e.running import ROOT, RunningServer, environment
 
 SOURCES = ("Makefile", "pyproject.toml", "requirements.txt", "README.md", "LICENSE", "oarlock", "server", "engine")
-HERE = [level for level in levels.LEVELS if level.machine == levels.machine_name()]
+HERE = [level for level in build.LEVELS if level.machine == build.machine_name()]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def wheel(tmp_path_factory) -> Path:
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_a_wheel_serves_with_its_kernels_where_there_is_no_compiler(wheel, tmp_path):
-    assert "-py3-none-manylinux_2_" in wheel.name and wheel.name.endswith(f"_{levels.machine_name()}.whl")
+    assert "-py3-none-manylinux_2_" in wheel.name and wheel.name.endswith(f"_{build.machine_name()}.whl")
     clean = tmp_path / "clean"
     venv.create(clean, with_pip=False)
     python = clean / "bin" / "python"
@@ -66,11 +66,11 @@ def test_a_wheel_serves_with_its_kernels_where_there_is_no_compiler(wheel, tmp_p
     assert done.returncode == 0, done.stderr
     kernels, server = map(Path, done.stdout.split())
     assert clean in server.parents and clean in kernels.parents
-    assert kernels.name == build.prebuilt(levels.available()[0]).name
+    assert kernels.name == build.prebuilt(build.available()[0]).name
     assert sorted(path.name for path in kernels.parent.iterdir()) == sorted(
         build.prebuilt(level).name for level in HERE
     )
     with RunningServer(None, env=without, cwd=tmp_path, python=python) as running:
-        assert f"event=kernel kernel='gemm' level={levels.available()[0].name}" in running.log
+        assert f"event=kernel kernel='gemm' level={build.available()[0].name}" in running.log
         assert "compiled_kernels" not in running.log and "no_kernels" not in running.log
         assert running.text("Once", max_tokens=4)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionBackend, KVSpec
-from oarlock.workers.attention.block_tables import BlockTables
-from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.distributed.parallel_state import TensorParallel
@@ -26,8 +25,8 @@ from oarlock.workers.models.registry import read_spec
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.quantization.formats.dequantised import served_forms
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
-from oarlock.workers.weights.open_checkpoint import open_checkpoint
-from oarlock.workers.weights.weight_source import weight_source
+from oarlock.workers.weights.gguf_model import open_checkpoint
+from oarlock.workers.weights.gguf_reader import weight_source
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 256

@@ -18,11 +18,9 @@ from oarlock.workers.layers.rotary import RotaryTable
 from oarlock.workers.models.gguf_config import hf_config
 from oarlock.workers.models.registry import describe, read_spec
 from oarlock.workers.verify.dequantise_gguf import dequantised_gguf
-from oarlock.workers.weights.gguf.block_types import GROUP_FORMS, SERVED, GroupForm
-from oarlock.workers.weights.gguf.blocks import Groups
-from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint
-from oarlock.workers.weights.gguf.model import GGUFModel
-from oarlock.workers.weights.gguf.reader import GGUFReader
+from oarlock.workers.weights.gguf_header import GROUP_FORMS, SERVED, GroupForm
+from oarlock.workers.weights.gguf_model import GGUFCheckpoint, GGUFModel
+from oarlock.workers.weights.gguf_reader import GGUFReader, Groups
 from tests.golden.cases import CASES
 from tests.golden.gguf_blocks import dequantized, quantized
 from tests.golden.gguf_writer import all_of, write_gguf

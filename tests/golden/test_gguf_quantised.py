@@ -30,12 +30,8 @@ from oarlock.workers.quantization.stacked import StackedWeight
 from oarlock.workers.quantization.unquantized import DenseWeight
 from oarlock.workers.runner.memory_needs import rank_weight_bytes, weight_bytes
 from oarlock.workers.verify.dequantise_gguf import dequantised_gguf
-from oarlock.workers.weights.gguf.blocks import Groups
-from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint
-from oarlock.workers.weights.gguf.model import GGUFModel
-from oarlock.workers.weights.gguf.reader import GGUFReader
-from oarlock.workers.weights.open_checkpoint import open_checkpoint
-from oarlock.workers.weights.weight_source import weight_source
+from oarlock.workers.weights.gguf_model import GGUFCheckpoint, GGUFModel, open_checkpoint
+from oarlock.workers.weights.gguf_reader import GGUFReader, Groups, weight_source
 from tests.golden.device_products import INTERPRETED, use_device_products
 from tests.golden.exact_reference import ExactReference
 from tests.golden.gguf_writer import KindOf, all_of, q4_k_m, write_gguf

@@ -113,7 +113,7 @@ ORDER: dict[str, Order] = {
             "distributed platform rank_processes.py protocol.py config.py kv_offload.py errors.py python_child.py"
         ),
         "rank_processes.py": entries("distributed python_child.py"),
-        "models": entries("layers quantization attention distributed weights platform errors.py"),
+        "models": entries("layers quantization attention distributed weights kernels platform errors.py"),
         "sampling": entries("distributed kernels protocol.py"),
         "layers": entries("quantization attention distributed weights kernels platform errors.py"),
         "quantization": entries("distributed weights kernels platform errors.py"),

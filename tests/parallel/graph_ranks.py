@@ -16,9 +16,8 @@ from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.pending_output import Computed
 from oarlock.workers.runner.step_inputs import InputPlace, Shape, StepInputs
 from oarlock.workers.sampling.columns import Variant
-from oarlock.workers.sampling.drafts import num_accepted
 from oarlock.workers.sampling.row_chunks import concatenate_outputs, empty_output, logits_rows
-from oarlock.workers.sampling.sampler import Sampler
+from oarlock.workers.sampling.sampler import Sampler, num_accepted
 
 
 class TorchSampling:

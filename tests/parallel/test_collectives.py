@@ -33,7 +33,7 @@ tp_of = {"python": shared, "kernels": shared, "gloo": TensorParallel(info.rank, 
 def all_reduce(form, x):
     if form != "kernels" or x.dtype != torch.float32:
         return tp_of[form].all_reduce(x)
-    from oarlock.workers.kernels.cpu.collective import ALL_CAME, all_reduce_of
+    from oarlock.workers.kernels.cpu.fused_layer import ALL_CAME, all_reduce_of
     from oarlock.workers.kernels.cpu.library import library
     group = shared.group_for_kernels
     assert all_reduce_of(library())(group.address, x.data_ptr(), x.numel()) == ALL_CAME
@@ -106,7 +106,7 @@ def test_a_missing_peer_is_named(form: str) -> None:
     group = SharedMemoryGroup(memory, 0, 2, BUFFER_BYTES, timeout_s=0.05)
     x = torch.ones(4)
     if form == "kernels":
-        from oarlock.workers.kernels.cpu.collective import all_reduce_of
+        from oarlock.workers.kernels.cpu.fused_layer import all_reduce_of
         from oarlock.workers.kernels.cpu.library import library
 
         missing = all_reduce_of(library())(group.address, x.data_ptr(), x.numel())

@@ -19,8 +19,7 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
 from oarlock.workers.executor import Executor
 from oarlock.workers.gguf import GGUFModel, hf_config
-from oarlock.workers.layers.decoder_spec import tensor_shapes
-from oarlock.workers.layers.stage_layers import tensors_of_stage
+from oarlock.workers.layers.decoder_spec import tensor_shapes, tensors_of_stage
 from oarlock.workers.runner.memory_needs import MAX_LOGITS_ROWS, rank_weight_bytes
 from oarlock.workers.weights.reader import WeightReader
 from tests.golden.gguf_writer import q4_k_m, write_gguf
@@ -228,7 +227,7 @@ class Reads(WeightReader):
 
 def test_a_stage_reads_no_tensor_of_another(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reads, "names", {})
-    monkeypatch.setattr("oarlock.workers.weights.weight_source.WeightReader", Reads)
+    monkeypatch.setattr("oarlock.workers.weights.gguf_reader.WeightReader", Reads)
     staged = start(checkpoints["qwen2"], "float32", "none", "auto", 1, 3)
     spec = staged.ranks[0].spec
     read = sorted(map(sorted, Reads.names.values()))

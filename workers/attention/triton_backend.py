@@ -101,10 +101,10 @@ class TritonBackend:
     name: ClassVar[str] = "triton"
 
     def __init__(self, spec: KVSpec) -> None:
-        from oarlock.workers.kernels.triton import paged_attention, rotate_and_write  # Triton is on some machines only
+        from oarlock.workers.kernels.triton import kv_pages, paged_attention  # Triton is on some machines only
 
         self.spec = spec
-        self._fused: Any = rotate_and_write
+        self._fused: Any = kv_pages
         self._kernels: Any = paged_attention  # a kernel's call compiles it: no annotation describes its arguments
         self._form = spec.cache_dtype if spec.is_rounded else ""
         self.processors, self.native_fp8 = 1, False

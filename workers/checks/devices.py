@@ -6,7 +6,7 @@ from dataclasses import replace
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.topology import Topology
 from oarlock.workers.errors import StartupError
-from oarlock.workers.kernels.cpu import build, levels
+from oarlock.workers.kernels.cpu import build
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.platform import cuda_driver, processor
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES, SAFETENSORS_DTYPES
@@ -31,7 +31,7 @@ def resolve_device(config: WorkerConfig) -> str:
         check_products_on_cuda(config)
     else:
         _check_cores(config)
-        levels.chosen()  # raises where the environment names a level of the kernels that this processor has not
+        build.chosen()  # raises where the environment names a level of the kernels that this processor has not
     return device
 
 
@@ -182,7 +182,7 @@ def served_dtype(
 
 def this_cpu() -> processor.Processor:
     """The 16-bit types that are not slow on this machine's CPU, and why others are."""
-    level = levels.chosen()
+    level = build.chosen()
     if level is not None and build.why_not_obtainable(level) is None:
         return processor.Processor(bfloat16=True, float16=True, name="")
     cpu = processor.here()

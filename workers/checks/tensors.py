@@ -6,8 +6,8 @@ from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
 from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForms
 from oarlock.workers.quantization.formats.form import StoredTensor, WeightForms, stored
 from oarlock.workers.weights.checkpoint import FUSED_TENSORS, Checkpoint
-from oarlock.workers.weights.gguf.block_types import SERVED as GGUF_TYPES
-from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint, type_not_served
+from oarlock.workers.weights.gguf_header import SERVED as GGUF_TYPES
+from oarlock.workers.weights.gguf_model import GGUFCheckpoint, type_not_served
 
 
 def check_tensors(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from oarlock.workers.doctor.finding import ERROR, NOTE, WARNING, Finding
 from oarlock.workers.errors import StartupError
-from oarlock.workers.kernels.cpu import build, levels
+from oarlock.workers.kernels.cpu import build
 from oarlock.workers.kernels.cpu.build import KernelsUnavailable
 from oarlock.workers.platform import processor
 
@@ -14,7 +14,7 @@ from oarlock.workers.platform import processor
 def level() -> Finding:
     """The level of instruction set that is used, and the better ones that this processor lacks."""
     try:
-        chosen = levels.chosen()
+        chosen = build.chosen()
     except StartupError as error:
         return Finding("CPU level", error.cause, ERROR, error.fix)
     if chosen is None:
@@ -23,15 +23,15 @@ def level() -> Finding:
         return Finding("CPU level", text, WARNING, fix)
     lacking = [
         f"{better.name} ({', '.join(sorted(better.needs - processor.features())) or 'not allowed by the system'})"
-        for better in levels.LEVELS[: levels.LEVELS.index(chosen)]
+        for better in build.LEVELS[: build.LEVELS.index(chosen)]
         if better.machine == chosen.machine
     ]
     used = ", ".join(dict.fromkeys(filter(None, (chosen.vectors, chosen.bfloat16, chosen.tiles))))
     text = f"{chosen.name}: {used}" + (f"; not {', '.join(lacking)}" if lacking else "")
-    if chosen not in levels.available()[:1]:
-        best = levels.available()[0].name
-        text = f"{chosen.name}: {used}; {levels.ENVIRONMENT} names it, and this processor has {best}"
-        return Finding("CPU level", text, WARNING, f"Unset {levels.ENVIRONMENT}.", {"level": chosen.name})
+    if chosen not in build.available()[:1]:
+        best = build.available()[0].name
+        text = f"{chosen.name}: {used}; {build.ENVIRONMENT} names it, and this processor has {best}"
+        return Finding("CPU level", text, WARNING, f"Unset {build.ENVIRONMENT}.", {"level": chosen.name})
     return Finding("CPU level", text, facts={"level": chosen.name, "lacking": lacking})
 
 
@@ -47,7 +47,7 @@ def number_types() -> Finding:
 
 def compiler() -> Finding:
     """The C++ compiler, and whether the kernels are there already."""
-    chosen = levels.chosen()
+    chosen = build.chosen()
     if chosen is None:
         return Finding("kernels", "none for this processor", NOTE)
     reason = build.why_not_obtainable(chosen)
@@ -60,7 +60,7 @@ def compiler() -> Finding:
     version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout.partition("\n")[
         0
     ]
-    ready = [name for name in ("bfloat16", "float16", "float32") if _is_compiled(levels.of_one_type(chosen, name))]
+    ready = [name for name in ("bfloat16", "float16", "float32") if _is_compiled(build.of_one_type(chosen, name))]
     if build.existing(chosen) is not None:
         ready = ["all types"]
     done = f"compiled for {', '.join(ready)}" if ready else "to be compiled by the first start: about a minute"
@@ -68,7 +68,7 @@ def compiler() -> Finding:
     return Finding("kernels", f"{done}; compiler {version or found}", facts=facts)
 
 
-def _is_compiled(level: levels.Level) -> bool:
+def _is_compiled(level: build.Level) -> bool:
     return build.existing(level) is not None
 
 

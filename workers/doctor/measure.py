@@ -13,7 +13,7 @@ from oarlock.workers.distributed.all_reduce import SharedMemoryGroup
 from oarlock.workers.distributed.shm_layout import total_bytes
 from oarlock.workers.distributed.shm_ring import anonymous_memory
 from oarlock.workers.doctor.finding import Finding
-from oarlock.workers.kernels.cpu.collective import ALL_CAME, all_reduce_of
+from oarlock.workers.kernels.cpu.fused_layer import ALL_CAME, all_reduce_of
 from oarlock.workers.kernels.cpu.library import library
 from oarlock.workers.python_child import start_python
 

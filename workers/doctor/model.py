@@ -19,7 +19,7 @@ from oarlock.workers.preflight import preflight
 from oarlock.workers.quantization.formats.dequantised import served_forms
 from oarlock.workers.runner.memory_needs import encoder_weight_bytes as encoder_bytes
 from oarlock.workers.runner.memory_needs import weight_bytes
-from oarlock.workers.weights.open_checkpoint import open_checkpoint
+from oarlock.workers.weights.gguf_model import open_checkpoint
 
 
 def findings(config: WorkerConfig) -> list[Finding]:

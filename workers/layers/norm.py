@@ -132,7 +132,7 @@ class HeadNorm:
 
 
 def triton_kernels() -> Any:
-    """`oarlock.workers.kernels.triton.norm`, imported where Triton is installed."""
-    from oarlock.workers.kernels.triton import norm
+    """`oarlock.workers.kernels.triton.elementwise`, imported where Triton is installed."""
+    from oarlock.workers.kernels.triton import elementwise
 
-    return norm
+    return elementwise

@@ -15,20 +15,58 @@ from torch import Tensor
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.layers import joined_halves
+from oarlock.workers.layers import fused_layer
 from oarlock.workers.layers.attention import Attention
-from oarlock.workers.layers.decoder_spec import DecoderSpec, is_ignorable, slices_of
+from oarlock.workers.layers.decoder_spec import DecoderSpec, is_ignorable, is_in_stage, slices_of
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from oarlock.workers.layers.layer_halves import CannotPrepare, PreparedLayers
-from oarlock.workers.layers.mlp import GatedMLP
+from oarlock.workers.layers.fused_layer import CannotPrepare, PreparedLayers
+from oarlock.workers.layers.linear import GatedMLP
 from oarlock.workers.layers.norm import RMSNorm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.rotary import RotaryTable
-from oarlock.workers.layers.stage_layers import is_in_stage
-from oarlock.workers.models.post_norm_layer import PostNormDecoderLayer
 from oarlock.workers.quantization.formats.form import WeightForms
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.weights.source import WeightSource
+
+
+class PostNormDecoderLayer:
+    """[T, hidden] -> [T, hidden].
+
+    Gemma's decoder layer: attention and MLP have a norm before and after, applied before the residual is added. The
+    ordinary layer adds the residual inside the output product. Attributes have the same names.
+    """
+
+    def __init__(self, name: str, spec: DecoderSpec, layer: int, place: Placement) -> None:
+        def norm(part: str) -> RMSNorm:
+            return RMSNorm(f"{name}.{part}", spec.hidden_size, spec.rms_norm_eps, place, spec.norm_offset)
+
+        self.attention_norm = norm("input_layernorm")
+        self.attention = Attention(f"{name}.self_attn", spec, layer, place)
+        self.attention_post_norm = norm("post_attention_layernorm")
+        self.mlp_norm = norm("pre_feedforward_layernorm")
+        self.mlp = GatedMLP(f"{name}.mlp", spec, place)
+        self.mlp_post_norm = norm("post_feedforward_layernorm")
+
+    @property
+    def parts(self) -> list:
+        before = [self.attention_norm, *self.attention.parts, self.attention_post_norm]
+        return [*before, self.mlp_norm, *self.mlp.parts, self.mlp_post_norm]
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: ForwardBatch,
+        kv: LayerKV,
+        backend: AttentionBackend,
+        plan: Any,
+    ) -> Tensor:
+        attended = self.attention(self.attention_norm(hidden), None, cos, sin, batch, kv, backend, plan)
+        hidden = self.attention_post_norm(attended).add_(hidden)
+        fed = self.mlp(self.mlp_norm(hidden), None)
+        return self.mlp_post_norm(fed).add_(hidden)  # [T, hidden]
+
 
 _STAND_INS = 256  # different rows
 
@@ -101,7 +139,7 @@ class Decoder:
         self.rotary_of = [list(self.rotary).index(rope) for rope in ropes]
         self._prepared: PreparedLayers | None = None
         self.why_not_prepared: str | None = None  # in the newest step
-        self.joins_halves = joined_halves.pays_off(device)
+        self.joins_halves = fused_layer.joining_pays_off(device)
         self.attention_specs: list[AttentionSpec] = [block.attention.spec for block in self.layers]
 
     def with_layers(self, layers: list[int]) -> "Decoder":
@@ -196,9 +234,9 @@ class Decoder:
             prepared(hidden, batch, [table.up_to(longest) for table in self.rotary.values()], plan)
             return self.norm(hidden) if self.is_last else hidden
         angles = [table(batch.positions, longest) for table in self.rotary.values()]  # once per step for all layers
-        if self.joins_halves and self.is_last and joined_halves.can_join(self.layers):
+        if self.joins_halves and self.is_last and fused_layer.can_join(self.layers):
             turns = [angles[which] for which in self.rotary_of]
-            return joined_halves.run(self.layers, self.norm, hidden, turns, batch, kv, backend, plan)
+            return fused_layer.run_joined(self.layers, self.norm, hidden, turns, batch, kv, backend, plan)
         for block, which, pages in zip(self.layers, self.rotary_of, kv, strict=True):
             hidden = block(hidden, *angles[which], batch, pages, backend, plan)
         return self.norm(hidden) if self.is_last else hidden

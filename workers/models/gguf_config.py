@@ -7,10 +7,8 @@ from array import array
 from typing import Any
 
 from oarlock.workers.errors import StartupError
-from oarlock.workers.weights.gguf.block_types import FLOATS
-from oarlock.workers.weights.gguf.model import GGUFModel
-from oarlock.workers.weights.gguf.names import ROPE_FACTORS
-from oarlock.workers.weights.gguf.settings import Settings, shortest
+from oarlock.workers.weights.gguf_header import FLOATS
+from oarlock.workers.weights.gguf_model import ROPE_FACTORS, GGUFModel, Settings, shortest
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from oarlock.workers.errors import StartupError, shown
-from oarlock.workers.weights.checkpoint_files import is_there, read_table
+from oarlock.workers.weights.checkpoint import is_there, read_table
 
 # Keys of other architectures that change the forward pass, and the values that change nothing. Any other value is
 # refused, unless the family's file reads the key.

@@ -11,9 +11,8 @@ from oarlock.workers.quantization.formats.gguf import GGUFForms
 from oarlock.workers.quantization.formats.registry import STORED
 from oarlock.workers.quantization.formats.settings import USE_ANOTHER, Settings
 from oarlock.workers.quantization.registry import QUANTIZATIONS
-from oarlock.workers.weights.checkpoint import Checkpoint
-from oarlock.workers.weights.checkpoint_files import is_there, read_json
-from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint
+from oarlock.workers.weights.checkpoint import Checkpoint, is_there, read_json
+from oarlock.workers.weights.gguf_model import GGUFCheckpoint
 
 GGUF = "gguf"  # the name of the forms of a GGUF model, whose settings do not say them
 # Keys of config.json that hold the settings, and the method of settings that do not name it.

@@ -16,8 +16,7 @@ from oarlock.workers.models.mistral import describe_mistral
 from oarlock.workers.models.phi3 import describe_phi3
 from oarlock.workers.models.qwen2 import describe_qwen2
 from oarlock.workers.models.qwen3 import describe_qwen3
-from oarlock.workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from oarlock.workers.weights.tied import head_differs
+from oarlock.workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, head_differs
 
 FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "Gemma2ForCausalLM": describe_gemma2,
@@ -51,7 +50,7 @@ def read_spec(model_path: str, max_model_len: int | None = None, *, tied: bool |
     """The model in `model_path`, as its `config.json` describes it, for sequences of up to `max_model_len` tokens.
 
     `tied`: whether the output head is the embedding, where that is known; None: read from `config.json` and, where it
-    says yes, from the weights (see `workers/weights/tied.py`). Raises `StartupError` for what is not served.
+    says yes, from the weights (see `workers/weights/checkpoint.py`). Raises `StartupError` for what is not served.
     """
     directory = Path(model_path)
     spec = describe(read_config(directory))

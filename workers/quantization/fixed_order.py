@@ -1,7 +1,7 @@
 """Unquantised weights whose products are batch-invariant on a CUDA device, by kernels in Triton.
 
 How a product is cut depends on the shape of the weight, its type and the device, never on the rows
-(`kernels/triton/fixed_order.py`). `matmul.py` has the products of torch, which are the judge.
+(`kernels/triton/products.py`). `matmul.py` has the products of torch, which are the judge.
 """
 
 from dataclasses import dataclass
@@ -88,9 +88,9 @@ class FixedOrderMatmul:
 
     def _multiply(self, x: Tensor) -> Tensor:
         """float32 [spans, T, N]."""
-        from oarlock.workers.kernels.triton import fixed_order  # Triton is on some machines only
+        from oarlock.workers.kernels.triton import products  # Triton is on some machines only
 
-        kernel: Any = fixed_order.multiply_in_order  # a kernel's call compiles it: no annotation of its arguments
+        kernel: Any = products.multiply_in_order  # a kernel's call compiles it: no annotation of its arguments
         tile, rows, (columns, inputs) = self.tile, len(x), self.weight.shape
         partial = torch.empty((self.spans, rows, columns), dtype=torch.float32, device=x.device)
         kernel[(-(-columns // tile.columns), self.spans, -(-rows // tile.rows))](

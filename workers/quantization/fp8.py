@@ -9,8 +9,8 @@ from torch import Tensor
 
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu import library
-from oarlock.workers.kernels.cpu.fp8_gemm import PackedFp8
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
+from oarlock.workers.kernels.cpu.quantized_gemm import PackedFp8
 from oarlock.workers.quantization.groups import MOST_AT_ONCE, group_in_slices, pieces_of
 from oarlock.workers.quantization.matmul import ACTIVATIONS, GatedMatmul, Matmul
 from oarlock.workers.quantization.method import LinearWeight

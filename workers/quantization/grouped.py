@@ -18,7 +18,7 @@ from torch import Tensor
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
-from oarlock.workers.kernels.cpu.grouped_gemm import PackedGrouped
+from oarlock.workers.kernels.cpu.quantized_gemm import PackedGrouped
 from oarlock.workers.quantization.groups import group_in_slices, kernel_group, pieces_of
 from oarlock.workers.quantization.int8 import round_rows
 from oarlock.workers.quantization.matmul import ACTIVATIONS, GatedMatmul, Matmul

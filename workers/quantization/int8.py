@@ -10,7 +10,7 @@ from torch import Tensor
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
-from oarlock.workers.kernels.cpu.int8_gemm import PackedInt8
+from oarlock.workers.kernels.cpu.quantized_gemm import PackedInt8
 from oarlock.workers.quantization.matmul import ACTIVATIONS, GatedMatmul, Matmul
 from oarlock.workers.quantization.shard import Empty, WeightShard
 from oarlock.workers.quantization.unquantized import DenseWeight

@@ -138,7 +138,7 @@ class SlicedMatmul:
 def gated(activation: str, device: torch.device) -> Callable[[Tensor], Tensor]:
     """`activation(gate) * up` of products [T, 2 * I], gate before up -> [T, I]: by a kernel in Triton where it runs."""
     if availability.can_serve(device):
-        from oarlock.workers.kernels.triton.activation import gated as one_kernel
+        from oarlock.workers.kernels.triton.elementwise import gated as one_kernel
 
         return partial(one_kernel, activation=activation)
     return partial(gated_with_torch, activation=activation)

@@ -41,7 +41,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def round_rows_fused(x: Tensor) -> tuple[Tensor, Tensor]:
     """`round_rows` by one kernel."""
-    from oarlock.workers.kernels.triton import round_rows as kernels  # Triton is on some machines only
+    from oarlock.workers.kernels.triton import products as kernels  # Triton is on some machines only
 
     rows, columns = x.shape
     assert x.stride(1) == 1

@@ -304,6 +304,6 @@ def processors(device: torch.device) -> int:
 
 
 def _kernels() -> Any:
-    from oarlock.workers.kernels.triton import weight_only  # Triton is on some machines only
+    from oarlock.workers.kernels.triton import products  # Triton is on some machines only
 
-    return weight_only
+    return products

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionBackend, LayerKV
-from oarlock.workers.attention.block_tables import BlockTables
-from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.models.decoder import Decoder
@@ -31,9 +30,8 @@ from oarlock.workers.runner.pending_output import Computed, PendingOutput
 from oarlock.workers.runner.pooler import PooledOutput, Pooler
 from oarlock.workers.runner.step_inputs import InputPlace, Layout, Shape, StagingBuffer, StepInputs
 from oarlock.workers.sampling.columns import Variant
-from oarlock.workers.sampling.dense_histories import DenseHistories
-from oarlock.workers.sampling.device_outputs import DeviceOutputs, output_of, sections
-from oarlock.workers.sampling.device_sampler import DeviceSampler
+from oarlock.workers.sampling.device_sampler import DeviceOutputs, DeviceSampler, output_of, output_sections
+from oarlock.workers.sampling.token_histories import DenseHistories
 
 
 @runtime_checkable
@@ -228,7 +226,7 @@ class DeviceSampling:
     def __init__(self, sampler: DeviceSampler, most_rows: int, device: torch.device, *, answers: bool) -> None:
         """`most_rows`: of logits in a step, those that are scored included. `answers`: whether this is rank 0."""
         self._sampler, self._answers = sampler, answers
-        largest = Layout(sections(most_rows))
+        largest = Layout(output_sections(most_rows))
         self._staging = StagingBuffer(largest.num_bytes, device)
         self.sampled: Tensor = largest.tensors(self._staging.on_device)["tokens"]  # int32 [most_rows]
 
@@ -239,7 +237,7 @@ class DeviceSampling:
     def sample(self, logits: Tensor, place: InputPlace, first: int, variant: Variant) -> None:
         """Samples rows and counts their tokens, as `StepSampling` describes."""
         rows = place.shape.logits
-        outputs = DeviceOutputs(**Layout(sections(rows)).tensors(self._staging.on_device))
+        outputs = DeviceOutputs(**Layout(output_sections(rows)).tensors(self._staging.on_device))
         self._sampler.sample(logits, place.columns, outputs, variant, first)
         if variant.processed and first + len(logits) == rows:
             self._sampler.count(place.columns, outputs, rows)
@@ -248,7 +246,7 @@ class DeviceSampling:
         """Begins the copy of the results to the host, as `StepSampling` describes."""
         if not self._answers:
             return Computed(None)
-        found = sections(place.shape.logits)
+        found = output_sections(place.shape.logits)
         copied = found if Variant.of(step).logprobs else found[:_ALWAYS]
         return _DeviceOutput(_kept(step), Layout(found), self._staging.to_host(Layout(copied).num_bytes))
 

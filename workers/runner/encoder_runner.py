@@ -25,9 +25,9 @@ from oarlock.workers.runner.memory_needs import encoder_step_bytes, is_out_of_me
 from oarlock.workers.runner.pending_output import Computed, PendingOutput
 from oarlock.workers.runner.pooler import Pooler, no_logits
 from oarlock.workers.sampling.row_chunks import empty_output
-from oarlock.workers.weights.dummy import DummyWeights
-from oarlock.workers.weights.open_checkpoint import open_checkpoint
-from oarlock.workers.weights.weight_source import weight_source
+from oarlock.workers.weights.gguf_model import open_checkpoint
+from oarlock.workers.weights.gguf_reader import weight_source
+from oarlock.workers.weights.source import DummyWeights
 
 _LENGTH = 48  # tokens of the text that is compared
 _OTHERS = (1, 17, 48, 5)  # tokens of the texts around it, half of them before it

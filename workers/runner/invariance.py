@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionBackend, LayerKV
-from oarlock.workers.attention.block_tables import BlockTables
-from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.topology import VOCAB_SLICES
 from oarlock.workers.errors import StartupError
-from oarlock.workers.kernels.cpu.collective import ALL_CAME, all_reduce_of
+from oarlock.workers.kernels.cpu.fused_layer import ALL_CAME, all_reduce_of
 from oarlock.workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.library import library
 from oarlock.workers.kernels.cpu.sampling import can_serve

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 
 from oarlock.workers.distributed.topology import Topology
 from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
-from oarlock.workers.layers.decoder_spec import DecoderSpec, slices_of, tensor_shapes
+from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, slices_of, tensor_shapes, tensors_of_stage
 from oarlock.workers.layers.sharding import HeadShard, shard_heads, shard_vocab
-from oarlock.workers.layers.stage_layers import layers_of_stage, tensors_of_stage
 from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
 from oarlock.workers.platform.dtypes import ITEM_BYTES
 from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.runner.buckets import logits_rows_at_once
-from oarlock.workers.weights.tied import EMBEDDING, HEAD
+from oarlock.workers.weights.checkpoint import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     from oarlock.workers.config import WorkerConfig

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.attention.backend import LayerKV
-from oarlock.workers.attention.block_tables import BlockTables
-from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.attention.selector import choose
 from oarlock.workers.attention.triton_backend import fixed_span
 from oarlock.workers.config import StepCost, WorkerConfig, WorkerInfo
@@ -25,8 +24,7 @@ from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu.in_use import kernels_in_use, log_kernels
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.kv_tiers.rank_offload import RankOffload
-from oarlock.workers.layers.decoder_spec import matrices_of
-from oarlock.workers.layers.stage_layers import layers_of_stage
+from oarlock.workers.layers.decoder_spec import layers_of_stage, matrices_of
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
@@ -52,13 +50,12 @@ from oarlock.workers.runner.pending_output import Computed, PendingOutput
 from oarlock.workers.runner.pooler import Pooler
 from oarlock.workers.runner.step_inputs import with_sampled
 from oarlock.workers.runner.trial_steps import null_step, time_steps
-from oarlock.workers.sampling.drafts import num_accepted
-from oarlock.workers.sampling.histories import make_histories
 from oarlock.workers.sampling.row_chunks import concatenate_outputs, empty_output, logits_rows
-from oarlock.workers.sampling.sampler import Sampler
-from oarlock.workers.weights.dummy import DummyWeights
-from oarlock.workers.weights.open_checkpoint import open_checkpoint
-from oarlock.workers.weights.weight_source import weight_source
+from oarlock.workers.sampling.sampler import Sampler, num_accepted
+from oarlock.workers.sampling.token_histories import make_histories
+from oarlock.workers.weights.gguf_model import open_checkpoint
+from oarlock.workers.weights.gguf_reader import weight_source
+from oarlock.workers.weights.source import DummyWeights
 
 logger = logging.getLogger("oarlock.runner")
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.block_tables import BlockTables
-from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.protocol import MAX_BIAS_PER_ROW, NULL_BLOCK, StepMetadata, mask_words
 from oarlock.workers.sampling.columns import SamplingColumns, bias_entries, write_rows
 from oarlock.workers.sampling.columns import sections as sampling_sections

@@ -10,17 +10,69 @@ rows alone. Nothing is read back between them, so that they can be captured in a
     logprobs    a pass over the raw logits of the rows that want them, then the best of them in order
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from oarlock.workers.protocol import MAX_LOGPROBS, empty_step, mask_words
+from oarlock.workers.protocol import MAX_LOGPROBS, StepMetadata, StepOutput, empty_step, mask_words
 from oarlock.workers.sampling.columns import SamplingColumns, Variant, sections, write_rows
-from oarlock.workers.sampling.dense_histories import DenseHistories
-from oarlock.workers.sampling.device_outputs import DeviceOutputs
+from oarlock.workers.sampling.sampler import num_accepted
+from oarlock.workers.sampling.token_histories import DenseHistories
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOutputs:
+    """Results of R rows, at least as many as the step has of logits. The last four are written if it wants logprobs."""
+
+    tokens: Tensor  # int32 [R]   sampled, or scored
+    states: Tensor  # int32 [R]   `StepOutput.finite`
+    logprobs: Tensor  # float32 [R]
+    ranks: Tensor  # int32 [R]
+    top_ids: Tensor  # int32 [R, MAX_LOGPROBS]
+    top_logprobs: Tensor  # float32 [R, MAX_LOGPROBS]
+
+    @staticmethod
+    def empty(rows: int, device: torch.device) -> "DeviceOutputs":
+        """Allocates new tensors."""
+        types = {"<i4": torch.int32, "<f4": torch.float32}
+        columns = {
+            name: torch.empty(shape, dtype=types[dtype], device=device) for name, dtype, shape in output_sections(rows)
+        }
+        return DeviceOutputs(**columns)
+
+    def on_host(self) -> dict[str, np.ndarray]:
+        """Copies the results to the host. Waits for the device."""
+        return {column.name: getattr(self, column.name).cpu().numpy() for column in fields(self)}
+
+
+def output_sections(rows: int) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of the outputs of `rows` rows. The first two are all that a step without logprobs has."""
+    return [
+        ("tokens", "<i4", (rows,)),
+        ("states", "<i4", (rows,)),
+        ("logprobs", "<f4", (rows,)),
+        ("ranks", "<i4", (rows,)),
+        ("top_ids", "<i4", (rows, MAX_LOGPROBS)),
+        ("top_logprobs", "<f4", (rows, MAX_LOGPROBS)),
+    ]
+
+
+def output_of(step: StepMetadata, found: Mapping[str, np.ndarray]) -> StepOutput:
+    """The output of `step` from arrays of the names and shapes of `output_sections`, which it copies."""
+    rows = len(step.logits_indices)
+    out = StepOutput(step.step_id, found["tokens"][:rows].copy(), found["states"][:rows].astype(np.uint8))
+    if ((step.num_logprobs >= 0) | (step.target_ids >= 0)).any():
+        most = max(0, step.max_num_logprobs)
+        out.logprobs, out.ranks = found["logprobs"][:rows].copy(), found["ranks"][:rows].copy()
+        out.top_ids, out.top_logprobs = (found[name][:rows, :most].copy() for name in ("top_ids", "top_logprobs"))
+    if len(step.num_drafts):
+        out.num_accepted = num_accepted(step, torch.from_numpy(out.token_ids)).numpy()
+    return out
+
 
 BLOCK = 128
 _SURVEYED = 16  # blocks for one program: [16, 128] logits
@@ -57,9 +109,9 @@ class DeviceSampler:
         self, vocab_size: int, max_rows: int, histories: DenseHistories, device: torch.device, short: int = _SHORT
     ) -> None:
         """`histories`: of all V ids. `short`: a power of 2; how many blocks are tried before rounds."""
-        from oarlock.workers.kernels.triton.sampling import choose, filters, logprobs, processors, rounds, survey
+        from oarlock.workers.kernels.triton.sampling import choose, filters, logprobs, processors, survey
 
-        self._kernels: Any = choose, filters, logprobs, processors, rounds, survey  # a call compiles: no annotations
+        self._kernels: Any = choose, filters, logprobs, processors, survey  # a call compiles: no annotations
         self.vocab_size, self.max_rows, self.histories = vocab_size, max_rows, histories
         self._device, self._short = device, short
         self._blocks = -(-vocab_size // BLOCK)
@@ -116,14 +168,14 @@ class DeviceSampler:
 
     def count(self, columns: SamplingColumns, outputs: DeviceOutputs, rows: int) -> None:
         """Add to the histories what the first `rows` rows sampled: all rows of the step, after the last `sample`."""
-        _, _, _, processors, _, _ = self._kernels
+        _, _, _, processors, _ = self._kernels
         processors.count_sampled[(rows,)](
             self.histories.seen, outputs.tokens, columns.history_rows, columns.guesses, columns.drafts_before,
             self.vocab_size, num_warps=1,
         )  # fmt: skip
 
     def _process(self, logits: Tensor, columns: SamplingColumns, first: int) -> None:
-        _, _, _, processors, _, _ = self._kernels
+        _, _, _, processors, _ = self._kernels
         c, s, rows = columns, self._scratch, len(logits)
         penalties = c.changed, c.history_rows, c.repetition, c.frequency, c.presence, c.guesses, c.drafts_before
         words = c.mask_bits.shape[1]
@@ -137,7 +189,7 @@ class DeviceSampler:
         )  # fmt: skip
 
     def _choose(self, logits: Tensor, c: SamplingColumns, out: DeviceOutputs, variant: Variant, first: int) -> None:
-        choose, _, _, _, _, survey = self._kernels
+        choose, _, _, _, survey = self._kernels
         s, rows = self._scratch, len(logits)
         # Steps with changed rows share one form of the kernels, since each form takes seconds to compile.
         random = variant.random or variant.processed
@@ -155,20 +207,20 @@ class DeviceSampler:
         )  # fmt: skip
 
     def _filter(self, logits: Tensor, c: SamplingColumns, out: DeviceOutputs, variant: Variant, first: int) -> None:
-        _, filters, _, _, rounds, _ = self._kernels
+        _, filters, _, _, _ = self._kernels
         s, rows = self._scratch, len(logits)
         options = c.temperature, c.top_p, c.top_k, c.min_p, c.keys, first, logits.stride(0), self.vocab_size
         filters.draw_kept[(rows,)](
             logits, s.adjusted, s.short, s.short_end, s.totals, s.peaks, s.pending, out.tokens, out.states, c.changed,
             c.target_ids, *options, SHORT=self._short, PROCESSED=variant.processed, num_warps=16,
         )  # fmt: skip
-        rounds.draw_in_rounds[(rows,)](
+        filters.draw_in_rounds[(rows,)](
             logits, s.adjusted, s.listed, s.num_listed, s.peaks, s.pending, out.tokens, c.changed, *options,
             self._blocks, TILE=_LONG, PROCESSED=variant.processed, num_warps=8,
         )  # fmt: skip
 
     def _report(self, logits: Tensor, c: SamplingColumns, out: DeviceOutputs, first: int) -> None:
-        _, _, logprobs, _, _, _ = self._kernels
+        _, _, logprobs, _, _ = self._kernels
         s, rows = self._scratch, len(logits)
         sizes = first, logits.stride(0), self.vocab_size, self._blocks, self._tiles
         logprobs.survey_raw[(rows, self._tiles)](

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.protocol import StepMetadata
-from oarlock.workers.sampling.dense_histories import DenseHistories
-from oarlock.workers.sampling.token_histories import Entries, Histories, TokenHistories
+from oarlock.workers.sampling.token_histories import DenseHistories, Entries, Histories, TokenHistories
 
 _ROWS_AT_ONCE = 16
 

@@ -30,12 +30,12 @@ from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.topology import vocab_slice
-from oarlock.workers.kernels.cpu.sample import sample as kernel_sample
-from oarlock.workers.kernels.cpu.sampling import can_serve
+from oarlock.workers.kernels.cpu.sampling import can_serve, log_totals
+from oarlock.workers.kernels.cpu.sampling import sample as kernel_sample
 from oarlock.workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
+from oarlock.workers.sampling.candidates import decode
 from oarlock.workers.sampling.logits_processors import apply_logits_processors, bans_all
 from oarlock.workers.sampling.logits_shard import LogitsShard, LogitsShards, total_mass
-from oarlock.workers.sampling.logprobs import RawLogprobs, raw_logprobs
 from oarlock.workers.sampling.noise import row_keys
 from oarlock.workers.sampling.token_histories import Histories, TokenHistories
 from oarlock.workers.sampling.top_k_top_p import (
@@ -45,6 +45,39 @@ from oarlock.workers.sampling.top_k_top_p import (
     draw_from_long_list,
     draw_in_rounds,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class RawLogprobs:
+    """Logprobs of R rows; the same on every rank."""
+
+    logprobs: Tensor  # float64 [R]
+    ranks: Tensor  # int64 [R]   1 = most likely; equal logits share the best rank
+    top_ids: Tensor  # int64 [R, K]
+    top_logprobs: Tensor  # float64 [R, K]
+
+
+def raw_logprobs(tp: TensorParallel, shard: LogitsShard, rows: Tensor, tokens: Tensor, count: int) -> RawLogprobs:
+    """Logprobs of `tokens` [R] in `rows` [R] of the raw logits, with the `count` most likely of each row.
+
+    Each rank contributes its sums of exponentials, its largest logits and its counts.
+    """
+    index = tokens - shard.first_id
+    width = shard.x.shape[1]
+    ours = (index >= 0) & (index < width)
+    value = shard.x[rows, index.clamp(0, width - 1)].masked_fill(~ours, float("-inf"))
+    keys = shard.best(rows, count) if count else tokens.new_empty(len(rows), 0)
+    numbers = torch.stack([shard.top[rows].double(), value.double()], 1).view(torch.int64)
+    gathered = tp.all_gather(torch.cat([numbers, keys], 1))  # [ranks, R, 2 + K]
+    tops, values = gathered[..., :2].contiguous().view(torch.float64).unbind(2)  # each [ranks, R]
+    peak = tops.amax(0)
+    mass = total_mass(tp, shard, rows, torch.ones_like(peak), peak.float())
+    total = log_totals(peak, mass) if can_serve(peak.device) else peak + mass.log()
+    value = values.amax(0)  # [R]   only one rank has the token
+    merged = gathered[..., 2:].transpose(0, 1).flatten(1).topk(count).values
+    top_values, top_ids = decode(merged)
+    ranks = 1 + tp.all_gather(shard.count_above(rows, value.float())).sum(0)
+    return RawLogprobs(value - total, ranks, top_ids, top_values.double() - total.unsqueeze(1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,3 +270,25 @@ def _output(
     out.top_ids[asked] = np.where(wanted, answers.top_ids.cpu().numpy(), -1)
     out.top_logprobs[asked] = np.where(wanted, answers.top_logprobs.cpu().numpy(), -np.inf)
     return out
+
+
+def num_accepted(step: StepMetadata, sampled: Tensor) -> Tensor:
+    """Number of right drafts of each sequence: int32 [S]. Waits for no device.
+
+    `sampled` int64 [L]: the tokens of all rows of logits. `step.num_drafts` must not be empty.
+
+    A draft is right if it and all before it equal the tokens that were sampled in their places. Noise is keyed by seed
+    and position, so the token sampled after right drafts is the one that would have been sampled without drafts:
+    accepting while sample and draft are equal is exact for greedy and for seeded sampling alike.
+    """
+    drafts = step.num_drafts
+    most = int(drafts.max(initial=0))
+    firsts = step.query_start_loc[1:] - drafts  # [S]   of the drafts among the T tokens
+    rows = np.searchsorted(step.logits_indices, firsts - 1)  # [S]   of the newest tokens among the L
+    place = np.arange(most)
+    is_draft = place < drafts[:, None]  # [S, most]
+    guesses = step.token_ids[np.where(is_draft, firsts[:, None] + place, 0)]
+    places = np.where(is_draft, rows[:, None] + place, 0)
+    guesses = torch.from_numpy(np.where(is_draft, guesses, -1).astype(np.int64)).to(sampled.device, non_blocking=True)
+    right = sampled[torch.from_numpy(places).to(sampled.device, non_blocking=True)] == guesses
+    return right.int().cumprod(1).sum(1, dtype=torch.int32)

@@ -1,7 +1,7 @@
 """The weights of a GGUF file as plain numbers, for checking what ranks load and compute.
 
 Written from the format's description (ggml-quants.c and llama.cpp's converter), over whole tensors, group by group. It
-shares only the reading of headers and settings with `workers/weights/gguf/`, so that a mistake there shows.
+shares only the reading of headers and settings with `workers/weights/gguf_*.py`, so that a mistake there shows.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oarlock.workers.errors import StartupError
-from oarlock.workers.weights.gguf.model import GGUFModel
-from oarlock.workers.weights.gguf.settings import Settings
+from oarlock.workers.weights.gguf_model import GGUFModel, Settings
 
 _Bytes = NDArray[np.uint8]
 _Floats = NDArray[np.float64]

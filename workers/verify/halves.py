@@ -1,7 +1,7 @@
 """Layers as they are served, one call for each half, against their separate operations: both must give the same bits.
 
 Only the separate operations show every tensor, and so are compared with transformers. That says nothing of the kernels
-that serve (`workers/layers/layer_halves.py`), unless their hidden states after each half are those of the operations.
+that serve (`workers/layers/fused_layer.py`), unless their hidden states after each half are those of the operations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from oarlock.workers.layers.layer_halves import PreparedLayers
+from oarlock.workers.layers.fused_layer import PreparedLayers
 
 # The result of each half, by the name under which the separate operations are recorded.
 _TENSORS = {"attention": "mid_residual", "mlp": "residual"}

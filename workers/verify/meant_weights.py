@@ -19,8 +19,7 @@ from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.dequantise import dequantised
 from oarlock.workers.verify.dequantise_gguf import dequantised_gguf
 from oarlock.workers.weights.checkpoint import Checkpoint
-from oarlock.workers.weights.gguf.checkpoint import gguf_file
-from oarlock.workers.weights.open_checkpoint import open_checkpoint
+from oarlock.workers.weights.gguf_model import gguf_file, open_checkpoint
 
 _ROWS = 8192  # of a weight that are rounded at once
 

@@ -31,7 +31,7 @@ from oarlock.workers.verify.compare import file_of, tensor_names
 from oarlock.workers.verify.meant_model import LayerLoss, MeantModel, RoundingLoss
 from oarlock.workers.verify.meant_weights import WrittenOut, meant_weights
 from oarlock.workers.verify.request import Request, Text
-from oarlock.workers.weights.gguf.checkpoint import gguf_file
+from oarlock.workers.weights.gguf_model import gguf_file
 
 _PRODUCTS = (nn.Linear, nn.Embedding)
 _ROWS = 8192  # of a weight that are widened to float64 at once

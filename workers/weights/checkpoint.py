@@ -1,15 +1,224 @@
-"""The tensors of a checkpoint: name -> file and entry, from the headers of its safetensors files.
+"""The files of a checkpoint: its small ones, and its tensors by name, from the headers of its safetensors files.
 
-Torch-free, so that a broken checkpoint is refused before a rank starts. Reads no tensor data.
+All are foreign content: none of them stops or fills a process. A pipe, a device and a folder in the place of a file are
+refused before anything is read of them, as is a file that no checkpoint has in that size; a damaged file is named
+before any rank starts. Torch-free. Of tensors only a stored output head is read, to compare it with the embedding.
 """
 
-from collections.abc import Collection
+import errno
+import json
+import os
+import stat
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
-from oarlock.workers.errors import StartupError
-from oarlock.workers.weights.checkpoint_files import is_there, read_json
-from oarlock.workers.weights.header import TensorEntry, read_header
+from oarlock.workers.errors import StartupError, shown
+
+MOST_BYTES = 64 << 20  # of a description: the longest known, an index of a hundred thousand tensors, has 20 MB
+_FIX = "Fetch that file of the checkpoint again."
+
+
+def is_there(path: Path) -> bool:
+    """Whether the folder has anything of that name, a link to nothing too."""
+    return os.path.lexists(path)
+
+
+def check_file(path: Path, most: int | None = None) -> int:
+    """The size of the file at `path`, which may be a link to one. Raises `StartupError` for anything else there, and
+    for more than `most` bytes."""
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise StartupError(f"{path} cannot be read: it is {_kind(found.st_mode)}, not a file.", _FIX)
+        if not os.access(path, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        _refuse(path, error)
+    if most is not None and found.st_size > most:
+        raise StartupError(
+            f"{path} cannot be read: it has {found.st_size} bytes, and at most {most} are read of such a file.", _FIX
+        )
+    return found.st_size
+
+
+def read_text(path: Path, most: int = MOST_BYTES) -> str:
+    """The text of a file in UTF-8. Raises `StartupError`."""
+    check_file(path, most)
+    try:
+        with path.open("rb") as file:
+            return file.read(most).decode("utf-8")
+    except OSError as error:
+        _refuse(path, error)
+    except UnicodeDecodeError as error:
+        raise StartupError(f"{path} cannot be read: byte {error.start} is not UTF-8 text.", _FIX) from None
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in a file. Raises `StartupError`, for the same name twice in one object too."""
+    text = read_text(path)
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except RecursionError:
+        raise StartupError(f"{path} cannot be read: its JSON is nested too deeply.", _FIX) from None
+    except ValueError as error:
+        raise StartupError(f"{path} cannot be read: it is not valid JSON: {error}.", _FIX) from None
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises `StartupError`."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise StartupError(f"{path} does not hold a JSON object.", _FIX)
+    return value
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for number, name in enumerate(names) if name in names[:number])
+        raise ValueError(f"it has {shown(twice)} twice")
+    return found
+
+
+def _refuse(path: Path, error: OSError) -> NoReturn:
+    fix = "Let this user read it." if isinstance(error, PermissionError) else _FIX
+    raise StartupError(f"{path} cannot be read: {error.strerror or error}.", fix) from None
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+# The format's own limit: a longer header is a damaged length field, not a big model.
+MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 64  # of a tensor; torch has as many at most
+ITEM_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+_LFS_MARK = b"version https://git-lfs"
+_DOWNLOAD_AGAIN = "Download the file again; it is damaged or incomplete."
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor as its file describes it."""
+
+    dtype: str  # the format's name: BF16, F16, F32, ...
+    shape: tuple[int, ...]
+    begin: int  # bytes, counted from the end of the header; in a GGUF file from its beginning
+    end: int
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Name -> entry of every tensor in the file. Raises `StartupError` naming the file, and the tensor if one is wrong.
+
+    The byte ranges must tile the data section without hole or overlap and end where the file ends: a truncated file,
+    trailing junk and a header that lies about a shape are all noticed here, without reading a tensor.
+    """
+    size = check_file(path)
+    try:
+        with path.open("rb") as file:
+            start = file.read(64)
+            if start.startswith(_LFS_MARK):
+                raise StartupError(
+                    f"{path} is a git-lfs pointer, not the weights.", f"Run `git lfs pull` in {path.parent}."
+                )
+            if len(start) < 8:
+                raise _damaged(path, f"has {size} bytes, too few for a safetensors header")
+            length = int.from_bytes(start[:8], "little")
+            if length > MAX_HEADER_BYTES or length > size - 8:
+                raise _damaged(path, f"announces a header of {length} bytes but holds {size}")
+            file.seek(8)
+            text = file.read(length)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StartupError(f"{path} cannot be read: {reason}.", "Check the path and its permissions.") from error
+    entries = {name: _entry(path, name, fields) for name, fields in _parse(path, text).items()}
+    _check_layout(path, entries, data_bytes=size - 8 - length)
+    return entries
+
+
+def _damaged(path: Path, what: str) -> StartupError:
+    return StartupError(f"{path} {what}.", _DOWNLOAD_AGAIN)
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name appears twice")
+        return found
+
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"has an unreadable header ({error})") from error
+    if not isinstance(header, dict):
+        raise _damaged(path, "has a header that is not a table of tensors")
+    header.pop("__metadata__", None)
+    return header
+
+
+def _entry(path: Path, name: str, fields: Any) -> TensorEntry:
+    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
+        raise _damaged(path, f"describes tensor {shown(name)} without dtype, shape and data_offsets")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise StartupError(
+            f"{path}: tensor {shown(name)} has dtype {shown(dtype)}, which is not known here.",
+            f"Use a checkpoint in one of {', '.join(ITEM_BYTES)}.",
+        )
+    if not _are_counts(shape):
+        raise _damaged(path, f"gives tensor {shown(name)} the shape {shown(shape)}")
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _damaged(path, f"gives tensor {shown(name)} the byte range {shown(offsets)}")
+    given, wanted = offsets[1] - offsets[0], ITEM_BYTES[dtype]
+    if len(shape) > MAX_DIMENSIONS:
+        raise _damaged(path, f"gives tensor {shown(name)} {len(shape)} dimensions, and none has over {MAX_DIMENSIONS}")
+    for length in shape:
+        wanted *= length
+    if given != wanted:
+        needs = f"{dtype} {shown(shape)} needs {shown(wanted)}"
+        raise _damaged(path, f"gives tensor {shown(name)} {shown(given)} bytes, but {needs}")
+    return TensorEntry(dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _check_layout(path: Path, entries: dict[str, TensorEntry], data_bytes: int) -> None:
+    for name, entry in entries.items():
+        if entry.end > data_bytes:
+            raise _damaged(path, f"is truncated: tensor {shown(name)} ends at byte {shown(entry.end)} of {data_bytes}")
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != position:
+            raise _damaged(path, f"places tensor {shown(name)} at byte {shown(entry.begin)} where {position} was due")
+        position = entry.end
+    if position != data_bytes:
+        raise _damaged(path, f"holds {data_bytes - position} bytes that belong to no tensor")
+
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -135,3 +344,29 @@ def _no_weights(where: str, names: Collection[str]) -> StartupError:
         f"{where} holds no weights ({SINGLE_FILE} or {INDEX_FILE}).",
         "Download the model's safetensors files, or use --load-format dummy for random weights.",
     )
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_PIECE = 8 << 20  # bytes
+
+
+def head_differs(checkpoint: Checkpoint) -> bool:
+    """True when both are stored and differ in dtype, shape or bytes."""
+    embedding, head = checkpoint.find(EMBEDDING), checkpoint.find(HEAD)
+    if embedding is None or head is None:
+        return False
+    alike = (embedding.entry.dtype, embedding.entry.shape) == (head.entry.dtype, head.entry.shape)
+    return not (alike and _same_bytes(embedding, head))
+
+
+def _same_bytes(one: Located, other: Located) -> bool:
+    with one.path.open("rb", buffering=0) as a, other.path.open("rb", buffering=0) as b:
+        a.seek(8 + int.from_bytes(a.read(8), "little") + one.entry.begin)
+        b.seek(8 + int.from_bytes(b.read(8), "little") + other.entry.begin)
+        left = one.entry.end - one.entry.begin
+        while left:
+            size = min(left, _PIECE)
+            if a.read(size) != b.read(size):
+                return False
+            left -= size
+    return True

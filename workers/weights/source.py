@@ -1,8 +1,10 @@
-"""The protocol by which layers load their weights: from a checkpoint or from dummy weights."""
+"""The protocol by which layers load their weights, and the noise that stands in for a checkpoint."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from oarlock.workers.errors import StartupError
@@ -41,3 +43,49 @@ def wrong_shape(name: str, where: str, found: Sequence[int], wanted: Sequence[in
         f"tensor {name!r} in {where} has shape {list(found)}, but config.json makes it {list(wanted)}.",
         "Use the config.json that belongs to these weights.",
     )
+
+
+# Elements come from one pool of normal numbers, from an offset that the tensor's name decides: much faster than drawing
+# half a billion of them. The length is a prime, so that no two rows of a matrix are equal.
+_POOL = 1_048_573
+_STD = 0.02
+
+
+class DummyWeights:
+    """`WeightSource` that has every tensor.
+
+    Deterministic noise, for tests and benchmarks (`--load-format dummy`). An element depends on the seed, its tensor's
+    name and its index in the whole tensor, so the shards of any number of ranks are slices of the same model.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        noise = torch.randn(_POOL, generator=torch.Generator().manual_seed(seed)) * _STD
+        self._pool = torch.cat((noise, noise))  # twice, so that reading past the end needs no second piece
+
+    def has(self, name: str) -> bool:
+        """False: this is only used for alternative (fused) layouts, and dummy weights have the ordinary one."""
+        return False
+
+    def shape_of(self, name: str) -> None:
+        """None: dummy weights have every shape."""
+
+    def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
+        check_slice(name, into, shape, dim, start)
+        assert len(shape) <= 2, f"{name}: only vectors and matrices are drawn"
+        columns = shape[-1]
+        if len(shape) == 1:
+            into, dim = into.unsqueeze(0), 1
+        assert columns <= _POOL, f"{name}: rows of {columns} elements would repeat"
+        first_row, first_column = (start, 0) if dim == 0 else (0, start)
+        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
+        origin = int.from_bytes(digest, "little") + first_row * columns + first_column
+        at_once = max(1, _POOL // columns)
+        for row in range(0, into.shape[0], at_once):
+            part = into[row : row + at_once]
+            part.copy_(self._pool.as_strided(part.shape, (columns, 1), (origin + row * columns) % _POOL))
+        if name.endswith("norm.weight"):
+            into.add_(1.0)  # norm weights are about one
+
+    def finish(self, ignorable: Callable[[str], bool]) -> None:
+        """Does nothing: no tensor can be left over."""

@@ -14,8 +14,7 @@ from demo_corpus import read_source, source_files, split_held_out
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from oarlock.workers.attention.block_tables import BlockTables
-from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.attention.kv_format import ROUNDED
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel

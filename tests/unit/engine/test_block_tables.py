@@ -7,7 +7,7 @@ from test_pipeline_depth import make_scene, run_scene, run_withdrawing
 
 from oarlock.engine.scheduler.output import SchedulerOutput
 from oarlock.engine.scheduler.sequence import Status
-from oarlock.workers.attention.block_tables import BlockTables
+from oarlock.workers.attention.forward_batch import BlockTables
 
 
 class ComparingDriver(Driver):

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
-from oarlock.workers.attention.block_tables import BlockTables
 from oarlock.workers.attention.cpp import CppBackend
-from oarlock.workers.attention.forward_batch import ForwardBatch
-from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
+from oarlock.workers.kernels.cpu.build import Level
 from oarlock.workers.protocol import NULL_BLOCK
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from tests.unit.workers import kernel_levels

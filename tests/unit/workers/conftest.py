@@ -5,7 +5,7 @@ from collections.abc import Generator
 import pytest
 
 from oarlock.workers.kernels.cpu import library
-from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.kernels.cpu.build import Level
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.quantization import matmul
 from tests.unit.workers.kernel_levels import PARAMETERS, using

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from oarlock.workers.kernels.cpu import library
-from oarlock.workers.kernels.cpu.levels import EMULATED_AMX, EMULATED_BF16_DOT, Level, machine_name
-from oarlock.workers.kernels.cpu.levels import LEVELS as ALL
+from oarlock.workers.kernels.cpu.build import EMULATED_AMX, EMULATED_BF16_DOT, Level, machine_name
+from oarlock.workers.kernels.cpu.build import LEVELS as ALL
 from oarlock.workers.platform.processor import features
 from tests.unit.workers.kernels.cpu import emulated_library
 from tests.unit.workers.kernels.cpu.emulated_library import EmulatedLibrary

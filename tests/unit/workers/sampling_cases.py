@@ -12,9 +12,8 @@ from torch import Tensor
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata, StepOutput
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
-from oarlock.workers.sampling.dense_histories import DenseHistories
 from oarlock.workers.sampling.sampler import Sampler
-from oarlock.workers.sampling.token_histories import Histories, TokenHistories
+from oarlock.workers.sampling.token_histories import DenseHistories, Histories, TokenHistories
 
 MASK = 0xFFFFFFFF
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from oarlock.workers import compile_ahead
-from oarlock.workers.kernels.cpu import build, levels
+from oarlock.workers.kernels.cpu import build
 from oarlock.workers.python_child import start_python
 
 # Stands in for a compiler: makes the file that follows "-o" on its command line.
@@ -24,7 +24,7 @@ sleep 300 &
 echo $! > "$XDG_CACHE_HOME/running.$$"
 wait
 """
-LEVEL = levels.chosen({})
+LEVEL = build.chosen({})
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(levels.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(build.ENVIRONMENT, raising=False)
     monkeypatch.setattr(build, "PREBUILT", tmp_path / "nothing")
     return tmp_path
 
@@ -50,7 +50,7 @@ def wait_for_compiler() -> bool:
 @pytest.mark.skipif(LEVEL is None, reason="there are no kernels for this processor")
 def test_what_is_not_there_is_compiled_and_what_is_there_is_not(empty_cache: Path) -> None:
     assert LEVEL is not None
-    float16 = levels.of_one_type(LEVEL, "float16")
+    float16 = build.of_one_type(LEVEL, "float16")
     assert build.existing(float16) is None
     compile_ahead.begin_compiling(None, "float16")
     assert wait_for_compiler()
@@ -59,7 +59,7 @@ def test_what_is_not_there_is_compiled_and_what_is_there_is_not(empty_cache: Pat
     assert list(made.parent.glob("*.o")) == [], "objects are cleaned up"
     compile_ahead.begin_compiling(None, "float16")
     assert not wait_for_compiler()
-    assert build.existing(LEVEL) is None and build.existing(levels.of_one_type(LEVEL, "bfloat16")) is None
+    assert build.existing(LEVEL) is None and build.existing(build.of_one_type(LEVEL, "bfloat16")) is None
 
 
 @pytest.mark.skipif(LEVEL is None, reason="there are no kernels for this processor")
@@ -111,7 +111,7 @@ def test_the_element_type_is_that_of_the_option_or_of_the_model(
     assert compile_ahead.likely_element_type(str(tmp_path), dtype) == found
 
 
-@pytest.mark.parametrize(("variable", "value"), [("CXX", "no-such-compiler"), (levels.ENVIRONMENT, "no-such-level")])
+@pytest.mark.parametrize(("variable", "value"), [("CXX", "no-such-compiler"), (build.ENVIRONMENT, "no-such-level")])
 def test_nothing_begins_where_nothing_can_be_compiled(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:

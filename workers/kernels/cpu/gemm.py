@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.kernels.cpu import library
-from oarlock.workers.kernels.cpu.element_types import ELEMENT_TYPES
 from oarlock.workers.platform.huge_pages import huge_page_empty
+
+ELEMENT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 class Epilogue(IntEnum):

@@ -5,7 +5,7 @@ import logging
 import torch
 
 from oarlock.workers.kernels.cpu import library
-from oarlock.workers.kernels.cpu.int8_gemm import instructions as instructions_of_int8
+from oarlock.workers.kernels.cpu.quantized_gemm import instructions as instructions_of_int8
 
 _log = logging.getLogger("oarlock.kernels")
 

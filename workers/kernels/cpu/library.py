@@ -16,9 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oarlock.workers.kernels.cpu import build, levels
-from oarlock.workers.kernels.cpu.build import KernelsUnavailable
-from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.kernels.cpu import build
+from oarlock.workers.kernels.cpu.build import KernelsUnavailable, Level
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +70,7 @@ def using(level: Level) -> Generator[None]:
 
 @cache
 def _chosen() -> Level | None:
-    return levels.chosen()
+    return build.chosen()
 
 
 def load(level: Level, dtype: "torch.dtype | None" = None) -> ctypes.CDLL:

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from oarlock.workers.kernels.cpu import build, levels
+from oarlock.workers.kernels.cpu import build
 
 _OLDEST = 17  # manylinux_2_17 is the oldest that pip knows by this scheme
 
@@ -20,8 +20,8 @@ def prebuild() -> list[Path]:
     shutil.rmtree(build.PREBUILT, ignore_errors=True)
     build.PREBUILT.mkdir()
     made = []
-    for level in levels.LEVELS:
-        if level.machine == levels.machine_name():
+    for level in build.LEVELS:
+        if level.machine == build.machine_name():
             made.append(build.prebuilt(level))
             build.compile_to(made[-1], level, build.compiler())
     return made
@@ -30,7 +30,7 @@ def prebuild() -> list[Path]:
 def platform_tag(libraries: Iterable[Path]) -> str:
     """`manylinux_2_…` with the newest version of the GNU C library that `libraries` name."""
     named = (match for library in libraries for match in re.findall(rb"\0GLIBC_2\.(\d+)", library.read_bytes()))
-    return f"manylinux_2_{max([_OLDEST, *map(int, named)])}_{levels.machine_name()}"
+    return f"manylinux_2_{max([_OLDEST, *map(int, named)])}_{build.machine_name()}"
 
 
 if __name__ == "__main__":

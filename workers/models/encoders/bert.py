@@ -1,8 +1,15 @@
 """BERT (Devlin et al., 2018), RoBERTa and XLM-RoBERTa: learned positions, norms after each sublayer. Torch-free."""
 
 from oarlock.workers.errors import StartupError
-from oarlock.workers.models.encoders.encoder_spec import ClassifierSpec, EncoderNames, EncoderSpec, LayerNames
-from oarlock.workers.models.encoders.hf_encoder import ACTIVATIONS, num_labels, shape_of
+from oarlock.workers.models.encoders.encoder_spec import (
+    ACTIVATIONS,
+    ClassifierSpec,
+    EncoderNames,
+    EncoderSpec,
+    LayerNames,
+    num_labels,
+    shape_of,
+)
 from oarlock.workers.models.hf_fields import Fields
 
 _NAMES = EncoderNames(

@@ -4,8 +4,15 @@ attention to the neighbourhood alone. Torch-free."""
 from typing import Any
 
 from oarlock.workers.layers.decoder_spec import RopeSpec
-from oarlock.workers.models.encoders.encoder_spec import ClassifierSpec, EncoderNames, EncoderSpec, LayerNames
-from oarlock.workers.models.encoders.hf_encoder import ACTIVATIONS, num_labels, shape_of
+from oarlock.workers.models.encoders.encoder_spec import (
+    ACTIVATIONS,
+    ClassifierSpec,
+    EncoderNames,
+    EncoderSpec,
+    LayerNames,
+    num_labels,
+    shape_of,
+)
 from oarlock.workers.models.hf_config import layer_kinds
 from oarlock.workers.models.hf_fields import Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec

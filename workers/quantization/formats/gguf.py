@@ -9,8 +9,8 @@ from oarlock.workers.quantization.formats.form import Arithmetic, Form
 from oarlock.workers.quantization.groups import group_of_blocks, packed_bytes
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.weights.checkpoint import FUSED_TENSORS
-from oarlock.workers.weights.gguf.block_types import GROUP_FORMS, GroupForm
-from oarlock.workers.weights.gguf.checkpoint import GGUFCheckpoint
+from oarlock.workers.weights.gguf_header import GROUP_FORMS, GroupForm
+from oarlock.workers.weights.gguf_model import GGUFCheckpoint
 
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod

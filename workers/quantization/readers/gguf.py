@@ -7,9 +7,8 @@ from oarlock.workers.quantization.groups import group_of_blocks
 from oarlock.workers.quantization.method import LinearWeight
 from oarlock.workers.quantization.shard import Empty, WeightShard
 from oarlock.workers.quantization.unquantized import DenseWeight, UnquantizedLinearMethod
-from oarlock.workers.weights.gguf.block_types import GroupForm
-from oarlock.workers.weights.gguf.blocks import Groups
-from oarlock.workers.weights.gguf.reader import GGUFReader
+from oarlock.workers.weights.gguf_header import GroupForm
+from oarlock.workers.weights.gguf_reader import GGUFReader, Groups
 from oarlock.workers.weights.source import WeightSource
 
 

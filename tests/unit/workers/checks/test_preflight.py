@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from oarlock.workers.checks import devices
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
-from oarlock.workers.kernels.cpu import build, levels
+from oarlock.workers.kernels.cpu import build
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.platform import cuda_driver, processor
 from oarlock.workers.platform.processor import available_cores
@@ -34,14 +34,14 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor that multiplies bfloat16 at its own speed, whatever this one does, and no C++ kernels."""
-    monkeypatch.setattr(levels, "chosen", lambda: None)
+    monkeypatch.setattr(build, "chosen", lambda: None)
     monkeypatch.setattr(processor, "here", lambda: processor.Processor(True, False, "no FP16"))
 
 
 @pytest.fixture
 def without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor that emulates bfloat16, and no C++ kernels."""
-    monkeypatch.setattr(levels, "chosen", lambda: None)
+    monkeypatch.setattr(build, "chosen", lambda: None)
     monkeypatch.setattr(processor, "here", lambda: processor.Processor(False, False, "no AVX512-BF16 or AMX"))
 
 
@@ -194,7 +194,7 @@ def test_with_the_kernels_a_model_keeps_its_type(
 ) -> None:
     caplog.set_level("INFO")
     monkeypatch.setattr(processor, "here", lambda: processor.Processor(False, False, "no AVX512-BF16 or AMX"))
-    monkeypatch.setattr(levels, "chosen", lambda: levels.EMULATED_BF16_DOT)
+    monkeypatch.setattr(build, "chosen", lambda: build.EMULATED_BF16_DOT)
     monkeypatch.setattr(build, "why_not_obtainable", lambda level: None)
     edit_config(model, dtype=declared)
     assert preflight(config(model)).dtype == declared and not caplog.messages

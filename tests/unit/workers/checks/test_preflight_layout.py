@@ -9,7 +9,7 @@ import torch
 from oarlock.workers.checks import devices
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
-from oarlock.workers.kernels.cpu import levels
+from oarlock.workers.kernels.cpu import build
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.platform import cuda_driver, processor
 from oarlock.workers.preflight import check_without_weights, preflight
@@ -60,7 +60,7 @@ def test_each_host_needs_devices_for_its_own_ranks(model: Path, monkeypatch: pyt
 def test_of_several_hosts_each_needs_memory_for_its_part(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole model in float32 is 4 bytes for each parameter, of which there is room for 3."""
     parameters = read_spec(str(model)).num_parameters
-    monkeypatch.setattr(levels, "chosen", lambda: None)
+    monkeypatch.setattr(build, "chosen", lambda: None)
     monkeypatch.setattr(processor, "here", lambda: processor.Processor(False, False, "no AVX512-BF16 or AMX"))
     monkeypatch.setattr(devices, "free_host_bytes", lambda: 3 * parameters)
     monkeypatch.setattr(memory_needs, "free_host_bytes", lambda: 4 * parameters)

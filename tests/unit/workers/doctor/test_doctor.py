@@ -16,7 +16,7 @@ from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.doctor import __main__ as doctor
 from oarlock.workers.doctor import cuda, device_sums, kernels, machine, model, nodes
 from oarlock.workers.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, as_json, as_text, is_fine
-from oarlock.workers.kernels.cpu import levels
+from oarlock.workers.kernels.cpu import build
 from oarlock.workers.kernels.cpu.build import KernelsUnavailable
 from oarlock.workers.platform.processor import Core, Processor
 from tests.e2e.running import DEMO
@@ -88,14 +88,14 @@ def test_a_cache_that_is_full_or_cannot_be_written(monkeypatch, tmp_path):
 
 
 def test_a_level_that_is_named_though_there_is_a_better_one(monkeypatch):
-    available = levels.available()
+    available = build.available()
     if len(available) < 2:
         pytest.skip("this processor has a single level")
     assert kernels.level().facts["level"] == available[0].name
-    monkeypatch.setenv(levels.ENVIRONMENT, available[1].name)
+    monkeypatch.setenv(build.ENVIRONMENT, available[1].name)
     found = kernels.level()
     assert found.state == WARNING and available[0].name in found.text
-    monkeypatch.setenv(levels.ENVIRONMENT, "nonsense")
+    monkeypatch.setenv(build.ENVIRONMENT, "nonsense")
     assert kernels.level().state == ERROR
 
 
@@ -108,7 +108,7 @@ def test_a_processor_without_levels_or_16_bit_types(monkeypatch):
 
 
 def test_kernels_without_a_compiler(monkeypatch):
-    if levels.chosen() is None:
+    if build.chosen() is None:
         pytest.skip("there are no kernels for this processor")
     monkeypatch.setattr(kernels.build, "why_not_obtainable", lambda level: "there is no C++ compiler")
     found = kernels.compiler()

@@ -17,7 +17,7 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.shm_layout import total_bytes
 from oarlock.workers.distributed.shm_ring import anonymous_memory
 from oarlock.workers.kernels.cpu import library
-from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.kernels.cpu.build import Level
 from oarlock.workers.layers.norm import RMSNorm
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.quantization.fp8 import Fp8Weight

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from oarlock.workers.kernels.cpu.build import Level
 from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
-from oarlock.workers.kernels.cpu.levels import Level
 from oarlock.workers.quantization.matmul import (
     ACTIVATIONS,
     FLOAT32_BLOCK,

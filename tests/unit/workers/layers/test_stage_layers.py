@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from oarlock.workers.config import StepCost, WorkerConfig, WorkerInfo
-from oarlock.workers.layers.decoder_spec import tensor_shapes
-from oarlock.workers.layers.stage_layers import is_in_stage, layers_of_stage, tensors_of_stage
+from oarlock.workers.layers.decoder_spec import is_in_stage, layers_of_stage, tensor_shapes, tensors_of_stage
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.ranks.host_ranks import Place

@@ -23,8 +23,8 @@ from oarlock.workers.preflight import preflight
 from oarlock.workers.quantization.matmul import can_pack
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.weights.checkpoint import SINGLE_FILE, Checkpoint
-from oarlock.workers.weights.dummy import DummyWeights
 from oarlock.workers.weights.reader import WeightReader
+from oarlock.workers.weights.source import DummyWeights
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.tiny_models import FAMILIES, make_tiny
 

@@ -16,7 +16,7 @@ from oarlock.workers.models.encoders.registry import describe_encoder, is_encode
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.preflight import check_without_weights, open_model, preflight
 from oarlock.workers.runner.encoder_runner import EncoderRunner
-from oarlock.workers.weights.open_checkpoint import open_checkpoint
+from oarlock.workers.weights.gguf_model import open_checkpoint
 from tests.golden.tiny_encoders import ENCODERS, make_encoder
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.kernels.cpu.build import Level
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
-from oarlock.workers.kernels.cpu.grouped_gemm import GROUPED, GROUPED_DOT, kind_for
-from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.kernels.cpu.quantized_gemm import GROUPED, GROUPED_DOT, grouped_kind
 from oarlock.workers.quantization.grouped import GroupedGatedMatmul, GroupedMatmul, GroupedWeight, stored_groups
 from oarlock.workers.quantization.groups import group_in_slices, packed_bytes, pieces_of
 from oarlock.workers.quantization.matmul import ACTIVATIONS
@@ -147,7 +147,7 @@ each_form = pytest.mark.parametrize(("bits", "offsets"), FORMS)
 
 def kinds(level: Level) -> list[int]:
     """Kinds of packed weights that run here; the emulated processors have every instruction."""
-    return [GROUPED, GROUPED_DOT] if not is_here(level) or kind_for(level) == GROUPED_DOT else [GROUPED]
+    return [GROUPED, GROUPED_DOT] if not is_here(level) or grouped_kind(level) == GROUPED_DOT else [GROUPED]
 
 
 def weight_of(

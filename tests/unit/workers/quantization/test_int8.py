@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.kernels.cpu.build import Level
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
-from oarlock.workers.kernels.cpu.int8_gemm import INT8, INT8_DOT, MOST_INPUTS, PackedInt8, kind_for
-from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.kernels.cpu.quantized_gemm import INT8, INT8_DOT, MOST_INPUTS, PackedInt8, int8_kind
 from oarlock.workers.quantization.int8 import Int8GatedMatmul, Int8Matmul, Int8Weight, round_rows
 from oarlock.workers.quantization.matmul import ACTIVATIONS
 from tests.house.rules import ROOT
@@ -24,7 +24,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 def kinds(level: Level) -> list[int]:
     """Kinds of packed weights that run here; the emulated processors have every instruction."""
-    return [INT8, INT8_DOT] if not is_here(level) or kind_for(level) == INT8_DOT else [INT8]
+    return [INT8, INT8_DOT] if not is_here(level) or int8_kind(level) == INT8_DOT else [INT8]
 
 
 def rounded(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.all_reduce import tree_sum
+from oarlock.workers.kernels.cpu.build import Level
 from oarlock.workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
-from oarlock.workers.kernels.cpu.int8_gemm import INT8, INT8_DOT, PackedInt8, kind_for
-from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.kernels.cpu.quantized_gemm import INT8, INT8_DOT, PackedInt8, int8_kind
 from oarlock.workers.quantization.grouped import GroupedMatmul, stored_groups
 from oarlock.workers.quantization.int4 import GROUP, round_groups
 from oarlock.workers.quantization.int8 import Int8Matmul, round_rows
@@ -141,7 +141,7 @@ def test_the_kernel_for_8_bits_equals_the_reference(level: Level, dtype: torch.d
     )
     x[:, :length] *= 30  # each slice of a row has a scale of its own
     expected = Int8Matmul(values, scales, dtype, bias, slices=slices)
-    kinds = [INT8, INT8_DOT] if not is_here(level) or kind_for(level) == INT8_DOT else [INT8]
+    kinds = [INT8, INT8_DOT] if not is_here(level) or int8_kind(level) == INT8_DOT else [INT8]
     for kind in kinds:
         with using(level):
             product = CppPackedMatmul(PackedInt8(values, scales, kind=kind, slices=slices), dtype, bias)

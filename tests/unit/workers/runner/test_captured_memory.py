@@ -10,8 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from oarlock.workers.attention.block_tables import BlockTables
-from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.attention.triton_backend import TritonBackend, TritonPlan
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.cpu import library

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from oarlock.workers.attention.block_tables import BlockTables
-from oarlock.workers.attention.forward_batch import ForwardBatch
+from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
 from oarlock.workers.runner.buckets import bucket_of, bucket_sizes
 from oarlock.workers.runner.step_inputs import Layout, Shape, StepInputs

@@ -25,7 +25,7 @@ from oarlock.workers.runner.memory_needs import sampling_bytes
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.pending_output import Computed, PendingOutput
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
-from oarlock.workers.sampling.dense_histories import DenseHistories
+from oarlock.workers.sampling.token_histories import DenseHistories
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.made_up_device import CountedTensors, MadeUpDevice
 

@@ -12,7 +12,7 @@ from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import StepOutput
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
-from oarlock.workers.sampling.drafts import num_accepted
+from oarlock.workers.sampling.sampler import num_accepted
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.attention.test_attention import INVARIANT, specs
 from tests.unit.workers.attention_cases import Case, Seq

@@ -11,9 +11,8 @@ from torch import Tensor
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
-from oarlock.workers.sampling.drafts import num_accepted
 from oarlock.workers.sampling.logits_processors import apply_logits_processors
-from oarlock.workers.sampling.sampler import Sampler
+from oarlock.workers.sampling.sampler import Sampler, num_accepted
 from oarlock.workers.sampling.token_histories import Histories
 from tests.unit.workers.kernel_levels import NO_KERNELS
 from tests.unit.workers.sampling_cases import dense, sparse

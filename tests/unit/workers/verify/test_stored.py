@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from oarlock.workers.models.gguf_config import hf_config
-from oarlock.workers.weights.gguf.model import GGUFModel
+from oarlock.workers.weights.gguf_model import GGUFModel
 from tests.golden.gguf_writer import all_of, q4_k_m, write_gguf
 from tests.golden.quantised import CASES, write
 from tests.golden.tiny_models import make_tiny

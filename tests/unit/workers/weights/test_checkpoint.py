@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from oarlock.workers.errors import StartupError
-from oarlock.workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from oarlock.workers.weights.header import read_header
+from oarlock.workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_header
 
 
 def good_file(path: Path) -> Path:

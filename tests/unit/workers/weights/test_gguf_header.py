@@ -10,9 +10,8 @@ import pytest
 
 from oarlock.workers.errors import StartupError
 from oarlock.workers.models.gguf_config import hf_config
-from oarlock.workers.weights.gguf.header import read_header
-from oarlock.workers.weights.gguf.model import GGUFModel
-from oarlock.workers.weights.gguf.settings import shortest
+from oarlock.workers.weights.gguf_header import read_header
+from oarlock.workers.weights.gguf_model import GGUFModel, shortest
 
 U8, U32, F32, BOOL, STRING, ARRAY, U64 = 0, 4, 6, 7, 8, 9, 10
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from oarlock.workers.errors import StartupError
 from oarlock.workers.weights import reader as reader_module
 from oarlock.workers.weights.checkpoint import SINGLE_FILE, Checkpoint
-from oarlock.workers.weights.dummy import DummyWeights
 from oarlock.workers.weights.reader import WeightReader
+from oarlock.workers.weights.source import DummyWeights
 
 
 @pytest.fixture

@@ -3,9 +3,18 @@
 import triton
 import triton.language as tl
 
-from oarlock.workers.kernels.triton.sampling.noise import gumbel, gumbel_screen, inverse, margin_at, noise_words
-from oarlock.workers.kernels.triton.sampling.order import first_of, lowest_kept, threshold
-from oarlock.workers.kernels.triton.sampling.survey import BLOCK, changed_row
+from oarlock.workers.kernels.triton.sampling.survey import (
+    BLOCK,
+    changed_row,
+    first_of,
+    gumbel,
+    gumbel_screen,
+    inverse,
+    lowest_kept,
+    margin_at,
+    noise_words,
+    threshold,
+)
 
 NONFINITE, FINITE, ALL_BANNED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # of `protocol.StepOutput.finite`
 

@@ -1,4 +1,4 @@
-"""Draws of filtered rows from the few blocks that hold their largest logits, where these are enough.
+"""Draws of filtered rows from the few blocks that hold their largest logits; in rounds where these are not enough.
 
 The kept set is a prefix of the ids in order of logit, then of id. Masses are whole numbers of 2^-30 of the likeliest
 id's, so that their sums do not depend on an order of addition.
@@ -8,9 +8,21 @@ import triton
 import triton.language as tl
 
 from oarlock.workers.kernels.triton.sampling.choose import FINITE, is_filtered
-from oarlock.workers.kernels.triton.sampling.noise import gumbel, gumbel_screen, inverse, margin_at, noise_words
-from oarlock.workers.kernels.triton.sampling.order import first_of, lowest_kept, threshold
-from oarlock.workers.kernels.triton.sampling.survey import BLOCK, changed_row
+from oarlock.workers.kernels.triton.sampling.survey import (
+    BLOCK,
+    changed_row,
+    first_of,
+    gumbel,
+    gumbel_screen,
+    inverse,
+    lowest_kept,
+    margin_at,
+    middle_of,
+    noise_words,
+    ordered,
+    threshold,
+    value_of,
+)
 
 _UNIT = tl.constexpr(float(1 << 30))
 
@@ -127,4 +139,152 @@ def _drawn_from(kept, values, ids, peak, temperature, scale, keys):
         if score > best:
             best = score
             token = ident
+    return token
+
+
+_LEAST_FINITE = tl.constexpr(-0x7F800000)  # in `ordered`
+_ALL_IDS = tl.constexpr(0x7FFFFFFF)
+_ROUNDS_UNIT = tl.constexpr(float(1 << 40))  # whole numbers, as in `draw_kept`, of which more are added here
+
+
+@triton.jit
+def _tile(x, listed, count, tile, vocab, TILE: tl.constexpr):
+    """Logits and ids of a tile of the listed blocks, in the order of ids: each [TILE * 128]."""
+    lane = tl.arange(0, TILE * 128)
+    slot = tile * TILE + lane // BLOCK
+    ids = tl.load(listed + slot, slot < count, 0) * BLOCK + lane % BLOCK
+    return tl.load(x + ids, (slot < count) & (ids < vocab), float("-inf")), ids
+
+
+@triton.jit
+def draw_in_rounds(
+    logits,
+    adjusted,
+    listed,
+    num_listed,
+    peaks,
+    pending,
+    tokens,
+    changed,
+    temperature,
+    top_p,
+    top_k,
+    min_p,
+    keys,
+    first,
+    stride,
+    vocab,
+    blocks,
+    TILE: tl.constexpr,
+    PROCESSED: tl.constexpr,
+):
+    """Draws rows that `draw_kept` left pending, in rounds. Arguments are those of `choose` and of `draw_kept`.
+
+    Rejection sampling, as `workers/sampling/top_k_top_p.py`. One program a row; it reads only the blocks that `choose`
+    listed, in tiles of a few.
+    """
+    place = tl.program_id(0)
+    row = first + place
+    if tl.load(pending + place) == 0:
+        return
+    x = changed_row(logits, adjusted, changed, row, place, stride, vocab, PROCESSED)
+    hot, nucleus, k, least = (
+        tl.load(temperature + row), tl.load(top_p + row), tl.load(top_k + row), tl.load(min_p + row),
+    )  # fmt: skip
+    listed += place * blocks
+    count, peak, scale = tl.load(num_listed + place), tl.load(peaks + place), inverse(hot)
+    value = lowest_kept(peak, hot, least)
+    end = _ALL_IDS
+    if (k > 0) & (k < vocab):
+        value, end = _first_k(x, listed, count, k, value, peak, vocab, TILE)
+    total = tl.full([], 0, tl.int64)
+    if nucleus < 1:
+        total = _mass(x, listed, count, value, end, peak, scale, vocab, TILE)
+    wanted = units_up_to(nucleus, total.to(tl.float64))
+    token, rejected = 0, True
+    while rejected:
+        token = _drawn(x, listed, count, value, end, peak, hot, scale, keys + 2 * row, vocab, TILE)
+        rejected = False
+        if nucleus < 1:
+            value, end = tl.load(x + token), token
+            before = _mass(x, listed, count, value, end, peak, scale, vocab, TILE)
+            rejected = (before >= wanted) & (before > 0)
+    tl.store(tokens + row, token)
+
+
+@triton.jit
+def _first_k(x, listed, count, k, least, peak, vocab, TILE: tl.constexpr):
+    """The pair before which the k largest logits lie, of those from `least` on; all of them, if they are fewer."""
+    low = tl.maximum(ordered(least), _LEAST_FINITE)
+    high = ordered(peak) + 1
+    above = 0  # as many lie from `high` on
+    end = _ALL_IDS
+    if _count(x, listed, count, low, vocab, TILE) >= k:
+        while low < high - 1:
+            middle = middle_of(low, high)
+            found = _count(x, listed, count, middle, vocab, TILE)
+            if found >= k:
+                low = middle
+            else:
+                high = middle
+                above = found
+        end = _end_of_equal(x, listed, count, low, k - above, vocab, TILE)
+    return value_of(low), end
+
+
+@triton.jit
+def _count(x, listed, count, order, vocab, TILE: tl.constexpr):
+    """Number of logits that are at least that of `order`."""
+    found = 0
+    for tile in range(tl.cdiv(count, TILE)):
+        values, _ = _tile(x, listed, count, tile, vocab, TILE)
+        found += tl.sum((ordered(values) >= order).to(tl.int32))
+    return found
+
+
+@triton.jit
+def _end_of_equal(x, listed, count, order, wanted, vocab, TILE: tl.constexpr):
+    """One more than the id of the `wanted`-th logit of `order`, counted from the lowest id."""
+    end, found = 0, 0
+    for tile in range(tl.cdiv(count, TILE)):
+        values, ids = _tile(x, listed, count, tile, vocab, TILE)
+        equal = (ordered(values) == order).to(tl.int32)
+        last = (equal > 0) & (found + tl.cumsum(equal) == wanted)
+        end = tl.maximum(end, tl.max(tl.where(last, ids + 1, 0)))
+        found += tl.sum(equal)
+    return end
+
+
+@triton.jit
+def _mass(x, listed, count, value, end, peak, scale, vocab, TILE: tl.constexpr):
+    total = tl.full([], 0, tl.int64)
+    for tile in range(tl.cdiv(count, TILE)):
+        values, ids = _tile(x, listed, count, tile, vocab, TILE)
+        units = (tl.exp((values - peak) * scale) * _ROUNDS_UNIT).to(tl.int64)
+        total += tl.sum(tl.where(is_before(values, ids, value, end), units, 0))
+    return total
+
+
+@triton.jit
+def _drawn(x, listed, count, value, end, peak, temperature, scale, keys, vocab, TILE: tl.constexpr):
+    """The id of the largest `x / temperature + noise` before the pair, the lowest among equals."""
+    key, factor = tl.load(keys), tl.load(keys + 1)
+    margin = margin_at(peak, temperature)
+    highest = float("-inf")
+    best, token = tl.full([], float("-inf"), tl.float64), 0
+    for tile in range(tl.cdiv(count, TILE)):
+        values, ids = _tile(x, listed, count, tile, vocab, TILE)
+        left = is_before(values, ids, value, end)
+        screen = (values - peak) * scale + gumbel_screen(noise_words(ids, key, factor))
+        screen = tl.where(left, screen, float("-inf"))
+        highest = tl.maximum(highest, tl.max(screen))
+        near = left & (screen >= highest - margin)
+        for _ in range(tl.sum(near.to(tl.int32))):
+            ident = first_of(near, ids)
+            near &= ids != ident
+            score = tl.load(x + ident).to(tl.float64) / temperature.to(tl.float64)
+            score += gumbel(noise_words(ident, key, factor))
+            if score > best:
+                best = score
+                token = ident
     return token

@@ -1,11 +1,10 @@
-"""Log-probabilities of the raw logits, as `workers/sampling/logprobs.py`, for the rows that want them."""
+"""Log-probabilities of the raw logits, as `workers/sampling/sampler.py`, for the rows that want them."""
 
 import triton
 import triton.language as tl
 
 from oarlock.workers.kernels.triton.sampling.choose import FINITE
-from oarlock.workers.kernels.triton.sampling.order import first_of
-from oarlock.workers.kernels.triton.sampling.survey import BLOCK
+from oarlock.workers.kernels.triton.sampling.survey import BLOCK, first_of
 
 
 @triton.jit

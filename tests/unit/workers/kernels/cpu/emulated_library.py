@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from oarlock.workers.kernels.cpu import build
-from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.kernels.cpu.build import Level
 
 COMPILER, EMULATOR, SYSTEM = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
 _SERVER = Path(__file__).parent / "csrc" / "remote_calls.cpp"

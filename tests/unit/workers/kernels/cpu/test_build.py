@@ -14,9 +14,9 @@ import torch
 from oarlock.workers.attention.backend import AttentionSpec, KVSpec
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
-from oarlock.workers.kernels.cpu import build, elementwise, in_use, levels, library, prebuild
+from oarlock.workers.kernels.cpu import build, elementwise, in_use, library, prebuild
+from oarlock.workers.kernels.cpu.build import LEVELS, Level
 from oarlock.workers.kernels.cpu.gemm import CppMatmul
-from oarlock.workers.kernels.cpu.levels import LEVELS, Level
 from oarlock.workers.platform.processor import may_use_tiles
 from oarlock.workers.preflight import check_without_weights
 from tests.unit.workers import kernel_levels
@@ -171,7 +171,7 @@ def test_every_source_is_compiled() -> None:
 )
 def test_a_library_of_one_type_gives_the_bits_of_that_with_all(dtype: torch.dtype) -> None:
     every = library.level()
-    one = levels.of_one_type(every, str(dtype).removeprefix("torch."))
+    one = build.of_one_type(every, str(dtype).removeprefix("torch."))
     torch.manual_seed(0)
     weight, x = torch.randn(90, 200).to(dtype), torch.randn(40, 200).to(dtype)
     seqs = [Seq(1, 300), Seq(40, 77)]
@@ -243,19 +243,19 @@ def test_what_came_with_the_sources_is_used_without_a_compiler_and_only_with_the
 def test_a_wheel_is_tagged_with_the_newest_c_library_that_it_needs(tmp_path: Path) -> None:
     for name, text in (("one", b"\0GLIBC_2.14\0"), ("two", b"\0GLIBC_2.29\0GLIBC_2.2.5\0"), ("old", b"")):
         (tmp_path / name).write_bytes(text)
-    machine = levels.machine_name()
+    machine = build.machine_name()
     assert prebuild.platform_tag(tmp_path.iterdir()) == f"manylinux_2_29_{machine}"
     assert prebuild.platform_tag([tmp_path / "old"]) == f"manylinux_2_17_{machine}"
 
 
 def test_without_permission_for_tiles_the_next_level_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(levels, "features", lambda: levels.LEVELS[0].needs)
-    monkeypatch.setattr(levels.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "features", lambda: build.LEVELS[0].needs)
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
     for allowed, best in ((True, "amx"), (False, "avx512_bf16")):
-        monkeypatch.setattr(levels, "may_use_tiles", lambda allowed=allowed: allowed)
-        assert levels.available()[0].name == best
+        monkeypatch.setattr(build, "may_use_tiles", lambda allowed=allowed: allowed)
+        assert build.available()[0].name == best
     with pytest.raises(StartupError, match="tile registers"):
-        levels.chosen({levels.ENVIRONMENT: "amx"})
+        build.chosen({build.ENVIRONMENT: "amx"})
     assert may_use_tiles() in (True, False)
 
 
@@ -293,26 +293,26 @@ def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_levels_of_a_processor(machine: str, flags: str, names: list[str]) -> None:
-    assert [level.name for level in levels.available(machine, frozenset(flags.split()))] == names
+    assert [level.name for level in build.available(machine, frozenset(flags.split()))] == names
 
 
 def test_the_environment_names_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_name = {level.name: level for level in levels.LEVELS}
+    by_name = {level.name: level for level in build.LEVELS}
     high, low = by_name["avx512"], by_name["avx2"]
-    monkeypatch.setattr(levels, "available", lambda: [high, low])
-    monkeypatch.setattr(levels, "features", lambda: high.needs)
-    assert levels.chosen({}) == levels.chosen({levels.ENVIRONMENT: " "}) == high
-    assert levels.chosen({levels.ENVIRONMENT: "avx2"}) == low
+    monkeypatch.setattr(build, "available", lambda: [high, low])
+    monkeypatch.setattr(build, "features", lambda: high.needs)
+    assert build.chosen({}) == build.chosen({build.ENVIRONMENT: " "}) == high
+    assert build.chosen({build.ENVIRONMENT: "avx2"}) == low
     for name, words in (("avx512_bf16", "lacks"), ("avx1024", "no such level")):
         with pytest.raises(StartupError, match=words) as refusal:
-            levels.chosen({levels.ENVIRONMENT: name})
+            build.chosen({build.ENVIRONMENT: name})
         assert name in refusal.value.cause and "avx2" in refusal.value.fix
 
 
 def test_a_wrong_level_is_found_before_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     demo = Path(__file__).parents[5] / "models" / "oarlock-demo" / "config.json"
     shutil.copy(demo, tmp_path)
-    monkeypatch.setenv(levels.ENVIRONMENT, "avx1024")
+    monkeypatch.setenv(build.ENVIRONMENT, "avx1024")
     with pytest.raises(StartupError, match="avx1024"):
         check_without_weights(WorkerConfig(str(tmp_path), device="cpu"))
 

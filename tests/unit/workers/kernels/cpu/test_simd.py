@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from oarlock.workers.kernels.cpu import build
-from oarlock.workers.kernels.cpu.levels import Level
+from oarlock.workers.kernels.cpu.build import Level
 from tests.unit.workers import kernel_levels
 from tests.unit.workers.kernels.cpu.emulated_library import EmulatedLibrary
 

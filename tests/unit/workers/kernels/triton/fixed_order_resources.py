@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from oarlock.workers.kernels.triton.fixed_order import multiply_in_order
+from oarlock.workers.kernels.triton.products import multiply_in_order
 from oarlock.workers.quantization.fixed_order import product_tile
 from tests.unit.workers.kernels.triton.triton_resources import resources
 

@@ -32,7 +32,7 @@ from oarlock.workers.quantization import weight_only
 from oarlock.workers.quantization.fixed_order import FIXED_ORDER, FixedOrderMatmul
 from oarlock.workers.quantization.matmul import ACTIVATIONS, ReadableMatmul
 from oarlock.workers.runner import invariance
-from oarlock.workers.weights.dummy import DummyWeights
+from oarlock.workers.weights.source import DummyWeights
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.attention_cases import Case, Seq
 

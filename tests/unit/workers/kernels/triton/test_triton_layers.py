@@ -16,9 +16,8 @@ from oarlock.workers.attention.backend import AttentionBackend
 from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.attention.triton_backend import TritonBackend
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.kernels.triton.activation import gated
-from oarlock.workers.kernels.triton.norm import add_and_norm, rms_norm
-from oarlock.workers.layers import joined_halves, placement
+from oarlock.workers.kernels.triton.elementwise import add_and_norm, gated, rms_norm
+from oarlock.workers.layers import fused_layer, placement
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import RMSNorm
 from oarlock.workers.layers.placement import Placement
@@ -174,8 +173,8 @@ def test_joined_halves_do_what_layers_do(tmp_path: Path, family: str, as_on_cuda
 
 def test_recorded_layers_are_not_joined(tmp_path: Path, as_on_cuda: None) -> None:
     model = load_decoder(make_tiny(tmp_path, "gemma2"), TensorParallel.solo())
-    assert joined_halves.can_join(model.layers)
+    assert fused_layer.can_join(model.layers)
     recording = RecordingDecoder(model)
-    assert not joined_halves.can_join(model.layers)
+    assert not fused_layer.can_join(model.layers)
     recording.close()
-    assert joined_halves.can_join(model.layers)
+    assert fused_layer.can_join(model.layers)

@@ -18,14 +18,13 @@ import triton
 import triton.language as tl
 
 from oarlock.workers.kernels.cpu import library
-from oarlock.workers.kernels.triton.sampling.noise import MARGIN, gumbel, gumbel_screen
+from oarlock.workers.kernels.triton.sampling.survey import MARGIN, gumbel, gumbel_screen
 from oarlock.workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
 from oarlock.workers.sampling.columns import SamplingColumns, Variant, bias_entries, write_rows
 from oarlock.workers.sampling.columns import sections as column_sections
-from oarlock.workers.sampling.dense_histories import DenseHistories
-from oarlock.workers.sampling.device_outputs import DeviceOutputs, output_of
-from oarlock.workers.sampling.device_sampler import DeviceSampler
+from oarlock.workers.sampling.device_sampler import DeviceOutputs, DeviceSampler, output_of
 from oarlock.workers.sampling.noise import gumbel as judged_gumbel
+from oarlock.workers.sampling.token_histories import DenseHistories
 from tests.unit.workers.kernels.triton.triton_sampling_resources import launches_of, recording_sampler
 from tests.unit.workers.sampling.test_sampling import MODES, ROWS, VOCAB, flat, peaked, tied
 from tests.unit.workers.sampling.test_token_histories import ROWS as SCENE_ROWS

@@ -15,8 +15,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from oarlock.workers.kernels.triton import activation as activation_kernel
-from oarlock.workers.kernels.triton.activation import gated as one_kernel
+from oarlock.workers.kernels.triton import elementwise as activation_kernel
+from oarlock.workers.kernels.triton.elementwise import gated as one_kernel
 from oarlock.workers.quantization import scaled_float8, weight_only
 from oarlock.workers.quantization.fp8 import Fp8Weight
 from oarlock.workers.quantization.grouped import GroupedWeight

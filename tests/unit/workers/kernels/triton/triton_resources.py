@@ -21,10 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from oarlock.workers.attention.triton_backend import power_of_2, tile_shapes
-from oarlock.workers.kernels.triton.activation import gate_row
-from oarlock.workers.kernels.triton.norm import add_and_norm_row, warps
+from oarlock.workers.kernels.triton.elementwise import add_and_norm_row, gate_row, warps
+from oarlock.workers.kernels.triton.kv_pages import rotate_and_write
 from oarlock.workers.kernels.triton.paged_attention import attend
-from oarlock.workers.kernels.triton.rotate_and_write import rotate_and_write
 
 HEADS = {torch.bfloat16: (64, 128, 256), torch.float32: (64, 128)}
 _TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from oarlock.workers.sampling.columns import SamplingColumns, Variant
-from oarlock.workers.sampling.dense_histories import DenseHistories
-from oarlock.workers.sampling.device_outputs import DeviceOutputs
-from oarlock.workers.sampling.device_sampler import DeviceSampler
+from oarlock.workers.sampling.device_sampler import DeviceOutputs, DeviceSampler
+from oarlock.workers.sampling.token_histories import DenseHistories
 from tests.unit.workers.kernels.triton.triton_resources import resources
 from tests.unit.workers.sampling_cases import step_of
 

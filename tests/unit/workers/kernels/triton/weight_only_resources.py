@@ -10,8 +10,7 @@ import sys
 
 import torch
 
-from oarlock.workers.kernels.triton.round_rows import round_rows
-from oarlock.workers.kernels.triton.weight_only import merge, multiply, write_out
+from oarlock.workers.kernels.triton.products import merge, multiply, round_rows, write_out
 from oarlock.workers.quantization.weight_only import MERGED, MOST_ROWS, StoredWeight, multiply_options
 from tests.unit.workers.kernels.triton.triton_resources import resources
 

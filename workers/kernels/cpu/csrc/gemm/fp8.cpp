@@ -24,7 +24,7 @@ namespace fp8 {
 
 using namespace simd;
 
-constexpr long kMostAtOnce = 128;  // inputs; also in workers/layers/quantization/fp8.py
+constexpr long kMostAtOnce = 128;  // inputs; also in workers/quantization/groups.py
 
 // 64 bytes, so that panels begin at a cache line.
 struct Float8Form {

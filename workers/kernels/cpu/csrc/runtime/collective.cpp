@@ -63,7 +63,7 @@ bool wait_for(const RankGroup &group, long rank) {
 
 constexpr long kStretch = 1024;  // of a sum, which stays in the first-level cache
 
-// to [count] = the inputs of ranks `first` to `first + ranks`, from `at` on, in the order of `tree_sum.py`: the sum of the
+// to [count] = the inputs of ranks `first` to `first + ranks`, from `at` on, in the order of `tree_sum`: the sum of the
 // largest power of two of them that leaves some, plus the sum of those.
 void add_up(const RankGroup &group, long first, long ranks, long at, long count, float *to) {
   const float *one = input(group, first) + at;

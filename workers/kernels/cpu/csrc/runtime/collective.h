@@ -1,5 +1,5 @@
 // Sums over the ranks of one host through shared memory. The layout and the protocol are those of
-// `workers/distributed/shm_all_reduce.py`, the reference; ranks may mix both forms, even in one collective.
+// `workers/distributed/all_reduce.py`, the reference; ranks may mix both forms, even in one collective.
 #pragma once
 #include <cstdint>
 

@@ -21,7 +21,7 @@ using noise::Words;
 
 constexpr float kInfinity = __builtin_inff();
 
-constexpr long kSlices = 8;  // of a vocabulary; also VOCAB_SLICES in workers/layers/sharding.py
+constexpr long kSlices = 8;  // of a vocabulary; also VOCAB_SLICES in workers/distributed/topology.py
 inline long slice_of(long vocab_size) { return (vocab_size + kSlices - 1) / kSlices; }
 
 struct Logits {

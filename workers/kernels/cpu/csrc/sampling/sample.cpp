@@ -11,7 +11,7 @@ namespace {
 
 using namespace sampling;
 
-// As `workers/kernels/cpu/sample.py` fills it; arrays are those of `StepMetadata`.
+// As `workers/kernels/cpu/sampling.py` fills it; arrays are those of `StepMetadata`.
 struct Step {
   long rows, vocab_size;
   const int32_t *target_ids;

@@ -1,6 +1,7 @@
 """C++ functions that compute half a decoder layer in one call, and the structures they take (`csrc/layer/layer.h`)."""
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 
 _pointer, _number, _flag, _real = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
@@ -75,3 +76,17 @@ def bound(kernels: ctypes.CDLL) -> ctypes.CDLL:
         function.restype, function.argtypes = ctypes.c_int, [_pointer] * 2
     kernels.oarlock_add_total.restype, kernels.oarlock_add_total.argtypes = None, [_pointer] * 3
     return kernels
+
+
+ALL_CAME = -1
+
+
+@cache
+def all_reduce_of(kernels: ctypes.CDLL) -> Callable[[int, int, int], int]:
+    """`all_reduce(group, x, count)`: addresses of a `RankGroup` and of float32 [count], which becomes the sum.
+
+    Returns `ALL_CAME`, or the rank that did not come in time.
+    """
+    function = kernels.oarlock_all_reduce
+    function.restype, function.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long]
+    return function

@@ -1,7 +1,7 @@
-"""RMSNorm of rows (arXiv 1910.07467), alone or together with the residual addition that comes before it.
+"""RMSNorm of rows (arXiv 1910.07467), alone or with the residual addition before it, and the activation of a gated MLP.
 
 A row is read once and summed in float32 by one program, in an order that neither its place nor the number of rows
-changes. `layers/norm.py` has the same as separate operations of torch.
+changes, and rounded once. `layers/norm.py` and `quantization/matmul.py` have the same as separate operations of torch.
 """
 
 from typing import Any
@@ -104,3 +104,42 @@ def add_and_norm(
 def warps(block: int) -> int:
     """Number of warps of a program for rows of up to `block` elements."""
     return max(1, min(16, block // _ELEMENTS))
+
+
+_BLOCK = 1024
+_WARPS = 4
+
+
+@triton.jit
+def gate_row(
+    y,  # [T, 2 * WIDTH]   gate, then up
+    out,  # [T, WIDTH]
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GELU: tl.constexpr,  # the form with tanh; else SiLU
+):
+    """Computes some columns of one row of `out`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    gate = tl.load(y + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(y + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    slope = gate
+    if GELU:  # (1 + tanh(z)) / 2 = sigmoid(2 z), with z = sqrt(2 / pi) (gate + 0.044715 gate^3)
+        slope = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
+    result = gate * tl.sigmoid(slope) * up
+    tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+_gate: Any = gate_row  # a kernel's call compiles it: no annotation describes its arguments
+
+
+def gated(y: Tensor, activation: str) -> Tensor:
+    """`y` [T, 2 * I], gate before up -> [T, I]. `activation`: silu or gelu_tanh."""
+    rows, width = y.shape[0], y.shape[1] // 2
+    assert y.is_contiguous() and activation in ("silu", "gelu_tanh")
+    out = torch.empty((rows, width), dtype=y.dtype, device=y.device)
+    _gate[(rows, triton.cdiv(width, _BLOCK))](
+        y, out, WIDTH=width, BLOCK=_BLOCK, GELU=activation == "gelu_tanh", num_warps=_WARPS
+    )
+    return out

@@ -1,8 +1,12 @@
-"""The layers of a decoder on pages of the C++ attention backend: each half of a layer is one call of a kernel.
+"""The layers of a decoder in fewer, larger calls, with the layers' own `__call__` as the reference of both ways.
 
-Between the separate calls of a layer, Python and torch take longer than the arithmetic of a small step. Here everything
-that a half needs is written down once, as addresses, and a step once for all layers. The layers' own `__call__` is the
-reference: both give the same bits.
+On pages of the C++ attention backend each half of a layer is one call of a kernel (`PreparedLayers`): between separate
+calls, Python and torch take longer than the arithmetic of a small step. Everything that a half needs is written down
+once, as addresses, and a step once for all layers. The bits are the same.
+
+With kernels in Triton every residual addition is in the kernel of the norm that follows it, across layers too
+(`run_joined`): a launch costs as much there as a pass over the rows. Results differ in when they are rounded: a sum
+over ranks comes in float32, and is rounded once, with the residual.
 """
 
 import ctypes
@@ -16,16 +20,25 @@ from oarlock.workers.attention.backend import AttentionBackend, LayerKV
 from oarlock.workers.attention.cpp import CppBackend, CppPlan
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.kernels.cpu.collective import ALL_CAME
-from oarlock.workers.kernels.cpu.element_types import ELEMENT_TYPES
-from oarlock.workers.kernels.cpu.fp8_gemm import PackedFp8
-from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul, CppPackedGatedMatmul, CppPackedMatmul
-from oarlock.workers.kernels.cpu.grouped_gemm import PackedGrouped
-from oarlock.workers.kernels.cpu.int8_gemm import PackedInt8
-from oarlock.workers.kernels.cpu.layer_halves import CAttentionHalf, CLayerHalf, CLayerStep, CPackedWeight, bound
+from oarlock.workers.kernels.cpu.fused_layer import (
+    ALL_CAME,
+    CAttentionHalf,
+    CLayerHalf,
+    CLayerStep,
+    CPackedWeight,
+    bound,
+)
+from oarlock.workers.kernels.cpu.gemm import (
+    ELEMENT_TYPES,
+    CppGatedMatmul,
+    CppMatmul,
+    CppPackedGatedMatmul,
+    CppPackedMatmul,
+)
+from oarlock.workers.kernels.cpu.quantized_gemm import PackedFp8, PackedGrouped, PackedInt8
+from oarlock.workers.kernels.triton import availability
 from oarlock.workers.layers.attention import Attention
-from oarlock.workers.layers.linear import GatedParallelLinear, QKVParallelLinear, RowParallelLinear
-from oarlock.workers.layers.mlp import GatedMLP
+from oarlock.workers.layers.linear import GatedMLP, GatedParallelLinear, QKVParallelLinear, RowParallelLinear
 from oarlock.workers.layers.norm import HeadNorm, RMSNorm
 
 Part = TypeVar("Part")
@@ -208,3 +221,45 @@ def _scale(parts: _Parts, norm: RMSNorm | HeadNorm | None, eps: float) -> int | 
     if not norm.has_kernel or norm.eps != eps:
         raise CannotPrepare("norms are computed by torch, or differ in epsilon")
     return parts.take(norm, "weight", Tensor).data_ptr()
+
+
+def joining_pays_off(device: torch.device) -> bool:
+    """Whether there are kernels for it on `device`; without, layers compute the same in more operations."""
+    return availability.can_serve(device)
+
+
+def can_join(layers: Sequence[Block]) -> bool:
+    """Whether no norm was replaced, by what records its result for example."""
+    return all(type(norm) is RMSNorm for block in layers for norm in _norms(block) if norm is not None)
+
+
+def run_joined(
+    layers: Sequence[Block],
+    last_norm: RMSNorm,
+    hidden: Tensor,
+    angles: Sequence[tuple[Tensor, Tensor]],
+    batch: ForwardBatch,
+    kv: list[LayerKV],
+    backend: AttentionBackend,
+    plan: Any,
+) -> Tensor:
+    """`hidden` [T, hidden size] -> the same shape, after the last layer and `last_norm`.
+
+    `angles`: cos and sin for each layer (`RotaryTable`). `plan`: what the backend's `prepare` returned for this step.
+    """
+    normed = layers[0].attention_norm(hidden)
+    following = [*(block.attention_norm for block in layers[1:]), last_norm]
+    for block, (cos, sin), pages, next_norm in zip(layers, angles, kv, following, strict=True):
+        _, attention_post_norm, _, mlp_post_norm = _norms(block)
+        mixed = block.attention.mixed(normed, cos, sin, batch, pages, backend, plan)
+        attended = block.attention.output.unrounded(mixed)
+        hidden, normed = block.mlp_norm.of_sum(hidden, attended, attention_post_norm)
+        fed = block.mlp.unrounded(normed)
+        hidden, normed = next_norm.of_sum(hidden, fed, mlp_post_norm)
+    return normed
+
+
+def _norms(block: Block) -> tuple[RMSNorm, RMSNorm | None, RMSNorm, RMSNorm | None]:
+    """Norms before and after attention, before and after the MLP. Only some families have norms after."""
+    after = getattr(block, "attention_post_norm", None), getattr(block, "mlp_post_norm", None)
+    return block.attention_norm, after[0], block.mlp_norm, after[1]

@@ -1,4 +1,4 @@
-"""Products with weights of 4 or 8 bits, whose inputs are not rounded, and the weights written out.
+"""Products with weights of 4 or 8 bits whose inputs are not rounded, products in a fixed order, and rows in float8.
 
 A weight [N, K] is stored in rows of bytes. Inputs are stored in units of 16 or 32: with 8 bits a unit is as many bytes;
 with 4 bits byte number i has input i of the unit in its low half and input i + UNIT / 2 in its high one. Whole numbers
@@ -189,3 +189,67 @@ def write_out(
         k = (unit * UNIT)[None, :, None] + byte + half * BYTES
         into = out + row.to(tl.int64)[:, None, None] * inputs + k
         tl.store(into, numbers.to(out.dtype.element_ty), mask=inside & (k < inputs))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def multiply_in_order(
+    x,  # [T, K], rows `x_stride` elements apart
+    weight,  # [N, K]
+    partial,  # float32 [spans, T, N]
+    rows,  # T
+    columns,  # N
+    inputs,  # K
+    x_stride,
+    span,  # inputs of one program: a multiple of BLOCK_K
+    BLOCK_M: tl.constexpr,  # rows of x
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """`x @ weight.T` over one span of inputs. Products of float32 take three passes over TensorFloat-32 parts.
+
+    Rows have the same bits however many there are. A library chooses kernels by the number of rows, and with them the
+    order of additions. Here a program always multiplies `BLOCK_N` outputs by `BLOCK_M` rows over one span of inputs,
+    step by step in their order; spans are added up in their order by `merge`. Rows that are not there are zeros, which
+    change no other row.
+    """
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_column, is_row = column < columns, row < rows
+    begin = tl.program_id(1) * span
+    end = tl.minimum(begin + span, inputs)
+    weight_rows = weight + column.to(tl.int64)[:, None] * inputs
+    x_rows = x + row.to(tl.int64)[None, :] * x_stride
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for at in range(begin, end, BLOCK_K):
+        k = at + tl.arange(0, BLOCK_K)
+        is_input = k < end
+        left = tl.load(weight_rows + k[None, :], mask=is_column[:, None] & is_input[None, :], other=0.0)
+        right = tl.load(x_rows + k[:, None], mask=is_input[:, None] & is_row[None, :], other=0.0)
+        sums = tl.dot(left, right, sums, input_precision="tf32x3")
+    into = partial + (tl.program_id(1) * rows + row).to(tl.int64)[None, :] * columns + column[:, None]
+    tl.store(into, sums, mask=is_column[:, None] & is_row[None, :])
+
+
+@triton.jit(do_not_specialize=["x_stride"])
+def round_rows(
+    x,  # [T, K], rows `x_stride` elements apart
+    out,  # float8_e4m3fn [T, K]
+    scales,  # float32 [T]
+    columns,  # K
+    x_stride,
+    BLOCK: tl.constexpr,
+):
+    """One row: the largest number becomes 448, the largest of the type. A row with NaN or infinity becomes NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    sizes = tl.zeros([BLOCK], tl.float32)
+    for at in range(0, columns, BLOCK):
+        part = tl.load(x + row * x_stride + at + column, mask=at + column < columns, other=0.0).to(tl.float32)
+        sizes = tl.maximum(sizes, tl.abs(part))
+    size = tl.max(sizes, 0)
+    tl.store(scales + row, size / 448.0)
+    inverse = tl.where(size > 1e-30, 448.0 / size, 0.0)
+    for at in range(0, columns, BLOCK):
+        inside = at + column < columns
+        part = tl.load(x + row * x_stride + at + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + row * columns + at + column, (part * inverse).to(out.dtype.element_ty), mask=inside)

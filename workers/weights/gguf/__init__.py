@@ -1,1 +1,0 @@
-"""Models in one GGUF file, or in several that belong together: llama.cpp's format."""
