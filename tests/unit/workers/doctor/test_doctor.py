@@ -100,7 +100,7 @@ def test_a_level_that_is_named_though_there_is_a_better_one(monkeypatch):
 
 
 def test_a_processor_without_levels_or_16_bit_types(monkeypatch):
-    monkeypatch.setattr(kernels.levels, "chosen", lambda: None)
+    monkeypatch.setattr(kernels.build, "chosen", lambda: None)
     assert kernels.level().state == WARNING and kernels.compiler().state == NOTE
     monkeypatch.setattr(kernels.processor, "here", lambda: Processor(False, False, "no AVX512-BF16 or AMX"))
     found = kernels.number_types()
