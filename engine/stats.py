@@ -3,35 +3,17 @@
 The server names and formats them for Prometheus. Knows no clock.
 """
 
-import json
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, TypedDict
 
 from oarlock.engine.types import FinishReason
 
-_SECONDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-)
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_SECONDS += (20.0, 40.0, 80.0)
 _SHORT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3)
+_SHORT_SECONDS += (0.5, 1.0, 2.5, 5.0, 10.0)
 _LONG_SECONDS = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
 TOKEN_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
@@ -56,26 +38,6 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
         self.count += times
-
-
-def _seconds() -> Histogram:
-    return Histogram(_SECONDS)
-
-
-def _short_seconds() -> Histogram:
-    return Histogram((*_SHORT_SECONDS, 0.5, 1.0, 2.5, 5.0, 10.0))
-
-
-def _long_seconds() -> Histogram:
-    return Histogram(_LONG_SECONDS)
-
-
-def _tokens() -> Histogram:
-    return Histogram(TOKEN_BOUNDS)
-
-
-def _iteration_tokens() -> Histogram:
-    return Histogram(_ITERATION_TOKENS)
 
 
 @dataclass(slots=True)
@@ -127,24 +89,19 @@ class EngineStats:
     num_kv_event_overflows: int = 0  # times that a subscriber fell too far behind, and missed batches until it read
     finished: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
     # histograms
-    queue_time_s: Histogram = field(default_factory=_long_seconds)
-    time_to_first_token_s: Histogram = field(default_factory=_seconds)
-    prefill_time_s: Histogram = field(default_factory=_long_seconds)
-    decode_time_s: Histogram = field(default_factory=_long_seconds)
-    e2e_latency_s: Histogram = field(default_factory=_long_seconds)
-    inter_token_latency_s: Histogram = field(default_factory=_short_seconds)
-    time_per_output_token_s: Histogram = field(default_factory=_short_seconds)  # of one request, mean after the first
-    step_time_s: Histogram = field(default_factory=_short_seconds)
-    iteration_tokens: Histogram = field(default_factory=_iteration_tokens)
-    request_prompt_tokens: Histogram = field(default_factory=_tokens)
-    request_generation_tokens: Histogram = field(default_factory=_tokens)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str | bytes) -> "EngineStats":
-        return EngineStats.from_dict(json.loads(text))
+    queue_time_s: Histogram = field(default_factory=partial(Histogram, _LONG_SECONDS))
+    time_to_first_token_s: Histogram = field(default_factory=partial(Histogram, _SECONDS))
+    prefill_time_s: Histogram = field(default_factory=partial(Histogram, _LONG_SECONDS))
+    decode_time_s: Histogram = field(default_factory=partial(Histogram, _LONG_SECONDS))
+    e2e_latency_s: Histogram = field(default_factory=partial(Histogram, _LONG_SECONDS))
+    inter_token_latency_s: Histogram = field(default_factory=partial(Histogram, _SHORT_SECONDS))
+    time_per_output_token_s: Histogram = field(
+        default_factory=partial(Histogram, _SHORT_SECONDS)
+    )  # of one request, mean after the first
+    step_time_s: Histogram = field(default_factory=partial(Histogram, _SHORT_SECONDS))
+    iteration_tokens: Histogram = field(default_factory=partial(Histogram, _ITERATION_TOKENS))
+    request_prompt_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
+    request_generation_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
 
     def to_dict(self) -> dict[str, Any]:
         """Copy the statistics into a dictionary, which later changes do not reach."""
@@ -153,13 +110,10 @@ class EngineStats:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> "EngineStats":
         fields: dict[str, Any] = {
-            key: Histogram(**value) if _is_histogram(value) else value for key, value in data.items()
+            key: Histogram(**value) if isinstance(value, dict) and "bounds" in value else value
+            for key, value in data.items()
         }
         return EngineStats(**fields)
-
-
-def _is_histogram(value: object) -> bool:
-    return isinstance(value, dict) and "bounds" in value
 
 
 # -- the live state of one engine, as it is sent: JSON

@@ -310,7 +310,7 @@ def _read_extra(extra: dict[str, Any], numbers: "_Numbers") -> dict[str, Any]:
         elif shape is not None:
             fields[name] = tuple(numbers.take(int(num_top)) for num_top in shape)
     if "pooled" in extra:
-        fields["pooled"] = numbers.take_pooled(int(extra["pooled"]))
+        fields["pooled"] = numbers.take_floats(int(extra["pooled"]))
     return fields
 
 
@@ -323,22 +323,19 @@ class _Numbers:
 
     def take(self, num_top: int) -> TokenLogprobs:
         token_id, rank, *top_ids = self._take_ints(2 + num_top)
-        logprob, *top = self._take_floats(1 + num_top)
+        logprob, *top = self.take_floats(1 + num_top)
         return TokenLogprobs(token_id, logprob, rank, tuple(zip(top_ids, top, strict=True)))
 
     def take_scored(self, count: int, num_top: int) -> ScoredTokens:
         token_ids, ranks, top_ids = self._take_ints(count), self._take_ints(count), self._take_ints(count * num_top)
-        logprobs, top_logprobs = self._take_floats(count), self._take_floats(count * num_top)
+        logprobs, top_logprobs = self.take_floats(count), self.take_floats(count * num_top)
         return ScoredTokens(num_top, token_ids, ranks, logprobs, top_ids, top_logprobs)
-
-    def take_pooled(self, count: int) -> array:
-        return self._take_floats(count)
 
     def _take_ints(self, count: int) -> array:
         first, self._next_int = self._next_int, self._next_int + count
         return _slice(self._ints, first, count)
 
-    def _take_floats(self, count: int) -> array:
+    def take_floats(self, count: int) -> array:
         first, self._next_float = self._next_float, self._next_float + count
         return _slice(self._floats, first, count)
 

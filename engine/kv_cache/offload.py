@@ -189,11 +189,6 @@ class KVOffload:
     def has_disk(self) -> bool:
         return self.info.read_bytes_per_s is not None
 
-    @property
-    def num_on_disk(self) -> int:
-        """Blocks that files of this model hold, as far as is known."""
-        return len(self._on_disk)
-
     # -- called for the pool's blocks
 
     def evicted(self, block: int, digest: bytes) -> None:
@@ -353,7 +348,7 @@ class KVOffload:
                 load.num_left += 1
             load.slots.append(slot)
         if not load.num_left:
-            self._release(load)
+            self.let_go(load.slots)
             return False
         self._loads[request_id] = load
         return True
@@ -372,10 +367,7 @@ class KVOffload:
         """Release the blocks of a sequence that waits no more: it has them, or it has ended."""
         load = self._loads.pop(request_id, None)
         if load is not None:
-            self._release(load)
-
-    def _release(self, load: _Load) -> None:
-        self.let_go(load.slots)
+            self.let_go(load.slots)
 
     def _known(self, digests: Iterable[bytes]) -> Iterator[bytes]:
         """Yield the longest beginning of `digests` that host memory and files hold."""
@@ -457,9 +449,6 @@ class KVOffload:
             self._stats.kv_offload_written_blocks += 1
             self._on_disk.add(write.digest)
         self.host.unpin(slot)
-
-    def set_gauges(self) -> None:
-        self._stats.kv_offload_host_blocks = self.host.num_blocks
 
     def audit(self) -> None:
         """Raise AssertionError unless every slot is accounted for."""

@@ -157,7 +157,7 @@ class OpenRequests:
         stats.num_blocks_cached = manager.num_cached
         stats.num_blocks_held = manager.num_held
         stats.kv_cache_usage = manager.num_held / manager.num_total
-        self.kv_offload.set_gauges()
+        stats.kv_offload_host_blocks = self.kv_offload.host.num_blocks
         return stats
 
     def audit(self) -> None:

@@ -103,7 +103,7 @@ def check(config: WorkerConfig, path: Path, *, in_processes: bool = False) -> li
     with started(config, in_processes=in_processes) as executor:
         engine = DirectEngine(executor, enable_prefix_caching=True)
         stats = engine.scheduler.stats
-        engine.run_until(lambda: engine.scheduler.kv_offload.num_on_disk >= 6)
+        engine.run_until(lambda: len(engine.scheduler.kv_offload._on_disk) >= 6)
         loaded = ask(engine)
         assert (stats.kv_offload_read_blocks, stats.kv_offload_loaded_blocks) == (6, 6)
         assert loaded == computed

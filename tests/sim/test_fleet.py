@@ -8,8 +8,7 @@ import pytest
 from oarlock.engine.config import EngineConfig, WorkerConfig
 from oarlock.engine.fleet import ROUTERS, FleetReport, ReplicaModel, TracedRequest, simulate_fleet
 from oarlock.engine.preflight import Roofline, Speed, StepLoad
-from oarlock.engine.simulation.fleet_replica import SimulatedReplica
-from oarlock.engine.simulation.fleet_requests import Records
+from oarlock.engine.simulation.fleet import Records, SimulatedReplica
 from oarlock.engine.simulation.simulated_ranks import CostModel, replica_info
 from oarlock.engine.simulation.simulator import Arrival, SimulationConfig, Watch, simulate
 from oarlock.workers.capacity import RankWork
