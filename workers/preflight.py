@@ -38,8 +38,7 @@ from oarlock.workers.platform import cuda_driver
 from oarlock.workers.platform.host_memory import free_host_bytes
 from oarlock.workers.quantization.formats.dequantised import input_rounding, served_forms
 from oarlock.workers.quantization.formats.form import WeightForms
-from oarlock.workers.quantization.formats.registry import STORED
-from oarlock.workers.quantization.registry import NONE, QUANTIZATIONS
+from oarlock.workers.quantization.registry import NONE, QUANTIZATIONS, STORED
 from oarlock.workers.ranks.cpu_affinity import with_cpus
 from oarlock.workers.runner.kv_cache_size import check_given_size
 from oarlock.workers.runner.memory_needs import check_weights_fit

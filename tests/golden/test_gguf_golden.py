@@ -17,7 +17,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.rotary import RotaryTable
 from oarlock.workers.models.gguf_config import hf_config
 from oarlock.workers.models.registry import describe, read_spec
-from oarlock.workers.verify.dequantise_gguf import dequantised_gguf
+from oarlock.workers.verify.dequantise import dequantised_gguf
 from oarlock.workers.weights.gguf_header import GROUP_FORMS, SERVED, GroupForm
 from oarlock.workers.weights.gguf_model import GGUFCheckpoint, GGUFModel
 from oarlock.workers.weights.gguf_reader import GGUFReader, Groups

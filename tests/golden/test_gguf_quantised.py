@@ -22,14 +22,14 @@ from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParall
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.gguf_config import hf_config
 from oarlock.workers.models.registry import read_spec
-from oarlock.workers.quantization.formats.gguf import GGUFForms
+from oarlock.workers.quantization.formats.checkpoint_forms import GGUFForms
 from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.groups import packed_bytes
-from oarlock.workers.quantization.shard import WeightShard
+from oarlock.workers.quantization.method import WeightShard
 from oarlock.workers.quantization.stacked import StackedWeight
 from oarlock.workers.quantization.unquantized import DenseWeight
 from oarlock.workers.runner.memory_needs import rank_weight_bytes, weight_bytes
-from oarlock.workers.verify.dequantise_gguf import dequantised_gguf
+from oarlock.workers.verify.dequantise import dequantised_gguf
 from oarlock.workers.weights.gguf_model import GGUFCheckpoint, GGUFModel, open_checkpoint
 from oarlock.workers.weights.gguf_reader import GGUFReader, Groups, weight_source
 from tests.golden.device_products import INTERPRETED, use_device_products

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.quantization.readers import awq, bitsandbytes, compressed_tensors, fp8, gptq
-from oarlock.workers.quantization.readers.words import Span, take_block
+from oarlock.workers.quantization.readers import bitsandbytes, fp8, integers
+from oarlock.workers.quantization.readers.grouped_method import Span, take_block
 from tests.golden.cases import PROMPT, TOTAL
 from tests.golden.exact_reference import ExactReference
 from tests.golden.layer_compare import findings
@@ -119,11 +119,11 @@ def _factors_of_the_first_row(patch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS = {
-    "gptq-4-64-asym": gptq,
-    "awq-64-fused": awq,
-    "packed-4-64-asym": compressed_tensors,
-    "integers-channel": compressed_tensors,
-    "floats-channel": compressed_tensors,
+    "gptq-4-64-asym": integers,
+    "awq-64-fused": integers,
+    "packed-4-64-asym": integers,
+    "integers-channel": integers,
+    "floats-channel": integers,
     "fp8-block": fp8,
     "nf4-nested": None,
 }

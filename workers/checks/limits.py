@@ -10,8 +10,7 @@ from oarlock.workers.layers.sharding import supported_tp_sizes
 from oarlock.workers.models.hf_quantization import GGUF
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES
 from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
-from oarlock.workers.quantization.formats.registry import STORED
-from oarlock.workers.quantization.registry import NONE, QUANTIZATIONS
+from oarlock.workers.quantization.registry import NONE, QUANTIZATIONS, STORED
 from oarlock.workers.ranks.cpu_affinity import check_affinity
 
 _CHOICES = {

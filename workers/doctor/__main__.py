@@ -13,7 +13,7 @@ import torch
 
 from oarlock.workers.config import NodesConfig, WorkerConfig
 from oarlock.workers.distributed.topology import Topology
-from oarlock.workers.doctor import cuda, device_sums, kernels, machine, measure, model, nodes
+from oarlock.workers.doctor import cuda, device_sums, machine, measure, model
 from oarlock.workers.doctor.finding import NOTE, WARNING, Finding, as_json, as_text, is_fine
 from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu import library
@@ -28,9 +28,9 @@ def main(argv: list[str]) -> int:
     config = WorkerConfig.from_json(arguments.config)
     found = checks(config, arguments.host, arguments.port)
     if arguments.nodes is not None:
-        found.append(nodes.reachable(NodesConfig(**json.loads(arguments.nodes))))
+        found.append(machine.reachable(NodesConfig(**json.loads(arguments.nodes))))
     if arguments.nodes_wrong is not None:
-        found.append(nodes.wrong(*json.loads(arguments.nodes_wrong)))
+        found.append(machine.wrong_nodes(*json.loads(arguments.nodes_wrong)))
     if arguments.model_wrong is not None:
         found.append(model.wrong(*json.loads(arguments.model_wrong)))
     else:
@@ -62,15 +62,15 @@ def checks(config: WorkerConfig, host: str, port: int) -> list[Finding]:
     return [
         _versions(),
         machine.cores(),
-        kernels.level(),
-        kernels.number_types(),
-        kernels.compiler(),
+        machine.level(),
+        machine.number_types(),
+        machine.compiler(),
         machine.memory(),
         machine.huge_pages(),
         machine.locked_memory(device=device),
         machine.shared_memory(ranks=ranks, device=device),
         machine.open_files(),
-        *[machine.disk("kernel cache", folder) for folder in [kernels.cache()] if folder is not None],
+        *[machine.disk("kernel cache", folder) for folder in [machine.cache()] if folder is not None],
         machine.disk("model cache", _hub_cache()),
         machine.port(host, port),
         *of_cuda,

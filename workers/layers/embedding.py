@@ -8,8 +8,7 @@ from torch import Tensor
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.sharding import shard_vocab
 from oarlock.workers.quantization.matmul import ReadableMatmul, holds_weight
-from oarlock.workers.quantization.method import LinearWeight
-from oarlock.workers.quantization.shard import StoredRows, WeightShard
+from oarlock.workers.quantization.method import LinearWeight, StoredRows, WeightShard
 from oarlock.workers.weights.source import WeightSource
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.sharding import shard_evenly, shard_heads
-from oarlock.workers.quantization.shard import StoredRows, WeightShard
+from oarlock.workers.quantization.method import StoredRows, WeightShard
 from oarlock.workers.weights.source import WeightSource
 
 

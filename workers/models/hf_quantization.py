@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from oarlock.workers.errors import StartupError, shown
-from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForms
+from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForms, GGUFForms
 from oarlock.workers.quantization.formats.form import Scheme, WeightForms
-from oarlock.workers.quantization.formats.gguf import GGUFForms
-from oarlock.workers.quantization.formats.registry import STORED
 from oarlock.workers.quantization.formats.settings import USE_ANOTHER, Settings
-from oarlock.workers.quantization.registry import QUANTIZATIONS
+from oarlock.workers.quantization.registry import QUANTIZATIONS, STORED
 from oarlock.workers.weights.checkpoint import Checkpoint, is_there, read_json
 from oarlock.workers.weights.gguf_model import GGUFCheckpoint
 

@@ -1,4 +1,4 @@
-"""Groups of a weight's inputs that share a scale, for products that are cut into slices.
+"""Groups of a weight's inputs that share a scale, for products that are cut into slices, and the memory they take.
 
 Torch-free, so that memory can be counted before any rank starts.
 """
@@ -48,3 +48,16 @@ def pieces_of(inputs: int, group: int, slices: int, most: int) -> list[list[tupl
         runs = [(start, min(start + group, first + length)) for start in range(first, first + length, group)]
         found.append([(at, min(at + most, stop)) for start, stop in runs for at in range(start, stop, most)])
     return found
+
+
+def whole_number_bytes(rows: int, inputs: int, bits: int, group: int | None, *, offsets: bool) -> int:
+    """Bytes of a weight [rows, inputs] of `GroupedLinearMethod`. `group`: inputs that share a scale; None: all."""
+    if bits == 8 and group is None and not offsets:
+        return rows * (inputs + 8)  # a scale, and the sum that the kernel begins with
+    return packed_bytes(rows, inputs, bits, group or -(-inputs // 16) * 16, offsets=offsets)
+
+
+def fp8_bytes(rows: int, inputs: int, group: int) -> int:
+    """Bytes of an `Fp8Weight` [rows, inputs]: a scale in float32 for each group, or each piece of a longer one."""
+    pieces = sum(-(-min(group, inputs - start) // MOST_AT_ONCE) for start in range(0, inputs, group))
+    return rows * (inputs + 4 * pieces)

@@ -5,14 +5,14 @@ other kernels) are added here. Nothing here knows about ranks.
 
 Why packed: `F.linear` with few rows rearranges the weight at every call; a packed weight is read in the kernel's own
 order. Batch invariance: the bits of a row do not depend on the other rows, with our kernel for any number of rows and
-with oneDNN from two rows on. Whether one row alone differs is measured for each size (`row_invariance.py`).
+with oneDNN from two rows on. Whether one row alone differs is measured for each size (`needs_second_row`).
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,73 @@ from torch import Tensor
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul, can_serve
 from oarlock.workers.kernels.triton import availability
-from oarlock.workers.quantization.row_invariance import PairedRows, needs_second_row
+
+_ROWS = 8
+_LARGEST = 8  # of the powers of two by which inputs are scaled
+
+_measured: dict[tuple[Any, ...], bool] = {}
+
+
+class PairedRows:
+    """A product that is never called with a single row: that row is passed twice.
+
+    Libraries use other kernels for a single row, and some of these add in another order, so that its bits differ from
+    those it has in a batch. Elsewhere pairs would only cost time: up to twice as much, where arithmetic is slower than
+    reading the weight.
+    """
+
+    def __init__(self, product: Callable[..., Tensor]) -> None:
+        self.product = product
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        rest = () if residual is None else (residual,)
+        if x.shape[0] != 1:
+            return self.product(x, *rest)
+        return self.product(*(part.expand(2, -1).contiguous() for part in (x, *rest)))[:1]
+
+
+def needs_second_row(product: Callable[..., Tensor], weight: Tensor, *kind: Any, adds: bool = False) -> bool:
+    """Whether `product` gives a single row other bits than in a batch, and two rows the same bits as in a batch.
+
+    `weight` [N, K] is the product's weight (of a gated product, the gate's). Measured once for each size, dtype, number
+    of threads and `kind`, which names whatever else decides the kernel. `adds`: it is also called with a residual.
+    """
+    key = (*kind, weight.dtype, tuple(weight.shape), torch.get_num_threads(), adds)
+    if key not in _measured:
+        x = _revealing_inputs(weight)
+        sums: list[Tensor | None] = [None]
+        if adds:
+            sums.append(torch.ones((_ROWS, weight.shape[0]), dtype=weight.dtype))
+        _measured[key] = any(
+            _differs(product, x, residual, 1) and not _differs(product, x, residual, 2) for residual in sums
+        )
+    return _measured[key]
+
+
+def _differs(product: Callable[..., Tensor], x: Tensor, residual: Tensor | None, rows: int) -> bool:
+    def result(part: slice) -> Tensor:
+        return product(x[part]) if residual is None else product(x[part], residual[part])
+
+    whole = result(slice(None))
+    cuts = [slice(start, start + rows) for start in range(0, _ROWS, rows)]
+    return any(not torch.equal(result(cut), whole[cut]) for cut in cuts)
+
+
+def _revealing_inputs(weight: Tensor) -> Tensor:
+    """Inputs [_ROWS, K] whose results show the order of additions, even when rounded to 16 bits: in each row the terms
+    of one output cancel in pairs, so that only rounding errors remain."""
+    draw = torch.Generator().manual_seed(0)
+    columns = weight.shape[1]
+    half = columns // 2
+    x = torch.zeros((_ROWS, columns), dtype=weight.dtype)
+    for row in range(_ROWS):
+        order = torch.randperm(columns, generator=draw)
+        one, other = order[:half], order[half : 2 * half]
+        scale = torch.exp2(torch.randint(0, _LARGEST + 1, (half,), generator=draw)).to(weight.dtype)
+        output = weight[int(torch.randint(weight.shape[0], (), generator=draw))]
+        x[row, one], x[row, other] = output[other] * scale, -output[one] * scale
+    return x
+
 
 _log = logging.getLogger(__name__)
 

@@ -3,14 +3,93 @@
 Named as in vLLM: a method creates and loads a layer's weight, and the product that the weight gives applies it.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from oarlock.workers.quantization.matmul import GatedMatmul, Matmul
-from oarlock.workers.quantization.shard import Empty, WeightShard
 from oarlock.workers.weights.source import WeightSource
+
+# An uninitialised tensor of the given lengths, in the dtype and on the device of the model's weights.
+Empty = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows `first` to `first + count` of the stored matrix `{name}.weight`, which has `rows` of them."""
+
+    name: str
+    rows: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShard:
+    """A rank's weight [rows, local_inputs]: rows of one or several stored matrices, and of each row a slice."""
+
+    parts: tuple[StoredRows, ...]
+    inputs: int  # of the whole model
+    first_input: int
+    local_inputs: int
+    fused: str | None = None  # under which a checkpoint may store all parts as one matrix
+    padding: int = 0  # rows of zeros after the last part
+    slices: int = 1  # of this rank's inputs: see `LinearWeight.matmul`
+
+    @property
+    def rows(self) -> int:
+        return sum(part.count for part in self.parts) + self.padding
+
+    @property
+    def all_slices(self) -> int:
+        """Number of slices of the whole model's inputs."""
+        return self.slices * (self.inputs // self.local_inputs)
+
+    def separate(self) -> "list[WeightShard]":
+        """Shards of one part each."""
+        return [replace(self, parts=(part,), fused=None) for part in self.parts]
+
+    def take(self, weights: WeightSource, empty: Empty, *, whole_rows: bool = False) -> Tensor:
+        """The weight as it is stored: [rows, local_inputs], or with `whole_rows` [rows, inputs]."""
+        cut = not whole_rows and self.local_inputs != self.inputs
+        into = empty(self.rows, self.local_inputs if cut else self.inputs)
+        into[self.rows - self.padding :] = 0.0
+        for name, rows, start, view in self.sources(weights, "weight", into):
+            shape = (rows, self.inputs)
+            if cut:
+                assert (start, len(view)) == (0, rows), f"{name} is cut along both dimensions"
+                weights.take(f"{name}.weight", view, shape=shape, dim=1, start=self.first_input)
+            else:
+                weights.take(f"{name}.weight", view, shape=shape, start=start)
+        return into
+
+    def take_bias(self, weights: WeightSource, empty: Empty) -> Tensor:
+        """Reads the bias: [rows]."""
+        into = empty(self.rows)
+        into[self.rows - self.padding :] = 0.0
+        for name, rows, start, view in self.sources(weights, "bias", into):
+            weights.take(f"{name}.bias", view, shape=(rows,), start=start)
+        return into
+
+    def sources(self, weights: WeightSource, kind: str, into: Tensor) -> list[tuple[str, int, int, Tensor]]:
+        """(name, rows of the stored matrix, first row wanted, where they go) of each part, separate or fused.
+
+        `kind`: by which a fused weight or bias is known, what follows the module's name and a dot.
+        """
+        fused = self.fused if self.fused and weights.has(f"{self.fused}.{kind}") else None
+        all_rows = sum(part.rows for part in self.parts)
+        found = []
+        row = above = 0
+        for part in self.parts:
+            view = into[row : row + part.count]
+            separate = (part.name, part.rows, part.first, view)
+            found.append(separate if fused is None else (fused, all_rows, above + part.first, view))
+            row += part.count
+            above += part.rows
+        return found
 
 
 class LinearWeight(Protocol):

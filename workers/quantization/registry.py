@@ -1,6 +1,7 @@
 """The forms that weights of products can have, by name: what each takes in memory, and the method that reads it.
 
-Torch-free: memory is counted before any rank starts. A new form is one file beside this one and one entry here.
+Torch-free: memory is counted before any rank starts. A new form is one file beside this one and one entry here; a new
+method of checkpoints is a file in `formats/`, its reader in `readers/`, and one line in `STORED`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oarlock.workers.quantization.formats.form import Arithmetic
+from oarlock.workers.quantization.formats.awq import awq
+from oarlock.workers.quantization.formats.bitsandbytes import bitsandbytes
+from oarlock.workers.quantization.formats.compressed_tensors import compressed_tensors
+from oarlock.workers.quantization.formats.form import Arithmetic, Scheme
+from oarlock.workers.quantization.formats.fp8 import fp8
+from oarlock.workers.quantization.formats.gptq import gptq
+from oarlock.workers.quantization.formats.settings import Settings
 
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod
@@ -81,4 +88,13 @@ QUANTIZATIONS = {
     # A factor for each output, and a scale for each group. The head in 4 bits would add more to the perplexity than all
     # layers do (docs/accuracy.md).
     "int4": Quantization(_int4, bits=4, group=32, bytes_per_row=4, bytes_per_group=2, head=_INT8),
+}
+
+
+STORED: dict[str, Callable[[Settings], Scheme]] = {
+    "awq": awq,
+    "bitsandbytes": bitsandbytes,
+    "compressed-tensors": compressed_tensors,
+    "fp8": fp8,
+    "gptq": gptq,
 }

@@ -1,11 +1,13 @@
-"""Weights in the dtype that the model computes in."""
+"""Weights in the dtype that the model computes in: stored so, or quantised ones written out and rounded to it once."""
+
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.quantization.matmul import GatedMatmul, Matmul, gated_matmul, matmul
-from oarlock.workers.quantization.shard import Empty, WeightShard
+from oarlock.workers.quantization.method import Empty, LinearMethod, WeightShard
 from oarlock.workers.weights.source import WeightSource
 
 
@@ -33,3 +35,22 @@ class UnquantizedLinearMethod:
 
     def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
         return DenseWeight(shard.take(weights, empty))
+
+
+@runtime_checkable
+class QuantisedLinearMethod(LinearMethod, Protocol):
+    """A method whose products round inputs."""
+
+    def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
+        """Reads the weight and writes it out in the model's dtype, with the same numbers at every number of ranks."""
+
+
+class DequantisingLinearMethod:
+    """`LinearMethod` that writes out what another one reads."""
+
+    def __init__(self, method: LinearMethod) -> None:
+        assert isinstance(method, QuantisedLinearMethod), f"{type(method).__name__} rounds no inputs"
+        self._method = method
+
+    def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
+        return self._method.dequantised(shard, weights, empty)

@@ -74,9 +74,9 @@ def verify(arguments: argparse.Namespace) -> Report:
         run_ranks(config, folder, say)
         say("comparing")
         # Imported late: torch takes seconds, and whatever can be checked without it has been checked by now.
-        from oarlock.workers.verify.causes import explain
         from oarlock.workers.verify.compare import compare
-        from oarlock.workers.verify.meant_model import RoundingLoss
+        from oarlock.workers.verify.dequantised_reference import RoundingLoss
+        from oarlock.workers.verify.diagnosis import explain
         from oarlock.workers.verify.report import Report
 
         size = config.tensor_parallel_size

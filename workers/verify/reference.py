@@ -28,8 +28,13 @@ from oarlock.workers.models.registry import read_spec
 from oarlock.workers.python_child import die_with_parent
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.compare import file_of, tensor_names
-from oarlock.workers.verify.meant_model import LayerLoss, MeantModel, RoundingLoss
-from oarlock.workers.verify.meant_weights import WrittenOut, meant_weights
+from oarlock.workers.verify.dequantised_reference import (
+    DequantisedModel,
+    LayerLoss,
+    RoundingLoss,
+    WrittenOut,
+    dequantised_weights,
+)
 from oarlock.workers.verify.request import Request, Text
 from oarlock.workers.weights.gguf_model import gguf_file
 
@@ -63,15 +68,15 @@ def record_reference(request: Request, folder: Path, say: Say) -> Text:
     return text
 
 
-def load_for(request: Request, dtype: torch.dtype) -> tuple[PreTrainedModel, MeantModel | None]:
+def load_for(request: Request, dtype: torch.dtype) -> tuple[PreTrainedModel, DequantisedModel | None]:
     """The model, and what makes it a quantised one; None where weights are served in the dtype of the model."""
     path = Path(request.model)
     is_dense = gguf_file(path) is None and request.quantization in QUANTIZATIONS
     if is_dense and request.quantization == "none":
         return load_model(request.model, request.dtype, request.device), None
-    meant = meant_weights(path, request.quantization, dtype)
+    dequantised = dequantised_weights(path, request.quantization, dtype)
     if request.dequantize:
-        meant = WrittenOut(meant, dtype)
+        dequantised = WrittenOut(dequantised, dtype)
     if is_dense:
         model = load_model(request.model, request.dtype, request.device)
     else:
@@ -79,8 +84,8 @@ def load_for(request: Request, dtype: torch.dtype) -> tuple[PreTrainedModel, Mea
         products = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, _PRODUCTS)}
         for name, parameter in model.named_parameters():
             if name not in products:
-                parameter.data = meant.other(name).to(dtype)
-    return model, MeantModel(model, meant, dtype, was_dense=is_dense, device=request.device)
+                parameter.data = dequantised.other(name).to(dtype)
+    return model, DequantisedModel(model, dequantised, dtype, was_dense=is_dense, device=request.device)
 
 
 def _unfilled_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -148,7 +153,7 @@ def _record(
 
 
 def _loss(weights: Iterable[float], rounded: dict[str, Tensor], before: dict[str, Tensor]) -> RoundingLoss:
-    """`weights`: by layer, as `MeantModel.errors`. Tensors by name, with and without rounding."""
+    """`weights`: by layer, as `DequantisedModel.errors`. Tensors by name, with and without rounding."""
 
     def distance(name: str) -> float:
         return ((rounded[name].double() - before[name]).norm() / before[name].norm()).item()

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from oarlock.workers.verify.compare import LARGEST_LIMIT, LIMIT, REPLICATED, Comparison, Row
+from oarlock.workers.verify.dequantised_reference import RoundingLoss
 from oarlock.workers.verify.halves import Halves
-from oarlock.workers.verify.meant_model import RoundingLoss
 
 _HEADINGS = ("layer", "tensor", "rank", "max error", "/ theirs", "rms / theirs", "result")
 _LEFT_ALIGNED = ("layer", "tensor", "result")

@@ -21,7 +21,7 @@ from oarlock.workers.layers.rotary import RotaryTable, rotate
 from oarlock.workers.layers.sharding import shard_evenly, slices_for
 from oarlock.workers.models.encoders.encoder_spec import ClassifierSpec, EncoderSpec
 from oarlock.workers.models.encoders.registry import is_ignorable
-from oarlock.workers.quantization.shard import StoredRows, WeightShard
+from oarlock.workers.quantization.method import StoredRows, WeightShard
 from oarlock.workers.weights.source import WeightSource
 
 TANH_FORM = "gelu_tanh"  # else: by the error function

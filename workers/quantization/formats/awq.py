@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from oarlock.workers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, check_divides, stored
 from oarlock.workers.quantization.formats.settings import Settings
-from oarlock.workers.quantization.formats.sizes import whole_number_bytes
+from oarlock.workers.quantization.groups import whole_number_bytes
 
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod
@@ -41,8 +41,8 @@ class AWQForm:
         return Arithmetic.ROUNDED_INPUTS
 
     def method(self) -> LinearMethod:
-        from oarlock.workers.quantization.readers.awq import AWQReader
         from oarlock.workers.quantization.readers.grouped_method import GroupedLinearMethod
+        from oarlock.workers.quantization.readers.integers import AWQReader
 
         return GroupedLinearMethod(AWQReader(self.group))
 

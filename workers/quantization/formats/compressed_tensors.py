@@ -20,7 +20,7 @@ from oarlock.workers.quantization.formats.form import (
 )
 from oarlock.workers.quantization.formats.fp8 import FLOAT8, FP8Form, block_of
 from oarlock.workers.quantization.formats.settings import USE_ANOTHER, Settings
-from oarlock.workers.quantization.formats.sizes import fp8_bytes, whole_number_bytes
+from oarlock.workers.quantization.groups import fp8_bytes, whole_number_bytes
 
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod
@@ -52,8 +52,8 @@ class IntegerForm:
         return Arithmetic.ROUNDED_INPUTS
 
     def method(self) -> LinearMethod:
-        from oarlock.workers.quantization.readers.compressed_tensors import IntegerReader
         from oarlock.workers.quantization.readers.grouped_method import GroupedLinearMethod
+        from oarlock.workers.quantization.readers.integers import IntegerReader
 
         return GroupedLinearMethod(IntegerReader(self.bits, self.packed, self.group, self.symmetric))
 

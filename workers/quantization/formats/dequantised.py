@@ -84,6 +84,6 @@ def dequantised_forms(forms: WeightForms, device: str) -> WeightForms:
 
 
 def _dequantising(method: Callable[[], LinearMethod]) -> LinearMethod:
-    from oarlock.workers.quantization.readers.dequantised import DequantisingLinearMethod
+    from oarlock.workers.quantization.unquantized import DequantisingLinearMethod
 
     return DequantisingLinearMethod(method())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from oarlock.workers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, stored
 from oarlock.workers.quantization.formats.settings import USE_ANOTHER, Settings
-from oarlock.workers.quantization.formats.sizes import fp8_bytes
+from oarlock.workers.quantization.groups import fp8_bytes
 
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod

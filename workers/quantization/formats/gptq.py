@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from oarlock.workers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, check_divides, stored
 from oarlock.workers.quantization.formats.settings import USE_ANOTHER, Settings
-from oarlock.workers.quantization.formats.sizes import whole_number_bytes
+from oarlock.workers.quantization.groups import whole_number_bytes
 
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod
@@ -37,8 +37,8 @@ class GPTQForm:
         return Arithmetic.ROUNDED_INPUTS
 
     def method(self) -> LinearMethod:
-        from oarlock.workers.quantization.readers.gptq import GPTQReader
         from oarlock.workers.quantization.readers.grouped_method import GroupedLinearMethod
+        from oarlock.workers.quantization.readers.integers import GPTQReader
 
         return GroupedLinearMethod(GPTQReader(self.bits, self.group, self.symmetric, self.zeros_less_one))
 

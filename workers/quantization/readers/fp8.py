@@ -4,11 +4,9 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.quantization.fp8 import Fp8Weight
-from oarlock.workers.quantization.readers.compressed_tensors import take_scales
-from oarlock.workers.quantization.readers.grouped_method import StoredPart
-from oarlock.workers.quantization.readers.regroup import regroup
-from oarlock.workers.quantization.readers.words import Span, take_block
-from oarlock.workers.quantization.shard import Empty, WeightShard
+from oarlock.workers.quantization.method import Empty, WeightShard
+from oarlock.workers.quantization.readers.grouped_method import Span, StoredPart, regroup, take_block
+from oarlock.workers.quantization.readers.integers import take_scales
 from oarlock.workers.quantization.unquantized import DenseWeight
 from oarlock.workers.weights.source import WeightSource
 

@@ -4,8 +4,7 @@ import torch
 
 from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.groups import group_of_blocks
-from oarlock.workers.quantization.method import LinearWeight
-from oarlock.workers.quantization.shard import Empty, WeightShard
+from oarlock.workers.quantization.method import Empty, LinearWeight, WeightShard
 from oarlock.workers.quantization.unquantized import DenseWeight, UnquantizedLinearMethod
 from oarlock.workers.weights.gguf_header import GroupForm
 from oarlock.workers.weights.gguf_reader import GGUFReader, Groups

@@ -14,7 +14,7 @@ from oarlock.workers.config import NodesConfig, WorkerConfig
 from oarlock.workers.distributed.all_reduce import SharedMemoryGroup
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.doctor import __main__ as doctor
-from oarlock.workers.doctor import cuda, device_sums, kernels, machine, model, nodes
+from oarlock.workers.doctor import cuda, device_sums, machine, model
 from oarlock.workers.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, as_json, as_text, is_fine
 from oarlock.workers.kernels.cpu import build
 from oarlock.workers.kernels.cpu.build import KernelsUnavailable
@@ -91,34 +91,34 @@ def test_a_level_that_is_named_though_there_is_a_better_one(monkeypatch):
     available = build.available()
     if len(available) < 2:
         pytest.skip("this processor has a single level")
-    assert kernels.level().facts["level"] == available[0].name
+    assert machine.level().facts["level"] == available[0].name
     monkeypatch.setenv(build.ENVIRONMENT, available[1].name)
-    found = kernels.level()
+    found = machine.level()
     assert found.state == WARNING and available[0].name in found.text
     monkeypatch.setenv(build.ENVIRONMENT, "nonsense")
-    assert kernels.level().state == ERROR
+    assert machine.level().state == ERROR
 
 
 def test_a_processor_without_levels_or_16_bit_types(monkeypatch):
-    monkeypatch.setattr(kernels.build, "chosen", lambda: None)
-    assert kernels.level().state == WARNING and kernels.compiler().state == NOTE
-    monkeypatch.setattr(kernels.processor, "here", lambda: Processor(False, False, "no AVX512-BF16 or AMX"))
-    found = kernels.number_types()
+    monkeypatch.setattr(machine.build, "chosen", lambda: None)
+    assert machine.level().state == WARNING and machine.compiler().state == NOTE
+    monkeypatch.setattr(machine.processor, "here", lambda: Processor(False, False, "no AVX512-BF16 or AMX"))
+    found = machine.number_types()
     assert found.state == NOTE and "widened" in found.text
 
 
 def test_kernels_without_a_compiler(monkeypatch):
     if build.chosen() is None:
         pytest.skip("there are no kernels for this processor")
-    monkeypatch.setattr(kernels.build, "why_not_obtainable", lambda level: "there is no C++ compiler")
-    found = kernels.compiler()
+    monkeypatch.setattr(machine.build, "why_not_obtainable", lambda level: "there is no C++ compiler")
+    found = machine.compiler()
     assert found.state == WARNING and "g++" in found.fix
 
     def refused():
         raise KernelsUnavailable("the cache cannot be written")
 
-    monkeypatch.setattr(kernels.build, "cache_directory", refused)
-    assert kernels.cache() is None
+    monkeypatch.setattr(machine.build, "cache_directory", refused)
+    assert machine.cache() is None
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_a_model_that_cannot_be_served_is_said_as_serve_says_it(tmp_path):
 def test_one_of_several_hosts(taken_port):
     head = NodesConfig(0, 2, "127.0.0.1", taken_port, None)
     other = NodesConfig(1, 2, "127.0.0.1", taken_port, None)
-    assert nodes.reachable(head).state == ERROR and "--master-port" in nodes.reachable(head).fix
-    found = nodes.reachable(other)
+    assert machine.reachable(head).state == ERROR and "--master-port" in machine.reachable(head).fix
+    found = machine.reachable(other)
     assert (found.state, found.facts["interface"]) == (OK, "lo")
     assert f"which joins 127.0.0.1, port {taken_port}, through lo (127.0.0.1)" in found.text
 

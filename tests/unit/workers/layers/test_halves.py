@@ -22,9 +22,8 @@ from oarlock.workers.layers.norm import RMSNorm
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.quantization.fp8 import Fp8Weight
 from oarlock.workers.quantization.grouped import GroupedWeight
-from oarlock.workers.quantization.method import LinearWeight
+from oarlock.workers.quantization.method import Empty, LinearWeight, WeightShard
 from oarlock.workers.quantization.registry import QUANTIZATIONS, Quantization
-from oarlock.workers.quantization.shard import Empty, WeightShard
 from oarlock.workers.weights.source import WeightSource
 from tests.golden import paged_run
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks

@@ -12,13 +12,14 @@ from oarlock.workers.quantization.matmul import (
     Float32Matmul,
     PackedGatedMatmul,
     PackedMatmul,
+    PairedRows,
     PlainGatedMatmul,
     PlainMatmul,
     can_pack,
     gated_matmul,
     matmul,
+    needs_second_row,
 )
-from oarlock.workers.quantization.row_invariance import PairedRows, needs_second_row
 from tests.unit.workers.attention_cases import EMULATES_BFLOAT16
 from tests.unit.workers.kernel_levels import LEVELS, NO_KERNELS, PARAMETERS, using
 

@@ -7,9 +7,8 @@ from torch import Tensor
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu.build import Level
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
-from oarlock.workers.quantization.formats.sizes import fp8_bytes
 from oarlock.workers.quantization.fp8 import Fp8GatedMatmul, Fp8Matmul, Fp8Weight
-from oarlock.workers.quantization.groups import group_in_slices
+from oarlock.workers.quantization.groups import fp8_bytes, group_in_slices
 from oarlock.workers.quantization.matmul import ACTIVATIONS
 from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, threads, using
 

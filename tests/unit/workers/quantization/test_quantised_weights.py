@@ -20,9 +20,8 @@ from oarlock.workers.quantization.formats.dequantised import dequantised_forms
 from oarlock.workers.quantization.fp8 import Fp8Weight
 from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.int8 import Int8Weight
-from oarlock.workers.quantization.method import LinearWeight
-from oarlock.workers.quantization.readers.regroup import regroup
-from oarlock.workers.quantization.shard import WeightShard
+from oarlock.workers.quantization.method import LinearWeight, WeightShard
+from oarlock.workers.quantization.readers.grouped_method import regroup
 from oarlock.workers.quantization.stacked import StackedWeight
 from oarlock.workers.quantization.unquantized import DenseWeight
 from oarlock.workers.quantization.weight_only import WeightOnly

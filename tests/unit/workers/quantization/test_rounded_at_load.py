@@ -12,8 +12,8 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.preflight import preflight
 from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.int8 import Int8Weight
+from oarlock.workers.quantization.method import StoredRows, WeightShard
 from oarlock.workers.quantization.registry import QUANTIZATIONS
-from oarlock.workers.quantization.shard import StoredRows, WeightShard
 from oarlock.workers.runner.model_runner import ModelRunner
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.tiny_models import make_tiny

@@ -22,10 +22,9 @@ from oarlock.workers.models.registry import read_spec
 from oarlock.workers.preflight import preflight
 from oarlock.workers.quantization.fp8 import Fp8Weight
 from oarlock.workers.quantization.grouped import GroupedWeight
-from oarlock.workers.quantization.method import LinearWeight
-from oarlock.workers.quantization.shard import WeightShard
-from oarlock.workers.verify.causes import explain
+from oarlock.workers.quantization.method import LinearWeight, WeightShard
 from oarlock.workers.verify.compare import Comparison, compare
+from oarlock.workers.verify.diagnosis import explain
 from oarlock.workers.verify.rank import run_rank
 from oarlock.workers.verify.reference import record_reference
 from oarlock.workers.verify.request import Request

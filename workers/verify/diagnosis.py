@@ -1,4 +1,4 @@
-"""Names the likely cause of the first tensor that differs: the weight, norm or collective, and the ranks.
+"""Names the likely cause of the first tensor that differs: the weight, norm, scale or collective, and the ranks.
 
 All tensors before it are right, so the fault lies in the one operation that computes it. The table in docs/accuracy.md
 lists what distinguishes one possible cause from another.
@@ -16,10 +16,47 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.sharding import shard_vocab
 from oarlock.workers.quantization.formats.form import Arithmetic
 from oarlock.workers.verify.compare import Comparison, Recorded, Row, part_of
+from oarlock.workers.verify.dequantised_reference import DequantisedWeights, dequantised_weights
 from oarlock.workers.verify.halves import same_bits
-from oarlock.workers.verify.meant_weights import MeantWeights, meant_weights
 from oarlock.workers.verify.request import Text
-from oarlock.workers.verify.scales import wrong_scales
+
+_WRONG = 0.1  # a scale is wrong if it is off by so much of itself
+_GROUPS = (128, 64, 32, 16)  # numbers of inputs that share a scale, where not all of them do
+
+
+def wrong_scales(inputs: Tensor, weight: Tensor, outputs: Tensor) -> str | None:
+    """The scales that explain `outputs`, in words; None where no scales do, or there are too few tokens to tell.
+
+    `inputs` [T, K], `weight` [N, K] as it should be, `outputs` [T, N] as they are, with or without a bias; all float64.
+    """
+    width = inputs.shape[1]
+    groups = [width, *(group for group in _GROUPS if group < width)]
+    return next((found for group in groups if (found := _of_groups(inputs, weight, outputs, group))), None)
+
+
+def _of_groups(inputs: Tensor, weight: Tensor, outputs: Tensor, group: int) -> str | None:
+    """Describes wrong scales if there is one for every `group` inputs; else None. Solves, for each output, the least
+    squares problem of a factor for each group."""
+    tokens, width = inputs.shape
+    starts = range(0, width, group)
+    if tokens < 2 * (len(starts) + 1):
+        return None
+    shares = torch.stack(
+        [inputs[:, start : start + group] @ weight[:, start : start + group].T for start in starts], dim=-1
+    )  # [T, N, groups]
+    terms = torch.cat((shares, shares.new_ones(tokens, len(weight), 1)), dim=-1).transpose(0, 1)  # and a constant
+    wanted = outputs.T.unsqueeze(2)  # [N, T, 1]
+    factors = torch.linalg.lstsq(terms, wanted, driver="gelsd").solution  # [N, groups + 1, 1]
+    unexplained = (terms @ factors - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-30)  # [N, 1]
+    wrong = ((factors[:, :-1, 0] - 1).abs() > _WRONG).nonzero()  # [count, 2]
+    if unexplained.max() > _CLOSE or len(wrong) == 0:
+        return None
+    output, first = wrong[0].tolist()
+    factor = factors[output, first, 0].item()
+    inputs_of = "" if len(starts) == 1 else f", inputs {first * group} to {min(first * group + group, width) - 1}"
+    more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return f"wrong scales: that of its output {output}{inputs_of} is {factor:.2g} times the right one{more}"
+
 
 # Tensors computed from the same inputs: when the first of a group is wrong, the others may be wrong independently.
 _TOGETHER = ({"q", "k", "v"}, {"q_rope", "k_rope"})
@@ -38,8 +75,8 @@ class _Fault:
     quantization: str
 
     @property
-    def meant(self) -> MeantWeights:
-        return meant_weights(self.model, self.quantization)
+    def dequantised(self) -> DequantisedWeights:
+        return dequantised_weights(self.model, self.quantization)
 
     @property
     def module(self) -> str:
@@ -168,12 +205,12 @@ def _projection(fault: _Fault) -> str:
 
 def _scales(fault: _Fault, rank: int, module: str) -> str:
     """Describes wrong scales among the rows of a column-parallel weight that a rank holds; "" if there are none."""
-    meant = fault.meant
-    if not meant.has(module) or meant.arithmetic(module) is Arithmetic.DENSE:
+    dequantised = fault.dequantised
+    if not dequantised.has(module) or dequantised.arithmetic(module) is Arithmetic.DENSE:
         return ""
     part = part_of(fault.row.tensor, fault.spec, rank, fault.size)
     inputs = Recorded(fault.folder).truth(f"{fault.row.layer}.input_norm")
-    return wrong_scales(inputs, meant.weight(module).double()[part.start : part.stop], fault.ours(rank)) or ""
+    return wrong_scales(inputs, dequantised.weight(module).double()[part.start : part.stop], fault.ours(rank)) or ""
 
 
 def _moved_heads(fault: _Fault, rank: int) -> str:
@@ -227,7 +264,7 @@ def _row_parallel(fault: _Fault, projection: str, inputs: str) -> str:
     name = f"{fault.module}.{projection}"
     if fault.is_constant():
         return f"{name}.bias (the error is the same for every token: lost, or added by more than one rank)"
-    weight = fault.meant.weight(name).double()
+    weight = fault.dequantised.weight(name).double()
     columns = weight.tensor_split(fault.size, 1)  # of [hidden, inputs], one per rank
     parts = Recorded(fault.folder).truth(f"{fault.row.layer}.{inputs}").tensor_split(fault.size, 1)  # of [T, inputs]
     wrong = tuple(
@@ -237,7 +274,7 @@ def _row_parallel(fault: _Fault, projection: str, inputs: str) -> str:
         return f"the sum over ranks (all-reduce) after {name}"
     which = f"{name}.weight: the columns of {_ranks(wrong)}" if fault.size > 1 else f"{name}.weight"
     scales = None
-    if wrong and fault.meant.arithmetic(name) is not Arithmetic.DENSE:
+    if wrong and fault.dequantised.arithmetic(name) is not Arithmetic.DENSE:
         scales = wrong_scales(parts[wrong[0]], columns[wrong[0]], fault.partial(wrong[0]))
     return f"{which} ({scales})" if scales else which
 

@@ -1,0 +1,290 @@
+"""transformers' side of a quantised model: its weights dequantised without our readers, and products as ours compute.
+
+Weights are whole, as no rank has them, so that a rank which cuts a scale wrongly differs. A form is one that
+checkpoints store, one that weights are rounded to at load, or the dtype of the checkpoint.
+"""
+
+import json
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from oarlock.workers.models.hf_fields import read_config
+from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
+from oarlock.workers.quantization import int4, int8, scaled_float8
+from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForms
+from oarlock.workers.quantization.formats.form import Arithmetic
+from oarlock.workers.quantization.registry import QUANTIZATIONS
+from oarlock.workers.verify.dequantise import dequantised, dequantised_gguf
+from oarlock.workers.weights.checkpoint import Checkpoint
+from oarlock.workers.weights.gguf_model import gguf_file, open_checkpoint
+
+_ROWS = 8192  # of a weight that are rounded at once
+
+
+class DequantisedWeights(Protocol):
+    """Dequantised weights by module, named as in transformers' models."""
+
+    def has(self, module: str) -> bool:
+        """Whether the module's weight is stored by itself, and not fused with others."""
+
+    def weight(self, module: str) -> Tensor:
+        """The weight of a linear module or an embedding: [N, K], in the dtype it is stored in, float32 or float64."""
+
+    def arithmetic(self, module: str) -> Arithmetic:
+        """Arithmetic of the module's product; weights that are looked up or not quantised are `DENSE`."""
+
+    def other(self, name: str) -> Tensor:
+        """A tensor that is no such weight: of a norm, or a bias."""
+
+
+def dequantised_weights(model: Path, quantization: str, dtype: torch.dtype | None = None) -> DequantisedWeights:
+    """Opens a model's weights. `quantization`: as preflight resolves it. `dtype`: to round from; None: their own."""
+    if gguf_file(model) is not None:
+        return _OfGGUF(model, quantization)
+    if quantization in QUANTIZATIONS:
+        return _AtLoad(model, quantization, dtype)
+    return _Stored(model)
+
+
+class WrittenOut:
+    """`DequantisedWeights` that are rounded to the dtype of the model, and multiplied with inputs as they are."""
+
+    def __init__(self, dequantised: DequantisedWeights, dtype: torch.dtype) -> None:
+        self._dequantised, self._dtype = dequantised, dtype
+
+    def has(self, module: str) -> bool:
+        return self._dequantised.has(module)
+
+    def weight(self, module: str) -> Tensor:
+        return self._dequantised.weight(module).to(self._dtype)
+
+    def arithmetic(self, module: str) -> Arithmetic:
+        of_stored = self._dequantised.arithmetic(module)
+        return of_stored if of_stored is Arithmetic.DENSE else Arithmetic.EXACT_INPUTS
+
+    def other(self, name: str) -> Tensor:
+        return self._dequantised.other(name)
+
+
+class _AtLoad:
+    """Rounded by us, or not at all."""
+
+    def __init__(self, model: Path, quantization: str, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self._checkpoint = Checkpoint.open(model)
+        form = QUANTIZATIONS[quantization]
+        head = next(name for name, other in QUANTIZATIONS.items() if other is form.of_head)
+        self._of_layers, self._of_head = quantization, head
+
+    def has(self, module: str) -> bool:
+        return self._checkpoint.find(f"{module}.weight") is not None
+
+    def weight(self, module: str) -> Tensor:
+        return rounded(_tensor(self._checkpoint, f"{module}.weight").to(self._dtype), self._form_of(module))
+
+    def arithmetic(self, module: str) -> Arithmetic:
+        return QUANTIZATIONS[self._form_of(module)].arithmetic
+
+    def other(self, name: str) -> Tensor:
+        return _tensor(self._checkpoint, name)
+
+    def _form_of(self, module: str) -> str:
+        return self._of_head if module in ("lm_head", "model.embed_tokens") else self._of_layers
+
+
+class _Stored:
+    """`DequantisedWeights` of a quantised checkpoint in safetensors files."""
+
+    def __init__(self, model: Path) -> None:
+        stored = stored_quantization(model, read_config(model))
+        assert stored is not None, "preflight has resolved a stored form"
+        self._model = model
+        self._checkpoint = Checkpoint.open(model)
+        self._forms = CheckpointForms(stored.scheme, self._checkpoint)
+
+    def has(self, module: str) -> bool:
+        return self._forms.has(module)
+
+    def weight(self, module: str) -> Tensor:
+        return dequantised(self._model, module)
+
+    def arithmetic(self, module: str) -> Arithmetic:
+        return self._forms.form_of(module).arithmetic
+
+    def other(self, name: str) -> Tensor:
+        return _tensor(self._checkpoint, name)
+
+
+class _OfGGUF:
+    """`DequantisedWeights` of the GGUF file that a described model links to."""
+
+    def __init__(self, model: Path, quantization: str) -> None:
+        self._model = model
+        self._checkpoint = open_checkpoint(model)
+        self._forms = weight_forms(quantization, None, self._checkpoint)
+
+    def has(self, module: str) -> bool:
+        return self._checkpoint.find(f"{module}.weight") is not None
+
+    def weight(self, module: str) -> Tensor:
+        return dequantised_gguf(self._model, f"{module}.weight")
+
+    def arithmetic(self, module: str) -> Arithmetic:
+        return self._forms.form_of(module).arithmetic
+
+    def other(self, name: str) -> Tensor:
+        return dequantised_gguf(self._model, name)
+
+
+def rounded(weight: Tensor, form: str) -> Tensor:
+    """Rounds `weight` [N, K] to one of `QUANTIZATIONS`, and dequantises it: float32 [N, K]."""
+    if form == "none":
+        return weight
+    rows = weight.split(_ROWS)
+    if form == "int8":
+        values_and_scales = map(int8.round_rows, rows)
+        return torch.cat([values.float() * scales.unsqueeze(1) for values, scales in values_and_scales])
+    return torch.cat([int4.dequantised(*int4.round_groups(some)) for some in rows])
+
+
+def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    found = checkpoint.find(name)
+    assert found is not None, f"{name}: the ranks have loaded it"
+    with safe_open(found.path, "pt") as file:
+        return file.get_tensor(name)
+
+
+RoundRows = Callable[[Tensor], tuple[Tensor, Tensor]]  # [T, K] -> numbers [T, K], and scales [T]
+_ROUNDED: dict[tuple[str, Arithmetic], RoundRows] = {
+    ("cpu", Arithmetic.ROUNDED_INPUTS): int8.round_rows,
+    ("cuda", Arithmetic.FLOAT8_INPUTS): scaled_float8.round_rows,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLoss:
+    """Distance of one layer from the model before its weights were rounded: root mean squares, relative."""
+
+    layer: int
+    weights: float  # of all products of the layer
+    hidden: float  # of the residual stream after the layer, in float64
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingLoss:
+    """Error that rounding the weights adds to each layer, and to the logits at the end."""
+
+    layers: list[LayerLoss]
+    logits: float
+
+    def write(self, folder: Path) -> None:
+        (folder / "rounding.json").write_text(json.dumps(asdict(self)), "utf-8")
+
+    @staticmethod
+    def read(folder: Path) -> "RoundingLoss | None":
+        """Reads the loss; None where no weight was rounded at load."""
+        path = folder / "rounding.json"
+        if not path.is_file():
+            return None
+        read = json.loads(path.read_text("utf-8"))
+        return RoundingLoss([LayerLoss(**layer) for layer in read["layers"]], read["logits"])
+
+
+class DequantisedModel:
+    """A transformers model whose quantised weights are replaced, in float32, by what they mean."""
+
+    def __init__(
+        self, model: nn.Module, dequantised: DequantisedWeights, dtype: torch.dtype, *, was_dense: bool, device: str
+    ) -> None:
+        """`dtype`: what the model computes in. `was_dense`: it has the weights it was stored with, in that dtype.
+
+        `device`: where ranks serve it, by which products round inputs.
+        """
+        self.was_dense = was_dense
+        self._model = model
+        self._dtype = dtype
+        self._was: dict[Tensor, Tensor] = {}
+        self._dequantised: dict[Tensor, Tensor] = {}
+        self._rounds: dict[Tensor, RoundRows | None] = {}  # how its product rounds inputs
+        seen: set[Tensor] = set()
+        for name, module in model.named_modules():
+            if not isinstance(module, nn.Linear | nn.Embedding) or module.weight in seen:
+                continue
+            seen.add(module.weight)  # a head may be the embedding, and not be stored by itself
+            arithmetic, weight = dequantised.arithmetic(name), module.weight
+            if arithmetic is Arithmetic.DENSE:
+                if not was_dense:
+                    weight.data = dequantised.weight(name).to(weight.device, dtype)
+                continue
+            if was_dense:
+                self._was[weight] = weight.data
+            self._dequantised[weight] = weight.data = dequantised.weight(name).to(weight.device, torch.float32)
+            self._rounds[weight] = _ROUNDED.get((device, arithmetic))
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) and hasattr(module, "embed_scale"):
+                # part of what the model means: rounded as the model's own weights were
+                module.embed_scale = torch.as_tensor(module.embed_scale).to(dtype)
+
+    @contextmanager
+    def as_it_was(self) -> Generator[None]:
+        """Gives the model the weights that it was stored with, within the context."""
+        self._use(self._was)
+        try:
+            yield
+        finally:
+            self._use(self._dequantised)
+
+    def _use(self, weights: dict[Tensor, Tensor]) -> None:
+        for parameter, data in weights.items():
+            parameter.data = data
+
+    def errors(self, layers: nn.ModuleList) -> Iterator[float]:
+        """Distance that rounding moved the weights of each layer, relative to their size."""
+        for layer in layers:
+            moved = size = 0.0
+            for parameter in layer.parameters():
+                if parameter in self._dequantised:
+                    was = self._was[parameter].double()
+                    moved += (self._dequantised[parameter].double() - was).square().sum().item()
+                    size += was.square().sum().item()
+            yield (moved / size) ** 0.5
+
+    @contextmanager
+    def as_served(self) -> Generator[None]:
+        """Makes products of quantised weights compute in float32 and round inputs where ours do, within the context."""
+        changed = []
+        for module in self._model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding) and module.weight in self._dequantised:
+                module.forward = self._forward(module)  # ty: ignore[invalid-assignment]
+                changed.append(module)
+        try:
+            yield
+        finally:
+            for module in changed:
+                del module.forward
+
+    def _forward(self, module: nn.Linear | nn.Embedding) -> Callable[[Tensor], Tensor]:
+        if isinstance(module, nn.Embedding):
+            scale = getattr(module, "embed_scale", 1.0)
+            return lambda ids: F.embedding(ids, module.weight).to(self._dtype) * scale
+        rounds = self._rounds[module.weight]
+        return lambda x: _product(module, x, rounds)
+
+
+def _product(module: nn.Linear, x: Tensor, rounds: RoundRows | None) -> Tensor:
+    rows = x.flatten(0, -2).float()
+    if rounds is not None:
+        values, scales = rounds(rows)
+        rows = values.float() * scales.unsqueeze(1)
+    y = rows @ module.weight.T
+    if module.bias is not None:
+        y = y + module.bias.float()
+    return y.unflatten(0, x.shape[:-1]).to(x.dtype)
