@@ -27,7 +27,7 @@ import psutil
 from benchmarks.environments import ROOT
 from benchmarks.gpu_check import results
 from benchmarks.gpu_check.part import Part
-from benchmarks.gpu_check.parts import PARTS
+from benchmarks.gpu_check.process import PARTS
 
 LIMIT_S = 480.0
 DEFAULT = Path("gpu-check.json")

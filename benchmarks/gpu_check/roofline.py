@@ -1,4 +1,7 @@
-"""Measures how near the device's limits the parts of a step come: attention, decode and prefill, on dummy weights.
+"""Measures how near the device's limits the parts of a step come: attention, products, sampling, decode and prefill.
+
+Weights are dummies. Products with weights of 4 and 8 bits stand beside those in bfloat16, sampling by the kernels that
+ranks launch beside sampling by torch's operations.
 
 Each figure stands beside what was measured of the device in the same part. The floor of a step is the longer of two
 times: of its bytes at the best measured bandwidth, and of its operations at the best measured rate of products.
@@ -6,23 +9,38 @@ times: of its bytes at the best measured bandwidth, and of its operations at the
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.gpu_check import models
 from benchmarks.gpu_check.device import Ceilings, measure_ceilings, product_rate, seconds_of
-from benchmarks.gpu_check.part import Row, Where
+from benchmarks.gpu_check.part import NotHere, Row, Where
 from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.attention.selector import choose
-from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.kernels.triton import availability
+from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
+from oarlock.workers.quantization.fp8 import Fp8Weight
+from oarlock.workers.quantization.int4 import rounded
+from oarlock.workers.quantization.int8 import Int8Weight, round_rows
+from oarlock.workers.quantization.method import LinearWeight
+from oarlock.workers.quantization.unquantized import DenseWeight
 from oarlock.workers.runner.cuda_graphs import Calls, CudaGraphs, GraphMaker
 from oarlock.workers.runner.device_steps import CapturableBackend
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
+from oarlock.workers.sampling.columns import SamplingColumns, Variant
+from oarlock.workers.sampling.device_sampler import DeviceOutputs, DeviceSampler
+from oarlock.workers.sampling.sampler import Sampler
+from oarlock.workers.sampling.token_histories import DenseHistories, TokenHistories
 
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXT = 512  # tokens of each sequence in a decode step
@@ -169,3 +187,96 @@ def _floor(runner: ModelRunner, limits: Ceilings, rows: int, cached: int) -> flo
     weights = models.streamed_bytes(runner)
     read = weights + cached * runner.kv_spec.bytes_per_token
     return max(read / limits.bytes_s, weights * rows / limits.product_flop_s)  # 2 bytes of a weight, 2 operations
+
+
+ROWS = (1, 8, 16, 32, 64, 128, 512, 2048)  # of products
+_IN_ALL = 1 << 30  # bytes of weights in bfloat16 that follow one another: several times what a cache holds
+
+
+def _float8(weight: Tensor) -> LinearWeight:
+    scales = weight.float().abs().amax(1, keepdim=True) / 448.0
+    values = (weight.float() / scales).to(torch.float8_e4m3fn)
+    return Fp8Weight(values, scales, weight.shape[1], weight.dtype, rounds_rows=True)
+
+
+# name -> (what makes it of a weight in 16 bits, bits of a weight with what lies beside it)
+FORMS: dict[str, tuple[Callable[[Tensor], LinearWeight], float]] = {
+    "bfloat16": (DenseWeight, 16.0),
+    "int8": (lambda weight: Int8Weight(*round_rows(weight), weight.dtype), 8.0),
+    "float8": (_float8, 8.0),
+    "int4": (rounded, 4.5),
+}
+
+
+def products(where: Where) -> Iterator[Row]:
+    """Products with weights that no cache holds, at the rows of decode steps and of prompts."""
+    device = torch.device(where.device, 0) if where.device == "cuda" else torch.device("cpu")
+    missing = availability.why_not(device)
+    if missing is not None:
+        raise NotHere(f"no kernels in Triton: {missing}")
+    limits = measure_ceilings(where)
+    outputs, inputs = (64, 128) if where.is_tiny else (14336, 4096)
+    copies = 2 if where.is_tiny else _IN_ALL // (outputs * inputs * 2)
+    # The interpreter, which runs tiny shapes, has no products of bfloat16.
+    dtype = torch.float16 if where.is_tiny else torch.bfloat16
+    took: dict[int, float] = {}
+    for name, (form, bits) in FORMS.items():
+        weights = [form(torch.randn(outputs, inputs, device=device, dtype=dtype)).on(device) for _ in range(copies)]
+        each = [weight.matmul() for weight in weights]
+        for rows in (1, 70) if where.is_tiny else ROWS:
+            x = torch.randn(rows, inputs, device=device, dtype=dtype)
+            seconds = seconds_of(where, lambda x=x, each=each: [product(x) for product in each]) / copies
+            took.setdefault(rows, seconds)
+            figures = {
+                "us": seconds * 1e6,
+                "share of bandwidth": outputs * inputs * bits / 8 / seconds / limits.bytes_s,
+            }
+            figures |= {"TFLOP/s": 2e-12 * rows * outputs * inputs / seconds, "times bfloat16": took[rows] / seconds}
+            yield Row(f"{name}: {rows} rows, {outputs} x {inputs}", figures)
+        del weights, each
+
+
+# Kind of rows -> the standard deviation of their logits, and columns of the step.
+KINDS: dict[str, tuple[float, dict[str, float]]] = {
+    "greedy": (3.0, {}),
+    "temperature": (3.0, {"temperature": 0.8}),
+    "top-p": (3.0, {"temperature": 0.8, "top_p": 0.95}),
+    "top-k and top-p": (3.0, {"temperature": 0.8, "top_k": 50, "top_p": 0.95}),
+    "top-p, flat": (1.0, {"temperature": 1.0, "top_p": 0.95}),  # kept are tens of thousands of ids
+    "top-k of 1000": (3.0, {"temperature": 1.0, "top_k": 1000}),
+    "penalties": (3.0, {"temperature": 0.8, "frequency": 0.5}),
+    "logprobs": (3.0, {"num_logprobs": 5}),
+}
+
+
+def sampling(where: Where) -> Iterator[Row]:
+    """Times of sampling in microseconds; `floor` is one pass over the logits at the best bandwidth."""
+    device = torch.device(where.device)
+    if reason := availability.why_not(device):
+        raise NotHere(reason)
+    limits = measure_ceilings(where)
+    vocab, batches = (600, (2,)) if where.is_tiny else (151_936, (1, 32, 256))
+    for batch in batches:
+        histories = DenseHistories(batch, 0, vocab, device)
+        histories.seen[:, ::64] = 3  # in the prompt, and generated once
+        kernels = DeviceSampler(vocab, batch, histories, device)
+        kept = TokenHistories(batch, vocab) if where.is_tiny else histories  # as ranks on the CPU have
+        by_torch = Sampler(TensorParallel.solo(), 0, vocab, vocab, kept)
+        noise = torch.randn(batch, vocab, device=device)
+        for kind, (deviation, columns) in KINDS.items():
+            step, logits = _step(batch, columns), noise * deviation
+            placed, outputs = SamplingColumns.of_step(step, device), DeviceOutputs.empty(batch, device)
+            variant = Variant.of(step)
+            ours = seconds_of(where, partial(kernels.sample, logits, placed, outputs, variant), at_once=3)
+            theirs = seconds_of(where, partial(by_torch.sample, logits, step))
+            figures = {"us": ours * 1e6, "floor us": logits.nbytes / limits.bytes_s * 1e6, "torch us": theirs * 1e6}
+            yield Row(f"{kind}, {batch} rows", figures)
+
+
+def _step(rows: int, columns: dict[str, float]) -> StepMetadata:
+    """One token each; `columns` for all rows."""
+    step = greedy_step([SequenceChunk([0], 0, [NULL_BLOCK])] * rows, 1, range(rows))
+    penalised = np.arange(rows if "frequency" in columns else 0, dtype=np.int32)
+    named = {"repetition": 1.0, "frequency": 0.0, "presence": 0.0} if len(penalised) else {}
+    values = {name: np.full(rows, value, getattr(step, name).dtype) for name, value in (named | columns).items()}
+    return dataclasses.replace(step, seeds=np.arange(rows), penalty_rows=penalised, **values)

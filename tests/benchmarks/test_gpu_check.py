@@ -9,8 +9,7 @@ import pytest
 from benchmarks.gpu_check import __main__ as check
 from benchmarks.gpu_check import correctness, demo_answers, graphs, models, results
 from benchmarks.gpu_check.part import NotHere, Part, Row, Where
-from benchmarks.gpu_check.parts import PARTS
-from benchmarks.gpu_check.process import run
+from benchmarks.gpu_check.process import PARTS, run
 from oarlock.workers.errors import StartupError
 from tests.parallel.direct_engine import Answer
 
