@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.quantization.readers import bitsandbytes, fp8, integers
+from oarlock.workers.quantization import fp8
+from oarlock.workers.quantization.readers import bitsandbytes, integers
 from oarlock.workers.quantization.readers.grouped_method import Span, take_block
 from tests.golden.cases import PROMPT, TOTAL
 from tests.golden.exact_reference import ExactReference

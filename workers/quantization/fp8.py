@@ -7,18 +7,20 @@ the group's scale they are added to those of the groups before, in the order of 
 import torch
 from torch import Tensor
 
-from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.quantized_gemm import PackedFp8
 from oarlock.workers.quantization.groups import MOST_AT_ONCE, group_in_slices, pieces_of
-from oarlock.workers.quantization.matmul import ACTIVATIONS, GatedMatmul, Matmul
-from oarlock.workers.quantization.method import LinearWeight
+from oarlock.workers.quantization.matmul import GatedMatmul, Matmul, ReferenceGatedMatmul, ReferenceMatmul
+from oarlock.workers.quantization.method import Empty, LinearWeight, WeightShard
+from oarlock.workers.quantization.readers.grouped_method import Span, StoredPart, regroup, take_block
+from oarlock.workers.quantization.readers.integers import take_scales
 from oarlock.workers.quantization.unquantized import DenseWeight
 from oarlock.workers.quantization.weight_only import UNITS, WeightOnly, of_float8
+from oarlock.workers.weights.source import WeightSource
 
 
-class Fp8Matmul:
+class Fp8Matmul(ReferenceMatmul):
     """`x @ weight.T + bias (+ residual)` with torch's operations: [T, K] -> [T, N].
 
     Sums of a group are in float64 and rounded once, which no order of additions changes but by rare chance.
@@ -36,23 +38,14 @@ class Fp8Matmul:
         slices: int = 1,
     ) -> None:
         """`values` float8_e4m3fn [N, K], `scales` float32 [N, groups]; `dtype` of x, bias and results."""
+        super().__init__(dtype, bias, float32_output=float32_output)
         self.values = values
         self.scales = scales
         self.group = group
-        self.dtype = torch.float32 if float32_output else dtype
-        self.bias = bias  # [N]
         self.slices = pieces_of(values.shape[1], group, slices, MOST_AT_ONCE)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return self.sums(x, residual).to(self.dtype)
-
-    def sums(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The result before it is rounded: float32 [T, N]."""
-        y = tree_sum([self._slice(x, pieces) for pieces in self.slices])
-        for addend in (self.bias, residual):
-            if addend is not None:
-                y = y + addend.float()
-        return y
+    def slice_sums(self, x: Tensor) -> list[Tensor]:
+        return [self._slice(x, pieces) for pieces in self.slices]
 
     def _slice(self, x: Tensor, pieces: list[tuple[int, int]]) -> Tensor:
         y = torch.zeros(len(x), len(self.values))
@@ -60,21 +53,6 @@ class Fp8Matmul:
             products = x[:, start:stop].double() @ self.values[:, start:stop].double().T  # [T, N]
             y = y + products.float() * self.scales[:, start // self.group]
         return y
-
-
-class Fp8GatedMatmul:
-    """`activation(x @ gate.T) * (x @ up.T)` with torch's operations: [T, K] -> [T, I]."""
-
-    def __init__(
-        self, values: Tensor, scales: Tensor, group: int, dtype: torch.dtype, bias: Tensor | None, activation: str
-    ) -> None:
-        """`values` [2 * I, K]: gate above up."""
-        self.both = Fp8Matmul(values, scales, group, dtype, bias)
-        self.activation = ACTIVATIONS[activation].function
-
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.both.sums(x).chunk(2, 1)
-        return (self.activation(gate) * up).to(self.both.dtype)
 
 
 class Fp8Weight:
@@ -105,7 +83,8 @@ class Fp8Weight:
 
     def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
         if library.why_not(self.dtype) is not None:
-            return Fp8GatedMatmul(self.values, self.scales, self.group, self.dtype, bias, activation)
+            both = Fp8Matmul(self.values, self.scales, self.group, self.dtype, bias)
+            return ReferenceGatedMatmul(both, activation)
         return CppPackedGatedMatmul(self.packed(gated=True), self.dtype, bias, activation)
 
     def packed(self, *, slices: int = 1, gated: bool = False) -> PackedFp8:
@@ -131,3 +110,46 @@ def _times_scales(values: Tensor, scales: Tensor, group: int) -> Tensor:
     """float32 [N, K]."""
     group_of = torch.arange(values.shape[1]) // group
     return values.float() * scales[:, group_of]
+
+
+class FP8LinearMethod:
+    """`LinearMethod` of `weight` float8 [N, K] and its scales."""
+
+    def __init__(self, scale: str, block: tuple[int, int | None] | None, *, rounds_rows: bool) -> None:
+        """`scale`: the tensor of scales, by what follows the module's name. `block`: outputs and inputs that share one,
+        None for all of them. `rounds_rows`: of inputs, as the checkpoint means it."""
+        self._rounds_rows = rounds_rows
+        self._scale = scale
+        self._height, self._width = (None, None) if block is None else block
+
+    def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> Fp8Weight:
+        values = torch.zeros((shard.rows, shard.local_inputs), dtype=torch.float8_e4m3fn)
+        inputs = Span(shard.first_input, shard.first_input + shard.local_inputs)
+        groups = torch.arange(shard.inputs) // (self._width or shard.inputs)  # [K]
+        form = regroup(groups, shard.all_slices, slice(inputs.first, inputs.stop), least=1)
+        here = Span(int(groups[inputs.first]), int(groups[inputs.stop - 1]) + 1)
+        scales = torch.zeros((shard.rows, len(form.group_of)))
+        row = 0
+        for name, rows, first, view in shard.sources(weights, "weight", values):
+            part = StoredPart(name, rows, shard.inputs, Span(first, first + len(view)), inputs)
+            view.copy_(take_block(weights, f"{name}.weight", (rows, shard.inputs), part.rows, inputs, values.dtype))
+            found = self._scales(weights, part, here)  # [N, groups]
+            scales[row : row + len(view)] = found[:, form.group_of - here.first]
+            row += len(view)
+        return Fp8Weight(values, scales, form.group, empty(0).dtype, rounds_rows=self._rounds_rows)
+
+    def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
+        """As `QuantisedLinearMethod.dequantised`."""
+        into = empty(shard.rows, shard.local_inputs)
+        into.copy_(self.load(shard, weights, empty).dequantised())
+        return DenseWeight(into)
+
+    def _scales(self, weights: WeightSource, part: StoredPart, groups: Span) -> Tensor:
+        """float32 [N, groups]."""
+        if self._height in (None, 1):
+            return take_scales(weights, part, groups, self._scale)
+        height, width = self._height, self._width or part.all_inputs
+        shape = (-(-part.all_rows // height), -(-part.all_inputs // width))
+        blocks = part.rows.of_words(height)
+        found = take_block(weights, f"{part.name}.{self._scale}", shape, blocks, groups, torch.float32)
+        return found.repeat_interleave(height, 0)[part.rows.within_words(height)]

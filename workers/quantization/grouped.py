@@ -15,14 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.quantized_gemm import PackedGrouped
-from oarlock.workers.quantization.groups import group_in_slices, kernel_group, pieces_of
+from oarlock.workers.quantization.groups import group_in_slices, group_of_blocks, kernel_group, pieces_of
 from oarlock.workers.quantization.int8 import round_rows
-from oarlock.workers.quantization.matmul import ACTIVATIONS, GatedMatmul, Matmul
+from oarlock.workers.quantization.matmul import GatedMatmul, Matmul, ReferenceGatedMatmul, ReferenceMatmul
+from oarlock.workers.quantization.method import Empty, LinearWeight, WeightShard
+from oarlock.workers.quantization.unquantized import DenseWeight, UnquantizedLinearMethod
 from oarlock.workers.quantization.weight_only import WeightOnly, of_groups
+from oarlock.workers.weights.gguf_header import GroupForm
+from oarlock.workers.weights.gguf_reader import GGUFReader, Groups
+from oarlock.workers.weights.source import WeightSource
 
 # The largest scale of an output lies below 2 ** 15, so that it can be rounded up. Just below 2 ** 16 it could not, and
 # a rank that holds other inputs of the output, and so has another largest scale, would round it differently.
@@ -76,7 +80,7 @@ def stored_groups(values: Tensor, scales: Tensor, offsets: Tensor | None, group:
     return StoredGroups(values, halves, zeros, factors.squeeze(1).float(), group)
 
 
-class GroupedMatmul:
+class GroupedMatmul(ReferenceMatmul):
     """`x @ weight.T + bias (+ residual)` with torch's operations: [T, K] -> [T, N]."""
 
     def __init__(
@@ -90,28 +94,18 @@ class GroupedMatmul:
         slices: int = 1,
     ) -> None:
         """`order` int64 [K]: input number k of the weight is input order[k] of x; `dtype` of x, bias and results."""
+        super().__init__(dtype, bias, float32_output=float32_output)
         self.weight = weight
         self.order = order
-        self.dtype = torch.float32 if float32_output else dtype
-        self.bias = bias  # [N]
         inputs = weight.values.shape[1]
         self.length = inputs // slices
         unit = kernel_group(group_in_slices(inputs, weight.group, slices))
         self.slices = pieces_of(inputs, weight.group, slices, unit)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return self.sums(x, residual).to(self.dtype)
-
-    def sums(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The result before it is rounded: float32 [T, N]."""
+    def slice_sums(self, x: Tensor) -> list[Tensor]:
         if self.order is not None:
             x = x[:, self.order]
-        parts = x.split(self.length, 1)
-        y = tree_sum([self._slice(part, pieces) for part, pieces in zip(parts, self.slices, strict=True)])
-        for addend in (self.bias, residual):
-            if addend is not None:
-                y = y + addend.float()
-        return y
+        return [self._slice(part, pieces) for part, pieces in zip(x.split(self.length, 1), self.slices, strict=True)]
 
     def _slice(self, x: Tensor, pieces: list[tuple[int, int]]) -> Tensor:
         weight = self.weight
@@ -126,21 +120,6 @@ class GroupedMatmul:
                 whole = whole + here.sum(1, keepdim=True) * weight.zeros[:, group].float()  # the product is exact too
             y = y + whole * weight.scales[:, group].float()
         return y * weight.factors * row_scales.unsqueeze(1)
-
-
-class GroupedGatedMatmul:
-    """`activation(x @ gate.T) * (x @ up.T)` with torch's operations: [T, K] -> [T, I]."""
-
-    def __init__(
-        self, weight: StoredGroups, order: Tensor | None, dtype: torch.dtype, bias: Tensor | None, activation: str
-    ) -> None:
-        """`weight` [2 * I, K]: gate above up."""
-        self.both = GroupedMatmul(weight, order, dtype, bias)
-        self.activation = ACTIVATIONS[activation].function
-
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.both.sums(x).chunk(2, 1)
-        return (self.activation(gate) * up).to(self.both.dtype)
 
 
 class GroupedWeight:
@@ -180,7 +159,7 @@ class GroupedWeight:
 
     def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
         if library.why_not(self.dtype) is not None:
-            return GroupedGatedMatmul(self.weight, self.order, self.dtype, bias, activation)
+            return ReferenceGatedMatmul(GroupedMatmul(self.weight, self.order, self.dtype, bias), activation)
         return CppPackedGatedMatmul(self.packed(gated=True), self.dtype, bias, activation)
 
     def packed(self, *, slices: int = 1, gated: bool = False, kind: int | None = None) -> PackedGrouped:
@@ -214,3 +193,38 @@ class GroupedWeight:
             weight.values.to(device), weight.scales, weight.zeros, weight.factors, weight.group, self.bits
         )
         return WeightOnly(stored, self.dtype, order)
+
+
+class GGUFLinearMethod:
+    """`LinearMethod` of weights of blocks."""
+
+    def __init__(self, form: GroupForm) -> None:
+        self._form = form
+
+    def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> LinearWeight:
+        assert isinstance(weights, GGUFReader), "only a GGUF file has weights of this form"
+        form = self._form
+        group = group_of_blocks(form.group, shard.local_inputs, shard.slices)
+        if group is None:
+            return self.dequantised(shard, weights, empty)
+        groups = Groups.empty(shard.rows, shard.local_inputs, group, offsets=form.has_offsets)
+        first = 0
+        for name, rows, start, view in shard.sources(weights, "weight", torch.empty((shard.rows, 0))):
+            weights.take_groups(
+                f"{name}.weight",
+                groups.rows(first, len(view)),
+                shape=(rows, shard.inputs),
+                first_row=start,
+                first_input=shard.first_input,
+            )
+            first += len(view)
+        if shard.padding:
+            groups.values[first:] = 0
+            groups.scales[first:] = 0.0
+        return GroupedWeight(
+            groups.values, groups.scales, group, empty(0).dtype, offsets=groups.offsets, bits=form.bits
+        )
+
+    def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
+        """As `QuantisedLinearMethod.dequantised`."""
+        return UnquantizedLinearMethod().load(shard, weights, empty)

@@ -7,11 +7,10 @@ bits do not depend on the order of additions: `Int8Matmul` is the reference, and
 import torch
 from torch import Tensor
 
-from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.quantized_gemm import PackedInt8
-from oarlock.workers.quantization.matmul import ACTIVATIONS, GatedMatmul, Matmul
+from oarlock.workers.quantization.matmul import GatedMatmul, Matmul, ReferenceGatedMatmul, ReferenceMatmul
 from oarlock.workers.quantization.method import Empty, WeightShard
 from oarlock.workers.quantization.unquantized import DenseWeight
 from oarlock.workers.quantization.weight_only import WeightOnly, of_channels
@@ -35,7 +34,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * inverse.unsqueeze(1)).round_().nan_to_num_(0.0).to(torch.int8), scales
 
 
-class Int8Matmul:
+class Int8Matmul(ReferenceMatmul):
     """`x @ weight.T + bias (+ residual)` with torch's operations: [T, K] -> [T, N]."""
 
     def __init__(
@@ -52,43 +51,19 @@ class Int8Matmul:
 
         `slices`: see `LinearWeight.matmul`.
         """
+        super().__init__(dtype, bias, float32_output=float32_output)
         self.values = values
         self.scales = scales
-        self.dtype = torch.float32 if float32_output else dtype
-        self.bias = bias  # [N]
         self.slices = slices
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return self.sums(x, residual).to(self.dtype)
-
-    def sums(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The result before it is rounded: float32 [T, N]."""
+    def slice_sums(self, x: Tensor) -> list[Tensor]:
         slices = zip(x.chunk(self.slices, 1), self.values.chunk(self.slices, 1), strict=True)
-        y = tree_sum([self._slice(part, values) for part, values in slices])
-        for addend in (self.bias, residual):
-            if addend is not None:
-                y = y + addend.float()
-        return y
+        return [self._slice(part, values) for part, values in slices]
 
     def _slice(self, x: Tensor, values: Tensor) -> Tensor:
         rows, scales = round_rows(x)
         whole = rows.double() @ values.double().T  # [T, N], exact
         return whole.float() * self.scales * scales.unsqueeze(1)
-
-
-class Int8GatedMatmul:
-    """`activation(x @ gate.T) * (x @ up.T)` with torch's operations: [T, K] -> [T, I]."""
-
-    def __init__(
-        self, values: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None, activation: str
-    ) -> None:
-        """`values` int8 [2 * I, K]: gate above up."""
-        self.both = Int8Matmul(values, scales, dtype, bias)
-        self.activation = ACTIVATIONS[activation].function
-
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.both.sums(x).chunk(2, 1)
-        return (self.activation(gate) * up).to(self.both.dtype)
 
 
 class Int8Weight:
@@ -108,7 +83,7 @@ class Int8Weight:
 
     def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
         if library.why_not(self.dtype) is not None:
-            return Int8GatedMatmul(self.values, self.scales, self.dtype, bias, activation)
+            return ReferenceGatedMatmul(Int8Matmul(self.values, self.scales, self.dtype, bias), activation)
         packed = PackedInt8(self.values, self.scales, gated=True)
         return CppPackedGatedMatmul(packed, self.dtype, bias, activation)
 

@@ -9,6 +9,7 @@ with oneDNN from two rows on. Whether one row alone differs is measured for each
 """
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -199,6 +200,43 @@ class SlicedMatmul:
             if addend is not None:
                 y = y + addend.float()
         return y.to(self.dtype)
+
+
+class ReferenceMatmul(ABC):
+    """`x @ weight.T + bias (+ residual)` of a quantised weight with torch's operations: [T, K] -> [T, N]."""
+
+    def __init__(self, dtype: torch.dtype, bias: Tensor | None, *, float32_output: bool = False) -> None:
+        """`dtype` of x, `bias` [N] and results."""
+        self.dtype = torch.float32 if float32_output else dtype
+        self.bias = bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.sums(x, residual).to(self.dtype)
+
+    def sums(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The result before it is rounded: float32 [T, N]."""
+        y = tree_sum(self.slice_sums(x))
+        for addend in (self.bias, residual):
+            if addend is not None:
+                y = y + addend.float()
+        return y
+
+    @abstractmethod
+    def slice_sums(self, x: Tensor) -> list[Tensor]:
+        """The sum of each slice of inputs: float32 [T, N]."""
+
+
+class ReferenceGatedMatmul:
+    """`activation(x @ gate.T) * (x @ up.T)` with torch's operations: [T, K] -> [T, I]."""
+
+    def __init__(self, both: ReferenceMatmul, activation: str) -> None:
+        """`both`: of a weight [2 * I, K], gate above up."""
+        self.both = both
+        self.activation = ACTIVATIONS[activation].function
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.both.sums(x).chunk(2, 1)
+        return (self.activation(gate) * up).to(self.both.dtype)
 
 
 def gated(activation: str, device: torch.device) -> Callable[[Tensor], Tensor]:

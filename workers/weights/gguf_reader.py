@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from oarlock.workers.errors import StartupError
 from oarlock.workers.weights.checkpoint import Checkpoint, Located
 from oarlock.workers.weights.gguf_header import BY_NAME, FLOATS, GROUP_FORMS, SERVED
 from oarlock.workers.weights.gguf_model import GGUFCheckpoint, Layout, type_not_served
-from oarlock.workers.weights.reader import FileReader, WeightReader, first_not_finite, not_finite
+from oarlock.workers.weights.reader import CheckpointReader, WeightReader, first_not_finite, not_finite
 from oarlock.workers.weights.source import check_slice, wrong_shape
 
 
@@ -150,35 +151,11 @@ _READS_AHEAD = 3
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class GGUFReader:
-    """`WeightSource` over GGUF files. Use as a context manager, or call `close`."""
+class GGUFReader(CheckpointReader):
+    """`WeightSource` over GGUF files."""
 
-    def __init__(
-        self, checkpoint: GGUFCheckpoint, *, check_finite: bool = True, on_read: Callable[[], None] = lambda: None
-    ) -> None:
-        """`on_read` is called after each piece of at most `CHUNK_BYTES` of a file: a sign of progress."""
-        self._checkpoint = checkpoint
-        self._on_read = on_read
-        self._check_finite = check_finite
-        self._taken: set[str] = set()
-        self._files = FileReader()
-
-    def __enter__(self) -> "GGUFReader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close files and end threads. The reader can still be used."""
-        self._files.close()
-
-    def has(self, name: str) -> bool:
-        return self._checkpoint.find(name) is not None
-
-    def shape_of(self, name: str) -> tuple[int, ...] | None:
-        found = self._checkpoint.find(name)
-        return None if found is None else found.entry.shape
+    _checkpoint: GGUFCheckpoint
+    _use_another = "Use a file that llama.cpp's converter wrote; adapters must be merged first."
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         """See `WeightSource`. Blocks are dequantised in float32 and rounded to `into`'s type."""
@@ -221,16 +198,8 @@ class GGUFReader:
                         raise not_finite(name, found, kept[place].item(), torch.float32)
             self._on_read()
 
-    def finish(self, ignorable: Callable[[str], bool]) -> None:
-        self.close()
-        left = sorted(name for name in self._checkpoint.tensors if name not in self._taken and not ignorable(name))
-        if left:
-            shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-            raise StartupError(
-                f"{self._checkpoint.tensors[left[0]].path} holds tensors that its architecture has no place for: "
-                f"{shown}.",
-                "Use a file that llama.cpp's converter wrote; adapters must be merged first.",
-            )
+    def _place_of(self, name: str) -> Path:
+        return self._checkpoint.tensors[name].path
 
     def _find(self, name: str) -> Located:
         found = self._checkpoint.find(name)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -121,8 +122,10 @@ class _Piece:
         self.done = done
 
 
-class WeightReader:
-    """`WeightSource` over safetensors files. Use as a context manager, or call `close`."""
+class CheckpointReader:
+    """The part of a `WeightSource` that all formats of files share. Use as a context manager, or call `close`."""
+
+    _use_another = "Use a checkpoint whose config.json names its true architecture; adapters must be merged first."
 
     def __init__(
         self, checkpoint: Checkpoint, *, check_finite: bool = True, on_read: Callable[[], None] = lambda: None
@@ -133,9 +136,8 @@ class WeightReader:
         self._check_finite = check_finite
         self._taken: set[str] = set()
         self._files = FileReader()
-        self._buffers = torch.empty((0, 0), dtype=torch.uint8)  # [READS_AHEAD + 1, bytes of the largest piece so far]
 
-    def __enter__(self) -> "WeightReader":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -144,7 +146,6 @@ class WeightReader:
     def close(self) -> None:
         """Close files, end threads and free the buffers. The reader can still be used."""
         self._files.close()
-        self._buffers = torch.empty((0, 0), dtype=torch.uint8)
 
     def has(self, name: str) -> bool:
         return self._checkpoint.find(name) is not None
@@ -152,6 +153,30 @@ class WeightReader:
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         found = self._checkpoint.find(name)
         return None if found is None else found.entry.shape
+
+    def finish(self, ignorable: Callable[[str], bool]) -> None:
+        self.close()
+        left = sorted(name for name in self._checkpoint.tensors if name not in self._taken and not ignorable(name))
+        if left:
+            shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+            raise StartupError(
+                f"{self._place_of(left[0])} holds tensors that its architecture has no place for: {shown}.",
+                self._use_another,
+            )
+
+    def _place_of(self, name: str) -> Path:
+        """The file or directory that errors about a tensor name."""
+        return self._checkpoint.directory
+
+
+class WeightReader(CheckpointReader):
+    """`WeightSource` over safetensors files."""
+
+    _buffers = torch.empty((0, 0), dtype=torch.uint8)  # [READS_AHEAD + 1, bytes of the largest piece so far]
+
+    def close(self) -> None:
+        super().close()
+        self._buffers = torch.empty((0, 0), dtype=torch.uint8)
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         found = self._checkpoint.find(name)
@@ -217,16 +242,6 @@ class WeightReader:
             where = [first + index for first, index in zip(first_index, place, strict=True)]
             raise not_finite(name, found, float(piece.stored[place]), piece.part.dtype, f" at {where}")
         self._on_read()
-
-    def finish(self, ignorable: Callable[[str], bool]) -> None:
-        self.close()
-        left = sorted(name for name in self._checkpoint.tensors if name not in self._taken and not ignorable(name))
-        if left:
-            shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-            raise StartupError(
-                f"{self._checkpoint.directory} holds tensors that its architecture has no place for: {shown}.",
-                "Use a checkpoint whose config.json names its true architecture; adapters must be merged first.",
-            )
 
 
 def not_finite(name: str, found: Located, value: float, dtype: torch.dtype, where: str = "") -> StartupError:

@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oarlock.workers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, check_divides, stored
+from oarlock.workers.quantization.formats.form import (
+    SCALES,
+    Arithmetic,
+    FormOfEveryModule,
+    StoredTensor,
+    check_divides,
+    stored,
+)
 from oarlock.workers.quantization.formats.settings import Settings
 from oarlock.workers.quantization.groups import whole_number_bytes
 
@@ -20,7 +27,7 @@ _IN_WORD = 8  # numbers of 4 bits
 
 
 @dataclass(frozen=True, slots=True)
-class AWQForm:
+class AWQForm(FormOfEveryModule):
     """`StoredForm`, and the `Scheme` of every module."""
 
     group: int | None  # inputs; None: all
@@ -28,13 +35,6 @@ class AWQForm:
     @property
     def description(self) -> str:
         return f"awq (4 bits, {'one group' if self.group is None else f'groups of {self.group}'})"
-
-    def form_of(self, module: str) -> AWQForm:
-        return self
-
-    @property
-    def spare(self) -> tuple[str, ...]:
-        return ()
 
     @property
     def arithmetic(self) -> Arithmetic:

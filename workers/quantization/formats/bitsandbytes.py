@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oarlock.workers.quantization.formats.form import Arithmetic, StoredTensor, check_divides, stored
+from oarlock.workers.quantization.formats.form import Arithmetic, FormOfEveryModule, StoredTensor, check_divides, stored
 from oarlock.workers.quantization.formats.settings import USE_ANOTHER, Settings
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ NESTED_BLOCK = 256  # blocks
 
 
 @dataclass(frozen=True, slots=True)
-class BitsAndBytesForm:
+class BitsAndBytesForm(FormOfEveryModule):
     """`StoredForm`, and the `Scheme` of every module."""
 
     kind: str  # nf4 | fp4
@@ -35,13 +35,6 @@ class BitsAndBytesForm:
     def state(self) -> str:
         """The tensor whose bytes are a table of settings in JSON."""
         return f"weight.quant_state.bitsandbytes__{self.kind}"
-
-    def form_of(self, module: str) -> BitsAndBytesForm:
-        return self
-
-    @property
-    def spare(self) -> tuple[str, ...]:
-        return ()
 
     @property
     def arithmetic(self) -> Arithmetic:

@@ -103,7 +103,7 @@ class GGUFForm:
         return Arithmetic.ROUNDED_INPUTS
 
     def method(self) -> LinearMethod:
-        from oarlock.workers.quantization.readers.gguf import GGUFLinearMethod
+        from oarlock.workers.quantization.grouped import GGUFLinearMethod
 
         return GGUFLinearMethod(GroupForm(self.group, self.bits, self.has_offsets))
 

@@ -98,7 +98,7 @@ class FloatForm:
         return Arithmetic.FLOAT8_INPUTS if self.rounds_rows and self.group is None else Arithmetic.EXACT_INPUTS
 
     def method(self) -> LinearMethod:
-        from oarlock.workers.quantization.readers.fp8 import FP8LinearMethod
+        from oarlock.workers.quantization.fp8 import FP8LinearMethod
 
         return FP8LinearMethod("weight_scale", (1, self.group), rounds_rows=self.rounds_rows)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from oarlock.workers.errors import StartupError
 
@@ -96,6 +96,16 @@ class Scheme(Protocol):
 
     def form_of(self, module: str) -> StoredForm | None:
         """The stored form of a module's weight; None: the settings leave the module as it was."""
+
+
+class FormOfEveryModule:
+    """`Scheme` of a checkpoint whose modules all have this one form, and no spare tensors."""
+
+    __slots__ = ()
+    spare: tuple[str, ...] = ()
+
+    def form_of(self, module: str) -> Self:
+        return self
 
 
 def check_divides(module: str, what: str, length: int, part: int) -> None:

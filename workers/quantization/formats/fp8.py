@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oarlock.workers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, stored
+from oarlock.workers.quantization.formats.form import SCALES, Arithmetic, FormOfEveryModule, StoredTensor, stored
 from oarlock.workers.quantization.formats.settings import USE_ANOTHER, Settings
 from oarlock.workers.quantization.groups import fp8_bytes
 
@@ -17,7 +17,7 @@ FLOAT8 = "F8_E4M3"
 
 
 @dataclass(frozen=True, slots=True)
-class FP8Form:
+class FP8Form(FormOfEveryModule):
     """`StoredForm`, and the `Scheme` of every module."""
 
     block: tuple[int, int] | None  # outputs and inputs; None: one scale for the tensor
@@ -28,19 +28,12 @@ class FP8Form:
     def description(self) -> str:
         return f"fp8 ({'one scale' if self.block is None else f'blocks of {self.block[0]} x {self.block[1]}'})"
 
-    def form_of(self, module: str) -> FP8Form:
-        return self
-
-    @property
-    def spare(self) -> tuple[str, ...]:
-        return ()
-
     @property
     def arithmetic(self) -> Arithmetic:
         return Arithmetic.FLOAT8_INPUTS if self.rounds_rows and self.block is None else Arithmetic.EXACT_INPUTS
 
     def method(self) -> LinearMethod:
-        from oarlock.workers.quantization.readers.fp8 import FP8LinearMethod
+        from oarlock.workers.quantization.fp8 import FP8LinearMethod
 
         return FP8LinearMethod(self.scale, self.block, rounds_rows=self.rounds_rows)
 

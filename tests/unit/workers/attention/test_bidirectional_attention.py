@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oarlock.workers.attention.bidirectional import attend_both_ways
+from oarlock.workers.models.encoders.encoder import attend_both_ways
 from oarlock.workers.platform import processor
 
 LENS = [5, 1, 600, 64]

@@ -7,9 +7,9 @@ from torch import Tensor
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu.build import Level
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
-from oarlock.workers.quantization.fp8 import Fp8GatedMatmul, Fp8Matmul, Fp8Weight
+from oarlock.workers.quantization.fp8 import Fp8Matmul, Fp8Weight
 from oarlock.workers.quantization.groups import fp8_bytes, group_in_slices
-from oarlock.workers.quantization.matmul import ACTIVATIONS
+from oarlock.workers.quantization.matmul import ACTIVATIONS, ReferenceGatedMatmul
 from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, threads, using
 
 EVERY = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -120,7 +120,7 @@ def test_the_gate_agrees_with_the_reference(level: Level, dtype: torch.dtype, ac
     values, scales = made(2 * 40, 1100, 128)
     scales = scales * 0.01
     x, bias = torch.randn(60, 1100).to(dtype), torch.randn(2 * 40).to(dtype)
-    truth = Fp8GatedMatmul(values, scales, 128, dtype, bias, activation)(x)
+    truth = ReferenceGatedMatmul(Fp8Matmul(values, scales, 128, dtype, bias), activation)(x)
     limit = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype] * truth.abs().max()
     with using(level):
         packed = Fp8Weight(values, scales, 128, dtype).packed(gated=True)

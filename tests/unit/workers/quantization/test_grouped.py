@@ -10,9 +10,9 @@ from torch import Tensor
 from oarlock.workers.kernels.cpu.build import Level
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.quantized_gemm import GROUPED, GROUPED_DOT, grouped_kind
-from oarlock.workers.quantization.grouped import GroupedGatedMatmul, GroupedMatmul, GroupedWeight, stored_groups
+from oarlock.workers.quantization.grouped import GroupedMatmul, GroupedWeight, stored_groups
 from oarlock.workers.quantization.groups import group_in_slices, packed_bytes, pieces_of
-from oarlock.workers.quantization.matmul import ACTIVATIONS
+from oarlock.workers.quantization.matmul import ACTIVATIONS, ReferenceGatedMatmul
 from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, is_here, threads, using
 
 
@@ -237,7 +237,7 @@ def test_the_gate_equals_the_reference(
     weight = weight_of(2 * 40, 1100, 32, dtype, bits, offsets)
     bias = torch.randn(2 * 40).to(dtype)
     x = torch.randn(300, 1100).to(dtype)
-    truth = GroupedGatedMatmul(weight.weight, None, dtype, bias, activation)(x)
+    truth = ReferenceGatedMatmul(GroupedMatmul(weight.weight, None, dtype, bias), activation)(x)
     limit = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype] * truth.abs().max()
     whole = []
     for kind in kinds(level):

@@ -7,8 +7,8 @@ from torch import Tensor
 from oarlock.workers.kernels.cpu.build import Level
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.quantized_gemm import INT8, INT8_DOT, MOST_INPUTS, PackedInt8, int8_kind
-from oarlock.workers.quantization.int8 import Int8GatedMatmul, Int8Matmul, Int8Weight, round_rows
-from oarlock.workers.quantization.matmul import ACTIVATIONS
+from oarlock.workers.quantization.int8 import Int8Matmul, Int8Weight, round_rows
+from oarlock.workers.quantization.matmul import ACTIVATIONS, ReferenceGatedMatmul
 from tests.house.rules import ROOT
 from tests.unit.workers.kernel_levels import PARAMETERS, is_here, threads, using
 
@@ -81,7 +81,7 @@ def test_the_gate_equals_the_reference(level: Level, dtype: torch.dtype, activat
     torch.manual_seed(0)
     values, scales = rounded(2 * 40, 1100, dtype)
     bias = torch.randn(2 * 40).to(dtype) if with_bias else None
-    reference = Int8GatedMatmul(values, scales, dtype, bias, activation)
+    reference = ReferenceGatedMatmul(Int8Matmul(values, scales, dtype, bias), activation)
     x = torch.randn(300, 1100).to(dtype)
     truth = reference(x)
     limit = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype] * truth.abs().max()
