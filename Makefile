@@ -12,7 +12,7 @@ SERVER := $(VENV)/.oarlock-installed
 TOOLS := $(VENV)/.oarlock-tools-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve dev wheel check test test-long lint format docs soak verify-full triton accuracy clients ray fuzz bench-peers bench-load gpu-check screenshots clean
+.PHONY: help install serve dev wheel check test test-long lint format docs soak verify-full triton accuracy clients ray fuzz mutants bench-peers bench-load gpu-check screenshots clean
 
 help:
 	@echo 'make install      make .venv with the pinned requirements and the oarlock command'
@@ -32,6 +32,7 @@ help:
 	@echo 'make clients      real clients, each in an environment of its own, against a real server'
 	@echo 'make ray          replicas on a real Ray cluster: faults, and what follows'
 	@echo 'make fuzz         ten thousand hostile requests'
+	@echo 'make mutants      plant each of eighty faults, and see which test finds it (ARGS="scheduler": those of a concern)'
 	@echo 'make bench-peers  beside every peer that is installed, on a model of true size'
 	@echo 'make bench-load   the same beside transformers only'
 	@echo 'make gpu-check    on a GPU: are the numbers right, and how fast is it beside what the device allows'
@@ -153,6 +154,9 @@ ray: $(TOOLS)
 
 fuzz: $(TOOLS)
 	@$(BIN)/python -m tests.fuzz.run $(ARGS)
+
+mutants: $(TOOLS)
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 bench-peers: $(TOOLS)
 	@$(BIN)/python -m benchmarks.peers $(ARGS)

@@ -53,6 +53,7 @@ TESTING = [
     "clients",
     "ray",
     "fuzz",
+    "mutants",
     "bench-peers",
     "bench-load",
     "gpu-check",

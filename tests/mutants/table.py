@@ -1,0 +1,146 @@
+"""Table of planted faults: the tests that stand for each concern of the code, and the edits in `faults.txt`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+# Concern -> arguments of pytest. Kernels in C++ are compiled anew for each fault, so they are tried at one level.
+_AVX2 = ("-k", "avx2")
+CONCERNS: dict[str, tuple[str, ...]] = {
+    "attention": ("tests/unit/workers/attention/test_attention.py", *_AVX2),
+    "kv-format": ("tests/unit/workers/attention/test_kv_format.py", *_AVX2),
+    "elementwise": ("tests/unit/workers/kernels/cpu/test_elementwise.py", *_AVX2),
+    "products": ("tests/unit/workers/quantization/test_slices.py", "tests/unit/workers/layers/test_matmul.py", *_AVX2),
+    "quantised-kernels": (
+        "tests/unit/workers/quantization/test_int8.py",
+        "tests/unit/workers/quantization/test_grouped.py",
+        *_AVX2,
+    ),
+    "sampling-kernels": (
+        "tests/unit/workers/sampling/test_sampling.py",
+        "tests/unit/workers/sampling/test_logits_processors.py",
+        *_AVX2,
+    ),
+    "triton": (
+        "tests/unit/workers/kernels/triton/test_triton_rotation.py",
+        "tests/unit/workers/kernels/triton/test_triton_layers.py",
+        "tests/unit/workers/kernels/triton/test_triton_attention.py",
+        "tests/unit/workers/kernels/triton/test_triton_weight_only.py",
+    ),
+    "sharding": (
+        "tests/unit/workers/layers/test_sharding.py",
+        "tests/unit/workers/distributed/test_topology.py",
+        "tests/unit/workers/distributed/test_pipeline_stage.py",
+        "tests/unit/workers/layers/test_stage_layers.py",
+        "tests/parallel/test_collectives.py",
+    ),
+    "ring": (
+        "tests/unit/workers/distributed/test_shm_ring.py",
+        "tests/unit/workers/distributed/test_control_channel.py",
+    ),
+    "protocol": (
+        "tests/unit/workers/test_protocol.py",
+        "tests/unit/engine/test_messages.py",
+        "tests/unit/engine/test_frames.py",
+        "tests/unit/engine/test_input_batch.py",
+    ),
+    "quantisation": (
+        "tests/unit/workers/quantization/test_quantised_weights.py",
+        "tests/unit/workers/quantization/test_quantised_refusals.py",
+    ),
+    "graphs": (
+        "tests/unit/workers/runner/test_step_inputs.py",
+        "tests/unit/workers/runner/test_cuda_graphs.py",
+        "tests/unit/workers/runner/test_captured_memory.py",
+    ),
+    "sampling": (
+        "tests/unit/workers/sampling",
+        "-k",
+        "not avx512",
+    ),
+    "scheduler": (
+        "tests/unit/engine/test_scheduler.py",
+        "tests/unit/engine/test_columns.py",
+        "tests/unit/engine/test_refused_steps.py",
+        "tests/unit/engine/test_scheduler_properties.py",
+        "tests/sim/test_fairness.py",
+    ),
+    "kv-cache": (
+        "tests/unit/engine/test_kv_cache_manager.py",
+        "tests/unit/engine/test_sliding_window.py",
+        "tests/unit/engine/test_prefix_sharing.py",
+        "tests/unit/engine/test_block_events.py",
+    ),
+    "offload": (
+        "tests/unit/engine/test_kv_offload.py",
+        "tests/unit/workers/kv_tiers",
+    ),
+    "drafts": (
+        "tests/unit/engine/test_ngram_index.py",
+        "tests/unit/engine/test_drafter.py",
+        "tests/unit/engine/test_speculation.py",
+        "tests/unit/workers/sampling/test_drafts.py",
+    ),
+    "text": (
+        "tests/unit/server/test_stop_strings.py",
+        "tests/unit/server/test_detokenizer.py",
+        "tests/contract/test_completions_wire.py",
+    ),
+    "input-batch": (
+        "tests/unit/engine/test_input_batch.py",
+        "tests/unit/engine/test_first_history.py",
+        "tests/unit/engine/test_logits_constraints.py",
+        "tests/unit/engine/test_mask_batch.py",
+        "tests/unit/engine/test_bad_words.py",
+    ),
+    "structured-output": (
+        "tests/unit/engine/test_grammar_compiler.py",
+        "tests/unit/engine/test_grammar_bitmask.py",
+        "tests/unit/engine/test_structured_output_manager.py",
+    ),
+    "replicas": ("tests/unit/engine/test_replica_choice.py", "tests/unit/engine/test_prefix_index.py"),
+    "step-cost": ("tests/unit/engine/test_step_budget.py", "tests/unit/workers/test_step_cost.py"),
+    "pipeline": (
+        "tests/unit/workers/distributed/test_pipeline_stage.py",
+        "tests/unit/workers/layers/test_stage_layers.py",
+    ),
+    "layers": ("tests/unit/workers/layers/test_rotary.py", "tests/unit/workers/layers/test_norm.py"),
+    "weights": ("tests/unit/workers/weights",),
+    "tool-formats": (
+        "tests/unit/server/test_tool_parsers.py",
+        "tests/unit/server/test_reasoning_parser.py",
+        "tests/unit/server/tools/test_every_format.py",
+    ),
+    "completions": ("tests/contract/test_completions_wire.py",),
+    "chat": ("tests/contract/test_chat_wire.py", "tests/contract/test_chat_tools_wire.py"),
+    "messages": ("tests/contract/test_messages_wire.py",),
+    "pooling": ("tests/contract/test_embeddings_wire.py", "tests/contract/test_rerank_wire.py"),
+    "http": ("tests/contract/test_middleware_wire.py", "tests/contract/test_messages_wire.py"),
+    "config": ("tests/unit/server/test_settings.py", "tests/unit/server/test_cli.py"),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One edit: the text `before`, which stands in the code once, becomes `after`."""
+
+    concern: str
+    name: str
+    breaks: str  # what goes wrong with it
+    before: str
+    after: str
+
+
+def read_faults(text: str) -> list[Fault]:
+    """Faults of a text in the form of `faults.txt`; lines that begin with # are skipped."""
+    faults = []
+    for paragraph in text.strip().split("\n\n"):
+        title, *lines = [line for line in paragraph.split("\n") if not line.startswith("#")] or [""]
+        if title:
+            place, _, breaks = title.partition(": ")
+            concern, _, name = place.partition(" / ")
+            before, after = ("\n".join(line[2:] for line in lines if line[0] == sign) for sign in "-+")
+            faults.append(Fault(concern, name, breaks, before, after))
+    return faults
+
+
+FAULTS = read_faults((Path(__file__).parent / "faults.txt").read_text("utf-8"))
