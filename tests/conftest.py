@@ -17,7 +17,8 @@ from xdist.scheduler import LoadFileScheduling
 from tests.covering_set import covering_set
 
 # Triton reads this when it is imported, which some libraries do: without a device, kernels are interpreted.
-if not Path("/dev/nvidia0").exists():
+HAS_DEVICE = Path("/dev/nvidia0").exists()
+if not HAS_DEVICE:
     os.environ["TRITON_INTERPRET"] = "1"
 # A script that starts the tests in its background has Ctrl-C ignored; the programs that they stop with it must not.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -68,18 +69,39 @@ def _key(value: object) -> str:
     return f"{value!r} {id(value)}" if callable(value) else repr(value)
 
 
+def _factors(item: pytest.Function) -> dict[str, str]:
+    """Values of a case that stand in a product with each other: of a table of cases, the whole row."""
+    params = item.callspec.params
+    if LEVELS & params.keys():
+        return {name: _key(value) for name, value in params.items()}
+    factors = {name: name for name in params}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if isinstance(mark.args[0], str) else ",".join(mark.args[0])
+        factors |= {name.strip(): names for name in names.split(",")}
+    rows: dict[str, list[str]] = {}
+    for name, value in params.items():
+        rows.setdefault(factors[name], []).append(_key(value))
+    return {names: " ".join(row) for names, row in rows.items()}
+
+
+def _runs_here(item: pytest.Function) -> bool:
+    is_skipped = any(mark.args[:1] == (True,) for mark in item.iter_markers("skipif"))
+    return not is_skipped and (HAS_DEVICE or item.get_closest_marker("gpu") is None)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `product` the combinations beyond a covering set of each test that runs at every level of kernels."""
+    """Mark as `product` the combinations beyond a covering set of each test that runs at every level of kernels, or has
+    a product of three parameters or more."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if LEVELS & parameters.keys() and not item.get_closest_marker("soak"):
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("soak"):
             tests.setdefault(item.nodeid.split("[")[0], []).append(item)
     for combinations in tests.values():
-        runs_here = [not any(mark.args[:1] == (True,) for mark in item.iter_markers("skipif")) for item in combinations]
-        cases = [{name: _key(value) for name, value in item.callspec.params.items()} for item in combinations]
-        chosen = covering_set(cases, runs_here)
+        cases = [_factors(item) for item in combinations]
+        if len(cases[0]) < 3 and not LEVELS & cases[0].keys():
+            continue
+        chosen = covering_set(cases, [_runs_here(item) for item in combinations])
         for index, item in enumerate(combinations):
             if index not in chosen:
                 item.add_marker("product")

@@ -19,16 +19,16 @@ def pairs_of(case: Mapping[str, str]) -> set[Pair]:
 
 
 def covering_set(cases: Sequence[Mapping[str, str]], preferred: Sequence[bool]) -> set[int]:
-    """Indices of combinations that cover all pairs which occur in `cases`.
+    """Indices of combinations that cover all pairs which occur among the preferred ones.
 
     `cases`: for each combination the value of each parameter, as text. `preferred`: whether a combination can run
-    here; others are chosen only for pairs that no preferred one has. Greedy: always the combination with the most pairs
-    that are not covered yet, the first of equals, so every process chooses the same.
+    here; of the others, which are skipped, only so many are chosen that each value stands somewhere. Greedy: always the
+    combination with the most that is not covered yet, the first of equals, so every process chooses the same.
     """
-    found = [pairs_of(case) for case in cases]
     chosen: set[int] = set()
-    covered: set[Pair] = set()
+    covered: set[object] = set()
     for wanted in (True, False):
+        found = [pairs_of(case) if wanted else set(case.items()) for case in cases]
         left = [index for index in range(len(cases)) if preferred[index] is wanted]
         while left:
             best = max(left, key=lambda index: (len(found[index] - covered), -index))
@@ -37,4 +37,5 @@ def covering_set(cases: Sequence[Mapping[str, str]], preferred: Sequence[bool]) 
             chosen.add(best)
             covered |= found[best]
             left.remove(best)
+        covered |= {value for index in chosen for value in cases[index].items()}
     return chosen
