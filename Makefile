@@ -119,8 +119,8 @@ TRITON_SAMPLE := (fit_every and model) or launches or random_batches or lost_sho
 test-long: $(TOOLS)
 	@echo '==> soak'
 	@$(PYTEST) -n 3 -m soak tests/e2e tests/load tests/benchmarks/test_benchmarks.py $(addprefix tests/unit/workers/,verify/test_stored.py kernels/cpu/test_build.py) tests/parallel tests/multihost tests/sim
-	@echo '==> the kernels: combinations of parameters beyond those of make test'
-	@$(PYTEST) -q -m product tests/unit/workers
+	@echo '==> combinations of parameters beyond those of make test'
+	@$(PYTEST) -q -m product tests/unit tests/golden tests/parallel
 	@echo '==> the kernels of 64-bit ARM, emulated'
 	@$(PYTEST) -m soak -k '$(ARM_SAMPLE)' $(addprefix tests/unit/workers/,kernels/cpu attention/test_attention.py layers/test_matmul.py quantization)
 	@echo '==> the kernels for CUDA: compiled ahead, and sampling in the interpreter'

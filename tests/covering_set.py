@@ -1,9 +1,9 @@
 """Chooses the combinations of a parametrised test that cover every pair of its parameters' values.
 
 Most faults need one value of one parameter or two values together (Kuhn, Wallace and Gallo, "Software fault
-interactions and implications for software testing", IEEE TSE 2004). So a test at every level of instruction set runs
-combinations in which each pair of values stands somewhere, each value at each level among them. The others are marked
-`product` and run in `make test-long`.
+interactions and implications for software testing", IEEE TSE 2004). So a test at every level of instruction set,
+or with a product of three parameters and more, runs combinations in which each pair of values stands somewhere, each
+value at each level among them. The others are marked `product` and run in `make test-long`.
 """
 
 import itertools

@@ -7,7 +7,7 @@ from pathlib import Path
 _AVX2 = ("-k", "avx2")
 CONCERNS: dict[str, tuple[str, ...]] = {
     "attention": ("tests/unit/workers/attention/test_attention.py", *_AVX2),
-    "kv-format": ("tests/unit/workers/attention/test_kv_format.py", *_AVX2),
+    "attention-forms": ("tests/unit/workers/attention/test_attention.py", "-k", "backends_agree"),
     "elementwise": ("tests/unit/workers/kernels/cpu/test_elementwise.py", *_AVX2),
     "products": ("tests/unit/workers/quantization/test_slices.py", "tests/unit/workers/layers/test_matmul.py", *_AVX2),
     "quantised-kernels": (
@@ -17,9 +17,9 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     ),
     "sampling-kernels": (
         "tests/unit/workers/sampling/test_sampling.py",
-        "tests/unit/workers/sampling/test_logits_processors.py",
         *_AVX2,
     ),
+    "logits-processors": ("tests/unit/workers/sampling/test_logits_processors.py",),
     "triton": (
         "tests/unit/workers/kernels/triton/test_triton_rotation.py",
         "tests/unit/workers/kernels/triton/test_triton_layers.py",
@@ -59,7 +59,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     ),
     "scheduler": (
         "tests/unit/engine/test_scheduler.py",
-        "tests/unit/engine/test_columns.py",
+        "tests/unit/engine/test_decode_state.py",
         "tests/unit/engine/test_refused_steps.py",
         "tests/unit/engine/test_scheduler_properties.py",
         "tests/sim/test_fairness.py",
@@ -83,6 +83,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     "text": (
         "tests/unit/server/test_stop_strings.py",
         "tests/unit/server/test_detokenizer.py",
+        "tests/unit/server/test_output_processor.py",
         "tests/contract/test_completions_wire.py",
     ),
     "input-batch": (
@@ -95,6 +96,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     "structured-output": (
         "tests/unit/engine/test_grammar_compiler.py",
         "tests/unit/engine/test_grammar_bitmask.py",
+        "tests/unit/engine/test_mask_batch.py",
         "tests/unit/engine/test_structured_output_manager.py",
     ),
     "replicas": ("tests/unit/engine/test_replica_choice.py", "tests/unit/engine/test_prefix_index.py"),
@@ -114,8 +116,12 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     "chat": ("tests/contract/test_chat_wire.py", "tests/contract/test_chat_tools_wire.py"),
     "messages": ("tests/contract/test_messages_wire.py",),
     "pooling": ("tests/contract/test_embeddings_wire.py", "tests/contract/test_rerank_wire.py"),
-    "http": ("tests/contract/test_middleware_wire.py", "tests/contract/test_messages_wire.py"),
-    "config": ("tests/unit/server/test_settings.py", "tests/unit/server/test_cli.py"),
+    "http": (
+        "tests/contract/edge/test_cors.py",
+        "tests/contract/test_middleware_wire.py",
+        "tests/contract/test_messages_wire.py",
+    ),
+    "config": ("tests/unit/server/test_settings.py", "tests/unit/server/test_listening.py"),
 }
 
 

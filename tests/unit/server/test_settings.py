@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from oarlock.server.config.option_checks import check_step_size
 from oarlock.server.config.options import OptionError, format_size, parse_size
 from oarlock.server.config.settings import OPTIONS, Settings, as_markdown, make_settings
 from oarlock.server.config.sources import as_table, load_settings
@@ -271,3 +272,9 @@ def test_python_callers_get_the_same_checks():
         make_settings({"tensor_paralel_size": 2})
     with pytest.raises(OptionError, match="at least 1"):
         make_settings({"tensor_parallel_size": 0})
+
+
+def test_a_step_has_a_token_for_each_running_sequence():
+    check_step_size(4, max_num_seqs=4)
+    with pytest.raises(OptionError, match="below --max-num-seqs"):
+        check_step_size(3, max_num_seqs=4)

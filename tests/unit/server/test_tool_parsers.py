@@ -8,6 +8,7 @@ import pytest
 
 from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
 from oarlock.server.chat.tool_parsers.hermes import HermesToolParser
+from oarlock.server.chat.tool_parsers.json_scanner import JsonScanner, MalformedError
 from oarlock.server.chat.tool_parsers.llama import LlamaToolParser
 from oarlock.server.chat.tool_parsers.mistral import MistralToolParser
 
@@ -178,3 +179,11 @@ def test_numbers_and_escapes_are_checked():
     for value in bad:
         text = f'<tool_call>{{"x":{value},"name":"f"}}</tool_call>'
         assert _parse(HermesToolParser(NAMES), [text]) == [ContentDelta(text)], value
+
+
+def test_an_escaped_character_has_four_digits():
+    scanner = JsonScanner()
+    for character in '{"a": "\\u00e':
+        scanner.push(character)
+    with pytest.raises(MalformedError):
+        scanner.push('"')

@@ -9,7 +9,7 @@ import torch
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
 from oarlock.workers.runner.buckets import bucket_of, bucket_sizes
-from oarlock.workers.runner.step_inputs import Layout, Shape, StepInputs
+from oarlock.workers.runner.step_inputs import Layout, Shape, StagingBuffer, StepInputs
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.sampling.columns import SamplingColumns
 
@@ -154,3 +154,12 @@ def test_sections_share_no_byte() -> None:
     for value, (name, tensor) in enumerate(tensors.items()):
         assert (tensor == value + 1).all() and tuple(tensor.shape) == arrays[name].shape
         assert tensor.data_ptr() % 64 == memory.data_ptr() % 64 or not tensor.numel()
+
+
+def test_a_half_that_is_being_copied_is_not_written_again() -> None:
+    staging = StagingBuffer(64, CPU)
+    first = staging.on_host
+    staging.turn()
+    second = staging.on_host
+    staging.turn()
+    assert not np.shares_memory(first, second) and np.shares_memory(first, staging.on_host)
