@@ -291,7 +291,12 @@ def _bytes_of(x: Tensor) -> Tensor:
 
 Sum = Callable[[Tensor], Tensor]
 
-SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10)  # bytes of float32; beyond the last NCCL is used without a question
+SIZES = (
+    4 << 10,
+    16 << 10,
+    64 << 10,
+    256 << 10,
+)  # bytes of float32; beyond the last NCCL is used without a question
 _ALIGN = 16  # bytes, which the one-shot kernel reads at once
 _WARM, _TIMED = 10, 50  # sums
 
@@ -324,7 +329,7 @@ class DeviceSum:
         return self._one_shot(x) if self._one_shot is not None and fits else self._nccl(x)
 
 
-def choose(
+def choose_device_sum(
     make_one_shot: Callable[[], Sum],
     nccl: Sum,
     device: torch.device,

@@ -23,7 +23,7 @@ from oarlock.workers.distributed.all_reduce import (
     PeerLostError,
     SharedMemoryGroup,
     Sum,
-    choose,
+    choose_device_sum,
     seconds_on_device,
     tree_sum,
 )
@@ -108,7 +108,7 @@ class TensorParallel:
         def agree(number: float) -> float:
             return float(self.all_gather(torch.tensor([number], dtype=torch.float64, device=device)).max())
 
-        self._device_sum, self.sums_by = choose(
+        self._device_sum, self.sums_by = choose_device_sum(
             lambda: OneShot(max(SIZES), device, self._group), self._nccl_sum, device, agree, seconds_on_device
         )
         if self.rank == 0:

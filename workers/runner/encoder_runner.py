@@ -36,7 +36,7 @@ _OTHERS = (1, 17, 48, 5)  # tokens of the texts around it, half of them before i
 Hidden = Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]
 
 
-def check_alone_and_in_company(hidden: Hidden, vocab_size: int, max_len: int, device: torch.device) -> InvarianceResult:
+def check_alone_and_in_batch(hidden: Hidden, vocab_size: int, max_len: int, device: torch.device) -> InvarianceResult:
     """Checks that texts of two lengths get the same bits alone and in a batch with others. Every rank must call this at
     the same point: layers sum over ranks."""
     if device.type != "cpu":
@@ -126,7 +126,7 @@ class EncoderRunner:
         self._num_blocks = num_blocks
         assert self.config.max_model_len is not None
         with self._memory_for("trying the model out"):
-            self.invariance = check_alone_and_in_company(
+            self.invariance = check_alone_and_in_batch(
                 self._hidden, self.spec.vocab_size, self.config.max_model_len, self.device
             )
             self.rank_invariance = check_sums_of_ranks(self.model)

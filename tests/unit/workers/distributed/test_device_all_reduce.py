@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oarlock.workers.distributed.all_reduce import SIZES, DeviceSum, Sum, choose
+from oarlock.workers.distributed.all_reduce import SIZES, DeviceSum, Sum, choose_device_sum
 
 CPU = torch.device("cpu")
 
@@ -27,12 +27,17 @@ def chosen(one_shot: Way, nccl: Way, others: float = 0.0) -> tuple[DeviceSum, st
         assert isinstance(add, Way)
         return add.seconds[x.nbytes]
 
-    return choose(lambda: one_shot, nccl, CPU, lambda number: max(number, others), seconds_of)
+    return choose_device_sum(lambda: one_shot, nccl, CPU, lambda number: max(number, others), seconds_of)
 
 
 @pytest.mark.parametrize(
     ("one_shot", "limit"),
-    [((1, 2, 9, 99), SIZES[1]), ((9, 1, 1, 1), 0), ((1, 9, 1, 1), SIZES[0]), ((1, 1, 1, 1), SIZES[3])],
+    [
+        ((1, 2, 9, 99), SIZES[1]),
+        ((9, 1, 1, 1), 0),
+        ((1, 9, 1, 1), SIZES[0]),
+        ((1, 1, 1, 1), SIZES[3]),
+    ],
 )
 def test_one_shot_up_to_the_first_size_at_which_it_is_not_faster(one_shot: tuple[float, ...], limit: int) -> None:
     first, second = Way(one_shot), Way((3, 4, 5, 6))
@@ -63,5 +68,5 @@ def test_a_way_that_is_wrong_or_missing_is_not_taken() -> None:
     def missing() -> Sum:
         raise RuntimeError("no peer access\nbetween devices")
 
-    _, line = choose(missing, Way((3, 4, 5, 6)), CPU, float, lambda add, x: 1.0)
+    _, line = choose_device_sum(missing, Way((3, 4, 5, 6)), CPU, float, lambda add, x: 1.0)
     assert line == "NCCL; no symmetric memory: no peer access"
