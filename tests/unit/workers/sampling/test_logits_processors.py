@@ -64,7 +64,7 @@ def adjusted_step(seed: int, logits: torch.Tensor, **columns) -> StepMetadata:
 @pytest.mark.parametrize("columns", COLUMNS.values(), ids=COLUMNS)
 def test_tokens_equal_the_naive_sampler(columns: dict, size: int) -> None:
     for seed in range(3):
-        logits = logits_of(seed)
+        logits = logits_of(seed) - (40 if seed == 2 else 0)  # repetition divides positive logits and multiplies others
         step = adjusted_step(seed, logits, **columns)
         out = sample_with(logits, step, size)
         assert (out.finite == FINITE).all()
