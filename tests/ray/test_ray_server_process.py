@@ -13,7 +13,7 @@ from oarlock_ray.arguments import ArgumentError
 from oarlock_ray.server_process import ServerProcess
 
 from tests.e2e.running import eventually
-from tests.unit.server.test_banner import INFO
+from tests.unit.server.launch.test_banner import INFO
 
 READY = "print('Oarlock is ready.\\n  URL      http://127.0.0.1:1', flush=True); "
 WAIT = "import time; time.sleep(600)"
