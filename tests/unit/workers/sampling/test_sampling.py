@@ -1,5 +1,6 @@
 """The sampler against a reference that sorts everything, on one rank and on several, and its properties one by one."""
 
+import itertools
 from collections.abc import Callable
 from functools import cache
 
@@ -111,27 +112,24 @@ def test_many_rows_are_scored_at_once():
 
 
 @pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("mode", MODES)
-def test_broken_rows_are_reported_and_disturb_no_other(mode, size):
+def test_broken_rows_are_reported_and_disturb_no_other():
     logits = peaked()
-    step = step_of(ROWS, num_logprobs=2, **MODES[mode])
-    healthy = sample_with(logits, step, size)
-    broken = logits.clone()
-    broken[0, 700] = float("nan")
-    broken[1] = float("-inf")
-    broken[2, 3] = float("inf")
-    out = sample_with(broken, step, size)
-    assert out.finite.tolist() == [NONFINITE] * 3 + [FINITE] * 3
-    assert out.token_ids[3:].tolist() == healthy.token_ids[3:].tolist()
-    np.testing.assert_array_equal(out.top_logprobs[3:], healthy.top_logprobs[3:])
-    assert ((out.token_ids >= 0) & (out.token_ids < VOCAB)).all()
+    for mode, size in itertools.product(MODES.values(), (1, 3)):
+        step = step_of(ROWS, num_logprobs=2, **mode)
+        healthy = sample_with(logits, step, size)
+        broken = logits.clone()
+        broken[0, 700] = float("nan")
+        broken[1] = float("-inf")
+        broken[2, 3] = float("inf")
+        out = sample_with(broken, step, size)
+        assert out.finite.tolist() == [NONFINITE] * 3 + [FINITE] * 3
+        assert out.token_ids[3:].tolist() == healthy.token_ids[3:].tolist()
+        np.testing.assert_array_equal(out.top_logprobs[3:], healthy.top_logprobs[3:])
+        assert ((out.token_ids >= 0) & (out.token_ids < VOCAB)).all()
 
 
 @pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_row_whose_ids_are_all_banned_is_reported_as_such(mode, size):
+def test_a_row_whose_ids_are_all_banned_is_reported_as_such():
     """Rows 0 and 4 ban all ids by bias, and by bias and mask together; row 4 is broken as well, on one rank alone."""
     some = [3, 31, 700]
     bias = [(0, token, -np.inf) for token in range(VOCAB)] + [(row, 700, -np.inf) for row in (1, 2, 4, 5)]
@@ -141,9 +139,10 @@ def test_a_row_whose_ids_are_all_banned_is_reported_as_such(mode, size):
     logits[3, some] = float("-inf")  # all that is allowed has a probability of 0
     logits[4, 5] = float("nan")  # banned by the mask
     logits[5, 700] = float("inf")  # banned by bias
-    step = step_of(ROWS, bias, masks=masks, num_logprobs=[-1, 2, -1, 2, -1, 2], **MODES[mode])
-    out = sample_with(logits, step, size)
-    assert out.finite.tolist() == [ALL_BANNED, FINITE, ALL_BANNED, NONFINITE, NONFINITE, NONFINITE]
+    for mode, size in itertools.product(MODES.values(), (1, 3)):
+        step = step_of(ROWS, bias, masks=masks, num_logprobs=[-1, 2, -1, 2, -1, 2], **mode)
+        out = sample_with(logits, step, size)
+        assert out.finite.tolist() == [ALL_BANNED, FINITE, ALL_BANNED, NONFINITE, NONFINITE, NONFINITE]
 
 
 @pytest.mark.usefixtures("form")
