@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from oarlock.server.bench import metrics
-from oarlock.server.bench.client.http_stream import HttpClient, Target
-from oarlock.server.bench.client.request import RequestForm
+from oarlock.server.bench.client import RequestForm
+from oarlock.server.bench.http_stream import HttpClient, Target
 from oarlock.server.bench.run import LoadRun, Measured, Schedule, run_until_done
-from oarlock.server.bench.workload.workload import Turn
+from oarlock.server.bench.workload import Turn
 
 PERCENTILES = (50, 90, 99)
 

@@ -6,19 +6,65 @@ the runs and compare several pairs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 from oarlock.engine.errors import StartupError
-from oarlock.server.bench import bootstrap
-from oarlock.server.bench.bootstrap import Statistic
 from oarlock.server.bench.metrics import LATENCIES, Sample, latencies_ms
-from oarlock.server.bench.report.table import aligned
+from oarlock.server.bench.report import aligned
 from oarlock.server.bench.result import Result
+
+Statistic = Callable[[np.ndarray], np.ndarray]  # indices of requests, shape [draws, n] -> a figure per draw: [draws]
+DRAWS = 2000
+_AT_ONCE = 250  # draws, so that the arrays of indices stay small
+
+
+def block_length(count: int, together: int) -> int:
+    """Requests per block: at least those that run together and n^(1/3), and never over a tenth of the run."""
+    return max(1, min(max(together, round(count ** (1 / 3))), count // 10))
+
+
+def draw_blocks(count: int, length: int, draws: int, random: np.random.Generator) -> np.ndarray:
+    """Indices of `draws` resampled runs of `count` requests: shape [draws, count]."""
+    blocks = -(-count // length)
+    starts = random.integers(0, count, (draws, blocks, 1))
+    return ((starts + np.arange(length)) % count).reshape(draws, -1)[:, :count]
+
+
+def resampled(statistic: Statistic, count: int, length: int, random: np.random.Generator) -> np.ndarray:
+    """The figure in each of `DRAWS` resampled runs: shape [DRAWS]."""
+    parts = [statistic(draw_blocks(count, length, _AT_ONCE, random)) for _ in range(DRAWS // _AT_ONCE)]
+    return np.concatenate(parts)
+
+
+def ratio_interval(
+    first: np.ndarray, second: np.ndarray, ratio: float, blocks: int, confidence: float
+) -> tuple[float, float]:
+    """The interval of second / first from the resampled figures of two independent runs: percentiles of their ratios.
+
+    `ratio`: as measured; `blocks`: in the run that has fewer of them. Resampling k blocks shows (k - 1) / k of the
+    variance, and k is small, so the interval is stretched to that of Student's t with k - 1 degrees of freedom.
+    """
+    tail = 50 * (1 - confidence)
+    ends = np.percentile(second / first, [tail, 100 - tail])
+    stretch = _student(confidence, blocks - 1) * math.sqrt(blocks / (blocks - 1)) if blocks > 1 else math.inf
+    low, high = (ratio * math.exp(stretch * math.log(end / ratio)) for end in ends)
+    return low, high
+
+
+def _student(confidence: float, freedom: int) -> float:
+    """The quantile of Student's t as a multiple of the normal one, by the expansion of Cornish and Fisher."""
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    first = (z**3 + z) / (4 * freedom)
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return 1 + (first + second) / z
+
 
 _MIN_BEYOND = 5  # values that have to lie beyond a percentile for it to mean anything
 _MIN_REQUESTS = 10
@@ -114,7 +160,7 @@ class _Run:
     def __init__(self, done: Sequence[Sample], result: Result, seed: int) -> None:
         self._done = sorted(done, key=lambda sample: sample.sent_s)
         self._result = result
-        self._length = bootstrap.block_length(len(done), result.summary["peak_concurrency"])
+        self._length = block_length(len(done), result.summary["peak_concurrency"])
         self._random = np.random.default_rng(seed)  # another for each run: they are independent
 
     def __len__(self) -> int:
@@ -153,7 +199,7 @@ class _Run:
         return self._resampled(_pooled_percentile(gaps, int(statistic[1:])))
 
     def _resampled(self, statistic: Statistic, count: int | None = None) -> np.ndarray:
-        return bootstrap.resampled(statistic, count or len(self._done), self._length, self._random)
+        return resampled(statistic, count or len(self._done), self._length, self._random)
 
 
 def _pooled_percentile(gaps: Sequence[np.ndarray], percent: int) -> Statistic:
@@ -179,7 +225,7 @@ def _series_rows(a: Result, b: Result, confidence: float) -> list[Row]:
     for name in a.series.keys() & b.series.keys():
         values = [np.array(result.series[name]) for result in (a, b)]
         random = np.random.default_rng(0)
-        draws = [bootstrap.resampled(lambda at, v=v: v[at].mean(1), len(v), 1, random) for v in values]
+        draws = [resampled(lambda at, v=v: v[at].mean(1), len(v), 1, random) for v in values]
         fewest = min(len(v) for v in values)
         usable = draws if fewest >= _MIN_ROUNDS else None
         rows.append(_row(name, [float(v.mean()) for v in values], usable, fewest, confidence))
@@ -199,7 +245,7 @@ def _row(name: str, values: Sequence[float], draws: Sequence[np.ndarray] | None,
         return Row(name, a, b, ratio, None, None, Verdict.TOO_FEW)
     if min(draw.min() for draw in draws) <= 0:
         return Row(name, a, b, ratio, None, None, Verdict.ZERO)
-    low, high = bootstrap.ratio_interval(draws[0], draws[1], ratio, blocks, confidence)
+    low, high = ratio_interval(draws[0], draws[1], ratio, blocks, confidence)
     return Row(name, a, b, ratio, low, high, verdict(low, high, higher_is_better=name in _HIGHER_IS_BETTER))
 
 

@@ -60,8 +60,8 @@ def _find(settings: Settings) -> tuple[str, list[str]]:
 
     from oarlock.engine.errors import StartupError
     from oarlock.server.llm.generation_config import GenerationConfig
-    from oarlock.server.llm.model_files import find_files
     from oarlock.server.llm.pooler_config import PoolerConfig
+    from oarlock.server.llm.tokenizer import find_files
 
     try:
         files = asyncio.run(find_files(replace(settings, offline=True), lambda *progress: None))

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from oarlock.engine.errors import StartupError
-from oarlock.server.bench.client.http_stream import (
+from oarlock.server.bench.http_stream import (
     BrokenError,
     ConnectError,
     HttpClient,

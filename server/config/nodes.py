@@ -4,12 +4,92 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from typing import Any
 
 from oarlock.engine.config import NodesConfig
 from oarlock.engine.errors import StartupError
 from oarlock.server.config.groups.nodes import RAY
-from oarlock.server.config.launchers import launcher_store
+from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import Settings
+
+TORCHRUN, LEADER_WORKER_SET = "torchrun", "LeaderWorkerSet"
+_MARKS = ("TORCHELASTIC_RUN_ID", "GROUP_RANK", "GROUP_WORLD_SIZE")  # MASTER_ADDR alone may be of another program
+# Our options, and the variables that they follow from.
+_FROM_TORCHRUN = {
+    "nnodes": "GROUP_WORLD_SIZE",
+    "node_rank": "GROUP_RANK",
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+}
+_FROM_LWS = {"nnodes": "LWS_GROUP_SIZE", "node_rank": "LWS_WORKER_INDEX", "master_addr": "LWS_LEADER_ADDRESS"}
+_FLAGS = "--nnodes, --node-rank, --master-addr and --master-port"
+
+
+def launched(environment: Mapping[str, str], given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Find the launcher that started this process, and what it says of the options that are not `given`.
+
+    Ray, which is named by a flag, comes first, then torchrun. Raises `OptionError` when variables cannot be followed.
+    """
+    if given.get("distributed_executor_backend") == RAY:
+        return RAY, {} if "nnodes" in given else {"nnodes": given.get("pipeline_parallel_size", 1)}
+    if is_torchrun(environment):
+        return TORCHRUN, _values(TORCHRUN, _FROM_TORCHRUN, environment, given)
+    if any(environment.get(name) for name in _FROM_LWS.values()):
+        return LEADER_WORKER_SET, _values(LEADER_WORKER_SET, _FROM_LWS, environment, given)
+    return "", {}
+
+
+def _values(program: str, names: Mapping[str, str], environment: Mapping[str, str], given: Mapping[str, Any]) -> dict:
+    wanted = {option: name for option, name in names.items() if option not in given}
+    missing = [name for name in wanted.values() if not environment.get(name, "").strip()]
+    if missing:
+        there = [name for name in names.values() if name not in missing and environment.get(name)]
+        raise OptionError(
+            f"The environment has {', '.join(there) or _MARKS[0]} of {program}, but not {' and '.join(missing)}.",
+            f"Start with {program}, unset its variables, or give {_FLAGS}.",
+        )
+    return {
+        option: environment[name].strip() if option == "master_addr" else _number(program, name, environment[name])
+        for option, name in wanted.items()
+    }
+
+
+def _number(program: str, name: str, text: str) -> int:
+    if not text.strip().isdecimal():
+        raise OptionError(
+            f"{name}, a variable of {program}, is {text[:80]!r}, but it must be a whole number.",
+            f"Start with {program}, unset its variables, or give {_FLAGS}.",
+        )
+    return int(text)
+
+
+def is_torchrun(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun started this process."""
+    return any(environment.get(name) for name in _MARKS)
+
+
+def launcher_store(environment: Mapping[str, str], address: str, port: int) -> str | None:
+    """A prefix for our keys, of this attempt alone, if torchrun keeps a store at that address; else None."""
+    where = environment.get("MASTER_ADDR", "").strip(), environment.get("MASTER_PORT", "").strip()
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or where != (address, str(port)):
+        return None
+    return f"{environment.get('TORCHELASTIC_RUN_ID', '')}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def first_on_host(environment: Mapping[str, str], num_ranks: int) -> bool:
+    """Whether this process is the one that serves, of those that torchrun starts on this host. `num_ranks`: of the
+    whole group. Raises `OptionError` where torchrun starts another number of processes than 1 per host, or 1 per rank.
+    """
+    if not is_torchrun(environment):
+        return True
+    on_host, everywhere = (environment.get(name, "1").strip() for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if on_host != "1" and everywhere != str(num_ranks):
+        raise OptionError(
+            f"torchrun starts {everywhere[:20]} processes, but --tensor-parallel-size times --pipeline-parallel-size "
+            f"is {num_ranks}.",
+            "Use torchrun --nproc-per-node 1, or as many processes as there are ranks.",
+        )
+    return environment.get("LOCAL_RANK", "0").strip() == "0"
 
 
 def nodes_config(settings: Settings, environment: Mapping[str, str]) -> NodesConfig | None:

@@ -6,17 +6,32 @@ The only reader of the file, and of the environment for options. Unknown names a
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from oarlock.server.config.launchers import launched
+from oarlock.server.config.nodes import launched
 from oarlock.server.config.option_checks import unknown_name
 from oarlock.server.config.options import OptionError
-from oarlock.server.config.service_links import service_links
 from oarlock.server.config.settings import OPTIONS, Settings, make_settings
+
+_HOST = "_SERVICE_HOST"
+_PORT = "_PORT"
+_OTHERS = r"_SERVICE_PORT(_\w+)?|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?"
+_ADDRESS = re.compile("(tcp|udp|sctp)://")
+
+
+def service_links(environment: Mapping[str, str]) -> set[str]:
+    """The names of these variables. OARLOCK_PORT is one only where its value is: `tcp://…`, not a number."""
+    services = [name.removesuffix(_HOST) for name in environment if name.endswith(_HOST)]
+    others = re.compile(f"({'|'.join(map(re.escape, services))})({_OTHERS})")
+    found = {name for name in environment if services and others.fullmatch(name)}
+    found |= {service + _HOST for service in services}
+    return found | {service + _PORT for service in services if _ADDRESS.match(environment.get(service + _PORT, ""))}
+
 
 # Variables that are no options: the name of the file, and what `workers/kernels/cpu/build.py` reads.
 _READ_ELSEWHERE = ("OARLOCK_CONFIG", "OARLOCK_CPU_LEVEL")

@@ -40,7 +40,7 @@ from oarlock.server.http.middleware import METRICS, PROBES, ApiMiddleware, RootP
 from oarlock.server.http.openapi.document import build, with_defaults
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.hub.model_path import served_names
-from oarlock.server.observability.access_log import AccessLog
+from oarlock.server.observability.logs import AccessLog
 from oarlock.server.observability.metrics import HttpCounters
 from oarlock.server.version import VERSION
 

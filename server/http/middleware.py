@@ -23,8 +23,7 @@ from oarlock.server.http.cors import Cors
 from oarlock.server.http.error_shape import MESSAGES, answer_of, is_message_route
 from oarlock.server.http.request_record import RequestRecord, label_of
 from oarlock.server.http.server_state import Phase, ServerState
-from oarlock.server.observability.access_log import AccessLog, RefusalLog
-from oarlock.server.observability.logs import event, logger
+from oarlock.server.observability.logs import AccessLog, RefusalLog, event, logger
 from oarlock.server.observability.metrics import HttpCounters
 
 PROBES = frozenset({"/health", "/health/live", "/health/ready"})

@@ -10,7 +10,7 @@ from pathlib import Path
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import open_model
-from oarlock.server.hub.checkpoint_json import VOCABULARY_FILES, read_json
+from oarlock.server.hub.model_path import VOCABULARY_FILES, read_json
 
 _PREFIX, _SEPARATOR = "models--", "--"
 _PARTIAL = ".incomplete"

@@ -25,8 +25,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from oarlock.engine.errors import StartupError
 from oarlock.server.config.options import format_size
-from oarlock.server.hub.digests import Digest, Report
-from oarlock.server.hub.transfer_rate import TransferRate
+from oarlock.server.hub.transfer import Digest, Report, TransferRate
 
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # beside the weights; nothing that could run code
 # Of the modules of sentence-transformers, whose folders are numbered: how they work, and the weights of Dense ones.

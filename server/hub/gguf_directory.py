@@ -16,7 +16,7 @@ from typing import Any
 
 from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import GGUFModel, Settings, hf_config, parts_of
-from oarlock.server.hub.gguf.tokenizer import Vocabulary, read_vocabulary, tokenizer_json
+from oarlock.server.hub.gguf_tokenizer import Vocabulary, read_vocabulary, tokenizer_json
 
 _FORM = 1  # of what is written; a new number makes it be written anew
 # Tokens that end an answer, by the names that published models give them. Files name only one or two of a model's.

@@ -6,9 +6,10 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from oarlock.engine.errors import StartupError
-from oarlock.engine.preflight import is_there
+from oarlock.engine.preflight import is_there, read_table
 from oarlock.server.config.settings import Settings
 from oarlock.server.hub.download import HubModel, OnDetailedProgress, download
 from oarlock.server.hub.gguf_directory import described, gguf_model
@@ -138,3 +139,12 @@ def _demo() -> Path:
         f"The demo model is not installed (looked in {candidates[0]} and {candidates[1]}).",
         "Name a model: oarlock serve Qwen/Qwen2.5-0.5B-Instruct",
     )
+
+
+# A tokenizer without tokenizer.json is made from one of these.
+VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in this file; an empty one if there is no such file. Raises `StartupError`."""
+    return read_table(path) if is_there(path) else {}

@@ -37,9 +37,8 @@ from oarlock.server.launch import banner
 from oarlock.server.launch.service_manager import ServiceManager
 from oarlock.server.llm.generation import Engine
 from oarlock.server.llm.generation_config import GenerationConfig
-from oarlock.server.llm.model_files import find_files
 from oarlock.server.llm.pooler_config import PoolerConfig
-from oarlock.server.llm.tokenizer import Tokenizer
+from oarlock.server.llm.tokenizer import Tokenizer, find_files
 from oarlock.server.observability import logs
 from oarlock.server.observability.metrics import HttpCounters
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from oarlock.engine.types import POOLS, Request
+from oarlock.server.llm.admission_queue import Submissions
 from oarlock.server.llm.generation import Engine, Generation
 from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.input_processor import InputProcessor, ProcessedRequest
 from oarlock.server.llm.pooler_config import PoolerConfig
-from oarlock.server.llm.submissions import Submissions
 from oarlock.server.llm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -31,9 +31,8 @@ from oarlock.server.hub.transfer_rate import in_words
 from oarlock.server.launch.supervisor import RunningEngine
 from oarlock.server.llm.engine_processes import engine_processes
 from oarlock.server.llm.generation_config import GenerationConfig
-from oarlock.server.llm.model_files import find_files
 from oarlock.server.llm.pooler_config import PoolerConfig
-from oarlock.server.llm.tokenizer import Tokenizer
+from oarlock.server.llm.tokenizer import Tokenizer, find_files
 from oarlock.server.observability.metrics import HttpCounters
 
 _CLOSE_S = 10.0

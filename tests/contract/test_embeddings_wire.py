@@ -18,8 +18,7 @@ from tokenizers.processors import TemplateProcessing
 
 from oarlock.engine.errors import QueueFullError
 from oarlock.engine.pooling_params import PoolingParams
-from oarlock.server.llm.dense import DenseConfig
-from oarlock.server.llm.pooler_config import PoolerConfig, Task
+from oarlock.server.llm.pooler_config import DenseConfig, PoolerConfig, Task
 from oarlock.server.llm.tokenizer import Tokenizer
 from tests.contract.conftest import INFO, chat_tokenizer, vectors_of
 

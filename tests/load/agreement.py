@@ -26,8 +26,7 @@ from typing import Any
 import httpx
 
 from oarlock.server.bench.metrics import Sample, latencies_ms
-from oarlock.server.bench.plan import ServePlan
-from oarlock.server.bench.serve import measure
+from oarlock.server.bench.serve import ServePlan, measure
 from tests.clients import environments
 from tests.clients.matrix import CLIENTS
 from tests.e2e.running import DEMO, RunningServer

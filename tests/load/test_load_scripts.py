@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from oarlock.server.bench.plan import ServePlan
-from oarlock.server.bench.serve import measure
+from oarlock.server.bench.serve import ServePlan, measure
 from tests.e2e.running import ROOT
 from tests.load import agreement
 from tests.load.client_ceiling import PacedServer

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart, merged
-from oarlock.server.chat.tool_parsers.call_parser import NoCallError, Tools
-from oarlock.server.chat.tool_parsers.call_script import CallReader
+from oarlock.server.chat.tool_parsers.call_parser import CallReader, NoCallError, Tools
 from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 
 Messages = list[dict[str, Any]]

@@ -14,8 +14,7 @@ from typing import Any
 
 from oarlock.server.chat.tool_parsers import grammar
 from oarlock.server.chat.tool_parsers.base import Messages, ToolFormat, ToolParser
-from oarlock.server.chat.tool_parsers.call_parser import CallParser
-from oarlock.server.chat.tool_parsers.call_script import CallReader
+from oarlock.server.chat.tool_parsers.call_parser import CallParser, CallReader
 from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 
 START, END = "<tool_call>", "</tool_call>"

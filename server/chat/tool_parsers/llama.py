@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from oarlock.server.chat.events import ContentDelta, MessageEvent
 from oarlock.server.chat.tool_parsers import grammar
 from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
-from oarlock.server.chat.tool_parsers.call_parser import CallParser, Tools
-from oarlock.server.chat.tool_parsers.call_script import CallReader
+from oarlock.server.chat.tool_parsers.call_parser import CallParser, CallReader, Tools
 from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 
 TAG = "<|python_tag|>"

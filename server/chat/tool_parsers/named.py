@@ -8,8 +8,7 @@ from functools import partial
 
 from oarlock.server.chat.tool_parsers import grammar
 from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
-from oarlock.server.chat.tool_parsers.call_parser import Tools
-from oarlock.server.chat.tool_parsers.call_script import CallReader, CallScript, Steps
+from oarlock.server.chat.tool_parsers.call_parser import CallReader, CallScript, Steps, Tools
 from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 
 

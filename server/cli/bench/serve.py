@@ -14,7 +14,7 @@ from oarlock.server.cli.bench.vllm_names import take_out
 
 if TYPE_CHECKING:  # what measures is imported when it runs: help is quick
     from oarlock.server.bench.metrics import Sample
-    from oarlock.server.bench.plan import ServePlan
+    from oarlock.server.bench.serve import ServePlan
 
 HELP = "drive any OpenAI-compatible server and measure what its clients see"
 _URL = "http://127.0.0.1:8000"
@@ -119,14 +119,14 @@ def run(arguments: argparse.Namespace) -> int:
     plan = make_plan(arguments)
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
-    from oarlock.server.bench.report import table
-    from oarlock.server.bench.report.html import as_html
+    from oarlock.server.bench import report
+    from oarlock.server.bench.report import as_html
     from oarlock.server.bench.result import write, write_text
     from oarlock.server.bench.serve import measure
 
     with _Bar(plan, arguments.disable_tqdm) as bar:
         result = measure(plan, bar.add)
-    print(table.as_text(result))
+    print(report.as_text(result))
     if arguments.output is not None:
         write(result, arguments.output)
     if arguments.html is not None:
@@ -186,8 +186,8 @@ def make_plan(arguments: argparse.Namespace) -> ServePlan:
         "ramp": None if arguments.ramp is None else _ramp(arguments.ramp),
     }
     _check_url(arguments.url)
-    from oarlock.server.bench.plan import ServePlan
-    from oarlock.server.bench.workload.trace import read
+    from oarlock.server.bench.serve import ServePlan
+    from oarlock.server.bench.workload import read
 
     return ServePlan(**values, trace=() if arguments.trace is None else read(arguments.trace))
 
@@ -267,7 +267,7 @@ def _extra(text: str | None) -> dict[str, Any]:
 
 
 def _check_url(url: str) -> None:
-    from oarlock.server.bench.client.http_stream import Target
+    from oarlock.server.bench.http_stream import Target
 
     try:
         Target.parse(url)

@@ -18,7 +18,7 @@ from typing import Any
 from oarlock.engine.errors import StartupError
 from oarlock.engine.fleet import TracedRequest
 from oarlock.server.bench import result
-from oarlock.server.bench.workload.trace import BLOCK_TOKENS
+from oarlock.server.bench.workload import BLOCK_TOKENS
 
 _EXIT_CODE = 2
 _BAILIAN_TOKENS = 16

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from oarlock.engine.errors import StartupError
-from oarlock.server.llm.dense import ACTIVATIONS, DenseConfig, DenseLayers
+from oarlock.server.llm.pooler_config import ACTIVATIONS, DenseConfig, DenseLayers
 
 IN, OUT = 48, 40
 

@@ -18,8 +18,8 @@ import pytest
 from oarlock.engine.errors import StartupError
 from oarlock.server.config.settings import make_settings
 from oarlock.server.llm.generation_config import GenerationConfig
-from oarlock.server.llm.model_files import find_files
 from oarlock.server.llm.pooler_config import PoolerConfig
+from oarlock.server.llm.tokenizer import find_files
 from oarlock.workers.preflight import preflight
 from tests.e2e.running import command, environment, free_port
 from tests.unit.server import hostile_models

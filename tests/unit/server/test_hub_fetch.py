@@ -12,7 +12,7 @@ from oarlock.engine.errors import StartupError
 from oarlock.server.hub import files as hub_files
 from oarlock.server.hub.download import HubModel
 from oarlock.server.hub.fetch import fetch
-from oarlock.server.hub.transfer_rate import TransferRate, in_words
+from oarlock.server.hub.transfer import TransferRate, in_words
 from oarlock.server.llm.tokenizer import Tokenizer
 from tests.house.rules import ROOT
 from tests.unit.server.fake_hub import COMMIT, FakeHub, etag

@@ -3,8 +3,7 @@
 import pytest
 
 from oarlock.server.config.options import OptionError
-from oarlock.server.config.service_links import service_links
-from oarlock.server.config.sources import load_settings
+from oarlock.server.config.sources import load_settings, service_links
 
 
 def links(service, address="10.96.0.7", port=8000):

@@ -9,7 +9,7 @@ import pytest
 
 from oarlock.engine.errors import QueueFullError
 from oarlock.engine.scheduler.request_queue import RequestQueue
-from oarlock.server.llm.submissions import Submissions
+from oarlock.server.llm.admission_queue import Submissions
 
 
 class Engine:

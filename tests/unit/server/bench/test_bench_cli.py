@@ -169,9 +169,9 @@ def test_other_forms_of_vllm_bench_become_a_plan():
 
 
 def test_the_choices_of_the_command_line_are_those_of_the_code():
-    from oarlock.server.bench.client.server_probe import FORMS
+    from oarlock.server.bench.client import FORMS
     from oarlock.server.bench.metrics import LATENCIES, PERCENTILES, SLO_METRICS
-    from oarlock.server.bench.workload.workload import NAMES
+    from oarlock.server.bench.workload import NAMES
 
     assert (vllm_names.PERCENTILES, vllm_names.METRICS) == (PERCENTILES, LATENCIES)
     assert (serve._WORKLOADS, serve._FORMS, serve._SLO) == (NAMES, FORMS, SLO_METRICS)

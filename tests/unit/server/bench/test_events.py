@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from oarlock.server.bench.client.events import EventReader
-from oarlock.server.bench.client.http_stream import Target
+from oarlock.server.bench.http_stream import EventReader, Target
 
 
 def data(chunk) -> bytes:

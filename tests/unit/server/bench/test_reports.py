@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from oarlock.engine.errors import StartupError
+from oarlock.server.bench import report, run
 from oarlock.server.bench import result as results
-from oarlock.server.bench.client import loop_lag
 from oarlock.server.bench.metrics import Sample
-from oarlock.server.bench.report import svg, table
-from oarlock.server.bench.report.html import as_html
+from oarlock.server.bench.report import as_html
 from tests.unit.server.bench.runs import CLIENT, closed_loop, noisy
 
 RANDOM = np.random.default_rng(1)
@@ -49,7 +48,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_the_table_has_every_measure_and_every_cause():
-    text = table.as_text(result())
+    text = report.as_text(result())
     for word in ("TTFT", "TPOT", "ITL", "E2EL", "p99", "60 completed, 2 failed", "HTTP 500", "timed out"):
         assert word in text
 
@@ -58,7 +57,7 @@ def test_a_run_in_which_everything_failed_has_a_table_and_a_page():
     nothing = closed_loop([0.1], [0.1])
     nothing.samples = FAILED
     nothing.summary |= {"completed": 0, "failed": 2} | {f"{name}_ms": None for name in ("ttft", "tpot", "itl", "e2el")}
-    assert "HTTP 500" in table.as_text(nothing)
+    assert "HTTP 500" in report.as_text(nothing)
     assert "HTTP 500" in as_html(nothing)
 
 
@@ -97,13 +96,13 @@ def test_the_page_loads_nothing_and_shows_foreign_text_as_text():
 
 def test_charts_of_equal_values_and_of_one_value():
     for values in ([5.0] * 30, [5.0]):
-        assert "<rect" in svg.distribution("x", values, [("p50", 5.0)])
-    assert "<polyline" in svg.over_time("x", [0.0], 1.0, "n")
-    assert "<polyline" in svg.over_time("x", [], 1.0, "n")
+        assert "<rect" in report.distribution("x", values, [("p50", 5.0)])
+    assert "<polyline" in report.over_time("x", [0.0], 1.0, "n")
+    assert "<polyline" in report.over_time("x", [], 1.0, "n")
 
 
 def test_what_lies_beyond_the_picture_is_counted():
-    assert "beyond the right edge" in svg.distribution("TTFT", [1.0] * 999 + [900.0], [])
+    assert "beyond the right edge" in report.distribution("TTFT", [1.0] * 999 + [900.0], [])
 
 
 @pytest.mark.parametrize(
@@ -111,24 +110,24 @@ def test_what_lies_beyond_the_picture_is_counted():
     [(0, 10, [0, 2, 4, 6, 8, 10]), (0, 0.5, [0, 0.1, 0.2, 0.3, 0.4, 0.5]), (93, 107, [95, 100, 105])],
 )
 def test_ticks_are_round(low, high, expected):
-    assert svg.ticks(low, high) == pytest.approx(expected)
+    assert report.ticks(low, high) == pytest.approx(expected)
 
 
 def test_notes_say_what_makes_the_figures_doubtful():
-    assert [note for note in table.notes(result()) if "client" in note.lower()] == []
+    assert [note for note in report.notes(result()) if "client" in note.lower()] == []
     slow = result()
     slow.client = {"lag_ms": {"p50": 1.0, "p99": 40.0, "max": 60.0}, "cpu_share": 0.5}
-    assert any("40.0 ms late" in note for note in table.notes(slow))
+    assert any("40.0 ms late" in note for note in report.notes(slow))
     slow.client = CLIENT | {"cpu_share": 0.97}
-    assert any("bottleneck" in note for note in table.notes(slow))
+    assert any("bottleneck" in note for note in report.notes(slow))
     slow.samples[0].scheduled_s, slow.samples[0].sent_s = 0.0, 0.5
     slow.samples[1].output_tokens, slow.samples[2].counted_by, slow.is_interrupted = 3, "chunks", True
-    said = " ".join(table.notes(slow))
+    said = " ".join(report.notes(slow))
     for part in ("500 ms after their time", "1 of 60 answers have another number", "no tokens", "interrupted"):
         assert part in said
 
 
 def test_lateness_counts_only_beside_the_gaps_it_distorts():
     late = {"lag_ms": {"p50": 1.0, "p99": 8.0, "max": 9.0}, "cpu_share": 0.1}
-    assert loop_lag.warning(late, gap_ms=100.0) is None
-    assert loop_lag.warning(late, gap_ms=10.0) is not None
+    assert run.warning(late, gap_ms=100.0) is None
+    assert run.warning(late, gap_ms=10.0) is not None

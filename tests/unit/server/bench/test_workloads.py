@@ -7,10 +7,9 @@ import json
 import pytest
 
 from oarlock.engine.errors import StartupError
-from oarlock.server.bench.plan import ServePlan
-from oarlock.server.bench.workload import trace, workload
-from oarlock.server.bench.workload.prompts import IdPrompts, TextPrompts
-from oarlock.server.bench.workload.workload import Lengths
+from oarlock.server.bench import workload
+from oarlock.server.bench.serve import ServePlan
+from oarlock.server.bench.workload import IdPrompts, Lengths, TextPrompts
 
 IDS = IdPrompts(4096, seed=7)
 
@@ -69,7 +68,7 @@ def test_a_trace_is_sorted_and_begins_at_its_first_request(tmp_path):
         {"timestamp": 1000, "input_length": 1030, "output_length": 7, "hash_ids": [4, 5]},
         {"timestamp": 1500.5, "input_length": 20, "output_length": 1},
     )
-    found = trace.read(file)
+    found = workload.read(file)
     assert [each.at_s for each in found] == [0, 0.5005, 2]
     plan = workload.TracedPrompts(IDS, found)
     first, second, third = (plan.conversation(number)[0] for number in range(3))
@@ -95,15 +94,15 @@ def test_a_trace_is_sorted_and_begins_at_its_first_request(tmp_path):
 def test_a_wrong_line_is_named(tmp_path, line, cause):
     file = trace_file(tmp_path, {"timestamp": 0, "input_length": 1, "output_length": 1}, line)
     with pytest.raises(StartupError) as error:
-        trace.read(file)
+        workload.read(file)
     assert cause in error.value.cause and error.value.fix
 
 
 def test_no_trace(tmp_path):
     with pytest.raises(StartupError, match="no line"):
-        trace.read(trace_file(tmp_path, ""))
+        workload.read(trace_file(tmp_path, ""))
     with pytest.raises(StartupError, match="cannot be read"):
-        trace.read(tmp_path / "none")
+        workload.read(tmp_path / "none")
 
 
 def test_schedules():

@@ -26,7 +26,7 @@ from oarlock.server.chat.tool_parsers.registry import FORMATS, choose, detect
 from oarlock.server.config.groups.model import REASONING_PARSERS, TOOL_CALL_PARSERS
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.chat.schema import ChatRequest
-from oarlock.server.llm.model_files import find_files
+from oarlock.server.llm.tokenizer import find_files
 from tests.unit.server.tools.written import ARGUMENTS_AS_TEXT, ONE_CALL, TEMPLATES, WHOLE_ANSWER, WRITERS
 
 TOKENIZER = Path(__file__).resolve().parents[4] / "models" / "oarlock-demo" / "tokenizer.json"

@@ -9,9 +9,8 @@ import pytest
 
 from oarlock.engine.errors import RequestError
 from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
-from oarlock.server.chat.tool_parsers.literals.gemma import FUNCTIONGEMMA
-from oarlock.server.chat.tool_parsers.literals.pythonic import PYTHONIC
-from oarlock.server.chat.tool_parsers.literals.schema_grammar import SchemaGrammar
+from oarlock.server.chat.tool_parsers.gemma import FUNCTIONGEMMA, SchemaGrammar
+from oarlock.server.chat.tool_parsers.pythonic import PYTHONIC
 from tests.unit.server.tools.test_every_format import _admits, compiler  # noqa: F401
 
 TOOLS: dict[str, dict] = {"f": {}, "g": {}}

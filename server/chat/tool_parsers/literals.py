@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 
-from oarlock.server.chat.tool_parsers.call_script import CallScript, Reads, Steps
+from oarlock.server.chat.tool_parsers.call_parser import CallScript, Reads, Steps
 from oarlock.server.chat.tool_parsers.json_scanner import MalformedError
 
 _MAX_DEPTH = 64

@@ -1,1 +1,0 @@
-"""The HTTP client of the measurement: streams over asyncio, timed as their bytes arrive."""

@@ -1,1 +1,0 @@
-"""Load of a run: the conversations that it sends, and their arrival times."""
