@@ -18,7 +18,7 @@ from oarlock.engine.engine_process import check_network, run_node
 from oarlock.server.config.settings import Settings
 from oarlock.server.launch.banner import Progress
 from oarlock.server.launch.child_process import signals_handled
-from oarlock.server.llm.model_files import find_files
+from oarlock.server.llm.tokenizer import find_files
 from oarlock.server.observability import logs
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)

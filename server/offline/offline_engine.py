@@ -27,7 +27,7 @@ from oarlock.server.endpoints.pooling.scoring import OpenAIServingScoring
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.serving import connect_engine
 from oarlock.server.http.server_state import ServerState
-from oarlock.server.hub.transfer_rate import in_words
+from oarlock.server.hub.transfer import in_words
 from oarlock.server.launch.supervisor import RunningEngine
 from oarlock.server.llm.engine_processes import engine_processes
 from oarlock.server.llm.generation_config import GenerationConfig

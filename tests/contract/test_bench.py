@@ -19,8 +19,7 @@ import pytest
 
 from oarlock.engine.errors import StartupError
 from oarlock.server.bench import metrics
-from oarlock.server.bench.plan import ServePlan
-from oarlock.server.bench.serve import measure
+from oarlock.server.bench.serve import ServePlan, measure
 from oarlock.server.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,8 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from oarlock.server.bench.plan import ServePlan
-from oarlock.server.bench.serve import measure
+from oarlock.server.bench.serve import ServePlan, measure
 
 _MODELS = b'{"object": "list", "data": [{"id": "paced", "object": "model", "vocab_size": 4096}]}'
 

@@ -59,7 +59,7 @@ class EngineMeasure:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Measure, print the table, write the file, and choose the exit code."""
-        from oarlock.server.bench.report.table import aligned
+        from oarlock.server.bench.report import aligned
         from oarlock.server.bench.result import write
 
         result = self._measure(arguments)
@@ -83,7 +83,7 @@ class EngineMeasure:
         from tqdm import tqdm
 
         from oarlock.server.bench.result import Result
-        from oarlock.server.bench.workload.prompts import IdPrompts
+        from oarlock.server.bench.workload import IdPrompts
         from oarlock.server.offline.inputs import SamplingParams
         from oarlock.server.offline.llm import LLM
 

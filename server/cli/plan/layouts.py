@@ -73,7 +73,7 @@ def _fetched(settings: Settings, model: str) -> Path:
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     from oarlock.engine.preflight import DESCRIPTIONS
-    from oarlock.server.hub.errors import explain
+    from oarlock.server.hub.fetch import explain
     from oarlock.server.hub.files import Download, Snapshot, look_up
 
     revision = settings.revision or "main"

@@ -149,7 +149,8 @@ def test_what_is_refused_before_it_is_read_the_engine_would_refuse():
             else:
                 assert yields or not list(early(server, client)), seed
                 request = SimpleNamespace(client=client, yields=yields)
-                seq = SimpleNamespace(key=(0.0, number), request=request, num_prompt_tokens=1, first_scheduled_s=None)
+                timeline = SimpleNamespace(first_scheduled_s=None)
+                seq = SimpleNamespace(key=(0.0, number), request=request, num_prompt_tokens=1, timeline=timeline)
                 queue.push(seq)
                 seq.submission = server.open([1], lambda *what: None, yields=yields, client=client)
             while len(queue) and len(running) < rows and draw.random() < 0.9:

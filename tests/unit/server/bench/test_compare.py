@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 
 from oarlock.engine.errors import StartupError
-from oarlock.server.bench import compare
-from oarlock.server.bench.compare import Verdict, _Run, as_text, compare, verdict
+from oarlock.server.bench.compare import (
+    Verdict,
+    _Run,
+    as_text,
+    block_length,
+    compare,
+    draw_blocks,
+    ratio_interval,
+    verdict,
+)
 from oarlock.server.bench.metrics import Sample
 from oarlock.server.bench.result import Result
 from tests.unit.server.bench.runs import closed_loop, noisy
@@ -56,9 +64,9 @@ def test_intervals_cover_the_true_ratio(correlation, length):
     for _ in range(pairs):
         values = [noisy(random, count, correlation=correlation) for _ in range(2)]
         for each in held:
-            draws = [value[compare.draw_blocks(count, each, 300, random)].mean(1) for value in values]
+            draws = [value[draw_blocks(count, each, 300, random)].mean(1) for value in values]
             ratio = values[1].mean() / values[0].mean()
-            low, high = compare.ratio_interval(*draws, ratio, count // each, 0.95)
+            low, high = ratio_interval(*draws, ratio, count // each, 0.95)
             held[each] += low <= 1 <= high
     assert 0.90 <= held[length] / pairs <= 0.985
     if correlation:
@@ -72,19 +80,19 @@ def test_throughput_intervals_cover_the_true_ratio_in_a_closed_loop():
         sides = [_Run(result.samples, result, seed) for seed, result in enumerate(results)]
         first, second = (result.summary["output_throughput"] for result in results)
         draws = [side.throughput("output_throughput") for side in sides]
-        low, high = compare.ratio_interval(*draws, second / first, sides[0].num_blocks, 0.95)
+        low, high = ratio_interval(*draws, second / first, sides[0].num_blocks, 0.95)
         held += low <= 1 <= high
     assert held / pairs >= 0.88
 
 
 def test_blocks_are_consecutive_and_as_long_as_requests_run_together():
-    drawn = compare.draw_blocks(10, 3, 50, np.random.default_rng(0))
+    drawn = draw_blocks(10, 3, 50, np.random.default_rng(0))
     assert drawn.shape == (50, 10)
     assert ((drawn[:, 1] - drawn[:, 0]) % 10 == 1).all() and ((drawn[:, 2] - drawn[:, 1]) % 10 == 1).all()
-    assert compare.block_length(1000, 32) == 32
-    assert compare.block_length(1000, 1) == 10
-    assert compare.block_length(100, 32) == 10
-    assert compare.block_length(5, 32) == 1
+    assert block_length(1000, 32) == 32
+    assert block_length(1000, 1) == 10
+    assert block_length(100, 32) == 10
+    assert block_length(5, 32) == 1
 
 
 @pytest.mark.parametrize(
