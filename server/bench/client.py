@@ -1,4 +1,4 @@
-"""Sends one request and makes a sample of what came back, whatever went wrong."""
+"""Client of a run: asks a server what it is, sends requests, and makes a sample of each answer, whatever went wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A result as text for a terminal."""
+"""Reports of a result: text for a terminal, and one HTML file with charts as inline SVG that loads nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench serve` from beginning to end: ask the server what it is, warm it up, run the load, summarize."""
+"""`bench serve` from beginning to end: ask the server what it is, warm it up, run the planned load, summarize."""
 
 from __future__ import annotations
 
@@ -81,10 +81,12 @@ class ServePlan:
             return Schedule(times_s=[each.at_s / self.trace_speed for each in kept])
         if self.ramp is not None:
             number = count or (workload.ramp_count(seconds, *self.ramp) if seconds else DEFAULT_REQUESTS)
-            return Schedule(times_s=workload.ramp(number, *self.ramp, self.burstiness, self.seed).tolist())
+            return Schedule(times_s=workload.ramp_arrivals(number, *self.ramp, self.burstiness, self.seed).tolist())
         if self.request_rate is not None:
             number = count or (max(1, round(seconds * self.request_rate)) if seconds else DEFAULT_REQUESTS)
-            return Schedule(times_s=workload.constant(number, self.request_rate, self.burstiness, self.seed).tolist())
+            return Schedule(
+                times_s=workload.constant_arrivals(number, self.request_rate, self.burstiness, self.seed).tolist()
+            )
         if count is None and seconds is None:
             count = DEFAULT_REQUESTS
         return Schedule(concurrency=self.concurrency or 1, count=count, seconds=seconds)

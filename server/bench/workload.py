@@ -1,6 +1,12 @@
-"""Random prompts of a wanted number of tokens: as token ids, or as words for servers that take only text.
+"""Workloads of a run: conversations of one or more turns from random prompts, and the times at which they arrive.
 
-A piece is a function of seed, key and length alone, so every server asked with one seed gets the same prompts.
+random          every prompt is new
+shared-prefix   one of a few beginnings, then a new part
+multi-turn      every turn carries what was said before, the server's answers included
+trace           lengths, and shared blocks, of a file
+
+A prompt is a function of seed, key and length alone, so every server asked with one seed gets the same prompts: as
+token ids, or as words for servers that take only text.
 """
 
 from __future__ import annotations
@@ -74,15 +80,20 @@ def _draw(seed: int, key: str) -> np.random.Generator:
     return np.random.default_rng([seed, *key.encode()])
 
 
-def constant(count: int, rate: float, burstiness: float, seed: int) -> np.ndarray:
-    """Seconds from the start at which `count` requests are sent, at `rate` per second: shape [count], ascending."""
+def constant_arrivals(count: int, rate: float, burstiness: float, seed: int) -> np.ndarray:
+    """Seconds from the start at which `count` requests are sent, at `rate` per second: shape [count], ascending.
+
+    As `get_request` of vllm/benchmarks/serve.py defines them: intervals are gamma-distributed with shape `burstiness`
+    and mean 1 / rate, so 1 is a Poisson process, below 1 requests come in bursts, above 1 more evenly, and at infinity
+    evenly. They are scaled so that the last of n requests is sent at n / rate exactly.
+    """
     if math.isinf(rate):
         return np.zeros(count)
     times = np.cumsum(_intervals(np.full(count, rate), burstiness, seed))
     return times * (count / rate / times[-1])
 
 
-def ramp(count: int, first: float, last: float, burstiness: float, seed: int) -> np.ndarray:
+def ramp_arrivals(count: int, first: float, last: float, burstiness: float, seed: int) -> np.ndarray:
     """Arrival times at a rate that changes from `first` to `last` in equal steps per request: shape [count].
 
     Unlike those of `constant`, they are not scaled to the mean duration, as in vLLM.
@@ -117,8 +128,12 @@ class Traced:
     blocks: tuple[int, ...]
 
 
-def read(file: Path) -> list[Traced]:
-    """The requests of a trace in the order of their times. Raises `StartupError` with the line that is wrong."""
+def read_trace(file: Path) -> list[Traced]:
+    """The requests of a trace in the order of their times. Raises `StartupError` with the line that is wrong.
+
+    The format is that of the traces published with Mooncake (github.com/kvcache-ai/Mooncake): each of `hash_ids` stands
+    for a block of 512 prompt tokens, and requests with equal ids have equal blocks.
+    """
     try:
         lines = file.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

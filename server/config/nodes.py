@@ -1,4 +1,10 @@
-"""Options by which this host finds the others that serve the same model, checked together."""
+"""Options by which this host finds the others that serve the same model, checked together.
+
+They may come from what starts a process on each host: torchrun and LeaderWorkerSet by their variables, Ray by a flag.
+torchrun sets its variables for every process that it starts (torch.distributed.run, "Environment Variables");
+Kubernetes' LeaderWorkerSet sets `LWS_*` in every container of a group. One process starts all ranks of a host: where
+torchrun starts several there (`--nproc-per-node`), those beyond the first wait for it. Does not touch the network.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Pre-tokenizers of byte-level tokenizers, which cut a text into words, by the names that GGUF files give them.
+"""Makes the `tokenizer.json` that the vocabulary of a GGUF model means.
 
-The patterns are those of the original tokenizers, as llama.cpp's src/llama-vocab.cpp quotes them; where it has only its
-own form, that one.
+Two kinds are served: byte-level BPE (`gpt2`), and SentencePiece's BPE with a score for each token and bytes for what is
+in no token (`llama`). Others are refused by name. Byte-level tokenizers cut a text into words by patterns, which GGUF
+files name: they are those of the original tokenizers, as llama.cpp's src/llama-vocab.cpp quotes them; where it has only
+its own form, that one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Resolves the MODEL argument to a directory on this machine: the demo model, a directory, a GGUF file, a hub id."""
+"""Resolves the MODEL argument to a directory on this machine, and reads the small files of a checkpoint in it.
+
+The argument is the demo model, a directory, a GGUF file or a hub id.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Progress, speed and remaining time of a transfer."""
+"""Transfer of files from the hub: progress, speed and remaining time, and digests of what arrived.
+
+The cache names files by the digests of their contents: SHA-256, or git's hash of a blob.
+"""
 
 from __future__ import annotations
 

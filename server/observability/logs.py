@@ -1,6 +1,7 @@
-"""Log lines: one per lifecycle event, `key=value`, control characters escaped.
+"""Log lines: one per lifecycle event, `key=value`, control characters escaped; and the access log.
 
-Nothing is logged per token, and never a prompt or a key.
+The access log has one line for each HTTP answer, and one now and then of requests that a full queue refuses. Nothing is
+logged per token, and never a prompt, a query, a body or a key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The values of a JSON schema in a notation whose strings stand between tokens, as rules of a grammar."""
+"""FunctionGemma's calls, `call:f{a:<escape>x<escape>}`, and Gemma 4's, which differ in their tokens.
+
+Strings stand between tokens and are not escaped; keys have no quotes
+(https://ai.google.dev/gemma/docs/functiongemma/formatting-and-best-practices). The values of a JSON schema in that
+notation are rules of a grammar.
+"""
 
 from __future__ import annotations
 

@@ -187,9 +187,9 @@ def make_plan(arguments: argparse.Namespace) -> ServePlan:
     }
     _check_url(arguments.url)
     from oarlock.server.bench.serve import ServePlan
-    from oarlock.server.bench.workload import read
+    from oarlock.server.bench.workload import read_trace
 
-    return ServePlan(**values, trace=() if arguments.trace is None else read(arguments.trace))
+    return ServePlan(**values, trace=() if arguments.trace is None else read_trace(arguments.trace))
 
 
 # ---------------------------------------------------------------------- what was asked for

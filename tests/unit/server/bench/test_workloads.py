@@ -68,7 +68,7 @@ def test_a_trace_is_sorted_and_begins_at_its_first_request(tmp_path):
         {"timestamp": 1000, "input_length": 1030, "output_length": 7, "hash_ids": [4, 5]},
         {"timestamp": 1500.5, "input_length": 20, "output_length": 1},
     )
-    found = workload.read(file)
+    found = workload.read_trace(file)
     assert [each.at_s for each in found] == [0, 0.5005, 2]
     plan = workload.TracedPrompts(IDS, found)
     first, second, third = (plan.conversation(number)[0] for number in range(3))
@@ -94,15 +94,15 @@ def test_a_trace_is_sorted_and_begins_at_its_first_request(tmp_path):
 def test_a_wrong_line_is_named(tmp_path, line, cause):
     file = trace_file(tmp_path, {"timestamp": 0, "input_length": 1, "output_length": 1}, line)
     with pytest.raises(StartupError) as error:
-        workload.read(file)
+        workload.read_trace(file)
     assert cause in error.value.cause and error.value.fix
 
 
 def test_no_trace(tmp_path):
     with pytest.raises(StartupError, match="no line"):
-        workload.read(trace_file(tmp_path, ""))
+        workload.read_trace(trace_file(tmp_path, ""))
     with pytest.raises(StartupError, match="cannot be read"):
-        workload.read(tmp_path / "none")
+        workload.read_trace(tmp_path / "none")
 
 
 def test_schedules():
