@@ -25,7 +25,6 @@ def entries(names: str) -> frozenset[str]:
 # Package -> entry -> the entries of the same package that it may import. An entry with a dot is a file at the root.
 ORDER: dict[str, Order] = {
     "server": {
-        "entrypoints": entries("cli"),
         "cli": entries("launch offline endpoints llm hub config bench version.py"),
         "offline": entries("launch endpoints http chat llm hub config observability json_text.py") | {SCHEMAS},
         "launch": entries("endpoints http llm hub config observability errors.py"),

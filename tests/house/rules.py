@@ -27,6 +27,7 @@ ALLOWED_IN = {
     "uvicorn": {"server"},
     "pydantic": {"server"},
     "prometheus_client": {"server"},
+    "shtab": {"server"},
     "opentelemetry": {"server"},
     "zmq": {"engine"},
     "msgspec": {"engine"},

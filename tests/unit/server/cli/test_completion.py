@@ -9,21 +9,19 @@ import subprocess
 import pytest
 
 from oarlock.server.cli import completion
-from oarlock.server.cli.main import COMMANDS, main, whole_parser
+from oarlock.server.cli.main import COMMANDS, main
 from oarlock.server.config.settings import OPTIONS
 
 
 @functools.cache
 def script(shell: str) -> str:
-    return {"bash": completion.as_bash, "zsh": completion.as_zsh, "fish": completion.as_fish}[shell](
-        list(completion._walk(whole_parser(), ()))
-    )
+    return completion.script(shell)
 
 
 def replies(folder, *words: str) -> set[str]:
     """Replies that bash offers when the tab key is pressed after these words."""
     typed = " ".join(f"'{word}'" for word in words)
-    press = f'COMP_WORDS=(oarlock {typed})\nCOMP_CWORD={len(words)}\n_oarlock\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
+    press = f'COMP_WORDS=(oarlock {typed})\nCOMP_CWORD={len(words)}\n_shtab_oarlock\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
     code = f"{script('bash')}\n{press}"
     found = subprocess.run(
         ["bash", "--norc", "-u", "-c", code], cwd=folder, capture_output=True, text=True, check=True, timeout=60
