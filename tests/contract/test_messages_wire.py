@@ -287,7 +287,7 @@ def test_arguments_that_are_cut_or_broken_are_what_can_be_read_of_them():
         (ToolUseBlockParam, schema.ToolUseBlock),
         (ToolResultBlockParam, schema.ToolResultBlock),
         (CacheControlEphemeralParam, schema.CacheControl),
-        (ToolParam, schema.Tool),
+        (ToolParam, schema.MessagesTool),
         (ToolChoiceAnyParam, schema.ToolChoice),
         (ToolChoiceToolParam, schema.NamedTool),
         (ThinkingConfigEnabledParam, schema.Thinking),

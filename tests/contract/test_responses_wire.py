@@ -306,7 +306,7 @@ def test_bad_input_is_refused_by_name(make_stage, body, param):
         (response_create_params.StreamOptions, StreamOptions),
         (FunctionToolParam, schema.FunctionTool),
         (ToolChoiceFunctionParam, schema.ChosenTool),
-        (ToolChoiceAllowedParam, schema.AllowedTools),
+        (ToolChoiceAllowedParam, schema.ResponsesAllowedTools),
         (ResponseTextConfigParam, schema.TextConfig),
         (ResponseFormatTextJSONSchemaConfigParam, schema.TextFormat),
         (Reasoning, schema.Reasoning),

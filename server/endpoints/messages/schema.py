@@ -195,7 +195,7 @@ def _tool_type(value: Any) -> Any:
     return value
 
 
-class Tool(StrictModel):
+class MessagesTool(StrictModel):
     """A tool that the client runs."""
 
     type: Literal["custom"] | None = None
@@ -294,7 +294,7 @@ class _Conversation(SamplingFields):
         "text comes last, the answer goes on with it"
     )
     system: Text | None = Field(None, description="the system message, as text or as blocks of text")
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = Field(
         None, description="tools that the client runs; those that a server would run are refused"
     )
     tool_choice: ToolChoiceField | None = Field(

@@ -266,7 +266,7 @@ class ChosenTool(StrictModel):
     name: str
 
 
-class AllowedTools(StrictModel):
+class ResponsesAllowedTools(StrictModel):
     """Only some of the tools may be called."""
 
     type: Literal["allowed_tools"]
@@ -277,7 +277,7 @@ class AllowedTools(StrictModel):
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("form:word")]
     | Annotated[ChosenTool, Tag("form:named")]
-    | Annotated[AllowedTools, Tag("form:allowed")],
+    | Annotated[ResponsesAllowedTools, Tag("form:allowed")],
     Discriminator(
         choice_form,
         custom_error_type="choice_form",

@@ -10,12 +10,12 @@ from pydantic import PrivateAttr, ValidationError
 from oarlock.engine.errors import RequestError
 from oarlock.server.endpoints.chat.schema import CalledFunction, ChatMessage, ChatRequest, ToolCall
 from oarlock.server.endpoints.responses.schema import (
-    AllowedTools,
     ChosenTool,
     FunctionCallItem,
     FunctionCallOutputItem,
     MessageItem,
     ReasoningItem,
+    ResponsesAllowedTools,
     ResponsesRequest,
     ToolChoice,
     text_of,
@@ -110,7 +110,7 @@ def _others(request: ResponsesRequest) -> dict[str, Any]:
 def _choice(choice: ToolChoice) -> Any:
     if isinstance(choice, ChosenTool):
         return _named(choice)
-    if isinstance(choice, AllowedTools):
+    if isinstance(choice, ResponsesAllowedTools):
         tools = [_named(tool) for tool in choice.tools]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
     return choice
