@@ -140,7 +140,7 @@ class ApiMiddleware:
         async_llm = self._state.async_llm
         if async_llm is not None:
             try:
-                async_llm.submissions.check_room(label_of(scope) or "")
+                async_llm.admission_queue.check_room(label_of(scope) or "")
             except QueueFullError:
                 self._counters.refused_unread += 1
                 self._refusals.count(time.monotonic())

@@ -26,7 +26,7 @@ Send = Callable[[int, bool], None]  # the sequence's index in its request, and w
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0  # as the engine's
 
 
-class Submissions:
+class AdmissionQueue:
     """Admission queue for the sequences of all open requests: those not yet sent, and counts of those at the engine."""
 
     def __init__(
@@ -137,9 +137,15 @@ class Submission:
     """The sequences of one request: unsent, at the engine, or ended."""
 
     def __init__(
-        self, submissions: Submissions, num_prompt_tokens: Sequence[int], send: Send, *, yields: bool, client: str
+        self,
+        queue: AdmissionQueue,
+        num_prompt_tokens: Sequence[int],
+        send: Send,
+        *,
+        yields: bool,
+        client: str,
     ) -> None:
-        self._submissions = submissions
+        self._queue = queue
         self._num_prompt_tokens = num_prompt_tokens
         self._send = send
         self._client = None if yields else client
@@ -156,7 +162,7 @@ class Submission:
 
     def send_next(self) -> None:
         index = self._num_sent
-        self._submissions.count(self._client, 1, self.next_tokens)
+        self._queue.count(self._client, 1, self.next_tokens)
         self._silent.add(index)
         self._num_sent += 1
         self.num_open += 1
@@ -167,22 +173,22 @@ class Submission:
         """Note the first event of a sequence: it waits no longer."""
         if index in self._silent:
             self._silent.remove(index)
-            self._submissions.begun(self._client, self._num_prompt_tokens[index])
-            self._submissions.advance()
+            self._queue.begun(self._client, self._num_prompt_tokens[index])
+            self._queue.advance()
 
     def ended(self, index: int) -> None:
         """Note the end of a sequence at the engine: the next one takes its place."""
         tokens = self._num_prompt_tokens[index] if index in self._silent else 0
         self._silent.discard(index)
         self.num_open -= 1
-        self._submissions.count(self._client, -1, -tokens)
-        if self.num_unsent and self._submissions.has_room(self, has_place=True):
+        self._queue.count(self._client, -1, -tokens)
+        if self.num_unsent and self._queue.has_room(self, has_place=True):
             self.send_next()
         if not self.num_unsent:
-            self._submissions.forget(self)
-        self._submissions.advance()
+            self._queue.forget(self)
+        self._queue.advance()
 
     def close(self) -> None:
         """Drop the sequences that were not sent."""
         self.num_unsent = 0
-        self._submissions.forget(self)
+        self._queue.forget(self)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from oarlock.engine.types import POOLS, Request
-from oarlock.server.llm.admission_queue import Submissions
+from oarlock.server.llm.admission_queue import AdmissionQueue
 from oarlock.server.llm.generation import Engine, Generation
 from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.input_processor import InputProcessor, ProcessedRequest
@@ -45,7 +45,7 @@ class AsyncLLM:
         info = engine.info
         size = info.data_parallel_size
         limits = (info.max_num_seqs, info.max_waiting_requests, info.max_waiting_tokens)
-        self.submissions = Submissions(*(size * limit for limit in limits), num_replicas=size)
+        self.admission_queue = AdmissionQueue(*(size * limit for limit in limits), num_replicas=size)
 
     def start(
         self,
@@ -65,7 +65,7 @@ class AsyncLLM:
             processed.choices,
             processed.num_prompts,
             self._closed,
-            self.submissions,
+            self.admission_queue,
             processed.timeout_s,
             processed.spent_s,
             key_label,
@@ -108,7 +108,7 @@ class AsyncLLM:
             choices,
             len(choices),
             self._closed,
-            self.submissions,
+            self.admission_queue,
             timeout_s,
             spent_s,
             key_label,

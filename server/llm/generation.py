@@ -16,7 +16,7 @@ from oarlock.engine.errors import EngineError, RequestError, UnavailableError
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import EngineInfo, Request, TokenEvent
 from oarlock.server.errors import DeadlineError
-from oarlock.server.llm.admission_queue import Submissions
+from oarlock.server.llm.admission_queue import AdmissionQueue
 from oarlock.server.llm.output_processor import ABORT, TIMEOUT, ChoiceOutput, Delta
 from oarlock.server.llm.prompt_scores import parts_of
 
@@ -92,7 +92,7 @@ class Generation:
         choices: Sequence[Choice],
         num_prompts: int,
         on_close: Callable[..., None],
-        submissions: Submissions,
+        admission_queue: AdmissionQueue,
         timeout_s: float | None = None,
         spent_s: float = 0.0,
         key_label: str | None = None,
@@ -119,7 +119,7 @@ class Generation:
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of the choices at the engine, by index
         self._handles: dict[int, ReplicaHandle] = {}  # by prompt
         lens = [len(choice.request.prompt_token_ids) for choice in choices]
-        self._submission = submissions.open(lens, self._send, yields=has_place, client=key_label or "")
+        self._submission = admission_queue.open(lens, self._send, yields=has_place, client=key_label or "")
         loop = asyncio.get_running_loop()
         self._alarm = None if timeout_s is None else loop.call_later(max(0.0, timeout_s - spent_s), self._expire)
 

@@ -57,7 +57,7 @@ class Small:
         assert stats.num_accepted == sum(stats.finished.values())
         assert stats.num_blocks_free + stats.num_blocks_cached == stats.num_blocks_total
         assert self.engine.num_open == 0 and not self.service.open
-        assert self.service.submissions.is_idle
+        assert self.service.admission_queue.is_idle
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_the_death_of_the_engine_ends_what_was_not_sent_yet(small):
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
         assert not server.service.open and server.engine.num_open == 0
         await asyncio.sleep(0.05)
-        assert server.service.submissions.is_idle
+        assert server.service.admission_queue.is_idle
 
     small(scene, {"step_s": 0.01})
 

@@ -30,7 +30,7 @@ def given_back(stage) -> bool:
     """Nothing is open any more, and each request that was not finished was aborted."""
     engine, llm = stage.engine, stage.state.async_llm
     assert sorted(engine.finished + engine.aborted) == sorted(request.request_id for request in engine.requests)
-    return not llm.open and llm.submissions.is_idle
+    return not llm.open and llm.admission_queue.is_idle
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,7 +82,7 @@ def test_one_error_ends_all_of_a_request(make_stage, options, error):
         await asyncio.sleep(0)
 
     run(ask())
-    assert not stage.state.async_llm.open and stage.state.async_llm.submissions.is_idle
+    assert not stage.state.async_llm.open and stage.state.async_llm.admission_queue.is_idle
 
 
 def test_a_time_limit_is_an_error_however_much_has_come(make_stage):

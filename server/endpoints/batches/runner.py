@@ -107,7 +107,7 @@ class BatchRunner:
         assert async_llm is not None, "batches start when the server is ready"
         info = async_llm.engine.info
         # Of a request with many choices or texts, too.
-        async_llm.submissions.others_are_open = lambda: self._state.num_in_flight > 0
+        async_llm.admission_queue.others_are_open = lambda: self._state.num_in_flight > 0
         async_llm.one_prompt = asyncio.Semaphore(1)
         self._turns = RequestTurns(info.data_parallel_size * info.max_num_seqs, self._state)
         for batch in sorted(self._batches.values(), key=lambda batch: batch.id):

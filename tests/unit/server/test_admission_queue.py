@@ -9,18 +9,18 @@ import pytest
 
 from oarlock.engine.errors import QueueFullError
 from oarlock.engine.scheduler.request_queue import RequestQueue
-from oarlock.server.llm.admission_queue import Submissions
+from oarlock.server.llm.admission_queue import AdmissionQueue
 
 
 class Engine:
     """Counts what it holds. Four may wait behind the two that run, with a hundred prompt tokens."""
 
     def __init__(self, **limits):
-        self.submissions = Submissions(2, **{"max_waiting_requests": 4, "max_waiting_tokens": 100, **limits})
+        self.admission_queue = AdmissionQueue(2, **{"max_waiting_requests": 4, "max_waiting_tokens": 100, **limits})
         self.sent = []  # (request, index, has_place)
 
     def ask(self, name, *tokens):
-        return self.submissions.open(tokens, lambda *what: self.sent.append((name, *what)))
+        return self.admission_queue.open(tokens, lambda *what: self.sent.append((name, *what)))
 
     def indices(self, name):
         return [index for sender, index, _ in self.sent if sender == name]
@@ -45,7 +45,7 @@ def test_one_request_has_at_most_what_can_run_and_as_many_again(engine):
     assert engine.indices("many") == [0, 1, 2, 3, 4, 5]
     for index in range(2, 10):
         many.ended(index)
-    assert engine.indices("many") == list(range(10)) and engine.submissions.is_idle
+    assert engine.indices("many") == list(range(10)) and engine.admission_queue.is_idle
 
 
 def test_half_of_the_queue_is_left_to_first_sequences(engine):
@@ -86,7 +86,7 @@ def test_a_prompt_of_any_length_goes_when_nothing_else_of_its_request_is_there(e
     for index in range(3):
         assert engine.indices("many") == list(range(index + 1))
         many.ended(index)
-    assert engine.submissions.is_idle
+    assert engine.admission_queue.is_idle
 
 
 def test_what_is_closed_sends_nothing_more(engine):
@@ -94,7 +94,7 @@ def test_what_is_closed_sends_nothing_more(engine):
     many.close()
     for index in range(4):
         many.ended(index)
-    assert engine.indices("many") == [0, 1, 2, 3] and engine.submissions.is_idle
+    assert engine.indices("many") == [0, 1, 2, 3] and engine.admission_queue.is_idle
     many.close()
 
 
@@ -108,8 +108,8 @@ def test_a_queue_of_no_length_is_enough():
 
 def test_what_yields_has_one_sequence_beside_others_and_goes_on_when_they_end(engine):
     others = [True]
-    engine.submissions.others_are_open = lambda: others[0]
-    batch = engine.submissions.open([1] * 6, lambda *what: engine.sent.append(("batch", *what)), yields=True)
+    engine.admission_queue.others_are_open = lambda: others[0]
+    batch = engine.admission_queue.open([1] * 6, lambda *what: engine.sent.append(("batch", *what)), yields=True)
     assert engine.indices("batch") == [0]
     batch.begun(0)
     batch.ended(0)
@@ -127,7 +127,7 @@ def test_what_yields_has_one_sequence_beside_others_and_goes_on_when_they_end(en
     assert engine.indices("batch") == [0, 1, 2, 3, 4]
     batch.ended(4)
     batch.ended(5)
-    assert engine.indices("batch") == list(range(6)) and engine.submissions.is_idle
+    assert engine.indices("batch") == list(range(6)) and engine.admission_queue.is_idle
 
 
 def test_what_is_refused_before_it_is_read_the_engine_would_refuse():
@@ -137,7 +137,7 @@ def test_what_is_refused_before_it_is_read_the_engine_would_refuse():
         draw = random.Random(seed)
         rows, places = draw.randint(1, 4), draw.randint(0, 9)
         queue, running = RequestQueue(places, 1000), []
-        server = Submissions(rows, places, 1000)
+        server = AdmissionQueue(rows, places, 1000)
         for number in range(60):
             client, yields = draw.choice("aaaab"), draw.random() < 0.1
             try:
@@ -173,13 +173,13 @@ def early(server, client):
 
 def test_a_client_alone_is_refused_when_rows_and_places_are_taken_and_no_sooner(engine):
     first = [engine.ask(number, 1) for number in range(6)]
-    assert list(early(engine.submissions, ""))
+    assert list(early(engine.admission_queue, ""))
     first[0].ended(0)
-    assert not list(early(engine.submissions, ""))
+    assert not list(early(engine.admission_queue, ""))
 
 
 def test_a_client_within_its_share_is_never_refused_unread(engine):
     for _ in range(20):
-        engine.submissions.open([1], lambda *what: None, client="loud")
-    assert list(early(engine.submissions, "loud"))
-    assert not list(early(engine.submissions, "quiet"))
+        engine.admission_queue.open([1], lambda *what: None, client="loud")
+    assert list(early(engine.admission_queue, "loud"))
+    assert not list(early(engine.admission_queue, "quiet"))
