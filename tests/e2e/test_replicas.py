@@ -80,7 +80,7 @@ def with_four_cores(folder: Path) -> dict[str, str]:
     """The environment of a server that takes the machine for one with four cores, where it has fewer: what follows is
     about ranks and not about speed."""
     if available_cores() < 4:
-        lines = "from oarlock.workers.platform import cores\n\ncores.available_cores = lambda: 4\n"
+        lines = "from oarlock.workers.platform import processor\n\nprocessor.available_cores = lambda: 4\n"
         (folder / "sitecustomize.py").write_text(lines)
     return {"PYTHONPATH": f"{ROOT}:{folder}"}
 
