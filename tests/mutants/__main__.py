@@ -7,6 +7,7 @@ Exits with 1 if a fault was not found, or if its text is not in the code exactly
 """
 
 import argparse
+import functools
 import os
 import re
 import shutil
@@ -34,16 +35,20 @@ class Outcome:
     note: str = ""
 
 
-def file_of(fault: Fault, root: Path = ROOT) -> Path:
+@functools.cache
+def sources() -> dict[Path, str]:
+    """Text of each source file of the three packages, by its path below the root; read once for all faults."""
+    files = [file for top in ("server", "engine", "workers") for file in sorted((ROOT / top).rglob("*"))]
+    return {file.relative_to(ROOT): file.read_text("utf-8") for file in files if file.suffix in {".py", ".cpp", ".h"}}
+
+
+def file_of(fault: Fault) -> Path:
     """The one source file that has the text of `fault`, which stands in it once. Raises `LookupError`."""
-    suffixes = {".py", ".cpp", ".h"}
-    files = [file for top in ("server", "engine", "workers") for file in sorted((root / top).rglob("*"))]
-    counts = {file: file.read_text("utf-8").count(fault.before) for file in files if file.suffix in suffixes}
-    found = [file for file, count in counts.items() if count]
-    if [counts[file] for file in found] != [1]:
-        places = ", ".join(f"{file.relative_to(root)} ({counts[file]})" for file in found)
+    found = {file: count for file, text in sources().items() if (count := text.count(fault.before))}
+    if list(found.values()) != [1]:
+        places = ", ".join(f"{file} ({count})" for file, count in found.items())
         raise LookupError(f"{fault.name}: its text must stand in the code once, and stands in {places or 'no file'}")
-    return found[0].relative_to(root)
+    return next(iter(found))
 
 
 def copy_of_tree(folder: Path) -> Path:
@@ -76,7 +81,7 @@ def run_tests(tree: Path, arguments: tuple[str, ...], cache: Path | None) -> tup
 
 def try_fault(fault: Fault, tree: Path) -> Outcome:
     """Plant, run, restore; then see that the test which failed passes again."""
-    file = tree / file_of(fault, tree)
+    file = tree / file_of(fault)
     clean, started = file.read_text("utf-8"), time.monotonic()
     concern = CONCERNS[fault.concern]
     with tempfile.TemporaryDirectory(prefix="oarlock-mutant-") as folder:
