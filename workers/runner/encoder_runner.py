@@ -26,8 +26,7 @@ from oarlock.workers.runner.pending_output import Computed, PendingOutput
 from oarlock.workers.runner.pooler import Pooler, no_logits
 from oarlock.workers.sampling.row_chunks import empty_output
 from oarlock.workers.weights.gguf_model import open_checkpoint
-from oarlock.workers.weights.gguf_reader import weight_source
-from oarlock.workers.weights.source import DummyWeights
+from oarlock.workers.weights.gguf_reader import load_weights
 
 _LENGTH = 48  # tokens of the text that is compared
 _OTHERS = (1, 17, 48, 5)  # tokens of the texts around it, half of them before it
@@ -95,24 +94,19 @@ class EncoderRunner:
 
     def load(self, on_progress: Callable[[float], None]) -> None:
         """Loads the weights, as `ModelRunner.load` does."""
-        started, done = time.monotonic(), 0.0
+        started = time.monotonic()
         if self.device.type == "cpu" and self.tp.rank == 0:
             log_kernels(self.dtype)
 
-        def report(fraction: float) -> None:
-            nonlocal done
-            done = fraction
-            on_progress(fraction)
-
         with self._memory_for("reading the weights"):
             self.model = Encoder(self.spec, self.tp, self.dtype, self.device)
-            if self._checkpoint is None:
-                self.model.load(DummyWeights(self.config.seed), report)
-            else:
-                with weight_source(
-                    self._checkpoint, check_finite=self.config.check_weights, on_read=lambda: on_progress(done)
-                ) as weights:
-                    self.model.load(weights, report)
+            load_weights(
+                self.model.load,
+                self._checkpoint,
+                seed=self.config.seed,
+                check_finite=self.config.check_weights,
+                on_progress=on_progress,
+            )
         classify = self.model.classify if self.spec.num_labels else None
         self.pooler = Pooler(self.tp, 0, answers=self.tp.rank == 0, classify=classify)
         self._load_seconds = time.monotonic() - started

@@ -54,8 +54,7 @@ from oarlock.workers.sampling.row_chunks import concatenate_outputs, empty_outpu
 from oarlock.workers.sampling.sampler import Sampler, num_accepted
 from oarlock.workers.sampling.token_histories import make_histories
 from oarlock.workers.weights.gguf_model import open_checkpoint
-from oarlock.workers.weights.gguf_reader import weight_source
-from oarlock.workers.weights.source import DummyWeights
+from oarlock.workers.weights.gguf_reader import load_weights
 
 logger = logging.getLogger("oarlock.runner")
 
@@ -118,21 +117,15 @@ class ModelRunner:
     def _load(self, on_progress: Callable[[float], None]) -> None:
         if self.device.type == "cpu" and self.tp.rank == 0:
             log_kernels(self.dtype, self._input_rounding is not None)
-        done = 0.0
-
-        def report(fraction: float) -> None:
-            nonlocal done
-            done = fraction
-            on_progress(fraction)
 
         self.model = Decoder(self.spec, self.tp, self.dtype, self.device, self.forms, self.layers)
-        if self._checkpoint is None:
-            self.model.load(DummyWeights(self.config.seed), report)
-        else:
-            with weight_source(
-                self._checkpoint, check_finite=self.config.check_weights, on_read=lambda: on_progress(done)
-            ) as weights:
-                self.model.load(weights, report)
+        load_weights(
+            self.model.load,
+            self._checkpoint,
+            seed=self.config.seed,
+            check_finite=self.config.check_weights,
+            on_progress=on_progress,
+        )
         assert self.config.max_model_len is not None
         span = fixed_span(self.config.max_model_len) if self._fixes_order else None
         self.kv_spec = replace(

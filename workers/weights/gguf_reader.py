@@ -19,7 +19,7 @@ from oarlock.workers.weights.checkpoint import Checkpoint, Located
 from oarlock.workers.weights.gguf_header import BY_NAME, FLOATS, GROUP_FORMS, SERVED
 from oarlock.workers.weights.gguf_model import GGUFCheckpoint, Layout, type_not_served
 from oarlock.workers.weights.reader import CheckpointReader, WeightReader, first_not_finite, not_finite
-from oarlock.workers.weights.source import check_slice, wrong_shape
+from oarlock.workers.weights.source import DummyWeights, WeightSource, check_slice, wrong_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,3 +260,29 @@ def weight_source(
     if isinstance(checkpoint, GGUFCheckpoint):
         return GGUFReader(checkpoint, check_finite=check_finite, on_read=on_read)
     return WeightReader(checkpoint, check_finite=check_finite, on_read=on_read)
+
+
+def load_weights(
+    load: Callable[[WeightSource, Callable[[float], None]], None],
+    checkpoint: Checkpoint | None,
+    *,
+    seed: int,
+    check_finite: bool,
+    on_progress: Callable[[float], None],
+) -> None:
+    """Call a model's `load` with the weights of `checkpoint`; None: dummy weights of `seed`.
+
+    `on_progress` gets the share read so far, also when it has not changed: each call is a sign of progress.
+    """
+    done = 0.0
+
+    def report(fraction: float) -> None:
+        nonlocal done
+        done = fraction
+        on_progress(fraction)
+
+    if checkpoint is None:
+        load(DummyWeights(seed), report)
+        return
+    with weight_source(checkpoint, check_finite=check_finite, on_read=lambda: on_progress(done)) as weights:
+        load(weights, report)
