@@ -64,6 +64,22 @@ def test_the_parts_of_an_engine_step(tmp_path):
     assert printed.count("| this |") == 1
 
 
+def test_the_way_of_a_token(tmp_path):
+    out = tmp_path / "result.json"
+    printed = run_module("token_path", "--tokens", 24, "--functions", "--json", out).stdout
+    found = json.loads(out.read_text())["this"]
+    through = {
+        "frontend": "server/llm/output_processor.py",
+        "engine": "engine/scheduler/scheduler.py",
+        "rank": "workers/runner/model_runner.py",
+    }
+    assert set(found) == set(through)
+    for process, file in through.items():
+        calls = found[process]["functions"]
+        assert any(name.startswith(f"{file}:") and count == pytest.approx(1, abs=0.1) for name, count in calls.items())
+    assert "| this | all three |" in printed and "\nthis, rank, ours\n" in printed
+
+
 def test_products(tmp_path):
     out = tmp_path / "products.json"
     short = ["--shape", "quick", "--rows", 1, 3, "--rounds", 1, "--seconds", 0.01, "--threads", 1]
