@@ -1,4 +1,8 @@
-"""Exceptions to HTTP error responses in OpenAI's exact shape: always four keys. The class decides, never the text."""
+"""Exceptions to HTTP error responses in the shape of the API that a route belongs to.
+
+OpenAI's has always four keys. On the routes of messages it is Anthropic's: `{"type": "error", "error": {…},
+"request_id": …}`. The class of an exception decides, never its text.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import Response
+from starlette.types import Scope
 
 from oarlock.engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError, UnavailableError
 from oarlock.server.json_text import dumps
@@ -14,6 +19,16 @@ from oarlock.server.json_text import dumps
 MAX_MESSAGE = 2048
 INVALID = "invalid_request_error"
 _STATUS_TYPES = {401: "authentication_error", 403: "permission_error", 404: INVALID, 429: "rate_limit_error"}
+MESSAGES = "/v1/messages"
+_MESSAGE_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class HttpError(Exception):
@@ -91,9 +106,26 @@ def error_bytes(error: HttpError) -> bytes:
     return dumps({"error": error_object(error)}).encode("utf-8", "replace")
 
 
-def error_response(error: HttpError) -> Response:
-    """The whole HTTP response."""
-    return Response(error_bytes(error), error.status, error.headers, "application/json")
+def answer_of(error: HttpError, scope: Scope) -> Response:
+    """The whole HTTP response to the request of `scope`."""
+    body = error_bytes(error)
+    if is_message_route(scope["path"]):
+        body = dumps(message_error(error, scope["state"]["request_id"])).encode("utf-8", "replace")
+    return Response(body, error.status, error.headers, "application/json")
+
+
+def is_message_route(path: str) -> bool:
+    """Whether clients of Anthropic's API call it."""
+    return path == MESSAGES or path.startswith(MESSAGES + "/")
+
+
+def message_error(error: HttpError, request_id: str) -> dict[str, Any]:
+    """The body of an error on a route of messages, or the data of a stream's event `error`."""
+    kind = _MESSAGE_TYPES.get(error.status) or ("invalid_request_error" if error.status < 500 else "api_error")
+    message = error_object(error)["message"]
+    if error.param is not None and f"'{error.param}" not in message:  # there is no other place for the field's name
+        message = f"{error.param}: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 def retry_after(seconds: float) -> dict[str, str]:

@@ -30,14 +30,13 @@ from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.endpoints.tokenize import route as tokenize
 from oarlock.server.endpoints.tokenize.serving import OpenAIServingTokenization
-from oarlock.server.errors import HttpError
-from oarlock.server.http import web_page
+from oarlock.server.errors import HttpError, answer_of
+from oarlock.server.http import pages
 from oarlock.server.http.api_keys import load_admin_key, load_keys
-from oarlock.server.http.constant_document import MadeOnce
 from oarlock.server.http.cors import Cors
-from oarlock.server.http.error_shape import answer_of
 from oarlock.server.http.middleware import METRICS, PROBES, ApiMiddleware, RootPath
-from oarlock.server.http.openapi.document import build, with_defaults
+from oarlock.server.http.openapi import build, with_defaults
+from oarlock.server.http.pages import MadeOnce
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.hub.model_path import served_names
 from oarlock.server.observability.logs import AccessLog
@@ -69,13 +68,13 @@ def create_app(settings: Settings, state: ServerState, counters: HttpCounters | 
         hosts,
         open_metrics=settings.opens_metrics,
         open_requests=settings.opens_requests,
-        page=web_page.PATHS if settings.web_page else frozenset(),
+        page=pages.PATHS if settings.web_page else frozenset(),
         cors=Cors(settings.allowed_origins),
         access_log=AccessLog(PROBES | METRICS) if settings.access_log else None,
     )
     if settings.root_path is None:
         return guard
-    return RootPath(settings.root_path, guard, [*app.openapi()["paths"], *web_page.PATHS])
+    return RootPath(settings.root_path, guard, [*app.openapi()["paths"], *pages.PATHS])
 
 
 def application(settings: Settings, state: ServerState, counters: HttpCounters) -> FastAPI:
@@ -98,7 +97,7 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
     if settings.batch_dir is not None:
         app.include_router(batches.router)
     if settings.web_page:
-        app.include_router(web_page.router)
+        app.include_router(pages.router)
     app.add_exception_handler(HTTPException, _framework_error)
     serving = OpenAIServing(settings, state, counters)
     app.state.serving = serving

@@ -15,7 +15,7 @@ from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import EngineInfo
 from oarlock.server.config.settings import Settings
 from oarlock.server.errors import HttpError, ModelNotFoundError
-from oarlock.server.http.large_body.reader import takes_long
+from oarlock.server.http.large_body import takes_long
 from oarlock.server.http.request_body import ignored_header, parse_any, read_json, unknown_parameters
 from oarlock.server.http.server_sent_events import until_disconnect
 from oarlock.server.http.server_state import ServerState

@@ -17,10 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from oarlock.engine.errors import QueueFullError, StartupError
 from oarlock.server.config.allowed_hosts import AllowedHosts
-from oarlock.server.errors import HttpError, describe, retry_after
+from oarlock.server.errors import MESSAGES, HttpError, answer_of, describe, is_message_route, retry_after
 from oarlock.server.http.api_keys import ApiKeys, Key
 from oarlock.server.http.cors import Cors
-from oarlock.server.http.error_shape import MESSAGES, answer_of, is_message_route
 from oarlock.server.http.request_record import RequestRecord, label_of
 from oarlock.server.http.server_state import Phase, ServerState
 from oarlock.server.observability.logs import AccessLog, RefusalLog, event, logger

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-from oarlock.server.http.body_memory import BodyMemory
-from oarlock.server.http.large_body.reader import LargeBodies
+from oarlock.server.http.large_body import LargeBodies
+from oarlock.server.http.request_body import BodyMemory
 from oarlock.server.http.request_record import RecentRequests
 
 if TYPE_CHECKING:

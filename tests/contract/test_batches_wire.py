@@ -348,7 +348,7 @@ def test_long_lines_are_read_beside_the_server(serve, monkeypatch):
         parsed_here.append(len(line))
         return read_line(line, *where)
 
-    monkeypatch.setattr("oarlock.server.http.large_body.reader.read_line", recorded)
+    monkeypatch.setattr("oarlock.server.http.large_body.read_line", recorded)
     server = serve()
     lines = [request_line("long", prompt="x", max_tokens=1, junk=[[]] * 100_000), request_line("short")]
     batch = server.ended(server.batch(lines))

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from oarlock.server.endpoints.tokenize.schema import TokenizeRequest
-from oarlock.server.http.openapi.parameters import parameters
+from oarlock.server.http.docs_page import parameters
 from oarlock.server.http.request_body import NEUTRAL_VALUES
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -7,8 +7,8 @@ import re
 import anyio
 import pytest
 
+from oarlock.server.http.pages import PATHS
 from oarlock.server.http.server_state import Phase
-from oarlock.server.http.web_page import PATHS
 
 
 def get(stage, path="/", **headers):

@@ -31,7 +31,7 @@ ORDER: dict[str, Order] = {
         "bench": entries(""),
         "endpoints": entries("http chat llm hub config observability errors.py json_text.py strict_model.py version.py")
         | {SCHEMAS},
-        "http": entries("llm config observability errors.py json_text.py strict_model.py version.py") | {SCHEMAS},
+        "http": entries("llm config observability errors.py strict_model.py version.py") | {SCHEMAS},
         "chat": entries("llm") | {SCHEMAS},
         "llm": entries("hub config observability errors.py json_text.py strict_model.py") | {SCHEMAS},
         "hub": entries("config"),

@@ -12,7 +12,7 @@ from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.endpoints.completions.schema import CompletionRequest
 from oarlock.server.endpoints.messages.schema import MessagesRequest
 from oarlock.server.endpoints.responses.schema import ResponsesRequest
-from oarlock.server.http import web_page
+from oarlock.server.http.pages import router as page_router
 from oarlock.server.http.request_body import NEUTRAL_VALUES
 from oarlock.server.observability import metrics
 from tests.house import documents
@@ -58,7 +58,7 @@ def routes() -> list[str]:
     found = [one.name for one in pkgutil.walk_packages(folder, "oarlock.server.endpoints.")]
     modules = [importlib.import_module(name) for name in found if name.endswith(".route")]
     routers = [each for module in modules for each in vars(module).values() if isinstance(each, APIRouter)]
-    return [route.path for router in [*routers, web_page.router] for route in router.routes]
+    return [route.path for router in [*routers, page_router] for route in router.routes]
 
 
 def test_every_route_is_documented():

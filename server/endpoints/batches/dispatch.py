@@ -15,7 +15,7 @@ from oarlock.server.endpoints.pooling.schema import EmbeddingRequest
 from oarlock.server.endpoints.responses.schema import ResponsesRequest
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.schema import SamplingFields
-from oarlock.server.http.large_body.reader import LargeBodies, takes_long
+from oarlock.server.http.large_body import LargeBodies, takes_long
 from oarlock.server.http.request_body import parse, unknown_parameters
 from oarlock.server.strict_model import StrictModel
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from oarlock.server.endpoints.batches.directory import FILE_ID, BatchDirectory
 from oarlock.server.endpoints.batches.key_shares import KeyQuota
 from oarlock.server.errors import HttpError
-from oarlock.server.http.list_query import ListQuery
+from oarlock.server.http.api_route import ListQuery
 from oarlock.server.observability.logs import event, logger
 
 MAX_FILES = 10_000

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from oarlock.server.endpoints.batches.serving import OpenAIServingBatches
 from oarlock.server.http.api_route import ErrorHandlingRoute
-from oarlock.server.http.openapi.document import describe
+from oarlock.server.http.openapi import describe
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 _FORM: dict[str, Any] = {

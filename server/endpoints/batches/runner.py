@@ -30,7 +30,7 @@ from oarlock.server.endpoints.batches.key_shares import KeyNames, KeyQuota
 from oarlock.server.endpoints.batches.request_file import RequestFile
 from oarlock.server.endpoints.batches.schema import BatchRequest, WrongBatchError
 from oarlock.server.errors import HttpError, retry_after
-from oarlock.server.http.large_body.reader import LargeBodies
+from oarlock.server.http.large_body import LargeBodies
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.observability.logs import event, logger
 

@@ -33,8 +33,8 @@ from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.errors import ClientGoneError, HttpError
 from oarlock.server.http.api_keys import ApiKeys
-from oarlock.server.http.large_body.reader import LargeBodies
-from oarlock.server.http.list_query import ListQuery
+from oarlock.server.http.api_route import ListQuery
+from oarlock.server.http.large_body import LargeBodies
 from oarlock.server.http.request_record import label_of
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.json_text import dumps

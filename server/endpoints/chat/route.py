@@ -9,7 +9,7 @@ from starlette.responses import Response
 from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
 from oarlock.server.http.api_route import ErrorHandlingRoute
-from oarlock.server.http.openapi.document import describe
+from oarlock.server.http.openapi import describe
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 rendering = APIRouter(route_class=ErrorHandlingRoute)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from oarlock.server.endpoints.completions.schema import CompletionRequest
 from oarlock.server.endpoints.completions.serving import OpenAIServingCompletion
 from oarlock.server.http.api_route import ErrorHandlingRoute
-from oarlock.server.http.openapi.document import describe
+from oarlock.server.http.openapi import describe
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 rendering = APIRouter(route_class=ErrorHandlingRoute)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from oarlock.server.endpoints.messages.schema import CountTokensRequest, MessagesRequest
 from oarlock.server.endpoints.messages.serving import AnthropicServingMessages
 from oarlock.server.http.api_route import ErrorHandlingRoute
-from oarlock.server.http.openapi.document import describe
+from oarlock.server.http.openapi import describe
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 _HI = [{"role": "user", "content": "Hi"}]

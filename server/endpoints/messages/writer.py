@@ -10,8 +10,7 @@ from pydantic_core import from_json
 
 from oarlock.server.chat.message_parser import AnswerShape, MessageParser
 from oarlock.server.endpoints.streamed_items import Event, Kind, StreamedItems
-from oarlock.server.errors import HttpError
-from oarlock.server.http.error_shape import message_error
+from oarlock.server.errors import HttpError, message_error
 from oarlock.server.http.server_sent_events import AnswerWriter
 from oarlock.server.json_text import dumps
 from oarlock.server.llm.generation import Generation

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.http.api_route import ErrorHandlingRoute
-from oarlock.server.http.openapi.document import describe
+from oarlock.server.http.openapi import describe
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from oarlock.server.endpoints.pooling.schema import MAX_INPUTS
 from oarlock.server.endpoints.serving import OpenAIServing
-from oarlock.server.http.openapi.parameters import body_schemas, parameters
+from oarlock.server.http.docs_page import body_schemas, parameters
 from oarlock.server.http.request_body import NEUTRAL_VALUES
 from oarlock.server.strict_model import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES
 from oarlock.server.version import VERSION

@@ -21,9 +21,9 @@ from oarlock.server.endpoints.operations.schema import AbortRequest
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.errors import HttpError, retry_after
 from oarlock.server.http.api_route import ErrorHandlingRoute
-from oarlock.server.http.constant_document import ConstantDocument, MadeOnce, page_headers
-from oarlock.server.http.openapi.docs_page import STYLE_SOURCE, page
-from oarlock.server.http.openapi.document import describe
+from oarlock.server.http.docs_page import STYLE_SOURCE, page
+from oarlock.server.http.openapi import describe
+from oarlock.server.http.pages import ConstantDocument, MadeOnce, page_headers
 from oarlock.server.http.server_state import Phase
 from oarlock.server.observability.logs import event, logger
 from oarlock.server.observability.metrics import CONTENT_TYPE

@@ -10,7 +10,7 @@ from oarlock.server.endpoints.pooling.embedding import OpenAIServingEmbedding
 from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from oarlock.server.endpoints.pooling.scoring import OpenAIServingScoring
 from oarlock.server.http.api_route import ErrorHandlingRoute
-from oarlock.server.http.openapi.document import describe
+from oarlock.server.http.openapi import describe
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 _EMBED = describe(

@@ -18,7 +18,7 @@ from oarlock.server.endpoints.responses.store import ResponseStore, StoredRespon
 from oarlock.server.endpoints.responses.translate import Item, ResponsesTurn, renamed, turn_of
 from oarlock.server.endpoints.responses.writer import ResponsesWriter
 from oarlock.server.errors import HttpError
-from oarlock.server.http.list_query import ListQuery
+from oarlock.server.http.api_route import ListQuery
 from oarlock.server.http.request_record import salt_of, salted
 from oarlock.server.http.server_sent_events import AnswerWriter, until_disconnect
 from oarlock.server.json_text import dumps

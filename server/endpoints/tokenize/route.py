@@ -9,7 +9,7 @@ from starlette.responses import Response
 from oarlock.server.endpoints.tokenize.schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from oarlock.server.endpoints.tokenize.serving import OpenAIServingTokenization
 from oarlock.server.http.api_route import ErrorHandlingRoute
-from oarlock.server.http.openapi.document import describe
+from oarlock.server.http.openapi import describe
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 _TOKENIZE = describe(

@@ -11,8 +11,8 @@ import pytest
 from oarlock.server.endpoints.batches.answer_file import AnswerFile
 from oarlock.server.endpoints.batches.request_file import RequestFile
 from oarlock.server.endpoints.batches.schema import MAX_CUSTOM_ID, WrongBatchError, read_line
-from oarlock.server.http.large_body import reader
-from oarlock.server.http.large_body.reader import LargeBodies
+from oarlock.server.http import large_body
+from oarlock.server.http.large_body import LargeBodies
 
 
 def _line(custom_id, **body):
@@ -53,7 +53,7 @@ def test_a_body_is_kept_as_it_was_written():
 def test_long_lines_are_parsed_by_the_process(monkeypatch):
     parsed_here = []
     monkeypatch.setattr(
-        reader, "read_line", lambda line, *where: parsed_here.append(len(line)) or read_line(line, *where)
+        large_body, "read_line", lambda line, *where: parsed_here.append(len(line)) or read_line(line, *where)
     )
     long = _line("a", prompt="x", junk=[[]] * 200_000).encode()
     bodies = LargeBodies()

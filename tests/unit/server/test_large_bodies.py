@@ -18,9 +18,8 @@ from oarlock.server.endpoints.completions.schema import CompletionRequest
 from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from oarlock.server.endpoints.responses.schema import ResponsesRequest
 from oarlock.server.endpoints.tokenize.schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
-from oarlock.server.http.large_body.process import SCHEMAS
-from oarlock.server.http.large_body.reader import LargeBodies, takes_long
-from oarlock.server.http.openapi.parameters import body_schemas
+from oarlock.server.http.docs_page import body_schemas
+from oarlock.server.http.large_body import SCHEMAS, LargeBodies, takes_long
 from oarlock.server.http.request_body import parse_any, unknown_parameters
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.observability.metrics import HttpCounters

@@ -21,10 +21,9 @@ from oarlock.server.endpoints.operations.schema import AbortRequest
 from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from oarlock.server.endpoints.responses.schema import ResponsesRequest
 from oarlock.server.endpoints.tokenize.schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
-from oarlock.server.http.list_query import QUERY_PARAMETERS
-from oarlock.server.http.openapi.response_schemas import BATCH_SCHEMAS, SCHEMAS
+from oarlock.server.http.api_route import ANY_QUERY, QUERY_PARAMETERS
+from oarlock.server.http.response_schemas import BATCH_SCHEMAS, SCHEMAS
 
-ANY_QUERY = "x-any-query"
 _REF = "#/components/schemas/"
 _BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest,

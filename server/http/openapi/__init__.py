@@ -1,1 +1,0 @@
-"""The OpenAPI document and the pages made from it."""
