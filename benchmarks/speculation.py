@@ -38,7 +38,7 @@ from oarlock.engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
 from oarlock.engine.core.engine_core import EngineCore
 from oarlock.engine.sampling_params import Grammar, SamplingParams
 from oarlock.engine.types import Request
-from oarlock.server.config.speculative import parse_speculative_config
+from oarlock.server.config.json_options import parse_speculative_config
 from oarlock.workers.executor import Executor, start_executor
 
 TEXTS = Path(__file__).parent / "speculation_texts"

@@ -1,6 +1,6 @@
 """The configuration of a rank, and what ranks report after loading. Frozen, torch-free, sent between processes as JSON.
 
-Defaults of flags are in `server/config/groups/`.
+Defaults of flags are in `server/config/option_groups.py`.
 """
 
 import json

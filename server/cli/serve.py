@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from oarlock.engine.config import NodesConfig
 from oarlock.server.cli.arguments import UsageError, add_settings, loaded_settings
-from oarlock.server.config.groups.nodes import RAY
 from oarlock.server.config.nodes import first_on_host, nodes_config
+from oarlock.server.config.option_groups import RAY
 from oarlock.server.config.settings import OPTIONS, Settings
 from oarlock.server.llm.engine_processes import engine_processes
 

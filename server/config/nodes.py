@@ -14,7 +14,7 @@ from typing import Any
 
 from oarlock.engine.config import NodesConfig
 from oarlock.engine.errors import StartupError
-from oarlock.server.config.groups.nodes import RAY
+from oarlock.server.config.option_groups import RAY
 from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import Settings
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Protocol
 
 from oarlock.server.config import vllm_flags
 from oarlock.server.config.allowed_hosts import is_pattern
@@ -99,17 +98,6 @@ def check_step_size(max_num_batched_tokens: int | None, max_num_seqs: int) -> No
             f"({max_num_seqs}): a step could not give every running sequence a token.",
             f"Raise --max-num-batched-tokens to at least {max_num_seqs}, or lower --max-num-seqs.",
         )
-
-
-def json_object(flag: str, value: str | Mapping[str, Any], usage: str) -> dict[str, Any]:
-    """The object that is the value of `flag`, as text or already read. Raises `OptionError`."""
-    try:
-        found = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, Mapping):
-        raise OptionError(f"{flag} is {value!r:.80}, but it must be a JSON object.", f"For example: {usage}")
-    return dict(found)
 
 
 def check_kv_offload(settings: KVOffloadSettings) -> None:

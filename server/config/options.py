@@ -50,8 +50,7 @@ class Option:
     help: str
     example: str
     group: str
-    minimum: float | None = None
-    maximum: float | None = None
+    limits: tuple[float, float] | None = None  # the smallest and the largest number
     choices: tuple[str, ...] = ()
     short: str | None = None
     is_bytes: bool = False  # accepts 512MiB, 2GiB, 4096
@@ -137,10 +136,10 @@ class Option:
                 raise self._wrong(item, f"one of {', '.join(self.choices)}{hint}")
             if self.kind is float and not math.isfinite(item):
                 raise self._wrong(item, "a finite number")
-            if self.minimum is not None and item < self.minimum:
-                raise self._wrong(item, f"at least {_number(self.minimum)}")
-            if self.maximum is not None and item > self.maximum:
-                raise self._wrong(item, f"at most {_number(self.maximum)}")
+            if self.limits is not None and item < self.limits[0]:
+                raise self._wrong(item, f"at least {_number(self.limits[0])}")
+            if self.limits is not None and item > self.limits[1]:
+                raise self._wrong(item, f"at most {_number(self.limits[1])}")
             if self.kind is str and not item:
                 raise self._wrong(item, "not empty")
         return value
@@ -184,9 +183,9 @@ class Option:
         return f"{self.flag} '{self.example}'" if self.is_json else f"{self.flag} {self.example}"
 
 
-def option(default: Any, *, help: str, example: str, group: str, **metadata: Any) -> Any:
+def option(default: Any, *, help: str, example: str = "", **metadata: Any) -> Any:
     """A dataclass field with the metadata of an `Option`."""
-    return dataclasses.field(default=default, metadata=dict(help=help, example=example, group=group, **metadata))
+    return dataclasses.field(default=default, metadata=dict(help=help, example=example, **metadata))
 
 
 def _number(value: float) -> str:
@@ -195,12 +194,14 @@ def _number(value: float) -> str:
 
 
 def describe(cls: type[DataclassInstance]) -> dict[str, Option]:
-    """Every option of a dataclass, by name, in the order of declaration."""
+    """Every option of a dataclass, by name, in the order of declaration. Each of its bases is a `GROUP`."""
     hints = typing.get_type_hints(cls)
+    groups = {name: vars(base)["GROUP"] for base in cls.__bases__ for name in base.__annotations__}
     described = {}
     for item in dataclasses.fields(cls):
         kind, many, optional = _unwrap(hints[item.name])
-        described[item.name] = Option(item.name, kind, many, optional, item.default, **item.metadata)
+        group = groups[item.name]
+        described[item.name] = Option(item.name, kind, many, optional, item.default, group=group, **item.metadata)
     return described
 
 

@@ -1,6 +1,6 @@
 """Every option of the server, described once: the operator's settings, and the engine's configuration made of them.
 
-The options themselves are in `server/config/groups/`.
+The options themselves are in `option_groups.py`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from oarlock.engine.config import EngineConfig, KvEventsConfig, NodesConfig, WorkerConfig
-from oarlock.server.config import kv_events, speculative
 from oarlock.server.config.allowed_hosts import is_loopback
-from oarlock.server.config.groups.devices import DeviceSettings
-from oarlock.server.config.groups.http import HttpSettings
-from oarlock.server.config.groups.logs import LogSettings
-from oarlock.server.config.groups.model import FITTING, ModelSettings
-from oarlock.server.config.groups.nodes import NodeSettings
-from oarlock.server.config.groups.scheduling import SchedulingSettings
+from oarlock.server.config.json_options import parse_kv_events_config, parse_speculative_config
 from oarlock.server.config.option_checks import (
     check_allowed_hosts,
     check_allowed_origins,
@@ -29,6 +23,15 @@ from oarlock.server.config.option_checks import (
     check_step_size,
     check_traces_endpoint,
     unknown_name,
+)
+from oarlock.server.config.option_groups import (
+    FITTING,
+    DeviceSettings,
+    HttpSettings,
+    LogSettings,
+    ModelSettings,
+    NodeSettings,
+    SchedulingSettings,
 )
 from oarlock.server.config.options import Option, OptionError, describe
 
@@ -67,7 +70,7 @@ class Settings(LogSettings, SchedulingSettings, NodeSettings, DeviceSettings, Ht
         """Configuration of published KV events; None where nothing is published. Raises `OptionError`."""
         if self.kv_events_config is None:
             return None
-        config = kv_events.parse_kv_events_config(
+        config = parse_kv_events_config(
             self.kv_events_config, has_api_keys=self.has_api_keys, num_replicas=self.data_parallel_size
         )
         if config is not None and not self.enable_prefix_caching:
@@ -85,7 +88,7 @@ class Settings(LogSettings, SchedulingSettings, NodeSettings, DeviceSettings, Ht
         `nodes`: how the other hosts are found, where there are any.
         """
         text = self.speculative_config
-        drafts = None if text is None else speculative.parse_speculative_config(text)
+        drafts = None if text is None else parse_speculative_config(text)
         worker = WorkerConfig(
             model_path=model_path,
             device=self.device,
@@ -140,44 +143,8 @@ class Settings(LogSettings, SchedulingSettings, NodeSettings, DeviceSettings, Ht
 OPTIONS: dict[str, Option] = describe(Settings)
 # Options of the HTTP server and of several hosts, which the offline interface does not take.
 SERVER_ONLY = frozenset(
-    {
-        "web_page",
-        "enable_log_requests",
-        "allowed_hosts",
-        "access_log",
-        "otlp_traces_endpoint",
-        "open_metrics",
-        "host",
-        "port",
-        "uds",
-        "ssl_certfile",
-        "ssl_keyfile",
-        "root_path",
-        "allowed_origins",
-        "api_key",
-        "api_key_file",
-        "admin_api_key",
-        "served_model_name",
-        "max_body_size",
-        "body_memory",
-        "response_store",
-        "batch_dir",
-        "batch_dir_size",
-        "strict_parameters",
-        "strict_max_tokens",
-        "always_stream_usage",
-        "metrics_prefix",
-        "ignore_model_case",
-        "request_timeout",
-        "drain_timeout",
-        "distributed_executor_backend",
-        "nnodes",
-        "node_rank",
-        "master_addr",
-        "master_port",
-        "node_interface",
-        "node_timeout",
-    }
+    {name for name, described in OPTIONS.items() if described.group in (HttpSettings.GROUP, NodeSettings.GROUP)}
+    | {"served_model_name", "enable_log_requests", "access_log", "otlp_traces_endpoint"}
 )
 
 
@@ -199,7 +166,7 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
     check_kv_offload(settings)
     check_traces_endpoint(settings.otlp_traces_endpoint)
     if settings.speculative_config is not None:
-        speculative.parse_speculative_config(settings.speculative_config)
+        parse_speculative_config(settings.speculative_config)
     settings.published_kv_events()
     return settings
 

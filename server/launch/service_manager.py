@@ -13,7 +13,7 @@ from collections.abc import MutableMapping
 from dataclasses import replace
 
 from oarlock.engine.errors import StartupError
-from oarlock.server.config.groups.http import HttpSettings
+from oarlock.server.config.option_groups import HttpSettings
 from oarlock.server.config.settings import Settings
 from oarlock.server.http.listening import address_of, inherited
 from oarlock.server.observability.logs import event, logger

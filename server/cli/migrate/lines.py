@@ -13,7 +13,7 @@ from oarlock.server.cli.migrate.sglang import SGLANG
 from oarlock.server.cli.migrate.tgi import TGI
 from oarlock.server.cli.migrate.translation import KnownServer, Translation
 from oarlock.server.cli.migrate.vllm import VLLM
-from oarlock.server.config.groups.http import HttpSettings
+from oarlock.server.config.option_groups import HttpSettings
 
 # The program that an image starts where the line gives no command.
 IMAGES = {

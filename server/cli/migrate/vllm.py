@@ -17,7 +17,7 @@ from oarlock.server.cli.migrate.translation import (
     values_after,
 )
 from oarlock.server.config import vllm_flags
-from oarlock.server.config.groups.model import REASONING_PARSERS, TOOL_CALL_PARSERS
+from oarlock.server.config.option_groups import REASONING_PARSERS, TOOL_CALL_PARSERS
 from oarlock.server.config.options import OptionError, nearest, parse_count
 from oarlock.server.config.settings import OPTIONS
 

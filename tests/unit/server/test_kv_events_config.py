@@ -8,7 +8,7 @@ import json
 import pytest
 
 from oarlock.engine.config import EngineConfig, KvEventsConfig
-from oarlock.server.config.kv_events import parse_kv_events_config
+from oarlock.server.config.json_options import parse_kv_events_config
 from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import Settings, make_settings
 from oarlock.server.config.sources import load_settings

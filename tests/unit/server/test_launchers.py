@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from oarlock.server.config.groups.nodes import MASTER_PORT
 from oarlock.server.config.nodes import LEADER_WORKER_SET, TORCHRUN, first_on_host, launched, nodes_config
+from oarlock.server.config.option_groups import MASTER_PORT
 from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import Settings
 from oarlock.server.config.sources import load_settings

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from oarlock.engine.config import EngineConfig, SpeculativeConfig
+from oarlock.server.config.json_options import parse_speculative_config
 from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import Settings, make_settings
 from oarlock.server.config.sources import as_table, load_settings
-from oarlock.server.config.speculative import parse_speculative_config
 
 TEXT = '{"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 5, "prompt_lookup_min": 3}'
 MEANT = SpeculativeConfig(7, 5, 3)

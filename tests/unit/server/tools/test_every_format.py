@@ -23,7 +23,7 @@ from oarlock.server.chat.tool_choice import resolve_tool_choice
 from oarlock.server.chat.tool_parsers.harmony import HARMONY
 from oarlock.server.chat.tool_parsers.hermes import GENERIC, UNKNOWN
 from oarlock.server.chat.tool_parsers.registry import FORMATS, choose, detect
-from oarlock.server.config.groups.model import REASONING_PARSERS, TOOL_CALL_PARSERS
+from oarlock.server.config.option_groups import REASONING_PARSERS, TOOL_CALL_PARSERS
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.llm.tokenizer import find_files

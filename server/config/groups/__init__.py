@@ -1,1 +1,0 @@
-"""The options of the server, one file for each group that `--help` shows."""
