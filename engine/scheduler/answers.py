@@ -2,7 +2,7 @@
 
 Tokens are appended, full blocks cached, and complete sequences ended. Decodes whose tokens need only be appended and
 sent are handled together, in `DecodeState`; all others one by one. Both ways have the same effect for such a token:
-`tests/unit/engine/test_decode_state.py` compares them.
+`tests/unit/engine/scheduler/test_decode_state.py` compares them.
 
 Each refusal halves the most tokens of a step; steps that run double it again. Steps that were sent ahead of the answer
 are refused with it, and undone as well.

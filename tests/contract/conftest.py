@@ -25,7 +25,7 @@ from oarlock.server.http.server_state import Phase, ServerState
 from oarlock.server.http.uvicorn_server import HttpServer
 from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.observability.metrics import HttpCounters
-from tests.unit.server import chat_templates as templates
+from tests.unit.server.llm import chat_templates as templates
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 INFO = EngineInfo(

@@ -13,8 +13,8 @@ import pytest
 from oarlock.server.chat.tool_parsers.harmony import HARMONY
 from oarlock.server.chat.tool_parsers.registry import FORMATS
 from tests.contract.conftest import chat_tokenizer
-from tests.unit.server import chat_templates as templates
-from tests.unit.server.tools.written import TEMPLATES, WRITERS
+from tests.unit.server.chat.tool_parsers.written import TEMPLATES, WRITERS
+from tests.unit.server.llm import chat_templates as templates
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 MESSAGES = [{"role": "user", "content": "x"}]

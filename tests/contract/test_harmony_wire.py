@@ -10,7 +10,7 @@ import pytest
 from oarlock.server.chat.tool_parsers.harmony import HARMONY
 from tests.contract import test_messages_wire as messages
 from tests.contract import test_responses_wire as responses
-from tests.unit.server import chat_templates as templates
+from tests.unit.server.llm import chat_templates as templates
 
 NEXT = "<|end|><|start|>assistant"
 THOUGHTS = f"<|channel|>analysis<|message|>Hm 😀.{NEXT}"

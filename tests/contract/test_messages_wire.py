@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 from oarlock.server.endpoints.messages import schema
 from oarlock.server.endpoints.messages.writer import ContentBlocks
 from tests.contract.conftest import INFO
-from tests.unit.server import chat_templates as templates
+from tests.unit.server.llm import chat_templates as templates
 
 EVENTS: TypeAdapter = TypeAdapter(RawMessageStreamEvent)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}

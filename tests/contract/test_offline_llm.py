@@ -23,7 +23,7 @@ from oarlock.server.offline.llm import ChatFields
 from tests.contract.conftest import DEMO
 from tests.contract.test_embeddings_wire import EMBEDS
 from tests.contract.test_rerank_wire import ASKS
-from tests.unit.server.fake_hub import FakeHub
+from tests.unit.server.hub.fake_hub import FakeHub
 
 
 class NoProcess:

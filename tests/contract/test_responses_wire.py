@@ -30,7 +30,7 @@ from pydantic import TypeAdapter
 
 from oarlock.server.endpoints.responses import schema
 from oarlock.server.endpoints.schema import StreamOptions
-from tests.unit.server import chat_templates as templates
+from tests.unit.server.llm import chat_templates as templates
 
 EVENTS: TypeAdapter = TypeAdapter(ResponseStreamEvent)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}

@@ -8,7 +8,7 @@ import pytest
 from tests.contract import chromium
 from tests.contract.conftest import INFO, chat_tokenizer
 from tests.contract.test_chat_tools_wire import TOOLS
-from tests.unit.server import chat_templates as templates
+from tests.unit.server.llm import chat_templates as templates
 
 pytestmark = pytest.mark.slow
 

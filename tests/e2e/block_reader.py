@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from tests.e2e.running import READY_WITHIN_S, ROOT, RunningServer, eventually
 
-_SCRIPT = ROOT / "tests" / "unit" / "engine" / "kv_event_reader.py"
+_SCRIPT = ROOT / "tests" / "unit" / "engine" / "kv_cache" / "kv_event_reader.py"
 
 
 class BlockReader:

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.e2e.running import DEMO, RunningServer, eventually
-from tests.unit.server.fake_hub import FakeHub
+from tests.unit.server.hub.fake_hub import FakeHub
 
 PARTIAL = hashlib.sha256((DEMO / "model.safetensors").read_bytes()).hexdigest() + ".incomplete"
 

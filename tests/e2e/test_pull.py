@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.embedding_demo import embedding_demo
 from tests.e2e.running import DEMO, ROOT, RunningServer, command, environment, eventually
-from tests.unit.server.fake_hub import FakeHub
+from tests.unit.server.hub.fake_hub import FakeHub
 
 pytestmark = pytest.mark.soak
 FILES = {path.name: path.read_bytes() for path in DEMO.iterdir() if path.is_file()}

@@ -25,7 +25,7 @@ import pytest
 
 from tests.e2e.running import DEMO, ROOT, RunningServer, environment, eventually, free_port
 from tests.house import recipes
-from tests.unit.server.fake_hub import FakeHub
+from tests.unit.server.hub.fake_hub import FakeHub
 
 PAGES = [
     ROOT / "README.md",

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from pooling_fakes import ROOT, FakePooler, chain, expected_vectors, score
-from sampling_fakes import VOCAB, FakeHistories, allowed_ids, choices_of, matcher_of, past_of
 
 from oarlock.engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
 from oarlock.engine.errors import INTERNAL, WorkerError
@@ -30,6 +28,8 @@ from oarlock.workers.protocol import (
     StepOutput,
     refusal,
 )
+from tests.unit.engine.pooling_fakes import ROOT, FakePooler, chain, expected_vectors, score
+from tests.unit.engine.sampling_fakes import VOCAB, FakeHistories, allowed_ids, choices_of, matcher_of, past_of
 
 EOS = 7
 

@@ -5,9 +5,8 @@ import os
 import sys
 from pathlib import Path
 
-from engine_fakes import make_config
-
 from oarlock.engine.client import EngineClient
+from tests.unit.engine.engine_fakes import make_config
 
 _ENGINE = str(Path(__file__).with_name("fake_engine.py"))
 

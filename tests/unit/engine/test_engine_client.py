@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from engine_fakes import expected_tokens, make_config, make_request
 
 from oarlock.engine.client import EngineClient
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError, StartupError
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, TokenEvent
+from tests.unit.engine.engine_fakes import expected_tokens, make_config, make_request
 
 pytestmark = pytest.mark.slow
 

@@ -2,10 +2,9 @@
 
 import json
 
-from engine_fakes import Driver, make_config, make_request
-
 from oarlock.engine.stats import EngineStats, Histogram
 from oarlock.engine.types import FinishReason
+from tests.unit.engine.engine_fakes import Driver, make_config, make_request
 
 
 def test_a_histogram_counts_up_to_its_bounds() -> None:

@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_fakes import expected_tokens, make_config, make_request
-from pooling_fakes import expected_vectors, make_pooling_request
 
 from oarlock.engine.client import EngineClient
 from oarlock.engine.config import EngineConfig
@@ -23,6 +21,8 @@ from oarlock.engine.errors import EngineDeadError, StartupError, UnavailableErro
 from oarlock.engine.pooling_params import KINDS
 from oarlock.engine.replicas import Replicas, start_engine
 from oarlock.engine.types import FinishReason, TokenEvent
+from tests.unit.engine.engine_fakes import expected_tokens, make_config, make_request
+from tests.unit.engine.pooling_fakes import expected_vectors, make_pooling_request
 
 pytestmark = pytest.mark.slow
 

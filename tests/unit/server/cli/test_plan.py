@@ -15,7 +15,7 @@ from oarlock.server.cli.plan.machine import GPUS, parse_gpus
 from oarlock.server.cli.plan.simulate import parse_replicas, parse_slo
 from oarlock.server.config.settings import OPTIONS
 from oarlock.workers.protocol import MAX_POOLED_IDS, max_output_bytes
-from tests.unit.server.fake_hub import FakeHub
+from tests.unit.server.hub.fake_hub import FakeHub
 
 QWEN_7B: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

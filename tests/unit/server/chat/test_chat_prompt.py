@@ -1,0 +1,239 @@
+"""Inputs of templates: calls, names, ids and thoughts; continued messages; prompts that end inside thoughts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import tokenizers
+import transformers
+
+from oarlock.engine.errors import RequestError
+from oarlock.server.chat.message_parser import AnswerShape
+from oarlock.server.chat.prompt import render_prompt
+from oarlock.server.chat.reasoning_parser import FORMATS
+from oarlock.server.endpoints.chat.schema import ChatRequest
+from oarlock.server.llm.tokenizer import Tokenizer
+from tests.unit.server.llm import chat_templates as templates
+
+DEMO = Path(__file__).resolve().parents[4] / "models" / "oarlock-demo"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
+TURNS = [
+    {"role": "user", "content": "a"},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "hm",
+        "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "b"}]},
+]
+DUMP = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}tools={{ tools | tojson }}{# <tool_call> #}"
+
+
+def _prompt(source, messages, parsers=None, **fields):
+    backend = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    config = {"chat_template": source, "bos_token": "<s>", "eos_token": "<|im_end|>"}
+    loaded = Tokenizer(backend, config | ({"parsers": parsers} if parsers else {}))
+    try:
+        request = ChatRequest.model_validate({"messages": messages, **fields})
+        prompt = asyncio.run(render_prompt(loaded, request))
+        ids = asyncio.run(loaded.aencode(prompt.text, False))
+        return loaded.backend.decode(ids, skip_special_tokens=False), prompt
+    finally:
+        loaded.close()
+
+
+def test_calls_are_given_as_templates_expect_them():
+    text, _ = _prompt(DUMP, TURNS, tools=[TOOL])
+    lines = text.split("\n")
+    assert '"tool_calls": [{"id": "call_1", "type": "function", "function": ' in lines[1]
+    assert '{"name": "f", "arguments": {"x": [1]}}' in lines[1]
+    assert lines[1].startswith('{"role": "assistant", "content": "", "reasoning_content": "hm"')
+    assert lines[2] == '{"role": "tool", "content": "b", "name": "f", "tool_call_id": "call_1"}'
+    assert lines[3] == 'tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'
+    assert "tool_calls" not in lines[0]
+
+
+PARTS = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}{# role #}"
+
+
+def test_contents_are_lists_of_parts_where_the_template_writes_those_alone_or_the_operator_says_so():
+    turns = [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": t} for t in "bc"]}]
+    chosen = [{"chat_template_content_format": name} for name in ("string", "openai")]
+    assert _prompt(PARTS, turns)[0] == "<a><b><c>"
+    assert _prompt(PARTS, turns, chosen[0])[0] == "<><><>"  # jinja walks through the characters of a text
+    assert '"content": "bc"' in _prompt(DUMP, turns)[0]
+    text = _prompt(DUMP, turns, chosen[1])[0]
+    assert '"content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]' in text
+    turns[1] = {"role": "assistant", "content": "c"}
+    assert _prompt(PARTS, turns, continue_final_message=True, add_generation_prompt=False)[0] == "<a><c"
+
+
+def test_no_tools_and_tools_that_must_not_be_called_are_not_shown():
+    assert _prompt(DUMP, TURNS[:1])[0].endswith("tools=null")
+    assert _prompt(DUMP, TURNS[:1], tools=[])[0].endswith("tools=null")
+    assert _prompt(DUMP, TURNS[:1], tools=[TOOL], tool_choice="none")[0].endswith("tools=null")
+
+
+def test_broken_arguments_stay_what_they_are():
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": '}}
+    text, _ = _prompt(DUMP, [TURNS[0], {"role": "assistant", "content": "t", "tool_calls": [call]}])
+    assert '"arguments": "{\\"x\\": "' in text
+
+
+def test_the_developer_is_the_system_where_there_is_no_developer():
+    messages = [{"role": "developer", "content": "d"}, TURNS[0]]
+    assert _prompt(DUMP, messages)[0].startswith('{"role": "system"')
+    assert _prompt(DUMP + "{# developer #}", messages)[0].startswith('{"role": "developer"')
+
+
+@pytest.mark.parametrize("source", [templates.QWEN, templates.MISTRAL, templates.LLAMA, templates.PLAIN])
+def test_a_conversation_with_calls_fits_every_template(source):
+    text, prompt = _prompt(source, TURNS, tools=[TOOL])
+    assert '"f"' in text
+    assert "[1]" in text
+    assert prompt.tool_choice is not None
+
+
+def test_a_template_without_tools_gets_them_as_words():
+    text, prompt = _prompt(templates.PLAIN, [{"role": "system", "content": "s"}, *TURNS], tools=[TOOL])
+    assert prompt.tool_choice is not None
+    assert prompt.tool_choice.format.name == "generic"
+    assert text.startswith(
+        '<|im_start|>system\ns\n\nYou can call these functions; each line describes one as JSON:\n{"'
+    )
+    assert '<tool_call>\n{"name": "f", "arguments": {"x": [1]}}\n</tool_call><|im_end|>' in text
+    assert "<|im_start|>user\n<tool_response>\nb\n</tool_response><|im_end|>" in text
+
+
+BRIEF = {"role": "system", "content": "Be brief."}
+STRICT = [templates.GEMMA2, templates.GEMMA3, templates.DROPS_SYSTEM]
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "c"}
+
+
+@pytest.mark.parametrize("source", STRICT)
+@pytest.mark.parametrize("opening", [[], [BRIEF], [{"role": "assistant", "content": "Hello."}]])
+def test_tools_reach_templates_with_no_system_or_strict_turns(source, opening):
+    """The prompt equals the one that transformers makes of the same words in turns that the template takes."""
+    text, prompt = _prompt(source, [*opening, *TURNS, RESULT, {"role": "user", "content": "d"}], tools=[TOOL])
+    assert prompt.tool_choice is not None
+    words = text[text.index("You can call") : text.index(" and nothing else.") + len(" and nothing else.")]
+    assert '"name": "f"' in words
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": [1]}}\n</tool_call>'
+    results = "<tool_response>\nb\n</tool_response>\n\n<tool_response>\nc\n</tool_response>\n\nd"
+    turns = [("assistant", call), ("user", results)]
+    if opening and opening[0]["role"] == "assistant":
+        turns = [("user", words), ("assistant", "Hello."), ("user", "a"), *turns]
+    else:
+        system = f"Be brief.\n\n{words}" if opening else words
+        turns = [("user", f"{system}\n\na"), *turns]
+    backend = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", chat_template=source)
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("source", STRICT)
+def test_results_reach_such_templates_when_no_tools_are_given(source):
+    text, _ = _prompt(source, [*TURNS, RESULT])
+    assert text.count("<tool_response>") == 2
+    assert "You can call" not in text
+
+
+def test_a_conversation_without_tools_is_the_templates_own_to_refuse():
+    with pytest.raises(RequestError, match="No system role"):
+        _prompt(templates.GEMMA2, [BRIEF, TURNS[0]])
+    with pytest.raises(RequestError, match="Roles must take turns"):
+        _prompt(templates.GEMMA3, [TURNS[0], TURNS[0]], tools=[TOOL], tool_choice="none")
+
+
+@pytest.mark.parametrize("last", ["Sure: ", "e", "<|im_end|", "Sure"])
+def test_the_answer_goes_on_with_the_last_message(last):
+    messages = [TURNS[0], {"role": "assistant", "content": last}]
+    text, _ = _prompt(templates.PLAIN, messages, continue_final_message=True)
+    assert text == f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{last}"
+    whole, _ = _prompt(templates.PLAIN, messages, add_generation_prompt=False)
+    assert whole == text + "<|im_end|>\n"
+
+
+def test_a_template_that_hides_the_last_message_cannot_continue_it():
+    with pytest.raises(RequestError, match="cannot be continued") as caught:
+        _prompt("{{ messages | length }}", TURNS[:1], continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "expected"),
+    [
+        (templates.PLAIN, {}, (False, False)),
+        (templates.QWEN, {}, (True, False)),
+        (templates.QWEN, {"chat_template_kwargs": {"enable_thinking": False}}, (False, False)),
+        (templates.THINKING, {}, (False, True)),
+        (templates.QWEN, {"continue_final_message": True}, (False, True)),
+    ],
+)
+def test_whether_the_model_thinks(source, fields, expected):
+    last = [{"role": "assistant", "content": "<think>\nwell"}] if fields.get("continue_final_message") else []
+    _, prompt = _prompt(source, [TURNS[0], *last], **fields)
+    assert (prompt.may_think, prompt.is_thinking) == expected
+
+
+@pytest.mark.parametrize("marks", FORMATS, ids=lambda marks: marks.name)
+def test_how_thoughts_are_marked_is_found_out_or_named(marks):
+    _, prompt = _prompt(f"{{{{ messages }}}} {marks.start}..{marks.end} so", TURNS[:1])
+    assert (prompt.may_think, prompt.is_thinking, prompt.reasoning) == (True, False, marks)
+    _, prompt = _prompt(f"{{{{ messages[0].content }}}}{marks.start}", TURNS[:1])
+    assert (prompt.may_think, prompt.is_thinking, prompt.reasoning) == (False, True, marks)
+    for name in (marks.name, *marks.aliases):
+        _, prompt = _prompt(templates.PLAIN, TURNS[:1], parsers={"reasoning_parser": name})
+        assert (prompt.may_think, prompt.reasoning) == (True, marks)
+    _, prompt = _prompt(templates.QWEN, TURNS[:1], parsers={"reasoning_parser": "none"})
+    assert prompt.shape == AnswerShape()
+
+
+@pytest.mark.parametrize(("parsers", "thinks"), [({}, True), ({"reasoning_parser": "none"}, False)])
+def test_an_answer_in_harmony_goes_on_where_the_prompt_ends(parsers, thinks):
+    source = (
+        "{% for m in messages %}<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    _, prompt = _prompt(source, TURNS[:1], parsers)
+    assert prompt.shape == AnswerShape(may_think=thinks, harmony="")
+    last = {"role": "assistant", "content": "Sure: "}
+    _, prompt = _prompt(source, [TURNS[0], last], parsers, continue_final_message=True, add_generation_prompt=False)
+    assert prompt.harmony == "<|channel|>final<|message|>Sure: "
+
+
+def test_the_operator_names_the_format_of_calls():
+    _, prompt = _prompt(DUMP, TURNS[:1], tools=[TOOL], parsers={"tool_call_parser": "glm45"})
+    assert prompt.tool_choice is not None
+    assert prompt.tool_choice.format.name == "glm45"
+    assert "<arg_key>" in prompt.delimiters
+
+
+def test_templates_that_write_arguments_as_they_are_get_them_as_text():
+    text, _ = _prompt(DUMP, TURNS, tools=[TOOL], parsers={"tool_call_parser": "deepseek_v3"})
+    assert '"arguments": "{\\"x\\": [1]}"' in text
+
+
+def test_the_tools_of_phi_4_mini_are_a_text_of_the_system_message():
+    source = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+        "{% if 'tools' in m %}{{ '<|tool|>' + m['tools'] + '<|/tool|>' }}{% endif %}<|end|>{% endfor %}"
+    )
+    text, prompt = _prompt(source, TURNS, tools=[TOOL])
+    assert prompt.tool_choice is not None
+    assert prompt.tool_choice.format.name == "phi4_mini"
+    assert text == (
+        '<|system|><|tool|>[{"name": "f", "parameters": {"type": "object"}}]<|/tool|><|end|><|user|>a<|end|>'
+        '<|assistant|><|tool_call|>[{"name": "f", "arguments": {"x": [1]}}]<|/tool_call|><|end|><|tool|>b<|end|>'
+    )
+
+
+def test_reasoning_effort_is_for_templates_that_read_it():
+    assert _prompt("{{ reasoning_effort }}", TURNS[:1], reasoning_effort="low")[0] == "low"
+    with pytest.raises(RequestError, match="means nothing") as caught:
+        _prompt(DUMP, TURNS[:1], reasoning_effort="low")
+    assert caught.value.param == "reasoning_effort"

@@ -1,0 +1,434 @@
+"""Model directories of someone who wishes the server ill, or whose disk does: each is the demo model with one fault.
+
+`FAULTS` has for each a function that makes it, and what the error must name: the file, and the field or tensor in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DEMO = Path(__file__).resolve().parents[4] / "models" / "oarlock-demo"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DEEP = 100_000
+DEEP_JSON = "[" * DEEP + "]" * DEEP
+HUGE = 10**400
+Fault = Callable[[Path], None]
+
+
+class Case(NamedTuple):
+    """A fault, and texts that the one line of cause must hold."""
+
+    make: Fault
+    named: tuple[str, ...]
+
+
+def copy(folder: Path) -> Path:
+    """The demo model in `folder`, its weights as a link."""
+    folder.mkdir()
+    for file in DEMO.iterdir():
+        if file.suffix in (".json", ".jinja"):
+            (folder / file.name).write_bytes(file.read_bytes())
+    (folder / WEIGHTS).symlink_to(DEMO / WEIGHTS)
+    return folder
+
+
+def text(name: str, content: str | bytes) -> Fault:
+    """The file `name` holds `content`."""
+
+    def make(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return make
+
+
+def fields(name: str, **changes: Any) -> Fault:
+    """The JSON object in the file `name` has these fields besides; what begins with `json:` is written as it stands."""
+
+    def make(folder: Path) -> None:
+        path = folder / name
+        content = (json.loads(path.read_text()) if path.exists() else {}) | changes
+        written = json.dumps(content)
+        for value in changes.values():
+            if isinstance(value, str) and value.startswith("json:"):
+                written = written.replace(json.dumps(value), value.removeprefix("json:"))
+        path.unlink(missing_ok=True)
+        path.write_text(written)
+
+    return make
+
+
+def config(**changes: Any) -> Fault:
+    return fields("config.json", **changes)
+
+
+def rope(**changes: Any) -> Fault:
+    written = json.dumps({"rope_type": "default", "rope_theta": 1e4} | changes)
+    return config(rope_parameters=f"json:{written}")
+
+
+def without_file(name: str, make: Callable[[Path], None]) -> Fault:
+    """Something else in the place of the file `name`."""
+
+    def replace(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+
+    return replace
+
+
+def link(name: str, target: str) -> Fault:
+    return without_file(name, lambda path: path.symlink_to(target))
+
+
+def pipe(name: str) -> Fault:
+    return without_file(name, os.mkfifo)
+
+
+def folder(name: str) -> Fault:
+    return without_file(name, Path.mkdir)
+
+
+def sparse(name: str, size: int) -> Fault:
+    """A file of so many zeros, which takes no room on the disk."""
+
+    def make(path: Path) -> None:
+        with path.open("wb") as file:
+            file.truncate(size)
+
+    return without_file(name, make)
+
+
+def weights(header: Any, data: bytes = b"", *, length: int | None = None) -> Fault:
+    """A safetensors file with this header, which announces `length` bytes of it."""
+    written = header.encode() if isinstance(header, str) else json.dumps(header).encode()
+    announced = len(written) if length is None else length
+    return text(WEIGHTS, struct.pack("<Q", announced) + written + data)
+
+
+def tensor(shape: Any, offsets: Any, dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def index(weight_map: Any) -> Fault:
+    """An index in the place of the one file of weights."""
+
+    def make(folder: Path) -> None:
+        (folder / WEIGHTS).rename(folder / "model-00001-of-00001.safetensors")
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+    return make
+
+
+def modules(*entries: Any, **files: str) -> Fault:
+    """A checkpoint of sentence-transformers. `files`: in the folder `1_Pooling`."""
+
+    def make(path: Path) -> None:
+        (path / "modules.json").write_text(json.dumps(entries))
+        (path / "1_Pooling").mkdir()
+        for name, content in files.items():
+            (path / "1_Pooling" / f"{name}.json").write_text(content)
+
+    return make
+
+
+TRANSFORMER = {"type": "sentence_transformers.models.Transformer", "path": ""}
+POOLING = {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}
+
+
+def gguf(*settings: tuple[str, int, bytes], tensors: bytes = b"", num_tensors: int = 0, version: int = 3) -> Fault:
+    """A GGUF file in the place of all others: settings as (name, type, bytes)."""
+
+    def make(folder: Path) -> None:
+        for file in list(folder.iterdir()):
+            file.unlink()
+        written = b"".join(
+            struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + data
+            for name, kind, data in settings
+        )
+        head = b"GGUF" + struct.pack("<IQQ", version, num_tensors, len(settings))
+        (folder / "model.gguf").write_bytes(head + written + tensors)
+
+    return make
+
+
+def gguf_text(content: str) -> bytes:
+    return struct.pack("<Q", len(content)) + content.encode()
+
+
+def added_token(**changes: Any) -> Fault:
+    """The first special token of tokenizer.json is changed."""
+
+    def make(folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        content = json.loads(path.read_text())
+        content["added_tokens"][0] |= changes
+        path.write_text(json.dumps(content))
+
+    return make
+
+
+def token_id(value: int) -> Fault:
+    """A token of tokenizer.json has this id."""
+
+    def make(folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        content = json.loads(path.read_text())
+        vocabulary = content["model"]["vocab"]
+        vocabulary[max(vocabulary, key=vocabulary.get)] = value
+        path.write_text(json.dumps(content))
+
+    return make
+
+
+ONE = {"model.embed_tokens.weight": tensor([2], [0, 8])}
+FAULTS: dict[str, Case] = {
+    # config.json
+    "config is deep": Case(text("config.json", DEEP_JSON), ("config.json",)),
+    "config has a deep field": Case(config(rope_parameters=f"json:{DEEP_JSON}"), ("config.json",)),
+    "config is empty": Case(text("config.json", ""), ("config.json",)),
+    "config is a list": Case(text("config.json", "[]"), ("config.json",)),
+    "config is not UTF-8": Case(text("config.json", b'{"a": "\xff"}'), ("config.json",)),
+    "config has a field twice": Case(
+        text("config.json", '{"vocab_size": 1, "vocab_size": 2}'), ("config.json", "vocab_size")
+    ),
+    "config is a pipe": Case(pipe("config.json"), ("config.json",)),
+    "config is an endless device": Case(link("config.json", "/dev/zero"), ("config.json",)),
+    "config is a folder": Case(folder("config.json"), ("config.json",)),
+    "config links to itself": Case(link("config.json", "config.json"), ("config.json",)),
+    "config is huge": Case(sparse("config.json", 1 << 40), ("config.json",)),
+    "architectures is a number": Case(config(architectures=5), ("config.json", "architecture")),
+    "architectures holds a table": Case(config(architectures=[{}]), ("architecture",)),
+    "vocab_size is a text": Case(config(vocab_size="many"), ("config.json", "vocab_size")),
+    "vocab_size is huge": Case(config(vocab_size=HUGE), ("config.json", "vocab_size")),
+    "hidden_size has a million digits": Case(config(hidden_size="json:" + "9" * 1_000_000), ("config.json",)),
+    "num_hidden_layers is huge": Case(config(num_hidden_layers=2**40), ("config.json", "num_hidden_layers")),
+    "num_attention_heads is a list": Case(config(num_attention_heads=[8]), ("config.json", "num_attention_heads")),
+    "head_dim is negative": Case(config(head_dim=-2), ("config.json", "head_dim")),
+    "rms_norm_eps is NaN": Case(config(rms_norm_eps="json:NaN"), ("config.json", "rms_norm_eps")),
+    "hidden_act is a list": Case(config(hidden_act=["silu"]), ("config.json", "hidden_act")),
+    "dtype is a table": Case(config(dtype={"a": 1}), ("config.json", "dtype")),
+    "tie_word_embeddings is a text": Case(config(tie_word_embeddings="yes"), ("config.json", "tie_word_embeddings")),
+    "layer_types holds lists": Case(config(layer_types=[[]] * 8), ("config.json", "layer_types")),
+    "max_position_embeddings is a float": Case(
+        config(max_position_embeddings=2048.5), ("config.json", "max_position_embeddings")
+    ),
+    "use_sliding_window with a text": Case(
+        config(use_sliding_window=True, sliding_window="wide"), ("config.json", "sliding_window")
+    ),
+    "rope_theta is infinite": Case(rope(rope_theta=float("inf")), ("config.json", "rope_theta")),
+    "rope_theta is NaN": Case(rope(rope_theta=float("nan")), ("config.json", "rope_theta")),
+    "rope factor is infinite": Case(rope(rope_type="linear", factor=float("inf")), ("config.json", "factor")),
+    "rope_parameters is a list": Case(config(rope_parameters=[1]), ("config.json", "rope_parameters")),
+    "rope_type is a list": Case(rope(rope_type=["default"]), ("config.json", "rope type")),
+    "rope length is NaN": Case(
+        rope(rope_type="yarn", factor=2.0, original_max_position_embeddings=float("nan")),
+        ("config.json", "original_max_position_embeddings"),
+    ),
+    "rope mscale is huge": Case(rope(rope_type="yarn", factor=2.0, mscale=HUGE), ("config.json", "mscale")),
+    "quantization_config is a list": Case(config(quantization_config=[1]), ("quantization_config",)),
+    "quant_method is a list": Case(config(quantization_config={"quant_method": ["gptq"]}), ("quantization_config",)),
+    "quantization bits are huge": Case(
+        config(quantization_config={"quant_method": "gptq", "bits": HUGE, "group_size": 128}), ("bits",)
+    ),
+    "quantize_config is a pipe": Case(pipe("quantize_config.json"), ("quantize_config.json",)),
+    "quantize_config is deep": Case(text("quantize_config.json", DEEP_JSON), ("quantize_config.json",)),
+    "eos_token_id is a table": Case(
+        lambda path: (config(eos_token_id={"a": 1})(path), text("generation_config.json", "{}")(path)),
+        ("config.json", "eos_token_id"),
+    ),
+    "classifier_from_token is a number": Case(config(classifier_from_token=5), ("classifier_from_token",)),
+    "id2label of a classifier is a list": Case(
+        config(architectures=["BertForSequenceClassification"], id2label=[1]), ("BertForSequenceClassification",)
+    ),
+    "matryoshka_dimensions are texts": Case(
+        lambda path: (
+            config(matryoshka_dimensions=["x"])(path),
+            modules(TRANSFORMER, POOLING, config='{"pooling_mode": "cls"}')(path),
+        ),
+        ("config.json", "matryoshka_dimensions"),
+    ),
+    # generation_config.json
+    "generation_config is deep": Case(text("generation_config.json", DEEP_JSON), ("generation_config.json",)),
+    "generation_config is a pipe": Case(pipe("generation_config.json"), ("generation_config.json",)),
+    "generation_config is a device": Case(link("generation_config.json", "/dev/zero"), ("generation_config.json",)),
+    "temperature is infinite": Case(
+        fields("generation_config.json", temperature="json:Infinity"), ("generation_config.json", "temperature")
+    ),
+    "top_k is a list": Case(fields("generation_config.json", top_k=[1]), ("generation_config.json", "top_k")),
+    "eos_token_id is negative": Case(
+        fields("generation_config.json", eos_token_id=[-5]), ("generation_config.json", "eos_token_id")
+    ),
+    "eos_token_id is huge": Case(
+        fields("generation_config.json", eos_token_id=2**70), ("generation_config.json", "eos_token_id")
+    ),
+    "eos_token_id is a text": Case(
+        fields("generation_config.json", eos_token_id="</s>"), ("generation_config.json", "eos_token_id")
+    ),
+    # tokenizer_config.json, the chat template, special tokens
+    "tokenizer_config is deep": Case(text("tokenizer_config.json", DEEP_JSON), ("tokenizer_config.json",)),
+    "tokenizer_config is a pipe": Case(pipe("tokenizer_config.json"), ("tokenizer_config.json",)),
+    "tokenizer_config is a folder": Case(folder("tokenizer_config.json"), ("tokenizer_config.json",)),
+    "chat_template is a number": Case(
+        lambda path: (fields("tokenizer_config.json", chat_template=5)(path), (path / "chat_template.jinja").unlink()),
+        ("tokenizer_config.json", "chat_template"),
+    ),
+    "chat_template is a list of junk": Case(
+        lambda path: (
+            fields("tokenizer_config.json", chat_template=["x", {}])(path),
+            (path / "chat_template.jinja").unlink(),
+        ),
+        ("tokenizer_config.json", "chat_template"),
+    ),
+    "chat_template is a table": Case(
+        lambda path: (
+            fields("tokenizer_config.json", chat_template={"a": "b"})(path),
+            (path / "chat_template.jinja").unlink(),
+        ),
+        ("tokenizer_config.json", "chat_template"),
+    ),
+    "the template nests": Case(
+        text("chat_template.jinja", "{% if messages %}" * 5000 + "{% endif %}" * 5000), ("chat_template.jinja",)
+    ),
+    "the template's expression nests": Case(
+        text("chat_template.jinja", "{{ " + "(" * 50_000 + "1" + ")" * 50_000 + " }}"), ("chat_template.jinja",)
+    ),
+    "the template is a pipe": Case(pipe("chat_template.jinja"), ("chat_template.jinja",)),
+    "the template is a device": Case(link("chat_template.jinja", "/dev/zero"), ("chat_template.jinja",)),
+    "the template is not UTF-8": Case(text("chat_template.jinja", b"\xff{{ messages }}"), ("chat_template.jinja",)),
+    "the template is a folder": Case(folder("chat_template.jinja"), ("chat_template.jinja",)),
+    "eos_token is a number": Case(fields("tokenizer_config.json", eos_token=5), ("tokenizer_config.json", "eos_token")),
+    "eos_token's content is a list": Case(
+        fields("tokenizer_config.json", eos_token={"content": ["x"]}), ("tokenizer_config.json", "eos_token")
+    ),
+    "add_bos_token is a text": Case(
+        fields("tokenizer_config.json", add_bos_token="no"), ("tokenizer_config.json", "add_bos_token")
+    ),
+    # tokenizer.json
+    "the tokenizer is deep": Case(text("tokenizer.json", DEEP_JSON), ("tokenizer.json",)),
+    "the tokenizer is empty": Case(text("tokenizer.json", ""), ("tokenizer.json",)),
+    "the tokenizer is a list": Case(text("tokenizer.json", "[]"), ("tokenizer.json",)),
+    "the tokenizer is a pipe": Case(pipe("tokenizer.json"), ("tokenizer.json",)),
+    "the tokenizer is a device": Case(link("tokenizer.json", "/dev/zero"), ("tokenizer.json",)),
+    "the tokenizer is a folder": Case(folder("tokenizer.json"), ("tokenizer.json",)),
+    "the tokenizer is not UTF-8": Case(text("tokenizer.json", b'{"version": "\xff"}'), ("tokenizer.json",)),
+    "a token has a huge id": Case(token_id(2**32 - 1), ("tokenizer.json", "4294967295")),
+    "a special token has a huge id": Case(added_token(id=2**70), ("tokenizer.json",)),
+    "a special token is a number": Case(added_token(content=5), ("tokenizer.json",)),
+    "the tokenizer has no vocabulary": Case(
+        text(
+            "tokenizer.json",
+            '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}',
+        ),
+        ("tokenizer.json",),
+    ),
+    # weights
+    "the shape is astronomical": Case(weights({"a": tensor([2**40] * 400, [0, 8])}, bytes(8)), (WEIGHTS, "'a'")),
+    "the shape has a million sides": Case(weights({"a": tensor([1] * 10**6, [0, 8])}, bytes(8)), (WEIGHTS, "'a'")),
+    "the shape is negative": Case(weights({"a": tensor([-2], [0, 8])}, bytes(8)), (WEIGHTS, "'a'")),
+    "the shape is a text": Case(weights({"a": tensor("2", [0, 8])}, bytes(8)), (WEIGHTS, "'a'")),
+    "the type is a list": Case(weights({"a": tensor([2], [0, 8], ["F32"])}, bytes(8)), (WEIGHTS, "'a'")),
+    "offsets overlap": Case(
+        weights({"a": tensor([2], [0, 8]), "b": tensor([2], [4, 12])}, bytes(12)), (WEIGHTS, "'b'")
+    ),
+    "offsets leave the file": Case(weights({"a": tensor([200], [0, 800])}, bytes(8)), (WEIGHTS, "'a'")),
+    "offsets are huge": Case(weights({"a": tensor([2], [HUGE, HUGE + 8])}, bytes(8)), (WEIGHTS, "'a'")),
+    "offsets are floats": Case(weights({"a": tensor([2], [0.0, 8.0])}, bytes(8)), (WEIGHTS, "'a'")),
+    "the header's length lies": Case(weights(ONE, bytes(8), length=2**63), (WEIGHTS,)),
+    "the header's length is short": Case(weights(ONE, bytes(8), length=10), (WEIGHTS,)),
+    "the header is deep": Case(weights(DEEP_JSON), (WEIGHTS,)),
+    "the header is a list": Case(weights([]), (WEIGHTS,)),
+    "the header names a tensor twice": Case(
+        weights('{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{}}', bytes(8)), (WEIGHTS,)
+    ),
+    "a tensor's name is long": Case(weights({"a" * 10**6: tensor([2], [0, 4])}, bytes(8)), (WEIGHTS,)),
+    "a tensor's name is a terminal's": Case(weights({"\x1b[2J\n": tensor([2], [0, 4])}, bytes(8)), (WEIGHTS,)),
+    "the weights are empty": Case(text(WEIGHTS, b""), (WEIGHTS,)),
+    "the weights are a pipe": Case(pipe(WEIGHTS), (WEIGHTS,)),
+    "the weights are a device": Case(link(WEIGHTS, "/dev/zero"), (WEIGHTS,)),
+    "the weights are a folder": Case(folder(WEIGHTS), (WEIGHTS,)),
+    "the weights link to themselves": Case(link(WEIGHTS, WEIGHTS), (WEIGHTS,)),
+    "the weights link to nothing": Case(link(WEIGHTS, "gone"), (WEIGHTS,)),
+    # the index of several files
+    "the index leaves the folder": Case(index({"a": "../model.safetensors"}), (INDEX, "'a'")),
+    "the index names an absolute path": Case(index({"a": "/etc/passwd.safetensors"}), (INDEX, "'a'")),
+    "the index names a number": Case(index({"a": 5}), (INDEX, "'a'")),
+    "the index is a list": Case(index([1]), (INDEX,)),
+    "the index names half a character": Case(index({"a": "\ud800.safetensors"}), (INDEX, "'a'")),
+    "the index is deep": Case(lambda path: ((path / WEIGHTS).unlink(), text(INDEX, DEEP_JSON)(path)), (INDEX,)),
+    "the index is a pipe": Case(lambda path: ((path / WEIGHTS).unlink(), pipe(INDEX)(path)), (INDEX,)),
+    "the index is a device": Case(lambda path: ((path / WEIGHTS).unlink(), link(INDEX, "/dev/zero")(path)), (INDEX,)),
+    "the index names a pipe": Case(
+        lambda path: (index({"a": "x.safetensors"})(path), os.mkfifo(path / "x.safetensors")), ("x.safetensors",)
+    ),
+    # sentence-transformers
+    "modules are deep": Case(text("modules.json", DEEP_JSON), ("modules.json",)),
+    "modules is a pipe": Case(pipe("modules.json"), ("modules.json",)),
+    "modules are numbers": Case(text("modules.json", "[1]"), ("modules.json",)),
+    "a module leaves the folder": Case(
+        modules(TRANSFORMER, POOLING | {"path": "../../x"}), ("modules.json", "../../x")
+    ),
+    "a module has an absolute path": Case(modules(TRANSFORMER, POOLING | {"path": "/etc"}), ("modules.json", "/etc")),
+    "a module's path is a list": Case(modules(TRANSFORMER, POOLING | {"path": [1]}), ("modules.json",)),
+    "a module's path has a zero byte": Case(modules(TRANSFORMER, POOLING | {"path": "a\0b"}), ("modules.json",)),
+    "pooling is a table": Case(
+        modules(TRANSFORMER, POOLING, config='{"pooling_mode": {"a": 1}}'), ("1_Pooling/config.json",)
+    ),
+    "pooling is a list of lists": Case(
+        modules(TRANSFORMER, POOLING, config='{"pooling_mode": [["cls"]]}'), ("1_Pooling/config.json",)
+    ),
+    "prompts are numbers": Case(
+        lambda path: (
+            modules(TRANSFORMER, POOLING, config='{"pooling_mode": "cls"}')(path),
+            text("config_sentence_transformers.json", '{"prompts": {"query": 5}}')(path),
+        ),
+        ("config_sentence_transformers.json", "prompts"),
+    ),
+    "the default prompt is a list": Case(
+        lambda path: (
+            modules(TRANSFORMER, POOLING, config='{"pooling_mode": "cls"}')(path),
+            text("config_sentence_transformers.json", '{"default_prompt_name": [1]}')(path),
+        ),
+        ("config_sentence_transformers.json", "default_prompt_name"),
+    ),
+    "max_seq_length is a text": Case(
+        lambda path: (
+            modules(TRANSFORMER, POOLING, config='{"pooling_mode": "cls"}')(path),
+            text("sentence_bert_config.json", '{"max_seq_length": "long"}')(path),
+        ),
+        ("sentence_bert_config.json", "max_seq_length"),
+    ),
+    # GGUF
+    "GGUF is empty": Case(lambda path: (gguf()(path), (path / "model.gguf").write_bytes(b"")), ("model.gguf",)),
+    "GGUF of another version": Case(gguf(version=99), ("model.gguf",)),
+    "GGUF without an architecture": Case(gguf(), ("model.gguf", "architecture")),
+    "GGUF's architecture is a number": Case(
+        gguf(("general.architecture", 4, struct.pack("<I", 5))), ("model.gguf", "general.architecture")
+    ),
+    "GGUF announces many settings": Case(
+        lambda path: (gguf()(path), (path / "model.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2**63))),
+        ("model.gguf",),
+    ),
+    "GGUF announces a long text": Case(gguf(("general.architecture", 8, struct.pack("<Q", 2**62))), ("model.gguf",)),
+    "GGUF announces a long list": Case(
+        gguf(("general.architecture", 9, struct.pack("<IQ", 4, 2**62))), ("model.gguf",)
+    ),
+    "GGUF without a size": Case(
+        gguf(("general.architecture", 8, gguf_text("llama")), ("padding", 8, gguf_text("x" * 64))),
+        ("model.gguf", "llama."),
+    ),
+    "GGUF is a pipe": Case(
+        lambda path: (gguf()(path), (path / "model.gguf").unlink(), os.mkfifo(path / "model.gguf")), ("model.gguf",)
+    ),
+    "GGUF is a device": Case(
+        lambda path: (gguf()(path), (path / "model.gguf").unlink(), (path / "model.gguf").symlink_to("/dev/zero")),
+        ("model.gguf",),
+    ),
+}

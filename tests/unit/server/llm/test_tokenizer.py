@@ -1,0 +1,172 @@
+"""Loading, special tokens, chat templates in their sandbox, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from oarlock.engine.errors import RequestError, StartupError
+from oarlock.server.llm.chat_template import ChatTemplate
+from oarlock.server.llm.tokenizer import Tokenizer
+from tests.unit.server.llm.chat_templates import rendered
+
+DEMO = Path(__file__).resolve().parents[4] / "models" / "oarlock-demo"
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    return tmp_path
+
+
+def _template(source, names=None):
+    return ChatTemplate(source, names or {})
+
+
+def test_it_agrees_with_transformers(folder):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    ours = Tokenizer.load(folder)
+    for text in ("hello world", "  x = 1\n", "é😀<|im_end|>x", ""):
+        assert ours.encode(text) == theirs(text)["input_ids"]
+    expected = theirs.apply_chat_template(USER, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert ours.encode(rendered(ours.template, USER, True, 1000), add_special_tokens=False) == expected
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+
+
+@pytest.mark.parametrize(("in_file", "wanted"), [(True, True), (True, False), (False, True), (False, False)])
+def test_add_bos_token_is_obeyed(folder, in_file, wanted):
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if in_file:
+        name = "<|endoftext|>"
+        backend.post_processor = TemplateProcessing(single=f"{name} $A", special_tokens=[(name, 0)])
+    loaded = Tokenizer(backend, {"bos_token": "<|endoftext|>", "add_bos_token": wanted})
+    plain = loaded.encode("x", add_special_tokens=False)
+    assert loaded.encode("x") == ([0, *plain] if wanted else plain)
+    loaded.close()
+
+
+def test_it_needs_neither_torch_nor_transformers():
+    code = (
+        "import sys\nfrom oarlock.server.llm.tokenizer import Tokenizer\n"
+        f"Tokenizer.load({str(DEMO)!r})\nprint('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    root = str(DEMO.parents[1])
+    answer = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert answer.stdout == "False\n"
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"version": 5}'])
+def test_a_damaged_tokenizer_is_named(folder, content):
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(StartupError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.load(folder)
+
+
+def test_a_damaged_config_and_template_are_named(folder):
+    (folder / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(StartupError, match="not valid Jinja"):
+        Tokenizer.load(folder)
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(StartupError, match=r"tokenizer_config\.json does not hold"):
+        Tokenizer.load(folder)
+
+
+def test_a_model_without_a_template_refuses_chat(folder):
+    (folder / "chat_template.jinja").unlink()
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    loaded = Tokenizer.load(folder)
+    assert not loaded.template.exists
+    with pytest.raises(RequestError, match="no chat template"):
+        rendered(loaded.template, USER, True, 1000)
+
+
+def test_an_error_that_a_template_raises_reaches_the_client():
+    template = _template("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(RequestError, match="roles must alternate"):
+        rendered(template, USER, True, 1000)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os.popen('true').read() }}",
+        "{{ self.__init__.__globals__ }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{{ messages[0].content + 1 }}",
+        "{{ 1 // 0 }}",
+    ],
+)
+def test_templates_cannot_leave_the_sandbox(source):
+    with pytest.raises(RequestError):
+        rendered(_template(source), USER, True, 1000)
+
+
+def test_templates_cannot_read_attributes_of_python_objects():
+    assert rendered(_template("[{{ raise_exception.__globals__ }}{{ messages.__class__ }}]"), USER, True, 10) == "[]"
+
+
+def test_a_template_cannot_write_without_end():
+    with pytest.raises(RequestError, match="writes more than 1000 characters"):
+        rendered(_template("{% for i in range(90000) %}{{ messages[0].content }}{% endfor %}"), USER, True, 1000)
+
+
+def test_the_names_that_published_templates_use():
+    source = (
+        "{{ bos_token }}{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}"
+        "{% if loop.first %}{% continue %}{% endif %}{% endfor %}{{ strftime_now('%Y') | length }}"
+    )
+    written = rendered(_template(source, {"bos_token": "<s>"}), USER, True, 1000)
+    assert written == '<s>{"role": "user", "content": "hi"}4'
+
+
+def test_several_named_templates():
+    config = {"chat_template": [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]}
+    assert rendered(ChatTemplate.from_config(config, {}), USER, True, 10) == "D"
+
+
+def test_a_short_text_does_not_wait_for_a_long_one(folder):
+    """Long texts have a thread of their own: three of them would occupy all threads for short ones."""
+    tokenizer = Tokenizer.load(folder)
+    release = threading.Event()
+
+    async def both() -> list[int]:
+        long = [asyncio.create_task(tokenizer.run(release.wait, 8_000_000)) for _ in range(3)]
+        try:
+            return await asyncio.wait_for(tokenizer.aencode("hello"), 30)
+        finally:
+            release.set()
+            await asyncio.gather(*long)
+
+    assert asyncio.run(both()) == tokenizer.encode("hello")
+    tokenizer.close()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_the_digest_changes_with_each_file_that_decides_ids(tmp_path, name):
+    folder = shutil.copytree(DEMO, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    before = Tokenizer.load(folder).digest
+    assert Tokenizer.load(folder).digest == before
+    if name == "chat_template.jinja":
+        (folder / name).write_text("{{ messages }}")
+    else:
+        described = json.loads((folder / name).read_text())
+        described |= {"normalizer": {"type": "Lowercase"}} if name == "tokenizer.json" else {"add_bos_token": True}
+        (folder / name).write_text(json.dumps(described))
+    assert Tokenizer.load(folder).digest != before
