@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oarlock.engine.errors import RequestError
-from oarlock.server.chat.message_parser import AnswerShape
-from oarlock.server.chat.reasoning_parser import FORMATS, THINK, ReasoningFormat
+from oarlock.server.chat.message_parser import REASONING_FORMATS, THINK, AnswerShape, ReasoningFormat
 from oarlock.server.chat.tool_choice import ToolChoice, resolve_tool_choice
 from oarlock.server.chat.tool_parsers.base import ToolFormat
 from oarlock.server.chat.tool_parsers.harmony import HARMONY, TURN
@@ -147,11 +146,13 @@ def _marks(tokenizer: Tokenizer) -> ReasoningFormat | None:
     template, token_to_id = tokenizer.template, tokenizer.backend.token_to_id
     name = template.parsers.get("reasoning_parser")
     if name is not None:
-        return next((known for known in FORMATS if name in (known.name, *known.aliases)), None)
-    for known in FORMATS:
+        return next((known for known in REASONING_FORMATS if name in (known.name, *known.aliases)), None)
+    for known in REASONING_FORMATS:
         if known.start in template.source or known.end in template.source:
             return known
-    return next((known for known in FORMATS if all(token_to_id(token) is not None for token in known.tokens)), None)
+    return next(
+        (known for known in REASONING_FORMATS if all(token_to_id(token) is not None for token in known.tokens)), None
+    )
 
 
 def _messages(given: list[ChatMessage], tool_format: ToolFormat, has_developer: bool) -> list[dict[str, Any]]:

@@ -13,8 +13,7 @@ from oarlock.server.config.settings import SERVER_ONLY
 
 if TYPE_CHECKING:
     from oarlock.server.config.settings import Settings
-    from oarlock.server.endpoints.batches.answer_file import AnswerFile
-    from oarlock.server.endpoints.batches.request_file import RequestFile
+    from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
 
 HELP = "answer a file of requests in OpenAI's batch format"
 # Options of the server that say how requests are read, so that they hold here too.
@@ -53,8 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     import asyncio
 
     # Before a model is loaded.
-    from oarlock.server.endpoints.batches.answer_file import AnswerFile
-    from oarlock.server.endpoints.batches.request_file import RequestFile
+    from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
 
     requests = RequestFile(arguments.requests)
     answers = AnswerFile(arguments.answers, requests)

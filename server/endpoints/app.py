@@ -15,9 +15,9 @@ from oarlock.server.endpoints.batches.serving import OpenAIServingBatches, open_
 from oarlock.server.endpoints.chat import route as chat
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
 from oarlock.server.endpoints.completions import route as completions
-from oarlock.server.endpoints.completions.serving import OpenAIServingCompletion
+from oarlock.server.endpoints.completions.route import OpenAIServingCompletion
 from oarlock.server.endpoints.messages import route as messages
-from oarlock.server.endpoints.messages.serving import AnthropicServingMessages
+from oarlock.server.endpoints.messages.route import AnthropicServingMessages
 from oarlock.server.endpoints.models import route as models
 from oarlock.server.endpoints.operations import route as operations
 from oarlock.server.endpoints.operations.explain import OpenAIServingExplain
@@ -29,7 +29,7 @@ from oarlock.server.endpoints.responses import route as responses
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.endpoints.tokenize import route as tokenize
-from oarlock.server.endpoints.tokenize.serving import OpenAIServingTokenization
+from oarlock.server.endpoints.tokenize.route import OpenAIServingTokenization
 from oarlock.server.errors import HttpError, answer_of
 from oarlock.server.http import pages
 from oarlock.server.http.api_keys import load_admin_key, load_keys

@@ -15,7 +15,7 @@ from dataclasses import replace
 from oarlock.engine.errors import StartupError
 from oarlock.server.config.option_groups import HttpSettings
 from oarlock.server.config.settings import Settings
-from oarlock.server.http.listening import address_of, inherited
+from oarlock.server.http.uvicorn_server import address_of, inherited
 from oarlock.server.observability.logs import event, logger
 
 # While a model loads, its progress moves the limit of the start; loading itself ends when it stands still for 300 s.

@@ -15,13 +15,12 @@ from oarlock.engine.config import OnProgress
 from oarlock.engine.errors import EngineDeadError, StartupError
 from oarlock.engine.replicas import start_engine
 from oarlock.server.config.settings import Settings
-from oarlock.server.endpoints.batches.answer_file import AnswerFile
-from oarlock.server.endpoints.batches.batch_run import BatchRun
+from oarlock.server.endpoints.batches.batch import BatchRun
+from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
 from oarlock.server.endpoints.batches.dispatch import BatchEndpoints
-from oarlock.server.endpoints.batches.fair_turns import FairTurns, KeyTurns
-from oarlock.server.endpoints.batches.request_file import RequestFile
+from oarlock.server.endpoints.batches.key_shares import FairTurns, KeyTurns
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
-from oarlock.server.endpoints.completions.serving import OpenAIServingCompletion
+from oarlock.server.endpoints.completions.route import OpenAIServingCompletion
 from oarlock.server.endpoints.pooling.embedding import OpenAIServingEmbedding
 from oarlock.server.endpoints.pooling.scoring import OpenAIServingScoring
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses

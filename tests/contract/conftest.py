@@ -20,9 +20,8 @@ from oarlock.engine.types import EngineInfo, FinishReason, Request, TokenEvent, 
 from oarlock.server.config.settings import Settings, make_settings
 from oarlock.server.endpoints.app import create_app
 from oarlock.server.endpoints.serving import connect_engine
-from oarlock.server.http.listening import bind, url_of
 from oarlock.server.http.server_state import Phase, ServerState
-from oarlock.server.http.uvicorn_server import HttpServer
+from oarlock.server.http.uvicorn_server import HttpServer, bind, url_of
 from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.observability.metrics import HttpCounters
 from tests.unit.server.llm import chat_templates as templates

@@ -358,7 +358,7 @@ def test_long_lines_are_read_beside_the_server(serve, monkeypatch):
 
 
 def test_what_was_lost_is_tried_again(serve, monkeypatch):
-    monkeypatch.setattr("oarlock.server.endpoints.batches.batch_run._PAUSES_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr("oarlock.server.endpoints.batches.batch._PAUSES_S", (0.01, 0.01, 0.01))
     server = serve(fail_after=1, missing="replica_lost", pause_after=0)
     engine = server.stage.engine
     batch = server.batch([request_line("a")])

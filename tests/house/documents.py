@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from oarlock.server.chat import reasoning_parser
+from oarlock.server.chat import message_parser
 from oarlock.server.chat.tool_parsers import registry as tool_formats
 from oarlock.server.config import vllm_flags
 from oarlock.server.config.settings import as_markdown
@@ -100,7 +100,7 @@ MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/configuration.md", "options", as_markdown),
     ("docs/configuration.md", "vllm-flags", vllm_flags.as_markdown),
     ("docs/api.md", "tool-formats", tool_formats.as_markdown),
-    ("docs/api.md", "reasoning-formats", reasoning_parser.as_markdown),
+    ("docs/api.md", "reasoning-formats", message_parser.formats_as_markdown),
     *(("docs/architecture.md", f"{package}-picture", partial(picture, package)) for package in PACKAGES),
     *(("docs/architecture.md", f"{package}-rooms", partial(room_table, package)) for package in PACKAGES),
     ("docs/api.md", "parameters", api_table.as_markdown),

@@ -1,10 +1,20 @@
-"""One batch of `/v1/batches`: its states and their times, as it is kept and as it is shown."""
+"""One batch of `/v1/batches`: its states and times, as it is kept and shown, and the run that answers its requests."""
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
+
+from oarlock.engine.errors import EngineDeadError, UnavailableError
+from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
+from oarlock.server.endpoints.batches.schema import BatchRequest
+from oarlock.server.errors import describe, error_bytes
+from oarlock.server.observability.logs import event, logger
 
 OPEN = ("validating", "in_progress", "cancelling", "finalizing")
 # Why requests of a batch have no answer: by its final state, the code and the message of their lines.
@@ -13,11 +23,15 @@ UNANSWERED = {
     "cancelled": ("batch_cancelled", "The batch was cancelled before this request was answered."),
 }
 _OWN = ("owner", "label", "window_s", "output_expires_s", "outcome", "written", "counts")
+_PAUSES_S = (0.5, 2.0, 8.0)  # before a request is tried again
+_log = logger("batch")
+_ResultT = TypeVar("_ResultT")
+Answer = Callable[[BatchRequest, str], Awaitable[str]]  # a request and its id; the JSON of the answer
 
 
 @dataclass(slots=True)
 class Batch:
-    """A description that changes; times are whole seconds of the clock."""
+    """Description of a batch, which changes; times are whole seconds of the clock."""
 
     id: str
     owner: str | None  # the name of its API key; None: there were no keys
@@ -68,3 +82,75 @@ class Batch:
         members["errors"] = None if self.errors is None else {"object": "list", "data": self.errors}
         members["request_counts"] = {"total": total, "completed": completed, "failed": failed}
         return {"object": "batch", **members}
+
+
+class Turns(Protocol):
+    """Says when the next request may be answered."""
+
+    async def acquire(self, num_bytes: int) -> None:
+        """Wait for the turn of a request whose line has so many bytes."""
+
+    def release(self, num_bytes: int) -> None:
+        """That request is answered."""
+
+
+class BatchRun:
+    """One run over a batch, until every request has an answer."""
+
+    def __init__(
+        self, answer: Answer, requests: RequestFile, answers: AnswerFile, disk: ThreadPoolExecutor, turns: Turns
+    ) -> None:
+        """`disk`: of one thread, on which the files are read and written. `turns`: one is held while a request is read
+        and answered."""
+        self._answer = answer
+        self._requests = requests
+        self._answers = answers
+        self._disk = disk
+        self._turns = turns
+        self.on_answer: Callable[[int], None] = lambda status: None  # is told of each once it is written
+
+    async def run(self) -> None:
+        """Raises `EngineDeadError`, `OSError` and `WrongBatchError`: what was answered by then is in the file."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in self._answers.pending():
+                    num_bytes = self._requests.size_of(number)
+                    await self._turns.acquire(num_bytes)
+                    task = group.create_task(self._work(number))
+                    task.add_done_callback(lambda _, num_bytes=num_bytes: self._turns.release(num_bytes))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _work(self, number: int) -> None:
+        request = await self._on_disk(self._requests.read, number)
+        request_id = secrets.token_hex(12)
+        status, body = await self._answered(request, request_id)
+        await self._on_disk(self._answers.write, number, request, request_id, status, body)
+        self.on_answer(status)
+
+    async def _answered(self, request: BatchRequest, request_id: str) -> tuple[int, str]:
+        """Its status and body. Raises `EngineDeadError`."""
+        try:
+            return 200, await self._tried(request, request_id)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # as over HTTP: whatever it is, this request's answer says so
+            failure = describe(error)
+            if failure.status == 500 and failure.code is None:  # a mistake of ours, of which it has no details
+                _log.error(event("request_failed", custom_id=request.custom_id), exc_info=error)
+            return failure.status, error_bytes(failure).decode()
+
+    async def _tried(self, request: BatchRequest, request_id: str) -> str:
+        """Its answer. What was lost with a replica, or for want of memory, is tried again, but not for ever."""
+        for pause_s in _PAUSES_S:
+            try:
+                return await self._answer(request, request_id)
+            except UnavailableError as error:
+                if error.code == "aborted":
+                    raise
+                _log.warning(event("request_tried_again", custom_id=request.custom_id, cause=error.message))
+                await asyncio.sleep(pause_s)
+        return await self._answer(request, request_id)
+
+    async def _on_disk(self, function: Callable[..., _ResultT], *arguments: object) -> _ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._disk, function, *arguments)

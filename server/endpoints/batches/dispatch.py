@@ -8,8 +8,8 @@ from typing import TypeVar
 from oarlock.server.endpoints.batches.schema import BatchRequest
 from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
+from oarlock.server.endpoints.completions.route import OpenAIServingCompletion
 from oarlock.server.endpoints.completions.schema import CompletionRequest
-from oarlock.server.endpoints.completions.serving import OpenAIServingCompletion
 from oarlock.server.endpoints.pooling.embedding import OpenAIServingEmbedding
 from oarlock.server.endpoints.pooling.schema import EmbeddingRequest
 from oarlock.server.endpoints.responses.schema import ResponsesRequest

@@ -1,13 +1,19 @@
-"""API keys in the directory of batches: how the disk names them, and how much each may hold."""
+"""API keys among the batches: how the disk names them, how much each may hold, and their turns at the engine."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections import Counter
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 
 from oarlock.server.http.api_keys import ApiKeys, Key
+from oarlock.server.http.server_state import ServerState
 
 _COST = {"n": 2**12, "r": 8, "p": 1, "dklen": 16}  # about 10 ms for each key, once
+MAX_BYTES = 32 * 2**20  # of the lines of all requests of batches that are answered at a time; one may have more
+_Waiting = tuple[asyncio.Future[None], int]
 
 
 class KeyNames:
@@ -64,3 +70,133 @@ class KeyQuota:
     def rule(self) -> str:
         """Sentence about the share of one key, for errors."""
         return " An API key may hold as much as it leaves free." if self.is_shared else ""
+
+
+class FairTurns:
+    """So many places at a time. Of one key, those that wait get them in the order of asking."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.num_held = 0
+        self._held: Counter[str | None] = Counter()
+        # The keys that wait, those that were given a place last at the end.
+        self._waiting: OrderedDict[str | None, deque[_Waiting]] = OrderedDict()
+
+    async def acquire(self, owner: str | None, num_bytes: int = 0) -> None:
+        """Wait for a place. `num_bytes`: what it is for takes so many."""
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append((place, num_bytes))
+        self.hand_out()
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.release(owner, num_bytes)
+            else:
+                self._leave(owner, (place, num_bytes))
+            raise
+
+    def release(self, owner: str | None, num_bytes: int = 0) -> None:
+        """Give a place back, to the next in turn."""
+        self._count(owner, -1, -num_bytes)
+        self.hand_out()
+
+    @asynccontextmanager
+    async def turn(self, owner: str | None) -> AsyncGenerator[None]:
+        """A place while the context lasts."""
+        await self.acquire(owner)
+        try:
+            yield
+        finally:
+            self.release(owner)
+
+    def hand_out(self) -> None:
+        """Give out the places that are free."""
+        while self._waiting:
+            owner = min(self._waiting, key=lambda one: self._held[one])  # of several the one that has waited longest
+            place, num_bytes = self._waiting[owner][0]
+            if not self._has_place(num_bytes):
+                return
+            self._waiting[owner].popleft()
+            if self._waiting[owner]:
+                self._waiting.move_to_end(owner)
+            else:
+                del self._waiting[owner]
+            if not place.done():
+                self._count(owner, 1, num_bytes)
+                place.set_result(None)
+
+    def _has_place(self, num_bytes: int) -> bool:
+        return self.num_held < self.size
+
+    def _count(self, owner: str | None, num_places: int, num_bytes: int) -> None:
+        self.num_held += num_places
+        self._held[owner] += num_places
+        if not self._held[owner]:
+            del self._held[owner]
+
+    def _leave(self, owner: str | None, waiting: _Waiting) -> None:
+        """It waits no longer."""
+        line = self._waiting.get(owner)
+        if line is not None:
+            with suppress(ValueError):
+                line.remove(waiting)
+            if not line:
+                del self._waiting[owner]
+        self.hand_out()  # others may fit where this one did not
+
+
+class RequestTurns(FairTurns):
+    """The requests of batches that run at a time: beside other requests half of what the engine's rows would hold."""
+
+    def __init__(self, num_rows: int, state: ServerState) -> None:
+        """`num_rows`: sequences that the engine runs at a time."""
+        super().__init__(num_rows)
+        self._beside_others = max(1, num_rows // 2)
+        self._state = state
+        self._num_bytes = 0
+        self._until_idle: asyncio.Task[None] | None = None
+
+    def of(self, owner: str | None) -> KeyTurns:
+        """The turns of one key."""
+        return KeyTurns(self, owner)
+
+    def _has_place(self, num_bytes: int) -> bool:
+        if self._num_bytes and self._num_bytes + num_bytes > MAX_BYTES:
+            return False
+        if self._state.num_in_flight and self.num_held >= self._beside_others:
+            if self._until_idle is None and self.num_held < self.size:
+                self._until_idle = asyncio.create_task(self._follow())
+            return False
+        return super()._has_place(num_bytes)
+
+    def _count(self, owner: str | None, num_places: int, num_bytes: int) -> None:
+        super()._count(owner, num_places, num_bytes)
+        self._num_bytes += num_bytes
+
+    async def _follow(self) -> None:
+        """Hand out the other half once no other request is open."""
+        await self._state.idle.wait()
+        self._until_idle = None
+        self.hand_out()
+
+    def close(self) -> None:
+        """Wait for nothing more."""
+        if self._until_idle is not None:
+            self._until_idle.cancel()
+
+
+class KeyTurns:
+    """The turns of one API key, for a `BatchRun`."""
+
+    def __init__(self, turns: FairTurns, owner: str | None) -> None:
+        self._turns = turns
+        self._owner = owner
+
+    async def acquire(self, num_bytes: int) -> None:
+        """Wait for a turn."""
+        await self._turns.acquire(self._owner, num_bytes)
+
+    def release(self, num_bytes: int) -> None:
+        """Give it back."""
+        self._turns.release(self._owner, num_bytes)

@@ -1,7 +1,9 @@
 """Runs batches behind the server's other requests, and goes on with them after a restart.
 
 The answers on the disk are the truth: a batch that a kill has ended is read again from its file of requests, what has
-an answer is left alone, and each request has one line in the end. Descriptions only say how far a batch has come.
+an answer is left alone, and each request has one line in the end. Descriptions only say how far a batch has come. A
+server may start while the one before it still finishes its requests: it serves all else, and goes on with the batches
+when the other has ended, however it did.
 """
 
 from __future__ import annotations
@@ -10,24 +12,21 @@ import asyncio
 import errno
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from oarlock.engine.errors import EngineDeadError
+from oarlock.engine.errors import EngineDeadError, StartupError
 from oarlock.engine.types import MAX_PRIORITY
-from oarlock.server.endpoints.batches.answer_file import AnswerFile, usage_of
-from oarlock.server.endpoints.batches.batch import UNANSWERED, Batch
-from oarlock.server.endpoints.batches.batch_run import BatchRun
+from oarlock.server.endpoints.batches.batch import UNANSWERED, Batch, BatchRun
+from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile, usage_of
 from oarlock.server.endpoints.batches.directory import BATCH_ID, BatchDirectory
 from oarlock.server.endpoints.batches.dispatch import BatchEndpoints
-from oarlock.server.endpoints.batches.fair_turns import FairTurns, RequestTurns
 from oarlock.server.endpoints.batches.files import FileStore, StoredFile, log_failure, new_id
-from oarlock.server.endpoints.batches.key_shares import KeyNames, KeyQuota
-from oarlock.server.endpoints.batches.request_file import RequestFile
+from oarlock.server.endpoints.batches.key_shares import FairTurns, KeyNames, KeyQuota, RequestTurns
 from oarlock.server.endpoints.batches.schema import BatchRequest, WrongBatchError
 from oarlock.server.errors import HttpError, retry_after
 from oarlock.server.http.large_body import LargeBodies
@@ -42,6 +41,8 @@ _CHECKED_AT_ONCE = 1  # files that are read whole, which takes the most memory
 _OUTPUT, _ERRORS = "output", "errors"
 _log = logger("batch")
 _ResultT = TypeVar("_ResultT")
+_POLL_S = 0.5  # between two looks at a directory that another server has
+_RETRY_S = 5
 
 
 @dataclass(slots=True)
@@ -385,3 +386,71 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except FileNotFoundError:
         return None
+
+
+class Takeover:
+    """Waits for the directory where another server has it."""
+
+    def __init__(self, directory: BatchDirectory, open_runner: Callable[[], BatchRunner]) -> None:
+        """`open_runner`: is called once the directory is ours. Raises `StartupError`, as it does."""
+        self._directory = directory
+        self._open_runner = open_runner
+        self._runner = open_runner() if directory.take() else None
+        self._waiting: asyncio.Task[None] | None = None
+        self._failure: str | None = None
+
+    @property
+    def runner(self) -> BatchRunner:
+        """Raises `HttpError` (503) as long as another server has the directory."""
+        if self._runner is not None:
+            return self._runner
+        message = "Another server still has the directory of --batch-dir; this one waits for its end. Retry then."
+        raise HttpError(503, self._failure or message, code="batch_dir_in_use", headers=retry_after(_RETRY_S))
+
+    @property
+    def ended_requests(self) -> Mapping[str, int]:
+        """For metrics."""
+        return {"answered": 0, "failed": 0} if self._runner is None else self._runner.ended_requests
+
+    def by_status(self) -> Mapping[str, int]:
+        """For metrics."""
+        return {} if self._runner is None else self._runner.by_status()
+
+    def start(self) -> None:
+        """The engine is there."""
+        if self._runner is not None:
+            self._runner.start()
+        else:
+            _log.warning(event("batch_dir_waiting", path=str(self._directory.path), cause="another server has it"))
+            self._waiting = asyncio.create_task(self._wait())
+
+    async def stop(self) -> None:
+        """Answer nothing more."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+            await asyncio.wait({self._waiting})
+        if self._runner is not None:
+            await self._runner.stop()
+
+    async def close(self) -> None:
+        """Give the directory back. A second call changes nothing."""
+        await self.stop()
+        if self._runner is not None:
+            await self._runner.close()
+        self._directory.close()
+
+    async def _wait(self) -> None:
+        begun = time.monotonic()
+        while not self._directory.take():
+            await asyncio.sleep(_POLL_S)
+        try:
+            # Thousands of descriptions may be read.
+            runner = await asyncio.get_running_loop().run_in_executor(None, self._open_runner)
+        except StartupError as error:
+            _log.error(event("batch_dir_failed", cause=error.cause))
+            self._failure = f"{error.cause} {error.fix}"
+            self._directory.close()
+            return
+        self._runner = runner
+        runner.start()
+        _log.info(event("batch_dir_taken", path=str(self._directory.path), waited_s=time.monotonic() - begun))

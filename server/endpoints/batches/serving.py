@@ -23,11 +23,10 @@ from oarlock.server.endpoints.batches.dispatch import BatchEndpoints
 from oarlock.server.endpoints.batches.files import FileStore, StoredFile, new_id, page
 from oarlock.server.endpoints.batches.key_shares import KeyNames
 from oarlock.server.endpoints.batches.multipart import MultipartReader, Part, boundary_of
-from oarlock.server.endpoints.batches.runner import BatchRunner
+from oarlock.server.endpoints.batches.runner import BatchRunner, Takeover
 from oarlock.server.endpoints.batches.schema import MAX_EXPIRY_S, MIN_EXPIRY_S, CreateBatchRequest
-from oarlock.server.endpoints.batches.takeover import Takeover
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
-from oarlock.server.endpoints.completions.serving import OpenAIServingCompletion
+from oarlock.server.endpoints.completions.route import OpenAIServingCompletion
 from oarlock.server.endpoints.pooling.embedding import OpenAIServingEmbedding
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.serving import OpenAIServing

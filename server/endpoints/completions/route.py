@@ -1,15 +1,74 @@
-"""`POST /v1/completions`, and `/v1/completions/render`: prompts and parameters, without generating."""
+"""`POST /v1/completions`, processed and written, and `/v1/completions/render`: prompts and parameters alone."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from oarlock.server.endpoints.completions.schema import CompletionRequest
-from oarlock.server.endpoints.completions.serving import OpenAIServingCompletion
+from oarlock.server.endpoints.generate import OpenAIServingGenerate
+from oarlock.server.endpoints.response_writer import ResponseWriter, finite
 from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.openapi import describe
+from oarlock.server.http.server_sent_events import AnswerWriter
+from oarlock.server.json_text import json_text
+from oarlock.server.llm.generation import Generation
+from oarlock.server.llm.input_processor import ProcessedRequest
+from oarlock.server.llm.output_processor import Delta
+from oarlock.server.llm.prompt_scores import TokenScore
+
+
+class OpenAIServingCompletion(OpenAIServingGenerate[CompletionRequest, ProcessedRequest]):
+    """The completions endpoint."""
+
+    state_name = "serving_completion"
+
+    async def process(self, body: CompletionRequest) -> ProcessedRequest:
+        return await self.async_llm.input_processor.process_completion(body)
+
+    def _writer(
+        self,
+        body: CompletionRequest,
+        processed: ProcessedRequest,
+        generation: Generation,
+        model: str,
+        request_id: str,
+    ) -> AnswerWriter:
+        head = self._head(f"cmpl-{request_id}", "text_completion", model)
+        return CompletionWriter(head, self.tokenizer, generation, self._options(body, body.logprobs))
+
+
+class CompletionWriter(ResponseWriter):
+    """`text_completion`."""
+
+    def opening(self, num_choices: int) -> Iterable[bytes]:
+        return ()
+
+    def _piece(self, delta: Delta) -> str:
+        return f'"text":{json_text(delta.text)}'
+
+    def _choice(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _make_columns(self) -> dict[str, Callable[[TokenScore], Any]]:
+        return {
+            "tokens": lambda score: self._name(score.token_id),
+            "token_logprobs": lambda score: None if score.logprob is None else finite(score.logprob),
+            "top_logprobs": self._alternatives,
+            "text_offset": lambda score: score.offset,
+        }
+
+    def _alternatives(self, score: TokenScore) -> dict[str, float] | None:
+        if score.logprob is None:
+            return None
+        name = self._name
+        entries = {name(token_id): finite(logprob) for token_id, logprob in score.top[: self._options.logprobs]}
+        return entries | {name(score.token_id): finite(score.logprob)}
+
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 rendering = APIRouter(route_class=ErrorHandlingRoute)

@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's messages, and the tokens of their prompts."""
+"""`/v1/messages`: Anthropic's messages, answered as chat turns, and the tokens of their prompts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,51 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from oarlock.engine.errors import RequestError
+from oarlock.server.endpoints.chat.schema import ChatRequest
+from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion, ProcessedChat
 from oarlock.server.endpoints.messages.schema import CountTokensRequest, MessagesRequest
-from oarlock.server.endpoints.messages.serving import AnthropicServingMessages
+from oarlock.server.endpoints.messages.translate import MessagesTurn, renamed, turn_of
+from oarlock.server.endpoints.messages.writer import MessagesWriter
 from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.openapi import describe
+from oarlock.server.http.server_sent_events import AnswerWriter, until_disconnect
+from oarlock.server.json_text import dumps
+from oarlock.server.llm.generation import Generation
+
+
+class AnthropicServingMessages(OpenAIServingChatCompletion):
+    """The messages endpoint."""
+
+    state_name = "serving_messages"
+
+    async def respond(self, request: Request, body: MessagesRequest, headers: dict[str, str]) -> Response:
+        """Answer a request. Raises `RequestError`."""
+        try:
+            return await self.create(request, turn_of(body), headers)
+        except RequestError as error:
+            raise renamed(error) from None
+
+    async def count(self, request: Request, body: CountTokensRequest, headers: dict[str, str]) -> Response:
+        """The tokens of the prompt that a request would have. Raises `RequestError`."""
+        self.check_model(body.model)
+        try:
+            processed = await until_disconnect(request, self.process(turn_of(body)))
+        except RequestError as error:
+            raise renamed(error) from None
+        count = len(processed.choices[0].request.prompt_token_ids)
+        return Response(dumps({"input_tokens": count}), 200, headers, "application/json")
+
+    def _writer(
+        self, body: ChatRequest, processed: ProcessedChat, generation: Generation, model: str, request_id: str
+    ) -> AnswerWriter:
+        assert isinstance(body, MessagesTurn)
+        thinking = body.source.thinking
+        shows_thoughts = thinking is None or thinking.display != "omitted"
+        return MessagesWriter(
+            request_id, model, generation, processed.shape, context=self.max_len, shows_thoughts=shows_thoughts
+        )
+
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 _HI = [{"role": "user", "content": "Hi"}]

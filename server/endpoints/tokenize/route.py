@@ -1,15 +1,69 @@
-"""`POST /tokenize` and `/detokenize`, with and without `/v1`."""
+"""`POST /tokenize` and `/detokenize`, with and without `/v1`: texts and conversations to token ids, and ids to text."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from oarlock.server.endpoints.tokenize.schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
-from oarlock.server.endpoints.tokenize.serving import OpenAIServingTokenization
+from oarlock.engine.errors import RequestError
+from oarlock.server.chat.prompt import render_prompt
+from oarlock.server.endpoints.serving import OpenAIServing
+from oarlock.server.endpoints.tokenize.schema import (
+    DetokenizeRequest,
+    TokenFields,
+    TokenizeChatRequest,
+    TokenizeRequest,
+    as_chat,
+)
 from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.openapi import describe
+from oarlock.server.http.server_sent_events import until_disconnect, whole_response
+from oarlock.server.json_text import InPieces, numbers, pieces_of
+from oarlock.server.llm.tokenizer import TooManyTokensError
+from oarlock.server.strict_model import MAX_PROMPT_IDS
+
+
+class OpenAIServingTokenization(OpenAIServing):
+    """Tokenizes by the rules of the endpoints that generate, with a limit of its own in place of the context's."""
+
+    state_name = "serving_tokenization"
+
+    async def tokenize(self, request: Request, body: TokenFields, headers: dict[str, str]) -> Response:
+        """The ids of a text or of a conversation's prompt. Raises `RequestError`."""
+        self.check_model(body.model)
+        ids = await until_disconnect(request, self._ids(body))
+        answer: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": self.max_len,
+            "tokens": numbers(ids),
+            "token_strs": InPieces(self.tokenizer.token_text, ids, lambda _: 1) if body.return_token_strs else None,
+        }
+        return await whole_response(pieces_of(answer), headers)
+
+    async def detokenize(self, request: Request, body: DetokenizeRequest, headers: dict[str, str]) -> Response:
+        """The text of ids, special tokens by name. Raises `RequestError`."""
+        self.check_model(body.model)
+        await self.async_llm.input_processor.check_ids(body.tokens, "tokens")
+        text = await self.tokenizer.atext(body.tokens)
+        return await whole_response(pieces_of({"prompt": text}), headers)
+
+    async def _ids(self, body: TokenFields) -> list[int]:
+        if isinstance(body, TokenizeRequest):
+            return await self._encode(body.prompt, "prompt", body.add_special_tokens is not False)
+        prompt = await render_prompt(self.tokenizer, as_chat(body))
+        return await self._encode(prompt.text, "messages", False)
+
+    async def _encode(self, text: str, param: str, marks: bool) -> list[int]:
+        """The ids of a text, however long the context is; no more than a request may hold."""
+        try:
+            return await self.tokenizer.aencode(text, marks, most=MAX_PROMPT_IDS)
+        except TooManyTokensError as error:
+            message = f"'{param}' has at least {error.at_least} tokens, at most {MAX_PROMPT_IDS} are listed. Send less."
+            raise RequestError(message, param) from None
+
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 _TOKENIZE = describe(

@@ -10,9 +10,8 @@ import tokenizers
 import transformers
 
 from oarlock.engine.errors import RequestError
-from oarlock.server.chat.message_parser import AnswerShape
+from oarlock.server.chat.message_parser import REASONING_FORMATS, AnswerShape
 from oarlock.server.chat.prompt import render_prompt
-from oarlock.server.chat.reasoning_parser import FORMATS
 from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.llm.tokenizer import Tokenizer
 from tests.unit.server.llm import chat_templates as templates
@@ -180,7 +179,7 @@ def test_whether_the_model_thinks(source, fields, expected):
     assert (prompt.may_think, prompt.is_thinking) == expected
 
 
-@pytest.mark.parametrize("marks", FORMATS, ids=lambda marks: marks.name)
+@pytest.mark.parametrize("marks", REASONING_FORMATS, ids=lambda marks: marks.name)
 def test_how_thoughts_are_marked_is_found_out_or_named(marks):
     _, prompt = _prompt(f"{{{{ messages }}}} {marks.start}..{marks.end} so", TURNS[:1])
     assert (prompt.may_think, prompt.is_thinking, prompt.reasoning) == (True, False, marks)

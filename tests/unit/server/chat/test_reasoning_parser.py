@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oarlock.server.chat.events import ContentDelta, ReasoningDelta, merged
-from oarlock.server.chat.reasoning_parser import FORMATS, ReasoningParser
+from oarlock.server.chat.message_parser import REASONING_FORMATS, ReasoningParser
 
 R, C = ReasoningDelta, ContentDelta
 
@@ -41,7 +41,7 @@ def test_what_is_split(is_open, text, expected):
     assert _split(is_open, list(text))[0] == expected
 
 
-@pytest.mark.parametrize("marks", FORMATS, ids=lambda marks: marks.name)
+@pytest.mark.parametrize("marks", REASONING_FORMATS, ids=lambda marks: marks.name)
 def test_every_kind_of_marks(marks):
     text = f" {marks.start}\na{marks.end[:-1]} <b>\n{marks.end}\n\nc{marks.start}"
     for pieces in ([text], list(text)):

@@ -8,8 +8,7 @@ import tracemalloc
 
 import pytest
 
-from oarlock.server.endpoints.batches.answer_file import AnswerFile
-from oarlock.server.endpoints.batches.request_file import RequestFile
+from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
 from oarlock.server.endpoints.batches.schema import MAX_CUSTOM_ID, WrongBatchError, read_line
 from oarlock.server.http import large_body
 from oarlock.server.http.large_body import LargeBodies

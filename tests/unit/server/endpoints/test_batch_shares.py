@@ -8,8 +8,7 @@ import random
 
 import pytest
 
-from oarlock.server.endpoints.batches.fair_turns import MAX_BYTES, FairTurns, RequestTurns
-from oarlock.server.endpoints.batches.key_shares import KeyNames, KeyQuota
+from oarlock.server.endpoints.batches.key_shares import MAX_BYTES, FairTurns, KeyNames, KeyQuota, RequestTurns
 from oarlock.server.http.api_keys import ApiKeys
 from oarlock.server.http.server_state import ServerState
 

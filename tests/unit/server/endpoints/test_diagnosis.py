@@ -9,9 +9,8 @@ import pytest
 
 from oarlock.engine.stats import Chunk, DecodeSteps, Preemption, RequestHistory, StallState
 from oarlock.server.config.settings import OPTIONS
-from oarlock.server.endpoints.operations import diagnosis
-from oarlock.server.endpoints.operations.diagnosis import Findings, diagnose
-from oarlock.server.endpoints.operations.explain import report
+from oarlock.server.endpoints.operations import explain
+from oarlock.server.endpoints.operations.explain import Findings, diagnose, report
 from oarlock.server.http.request_record import ChoiceRecord, RequestRecord
 
 
@@ -134,7 +133,7 @@ def test_a_request_that_has_not_ended_is_told_as_such() -> None:
 
 
 def test_every_option_that_is_named_exists() -> None:
-    named = set(re.findall(r'"(--[a-z-]+)"', inspect.getsource(diagnosis)))
+    named = set(re.findall(r'"(--[a-z-]+)"', inspect.getsource(explain)))
     assert len(named) > 8
     assert named <= {option.flag for option in OPTIONS.values()}
 

@@ -13,7 +13,15 @@ from oarlock.engine.errors import StartupError
 from oarlock.server.config.allowed_hosts import is_loopback
 from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import Settings, make_settings
-from oarlock.server.http.listening import bind, bind_unix, inherited, listen, remove_unused, url_of, warn_if_exposed
+from oarlock.server.http.uvicorn_server import (
+    bind,
+    bind_unix,
+    inherited,
+    listen,
+    remove_unused,
+    url_of,
+    warn_if_exposed,
+)
 
 
 def test_addresses():

@@ -12,8 +12,8 @@ import pytest
 from oarlock.engine.sampling_params import Grammar
 from oarlock.server.chat.answer_grammar import answer_grammar
 from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
+from oarlock.server.chat.message_parser import REASONING_FORMATS as MARKS
 from oarlock.server.chat.prompt import ChatPrompt
-from oarlock.server.chat.reasoning_parser import FORMATS as MARKS
 from oarlock.server.chat.tool_choice import resolve_tool_choice
 from oarlock.server.chat.tool_parsers import registry
 from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
