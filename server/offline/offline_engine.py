@@ -18,7 +18,7 @@ from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.batches.batch import BatchRun
 from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
 from oarlock.server.endpoints.batches.dispatch import BatchEndpoints
-from oarlock.server.endpoints.batches.key_shares import FairTurns, KeyTurns
+from oarlock.server.endpoints.batches.key_shares import FairLimiter, KeyLimiter
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
 from oarlock.server.endpoints.completions.route import OpenAIServingCompletion
 from oarlock.server.endpoints.pooling.embedding import OpenAIServingEmbedding
@@ -108,8 +108,8 @@ async def answer_all(engine: OfflineEngine, requests: RequestFile, answers: Answ
     progress = asyncio.create_task(_report(engine, requests, answers, report))
     try:
         with ThreadPoolExecutor(1, "batch") as disk:
-            turns = KeyTurns(FairTurns(engine.num_at_once), None)
-            run = BatchRun(engine.endpoints.answer, requests, answers, disk, turns)
+            limiter = KeyLimiter(FairLimiter(engine.num_at_once), None)
+            run = BatchRun(engine.endpoints.answer, requests, answers, disk, limiter)
             await run.run()
     except EngineDeadError as error:
         raise StartupError(

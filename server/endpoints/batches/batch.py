@@ -8,10 +8,11 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from oarlock.engine.errors import EngineDeadError, UnavailableError
 from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
+from oarlock.server.endpoints.batches.key_shares import KeyLimiter
 from oarlock.server.endpoints.batches.schema import BatchRequest
 from oarlock.server.errors import describe, error_bytes
 from oarlock.server.observability.logs import event, logger
@@ -84,29 +85,19 @@ class Batch:
         return {"object": "batch", **members}
 
 
-class Turns(Protocol):
-    """Says when the next request may be answered."""
-
-    async def acquire(self, num_bytes: int) -> None:
-        """Wait for the turn of a request whose line has so many bytes."""
-
-    def release(self, num_bytes: int) -> None:
-        """That request is answered."""
-
-
 class BatchRun:
     """One run over a batch, until every request has an answer."""
 
     def __init__(
-        self, answer: Answer, requests: RequestFile, answers: AnswerFile, disk: ThreadPoolExecutor, turns: Turns
+        self, answer: Answer, requests: RequestFile, answers: AnswerFile, disk: ThreadPoolExecutor, limiter: KeyLimiter
     ) -> None:
-        """`disk`: of one thread, on which the files are read and written. `turns`: one is held while a request is read
-        and answered."""
+        """`disk`: of one thread, on which the files are read and written. `limiter`: a place is held while a request
+        is read and answered."""
         self._answer = answer
         self._requests = requests
         self._answers = answers
         self._disk = disk
-        self._turns = turns
+        self._limiter = limiter
         self.on_answer: Callable[[int], None] = lambda status: None  # is told of each once it is written
 
     async def run(self) -> None:
@@ -115,9 +106,9 @@ class BatchRun:
             async with asyncio.TaskGroup() as group:
                 for number in self._answers.pending():
                     num_bytes = self._requests.size_of(number)
-                    await self._turns.acquire(num_bytes)
+                    await self._limiter.acquire(num_bytes)
                     task = group.create_task(self._work(number))
-                    task.add_done_callback(lambda _, num_bytes=num_bytes: self._turns.release(num_bytes))
+                    task.add_done_callback(lambda _, num_bytes=num_bytes: self._limiter.release(num_bytes))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 

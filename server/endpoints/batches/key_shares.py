@@ -1,4 +1,4 @@
-"""API keys among the batches: how the disk names them, how much each may hold, and their turns at the engine."""
+"""API keys among the batches: how the disk names them, how much each may hold, and how many of its requests run."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class KeyQuota:
         return " An API key may hold as much as it leaves free." if self.is_shared else ""
 
 
-class FairTurns:
-    """So many places at a time. Of one key, those that wait get them in the order of asking."""
+class FairLimiter:
+    """Hands out `size` places at a time. Of one key, those that wait get them in the order of asking."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -97,12 +97,12 @@ class FairTurns:
             raise
 
     def release(self, owner: str | None, num_bytes: int = 0) -> None:
-        """Give a place back, to the next in turn."""
+        """Give a place back, to whoever is next."""
         self._count(owner, -1, -num_bytes)
         self.hand_out()
 
     @asynccontextmanager
-    async def turn(self, owner: str | None) -> AsyncGenerator[None]:
+    async def place(self, owner: str | None) -> AsyncGenerator[None]:
         """A place while the context lasts."""
         await self.acquire(owner)
         try:
@@ -146,7 +146,7 @@ class FairTurns:
         self.hand_out()  # others may fit where this one did not
 
 
-class RequestTurns(FairTurns):
+class BatchLimiter(FairLimiter):
     """The requests of batches that run at a time: beside other requests half of what the engine's rows would hold."""
 
     def __init__(self, num_rows: int, state: ServerState) -> None:
@@ -157,9 +157,9 @@ class RequestTurns(FairTurns):
         self._num_bytes = 0
         self._until_idle: asyncio.Task[None] | None = None
 
-    def of(self, owner: str | None) -> KeyTurns:
-        """The turns of one key."""
-        return KeyTurns(self, owner)
+    def for_key(self, owner: str | None) -> KeyLimiter:
+        """This limiter, as one key asks it."""
+        return KeyLimiter(self, owner)
 
     def _has_place(self, num_bytes: int) -> bool:
         if self._num_bytes and self._num_bytes + num_bytes > MAX_BYTES:
@@ -186,17 +186,17 @@ class RequestTurns(FairTurns):
             self._until_idle.cancel()
 
 
-class KeyTurns:
-    """The turns of one API key, for a `BatchRun`."""
+class KeyLimiter:
+    """A limiter as one API key asks it, for a `BatchRun`."""
 
-    def __init__(self, turns: FairTurns, owner: str | None) -> None:
-        self._turns = turns
+    def __init__(self, limiter: FairLimiter, owner: str | None) -> None:
+        self._limiter = limiter
         self._owner = owner
 
     async def acquire(self, num_bytes: int) -> None:
-        """Wait for a turn."""
-        await self._turns.acquire(self._owner, num_bytes)
+        """Wait for a place for a request whose line has so many bytes."""
+        await self._limiter.acquire(self._owner, num_bytes)
 
     def release(self, num_bytes: int) -> None:
         """Give it back."""
-        self._turns.release(self._owner, num_bytes)
+        self._limiter.release(self._owner, num_bytes)

@@ -26,7 +26,7 @@ from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile,
 from oarlock.server.endpoints.batches.directory import BATCH_ID, BatchDirectory
 from oarlock.server.endpoints.batches.dispatch import BatchEndpoints
 from oarlock.server.endpoints.batches.files import FileStore, StoredFile, log_failure, new_id
-from oarlock.server.endpoints.batches.key_shares import FairTurns, KeyNames, KeyQuota, RequestTurns
+from oarlock.server.endpoints.batches.key_shares import BatchLimiter, FairLimiter, KeyNames, KeyQuota
 from oarlock.server.endpoints.batches.schema import BatchRequest, WrongBatchError
 from oarlock.server.errors import HttpError, retry_after
 from oarlock.server.http.large_body import LargeBodies
@@ -98,7 +98,7 @@ class BatchRunner:
         self._num_open = KeyQuota(MAX_OPEN, is_shared=directory.bytes.is_shared)
         self._tasks: set[asyncio.Task[None]] = set()
         self._active: defaultdict[str | None, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_AT_ONCE))
-        self._checks = FairTurns(_CHECKED_AT_ONCE)
+        self._checks = FairLimiter(_CHECKED_AT_ONCE)
         self._is_stopping = False
         self.ended_requests = {"answered": 0, "failed": 0}  # since the start
 
@@ -110,7 +110,7 @@ class BatchRunner:
         # Of a request with many choices or texts, too.
         async_llm.admission_queue.others_are_open = lambda: self._state.num_in_flight > 0
         async_llm.one_prompt = asyncio.Semaphore(1)
-        self._turns = RequestTurns(info.data_parallel_size * info.max_num_seqs, self._state)
+        self._limiter = BatchLimiter(info.data_parallel_size * info.max_num_seqs, self._state)
         for batch in sorted(self._batches.values(), key=lambda batch: batch.id):
             if batch.is_open:
                 self._num_open.add(batch.owner, 1)
@@ -240,13 +240,13 @@ class BatchRunner:
                 job.batch.enter("in_progress")
                 await self._save(job.batch)
             answer = partial(self._answer, job.batch)
-            run = BatchRun(answer, requests, answers, job.disk, self._turns.of(owner))
+            run = BatchRun(answer, requests, answers, job.disk, self._limiter.for_key(owner))
             run.on_answer = self._count
             await run.run()
 
     async def _checked(self, job: _Job, function: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
         """Reads whole files, of one batch after the other: the keys take turns. Ends with that work, cancelled too."""
-        async with self._checks.turn(job.batch.owner):
+        async with self._checks.place(job.batch.owner):
             work = asyncio.ensure_future(job.on_disk(function, *arguments))
             try:
                 return await asyncio.shield(work)
@@ -388,8 +388,8 @@ def _size(path: Path) -> int | None:
         return None
 
 
-class Takeover:
-    """Waits for the directory where another server has it."""
+class DirectoryAdoption:
+    """Adopts the directory of batches, once no other server has it."""
 
     def __init__(self, directory: BatchDirectory, open_runner: Callable[[], BatchRunner]) -> None:
         """`open_runner`: is called once the directory is ours. Raises `StartupError`, as it does."""

@@ -23,7 +23,7 @@ from oarlock.server.endpoints.batches.dispatch import BatchEndpoints
 from oarlock.server.endpoints.batches.files import FileStore, StoredFile, new_id, page
 from oarlock.server.endpoints.batches.key_shares import KeyNames
 from oarlock.server.endpoints.batches.multipart import MultipartReader, Part, boundary_of
-from oarlock.server.endpoints.batches.runner import BatchRunner, Takeover
+from oarlock.server.endpoints.batches.runner import BatchRunner, DirectoryAdoption
 from oarlock.server.endpoints.batches.schema import MAX_EXPIRY_S, MIN_EXPIRY_S, CreateBatchRequest
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
 from oarlock.server.endpoints.completions.route import OpenAIServingCompletion
@@ -53,7 +53,7 @@ class OpenAIServingBatches(OpenAIServing):
 
     state_name = "serving_batches"
 
-    takeover: Takeover  # the routes are there only with it
+    adoption: DirectoryAdoption  # the routes are there only with it
 
     async def upload(self, request: Request) -> Response:
         """Keep a file of requests. Its content is checked by the batch that uses it. Raises `HttpError`."""
@@ -160,12 +160,12 @@ class OpenAIServingBatches(OpenAIServing):
 
     def _for(self, request: Request) -> tuple[BatchRunner, str | None]:
         """The runner, and what the disk calls the request's API key. Raises `HttpError` (503) without a runner."""
-        runner = self.takeover.runner
+        runner = self.adoption.runner
         return runner, runner.names.of(request.scope["state"]["key"])
 
     def _no_room(self, error: OSError) -> HttpError:
         if error.errno == errno.EDQUOT:
-            rule = self.takeover.runner.files.directory.bytes.rule
+            rule = self.adoption.runner.files.directory.bytes.rule
             message = (
                 f"'file' would take more than is left of {self.settings.batch_dir_size} bytes for all files of this "
                 f"server.{rule} Delete files that are not needed, or raise --batch-dir-size."
@@ -203,8 +203,8 @@ def open_batches(settings: Settings, state: ServerState, counters: HttpCounters,
         names = KeyNames(keys, directory.salt())
         return BatchRunner(directory, files, endpoints, state, names, large_bodies, settings.max_body_size)
 
-    takeover = Takeover(directory, open_runner)
-    getattr(servings, OpenAIServingBatches.state_name).takeover = state.batches = counters.batches = takeover
+    adoption = DirectoryAdoption(directory, open_runner)
+    getattr(servings, OpenAIServingBatches.state_name).adoption = state.batches = counters.batches = adoption
 
 
 class _Upload:

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from oarlock.server.endpoints.batches.key_shares import MAX_BYTES, FairTurns, KeyNames, KeyQuota, RequestTurns
+from oarlock.server.endpoints.batches.key_shares import MAX_BYTES, BatchLimiter, FairLimiter, KeyNames, KeyQuota
 from oarlock.server.http.api_keys import ApiKeys
 from oarlock.server.http.server_state import ServerState
 
@@ -16,15 +16,15 @@ from oarlock.server.http.server_state import ServerState
 class Asking:
     """Tasks that hold a turn until they are told to give it back; `order`: who got one, in this order."""
 
-    def __init__(self, turns):
-        self.turns, self.order, self.tasks, self.ends = turns, [], {}, {}
+    def __init__(self, limiter):
+        self.limiter, self.order, self.tasks, self.ends = limiter, [], {}, {}
 
     def ask(self, owner, name, num_bytes=0):
         async def hold():
-            await self.turns.acquire(owner, num_bytes)
+            await self.limiter.acquire(owner, num_bytes)
             self.order.append(name)
             await self.ends[name].wait()
-            self.turns.release(owner, num_bytes)
+            self.limiter.release(owner, num_bytes)
 
         self.ends[name] = asyncio.Event()
         self.tasks[name] = asyncio.create_task(hold())
@@ -42,7 +42,7 @@ async def settle():
 
 def test_the_next_turn_goes_to_the_key_that_holds_the_fewest():
     async def scene():
-        asking = Asking(FairTurns(3))
+        asking = Asking(FairLimiter(3))
         for number in range(9):
             asking.ask("a", f"a{number}")
         await settle()
@@ -67,7 +67,7 @@ def test_the_next_turn_goes_to_the_key_that_holds_the_fewest():
 
 def test_turns_that_are_given_up_go_to_others():
     async def scene():
-        asking = Asking(FairTurns(1))
+        asking = Asking(FairLimiter(1))
         for name in ("first", "given up", "last"):
             asking.ask("a", name)
         await settle()
@@ -76,14 +76,14 @@ def test_turns_that_are_given_up_go_to_others():
         await asking.end("first")
         assert asking.order == ["first", "last"]
         await asking.end("last")
-        assert asking.turns.num_held == 0
+        assert asking.limiter.num_held == 0
 
     asyncio.run(scene())
 
 
 def test_the_lines_of_requests_that_run_are_bounded_in_bytes():
     async def scene():
-        asking = Asking(RequestTurns(8, ServerState()))
+        asking = Asking(BatchLimiter(8, ServerState()))
         asking.ask("a", "huge", 2 * MAX_BYTES)
         asking.ask("a", "next", 1)
         asking.ask("b", "other", MAX_BYTES)
@@ -101,7 +101,7 @@ def test_the_lines_of_requests_that_run_are_bounded_in_bytes():
 def test_beside_other_requests_half_of_the_rows_are_left():
     async def scene():
         state = ServerState()
-        asking = Asking(RequestTurns(8, state))
+        asking = Asking(BatchLimiter(8, state))
         state.enter()
         for number in range(10):
             asking.ask("a", number)
