@@ -27,6 +27,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -46,7 +47,7 @@ _PROMPT = list(range(100, 108))
 _WRITES_WITHIN_S = 60.0
 _SHOWN = 0.02  # calls per token: fewer are those of timers
 
-Counts = dict[tuple[str, int, str], int]  # by file, line and name of a function
+Counts = Counter[tuple[str, int, str]]  # calls by file, line and name of a function
 
 
 class Way(NamedTuple):
@@ -92,7 +93,10 @@ def take_counts(folder: Path, number: int) -> dict[str, Counts]:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the process of the {process} has not written its counts")
             time.sleep(0.01)
-        found[process] = {(name, line, function): calls for name, line, function, calls in json.loads(file.read_text())}
+        counts = Counts()  # generated functions share file, line and name
+        for name, line, function, calls in json.loads(file.read_text()):
+            counts[name, line, function] += calls
+        found[process] = counts
     return found
 
 
@@ -101,7 +105,7 @@ def way_of(short: Counts, long: Counts, num_tokens: int, tree: Path) -> Way:
     ours: dict[str, float] = {}
     others: dict[str, float] = {}
     for key in long.keys() | short.keys():
-        calls = (long.get(key, 0) - short.get(key, 0)) / num_tokens
+        calls = (long[key] - short[key]) / num_tokens
         file, line, function = key
         path = Path(os.path.realpath(file))
         inside = path.relative_to(tree) if path.is_relative_to(tree) else None

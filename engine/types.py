@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from itertools import islice, repeat
 from typing import overload
 
@@ -131,9 +132,9 @@ class TokenEvents:
     columns precede its others. Iteration makes an object of each.
     """
 
-    request_ids: array = field(default_factory=lambda: array("q"))  # int64 [n]
-    token_ids: array = field(default_factory=lambda: array("i"))  # int32 [n]
-    num_cached_tokens: array = field(default_factory=lambda: array("i"))  # int32 [n]
+    request_ids: array = field(default_factory=partial(array, "q"))  # int64 [n]
+    token_ids: array = field(default_factory=partial(array, "i"))  # int32 [n]
+    num_cached_tokens: array = field(default_factory=partial(array, "i"))  # int32 [n]
     others: list[TokenEvent] = field(default_factory=list)
 
     def __len__(self) -> int:

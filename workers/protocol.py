@@ -19,7 +19,7 @@ import numpy as np
 
 from oarlock.workers.config import MAX_POOLED_IDS, WorkerConfig, max_pooled_values
 from oarlock.workers.kv_offload import DIGEST_BYTES, MAX_COPIES
-from oarlock.workers.step_layout import CHECKSUM, HEADER, HEADER_BYTES, Layout, StepShape, output_layout, step_layout
+from oarlock.workers.step_layout import CHECKSUM, HEADER, HEADER_BYTES, StepShape, output_layout, step_layout
 
 MAX_LOGPROBS = 20
 MAX_BIAS_PER_ROW = 3 * 1024  # stop ids banned by min_tokens, logit_bias and bad words, a third each
@@ -262,14 +262,17 @@ def pack_step(step: StepMetadata, buffer: memoryview, *, without_masks: bool = F
     if layout.num_bytes > len(buffer):
         raise ProtocolError(f"step {step.step_id} needs {layout.num_bytes} bytes, the slot holds {len(buffer)}")
     layout.write(buffer, step, without="mask_bits" if without_masks else "")
-    _write_header(buffer, step.step_id, shape, -1, step.is_ahead)
+    HEADER.pack_into(buffer, 0, _MAGIC, step.step_id, *shape, -1, step.is_ahead)
+    CHECKSUM.pack_into(buffer, HEADER.size, zlib.crc32(buffer[: HEADER.size]))
     return layout.num_bytes
 
 
 def unpack_step(buffer: memoryview) -> StepMetadata:
     """Views of the step in `buffer`: valid until the slot is written again. Raises `ProtocolError` on foreign bytes."""
     step_id, shape, _, is_ahead = _read_header(buffer)
-    layout = _fitting(step_layout(shape), buffer)
+    layout = step_layout(shape)
+    if layout.num_bytes > len(buffer):
+        raise ProtocolError("the header announces more than the buffer holds")
     return StepMetadata(step_id=step_id, is_ahead=is_ahead, **layout.views(buffer))
 
 
@@ -287,32 +290,24 @@ def pack_output(output: StepOutput, buffer: memoryview) -> int:
         needed = layout.num_bytes
         raise ProtocolError(f"the answer to step {output.step_id} needs {needed} bytes, the slot holds {len(buffer)}")
     layout.write(buffer, output)
-    _write_header(buffer, output.step_id, shape, num_top, output.out_of_memory)
+    HEADER.pack_into(buffer, 0, _MAGIC, output.step_id, *shape, num_top, output.out_of_memory)
+    CHECKSUM.pack_into(buffer, HEADER.size, zlib.crc32(buffer[: HEADER.size]))
     return layout.num_bytes
 
 
 def unpack_output(buffer: memoryview) -> StepOutput:
     """A copy of the output in `buffer`. Raises `ProtocolError` on foreign bytes."""
     step_id, shape, num_top, out_of_memory = _read_header(buffer)
-    layout = _fitting(output_layout(shape, num_top), buffer)
-    copies = {name: view.copy() for name, view in layout.views(buffer).items()}
-    return StepOutput(step_id=step_id, out_of_memory=out_of_memory, **copies)
+    layout = output_layout(shape, num_top)
+    if layout.num_bytes > len(buffer):
+        raise ProtocolError("the header announces more than the buffer holds")
+    own = memoryview(bytearray(buffer[: layout.num_bytes]))
+    return StepOutput(step_id=step_id, out_of_memory=out_of_memory, **layout.views(own))
 
 
 def refusal(step_id: int) -> StepOutput:
     """The answer to a step for which there is not enough memory."""
     return StepOutput(step_id, np.empty(0, np.int32), np.empty(0, np.uint8), out_of_memory=True)
-
-
-def _fitting(layout: Layout, buffer: memoryview) -> Layout:
-    if layout.num_bytes > len(buffer):
-        raise ProtocolError("the header announces more than the buffer holds")
-    return layout
-
-
-def _write_header(buffer: memoryview, step_id: int, shape: StepShape, num_top: int, mark: bool) -> None:
-    HEADER.pack_into(buffer, 0, _MAGIC, step_id, *shape, num_top, mark)
-    CHECKSUM.pack_into(buffer, HEADER.size, zlib.crc32(buffer[: HEADER.size]))
 
 
 def _read_header(buffer: memoryview) -> tuple[int, StepShape, int, bool]:

@@ -68,16 +68,18 @@ class Layout:
 
     def views(self, buffer: memoryview) -> dict[str, np.ndarray]:
         """Arrays by name; those that are not empty are views of `buffer`."""
-        views = dict(self.empty)
-        for place in self.places:
-            views[place.name] = _view(buffer, place)
+        views = self.empty.copy()
+        for name, dtype, shape, count, offset in self.places:
+            flat = np.frombuffer(buffer, dtype, count, offset)
+            views[name] = flat if len(shape) == 1 else flat.reshape(shape)
         return views
 
     def write(self, buffer: memoryview, source: object, without: str = "") -> None:
         """Copy each array from the attribute of `source` that has its name, but for the array `without`."""
-        for place in self.places:
-            if place.name != without:
-                _view(buffer, place)[...] = getattr(source, place.name)
+        for name, dtype, shape, count, offset in self.places:
+            if name != without:
+                flat = np.frombuffer(buffer, dtype, count, offset)
+                flat[...] = getattr(source, name) if len(shape) == 1 else getattr(source, name).ravel()
 
     def span(self, name: str) -> tuple[int, int]:
         """Begin and end of an array in the buffer, in bytes; (0, 0) if it is empty."""
@@ -102,11 +104,6 @@ def step_layout(shape: StepShape) -> Layout:
 def output_layout(shape: StepShape, num_top: int) -> Layout:
     """The layout of an answer with `num_top` top logprobs in each row; -1: without logprobs."""
     return _layout(_output_arrays(shape, num_top))
-
-
-def _view(buffer: memoryview, place: _Place) -> np.ndarray:
-    flat = np.frombuffer(buffer, place.dtype, place.count, place.offset)
-    return flat if len(place.shape) == 1 else flat.reshape(place.shape)
 
 
 def _layout(arrays: list[_Array]) -> Layout:

@@ -6,12 +6,12 @@ Used by the engine process and by the simulator. Does not know sockets, signals 
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import INTERNAL, WorkerError
 from oarlock.engine.input_batch.grammar_bitmask import FillMasks, GrammarBitmask, fill_one_by_one
-from oarlock.engine.input_batch.input_batch import BuiltStep, InputBatch
+from oarlock.engine.input_batch.input_batch import InputBatch
 from oarlock.engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.types import TokenEvent, TokenEvents
@@ -20,14 +20,6 @@ if TYPE_CHECKING:
     from oarlock.workers.executor import Executor
 
 logger = logging.getLogger("oarlock.engine")
-
-
-class _Submitted(NamedTuple):
-    """A step whose answer is still to come."""
-
-    output: SchedulerOutput
-    num_rows: int
-    begun_s: float
 
 
 class EngineCore:
@@ -56,13 +48,14 @@ class EngineCore:
             vocab_size=info.vocab_size,
         )
         self._clock = clock
-        self._events: list[TokenEvent] = []
+        # Terminal events of requests that failed outside `finish`, until they are taken.
+        self.ended = self.scheduler.requests.ended
         depth = config.pipeline_depth or executor.best_in_flight
         if config.num_micro_batches > 1:
             depth = config.num_micro_batches
-        self._depth = min(depth, executor.max_in_flight)
-        self._submitted: deque[_Submitted] = deque()
-        self._masks: GrammarBitmask | None = None  # of the step submitted last, as long as the ranks lack them
+        self.depth = min(depth, executor.max_in_flight)  # most steps in flight: with so many, `finish` comes next
+        self._submitted: deque[tuple[SchedulerOutput, int, float]] = deque()  # with the rows, and when each was begun
+        self.masks: GrammarBitmask | None = None  # of the step submitted last, as long as the ranks lack them
         self._fill_masks = fill_masks
         self._finished_s = 0.0  # when the last answer came
 
@@ -74,12 +67,12 @@ class EngineCore:
     @property
     def is_full(self) -> bool:
         """Whether `finish` must come next."""
-        return len(self._submitted) >= self._depth
+        return len(self._submitted) >= self.depth
 
     def receive_reports(self) -> None:
-        """Receive the ranks' reports of blocks that they read from files or wrote to them."""
-        if self.executor.kv_reports is not None:
-            for report in self.executor.kv_reports.receive():
+        """Receive the ranks' reports of blocks that they read from files or wrote to them, where there are any."""
+        for report in [] if self.executor.kv_reports is None else self.executor.kv_reports.receive():
+            if self.scheduler.kv_offload is not None:
                 self.scheduler.kv_offload.report(report)
 
     def begin(self) -> SchedulerOutput | None:
@@ -88,16 +81,23 @@ class EngineCore:
         None when there is nothing to do, or nothing before an answer is known: then the oldest step in flight must be
         finished before the next call. Raises `WorkerError` when the ranks are lost.
         """
-        assert not self.is_full
-        self.send_masks()
+        assert len(self._submitted) < self.depth
+        if self.masks is not None:
+            self.send_masks()
         now = self._clock()
-        output = self.scheduler.schedule(now, ahead=self.num_in_flight > 0)
-        built = None if output is None else self._build(output, now)
-        if output is None or built is None:
+        output = self.scheduler.schedule(now, ahead=bool(self._submitted))
+        if output is None:
             return None
-        self._submitted.append(_Submitted(output, len(built.step.logits_indices), now))
-        self._masks = built.masks
-        self.executor.submit(built.step, masks_follow=built.masks is not None)
+        try:
+            step, masks = self._input_batch.build(output)
+        except Exception:
+            logger.exception("event=build_failed step=%d", output.step_id)
+            if not self._withdraw_unfit(output, now):
+                return None
+            step, masks = self._input_batch.build(output)
+        self._submitted.append((output, len(step.logits_indices), now))
+        self.masks = masks
+        self.executor.submit(step, masks_follow=masks is not None)
         return output
 
     def finish(self) -> TokenEvents:
@@ -106,37 +106,36 @@ class EngineCore:
         Masks that waited for this answer should be sent next. When the ranks had too little memory for the step, it is
         taken back with all steps in flight behind it.
         """
-        self.send_masks()
+        if self.masks is not None:
+            self.send_masks()
         output, num_rows, begun_s = self._submitted.popleft()
         answer = self.executor.collect()
         if answer.out_of_memory:
             return self._take_back(output)
-        rows, wanted = (len(answer.token_ids), len(answer.pooled_lens)), (num_rows, output.num_pooled)
+        num_pooled = sum([item.seq.pooling is not None for item in output.scheduled]) if output.scheduled else 0
+        rows, wanted = (len(answer.token_ids), len(answer.pooled_lens)), (num_rows, num_pooled)
         if answer.step_id != output.step_id or rows != wanted:
             raise WorkerError(
                 0, output.step_id, f"it answered step {answer.step_id} with {rows} rows instead of {wanted}"
             )
-        now = self._clock()
-        if output.num_seqs:
-            self._observe(output, begun_s, now - max(begun_s, self._finished_s))
+        now, scheduler, num_prompt_tokens = self._clock(), self.scheduler, output.num_prompt_tokens
+        if num_seqs := len(output.decodes.rows) + len(output.scheduled):
+            seconds, stats = now - max(begun_s, self._finished_s), scheduler.stats
+            num_before, rank_ns = stats.generation_tokens, self.executor.step_times_ns
+            stats.step_time_s.observe(seconds)
+            scheduler.requests.log.steps.observe(begun_s, seconds, num_seqs, num_prompt_tokens, num_before, rank_ns)
+            scheduler.step_costs.observe(output.num_decodes + output.num_drafts, num_prompt_tokens, seconds)
         self._finished_s = now
-        return self.scheduler.update_from_output(output, ModelRunnerOutput(answer), now)
-
-    def _observe(self, output: SchedulerOutput, begun_s: float, seconds: float) -> None:
-        scheduler, num_prompt_tokens = self.scheduler, output.num_prompt_tokens
-        num_before, rank_ns = scheduler.stats.generation_tokens, self.executor.step_times_ns
-        scheduler.stats.step_time_s.observe(seconds)
-        scheduler.requests.log.steps.observe(begun_s, seconds, output.num_seqs, num_prompt_tokens, num_before, rank_ns)
-        scheduler.step_costs.observe(output.num_decodes + output.num_drafts, num_prompt_tokens, seconds)
+        return scheduler.update_from_output(output, ModelRunnerOutput(answer), now)
 
     def _take_back(self, output: SchedulerOutput) -> TokenEvents:
         """Take back `output`, which the ranks have refused, and the steps that were sent ahead behind it."""
-        if self._masks is not None:  # masks of the last step, which wait for a token of `output`
-            self.executor.send_masks(self._masks.until_known)
-            self._masks = None
+        if self.masks is not None:  # masks of the last step, which wait for a token of `output`
+            self.executor.send_masks(self.masks.until_known)
+            self.masks = None
         outputs = [output]
         while self._submitted:
-            later = self._submitted.popleft().output
+            later, _, _ = self._submitted.popleft()
             answer = self.executor.collect()
             if answer.step_id != later.step_id or not answer.out_of_memory:
                 raise WorkerError(0, later.step_id, f"it ran a step behind step {output.step_id}, which it had refused")
@@ -144,12 +143,10 @@ class EngineCore:
         self._finished_s = now = self._clock()
         failed = self.scheduler.take_back(outputs, now)
         self._input_batch.forget_histories()
-        logger.warning(
-            "event=step_out_of_memory step=%d most_tokens=%d num_failed=%d",
-            output.step_id,
-            self.scheduler.refused_steps.most_tokens,
-            len(failed),
-        )
+        refused = self.scheduler.refused_steps
+        assert refused is not None, "a refusal is remembered"
+        facts = output.step_id, refused.most_tokens, len(failed)
+        logger.warning("event=step_out_of_memory step=%d most_tokens=%d num_failed=%d", *facts)
         return TokenEvents(others=failed)
 
     def send_masks(self) -> None:
@@ -158,32 +155,28 @@ class EngineCore:
 
         A sequence ends here if its grammar allows only the end or raises: the token sampled for it is dropped.
         """
-        masks = self._masks
+        masks = self.masks
         if masks is None or (self.num_in_flight > 1 and masks.must_wait):
             return
-        self._masks = None
+        self.masks = None
         self.executor.send_masks(masks.compute(self._fill_masks))
         now = self._clock()
         failures = [self.scheduler.fail(seq.request_id, INTERNAL, now) for seq in masks.failed]
-        self._events += [event for event in failures if event is not None]
-        self._events += [self.scheduler.complete(seq, now) for seq in masks.complete]
+        self.ended += [event for event in failures if event is not None]
+        self.ended += [self.scheduler.complete(seq, now) for seq in masks.complete]
 
     def take_events(self) -> list[TokenEvent]:
         """Terminal events of requests that failed outside `finish`."""
-        events, self._events = self._events, []
-        return self.scheduler.take_events() + events
+        return self.scheduler.take_events()
 
-    def _build(self, output: SchedulerOutput, now: float) -> BuiltStep | None:
-        """Build the step's arrays; None if nothing is left of it. A request that cannot be built fails alone."""
-        try:
-            return self._input_batch.build(output)
-        except Exception:
-            logger.exception("event=build_failed step=%d", output.step_id)
-            unfit = [item for item in output.items() if not self._fits(item, output)]
-            if not unfit:
-                raise
+    def _withdraw_unfit(self, output: SchedulerOutput, now: float) -> bool:
+        """Take the requests that cannot be built out of `output`; they fail alone. Whether anything is left of it.
+        Raises the exception that is being handled where each can be built on its own."""
+        unfit = [item for item in output.items() if not self._fits(item, output)]
+        if not unfit:
+            raise
         self.scheduler.withdraw(output, unfit, now)
-        return self._input_batch.build(output) if output.num_seqs else None
+        return output.num_seqs > 0
 
     def _fits(self, item: ScheduledTokens, output: SchedulerOutput) -> bool:
         """Whether `item` can be built on its own."""

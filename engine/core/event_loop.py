@@ -126,21 +126,33 @@ class EngineLoop:
     def tick(self) -> bool:
         """Run one turn: inbox, the next step, outbox, an answer. False when nothing can be computed now; then no step
         is in flight."""
-        self._receive()
+        core = self.engine_core
+        for frame in self._frame_socket.receive():
+            self._handle(frame)
+        if self._structured_output is not None and self._structured_output.waiting:
+            self._add_compiled(self._structured_output)
+        if self._executor.kv_reports is not None:
+            core.receive_reports()
         if self._stopping or self._frame_socket.is_full:
-            while self.engine_core.num_in_flight:
+            while core.num_in_flight:
                 self._finish_step()
             return False
-        output = self.engine_core.begin()
-        self._post(self.engine_core.take_events())
-        self._send_outbox()  # while the ranks compute; they need masks only when they sample
-        self.engine_core.send_masks()
-        self._tell_blocks()
-        self._tell_state()
-        if output is None and not self.engine_core.num_in_flight:
+        output = core.begin()
+        if core.ended:
+            self._post(core.take_events())
+        if self._outbox:
+            self._send_outbox()  # while the ranks compute; they need masks only when they sample
+        if core.masks is not None:
+            core.send_masks()
+        if self._block_subscribers:
+            self._tell_blocks()
+        if self._state_asked:
+            self._tell_state()
+        num_in_flight = core.num_in_flight
+        if output is None and not num_in_flight:
             return self._may_go_on()
         self._was_stuck = False
-        if output is None or self.engine_core.is_full:
+        if output is None or num_in_flight >= core.depth:
             self._finish_step()
         return True
 
@@ -148,21 +160,16 @@ class EngineLoop:
         """Wait for the answer to the oldest step in flight."""
         events = self.engine_core.finish()
         self._next_beat_s = self._clock() + self._interval_s
-        if len(events):
+        if events.request_ids or events.others:
             self._outbox.append(events)
         elif not self._outbox:
             self._frame_socket.send(messages.alive(self.scheduler.stats.step_id))
-        if self.engine_core.num_in_flight:
+        if self._outbox and self.engine_core.num_in_flight:
             self._send_outbox()
+        if self.engine_core.masks is not None and self.engine_core.num_in_flight:
             self.engine_core.send_masks()
 
     # -- inbox
-
-    def _receive(self) -> None:
-        for frame in self._frame_socket.receive():
-            self._handle(frame)
-        self._add_compiled()
-        self.engine_core.receive_reports()
 
     def _handle(self, frame: Frame) -> None:
         if frame.kind == "request":
@@ -226,11 +233,9 @@ class EngineLoop:
         if matcher is not None:
             self.scheduler.add(request, now, matcher)
 
-    def _add_compiled(self) -> None:
+    def _add_compiled(self, manager: "StructuredOutputManager") -> None:
         """Add the requests whose grammars are ready, in the order of their arrival, or refuse them."""
-        if self._structured_output is None:
-            return
-        for outcome in self._structured_output.poll(self._clock()):
+        for outcome in manager.poll(self._clock()):
             with self._refusing(outcome.request.request_id):
                 if outcome.error is not None:
                     self.scheduler.stats.num_rejected += isinstance(outcome.error, RequestError)
@@ -274,8 +279,10 @@ class EngineLoop:
             self._outbox[-1].others += events
 
     def _send_outbox(self) -> None:
-        outbox, self._outbox = self._outbox, []
-        for chunk in chain.from_iterable(map(messages.chunks, outbox)):
+        parts, outbox, self._outbox = self._outbox, self._outbox, []
+        if len(outbox) != 1 or outbox[0].others:
+            parts = list(chain.from_iterable(map(messages.chunks, outbox)))
+        for chunk in parts:
             try:
                 frame = messages.events(chunk)
             except Exception:
@@ -301,12 +308,11 @@ class EngineLoop:
 
     def _tell_state(self) -> None:
         """Answer questions for the live state while the ranks compute, since it takes part of a millisecond."""
-        if self._state_asked:
-            self._count_pending()
-            state = live_state(self.scheduler, self._clock())
-            for number in self._state_asked:
-                self._frame_socket.send(messages.state(number, state))
-            self._state_asked.clear()
+        self._count_pending()
+        state = live_state(self.scheduler, self._clock())
+        for number in self._state_asked:
+            self._frame_socket.send(messages.state(number, state))
+        self._state_asked.clear()
 
     def _report_blocks(self, events: list[BlockEvent]) -> None:
         self._frame_socket.send(messages.blocks(BlockChanges.of(events)))
@@ -335,6 +341,8 @@ class EngineLoop:
             if key.data == "death":
                 self._executor.ping()  # raises an error that names the rank
                 raise WorkerError(-1, self.scheduler.stats.step_id, "the channel of a rank was closed")
+            elif key.data == "structured_output" and self._structured_output is not None:
+                self._add_compiled(self._structured_output)  # takes the wake-up, even if nothing waits for it any more
             elif ready & selectors.EVENT_WRITE:
                 self._frame_socket.flush()
         if self._clock() >= self._next_beat_s:
@@ -377,12 +385,13 @@ class EngineLoop:
     def _flush(self) -> None:
         """Write cached blocks to files, where there are any, for at most `FLUSH_S`."""
         stats, reports = self.scheduler.stats, self._executor.kv_reports
-        if reports is None or not self.scheduler.kv_offload.has_disk:
+        offload = self.scheduler.kv_offload
+        if reports is None or offload is None or not offload.has_disk:
             return
         while self.engine_core.num_in_flight:
             self.engine_core.finish()
         begun_s, num_before = self._clock(), stats.kv_offload_written_blocks
-        flush = Flush(self.scheduler.kv_offload, self.scheduler.kv_cache_manager.cached_blocks())
+        flush = Flush(offload, self.scheduler.kv_cache_manager.cached_blocks())
         with selectors.DefaultSelector() as selector:
             selector.register(reports, selectors.EVENT_READ)
             while flush.go_on() and (left_s := begun_s + FLUSH_S - self._clock()) > 0:

@@ -18,7 +18,7 @@ from oarlock.engine.input_batch.sampling_metadata import (
     history_sections,
     wanted_until,
 )
-from oarlock.engine.kv_cache.offload import NO_COPIES, Copies
+from oarlock.engine.kv_cache.offload import Copies
 from oarlock.engine.pooling_params import KINDS
 from oarlock.engine.sampling_params import penalises
 from oarlock.engine.scheduler.output import NOT_KNOWN, Decodes, ScheduledTokens, SchedulerOutput
@@ -76,6 +76,7 @@ class InputBatch:
         # kept from the last step in which every sequence decoded: while no row changes, the next one has the same
         self._gathered_of: np.ndarray | None = None
         self._gathered: dict[str, np.ndarray] = {}
+        self._unconstrained: np.ndarray | None = None  # rows that decode, none of which needs bias, penalty or mask
         self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
         self._samples = np.full(max_num_seqs, _SAMPLE, np.int32)
 
@@ -84,9 +85,17 @@ class InputBatch:
         for seq in output.new_rows:
             if seq.row >= 0:
                 self._assign(seq)
-                self._gathered_of = None
-        entries = self._write_tables(output.new_blocks)
-        tokens = self._mixed(output) if output.scheduled else self._decodes(output.decodes)
+                self._gathered_of = self._unconstrained = None
+        sections = self._write_tables(output.new_blocks) if output.new_blocks else {}
+        if output.scheduled:
+            tokens = self._mixed(output)
+            sections |= _pooling(output)
+        else:
+            tokens = self._decodes(output.decodes)
+        if output.num_drafts:
+            sections["num_drafts"] = _num_drafts(output)
+        if output.kv_copies is not None:
+            sections |= _kv_copies(output.kv_copies)
         blocks = self._tables[tokens.rows, tokens.positions // self.block_size].astype(np.int64)  # [T]
         token_ids, columns = tokens.token_ids, tokens.columns
         unknown = (token_ids == NOT_KNOWN).nonzero()[0]
@@ -94,7 +103,11 @@ class InputBatch:
             token_ids = token_ids.copy()
             token_ids[unknown] = self._sampled_rows.references(output.step_id, tokens.rows[unknown])
         self._sampled_rows.note(output.step_id, tokens.rows_of_logits, columns["target_ids"] == _SAMPLE)
-        sampling, masks = self._sampling_metadata(output, tokens.rows_of_logits, columns)
+        sampling, masks = NO_BIAS, None
+        if tokens.rows is not self._unconstrained:
+            sampling, masks = self._sampling_metadata(output, tokens.rows_of_logits, columns)
+            if masks is None and sampling is NO_BIAS and not output.scheduled:
+                self._unconstrained = tokens.rows
         step = StepMetadata(
             step_id=output.step_id,
             is_ahead=output.is_ahead,
@@ -104,18 +117,16 @@ class InputBatch:
             query_start_loc=tokens.query_start_loc,
             seq_lens=tokens.seq_lens.astype(np.int32),
             rows=tokens.rows_of_seqs.astype(np.int32),
-            **entries,
             **columns,
             **sampling,
-            num_drafts=_num_drafts(output),
-            **_pooling(output),
-            **_kv_copies(output.kv_copies),
+            **sections,
         )
         return BuiltStep(step, masks)
 
     def forget_histories(self) -> None:
         """Send all histories again: the ranks may have lost theirs, which penalties need. No step is in flight."""
         self._history_step[:] = _NEVER
+        self._unconstrained = None  # sequences may be at earlier positions again
 
     def _decodes(self, decodes: Decodes) -> _Tokens:
         """The tokens of a step in which every sequence decodes."""
@@ -160,8 +171,6 @@ class InputBatch:
 
     def _write_tables(self, new_blocks: list[tuple[int, int, int]]) -> dict[str, np.ndarray]:
         """The step's fields for block tables, each changed entry once. Of writes to one entry the last one holds."""
-        if not new_blocks:
-            return {}
         written = {(row, column): block for row, column, block in new_blocks}
         rows, columns = np.array(list(written), np.int64).T  # [n]
         blocks = np.array(list(written.values()), np.int32)
@@ -267,9 +276,7 @@ def _concatenated(scheduled: list[ScheduledTokens]) -> list[int]:
 
 
 def _num_drafts(output: SchedulerOutput) -> np.ndarray:
-    """int32 [S] of a step with drafts, else empty."""
-    if not output.num_drafts:
-        return np.empty(0, np.int32)
+    """int32 [S], of a step with drafts."""
     return _joined(np.zeros(len(output.decodes.rows), np.int32), [len(item.drafts) for item in output.scheduled])
 
 
@@ -290,8 +297,6 @@ def _pooling(output: SchedulerOutput) -> dict[str, np.ndarray]:
 
 
 def _kv_copies(copies: Copies) -> dict[str, np.ndarray]:
-    if copies is NO_COPIES:
-        return {}
     numbers = np.array([(kind, block, slot) for kind, block, slot, _ in copies.commands], np.int32)
     digests = b"".join(digest.ljust(DIGEST_BYTES, b"\0") for _, _, _, digest in copies.commands)
     return {"kv_copies": numbers, "kv_digests": np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)}

@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 MAX_HEAD_BYTES = 8 << 20
@@ -22,6 +23,7 @@ MAX_FRAME_BYTES = 256 << 20
 _MAGIC = 0x4652414F  # "OARF"
 _PREFIX = struct.Struct("<IIII")
 _ITEM_BYTES = 4
+_SHORT_HEAD_BYTES, _KEPT_HEADS = 40, 1024
 
 if array("i").itemsize != _ITEM_BYTES or array("f").itemsize != _ITEM_BYTES or sys.byteorder != "little":
     raise ImportError("frames need a little-endian machine with 4-byte C ints")
@@ -40,8 +42,8 @@ class Frame:
     """One message, whose kind is `head["kind"]`."""
 
     head: dict[str, Any]
-    ints: array = field(default_factory=lambda: array("i"))
-    floats: array = field(default_factory=lambda: array("f"))
+    ints: array = field(default_factory=partial(array, "i"))
+    floats: array = field(default_factory=partial(array, "f"))
 
     @property
     def kind(self) -> str:
@@ -54,10 +56,20 @@ def encode(head: dict[str, Any], ints: Iterable[int] = (), floats: Iterable[floa
         int_bytes, float_bytes = array("i", ints).tobytes(), array("f", floats).tobytes()
     except (OverflowError, TypeError) as error:
         raise FrameError(f"numbers that a frame cannot hold: {error}") from error
-    text = json.dumps(head, separators=(",", ":")).encode()
-    prefix = _PREFIX.pack(_MAGIC, len(text), len(int_bytes) // _ITEM_BYTES, len(float_bytes) // _ITEM_BYTES)
-    _check_sizes(len(text), len(int_bytes) + len(float_bytes))
-    return b"".join((prefix, text, int_bytes, float_bytes))
+    return join(head_text(head), int_bytes, float_bytes)
+
+
+def head_text(head: dict[str, Any]) -> bytes:
+    """The bytes of a head."""
+    return json.dumps(head, separators=(",", ":")).encode()
+
+
+def join(text: bytes, ints: bytes, floats: bytes = b"") -> bytes:
+    """The bytes of one frame from those of its parts. Raises `FrameError` for more than a reader accepts."""
+    if len(text) > MAX_HEAD_BYTES or len(text) + len(ints) + len(floats) > MAX_FRAME_BYTES:
+        raise _too_large(len(text), len(ints) + len(floats))
+    prefix = _PREFIX.pack(_MAGIC, len(text), len(ints) // _ITEM_BYTES, len(floats) // _ITEM_BYTES)
+    return b"".join((prefix, text, ints, floats))
 
 
 class FrameReader:
@@ -73,9 +85,13 @@ class FrameReader:
         frames = []
         start = 0
         while len(self._buffer) - start >= self._missing:
-            _, head, ints, floats = sizes = _PREFIX.unpack_from(self._buffer, start)
-            _check_prefix(sizes)
-            self._missing = _PREFIX.size + head + _ITEM_BYTES * (ints + floats)
+            magic, head, ints, floats = _PREFIX.unpack_from(self._buffer, start)
+            if magic != _MAGIC:
+                raise FrameError(f"not a frame: it begins with {magic:#010x}")
+            number_bytes = _ITEM_BYTES * (ints + floats)
+            if head > MAX_HEAD_BYTES or head + number_bytes > MAX_FRAME_BYTES:
+                raise _too_large(head, number_bytes)
+            self._missing = _PREFIX.size + head + number_bytes
             if len(self._buffer) - start < self._missing:
                 break
             frames.append(_decode(self._buffer, start + _PREFIX.size, head, ints, floats))
@@ -91,19 +107,11 @@ class FrameReader:
             raise FrameError(f"the stream ended inside a frame, after {len(self._buffer)} bytes of it")
 
 
-def _check_prefix(sizes: tuple[int, int, int, int]) -> None:
-    magic, head, ints, floats = sizes
-    if magic != _MAGIC:
-        raise FrameError(f"not a frame: it begins with {magic:#010x}")
-    _check_sizes(head, _ITEM_BYTES * (ints + floats))
-
-
-def _check_sizes(head_bytes: int, number_bytes: int) -> None:
-    if head_bytes > MAX_HEAD_BYTES or head_bytes + number_bytes > MAX_FRAME_BYTES:
-        raise FrameError(
-            f"a head of {head_bytes} and {number_bytes} bytes of numbers is too large: "
-            f"at most {MAX_HEAD_BYTES}, and {MAX_FRAME_BYTES} together"
-        )
+def _too_large(head_bytes: int, number_bytes: int) -> FrameError:
+    return FrameError(
+        f"a head of {head_bytes} and {number_bytes} bytes of numbers is too large: "
+        f"at most {MAX_HEAD_BYTES}, and {MAX_FRAME_BYTES} together"
+    )
 
 
 def _decode(buffer: bytearray, start: int, head: int, ints: int, floats: int) -> Frame:
@@ -114,13 +122,21 @@ def _decode(buffer: bytearray, start: int, head: int, ints: int, floats: int) ->
         int_array, float_array = array("i"), array("f")
         int_array.frombytes(view[ints_at:floats_at])
         float_array.frombytes(view[floats_at : floats_at + _ITEM_BYTES * floats])
+    fields = _short_head(text) if head <= _SHORT_HEAD_BYTES else _read_head(text)
+    return Frame(fields.copy(), int_array, float_array)
+
+
+def _read_head(text: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FrameError(f"the head is not JSON: {error}") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("kind"), str):
         raise FrameError("the head is not an object with a kind")
-    return Frame(fields, int_array, float_array)
+    return fields
+
+
+_short_head = lru_cache(_KEPT_HEADS)(_read_head)  # of events: most steps have a head like one before
 
 
 class FrameSocketClosedError(Exception):

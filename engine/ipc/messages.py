@@ -12,7 +12,7 @@ Does not know sockets. The readers raise `FrameError` for a frame that lacks a f
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields, replace
-from functools import wraps
+from functools import lru_cache, wraps
 from itertools import accumulate, chain
 from typing import Any, TypeVar, cast
 
@@ -25,7 +25,7 @@ from oarlock.engine.errors import (
     StartupError,
     UnavailableError,
 )
-from oarlock.engine.ipc.frames import Frame, FrameError, encode
+from oarlock.engine.ipc.frames import Frame, FrameError, encode, head_text, join
 from oarlock.engine.kv_cache.events import HASH_BYTES, BlockChanges
 from oarlock.engine.pooling_params import PoolingParams
 from oarlock.engine.sampling_params import Grammar, SamplingParams
@@ -225,20 +225,29 @@ def read_id(frame: Frame) -> int:
 #     extra    {reason, stop, error, param, code, shapes of logprobs, number of pooled values} of each
 
 
+@lru_cache(1024)
+def _plain_head(num_plain: int) -> bytes:
+    return head_text({"kind": "events", "plain": num_plain})
+
+
 def events(values: TokenEvents) -> bytes:
+    if not values.others:
+        columns = values.request_ids.tobytes(), values.token_ids.tobytes(), values.num_cached_tokens.tobytes()
+        return join(_plain_head(len(values.request_ids)), b"".join(columns))
     ints, floats = array("i"), array("f")
     ints.frombytes(values.request_ids.tobytes())
     ints += values.token_ids
     ints += values.num_cached_tokens
-    head: dict[str, Any] = {"kind": "events", "plain": len(values.request_ids)}
-    if others := values.others:
-        ints.extend(chain.from_iterable(event.token_ids for event in others))
-        head |= {
-            "ids": [event.request_id for event in others],
-            "counts": [len(event.token_ids) for event in others],
-            "cached": [event.num_cached_tokens for event in others],
-            "extra": [_extra(event, ints, floats) for event in others],
-        }
+    others = values.others
+    ints.extend(chain.from_iterable(event.token_ids for event in others))
+    head = {
+        "kind": "events",
+        "plain": len(values.request_ids),
+        "ids": [event.request_id for event in others],
+        "counts": [len(event.token_ids) for event in others],
+        "cached": [event.num_cached_tokens for event in others],
+        "extra": [_extra(event, ints, floats) for event in others],
+    }
     return encode(head, ints, floats)
 
 

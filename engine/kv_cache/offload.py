@@ -136,9 +136,6 @@ class Copies:
         return bool(self.commands)
 
 
-NO_COPIES = Copies()  # shared by all steps without copies; never changed
-
-
 @dataclass(slots=True, eq=False)
 class _Load:
     """Load of the blocks that one waiting sequence will be given. A request that loads again gets a new one."""
@@ -162,12 +159,9 @@ class _Transfer:
 class KVOffload:
     """Decides which KV blocks ranks copy between the pool, slots of host memory and files."""
 
-    def __init__(
-        self, info: KVOffloadInfo | None, block_size: int, step_cost: StepCost | None, stats: EngineStats
-    ) -> None:
-        """`info`: the tiers that ranks have; None: nothing is kept beyond the pool."""
-        self.is_on = info is not None
-        self.info = info = info or KVOffloadInfo(0, 0)
+    def __init__(self, info: KVOffloadInfo, block_size: int, step_cost: StepCost | None, stats: EngineStats) -> None:
+        """`info`: the tiers that ranks have."""
+        self.info = info
         self.host = HostTier(info.num_slots)
         self._most_writes = max(1, info.num_slots // 2)
         self._block_size = block_size
@@ -275,10 +269,10 @@ class KVOffload:
     def has_copies(self) -> bool:
         return bool(self._next)
 
-    def take_copies(self) -> Copies:
-        """Take the copies of the next step."""
+    def take_copies(self) -> Copies | None:
+        """Take the copies of the next step; None: it has none."""
         if not self._next.commands:
-            return NO_COPIES
+            return None
         copies, self._next = self._next, Copies()
         self._num_sent += len(copies.slots)
         return copies
@@ -293,8 +287,6 @@ class KVOffload:
 
     def answered(self, copies: Copies) -> None:
         """Complete the step's copies between pages and slots, which were made even if the step itself was refused."""
-        if copies is NO_COPIES:
-            return
         for kind, _, slot, _ in copies.commands:
             if kind is Copy.SAVE:
                 self._write(slot)

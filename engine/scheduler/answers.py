@@ -54,16 +54,25 @@ class Answers:
         """
         events, decodes = TokenEvents(), output.decodes
         is_plain, others = self._look(decodes, result, now, events)
-        for item, first, end in output.with_rows():
-            if item.seq.status is Status.RUNNING and not item.drafts and result.are_finite(first, end):
-                self._cache_blocks(item.seq, item.start + item.num_tokens, now, events)
+        if output.scheduled:
+            for item, first, end in output.with_rows():
+                if item.seq.status is Status.RUNNING and not item.drafts and result.are_finite(first, end):
+                    self._cache_blocks(item.seq, item.start + item.num_tokens, now, events)
         self._append_plain(decodes, is_plain, result, now, events)
         for item, first in others:
             self._apply_one(item, result, first, 0, now, events)
             if item.seq.status is Status.RUNNING:
                 self._state.refresh_tokens(item.seq)
+        if output.scheduled:
+            self._apply_scheduled(output, result, now, events)
+        return events
+
+    def _apply_scheduled(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, now: float, events: TokenEvents
+    ) -> None:
+        """Apply the answers to all tokens that are not decodes."""
         pooled = result.pooled()
-        for place, (item, first, _) in enumerate(output.with_rows(), len(decodes.rows)):
+        for place, (item, first, _) in enumerate(output.with_rows(), len(output.decodes.rows)):
             if item.seq.pooling is not None:
                 values = next(pooled)
                 if item.seq.status is Status.RUNNING:
@@ -76,7 +85,6 @@ class Answers:
                 self._apply_one(item, result, first, num_accepted, now, events)
             if item.seq.status is Status.RUNNING:
                 self._state.refresh(item.seq)
-        return events
 
     def _seq_in(self, row: int) -> Sequence:
         seq = self._state.seqs[row]
@@ -138,7 +146,8 @@ class Answers:
             rows, positions, token_ids = rows[is_plain], positions[is_plain], token_ids[is_plain]
         if len(rows):
             self._record_tokens(state.append(rows, positions, token_ids, now))
-            self._count_generated(rows)
+            if self._queue.has_had_several_clients:
+                self._count_generated(rows)
             events.token_ids = array("i", token_ids.tobytes())
             events.request_ids, events.num_cached_tokens = state.sent_with(rows)
 
@@ -153,10 +162,9 @@ class Answers:
             self._stats.inter_token_latency_s.observe(float(seconds), int(num_tokens))
 
     def _count_generated(self, rows: np.ndarray) -> None:
-        if self._queue.has_had_several_clients:
-            for client, num_tokens in enumerate(np.bincount(self._state.clients[rows]).tolist()):
-                if num_tokens:
-                    self._queue.count_generated(self._state.client_names[client], num_tokens)
+        for client, num_tokens in enumerate(np.bincount(self._state.clients[rows]).tolist()):
+            if num_tokens:
+                self._queue.count_generated(self._state.client_names[client], num_tokens)
 
     # -- one by one
 
@@ -351,6 +359,11 @@ class RefusedSteps:
         if num_tokens == 1 and self._in_a_row >= FEWEST_TRIES:
             return choose_victim(running)
         return newest if count > MOST_REFUSALS else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether steps are as large as ever, and no table entry waits for the next one."""
+        return self.most_tokens is None and not self._table_entries
 
     def begin(self, output: SchedulerOutput) -> None:
         """Put the table entries that the ranks may lack first in `output`: later ones may change them."""

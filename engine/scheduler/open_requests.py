@@ -45,12 +45,14 @@ class OpenRequests:
         self.running: list[Sequence] = []  # in the order in which they were admitted
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
         tiers = info.kv_offload if caches_blocks else None
-        self.kv_offload = KVOffload(tiers, info.block_size, info.step_cost, self.stats)
-        self.kv_cache_manager.offload = self.kv_offload if self.kv_offload.is_on else None
-        self.loading = LoadingSequences(self.kv_offload, self.waiting, self.kv_cache_manager)
+        offload = None if tiers is None else KVOffload(tiers, info.block_size, info.step_cost, self.stats)
+        self.kv_offload = self.kv_cache_manager.offload = offload
+        self.loading: LoadingSequences | None = None  # None: nothing is kept in files
+        if offload is not None and offload.has_disk:
+            self.loading = LoadingSequences(offload, self.waiting, self.kv_cache_manager)
         self.decode_state = DecodeState(self.num_rows, info.block_size, caches_blocks=caches_blocks)
         self._by_id: dict[int, Sequence] = {}
-        self._events: list[TokenEvent] = []  # terminal events of requests that failed outside an answer
+        self.ended: list[TokenEvent] = []  # terminal events of requests that failed outside an answer, not yet taken
 
     @property
     def by_id(self) -> Mapping[int, Sequence]:
@@ -60,7 +62,7 @@ class OpenRequests:
     def add(self, seq: Sequence) -> None:
         """Queue a request that was accepted."""
         running, waiting = self.running, self.waiting
-        ahead = islice(waiting if len(waiting) else running, MAX_AHEAD)
+        ahead = islice(waiting if waiting.lines else running, MAX_AHEAD)
         seq.timeline.arrived(self.log, len(running), len(waiting), tuple(other.request_id for other in ahead))
         self._by_id[seq.request_id] = seq
         waiting.push(seq)
@@ -75,7 +77,8 @@ class OpenRequests:
         if num_cached is None:
             self.log.steps.without_blocks += 1
             return False
-        self.kv_offload.release(seq.request_id)
+        if self.loading is not None:
+            self.loading.release(seq)
         self.waiting.admit(seq, now)
         seq.timeline.admitted(now, num_cached)
         self.running.append(seq)
@@ -104,7 +107,10 @@ class OpenRequests:
         if seq.status is Status.RUNNING:
             self._stop(seq)
         else:
-            self.loading.remove(seq)
+            if self.loading is None:
+                self.waiting.remove(seq)
+            else:
+                self.loading.remove(seq)
             self.kv_cache_manager.free(seq)  # it holds none, unless it failed while it was admitted
         seq.status = Status.FINISHED
         del self._by_id[seq.request_id]
@@ -125,13 +131,10 @@ class OpenRequests:
             return TokenEvent(seq.request_id, finish_reason=FinishReason.ERROR, error=INTERNAL)
         return self.fail(seq, INTERNAL, now)
 
-    def keep_event(self, event: TokenEvent) -> None:
-        """Keep the terminal event of a request that failed outside an answer until `take_events`."""
-        self._events.append(event)
-
     def take_events(self) -> list[TokenEvent]:
         """Terminal events of requests that failed outside an answer."""
-        events, self._events = self._events, []
+        events = self.ended[:]
+        self.ended.clear()
         return events
 
     def _stop(self, seq: Sequence) -> None:
@@ -146,7 +149,8 @@ class OpenRequests:
 
     def refresh_gauges(self) -> EngineStats:
         """The stats with their gauges brought up to date."""
-        stats, waiting, loading, manager = self.stats, self.waiting, list(self.loading), self.kv_cache_manager
+        stats, waiting, manager = self.stats, self.waiting, self.kv_cache_manager
+        loading = [] if self.loading is None else list(self.loading)
         stats.num_requests_running = len(self.running)
         stats.num_requests_loading = len(loading)
         stats.num_requests_waiting = len(waiting) + waiting.num_pending + len(loading)
@@ -157,7 +161,8 @@ class OpenRequests:
         stats.num_blocks_cached = manager.num_cached
         stats.num_blocks_held = manager.num_held
         stats.kv_cache_usage = manager.num_held / manager.num_total
-        stats.kv_offload_host_blocks = self.kv_offload.host.num_blocks
+        if self.kv_offload is not None:
+            stats.kv_offload_host_blocks = self.kv_offload.host.num_blocks
         return stats
 
     def audit(self) -> None:
@@ -166,7 +171,7 @@ class OpenRequests:
         self.kv_cache_manager.audit(self._by_id.values())
         rows = sorted([seq.row for seq in self.running] + self.free_rows)
         assert rows == list(range(self.num_rows)), "rows are lost or shared"
-        waiting = [*self.waiting, *self.loading]
+        waiting = [*self.waiting, *(self.loading or ())]
         assert sorted(self._by_id) == sorted(seq.request_id for seq in [*self.running, *waiting])
         for seq in waiting:
             assert not seq.block_ids and not seq.num_computed_tokens, "a waiting sequence holds something"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from oarlock.engine.kv_cache.offload import NO_COPIES, Copies
+from oarlock.engine.kv_cache.offload import Copies
 from oarlock.engine.scheduler.sequence import Sequence
 from oarlock.engine.types import ScoredTokens, TokenLogprobs
 from oarlock.workers.protocol import FINITE, NOT_POOLED, StepOutput
@@ -74,13 +74,8 @@ class SchedulerOutput:
     num_prompt_tokens: int = 0  # tokens of all other sequences
     num_token_vectors: int = 0  # prompt tokens whose hidden states are returned
     decodes: Decodes = NO_DECODES
-    kv_copies: Copies = NO_COPIES  # made before anything else of the step
+    kv_copies: Copies | None = None  # made before anything else of the step
     is_ahead: bool = False  # decided while the step before was in flight
-
-    @property
-    def num_pooled(self) -> int:
-        """Number of sequences whose vectors are wanted."""
-        return sum(item.seq.pooling is not None for item in self.scheduled)
 
     @property
     def num_seqs(self) -> int:

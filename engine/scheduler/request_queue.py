@@ -79,23 +79,25 @@ class RequestQueue:
         self._num_yielding_tokens = 0  # of those of sequences that yield
         self.pending: Mapping[str, Pending] = {}  # of each client that has some; they count as waiting
         self._shares = ClientShares()
+        # Whether tokens must be counted: for a single client they need not, as the next one begins at its time.
+        self.has_had_several_clients = False
         # Waiting sequences of each client, those that yield in separate lines: (whether they yield, client).
-        self._lines: dict[tuple[bool, str], list[Sequence]] = {}
+        self.lines: dict[tuple[bool, str], list[Sequence]] = {}
         self._admitted_s: deque[float] = deque(maxlen=64)  # when the last ones were admitted
 
     def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return sum(map(len, self.lines.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
         """Iterate in the order in which sequences would be admitted if no other came."""
-        if len(self._lines) == 1:
-            yield from next(iter(self._lines.values()))
+        if len(self.lines) == 1:
+            yield from next(iter(self.lines.values()))
             return
-        turns = [(yields, self._shares.time_of(client), client, 0) for yields, client in self._lines]
+        turns = [(yields, self._shares.time_of(client), client, 0) for yields, client in self.lines]
         heapify(turns)
         while turns:
             yields, time, client, index = heappop(turns)
-            line = self._lines[yields, client]
+            line = self.lines[yields, client]
             seq = line[index]
             yield seq
             if index + 1 < len(line):
@@ -117,12 +119,12 @@ class RequestQueue:
     @property
     def clients(self) -> Collection[str]:
         """Clients with waiting sequences."""
-        return {client for _, client in self._lines}
+        return {client for _, client in self.lines}
 
     @property
     def is_urgent(self) -> bool:
         """Whether some sequence waits that does not yield."""
-        return not all(yields for yields, _ in self._lines)
+        return not all(yields for yields, _ in self.lines)
 
     @property
     def num_pending(self) -> int:
@@ -144,7 +146,7 @@ class RequestQueue:
         A client that has less than its share of the queue is not refused: others may have filled it before.
         `num_free_rows` is how many can run at once.
         """
-        lines = {client: seqs for (yields, client), seqs in self._lines.items() if not yields}
+        lines = {client: seqs for (yields, client), seqs in self.lines.items() if not yields}
         own, own_pending = lines.get(client, ()), self.pending.get(client, Pending(0, 0))
         clients = len(lines.keys() | self.pending.keys() | {client})
         num_waiting = sum(map(len, lines.values())) + self.num_pending
@@ -165,7 +167,7 @@ class RequestQueue:
             )
 
     def push(self, seq: Sequence) -> None:
-        insort(self._lines.setdefault(_line(seq), []), seq, key=_key)
+        insort(self.lines.setdefault(_line(seq), []), seq, key=_key)
         self._count(seq, seq.num_prompt_tokens)
 
     def admit(self, seq: Sequence, now: float) -> None:
@@ -173,24 +175,20 @@ class RequestQueue:
         self._admitted_s.append(now)
         if seq.timeline.first_scheduled_s is None:
             # Sequences that yield may wait for long, and must not hold back the time of those that they yield to.
-            waiting = {client for yields, client in self._lines if yields <= seq.request.yields}
+            waiting = {client for yields, client in self.lines if yields <= seq.request.yields}
             self._shares.begin(seq.request.client, seq.num_prompt_tokens, waiting)
+            self.has_had_several_clients = self._shares.num_clients > 1
         self.remove(seq)
 
     def remove(self, seq: Sequence) -> None:
         line = _line(seq)
-        seqs = self._lines[line]
+        seqs = self.lines[line]
         index = bisect_left(seqs, seq.key, key=_key)
         assert seqs[index] is seq
         del seqs[index]
         if not seqs:
-            del self._lines[line]
+            del self.lines[line]
         self._count(seq, -seq.num_prompt_tokens)
-
-    @property
-    def has_had_several_clients(self) -> bool:
-        """Whether tokens must be counted: for a single client they need not, as the next one begins at its time."""
-        return self._shares.num_clients > 1
 
     def count_generated(self, client: str, num_tokens: int) -> None:
         """Count `num_tokens` that were generated for admitted sequences of `client`."""
@@ -226,8 +224,6 @@ class LoadingSequences:
 
     def follow(self, now: float) -> None:
         """Queue sequences whose blocks are read or will not come, and begin to read those of the next in turn."""
-        if not self._offload.has_disk:
-            return
         for request_id in self._offload.take_ready(now):
             self._queue.push(self._seqs.pop(request_id))
         for seq in [seq for seq in islice(self._queue, LOOKED_AHEAD) if not seq.has_asked_files]:
@@ -241,4 +237,8 @@ class LoadingSequences:
         """Remove `seq`, which has ended, from the queue or from the loading sequences."""
         if self._seqs.pop(seq.request_id, None) is None:
             self._queue.remove(seq)
+        self.release(seq)
+
+    def release(self, seq: Sequence) -> None:
+        """Let go of what was read for `seq`, which has got its blocks or has ended."""
         self._offload.release(seq.request_id)

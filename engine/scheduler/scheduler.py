@@ -47,7 +47,7 @@ class Scheduler:
         self._waiting, self._running, self._state = requests.waiting, requests.running, requests.decode_state
         self._max_vectors = max_token_vectors(info.hidden_size, info.max_model_len if info.whole_texts else 0)
         self._num_parts = config.num_micro_batches  # steps in flight among which decoding sequences are divided
-        self.refused_steps = RefusedSteps(self.max_num_batched_tokens)
+        self.refused_steps: RefusedSteps | None = None  # None: memory is not short, and ranks lack no table entries
         self.step_costs = StepCosts(info.step_cost)
         self._budget = policy.StepBudget(self.step_costs, config.max_step_s, config.num_micro_batches)
         self.drafter = None if config.speculative is None else Drafter(config.speculative, self.step_costs)
@@ -64,7 +64,7 @@ class Scheduler:
     @property
     def num_loading(self) -> int:
         """Sequences that wait for files to be read."""
-        return len(self.requests.loading)
+        return 0 if self.requests.loading is None else len(self.requests.loading)
 
     @property
     def num_running(self) -> int:
@@ -132,17 +132,19 @@ class Scheduler:
     def schedule(self, now: float, *, ahead: bool = False) -> SchedulerOutput | None:
         """Decide the next step: decodes first, then prefills under way, then the queue. None when nothing can run, or
         when with `ahead`, which says that the answer to the step before is still to come, it must come first."""
-        self.requests.loading.follow(now)
-        most = self.refused_steps.most_tokens or self.max_num_batched_tokens
+        if self.requests.loading is not None:
+            self.requests.loading.follow(now)
+        most, refused = self.max_num_batched_tokens, self.refused_steps
+        if refused is not None:
+            most = refused.most_tokens or most
         is_short = most < self.max_num_batched_tokens  # of memory: then nothing is drafted, and no step sent ahead
-        drafter, most_drafts = None if is_short else self.drafter, self._most_drafts(most - len(self._running))
+        drafter, most_drafts = None if is_short else self.drafter, 0
+        if self.drafter is not None:
+            most_drafts = self._most_drafts(most - len(self._running))
         if ahead and (is_short or (self._num_parts == 1 and self._must_wait(most_drafts))):
             return None
-        shared = self._running, self._waiting, self.max_num_seqs, self.kv_cache_manager
-        while (victim := policy.choose_over_share(*shared)) is not None:
-            if ahead:
-                return None
-            self.requests.preempt(victim, now, is_short=False)
+        if self._waiting.lines and not self._preempt_over_share(now, ahead=ahead):
+            return None
         rows, share = self._state.order, 0
         if is_short:
             rows = self._state.with_oldest(most)
@@ -156,21 +158,42 @@ class Scheduler:
         may_draft = drafter is not None and (not ahead or self._num_parts > 1)
         drafts = self._state.choose_drafts(rows, drafter, most_drafts) if may_draft else {}
         behind = self._schedule_decodes(output, rows, drafts, now)
-        output.num_decodes = output.num_seqs
-        output.num_drafts = sum(len(item.drafts) for item in output.scheduled)
-        self._schedule_prompts(output, behind, share, most, now)
-        if not output.num_seqs:
-            self.refused_steps.drop(output)
-            if ahead or not self.kv_offload.has_copies:
+        output.num_decodes = len(output.decodes.rows)
+        if output.scheduled:
+            output.num_decodes += len(output.scheduled)
+            output.num_drafts = sum(len(item.drafts) for item in output.scheduled)
+        if behind or self._waiting.lines or self._num_parts > 1:
+            self._schedule_prompts(output, behind, share, most, now)
+        if not output.num_decodes and not output.scheduled:
+            self._keep_table_entries(output)
+            if ahead or self.kv_offload is None or not self.kv_offload.has_copies:
                 return None
             output = SchedulerOutput(output.step_id, [])  # a step of copies alone
         else:
-            self.refused_steps.begin(output)
+            if refused is not None:
+                refused.begin(output)
             num_tokens = output.num_decodes + output.num_drafts + output.num_prompt_tokens
             self.stats.iteration_tokens.observe(num_tokens)
-        output.kv_copies = self.kv_offload.take_copies()
+        if self.kv_offload is not None:
+            output.kv_copies = self.kv_offload.take_copies()
         self.stats.step_id = self._step_id = output.step_id
         return output
+
+    def _preempt_over_share(self, now: float, *, ahead: bool) -> bool:
+        """Preempt sequences for the next in turn, as policy says. False where the answer to the step before must come
+        first."""
+        shared = self._running, self._waiting, self.max_num_seqs, self.kv_cache_manager
+        while (victim := policy.choose_over_share(*shared)) is not None:
+            if ahead:
+                return False
+            self.requests.preempt(victim, now, is_short=False)
+        return True
+
+    def _keep_table_entries(self, output: SchedulerOutput) -> None:
+        """Keep the table entries of `output`, which is not sent after all, for the next step."""
+        if output.new_blocks:
+            self.refused_steps = self.refused_steps or RefusedSteps(self.max_num_batched_tokens)
+            self.refused_steps.drop(output)
 
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> TokenEvents:
         """Append tokens, cache full blocks, end complete sequences; return the events.
@@ -178,10 +201,12 @@ class Scheduler:
         Sequences that have ended since the step was scheduled are ignored, and so are those that were preempted, which
         cannot run again before this: their token is sampled again.
         """
-        self.kv_offload.answered(output.kv_copies)
-        if not output.num_seqs:
-            return TokenEvents()
-        self.refused_steps.ran(output)
+        if output.kv_copies is not None and self.kv_offload is not None:
+            self.kv_offload.answered(output.kv_copies)
+        if self.refused_steps is not None and output.num_seqs:
+            self.refused_steps.ran(output)
+            if self.refused_steps.is_over:
+                self.refused_steps = None
         return self._answers.apply(output, result, now)
 
     def take_back(self, outputs: list[SchedulerOutput], now: float) -> list[TokenEvent]:
@@ -191,7 +216,9 @@ class Scheduler:
         self.requests.log.steps.refused(now)
         in_first, give_up = undo(outputs, self._state, self.kv_cache_manager)
         for output in outputs:
-            self.kv_offload.answered(output.kv_copies)
+            if output.kv_copies is not None and self.kv_offload is not None:
+                self.kv_offload.answered(output.kv_copies)
+        self.refused_steps = self.refused_steps or RefusedSteps(self.max_num_batched_tokens)
         unfit = self.refused_steps.shrink(outputs, in_first, self._running)
         for seq in give_up:
             self.requests.preempt(seq, now, is_short=False)
@@ -206,20 +233,19 @@ class Scheduler:
         """
         failed, again = withdraw(output, unfit, self.kv_cache_manager)
         for seq in failed:
-            self.requests.keep_event(self.requests.fail(seq, INTERNAL, now))
+            self.requests.ended.append(self.requests.fail(seq, INTERNAL, now))
         for seq in again:
             self.requests.preempt(seq, now)
         if not output.num_seqs:
-            self.refused_steps.drop(output)
-            self.kv_offload.give_back(output.kv_copies)
+            self._keep_table_entries(output)
+            if output.kv_copies is not None and self.kv_offload is not None:
+                self.kv_offload.give_back(output.kv_copies)
 
     # -- decodes and their drafts
 
     def _most_drafts(self, room: int) -> int:
         """Most drafts of a step that has `room` tokens beside those of running sequences."""
-        if self.drafter is None:
-            return 0
-        beside_prompts = bool(self.requests.free_rows and len(self._waiting)) or self._state.any_behind()
+        beside_prompts = bool(self.requests.free_rows and self._waiting.lines) or self._state.any_behind()
         return self._budget.drafts(len(self._running), room, beside_prompts=beside_prompts)
 
     def _must_wait(self, most_drafts: int) -> bool:
@@ -422,7 +448,7 @@ class Scheduler:
 
     def _fail_scheduling(self, seq: Sequence, now: float) -> None:
         """End one sequence after an exception at work on it. Call it from an `except` block."""
-        self.requests.keep_event(self.requests.fail_after_exception(seq, "schedule", now))
+        self.requests.ended.append(self.requests.fail_after_exception(seq, "schedule", now))
 
     def audit(self) -> None:
         """Raise AssertionError unless rows, decode state, blocks, queue and open requests agree."""

@@ -83,7 +83,10 @@ class StepCosts:
                 self._token_s.append(max(0.0, seconds - rows_s) / num_prompt_tokens)
             return
         self._num_steps += 1 + num_before
-        kind = self._kinds.setdefault(num_rows.bit_length(), _Kind())
+        bits = num_rows.bit_length()
+        kind = self._kinds.get(bits)
+        if kind is None:
+            kind = self._kinds[bits] = _Kind()
         kind.steps.append((num_rows, seconds))
         kind.seen_at = self._num_steps
         self._lines.clear()
@@ -174,7 +177,10 @@ class StepLog:
             self._marks.append((begun_s, self._num_prompt_tokens, num_generated_before))
             while self._marks[0][0] < begun_s - _WINDOW_S - _MARK_S:
                 self._marks.popleft()
-        self._note_stall(begun_s, seconds, num_sequences, num_prompt_tokens)
+        if seconds > _STALL_S or (self._ended_s is not None and begun_s - self._ended_s > _STALL_S):
+            self._note_stall(begun_s, seconds, num_sequences, num_prompt_tokens)
+        self._mean_s += (seconds - self._mean_s) / (_MEAN_OF if self._mean_s else 1)
+        self._ended_s = begun_s + seconds
         sums = self._sums
         place = int(sums[_STEPS]) % _REMEMBERED
         if len(rank_ns) != self._rank_ns.shape[1]:
@@ -248,8 +254,6 @@ class StepLog:
             self.stalls.append(Stall("pause", self._ended_s, begun_s - self._ended_s, 0, 0))
         if seconds > _STALL_S and self._mean_s and seconds > _STALL_RATIO * self._mean_s:
             self.stalls.append(Stall("step", begun_s, seconds, num_sequences, num_prompt_tokens))
-        self._mean_s += (seconds - self._mean_s) / (_MEAN_OF if self._mean_s else 1)
-        self._ended_s = begun_s + seconds
 
 
 def between(first: tuple[float, ...], last: tuple[float, ...]) -> tuple[int, int, int, float, dict[str, int]]:

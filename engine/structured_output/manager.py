@@ -95,7 +95,7 @@ class StructuredOutputManager:
         self._refused: OrderedDict[bytes, _Refused] = OrderedDict()  # by digest
         self._pending: dict[int, _Pending] = {}
         self._pending_by_client: dict[str, tuple[int, int]] = {}
-        self._waiting: dict[Key, dict[int, None]] = {}  # request ids by grammar, queued or being compiled
+        self.waiting: dict[Key, dict[int, None]] = {}  # request ids by grammar, queued or being compiled
         self._jobs = CompileJobs(NUM_THREADS)
         self._done: queue.SimpleQueue[tuple[Grammar, _Result]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -146,7 +146,7 @@ class StructuredOutputManager:
         if compiled is not None:
             self._kept.move_to_end(key)
             return self._matcher(request, compiled)
-        if key not in self._waiting:
+        if key not in self.waiting:
             if (reason := self._known_reason(key, now)) is not None:
                 raise _refusal(grammar, reason)
             if not request.has_place:
@@ -168,7 +168,7 @@ class StructuredOutputManager:
                 self._keep(key, result)
             elif isinstance(result, str):
                 self._keep_reason(key, _Refused(result, now + TOO_LONG_KEPT_S if result == TOO_LONG else math.inf))
-            for request_id in self._waiting.pop(key):
+            for request_id in self.waiting.pop(key):
                 outcomes.append(self._outcome(self._remove_pending(request_id), result))
         return outcomes
 
@@ -177,10 +177,10 @@ class StructuredOutputManager:
         if request_id not in self._pending:
             return False
         key = key_of(_grammar(self._remove_pending(request_id).request))
-        waiting = self._waiting[key]
+        waiting = self.waiting[key]
         del waiting[request_id]
         if not waiting and self._jobs.withdraw(key):
-            del self._waiting[key]
+            del self.waiting[key]
         return True
 
     def abort_all(self) -> list[int]:
@@ -203,11 +203,11 @@ class StructuredOutputManager:
     def _add_pending(self, request: Request, key: Key, now: float) -> None:
         self._pending[request.request_id] = _Pending(request, now)
         self._count_pending(request, 1)
-        if key in self._waiting:
-            self._waiting[key][request.request_id] = None
+        if key in self.waiting:
+            self.waiting[key][request.request_id] = None
             self._jobs.share(key, request.client)
             return
-        self._waiting[key] = {request.request_id: None}
+        self.waiting[key] = {request.request_id: None}
         self._start_threads()
         self._jobs.put(_grammar(request), request.client)
 

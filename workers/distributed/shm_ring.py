@@ -83,75 +83,62 @@ class _Mapping:
         self.layout = layout
         self._map = mmap.mmap(memory_fd, layout.total_bytes)
         self._bytes = memoryview(self._map)
-        self._counters = self._bytes[: layout.num_readers * _LINE].cast("Q")
+        self._counters = self._bytes[: layout.num_readers * _LINE].cast("Q")  # of reader r from r x 8 on
+        starts = range(layout.header_bytes, layout.total_bytes, layout.slot_bytes)
+        self._slots = [self._bytes[start : start + layout.slot_bytes] for start in starts]
+        self._num_slots = layout.num_slots
+        self._message = 0  # the newest that was sent or received
 
-    def slot(self, message: int) -> memoryview:
-        start = self.layout.header_bytes + message % self.layout.num_slots * self.layout.slot_bytes
-        return self._bytes[start : start + self.layout.slot_bytes]
-
-    def finished(self, reader: int) -> int:
-        return self._counters[reader * _LINE // 8]
-
-    def set_finished(self, reader: int, message: int) -> None:
-        self._counters[reader * _LINE // 8] = message
-
-    def durations(self) -> list[int]:
-        return self._counters[1 :: _LINE // 8].tolist()
-
-    def set_duration(self, reader: int, nanoseconds: int) -> None:
-        self._counters[reader * _LINE // 8 + 1] = nanoseconds
-
-    def close(self) -> None:
+    def _unmap(self) -> None:
         self._counters.release()
         self._bytes.release()
         # The caller may still hold an array over a slot; then the pages are unmapped when the process ends.
         with contextlib.suppress(BufferError):
+            for slot in self._slots:
+                slot.release()
             self._map.close()
 
 
-class RingWriter:
+class RingWriter(_Mapping):
     """The writing side. Owns the write ends of the pipes."""
 
     def __init__(self, memory_fd: int, wake_fds: list[int], layout: RingLayout) -> None:
-        self._pages = _Mapping(memory_fd, layout)
+        super().__init__(memory_fd, layout)
         self._wake_fds = wake_fds
-        self._message = 0
         self._lacks_rest = False  # the last message
 
-    @contextlib.contextmanager
-    def send(self, *, rest_follows: bool = False) -> Generator[memoryview]:
-        """Yields the next slot to fill; on leaving, every reader is woken. With `rest_follows`, `send_rest` must come
-        before the next message.
+    def next_slot(self) -> memoryview:
+        """The slot of the next message, to fill before `publish`; nothing is sent if that is not called.
 
-        Raises `RuntimeError` when a reader still holds the slot (more messages in flight than slots), and
-        `ChannelClosedError` when a reader is gone.
+        Raises `RuntimeError` when a reader still holds the slot: more messages are in flight than there are slots.
         """
         assert not self._lacks_rest, "the rest of the last message was not sent"
         message = self._message + 1
         for reader in range(len(self._wake_fds)):
-            if self._pages.finished(reader) + self._pages.layout.num_slots < message:
-                raise RuntimeError(f"reader {reader} has not finished message {message - self._pages.layout.num_slots}")
+            if self._counters[reader * _LINE // 8] + self._num_slots < message:
+                raise RuntimeError(f"reader {reader} has not finished message {message - self._num_slots}")
         if not STORES_KEEP_ORDER:
             fence()  # the slot is written after the counters were read
-        slot = self._pages.slot(message)
-        try:
-            yield slot
-        finally:
-            slot.release()
-        self._message, self._lacks_rest = message, rest_follows
+        return self._slots[message % self._num_slots]
+
+    def publish(self, *, rest_follows: bool = False) -> None:
+        """Send what was written to the next slot, and wake every reader. With `rest_follows`, `send_rest` must come
+        before the next message. Raises `ChannelClosedError` when a reader is gone."""
+        self._message += 1
+        self._lacks_rest = rest_follows
         self._wake(_FIRST_PART if rest_follows else _WHOLE)
+
+    @contextlib.contextmanager
+    def send(self, *, rest_follows: bool = False) -> Generator[memoryview]:
+        """Yields the next slot to fill; on leaving, it is published. Raises as `next_slot` and `publish` do."""
+        yield self.next_slot()
+        self.publish(rest_follows=rest_follows)
 
     @contextlib.contextmanager
     def send_rest(self) -> Generator[memoryview]:
         """Yields the slot of the last message again; on leaving, readers are woken for what was written."""
         assert self._lacks_rest, "the last message is complete"
-        slot = self._pages.slot(self._message)
-        try:
-            yield slot
-        finally:
-            # The traceback of a failure may keep arrays over the slot alive.
-            with contextlib.suppress(BufferError):
-                slot.release()
+        yield self._slots[self._message % self._num_slots]
         self._lacks_rest = False
         self._wake(_REST)
 
@@ -164,11 +151,11 @@ class RingWriter:
 
     def finished(self, reader: int) -> int:
         """The newest message that `reader` has finished with."""
-        return self._pages.finished(reader)
+        return self._counters[reader * _LINE // 8]
 
     def durations(self) -> list[int]:
         """Duration that each reader has noted last, in nanoseconds; 0: none yet."""
-        return self._pages.durations()
+        return self._counters[1 :: _LINE // 8].tolist()
 
     @property
     def sent(self) -> int:
@@ -177,8 +164,8 @@ class RingWriter:
     @property
     def has_room(self) -> bool:
         """Whether every reader has finished with the slot of the next message."""
-        oldest = self._message + 1 - self._pages.layout.num_slots
-        return all(self._pages.finished(reader) >= oldest for reader in range(len(self._wake_fds)))
+        oldest = self._message + 1 - self._num_slots
+        return all(self.finished(reader) >= oldest for reader in range(len(self._wake_fds)))
 
     def wait_for_room(self, timeout_s: float) -> None:
         """Blocks until every reader has finished with the slot of the next message. No byte comes back from readers,
@@ -202,53 +189,54 @@ class RingWriter:
         for fd in self._wake_fds:
             os.close(fd)
         self._wake_fds = []
-        self._pages.close()
+        self._unmap()
 
 
-class RingReader:
+class RingReader(_Mapping):
     """One reading side. `wake_fd` can be given to `select` to wait for several things at once."""
 
     def __init__(self, memory_fd: int, wake_fd: int, reader: int, layout: RingLayout) -> None:
-        self._pages = _Mapping(memory_fd, layout)
+        super().__init__(memory_fd, layout)
         self.wake_fd = wake_fd
-        self._reader = reader
-        self._message = 0
-        self._lacks_rest = False
+        self._counter = reader * _LINE // 8
+        self.lacks_rest = False  # whether the message that was received last is not complete yet
 
-    @contextlib.contextmanager
-    def recv(self, timeout_s: float | None = None) -> Generator[memoryview]:
-        """Blocks for the next message and yields its slot; on leaving, the slot may be overwritten.
+    def receive(self, timeout_s: float | None = None) -> memoryview:
+        """Blocks for the next message and returns its slot, which may be overwritten once `finish` was called.
 
         Raises `ChannelClosedError` when the writer is gone and `TimeoutError` after `timeout_s`.
         """
-        self.wait_for_rest(timeout_s)  # of the message before, if it was not waited for
-        self._lacks_rest = self._next_byte(timeout_s) == _FIRST_PART
+        if self.lacks_rest:  # of the message before, if it was not waited for
+            self.wait_for_rest(timeout_s)
+        self.lacks_rest = self._next_byte(timeout_s) == _FIRST_PART
         self._message += 1
-        slot = self._pages.slot(self._message)
+        return self._slots[self._message % self._num_slots]
+
+    def finish(self) -> None:
+        """Let the slot of the message that was received last be overwritten."""
+        if not STORES_KEEP_ORDER:
+            fence()  # the counter is written after the slot was read
+        self._counters[self._counter] = self._message
+
+    @contextlib.contextmanager
+    def recv(self, timeout_s: float | None = None) -> Generator[memoryview]:
+        """Yields the slot of the next message; on leaving, it is finished. Raises as `receive` does."""
+        slot = self.receive(timeout_s)
         try:
             yield slot
         finally:
-            # Arrays over the slot may outlive this block; then releasing the view raises.
-            with contextlib.suppress(BufferError):
-                slot.release()
-            if not STORES_KEEP_ORDER:
-                fence()  # the counter is written after the slot was read
-            self._pages.set_finished(self._reader, self._message)
+            self.finish()
 
     def note_duration(self, nanoseconds: int) -> None:
         """Tell the writer how long this reader has worked on a message."""
-        self._pages.set_duration(self._reader, nanoseconds)
-
-    @property
-    def lacks_rest(self) -> bool:
-        """Whether the message that `recv` yielded last is not complete yet."""
-        return self._lacks_rest
+        self._counters[self._counter + 1] = nanoseconds
 
     def wait_for_rest(self, timeout_s: float | None = None) -> None:
-        """Blocks until the message that `recv` yielded is complete; most are from the start. Raises like `recv`."""
-        if self._lacks_rest:
+        """Blocks until the message that was received last is complete; most are from the start. Raises as `receive`
+        does."""
+        if self.lacks_rest:
             self._next_byte(timeout_s)
-            self._lacks_rest = False
+            self.lacks_rest = False
 
     def _next_byte(self, timeout_s: float | None) -> bytes:
         if timeout_s is not None and not select.select([self.wake_fd], [], [], timeout_s)[0]:
@@ -260,4 +248,4 @@ class RingReader:
 
     def close(self) -> None:
         os.close(self.wake_fd)
-        self._pages.close()
+        self._unmap()

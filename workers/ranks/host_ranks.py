@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.distributed.shm_ring import (
@@ -31,13 +29,8 @@ from oarlock.workers.distributed.topology import Topology
 from oarlock.workers.errors import WorkerError
 from oarlock.workers.kv_offload import KVReports
 from oarlock.workers.protocol import (
-    StepMetadata,
-    StepOutput,
     max_output_bytes,
     max_step_bytes,
-    pack_step,
-    unpack_output,
-    unpack_step,
 )
 from oarlock.workers.rank_processes import SERVES, RankProcess
 from oarlock.workers.ranks.spawn_ranks import THE_ONLY_NODE, NodePlace, RankRings, describe_exit, spawn_ranks
@@ -187,11 +180,6 @@ class HostRanks:
         """Descriptors that become readable when a rank has ended or raised."""
         return [control.fileno() for control in self._open]
 
-    @property
-    def step_times_ns(self) -> Sequence[int]:
-        """How long each rank of this host, the first ones of all, has worked on the newest step that it has ended."""
-        return self.steps.durations()[: len(self.numbers)]
-
     # -- messages
 
     def tell_all(self, kind: str, **fields: Any) -> None:
@@ -235,26 +223,6 @@ class HostRanks:
         return error or WorkerError(self.numbers[0], step_id, "its channel closed")
 
     # -- steps
-
-    def send_step(self, step: StepMetadata, *, masks_follow: bool) -> None:
-        with self.steps.send(rest_follows=masks_follow) as slot:
-            pack_step(step, slot, without_masks=masks_follow)
-
-    def send_masks(self, bits: np.ndarray) -> None:
-        """Complete the step that was sent last."""
-        with self.steps.send_rest() as slot:
-            unpack_step(slot).mask_bits[:] = bits
-
-    def receive_answer(self, timeout_s: float) -> StepOutput | None:
-        """The next answer, of the answering rank; None after `timeout_s`."""
-        assert self.answers is not None, "the answering rank is on another host"
-        ready = select.select([self.answers.wake_fd, *self._open], [], [], timeout_s)[0]
-        if self.answers.wake_fd in ready:
-            with self.answers.recv() as slot:
-                return unpack_output(slot)
-        if ready:
-            raise ChannelClosedError("a rank or a node has something to say, or has ended")
-        return None
 
     def wait_until_finished(self, timeout_s: float) -> bool:
         """Whether all ranks finish all steps that were sent within `timeout_s`."""

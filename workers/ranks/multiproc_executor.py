@@ -5,6 +5,7 @@ Joins the reports of all ranks into one for the engine, and adapts the limits of
 
 import logging
 import math
+import select
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
@@ -17,7 +18,7 @@ from oarlock.workers.distributed.shm_ring import ChannelClosedError
 from oarlock.workers.errors import StartupError, WorkerError
 from oarlock.workers.kv_offload import KVOffloadInfo
 from oarlock.workers.platform.processor import available_cores
-from oarlock.workers.protocol import StepMetadata, StepOutput, empty_step
+from oarlock.workers.protocol import StepMetadata, StepOutput, empty_step, pack_step, unpack_output, unpack_step
 from oarlock.workers.ranks.host_ranks import HostRanks, Place
 
 HUNG = 6  # exit code
@@ -203,10 +204,15 @@ class MultiprocExecutor:
         self._loading_timeout_s = loading_timeout_s
         self._step_id = 0
         self._failure: Exception | None = None
+        self._num_timed = len(ranks.numbers)  # ranks of this host, the first ones of all
         try:
             self.info = self._load(on_progress)
             if self.info.step_cost is not None:
                 self.config = adapted(config, self.info.step_cost)
+            assert ranks.answers is not None, "answers come to the host of the engine"
+            self._steps, self._answers = ranks.steps, ranks.answers
+            # Descriptors that become readable with an answer, or when a rank has ended or raised.
+            self._awaited = [ranks.answers.wake_fd, *ranks.filenos]
         except BaseException as error:
             self._ranks.close(error if isinstance(error, Exception) else None)
             raise
@@ -228,7 +234,7 @@ class MultiprocExecutor:
 
     @property
     def step_times_ns(self) -> Sequence[int]:
-        return self._ranks.step_times_ns
+        return self._steps.durations()[: self._num_timed]
 
     def _load(self, on_progress: OnProgress) -> WorkerInfo:
         """Follow all ranks through loading; they agree on the smallest number of blocks any of them has room for."""
@@ -251,23 +257,31 @@ class MultiprocExecutor:
 
     def submit(self, step: StepMetadata, *, masks_follow: bool = False) -> None:
         self._step_id = step.step_id
+        pack_step(step, self._steps.next_slot(), without_masks=masks_follow)
         try:
-            self._ranks.send_step(step, masks_follow=masks_follow)
+            self._steps.publish(rest_follows=masks_follow)
         except ChannelClosedError:
             self._fail()
 
     def send_masks(self, bits: np.ndarray) -> None:
         try:
-            self._ranks.send_masks(bits)
+            with self._steps.send_rest() as slot:
+                unpack_step(slot).mask_bits[:] = bits
         except ChannelClosedError:
             self._fail()
 
     def collect(self) -> StepOutput:
+        ready = select.select(self._awaited, (), (), self.config.step_timeout_s)[0]
+        if not ready:
+            self._fail_hung()
+        if ready[0] != self._answers.wake_fd:  # a rank or a node has something to say, or has ended
+            self._fail()
         try:
-            answer = self._ranks.receive_answer(self.config.step_timeout_s)
+            answer = unpack_output(self._answers.receive())
         except ChannelClosedError:
             self._fail()
-        return self._fail_hung() if answer is None else answer
+        self._answers.finish()
+        return answer
 
     def ping(self) -> None:
         self.submit(empty_step(self._step_id))

@@ -32,6 +32,10 @@ class FakeManager:
         return self.read
 
     @property
+    def waiting(self) -> list:
+        return [*self.pending, *self.done]
+
+    @property
     def pending_by_client(self) -> dict[str, tuple[int, int]]:
         clients: dict[str, list[int]] = {}
         for request, _ in self.pending.values():

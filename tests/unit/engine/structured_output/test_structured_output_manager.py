@@ -66,7 +66,7 @@ def test_a_new_grammar_makes_its_request_pending_and_a_known_one_does_not(manage
 def test_requests_share_one_compilation_but_not_their_matcher(manager):
     for number in range(1, 6):
         assert manager.submit(asked(number, "choice", '["left","right"]'), float(number)) is None
-    assert list(manager._waiting) == [("choice", '["left","right"]')]
+    assert list(manager.waiting) == [("choice", '["left","right"]')]
     found = outcomes(manager, 5)
     assert len({id(outcome.matcher) for outcome in found.values()}) == 5
 
@@ -122,7 +122,7 @@ def test_an_abort_during_compilation_leaves_nothing_behind(manager):
     assert manager.abort(1) and not manager.abort(1) and not manager.abort(99)
     assert manager.num_pending == 1
     assert list(outcomes(manager, 1)) == [2]
-    assert not manager._waiting and manager.submit(asked(3, "regex", "leaving(1|2)"), 0.0) is not None
+    assert not manager.waiting and manager.submit(asked(3, "regex", "leaving(1|2)"), 0.0) is not None
 
 
 class SlowSandbox:
@@ -157,7 +157,7 @@ def slow_manager():
 def rest(manager) -> set[int]:
     """The requests that get an outcome until nothing is compiled any more."""
     found = set()
-    while manager._waiting:
+    while manager.waiting:
         assert select.select([manager], [], [], 30)[0], "no outcome"
         found |= {outcome.request.request_id for outcome in manager.poll(0.0)}
     return found
@@ -167,7 +167,7 @@ def test_a_grammar_that_no_request_needs_is_not_compiled(slow_manager):
     for number in range(3, 1003):
         slow_manager.submit(asked(number, "regex", f"{number}x"), 0.0)
         slow_manager.abort(number)
-    assert (len(slow_manager._jobs), len(slow_manager._waiting), slow_manager.num_pending) == (0, 2, 2)
+    assert (len(slow_manager._jobs), len(slow_manager.waiting), slow_manager.num_pending) == (0, 2, 2)
     slow_manager.abort(1)
     slow_manager.submit(asked(1, "regex", "wanted"), 0.0)
     slow_manager._sandbox.go_on.set()

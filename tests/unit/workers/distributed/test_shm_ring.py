@@ -54,7 +54,7 @@ def test_where_stores_may_be_reordered_a_fence_stands_between_slot_and_counter(m
 
     def seen() -> None:
         fence()
-        fences.append((bytes(writer._pages.slot(1)[:1]), writer.finished(0)))
+        fences.append((bytes(writer._slots[1][:1]), writer.finished(0)))
 
     monkeypatch.setattr(ring, "STORES_KEEP_ORDER", False)
     monkeypatch.setattr(ring, "fence", seen)
