@@ -12,14 +12,13 @@ from typing import Any
 
 import psutil
 
-from oarlock.workers.attention.kv_shape import KVShape
 from oarlock.workers.checks.limits import check_limits, check_parallel
 from oarlock.workers.config import WorkerConfig, max_pooled_values
 from oarlock.workers.distributed.shm_ring import RingLayout
 from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, tensor_shapes
 from oarlock.workers.layers.sharding import supported_tp_sizes
-from oarlock.workers.platform.dtypes import ITEM_BYTES
+from oarlock.workers.platform.dtypes import ITEM_BYTES, KVShape
 from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.platform.processor import features
 from oarlock.workers.preflight import OpenModel, forms_on, open_model, with_lengths_and_types

@@ -36,7 +36,7 @@ from oarlock.workers.models.hf_quantization import (
 from oarlock.workers.models.registry import describe
 from oarlock.workers.platform import cuda_driver
 from oarlock.workers.platform.host_memory import free_host_bytes
-from oarlock.workers.quantization.formats.dequantised import input_rounding, served_forms
+from oarlock.workers.quantization.formats.checkpoint_forms import input_rounding, served_forms
 from oarlock.workers.quantization.formats.form import WeightForms
 from oarlock.workers.quantization.registry import NONE, QUANTIZATIONS, STORED
 from oarlock.workers.ranks.cpu_affinity import with_cpus

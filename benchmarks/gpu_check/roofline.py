@@ -31,8 +31,7 @@ from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
 from oarlock.workers.quantization.fp8 import Fp8Weight
 from oarlock.workers.quantization.int4 import rounded
 from oarlock.workers.quantization.int8 import Int8Weight, round_rows
-from oarlock.workers.quantization.method import LinearWeight
-from oarlock.workers.quantization.unquantized import DenseWeight
+from oarlock.workers.quantization.method import DenseWeight, LinearWeight
 from oarlock.workers.runner.cuda_graphs import Calls, CudaGraphs, GraphMaker
 from oarlock.workers.runner.device_steps import CapturableBackend
 from oarlock.workers.runner.model_runner import ModelRunner

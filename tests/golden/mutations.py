@@ -21,8 +21,7 @@ from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import RMSNorm
 from oarlock.workers.layers.rotary import RotaryTable, rotate
 from oarlock.workers.models.decoder import PostNormDecoderLayer
-from oarlock.workers.quantization.method import WeightShard
-from oarlock.workers.quantization.unquantized import DenseWeight
+from oarlock.workers.quantization.method import DenseWeight, WeightShard
 from oarlock.workers.weights.reader import WeightReader
 
 # -- the KV cache

@@ -23,7 +23,7 @@ from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.protocol import StepMetadata
-from oarlock.workers.quantization.formats.dequantised import served_forms
+from oarlock.workers.quantization.formats.checkpoint_forms import served_forms
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.weights.gguf_model import open_checkpoint
 from oarlock.workers.weights.gguf_reader import weight_source

@@ -25,9 +25,7 @@ from oarlock.workers.models.registry import read_spec
 from oarlock.workers.quantization.formats.checkpoint_forms import GGUFForms
 from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.groups import packed_bytes
-from oarlock.workers.quantization.method import WeightShard
-from oarlock.workers.quantization.stacked import StackedWeight
-from oarlock.workers.quantization.unquantized import DenseWeight
+from oarlock.workers.quantization.method import DenseWeight, StackedWeight, WeightShard
 from oarlock.workers.runner.memory_needs import rank_weight_bytes, weight_bytes
 from oarlock.workers.verify.dequantise import dequantised_gguf
 from oarlock.workers.weights.gguf_model import GGUFCheckpoint, GGUFModel, open_checkpoint

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.quantization import fp8
-from oarlock.workers.quantization.readers import bitsandbytes, integers
-from oarlock.workers.quantization.readers.grouped_method import Span, take_block
+from oarlock.workers.quantization import bitsandbytes, fp8, packed_integers
+from oarlock.workers.quantization.packed_integers import Span, take_block
 from tests.golden.cases import PROMPT, TOTAL
 from tests.golden.exact_reference import ExactReference
 from tests.golden.layer_compare import findings
@@ -120,11 +119,11 @@ def _factors_of_the_first_row(patch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS = {
-    "gptq-4-64-asym": integers,
-    "awq-64-fused": integers,
-    "packed-4-64-asym": integers,
-    "integers-channel": integers,
-    "floats-channel": integers,
+    "gptq-4-64-asym": packed_integers,
+    "awq-64-fused": packed_integers,
+    "packed-4-64-asym": packed_integers,
+    "integers-channel": packed_integers,
+    "floats-channel": packed_integers,
     "fp8-block": fp8,
     "nf4-nested": None,
 }

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.quantization.stacked import StackedMatmul
+from oarlock.workers.quantization.method import StackedMatmul
 from oarlock.workers.quantization.weight_only import StoredWeight, WeightOnlyMatmul
 from tests.golden.cases import TOTAL
 from tests.golden.device_products import INTERPRETED, use_device_products

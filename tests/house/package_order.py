@@ -83,8 +83,7 @@ ORDER: dict[str, Order] = {
             "ranks preflight.py rank_processes.py fingerprint.py protocol.py config.py kv_offload.py"
         ),
         "capacity.py": entries(
-            "checks runner ranks layers quantization attention distributed weights platform preflight.py"
-            " config.py errors.py"
+            "checks runner ranks layers quantization distributed weights platform preflight.py config.py errors.py"
         ),
         "doctor": entries(
             "runner ranks models layers quantization attention distributed weights kernels platform node.py"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.kv_format import FORMATS, ROUNDED, KVFormat
-from oarlock.workers.attention.kv_shape import KVShape
+from oarlock.workers.platform.dtypes import KVShape
 
 
 @dataclass(frozen=True, slots=True)

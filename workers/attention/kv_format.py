@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.kv_shape import row_bytes
-from oarlock.workers.platform.dtypes import ITEM_BYTES
+from oarlock.workers.platform.dtypes import ITEM_BYTES, row_bytes
 
 _LARGEST_E4M3 = 448.0
 

@@ -16,7 +16,7 @@ from oarlock.workers.models.hf_quantization import stored_quantization, weight_f
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.platform.host_memory import human_bytes
 from oarlock.workers.preflight import preflight
-from oarlock.workers.quantization.formats.dequantised import served_forms
+from oarlock.workers.quantization.formats.checkpoint_forms import served_forms
 from oarlock.workers.runner.memory_needs import encoder_weight_bytes as encoder_bytes
 from oarlock.workers.runner.memory_needs import weight_bytes
 from oarlock.workers.weights.gguf_model import open_checkpoint

@@ -8,9 +8,8 @@ from torch import Tensor
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.platform.huge_pages import StagingMemory
 from oarlock.workers.quantization.formats.form import Form, WeightForms
-from oarlock.workers.quantization.method import LinearWeight, WeightShard
+from oarlock.workers.quantization.method import LinearWeight, StackedWeight, WeightShard
 from oarlock.workers.quantization.registry import NONE
-from oarlock.workers.quantization.stacked import StackedWeight
 from oarlock.workers.weights.source import WeightSource
 
 

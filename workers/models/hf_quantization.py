@@ -6,8 +6,7 @@ from typing import Any
 
 from oarlock.workers.errors import StartupError, shown
 from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForms, GGUFForms
-from oarlock.workers.quantization.formats.form import Scheme, WeightForms
-from oarlock.workers.quantization.formats.settings import USE_ANOTHER, Settings
+from oarlock.workers.quantization.formats.form import USE_ANOTHER, Scheme, Settings, WeightForms
 from oarlock.workers.quantization.registry import QUANTIZATIONS, STORED
 from oarlock.workers.weights.checkpoint import Checkpoint, is_there, read_json
 from oarlock.workers.weights.gguf_model import GGUFCheckpoint

@@ -1,4 +1,6 @@
-"""The number types that models are served in, by the names that settings and torch use. Torch-free."""
+"""The number types of models and of KV memory, by the names of settings and of torch, and their bytes. Torch-free."""
+
+from dataclasses import dataclass
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes of one number
 
@@ -7,3 +9,43 @@ SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F
 
 # The names of `--kv-cache-dtype`, and the forms of keys and values that they mean; auto: the type of the model.
 KV_CACHE_DTYPES = {"auto": "auto", "int8": "int8", "fp8": "fp8", "fp8_e4m3": "fp8"}
+
+
+# The forms in 8 bits, by name -> bytes of the scale that a row has beside its elements of one byte each.
+EIGHT_BIT_SCALES = {"int8": 2, "fp8": 0}
+
+
+def row_bytes(cache_dtype: str, head_dim: int, item_bytes: int) -> int:
+    """Bytes of one KV head's key, or value, of one token. `item_bytes`: of a number of the model."""
+    scale = EIGHT_BIT_SCALES.get(cache_dtype)
+    return head_dim * item_bytes if scale is None else head_dim + scale
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """One rank's KV memory, as far as its size goes."""
+
+    num_layers: int
+    num_kv_heads: int  # local to the rank
+    head_dim: int
+    block_size: int
+    item_bytes: int  # of a number of the model
+    cache_dtype: str = "auto"  # a name of `oarlock.workers.attention.kv_format.FORMATS`
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether pages hold other numbers than the model computes."""
+        return self.cache_dtype in EIGHT_BIT_SCALES
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of one KV head's key, or value, of one token in one layer."""
+        return row_bytes(self.cache_dtype, self.head_dim, self.item_bytes)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.bytes_per_row
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.bytes_per_token * self.block_size

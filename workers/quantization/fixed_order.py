@@ -13,9 +13,8 @@ from torch import Tensor
 
 from oarlock.workers.quantization import weight_only
 from oarlock.workers.quantization.matmul import GatedMatmul, Matmul
-from oarlock.workers.quantization.method import Empty, LinearWeight, WeightShard
+from oarlock.workers.quantization.method import Empty, LinearWeight, UnquantizedLinearMethod, WeightShard
 from oarlock.workers.quantization.registry import Quantization
-from oarlock.workers.quantization.unquantized import UnquantizedLinearMethod
 from oarlock.workers.weights.source import WeightSource
 
 _WAVES = 4  # programs for each multiprocessor, before cutting the inputs gains no more

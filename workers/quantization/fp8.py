@@ -12,10 +12,8 @@ from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatm
 from oarlock.workers.kernels.cpu.quantized_gemm import PackedFp8
 from oarlock.workers.quantization.groups import MOST_AT_ONCE, group_in_slices, pieces_of
 from oarlock.workers.quantization.matmul import GatedMatmul, Matmul, ReferenceGatedMatmul, ReferenceMatmul
-from oarlock.workers.quantization.method import Empty, LinearWeight, WeightShard
-from oarlock.workers.quantization.readers.grouped_method import Span, StoredPart, regroup, take_block
-from oarlock.workers.quantization.readers.integers import take_scales
-from oarlock.workers.quantization.unquantized import DenseWeight
+from oarlock.workers.quantization.method import DenseWeight, Empty, LinearWeight, WeightShard
+from oarlock.workers.quantization.packed_integers import Span, StoredPart, regroup, take_block, take_scales
 from oarlock.workers.quantization.weight_only import UNITS, WeightOnly, of_float8
 from oarlock.workers.weights.source import WeightSource
 

@@ -21,8 +21,7 @@ from oarlock.workers.kernels.cpu.quantized_gemm import PackedGrouped
 from oarlock.workers.quantization.groups import group_in_slices, group_of_blocks, kernel_group, pieces_of
 from oarlock.workers.quantization.int8 import round_rows
 from oarlock.workers.quantization.matmul import GatedMatmul, Matmul, ReferenceGatedMatmul, ReferenceMatmul
-from oarlock.workers.quantization.method import Empty, LinearWeight, WeightShard
-from oarlock.workers.quantization.unquantized import DenseWeight, UnquantizedLinearMethod
+from oarlock.workers.quantization.method import DenseWeight, Empty, LinearWeight, UnquantizedLinearMethod, WeightShard
 from oarlock.workers.quantization.weight_only import WeightOnly, of_groups
 from oarlock.workers.weights.gguf_header import GroupForm
 from oarlock.workers.weights.gguf_reader import GGUFReader, Groups

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.quantization.grouped import GroupedWeight
-from oarlock.workers.quantization.method import Empty, WeightShard
-from oarlock.workers.quantization.unquantized import DenseWeight
+from oarlock.workers.quantization.method import DenseWeight, Empty, WeightShard
 from oarlock.workers.weights.source import WeightSource
 
 GROUP = 32  # inputs that share a scale

@@ -11,8 +11,7 @@ from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from oarlock.workers.kernels.cpu.quantized_gemm import PackedInt8
 from oarlock.workers.quantization.matmul import GatedMatmul, Matmul, ReferenceGatedMatmul, ReferenceMatmul
-from oarlock.workers.quantization.method import Empty, WeightShard
-from oarlock.workers.quantization.unquantized import DenseWeight
+from oarlock.workers.quantization.method import DenseWeight, Empty, WeightShard
 from oarlock.workers.quantization.weight_only import WeightOnly, of_channels
 from oarlock.workers.weights.source import WeightSource
 

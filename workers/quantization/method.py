@@ -1,16 +1,20 @@
-"""The linear method: what a layer asks for a product, whatever form its weight is stored or multiplied in.
+"""The linear method: it reads a layer's weight, which gives the product, whatever form it is stored or multiplied in.
 
-Named as in vLLM: a method creates and loads a layer's weight, and the product that the weight gives applies it.
+Named as in vLLM: a method creates and loads a layer's weight, and the product that the weight gives applies it. Here
+are the interface and the plain weights: in the dtype that the model computes in, stored so or quantised and written out
+at load, and several weights of different forms one above the other, each multiplied by itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from oarlock.workers.quantization.matmul import GatedMatmul, Matmul
+from oarlock.workers.kernels.triton import availability
+from oarlock.workers.quantization.matmul import ACTIVATIONS, GatedMatmul, Matmul, gated, gated_matmul, matmul
 from oarlock.workers.weights.source import WeightSource
 
 # An uninitialised tensor of the given lengths, in the dtype and on the device of the model's weights.
@@ -118,3 +122,109 @@ class LinearMethod(Protocol):
 
     def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> LinearWeight:
         """Read one rank's weight."""
+
+
+class DenseWeight:
+    """`LinearWeight` that is one tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor  # [N, K]
+
+    def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False, slices: int = 1) -> Matmul:
+        return matmul(self.tensor, bias, float32_output=float32_output, slices=slices)
+
+    def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
+        return gated_matmul(self.tensor, bias, activation)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.tensor)
+
+    def on(self, device: torch.device) -> "DenseWeight":
+        return DenseWeight(self.tensor.to(device))
+
+
+class UnquantizedLinearMethod:
+    """`LinearMethod` of ordinary checkpoints."""
+
+    def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
+        return DenseWeight(shard.take(weights, empty))
+
+
+@runtime_checkable
+class QuantisedLinearMethod(LinearMethod, Protocol):
+    """A method whose products round inputs."""
+
+    def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
+        """Reads the weight and writes it out in the model's dtype, with the same numbers at every number of ranks."""
+
+
+class DequantisingLinearMethod:
+    """`LinearMethod` that writes out what another one reads."""
+
+    def __init__(self, method: LinearMethod) -> None:
+        assert isinstance(method, QuantisedLinearMethod), f"{type(method).__name__} rounds no inputs"
+        self._method = method
+
+    def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
+        return self._method.dequantised(shard, weights, empty)
+
+
+class StackedMatmul:
+    """[T, K] -> [T, N], the outputs of `products` side by side."""
+
+    def __init__(self, products: Sequence[Matmul]) -> None:
+        self.products = products
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = torch.cat([product(x) for product in self.products], 1)
+        return y if residual is None else y + residual
+
+
+class StackedGatedMatmul:
+    """`activation(x @ gate.T) * (x @ up.T)`: [T, K] -> [T, I], rounded once where the products give float32."""
+
+    def __init__(self, gate: Matmul, up: Matmul, activation: str) -> None:
+        self.gate = gate
+        self.up = up
+        self.activation = activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if availability.can_serve(x.device):
+            both = torch.cat([self.gate(x), self.up(x)], 1)  # [T, 2 * I], in float32 if one of them is
+            return gated(self.activation, x.device)(both).to(x.dtype)
+        # torch computes the last few elements of an array with another exponential function, by whose last bits a row
+        # would depend on its place and on the number of ranks: in float64, rounding to float32 hides them.
+        gate = ACTIVATIONS[self.activation].function(self.gate(x).double()).float()
+        return (gate * self.up(x)).to(x.dtype)
+
+
+class StackedWeight:
+    """`LinearWeight` of several weights, whose outputs follow one another."""
+
+    def __init__(self, parts: Sequence[LinearWeight], rows: Sequence[int]) -> None:
+        """`rows`: outputs of each part."""
+        self.parts = parts
+        self.rows = rows
+
+    def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False, slices: int = 1) -> Matmul:
+        return StackedMatmul(
+            [
+                part.matmul(own, float32_output=float32_output, slices=slices)
+                for part, own in zip(self.parts, self._biases(bias), strict=True)
+            ]
+        )
+
+    def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
+        gate, up = (
+            part.matmul(own, float32_output=True) for part, own in zip(self.parts, self._biases(bias), strict=True)
+        )
+        return StackedGatedMatmul(gate, up, activation)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        raise AssertionError("an embedding has one part")
+
+    def on(self, device: torch.device) -> "StackedWeight":
+        return StackedWeight([part.on(device) for part in self.parts], self.rows)
+
+    def _biases(self, bias: Tensor | None) -> Sequence[Tensor | None]:
+        return [None] * len(self.parts) if bias is None else [own.clone() for own in bias.split(list(self.rows))]

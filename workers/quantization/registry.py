@@ -1,7 +1,7 @@
 """The forms that weights of products can have, by name: what each takes in memory, and the method that reads it.
 
 Torch-free: memory is counted before any rank starts. A new form is one file beside this one and one entry here; a new
-method of checkpoints is a file in `formats/`, its reader in `readers/`, and one line in `STORED`.
+method of checkpoints is a file in `formats/`, a reader that uses torch, and one line in `STORED`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 from oarlock.workers.quantization.formats.awq import awq
 from oarlock.workers.quantization.formats.bitsandbytes import bitsandbytes
 from oarlock.workers.quantization.formats.compressed_tensors import compressed_tensors
-from oarlock.workers.quantization.formats.form import Arithmetic, Scheme
+from oarlock.workers.quantization.formats.form import Arithmetic, Scheme, Settings
 from oarlock.workers.quantization.formats.fp8 import fp8
 from oarlock.workers.quantization.formats.gptq import gptq
-from oarlock.workers.quantization.formats.settings import Settings
 
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod
@@ -63,7 +62,7 @@ class Quantization:
 
 
 def _unquantized() -> LinearMethod:
-    from oarlock.workers.quantization.unquantized import UnquantizedLinearMethod
+    from oarlock.workers.quantization.method import UnquantizedLinearMethod
 
     return UnquantizedLinearMethod()
 

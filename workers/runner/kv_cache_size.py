@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from oarlock.workers.attention.kv_shape import KVShape
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage
 from oarlock.workers.layers.sharding import shard_heads
-from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES
+from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES, KVShape
 from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 
 if TYPE_CHECKING:

@@ -32,8 +32,7 @@ from oarlock.workers.models.registry import read_spec
 from oarlock.workers.platform.host_memory import human_bytes
 from oarlock.workers.protocol import StepMetadata, StepOutput, table_width
 from oarlock.workers.quantization.fixed_order import FIXED_ORDER
-from oarlock.workers.quantization.formats.checkpoint_forms import GGUFForms
-from oarlock.workers.quantization.formats.dequantised import input_rounding, served_forms
+from oarlock.workers.quantization.formats.checkpoint_forms import GGUFForms, input_rounding, served_forms
 from oarlock.workers.runner.cuda_graphs import Calls, CudaGraphs, GraphMaker
 from oarlock.workers.runner.device import MemoryMeter, StepMemory, free_bytes, largest_step, meter_of, use_device
 from oarlock.workers.runner.device_steps import DeviceSteps, bytes_of_graphs, capture, device_steps

@@ -13,11 +13,11 @@ from oarlock.workers.quantization.formats.form import (
     SCALES,
     Arithmetic,
     FormOfEveryModule,
+    Settings,
     StoredTensor,
     check_divides,
     stored,
 )
-from oarlock.workers.quantization.formats.settings import Settings
 from oarlock.workers.quantization.groups import whole_number_bytes
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ class AWQForm(FormOfEveryModule):
         return Arithmetic.ROUNDED_INPUTS
 
     def method(self) -> LinearMethod:
-        from oarlock.workers.quantization.readers.grouped_method import GroupedLinearMethod
-        from oarlock.workers.quantization.readers.integers import AWQReader
+        from oarlock.workers.quantization.packed_integers import AWQReader, GroupedLinearMethod
 
         return GroupedLinearMethod(AWQReader(self.group))
 

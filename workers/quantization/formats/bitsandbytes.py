@@ -10,8 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oarlock.workers.quantization.formats.form import Arithmetic, FormOfEveryModule, StoredTensor, check_divides, stored
-from oarlock.workers.quantization.formats.settings import USE_ANOTHER, Settings
+from oarlock.workers.quantization.formats.form import (
+    USE_ANOTHER,
+    Arithmetic,
+    FormOfEveryModule,
+    Settings,
+    StoredTensor,
+    check_divides,
+    stored,
+)
 
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod
@@ -41,7 +48,7 @@ class BitsAndBytesForm(FormOfEveryModule):
         return Arithmetic.DENSE
 
     def method(self) -> LinearMethod:
-        from oarlock.workers.quantization.readers.bitsandbytes import BitsAndBytesLinearMethod
+        from oarlock.workers.quantization.bitsandbytes import BitsAndBytesLinearMethod
 
         return BitsAndBytesLinearMethod(self.state, BLOCK, NESTED_BLOCK if self.nested else None)
 

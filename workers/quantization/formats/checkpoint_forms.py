@@ -3,17 +3,23 @@
 The settings say how weights are quantised; which of them are is seen from the tensors. A module whose weight is stored
 in floating point of 16 bits or more is read as it is, whatever lists of modules the settings have. In GGUF every tensor
 has a type of its own, and weights of blocks are multiplied as they are stored.
+
+With `--dequantize` weights are written out at load. Products of quantised weights round inputs where that makes them
+fast: to 8 bits on CPUs, to float8 on CUDA devices. A weight in the dtype that the model computes in needs no such
+product, and takes that dtype's memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
-from oarlock.workers.quantization.formats.form import Arithmetic, Form, Scheme, StoredForm
+from oarlock.workers.quantization.formats.form import Arithmetic, Form, Scheme, StoredForm, WeightForms
 from oarlock.workers.quantization.groups import group_of_blocks, packed_bytes
-from oarlock.workers.quantization.registry import NONE
+from oarlock.workers.quantization.registry import NONE, Quantization
 from oarlock.workers.weights.checkpoint import FUSED_TENSORS, Checkpoint
 from oarlock.workers.weights.gguf_header import GROUP_FORMS, GroupForm
 from oarlock.workers.weights.gguf_model import GGUFCheckpoint
@@ -26,6 +32,12 @@ _FUSED = {part: fused for fused, parts in FUSED_TENSORS.items() for part in part
 _LARGEST_BIAS = 1 << 20  # bytes
 # Scales for a KV cache, whose keys and values we keep as they are.
 _OF_THE_KV_CACHE = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+_SIBLINGS = {part: (fused, parts) for fused, parts in FUSED_TENSORS.items() for part in parts}
+# What products of an arithmetic do to their inputs, by the device that they run on.
+_ROUNDING = {
+    ("cpu", Arithmetic.ROUNDED_INPUTS): "8 bits",
+    ("cuda", Arithmetic.FLOAT8_INPUTS): "float8 where there are many rows",
+}
 
 
 class CheckpointForms:
@@ -85,9 +97,6 @@ class CheckpointForms:
         with found.path.open("rb") as file:
             file.seek(8 + int.from_bytes(file.read(8), "little") + found.entry.begin)
             return not any(file.read(found.entry.end - found.entry.begin))
-
-
-_SIBLINGS = {part: (fused, parts) for fused, parts in FUSED_TENSORS.items() for part in parts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,3 +164,68 @@ class GGUFForms:
     def ignores(self, name: str) -> bool:
         """False: every tensor of a GGUF model has its place."""
         return False
+
+
+def input_rounding(forms: WeightForms, modules: Iterable[str], device: str) -> str | None:
+    """Number type to which products of some of `modules` round their inputs; None: none of them rounds."""
+    found = {_ROUNDING.get((device, forms.form_of(module).arithmetic)) for module in modules}
+    return next((text for text in _ROUNDING.values() if text in found), None)
+
+
+@dataclass(frozen=True, slots=True)
+class DequantisedForm:
+    """`Form` of a weight that is written out."""
+
+    stored: Form
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.DENSE
+
+    def method(self) -> LinearMethod:
+        return _dequantising(self.stored.method)
+
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
+        return rows * inputs * item_bytes
+
+
+class DequantisedForms:
+    """`WeightForms` of which those that round inputs on `device` are written out."""
+
+    def __init__(self, forms: WeightForms, device: str) -> None:
+        self._forms, self._device = forms, device
+
+    @property
+    def of_head(self) -> DequantisedForms:
+        return DequantisedForms(self._forms.of_head, self._device)
+
+    def form_of(self, module: str) -> Form:
+        form = self._forms.form_of(module)
+        return DequantisedForm(form) if (self._device, form.arithmetic) in _ROUNDING else form
+
+    def ignores(self, name: str) -> bool:
+        return self._forms.ignores(name)
+
+
+def served_forms(forms: WeightForms, device: str, *, dequantize: bool) -> WeightForms:
+    """`forms` as ranks on `device` hold them."""
+    return dequantised_forms(forms, device) if dequantize else forms
+
+
+def dequantised_forms(forms: WeightForms, device: str) -> WeightForms:
+    """`forms` for products that round no inputs on `device`."""
+    if not isinstance(forms, Quantization):
+        return DequantisedForms(forms, device)
+    if (device, forms.arithmetic) not in _ROUNDING:
+        return forms
+    # `group` stays, so that shards begin where they do for rounded inputs, and weights are rounded in the same groups.
+    plain = replace(
+        forms, method=partial(_dequantising, forms.method), bits=None, bytes_per_row=0, bytes_per_group=0, head=None
+    )
+    return plain if forms.head is None else replace(plain, head=dequantised_forms(forms.head, device))
+
+
+def _dequantising(method: Callable[[], LinearMethod]) -> LinearMethod:
+    from oarlock.workers.quantization.method import DequantisingLinearMethod
+
+    return DequantisingLinearMethod(method())

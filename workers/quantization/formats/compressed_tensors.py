@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 
 from oarlock.workers.quantization.formats.form import (
     SCALES,
+    USE_ANOTHER,
     Arithmetic,
+    Settings,
     StoredForm,
     StoredTensor,
     check_divides,
     stored,
 )
 from oarlock.workers.quantization.formats.fp8 import FLOAT8, FP8Form, block_of
-from oarlock.workers.quantization.formats.settings import USE_ANOTHER, Settings
 from oarlock.workers.quantization.groups import fp8_bytes, whole_number_bytes
 
 if TYPE_CHECKING:
@@ -52,8 +53,7 @@ class IntegerForm:
         return Arithmetic.ROUNDED_INPUTS
 
     def method(self) -> LinearMethod:
-        from oarlock.workers.quantization.readers.grouped_method import GroupedLinearMethod
-        from oarlock.workers.quantization.readers.integers import IntegerReader
+        from oarlock.workers.quantization.packed_integers import GroupedLinearMethod, IntegerReader
 
         return GroupedLinearMethod(IntegerReader(self.bits, self.packed, self.group, self.symmetric))
 

@@ -1,16 +1,20 @@
-"""The form of one weight: its memory, the method that reads it, and the tensors of a stored one. Torch-free."""
+"""The form of one weight: its memory, its method, the tensors of a stored one, and the settings. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from oarlock.workers.errors import StartupError
 
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod
+
+SCALES = ("F16", "BF16", "F32")  # what scales are stored in
+USE_ANOTHER = "Use another quantisation of the model, or its bfloat16, float16 or float32 checkpoint."
+_LONGEST = 80  # characters of a value in an error
 
 
 class Arithmetic(Enum):
@@ -20,9 +24,6 @@ class Arithmetic(Enum):
     EXACT_INPUTS = auto()  # the weight's numbers are widened exactly, and inputs are as they are
     FLOAT8_INPUTS = auto()  # the same on CPUs; on CUDA devices many rows of inputs may be rounded to float8
     ROUNDED_INPUTS = auto()  # rows of inputs are rounded to 8 bits on CPUs; on CUDA devices they are as they are
-
-
-SCALES = ("F16", "BF16", "F32")  # what scales are stored in
 
 
 class Form(Protocol):
@@ -114,3 +115,75 @@ def check_divides(module: str, what: str, length: int, part: int) -> None:
             f"{module}: {what} of {part} do not divide its {length}.",
             "Use a checkpoint that was quantised for this shape, or the model's unquantised one.",
         )
+
+
+class Settings:
+    """One table of quantisation settings, e.g. `quantization_config` of config.json; errors name the key."""
+
+    def __init__(self, raw: dict[str, Any], where: str) -> None:
+        self.raw = raw
+        self.where = where
+
+    def get(self, *keys: str) -> Any:
+        """The value of the first of `keys` that is given: tools use different names for one setting."""
+        return next((self.raw[key] for key in keys if self.raw.get(key) is not None), None)
+
+    def table(self, key: str) -> Settings:
+        value = self.raw.get(key)
+        if value is None:
+            return Settings({}, f"{self.where}.{key}")
+        if not isinstance(value, dict):
+            raise self.unsupported(key, value, "Repair the settings: it must be a table.")
+        return Settings(value, f"{self.where}.{key}")
+
+    def tables(self, key: str) -> list[Settings]:
+        """All tables in the table `key`."""
+        outer = self.table(key)
+        return [outer.table(name) for name in outer.raw]
+
+    def whole(self, keys: Sequence[str], default: int | None = None) -> int:
+        value = self.get(*keys)
+        value = default if value is None else value
+        if type(value) is not int:
+            raise self.unsupported(keys[0], value, "Repair the settings: it must be a whole number.")
+        return value
+
+    def one_of(self, keys: Sequence[str], default: Any, choices: Sequence[Any]) -> Any:
+        value = self.get(*keys)
+        value = default if value is None else value
+        value = value.lower() if isinstance(value, str) else value
+        if not any(value == choice and type(value) is type(choice) for choice in choices):
+            names = ", ".join(str(choice).lower() for choice in choices)
+            raise self.unsupported(keys[0], value, f"Supported: {names}. {USE_ANOTHER}")
+        return value
+
+    def flag(self, *keys: str, default: bool) -> bool:
+        value = self.get(*keys)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.unsupported(keys[0], value, "Repair the settings: it must be true or false.")
+        return value
+
+    def words(self, key: str) -> list[str]:
+        value = self.raw.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            raise self.unsupported(key, value, "Repair the settings: it must be a list of names.")
+        return value
+
+    def group_size(self, keys: Sequence[str], default: int | None = None) -> int | None:
+        """Inputs that share a scale; None: all of them, written -1."""
+        value = self.whole(keys, default)
+        if value != -1 and value < 1:
+            raise self.unsupported(keys[0], value, "Repair the settings: a number of inputs, or -1 for all of them.")
+        return None if value == -1 else value
+
+    def refuse(self, key: str, neutral: Sequence[Any], fix: str = USE_ANOTHER) -> None:
+        """Raise `StartupError` where `key` is given and is none of `neutral`."""
+        value = self.raw.get(key)
+        if value is not None and value not in neutral:
+            raise self.unsupported(key, value, fix)
+
+    def unsupported(self, key: str, value: Any, fix: str = USE_ANOTHER) -> StartupError:
+        text = repr(value)
+        text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+        return StartupError(f"the checkpoint's quantisation has {self.where}.{key} = {text}, which is not served.", fix)

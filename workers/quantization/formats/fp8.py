@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oarlock.workers.quantization.formats.form import SCALES, Arithmetic, FormOfEveryModule, StoredTensor, stored
-from oarlock.workers.quantization.formats.settings import USE_ANOTHER, Settings
+from oarlock.workers.quantization.formats.form import (
+    SCALES,
+    USE_ANOTHER,
+    Arithmetic,
+    FormOfEveryModule,
+    Settings,
+    StoredTensor,
+    stored,
+)
 from oarlock.workers.quantization.groups import fp8_bytes
 
 if TYPE_CHECKING:

@@ -10,8 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from oarlock.workers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, check_divides, stored
-from oarlock.workers.quantization.formats.settings import USE_ANOTHER, Settings
+from oarlock.workers.quantization.formats.form import (
+    SCALES,
+    USE_ANOTHER,
+    Arithmetic,
+    Settings,
+    StoredTensor,
+    check_divides,
+    stored,
+)
 from oarlock.workers.quantization.groups import whole_number_bytes
 
 if TYPE_CHECKING:
@@ -37,8 +44,7 @@ class GPTQForm:
         return Arithmetic.ROUNDED_INPUTS
 
     def method(self) -> LinearMethod:
-        from oarlock.workers.quantization.readers.grouped_method import GroupedLinearMethod
-        from oarlock.workers.quantization.readers.integers import GPTQReader
+        from oarlock.workers.quantization.packed_integers import GPTQReader, GroupedLinearMethod
 
         return GroupedLinearMethod(GPTQReader(self.bits, self.group, self.symmetric, self.zeros_less_one))
 

@@ -16,14 +16,12 @@ from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.preflight import preflight
-from oarlock.workers.quantization.formats.dequantised import dequantised_forms
+from oarlock.workers.quantization.formats.checkpoint_forms import dequantised_forms
 from oarlock.workers.quantization.fp8 import Fp8Weight
 from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.int8 import Int8Weight
-from oarlock.workers.quantization.method import LinearWeight, WeightShard
-from oarlock.workers.quantization.readers.grouped_method import regroup
-from oarlock.workers.quantization.stacked import StackedWeight
-from oarlock.workers.quantization.unquantized import DenseWeight
+from oarlock.workers.quantization.method import DenseWeight, LinearWeight, StackedWeight, WeightShard
+from oarlock.workers.quantization.packed_integers import regroup
 from oarlock.workers.quantization.weight_only import WeightOnly
 from oarlock.workers.verify.dequantise import dequantised
 from oarlock.workers.weights.checkpoint import Checkpoint

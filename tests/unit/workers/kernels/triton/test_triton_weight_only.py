@@ -22,9 +22,7 @@ from oarlock.workers.quantization.fp8 import Fp8Weight
 from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.int8 import Int8Weight
 from oarlock.workers.quantization.matmul import ACTIVATIONS, gated_with_torch
-from oarlock.workers.quantization.method import LinearWeight
-from oarlock.workers.quantization.stacked import StackedWeight
-from oarlock.workers.quantization.unquantized import DenseWeight
+from oarlock.workers.quantization.method import DenseWeight, LinearWeight, StackedWeight
 from oarlock.workers.quantization.weight_only import MOST_ROWS, WeightOnly
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

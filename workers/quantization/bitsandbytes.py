@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.errors import StartupError
-from oarlock.workers.quantization.method import Empty, WeightShard
-from oarlock.workers.quantization.readers.grouped_method import Span
-from oarlock.workers.quantization.unquantized import DenseWeight
+from oarlock.workers.quantization.method import DenseWeight, Empty, WeightShard
+from oarlock.workers.quantization.packed_integers import Span
 from oarlock.workers.weights.source import WeightSource
 
 _AT_ONCE = 1 << 22  # weights
