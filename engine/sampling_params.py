@@ -1,7 +1,11 @@
 """Sampling parameters of one request: plain numbers, checked by the server, read by the engine."""
 
 from dataclasses import dataclass
+from operator import attrgetter
 
+from oarlock.workers.sampling_parameters import PENALTIES, ScalarParams
+
+_penalties, _NO_PENALTIES = attrgetter(*(row.name for row in PENALTIES)), tuple(row.off for row in PENALTIES)
 BAN, FORCE = -100.0, 100.0  # values of `logit_bias`: the id is never chosen; only forced ids are chosen
 
 
@@ -15,23 +19,20 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Parameters that choose tokens. The server checks their ranges, the engine their ids against the vocabulary."""
+class SamplingParams(ScalarParams):
+    """Parameters that choose tokens; those that are one number are fields of `ScalarParams`.
+
+    The server checks their ranges, the engine their ids against the vocabulary. top-p is above 0 and top-k not below:
+    what means greedy there is temperature 0 here.
+    """
 
     max_tokens: int = 16  # the most to generate; the context may end it earlier. 0: only score the prompt
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # (0, 1]; 1: off
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0  # [0, 1]; 0: off
     seed: int = 0  # always drawn by the server: nothing below it is random
     min_tokens: int = 0  # stop tokens are banned until this many are generated
     eos_token_ids: tuple[int, ...] = ()  # empty when the caller ignores them
     stop_token_ids: tuple[int, ...] = ()  # asked for by the caller
     logprobs: int | None = None  # None: none; k: the sampled token's and the k best
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
-    presence_penalty: float = 0.0  # [-2, 2]; subtracted once from every id generated before
-    frequency_penalty: float = 0.0  # [-2, 2]; subtracted as often as the id was generated before
-    repetition_penalty: float = 1.0  # > 0; divides positive and multiplies negative logits of ids in prompt and output
     logit_bias: tuple[tuple[int, float], ...] = ()  # (id, added to its logit); BAN and FORCE as named above
     allowed_token_ids: tuple[int, ...] | None = None  # None: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
@@ -39,7 +40,7 @@ class SamplingParams:
 
 
 def penalises(params: SamplingParams) -> bool:
-    return bool(params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty)
+    return _penalties(params) != _NO_PENALTIES
 
 
 def banned_always(params: SamplingParams) -> list[int]:

@@ -41,7 +41,6 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_ID
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 DecimalId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 # In a field's `json_schema_extra`: accepted so that clients need not change, without effect on the answer's text.
 ACCEPTED: JsonDict = {"x-effect": "none"}

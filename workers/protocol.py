@@ -19,6 +19,7 @@ import numpy as np
 
 from oarlock.workers.config import MAX_POOLED_IDS, WorkerConfig, max_pooled_values
 from oarlock.workers.kv_offload import DIGEST_BYTES, MAX_COPIES
+from oarlock.workers.sampling_parameters import RowColumns
 from oarlock.workers.step_layout import CHECKSUM, HEADER, HEADER_BYTES, StepShape, output_layout, step_layout
 
 MAX_LOGPROBS = 20
@@ -42,7 +43,7 @@ _no_digests = partial(np.zeros, (0, DIGEST_BYTES), "|u1")
 
 
 @dataclass(slots=True)
-class StepMetadata:
+class StepMetadata(RowColumns[np.ndarray]):
     """One step as every rank reads it. Arrays are views into one buffer.
 
     A sequence's query tokens are `token_ids[query_start_loc[s]:query_start_loc[s + 1]]`, at absolute `positions`; after
@@ -57,14 +58,10 @@ class StepMetadata:
     query_start_loc: np.ndarray  # int32 [S + 1]
     seq_lens: np.ndarray  # int32 [S]
     rows: np.ndarray  # int32 [S]   each sequence's row of the block tables that ranks keep
-    # rows that want logits, one per sampled or scored token
+    # rows that want logits, one per sampled or scored token; with the `RowColumns`
     logits_indices: np.ndarray  # int32 [L]   which of the T tokens
     target_ids: np.ndarray  # int32 [L]   -1: sample a token; else score this one (prompt logprobs), nothing is sampled
     sample_positions: np.ndarray  # int32 [L]   absolute position of the token being sampled or scored
-    temperature: np.ndarray  # float32 [L]   0: greedy
-    top_p: np.ndarray  # float32 [L]   1: off
-    top_k: np.ndarray  # int32 [L]   0: off
-    min_p: np.ndarray  # float32 [L]   0: off
     seeds: np.ndarray  # int64 [L]
     num_logprobs: np.ndarray  # int32 [L]   -1: none wanted; 0: the token's own; k: the k best as well
     # additions to raw logits before sampling; -inf bans an id. Sorted by row.

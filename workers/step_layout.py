@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from oarlock.workers.kv_offload import DIGEST_BYTES
+from oarlock.workers.sampling_parameters import PENALTIES, ROWS
 
 _ALIGN = 64
 _KEPT = 256  # layouts of each kind; a few KiB each
@@ -143,15 +144,13 @@ def _step_arrays(shape: StepShape) -> list[_Array]:
         *_ints("seq_lens rows", shape.num_seqs),
         *_ints("table_rows table_columns table_blocks", shape.num_table_entries),
         *_ints("logits_indices target_ids sample_positions", rows),
-        *_floats("temperature top_p", rows),
-        *_ints("top_k", rows),
-        *_floats("min_p", rows),
+        *((row.column, np.dtype(row.dtype), (rows,)) for row in ROWS),
         ("seeds", _I8, (rows,)),
         *_ints("num_logprobs", rows),
         *_ints("bias_rows bias_ids", shape.num_biases),
         *_floats("bias_values", shape.num_biases),
         *_ints("penalty_rows", shape.num_penalized),
-        *_floats("repetition frequency presence", shape.num_penalized),
+        *((row.column, np.dtype(row.dtype), (shape.num_penalized,)) for row in PENALTIES),
         *_ints("history_rows", shape.num_histories),
         *_ints("history_starts", shape.num_histories + 1),
         *_ints("history_ids history_counts", shape.num_history_ids),

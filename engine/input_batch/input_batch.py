@@ -25,6 +25,7 @@ from oarlock.engine.scheduler.output import NOT_KNOWN, Decodes, ScheduledTokens,
 from oarlock.engine.scheduler.sequence import Sequence
 from oarlock.workers.kv_offload import DIGEST_BYTES
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
+from oarlock.workers.sampling_parameters import ROWS, columns_off
 
 _NONE = -1
 _NO_LOGPROBS = -1
@@ -62,10 +63,7 @@ class InputBatch:
         self._tables = np.full((max_num_seqs, -(-max_model_len // block_size)), NULL_BLOCK, np.int32)
         # by row, written when a sequence gets the row
         self._choices = {
-            "temperature": np.zeros(max_num_seqs, np.float32),
-            "top_p": np.zeros(max_num_seqs, np.float32),
-            "top_k": np.zeros(max_num_seqs, np.int32),
-            "min_p": np.zeros(max_num_seqs, np.float32),
+            **columns_off(max_num_seqs),
             "seeds": np.zeros(max_num_seqs, np.int64),
             "num_logprobs": np.zeros(max_num_seqs, np.int32),
         }
@@ -184,16 +182,10 @@ class InputBatch:
     def _assign(self, seq: Sequence) -> None:
         """Write the table entries of the row that `seq` has got."""
         params, row = seq.request.params, seq.row
-        chosen = {
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "min_p": params.min_p,
-            "seeds": params.seed,
-            "num_logprobs": _NO_LOGPROBS if params.logprobs is None else params.logprobs,
-        }
-        for name, value in chosen.items():
-            self._choices[name][row] = value
+        for parameter in ROWS:
+            self._choices[parameter.column][row] = getattr(params, parameter.name)
+        self._choices["seeds"][row] = params.seed
+        self._choices["num_logprobs"][row] = _NO_LOGPROBS if params.logprobs is None else params.logprobs
         self._unconstrained_from[row] = wanted_until(seq)
         self._history_step[row] = _NEVER
 

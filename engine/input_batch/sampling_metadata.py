@@ -12,6 +12,7 @@ from oarlock.engine.input_batch.logits_constraints import Constraints, IdentityC
 from oarlock.engine.sampling_params import penalises
 from oarlock.engine.scheduler.sequence import Sequence
 from oarlock.workers.protocol import mask_words
+from oarlock.workers.sampling_parameters import PENALTIES
 
 ALWAYS = np.iinfo(np.int64).max
 _NO_INTS = np.empty(0, np.int32)
@@ -132,9 +133,7 @@ def _penalty_sections(penalised: list[tuple[int, Sequence]]) -> dict[str, np.nda
     params = [seq.request.params for _, seq in penalised]
     return {
         "penalty_rows": np.array([index for index, _ in penalised], np.int32),
-        "repetition": np.array([one.repetition_penalty for one in params], np.float32),
-        "frequency": np.array([one.frequency_penalty for one in params], np.float32),
-        "presence": np.array([one.presence_penalty for one in params], np.float32),
+        **{row.column: np.array([getattr(one, row.name) for one in params], row.dtype) for row in PENALTIES},
     }
 
 

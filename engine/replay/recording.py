@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from oarlock.engine.errors import StartupError
+from oarlock.workers.sampling_parameters import STEP_FORMAT
 
 logger = logging.getLogger("oarlock.engine")
 
-FORMAT = 2
+FORMAT = STEP_FORMAT
 HEADER, STEP, MASKS, ANSWER, END = b"H", b"S", b"M", b"A", b"E"
 _MAGIC = b"oarlock recording\n"
 _RECORD = struct.Struct("<cQI")

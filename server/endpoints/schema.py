@@ -8,11 +8,20 @@ refused: each could be a constraint that the answer would not keep.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
+from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.types import MAX_PRIORITY, MIN_PRIORITY
 from oarlock.server.strict_model import (
     ACCEPTED,
@@ -30,7 +39,6 @@ from oarlock.server.strict_model import (
     Bias,
     DecimalId,
     FieldError,
-    Penalty,
     Stop,
     StrictModel,
     TokenId,
@@ -166,31 +174,31 @@ class StreamOptions(StrictModel):
     )
 
 
-class SamplingFields(StrictModel):
-    """The fields of both request types."""
-
+class _NamedModel(StrictModel):
     model: Annotated[str, Field(max_length=512)] | None = Field(
         None, description="one of the served names, echoed in the answer; without it the first; unknown: 404"
     )
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(1.0, description="0: greedy, exactly")
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        1.0, description="keep the most likely tokens that hold this much probability; 0: greedy"
-    )
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = Field(
-        0, description="keep so many tokens; -1, 0, or more than the vocabulary: off"
-    )
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        0.0, description="keep tokens at least so likely, relative to the most likely one"
-    )
-    presence_penalty: Penalty | None = Field(
-        0.0, description="subtracted once from the logit of every token the answer has"
-    )
-    frequency_penalty: Penalty | None = Field(
-        0.0, description="subtracted from a token's logit as often as the answer has it"
-    )
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
-        1.0, description="divides positive logits of tokens in prompt or answer, multiplies negative ones"
-    )
+
+
+def _scalar_fields() -> dict[str, Any]:
+    """The fields of the table of sampling parameters: each with its type, range, default and description."""
+    found: dict[str, Any] = {}
+    for row in SamplingParams.table():
+        checks = Field(ge=row.low, le=row.high)
+        one = Annotated[int, checks, WHOLE] if isinstance(row.default, int) else Annotated[float, checks]
+        found[row.name] = (one | None, Field(row.default, description=row.text))
+    return found
+
+
+if TYPE_CHECKING:
+    _ScalarFields = _NamedModel
+else:
+    _ScalarFields = create_model("_ScalarFields", __base__=_NamedModel, **_scalar_fields())
+
+
+class SamplingFields(_ScalarFields):
+    """The fields of both request types."""
+
     logit_bias: (
         Annotated[
             dict[DecimalId, Bias], Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False})

@@ -15,13 +15,14 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_mod
 
 from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import is_there
+from oarlock.engine.sampling_params import SamplingParams
 from oarlock.server.endpoints.schema import SamplingFields
 from oarlock.server.hub.model_path import read_json
 from oarlock.server.strict_model import INT32_MAX, WHOLE, StrictModel
 
 FILE = "generation_config.json"
 AUTO, NEUTRAL = "auto", "vllm"
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING = tuple(row.name for row in SamplingParams.table() if row.is_model_default)
 _fields: dict[str, Any] = {name: (SamplingFields.model_fields[name].rebuild_annotation(), None) for name in _SAMPLING}
 _fields["max_new_tokens"] = (Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None, None)
 _Sampling = create_model("_Sampling", __base__=StrictModel, **_fields)

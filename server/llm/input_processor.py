@@ -276,27 +276,23 @@ class InputProcessor:
         """
         defaults, vocab_size = self.generation_config.sampling, self._engine.info.vocab_size
 
-        def chosen(name: str) -> Any:
-            own = getattr(request, name)
-            return own if name in request.model_fields_set else defaults.get(name, own)
-
-        temperature, top_p, top_k = chosen("temperature"), chosen("top_p"), chosen("top_k")
-        is_greedy = temperature < _GREEDY_BELOW or top_p == 0
+        scalars: dict[str, Any] = {}
+        for row in SamplingParams.table():
+            own = getattr(request, row.name)
+            scalars[row.name] = own if row.name in request.model_fields_set else defaults.get(row.name, own)
+        if scalars["temperature"] < _GREEDY_BELOW or scalars["top_p"] == 0:
+            scalars["temperature"] = 0.0
+        scalars["top_p"] = scalars["top_p"] or 1.0
+        scalars["top_k"] = scalars["top_k"] if 0 < scalars["top_k"] < vocab_size else 0
         allowed = None
         if request.allowed_token_ids is not None:
             allowed = _checked(sorted(set(request.allowed_token_ids)), vocab_size, "allowed_token_ids")
         return SamplingParams(
-            temperature=0.0 if is_greedy else temperature,
-            top_p=top_p or 1.0,
-            top_k=top_k if 0 < top_k < vocab_size else 0,
-            min_p=chosen("min_p"),
+            **scalars,
             eos_token_ids=() if request.ignore_eos else self.eos_token_ids,
             stop_token_ids=_checked(request.stop_token_ids or (), vocab_size, "stop_token_ids"),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            presence_penalty=request.presence_penalty or 0.0,
-            frequency_penalty=request.frequency_penalty or 0.0,
-            repetition_penalty=chosen("repetition_penalty"),
             logit_bias=_biases(request.logit_bias or {}, vocab_size),
             allowed_token_ids=allowed,
             bad_words=bad_words,

@@ -102,7 +102,7 @@ ORDER: dict[str, Order] = {
         ),
         "runner": entries(
             "kv_tiers ranks models sampling layers quantization attention distributed weights kernels platform"
-            " log_format.py protocol.py config.py kv_offload.py errors.py"
+            " log_format.py protocol.py sampling_parameters.py config.py kv_offload.py errors.py"
         ),
         "kv_tiers": entries(
             "attention platform fingerprint.py protocol.py config.py kv_offload.py errors.py python_child.py"
@@ -112,7 +112,7 @@ ORDER: dict[str, Order] = {
         ),
         "rank_processes.py": entries("distributed python_child.py"),
         "models": entries("layers quantization attention distributed weights kernels platform errors.py"),
-        "sampling": entries("distributed kernels protocol.py"),
+        "sampling": entries("distributed kernels protocol.py sampling_parameters.py"),
         "layers": entries("quantization attention distributed weights kernels platform errors.py"),
         "quantization": entries("distributed weights kernels platform errors.py"),
         "attention": entries("kernels platform protocol.py errors.py"),
@@ -121,10 +121,11 @@ ORDER: dict[str, Order] = {
         "log_format.py": entries(""),
         "compile_ahead.py": entries("weights kernels platform errors.py python_child.py"),
         "weights": entries("errors.py"),
-        "kernels": entries("platform protocol.py errors.py"),
+        "kernels": entries("platform protocol.py sampling_parameters.py errors.py"),
         "platform": entries("errors.py"),
-        "protocol.py": entries("step_layout.py config.py kv_offload.py"),
-        "step_layout.py": entries("kv_offload.py"),
+        "protocol.py": entries("step_layout.py sampling_parameters.py config.py kv_offload.py"),
+        "step_layout.py": entries("sampling_parameters.py kv_offload.py"),
+        "sampling_parameters.py": entries(""),
         "config.py": entries("kv_offload.py"),
         "kv_offload.py": entries(""),
         "errors.py": entries(""),

@@ -13,6 +13,7 @@ import numpy as np
 
 from oarlock.workers.config import StepCost
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
+from oarlock.workers.sampling_parameters import columns_off
 
 
 class SequenceChunk(NamedTuple):
@@ -54,10 +55,7 @@ def greedy_step(
         logits_indices=indices,
         target_ids=np.full(rows, -1, np.int32),
         sample_positions=(positions[indices] + 1).astype(np.int32),
-        temperature=np.zeros(rows, np.float32),
-        top_p=np.ones(rows, np.float32),
-        top_k=np.zeros(rows, np.int32),
-        min_p=np.zeros(rows, np.float32),
+        **columns_off(rows),
         seeds=np.zeros(rows, np.int64),
         num_logprobs=np.full(rows, -1, np.int32),
         bias_rows=np.empty(0, np.int32),

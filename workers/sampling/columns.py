@@ -17,6 +17,7 @@ from torch import Tensor
 
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.sampling.noise import row_keys
+from oarlock.workers.sampling_parameters import PENALTIES, PENALTY_NAMES, ROW_NAMES, ROWS, RowColumns, have_floor
 
 NONE = -1
 
@@ -25,14 +26,14 @@ class Variant(NamedTuple):
     """Kernels that a step's sampling needs: each is launched only for steps that have such rows."""
 
     random: bool = False  # rows that are drawn
-    filtered: bool = False  # rows with min-p, top-k or top-p
+    filtered: bool = False  # rows with a floor, top-k or top-p
     processed: bool = False  # bias, penalties or masks
     logprobs: bool = False
 
     @staticmethod
     def of(step: StepMetadata) -> "Variant":
         drawn = (step.target_ids < 0) & (step.temperature > 0) & (step.top_k != 1)
-        filtered = drawn & ((step.top_p < 1) | (step.min_p > 0) | (step.top_k > 0))
+        filtered = drawn & ((step.top_p < 1) | (step.top_k > 0) | have_floor(step))
         processed = len(step.bias_rows) or len(step.penalty_rows) or len(step.mask_rows)
         logprobs = (step.num_logprobs >= 0) | (step.target_ids >= 0)
         return Variant(bool(drawn.any()), bool(filtered.any()), bool(processed), bool(logprobs.any()))
@@ -42,14 +43,10 @@ class Variant(NamedTuple):
         return all(mine or not wanted for mine, wanted in zip(self, other, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingColumns:
+@dataclass(slots=True)
+class SamplingColumns(RowColumns[Tensor]):
     """Sampling parameters on the device. A kernel reads row r of the logits' columns for row r of the logits."""
 
-    temperature: Tensor  # float32 [R]   0: greedy
-    top_p: Tensor  # float32 [R]   1: off
-    top_k: Tensor  # int32 [R]   0: off
-    min_p: Tensor  # float32 [R]   0: off
     keys: Tensor  # int32 [R, 2]   of the noise
     target_ids: Tensor  # int32 [R]   -1: sample; else this token is scored, and nothing is sampled
     num_logprobs: Tensor  # int32 [R]   -1: none wanted; 0: the token's own; k: the k best as well
@@ -78,17 +75,12 @@ class SamplingColumns:
 def sections(rows: int) -> list[tuple[str, str, tuple[int, ...]]]:
     """Name, dtype and shape of the columns of `rows` rows: all but `bias` and `mask_bits`."""
     return [
-        ("temperature", "<f4", (rows,)),
-        ("top_p", "<f4", (rows,)),
-        ("top_k", "<i4", (rows,)),
-        ("min_p", "<f4", (rows,)),
+        *((row.column, row.dtype, (rows,)) for row in ROWS),
         ("keys", "<i4", (rows, 2)),
         ("target_ids", "<i4", (rows,)),
         ("num_logprobs", "<i4", (rows,)),
         ("history_rows", "<i4", (rows,)),
-        ("repetition", "<f4", (rows,)),
-        ("frequency", "<f4", (rows,)),
-        ("presence", "<f4", (rows,)),
+        *((row.column, row.dtype, (rows,)) for row in PENALTIES),
         ("guesses", "<i4", (rows,)),
         ("drafts_before", "<i4", (rows,)),
         ("mask_index", "<i4", (rows,)),
@@ -102,7 +94,7 @@ def write_rows(step: StepMetadata, into: Mapping[str, np.ndarray]) -> None:
     count = len(step.logits_indices)
     for name, padding in _PADDING.items():
         into[name][count:] = padding
-    for name in ("temperature", "top_p", "top_k", "min_p", "target_ids", "num_logprobs"):
+    for name in (*ROW_NAMES, "target_ids", "num_logprobs"):
         into[name][:count] = getattr(step, name)
     into["keys"][:count] = row_keys(step.seeds, step.sample_positions)
     into["mask_index"][:count] = NONE
@@ -116,18 +108,18 @@ def write_rows(step: StepMetadata, into: Mapping[str, np.ndarray]) -> None:
 
 
 _PADDING = {
-    "temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "keys": 1, "target_ids": NONE, "num_logprobs": NONE,
-    "history_rows": NONE, "repetition": 1, "frequency": 0, "presence": 0, "guesses": NONE, "drafts_before": 0,
+    **{row.column: row.off for row in (*ROWS, *PENALTIES)},
+    "keys": 1, "target_ids": NONE, "num_logprobs": NONE, "history_rows": NONE, "guesses": NONE, "drafts_before": 0,
     "mask_index": NONE, "changed": 0,
 }  # fmt: skip
 
 
 def _write_penalties(step: StepMetadata, into: Mapping[str, np.ndarray], count: int) -> None:
-    for name in ("history_rows", "repetition", "frequency", "presence"):
+    for name in ("history_rows", *PENALTY_NAMES):
         into[name][:count] = _PADDING[name]
     if len(step.penalty_rows):
         into["history_rows"][step.penalty_rows] = step.rows[_sequences(step, step.logits_indices[step.penalty_rows])]
-        for name in ("repetition", "frequency", "presence"):
+        for name in PENALTY_NAMES:
             into[name][step.penalty_rows] = getattr(step, name)
 
 

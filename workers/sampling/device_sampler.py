@@ -96,6 +96,7 @@ class _Scratch:
     short_end: Tensor  # int32 [L, 2]
     totals: Tensor  # float64 [L]
     peaks: Tensor  # float32 [L]
+    floors: Tensor  # float32 [L]
     pending: Tensor  # int32 [L]
     adjusted: Tensor  # float32 [L, V]   of rows that bias, penalties or masks change: their logits after that
     per_tile: Tensor  # int32 [L, tiles]   ids that masks allow, later logits above a token's
@@ -109,9 +110,9 @@ class DeviceSampler:
         self, vocab_size: int, max_rows: int, histories: DenseHistories, device: torch.device, short: int = _SHORT
     ) -> None:
         """`histories`: of all V ids. `short`: a power of 2; how many blocks are tried before rounds."""
-        from oarlock.workers.kernels.triton.sampling import choose, filters, logprobs, processors, survey
+        from oarlock.workers.kernels.triton.sampling import choose, filters, logprobs, processors
 
-        self._kernels: Any = choose, filters, logprobs, processors, survey  # a call compiles: no annotations
+        self._kernels: Any = choose, filters, logprobs, processors  # a call compiles: no annotations
         self.vocab_size, self.max_rows, self.histories = vocab_size, max_rows, histories
         self._device, self._short = device, short
         self._blocks = -(-vocab_size // BLOCK)
@@ -128,8 +129,9 @@ class DeviceSampler:
         return _Scratch(
             maxima=empty(floats, blocks), screens=empty(floats, blocks), masses=empty(floats, blocks),
             listed=empty(ints, blocks), num_listed=empty(ints), short=empty(ints, self._short),
-            short_end=empty(ints, 2), totals=empty(torch.float64), peaks=empty(floats), pending=empty(ints),
-            adjusted=empty(floats, self.vocab_size), per_tile=empty(ints, self._tiles), banned=empty(ints),
+            short_end=empty(ints, 2), totals=empty(torch.float64), peaks=empty(floats), floors=empty(floats),
+            pending=empty(ints), adjusted=empty(floats, self.vocab_size),
+            per_tile=empty(ints, self._tiles), banned=empty(ints),
         )  # fmt: skip
 
     def sample(
@@ -168,14 +170,14 @@ class DeviceSampler:
 
     def count(self, columns: SamplingColumns, outputs: DeviceOutputs, rows: int) -> None:
         """Add to the histories what the first `rows` rows sampled: all rows of the step, after the last `sample`."""
-        _, _, _, processors, _ = self._kernels
+        _, _, _, processors = self._kernels
         processors.count_sampled[(rows,)](
             self.histories.seen, outputs.tokens, columns.history_rows, columns.guesses, columns.drafts_before,
             self.vocab_size, num_warps=1,
         )  # fmt: skip
 
     def _process(self, logits: Tensor, columns: SamplingColumns, first: int) -> None:
-        _, _, _, processors, _ = self._kernels
+        _, _, _, processors = self._kernels
         c, s, rows = columns, self._scratch, len(logits)
         penalties = c.changed, c.history_rows, c.repetition, c.frequency, c.presence, c.guesses, c.drafts_before
         words = c.mask_bits.shape[1]
@@ -189,38 +191,38 @@ class DeviceSampler:
         )  # fmt: skip
 
     def _choose(self, logits: Tensor, c: SamplingColumns, out: DeviceOutputs, variant: Variant, first: int) -> None:
-        choose, _, _, _, survey = self._kernels
+        choose, _, _, _ = self._kernels
         s, rows = self._scratch, len(logits)
         # Steps with changed rows share one form of the kernels, since each form takes seconds to compile.
         random = variant.random or variant.processed
         filtered = (variant.random and variant.filtered) or variant.processed
         parts = {"RANDOM": random, "FILTERED": filtered, "PROCESSED": variant.processed}
-        survey.survey[(rows, self._tiles)](
+        choose.survey[(rows, self._tiles)](
             logits, s.adjusted, s.maxima, s.screens, s.masses, c.changed, c.temperature, c.keys,
             first, logits.stride(0), self.vocab_size, self._blocks, TILE=_SURVEYED, num_warps=4, **parts,
         )  # fmt: skip
         choose.choose[(rows,)](
             logits, s.adjusted, s.maxima, s.screens, s.masses, s.per_tile, s.banned, s.listed, s.num_listed, s.short,
-            s.short_end, s.totals, s.peaks, out.tokens, out.states, c.changed, c.target_ids, c.temperature, c.top_p,
-            c.top_k, c.min_p, c.keys, first, logits.stride(0), self.vocab_size, self._blocks, self._tiles,
+            s.short_end, s.totals, s.peaks, s.floors, out.tokens, out.states, c.changed, c.target_ids, c.temperature,
+            c.top_p, c.top_k, c.min_p, c.keys, first, logits.stride(0), self.vocab_size, self._blocks, self._tiles,
             WIDTH=_power_of_2(self._blocks), TILES=_power_of_2(self._tiles), SHORT=self._short, num_warps=4, **parts,
         )  # fmt: skip
 
     def _filter(self, logits: Tensor, c: SamplingColumns, out: DeviceOutputs, variant: Variant, first: int) -> None:
-        _, filters, _, _, _ = self._kernels
+        _, filters, _, _ = self._kernels
         s, rows = self._scratch, len(logits)
-        options = c.temperature, c.top_p, c.top_k, c.min_p, c.keys, first, logits.stride(0), self.vocab_size
+        options = c.temperature, c.top_p, c.top_k, c.keys, first, logits.stride(0), self.vocab_size
         filters.draw_kept[(rows,)](
-            logits, s.adjusted, s.short, s.short_end, s.totals, s.peaks, s.pending, out.tokens, out.states, c.changed,
-            c.target_ids, *options, SHORT=self._short, PROCESSED=variant.processed, num_warps=16,
+            logits, s.adjusted, s.short, s.short_end, s.totals, s.peaks, s.floors, s.pending, out.tokens, out.states,
+            c.changed, c.target_ids, *options, SHORT=self._short, PROCESSED=variant.processed, num_warps=16,
         )  # fmt: skip
         filters.draw_in_rounds[(rows,)](
-            logits, s.adjusted, s.listed, s.num_listed, s.peaks, s.pending, out.tokens, c.changed, *options,
+            logits, s.adjusted, s.listed, s.num_listed, s.peaks, s.floors, s.pending, out.tokens, c.changed, *options,
             self._blocks, TILE=_LONG, PROCESSED=variant.processed, num_warps=8,
         )  # fmt: skip
 
     def _report(self, logits: Tensor, c: SamplingColumns, out: DeviceOutputs, first: int) -> None:
-        _, _, logprobs, _, _ = self._kernels
+        _, _, logprobs, _ = self._kernels
         s, rows = self._scratch, len(logits)
         sizes = first, logits.stride(0), self.vocab_size, self._blocks, self._tiles
         logprobs.survey_raw[(rows, self._tiles)](

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.cpu.sampling import KernelLogitsShard, can_serve
+from oarlock.workers.kernels.cpu.sampling import floors as kernel_floors
 from oarlock.workers.sampling.candidates import BLOCK, argmax, best, block_maxima, is_left, take_blocks
 from oarlock.workers.sampling.noise import Noise
+from oarlock.workers.sampling_parameters import RowColumns
 
 _ROWS_AT_ONCE = 8
 
@@ -119,6 +121,16 @@ class LogitsShards:
         if self._noise is None:
             self._noise = Noise(self.first_id, self._count, x.device)
         return TorchLogitsShard(x, self.first_id, self._noise)
+
+
+def floors(peak: Tensor, columns: RowColumns[Tensor]) -> Tensor:
+    """Bounds below which rows keep no logits, from their largest ones: float64 [R]; -inf: no bound.
+
+    `peak` float32 [R], of all ranks; columns float64 [R].
+    """
+    if can_serve(peak.device):
+        return kernel_floors(peak, columns)
+    return peak.double() + columns.temperature * columns.min_p.log()
 
 
 def total_mass(

@@ -8,26 +8,15 @@ from dataclasses import replace
 import numpy as np
 
 from oarlock.workers.protocol import StepMetadata, StepOutput
+from oarlock.workers.sampling_parameters import PENALTY_NAMES, ROW_NAMES
 
 
 def logits_rows(step: StepMetadata, start: int, stop: int) -> StepMetadata:
     """Cuts a step to its logits rows `start` to `stop`. The histories that it writes before it samples stay whole."""
     if start == 0 and stop == len(step.logits_indices):
         return step
-    cut = {
-        name: getattr(step, name)[start:stop]
-        for name in (
-            "logits_indices",
-            "target_ids",
-            "sample_positions",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seeds",
-            "num_logprobs",
-        )
-    }
+    names = ("logits_indices", "target_ids", "sample_positions", *ROW_NAMES, "seeds", "num_logprobs")
+    cut = {name: getattr(step, name)[start:stop] for name in names}
     first, last = np.searchsorted(step.bias_rows, (start, stop))
     first_penalty, last_penalty = np.searchsorted(step.penalty_rows, (start, stop))
     first_mask, last_mask = np.searchsorted(step.mask_rows, (start, stop))
@@ -38,9 +27,7 @@ def logits_rows(step: StepMetadata, start: int, stop: int) -> StepMetadata:
         bias_ids=step.bias_ids[first:last],
         bias_values=step.bias_values[first:last],
         penalty_rows=step.penalty_rows[first_penalty:last_penalty] - start,
-        repetition=step.repetition[first_penalty:last_penalty],
-        frequency=step.frequency[first_penalty:last_penalty],
-        presence=step.presence[first_penalty:last_penalty],
+        **{name: getattr(step, name)[first_penalty:last_penalty] for name in PENALTY_NAMES},
         mask_rows=step.mask_rows[first_mask:last_mask] - start,
         mask_bits=step.mask_bits[first_mask:last_mask],
     )

@@ -1,17 +1,6 @@
 """Samples one token for each row of logits, which are sharded over the ranks by vocabulary.
 
-The order of operations, for every row and every number of ranks:
-
-    1. bias      added to the raw logits; -inf bans an id
-    2. penalties of ids that came before: repetition divides logits above 0 and multiplies the others (prompt and
-                 output), then frequency and presence are subtracted (output alone)
-    3. mask      bans every id that is not in it
-    4. greedy    temperature 0 or top-k 1: the largest, the lowest id among equals. Else:
-    5. temperature   logits are divided by it
-    6. min-p     keeps tokens at least min_p times as likely as the likeliest
-    7. top-k     keeps the k likeliest of those
-    8. top-p     keeps the shortest prefix of those, likeliest first, that holds top_p of their mass
-    9. noise     keyed by (seed, position, id) is added; the largest wins, which draws from the softmax of what is kept
+`workers/sampling_parameters.py` has the order of operations, whose numbers are used here.
 
 Logprobs and ranks are of the raw logits, before step 1. A row with NaN, with +inf or without any finite value is
 reported as not finite, and a row whose ids are all banned as such; neither changes other rows. Steps 1 to 3 keep broken
@@ -19,7 +8,7 @@ logits visible: NaN stays NaN, and +inf stays or becomes NaN, so the largest log
 
 Every rank makes the same collective calls: one gather per step, and more only for top-p alone, for logprobs and for
 kept sets beyond the short lists. A single rank with the C++ kernels does all of it in one call, by the same steps
-(`sample.cpp`) and with the same bits.
+(`csrc/sampling/sampling.cpp`) and with the same bits.
 """
 
 from dataclasses import dataclass
@@ -35,7 +24,7 @@ from oarlock.workers.kernels.cpu.sampling import sample as kernel_sample
 from oarlock.workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
 from oarlock.workers.sampling.candidates import decode
 from oarlock.workers.sampling.logits_processors import apply_logits_processors, bans_all
-from oarlock.workers.sampling.logits_shard import LogitsShard, LogitsShards, total_mass
+from oarlock.workers.sampling.logits_shard import LogitsShard, LogitsShards, floors, total_mass
 from oarlock.workers.sampling.noise import row_keys
 from oarlock.workers.sampling.token_histories import Histories, TokenHistories
 from oarlock.workers.sampling.top_k_top_p import (
@@ -45,6 +34,7 @@ from oarlock.workers.sampling.top_k_top_p import (
     draw_from_long_list,
     draw_in_rounds,
 )
+from oarlock.workers.sampling_parameters import ROW_NAMES, have_floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +76,7 @@ class _Rows:
 
     greedy: Tensor
     drawn: Tensor  # at random from all ids
-    filtered: Tensor  # at random from what min-p, top-k or top-p keep
+    filtered: Tensor  # at random from what floors, top-k or top-p keep
     massed: Tensor  # places in `filtered` of the rows whose total mass is wanted
 
 
@@ -153,6 +143,7 @@ class Sampler:
         tokens = first.tokens
         if len(rows.filtered):
             few = filters.take(rows.filtered)
+            few.floor = floors(first.peak[rows.filtered], few)
             tokens[rows.filtered] = self._draw_filtered(shard, rows.filtered, first, few, finite)
         return tokens.masked_fill_(~finite, 0), first.peak
 
@@ -210,7 +201,7 @@ def _row_kinds(step: StepMetadata, vocab_size: int, device: torch.device) -> _Ro
     """Sorts rows by the way they are sampled. Rows that only score a given token are in none of the groups."""
     chosen = step.target_ids < 0
     greedy = chosen & ((step.temperature == 0) | (step.top_k == 1))
-    filtering = (step.top_p < 1) | (step.min_p > 0) | ((step.top_k > 0) & (step.top_k < vocab_size))
+    filtering = (step.top_p < 1) | have_floor(step) | ((step.top_k > 0) & (step.top_k < vocab_size))
     filtered = chosen & ~greedy & filtering
     drawn = chosen & ~greedy & ~filtering
 
@@ -224,22 +215,17 @@ def _row_kinds(step: StepMetadata, vocab_size: int, device: torch.device) -> _Ro
 def _needs_total(step: StepMetadata, vocab_size: int) -> np.ndarray:
     """Rows drawn by top-p alone: bool [L]."""
     without_top_k = (step.top_k == 0) | (step.top_k >= vocab_size)
-    return (step.target_ids < 0) & (step.top_p < 1) & (step.min_p == 0) & without_top_k
+    return (step.target_ids < 0) & (step.top_p < 1) & ~have_floor(step) & without_top_k
 
 
 def _columns(step: StepMetadata, vocab_size: int, device: torch.device) -> Filters:
-    keys = row_keys(step.seeds, step.sample_positions)
-
-    def column(array: np.ndarray, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(array).to(device, dtype)
-
-    return Filters(
-        temperature=column(step.temperature, torch.float64),
-        top_p=column(step.top_p, torch.float64),
-        top_k=column(np.where(step.top_k < vocab_size, step.top_k, 0), torch.int64),
-        min_p=column(step.min_p, torch.float64),
-        keys=column(keys, torch.int32),
-    )
+    columns = {}
+    for name in ROW_NAMES:
+        array = torch.from_numpy(getattr(step, name)).to(device)
+        columns[name] = array.to(torch.float64 if array.is_floating_point() else torch.int64)
+    columns["top_k"] = torch.where(columns["top_k"] < vocab_size, columns["top_k"], 0)
+    keys = torch.from_numpy(row_keys(step.seeds, step.sample_positions)).to(device)
+    return Filters(**columns, keys=keys, floor=torch.full_like(columns["temperature"], float("-inf")))
 
 
 def _states(step: StepMetadata, peaks: np.ndarray, vocab_size: int) -> np.ndarray:

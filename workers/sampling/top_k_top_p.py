@@ -1,8 +1,8 @@
-"""Sampling from the tokens that min-p, top-k and top-p keep, without sorting the vocabulary.
+"""Sampling from the tokens that floors, top-k and top-p keep, without sorting the vocabulary.
 
 The kept set is always a prefix of the ids in order of logit (largest first, then lowest id). A short list of
 candidates nearly always contains it, and it is known whether it does. Otherwise either a longer list is taken (top-k),
-or the row is sampled in rounds (rejection sampling): a sample from the whole min-p set that lies in the nucleus is a
+or the row is sampled in rounds (rejection sampling): a sample from all above the floor that lies in the nucleus is a
 sample from the nucleus, and whether it lies there takes one sum, the probability mass of the tokens before it. After a
 rejected sample everything from it on is excluded, and the row is sampled again.
 
@@ -19,34 +19,26 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.kernels.cpu.sampling import can_serve, draw_from_lists, lowest_kept
+from oarlock.workers.kernels.cpu.sampling import can_serve, draw_from_lists
 from oarlock.workers.sampling.candidates import decode
 from oarlock.workers.sampling.logits_shard import LogitsShard, total_mass
 from oarlock.workers.sampling.noise import gumbel, mixed_ids, noise_bits
+from oarlock.workers.sampling_parameters import RowColumns
 
 CANDIDATES = 64  # per rank and row; more than usual values of top-k and most nuclei have
 _ROWS_AT_ONCE = 8
 _ALL_IDS = 2**31 - 1  # larger than every id
 
 
-@dataclass(frozen=True, slots=True)
-class Filters:
-    """Sampling columns of R rows, on the device."""
+@dataclass(slots=True)
+class Filters(RowColumns[Tensor]):
+    """Sampling columns of R rows, on the device: float64 and int64."""
 
-    temperature: Tensor  # float64 [R]
-    top_p: Tensor  # float64 [R]   1: off
-    top_k: Tensor  # int64 [R]   0: off
-    min_p: Tensor  # float64 [R]   0: off
     keys: Tensor  # int32 [R, 2]   of the noise
+    floor: Tensor  # float64 [R]   the smallest logit that is kept; -inf: off, or not known yet
 
     def take(self, rows: Tensor) -> "Filters":
-        return Filters(*(getattr(self, column.name)[rows] for column in fields(self)))
-
-    def lowest(self, peak: Tensor) -> Tensor:
-        """The smallest logit that min-p keeps, from the largest `peak` [R]: float64 [R], -inf where min-p is off."""
-        if can_serve(peak.device):
-            return lowest_kept(peak, self.temperature, self.min_p)
-        return peak.double() + self.temperature * self.min_p.log()
+        return Filters(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
 
 def draw_from_list(keys: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +48,7 @@ def draw_from_list(keys: Tensor, filters: Filters, total: Tensor) -> tuple[Tenso
     """
     if can_serve(keys.device):
         f = filters
-        return draw_from_lists(keys, f.temperature, f.top_p, f.top_k, f.min_p, f.keys, total)
+        return draw_from_lists(keys, f.temperature, f.top_p, f.top_k, f.floor, f.keys, total)
     return draw_from_list_with_torch(keys, filters, total)
 
 
@@ -64,7 +56,7 @@ def draw_from_list_with_torch(keys: Tensor, filters: Filters, total: Tensor) -> 
     """Computes `draw_from_list` with torch's operations, for every device; tests compare the kernel with it."""
     values, ids = decode(keys)
     peak = values[:, :1].double()
-    lowest = filters.lowest(peak.squeeze(1)).unsqueeze(1)
+    lowest = filters.floor.unsqueeze(1)
     logits = values.double()  # [R, C]
     top_k, top_p = filters.top_k.unsqueeze(1), filters.top_p.unsqueeze(1)
     place = torch.arange(keys.shape[1], device=keys.device)
@@ -72,10 +64,10 @@ def draw_from_list_with_torch(keys: Tensor, filters: Filters, total: Tensor) -> 
     scaled = (logits - peak) / filters.temperature.unsqueeze(1)
     mass = scaled.exp().masked_fill(~kept, 0.0)
     last = logits[:, -1]
-    # The list contains all that min-p and top-k keep. If not, the total mass is only known when both are off.
+    # The list contains all that floor and top-k keep. If not, the total mass is only known when both are off.
     whole = (last < lowest.squeeze(1)) | (last == float("-inf"))
     whole |= (filters.top_k > 0) & (filters.top_k <= keys.shape[1])
-    plain = (filters.top_k == 0) & (filters.min_p == 0)
+    plain = (filters.top_k == 0) & filters.floor.isneginf()
     target = top_p * torch.where(whole, mass.sum(1), total).unsqueeze(1)
     before = mass.cumsum(1) - mass
     kept &= (before < target) | (top_p >= 1) | (place == 0)
@@ -101,13 +93,12 @@ def draw_in_rounds(
 ) -> Tensor:
     """Tokens of rows without top-k whose kept set is long: int64 [R].
 
-    `peak` [R] is each row's largest logit, `totals` [R] the mass of all of it where min-p is off. Each round draws from
-    what is left of the order of logits: at first all that min-p keeps, then what comes before the rejected token.
+    `peak` [R] is each row's largest logit, `totals` [R] the mass of all of it where there is no floor. Each round draws
+    from what is left of the order of logits: at first all from the floor on, then what comes before the rejected token.
     """
-    lowest = filters.lowest(peak)
-    low = _rounded_up(lowest)
+    low = _rounded_up(filters.floor)
     end = torch.where(low == float("-inf"), 0, _ALL_IDS)
-    bounded = ((filters.min_p > 0) & (filters.top_p < 1)).nonzero().squeeze(1)
+    bounded = (~filters.floor.isneginf() & (filters.top_p < 1)).nonzero().squeeze(1)
     if len(bounded):
         left = low[bounded], end[bounded]
         mass = total_mass(tp, shard, rows[bounded], filters.temperature[bounded], peak[bounded], left)

@@ -110,7 +110,7 @@ def test_a_step_survives_the_trip(
     used = pack_step(step, buffer)
     read = unpack_step(buffer[:used])
     assert read.step_id == step.step_id
-    for name in StepMetadata.__slots__:
+    for name in StepMetadata.__dataclass_fields__:
         np.testing.assert_array_equal(getattr(read, name), getattr(step, name), err_msg=name)
 
 
@@ -144,7 +144,7 @@ def test_masks_may_follow_the_step() -> None:
     pack_step(step, buffer, without_masks=True)
     early = unpack_step(buffer)
     assert early.mask_bits.shape == (2, 5) and (early.mask_bits == 0xFFFFFFFF).all(), "left as it was"
-    for name in (name for name in step.__slots__ if name not in ("step_id", "mask_bits")):
+    for name in (name for name in step.__dataclass_fields__ if name not in ("step_id", "mask_bits")):
         np.testing.assert_array_equal(getattr(early, name), getattr(step, name), err_msg=name)
     unpack_step(buffer).mask_bits[:] = step.mask_bits
     np.testing.assert_array_equal(early.mask_bits, step.mask_bits)

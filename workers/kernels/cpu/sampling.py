@@ -1,4 +1,4 @@
-"""One rank's logits of a step, and what sampling asks of them, by the C++ kernels in `sampling.cpp`.
+"""One rank's logits of a step, and what sampling asks of them, by the C++ kernels of `csrc/sampling/sampling.cpp`.
 
 The same interface as `workers/sampling/logits_shard.py` has for torch's operations; tests compare the two.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.protocol import StepMetadata
+from oarlock.workers.sampling_parameters import PENALTIES, PENALTY_NAMES, ROW_NAMES, ROWS, RowColumns
 
 BLOCK = 128
 
@@ -81,12 +82,12 @@ class KernelLogitsShard:
 
 
 def draw_from_lists(
-    keys: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, noise: Tensor, totals: Tensor
+    keys: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, floors: Tensor, noise: Tensor, totals: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`draw_from_list` of `workers/sampling/top_k_top_p.py`, from `keys` [R, C] and the columns of its filters."""
     ids = torch.empty(len(keys), dtype=torch.int64)
     enough = torch.empty(len(keys), dtype=torch.bool)
-    kept = [value.contiguous() for value in (keys, temperature, top_p, top_k, min_p, noise, totals)]
+    kept = [value.contiguous() for value in (keys, temperature, top_p, top_k, floors, noise, totals)]
     first, *others = (value.data_ptr() for value in kept)
     _function(library.library(), "oarlock_draw_from_lists", "pnn pppppppp")(
         first, keys.shape[1], len(keys), *others, ids.data_ptr(), enough.data_ptr()
@@ -94,9 +95,9 @@ def draw_from_lists(
     return ids, enough
 
 
-def lowest_kept(peak: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
-    """`Filters.lowest` of `workers/sampling/top_k_top_p.py`: float64 [R]."""
-    return _of_each_row("oarlock_lowest_kept", peak.double(), temperature, min_p)
+def floors(peak: Tensor, columns: RowColumns[Tensor]) -> Tensor:
+    """`floors` of `workers/sampling/logits_shard.py`: float64 [R]."""
+    return _of_each_row("oarlock_floors", peak.double(), columns.temperature, columns.min_p)
 
 
 def log_totals(peak: Tensor, mass: Tensor) -> Tensor:
@@ -127,12 +128,12 @@ def _function(kernels: ctypes.CDLL, name: str, kinds: str) -> Callable[..., None
 
 
 # sections of `StepMetadata`; all are of 32 bits but for seeds, of 64
-_COLUMNS = ("target_ids", "temperature", "top_p", "top_k", "min_p", "seeds", "sample_positions", "num_logprobs")
+_COLUMNS = ("target_ids", *ROW_NAMES, "seeds", "sample_positions", "num_logprobs")
 _BIAS = ("bias_rows", "bias_ids", "bias_values")
-_PENALTIES = ("penalty_rows", "repetition", "frequency", "presence")
+_PENALTIES = ("penalty_rows", *PENALTY_NAMES)
 _HISTORIES = ("history_firsts", "history_lengths", "history_ids", "history_counts")
 _MASKS = ("mask_rows", "mask_bits")
-_FLOATS = {"temperature", "top_p", "min_p", "bias_values", "repetition", "frequency", "presence"}
+_FLOATS = {"bias_values", *(row.column for row in (*ROWS, *PENALTIES) if row.dtype == "<f4")}
 _OUTPUTS = ("token_ids", "tops", "logprobs", "ranks", "top_ids", "top_logprobs")
 
 
@@ -148,7 +149,7 @@ def _structure(*parts: str | tuple[str, ...]) -> list[tuple[str, type[ctypes.c_l
 
 
 class _Step(ctypes.Structure):
-    """`Step` of `sample.cpp`, field by field."""
+    """`Step` of `sampling.cpp`, field by field."""
 
     _fields_ = _structure(
         "rows", "vocab_size", _COLUMNS,
@@ -159,7 +160,7 @@ class _Step(ctypes.Structure):
 
 
 class _Output(ctypes.Structure):
-    """`Output` of `sample.cpp`, field by field."""
+    """`Output` of `sampling.cpp`, field by field."""
 
     _fields_ = _structure("top_columns", _OUTPUTS)
 
@@ -172,7 +173,7 @@ def sample(
     `logits`: float32 [L, V], not changed; ids from `vocab_size` on are padding with -inf. `histories`: the arrays of
     `Entries`, of the rows with penalties if there are any.
 
-    A whole step's sampling in one call, on a rank that has all of the vocabulary (`sample.cpp`). Each row is changed,
+    A whole step's sampling in one call, on a rank that has all of the vocabulary. Each row is changed,
     sampled and scored while it is in the cache. The same tokens as `workers/sampling/sampler.py` chooses by its own
     steps, and logprobs equal to rounding; tests compare the two.
     """

@@ -97,7 +97,7 @@ def test_every_array_has_the_type_of_the_layout(params) -> None:
     buffer = memoryview(bytearray(max_step_bytes(make_config().worker)))
     pack_step(step, buffer)
     back = unpack_step(buffer)
-    for name in (name for name in step.__slots__ if name not in ("step_id", "is_ahead")):
+    for name in (name for name in step.__dataclass_fields__ if name not in ("step_id", "is_ahead")):
         ours, theirs = getattr(step, name), getattr(back, name)
         assert ours.dtype == theirs.dtype, name
         np.testing.assert_array_equal(ours, theirs)
@@ -171,7 +171,7 @@ def test_sections_follow_the_sequence_from_step_to_step() -> None:
         start = 2 + count
         step = made.build(output_of(ScheduledTokens(seq, start, 1, True), step_id=count + 1, new=count == 0))
         again = made.build(output_of(ScheduledTokens(seq, start, 1, True), step_id=count + 1, new=count == 0))
-        for name in step.__slots__:
+        for name in step.__dataclass_fields__:
             np.testing.assert_array_equal(getattr(again, name), getattr(step, name), err_msg=name)
         history = dict(zip(step.history_ids.tolist(), step.history_counts.tolist(), strict=True))
         assert step.bias_ids.tolist() == [9, 4, 5]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from oarlock.workers.kernels.cpu.sampling import KernelLogitsShard, log_totals
 from oarlock.workers.sampling.candidates import decode
-from oarlock.workers.sampling.logits_shard import TorchLogitsShard
+from oarlock.workers.sampling.logits_shard import TorchLogitsShard, floors
 from oarlock.workers.sampling.noise import Noise, row_keys
 from oarlock.workers.sampling.top_k_top_p import Filters, draw_from_list, draw_from_list_with_torch
 
@@ -109,12 +109,14 @@ def test_lists_and_logarithms_are_as_with_torch() -> None:
     noise = torch.from_numpy(row_keys(np.arange(ROWS), np.zeros(ROWS, np.int32)))
     for top_k, min_p, top_p in ((0, 0.0, 0.7), (10, 0.0, 1.0), (0, 0.2, 0.9), (100, 0.1, 0.5)):
         filters = Filters(
-            column + 0.5,
-            torch.full_like(column, top_p),
-            torch.full((ROWS,), top_k),
-            torch.full_like(column, min_p),
-            noise,
+            temperature=column + 0.5,
+            top_p=torch.full_like(column, top_p),
+            top_k=torch.full((ROWS,), top_k),
+            min_p=torch.full_like(column, min_p),
+            keys=noise,
+            floor=column,
         )
+        filters.floor = floors(x.amax(1), filters)
         total = ((x.double() - x.double().amax(1, keepdim=True)) / filters.temperature[:, None]).exp().sum(1)
         for ours, plain in zip(
             draw_from_list(keys, filters, total), draw_from_list_with_torch(keys, filters, total), strict=True
@@ -122,7 +124,7 @@ def test_lists_and_logarithms_are_as_with_torch() -> None:
             assert torch.equal(ours, plain)
         if min_p:
             expected = x.amax(1).double() + filters.temperature * filters.min_p.log()
-            torch.testing.assert_close(filters.lowest(x.amax(1)), expected, rtol=1e-15, atol=1e-15)
+            torch.testing.assert_close(filters.floor, expected, rtol=1e-15, atol=1e-15)
     torch.testing.assert_close(log_totals(x.amax(1), column), x.amax(1).double() + column.log(), rtol=1e-15, atol=1e-15)
 
 

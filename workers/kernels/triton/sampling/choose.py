@@ -1,28 +1,186 @@
-"""Chooses each row's state from the survey of blocks, and its token where no filter is on, else the blocks to read."""
+"""One pass over all logits, and what follows from it for each row: its state, and its token or the blocks to read.
+
+The survey finds what of each block of 128 ids decides whether it matters. From that, `choose` takes the token of rows
+without filters; for the others it lists the blocks that hold what is kept.
+
+The noise is that of `workers/sampling/noise.py`. Scores in float32 are screens: they tell which few ids can win. Only
+those are scored in float64. Searches for thresholds in the order of logits, as whole numbers, take the same steps on
+every device.
+"""
 
 import triton
 import triton.language as tl
 
-from oarlock.workers.kernels.triton.sampling.survey import (
-    BLOCK,
-    changed_row,
-    first_of,
-    gumbel,
-    gumbel_screen,
-    inverse,
-    lowest_kept,
-    margin_at,
-    noise_words,
-    threshold,
-)
+# Scores in float32, of scaled logits that end at 0, differ by less from those in float64 where it matters: their noise
+# by 3e-5, and a winner lies at most 26 below 0, where it is rounded to 2e-6.
+MARGIN = tl.constexpr(1e-3)
+
+
+@triton.jit
+def noise_words(ids, key, factor):
+    """Words of 32 bits, of `ids` and the two words of their row's key (int32): uint32, in the order of the noise."""
+    word = ids.to(tl.uint32)
+    word = (word ^ (word >> 16)) * 0x7FEB352D
+    word = (word ^ (word >> 15)) * 0x846CA68B
+    word = word ^ (word >> 16)
+    word = (word ^ key.to(tl.uint32, bitcast=True)) * factor.to(tl.uint32, bitcast=True)
+    word = (word ^ (word >> 16)) * 0x7FEB352D
+    word = (word ^ (word >> 15)) * 0x846CA68B
+    return word ^ 0x80000000  # words are compared as signed numbers
+
+
+@triton.jit
+def gumbel_screen(words):
+    """Gumbel noise in float32. Near 1 the logarithm of a number is that of its distance from 1, which is exact."""
+    distance = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    small = distance * (1.0 + distance * (0.5 + distance * (0.3333333333 + distance * 0.25)))
+    large = -tl.log((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10)
+    return -tl.log(tl.where(distance < 0.015625, small, large))
+
+
+@triton.jit
+def gumbel(word):
+    """Gumbel noise in float64."""
+    uniform = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def inverse(temperature):
+    """1 / temperature in float32, not above its largest number."""
+    return tl.minimum(1.0 / temperature.to(tl.float64), 3.4028234663852886e38).to(tl.float32)
+
+
+@triton.jit
+def margin_at(peak, temperature):
+    """Largest distance below the best screen of an id that can win by `peak / temperature + noise` in float64, the
+    rounding of that sum included."""
+    return 2 * MARGIN + (tl.abs(peak.to(tl.float64)) / temperature.to(tl.float64) * 1e-15).to(tl.float32)
+
+
+BLOCK = tl.constexpr(128)
+
+
+@triton.jit
+def changed_row(logits, adjusted, changed, row, place, stride, vocab, PROCESSED: tl.constexpr):
+    """The row's logits as they are sampled: `adjusted` where bias, penalties or a mask changed them."""
+    x = logits + place.to(tl.int64) * stride
+    if PROCESSED:
+        is_changed = tl.load(changed + row) > 0
+        if is_changed:
+            x = adjusted + place.to(tl.int64) * vocab
+    return x
+
+
+@triton.jit
+def survey(
+    logits,  # float32 [L, V], rows `stride` elements apart
+    adjusted,  # float32 [L, V]; of rows that are changed
+    maxima,  # float32 [L, B]   largest logit; +inf where one is NaN
+    screens,  # float32 [L, B]   largest (logit - maximum) / temperature + noise; of rows that are drawn
+    masses,  # float32 [L, B]   sum of exp((logit - maximum) / temperature); of those too
+    changed,
+    temperature,
+    keys,
+    first,
+    stride,
+    vocab,
+    blocks,
+    TILE: tl.constexpr,  # blocks for one program
+    RANDOM: tl.constexpr,
+    FILTERED: tl.constexpr,
+    PROCESSED: tl.constexpr,
+):
+    place, tile = tl.program_id(0), tl.program_id(1)
+    row = first + place
+    block = tile * TILE + tl.arange(0, TILE)
+    ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = changed_row(logits, adjusted, changed, row, place, stride, vocab, PROCESSED)
+    x = tl.load(x + ids, ids < vocab, float("-inf"))
+    x = tl.where(x == x, x, float("inf"))
+    top = tl.max(x, 1)
+    into = place * blocks + block
+    inside = block < blocks
+    tl.store(maxima + into, top, inside)
+    if RANDOM:
+        hot = tl.load(temperature + row)
+        if hot > 0:
+            finite = tl.where(tl.abs(top) < float("inf"), top, 0.0)
+            scaled = (x - finite[:, None]) * inverse(hot)
+            words = noise_words(ids, tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1))
+            tl.store(screens + into, tl.max(scaled + gumbel_screen(words), 1), inside)
+            if FILTERED:
+                tl.store(masses + into, tl.sum(tl.exp(scaled), 1), inside)
+
+
+@triton.jit
+def ordered(x):
+    """float32 as int32 whose order is the same; no NaN."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # adding zero turns -0 into 0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def value_of(order):
+    """The float32 of `ordered`."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rounded_up(value):
+    """The smallest float32 that is not below a float64."""
+    near = value.to(tl.float32)
+    above = value_of(ordered(near) + 1)
+    return tl.where(near.to(tl.float64) < value, above, near)
+
+
+@triton.jit
+def floor_of(peak, temperature, min_p):
+    """The smallest float32 that a row keeps, from its largest; -inf where no floor is on."""
+    lowest = tl.full([], float("-inf"), tl.float32)
+    if min_p > 0:
+        lowest = rounded_up(peak.to(tl.float64) + temperature.to(tl.float64) * tl.log(min_p.to(tl.float64)))
+    return lowest
+
+
+@triton.jit
+def middle_of(low, high):
+    """The middle of two int32, computed in int64, since their distance may not fit into an int32."""
+    return ((low.to(tl.int64) + high) >> 1).to(tl.int32)
+
+
+@triton.jit
+def threshold(values, weights, wanted):
+    """The largest float32 from which on `weights`, whole numbers, have a sum of `wanted`; all have at least that.
+
+    Not one of `values` itself where those from it on have that sum exactly.
+    """
+    low, high = ordered(tl.min(values)), ordered(tl.max(values)) + 1
+    while low < high - 1:
+        middle = middle_of(low, high)
+        found = tl.sum(tl.where(values >= value_of(middle), weights, 0).to(tl.int64))
+        if found >= wanted:
+            low = middle
+            if found == wanted:
+                high = middle + 1
+        else:
+            high = middle
+    return value_of(low)
+
+
+@triton.jit
+def first_of(flags, numbers):
+    """The lowest of `numbers` with a flag; 2^31 - 1 where there is none."""
+    return tl.min(tl.where(flags, numbers, 0x7FFFFFFF))
+
 
 NONFINITE, FINITE, ALL_BANNED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # of `protocol.StepOutput.finite`
 
 
 @triton.jit
-def is_filtered(temperature, top_p, top_k, min_p, vocab):
+def is_filtered(temperature, top_p, top_k, floored, vocab):
     """Whether a filter removes tokens from a row that samples."""
-    return (temperature > 0) & (top_k != 1) & ((top_p < 1) | (min_p > 0) | ((top_k > 0) & (top_k < vocab)))
+    return (temperature > 0) & (top_k != 1) & ((top_p < 1) | floored | ((top_k > 0) & (top_k < vocab)))
 
 
 @triton.jit
@@ -40,6 +198,7 @@ def choose(
     short_end,  # int32 [L, 2]   which are those before this pair: the bits of a float32, and an id
     totals,  # float64 [L]   sum of exp((x - peak) / temperature)
     peaks,  # float32 [L]
+    floors,  # float32 [L]   of filtered rows: the smallest logit that is kept
     tokens,  # int32 [R]
     states,  # int32 [R]
     changed,
@@ -61,38 +220,36 @@ def choose(
     FILTERED: tl.constexpr,
     PROCESSED: tl.constexpr,
 ):
-    place = tl.program_id(0)
-    row = first + place
-    block = tl.arange(0, WIDTH)
-    inside = block < blocks
-    at_row = place * blocks
+    place, block = tl.program_id(0), tl.arange(0, WIDTH)
+    row, at_row, inside = first + place, place * blocks, block < blocks
     top = tl.load(maxima + at_row + block, inside, float("-inf"))
     peak = tl.max(top)
     state = _state(peak, allowed + place * tiles, banned + place, changed + row, tiles, TILES, PROCESSED)
     tl.store(states + row, state)
     tl.store(peaks + place, peak)
-    token = tl.load(target_ids + row)
-    if token < 0:
-        token = 0
-        if state == FINITE:
-            x = changed_row(logits, adjusted, changed, row, place, stride, vocab, PROCESSED)
-            hot, k = tl.load(temperature + row), tl.load(top_k + row)
-            if (hot == 0) | (k == 1):
-                token = _largest(x, top, peak, block, vocab)
-            elif RANDOM:
-                screen = tl.load(screens + at_row + block, inside, float("-inf"))
-                filtered = False
-                if FILTERED:
-                    nucleus, least = tl.load(top_p + row), tl.load(min_p + row)
-                    filtered = is_filtered(hot, nucleus, k, least, vocab)
-                    if filtered:
-                        mass = tl.load(masses + at_row + block, inside, 0.0)
-                        mass *= tl.exp((top - peak) * inverse(hot))
-                        tl.store(totals + place, tl.sum(mass.to(tl.float64)))
-                        _list_all(listed + at_row, num_listed + place, top, block, peak, hot, k, least)
-                        _list_few(short + place * SHORT, short_end + 2 * place, top, block, vocab, SHORT)
-                if not filtered:
-                    token = _drawn(x, top, peak, screen, block, hot, keys + 2 * row, vocab)
+    target = tl.load(target_ids + row)
+    token = tl.maximum(target, 0)
+    if (target < 0) & (state == FINITE):
+        x = changed_row(logits, adjusted, changed, row, place, stride, vocab, PROCESSED)
+        hot, k = tl.load(temperature + row), tl.load(top_k + row)
+        if (hot == 0) | (k == 1):
+            token = _largest(x, top, peak, block, vocab)
+        elif RANDOM:
+            screen = tl.load(screens + at_row + block, inside, float("-inf"))
+            filtered = False
+            if FILTERED:
+                nucleus, least = tl.load(top_p + row), tl.load(min_p + row)
+                filtered = is_filtered(hot, nucleus, k, least > 0, vocab)
+                if filtered:
+                    mass = tl.load(masses + at_row + block, inside, 0.0)
+                    _store_total(totals + place, mass, top, peak, hot)
+                    floor = floor_of(peak, hot, least)
+                    tl.store(floors + place, floor)
+                    _list_all(listed + at_row, num_listed + place, top, block, k, floor)
+                    _list_few(short + place * SHORT, short_end + 2 * place, top, block, vocab, SHORT)
+            if not filtered:
+                tl.store(floors + place, float("-inf"))
+                token = _drawn(x, top, peak, screen, block, hot, keys + 2 * row, vocab)
     tl.store(tokens + row, token)
 
 
@@ -148,9 +305,14 @@ def _drawn(x, top, peak, screen, block, temperature, keys, vocab):
 
 
 @triton.jit
-def _list_all(listed, num_listed, top, block, peak, temperature, top_k, min_p):
-    """The blocks with a logit that min-p and top-k may keep: the k-th largest logit is at least the k-th maximum."""
-    least = lowest_kept(peak, temperature, min_p)
+def _store_total(total, mass, top, peak, temperature):
+    mass *= tl.exp((top - peak) * inverse(temperature))
+    tl.store(total, tl.sum(mass.to(tl.float64)))
+
+
+@triton.jit
+def _list_all(listed, num_listed, top, block, top_k, least):
+    """The blocks with a logit that a floor and top-k may keep: the k-th largest logit is at least the k-th maximum."""
     finite = top > float("-inf")
     if (top_k > 0) & (top_k <= tl.sum(finite.to(tl.int32))):
         least = tl.maximum(least, threshold(top, finite.to(tl.int32), top_k))

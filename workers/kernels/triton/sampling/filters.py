@@ -7,15 +7,15 @@ id's, so that their sums do not depend on an order of addition.
 import triton
 import triton.language as tl
 
-from oarlock.workers.kernels.triton.sampling.choose import FINITE, is_filtered
-from oarlock.workers.kernels.triton.sampling.survey import (
+from oarlock.workers.kernels.triton.sampling.choose import (
     BLOCK,
+    FINITE,
     changed_row,
     first_of,
     gumbel,
     gumbel_screen,
     inverse,
-    lowest_kept,
+    is_filtered,
     margin_at,
     middle_of,
     noise_words,
@@ -63,6 +63,7 @@ def draw_kept(
     short_end,
     totals,
     peaks,
+    floors,
     pending,  # int32 [L]   written: 1 where these blocks are not enough
     tokens,
     states,
@@ -71,7 +72,6 @@ def draw_kept(
     temperature,
     top_p,
     top_k,
-    min_p,
     keys,
     first,
     stride,
@@ -84,11 +84,11 @@ def draw_kept(
     row = first + place
     tl.store(pending + place, 0)
     hot, nucleus, k, least = (
-        tl.load(temperature + row), tl.load(top_p + row), tl.load(top_k + row), tl.load(min_p + row),
+        tl.load(temperature + row), tl.load(top_p + row), tl.load(top_k + row), tl.load(floors + place),
     )  # fmt: skip
     if (tl.load(target_ids + row) >= 0) | (tl.load(states + row) != FINITE):
         return
-    if is_filtered(hot, nucleus, k, least, vocab) == 0:
+    if is_filtered(hot, nucleus, k, least > float("-inf"), vocab) == 0:
         return
     lane = tl.arange(0, SHORT * 128)
     block = tl.load(short + place * SHORT + lane // BLOCK)
@@ -97,10 +97,9 @@ def draw_kept(
     values = tl.load(x + ids, (block >= 0) & (ids < vocab), float("-inf"))
     peak, scale = tl.load(peaks + place), inverse(hot)
     value = tl.load(short_end + 2 * place).to(tl.float32, bitcast=True)
-    lowest = lowest_kept(peak, hot, least)
-    kept = is_before(values, ids, value, tl.load(short_end + 2 * place + 1)) & (values >= lowest)
+    kept = is_before(values, ids, value, tl.load(short_end + 2 * place + 1)) & (values >= least)
     count = tl.sum(kept.to(tl.int32))
-    whole = (value == float("-inf")) | (lowest > value)
+    whole = (value == float("-inf")) | (least > value)
     limited = (k > 0) & (k < vocab)
     if limited & (k <= count):
         kept = first_k(kept, values, tl.full(lane.shape, 1, tl.int32), k)
@@ -112,7 +111,7 @@ def draw_kept(
         total = mass.to(tl.float64)
         if whole == 0:
             total = tl.load(totals + place) * _UNIT
-            enough = (limited == 0) & (least == 0)
+            enough = (limited == 0) & (least == float("-inf"))
         wanted = tl.maximum(units_up_to(nucleus, total), 1)
         enough = enough & (mass >= wanted)
         if enough:
@@ -163,13 +162,13 @@ def draw_in_rounds(
     listed,
     num_listed,
     peaks,
+    floors,
     pending,
     tokens,
     changed,
     temperature,
     top_p,
     top_k,
-    min_p,
     keys,
     first,
     stride,
@@ -189,14 +188,13 @@ def draw_in_rounds(
         return
     x = changed_row(logits, adjusted, changed, row, place, stride, vocab, PROCESSED)
     hot, nucleus, k, least = (
-        tl.load(temperature + row), tl.load(top_p + row), tl.load(top_k + row), tl.load(min_p + row),
+        tl.load(temperature + row), tl.load(top_p + row), tl.load(top_k + row), tl.load(floors + place),
     )  # fmt: skip
     listed += place * blocks
     count, peak, scale = tl.load(num_listed + place), tl.load(peaks + place), inverse(hot)
-    value = lowest_kept(peak, hot, least)
-    end = _ALL_IDS
+    value, end = least, _ALL_IDS
     if (k > 0) & (k < vocab):
-        value, end = _first_k(x, listed, count, k, value, peak, vocab, TILE)
+        value, end = _first_k(x, listed, count, k, least, peak, vocab, TILE)
     total = tl.full([], 0, tl.int64)
     if nucleus < 1:
         total = _mass(x, listed, count, value, end, peak, scale, vocab, TILE)

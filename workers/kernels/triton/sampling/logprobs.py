@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from oarlock.workers.kernels.triton.sampling.choose import FINITE
-from oarlock.workers.kernels.triton.sampling.survey import BLOCK, first_of
+from oarlock.workers.kernels.triton.sampling.choose import BLOCK, FINITE, first_of
 
 
 @triton.jit

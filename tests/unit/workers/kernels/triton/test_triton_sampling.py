@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from oarlock.workers.kernels.cpu import library
-from oarlock.workers.kernels.triton.sampling.survey import MARGIN, gumbel, gumbel_screen
+from oarlock.workers.kernels.triton.sampling.choose import MARGIN, gumbel, gumbel_screen
 from oarlock.workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
 from oarlock.workers.sampling.columns import SamplingColumns, Variant, bias_entries, write_rows
 from oarlock.workers.sampling.columns import sections as column_sections

@@ -1,4 +1,4 @@
-// One rank's whole choice of a token: greedy, drawn from all ids, or from those that min-p, top-k and top-p keep.
+// One rank's whole choice of a token: greedy, drawn from all ids, or from those that floors, top-k and top-p keep.
 //
 // The same steps in the same order as `workers/sampling/sampler.py` and `top_k_top_p.py` take for several ranks, and what
 // rounds is computed by the same functions: a token does not depend on the number of ranks.
@@ -10,13 +10,23 @@ namespace sampling {
 constexpr long kCandidates = 64;  // CANDIDATES of `top_k_top_p.py`
 
 struct Filters {
-  double temperature, top_p, min_p;  // greedy at 0; off at 1; off at 0
-  long top_k;                        // off at 0
+  double temperature, top_p;   // greedy at 0; off at 1
+  long top_k;                  // off at 0
+  double floor = -kInfinity;   // logits below it are not kept; off at -inf
 
   bool greedy() const { return temperature == 0 || top_k == 1; }
-  bool filtering() const { return top_p < 1 || min_p > 0 || top_k > 0; }
-  bool only_top_p() const { return top_p < 1 && min_p == 0 && top_k == 0; }
-  double lowest(double peak) const { return std::fma(temperature, std::log(min_p), peak); }  // that min-p keeps
+  bool floored() const { return floor > -kInfinity; }
+  bool filtering() const { return top_p < 1 || floored() || top_k > 0; }
+  bool only_top_p() const { return top_p < 1 && !floored() && top_k == 0; }
+};
+
+// The parameters that bound a row's logits from below.
+struct Floors {
+  double min_p;  // off at 0
+
+  double of(double peak, double temperature) const {
+    return std::fma(temperature, std::log(min_p), peak);
+  }
 };
 
 // Memory of one thread.
@@ -53,8 +63,8 @@ struct Choice {
 // `draw_from_list`: keys [count] are the best, `total` the mass of all ids. The result has a global id.
 inline Choice draw_from_list(const int64_t *keys, long count, const Filters &filters, double total, Key key,
                              double *masses) {
-  const double peak = value_of(keys[0]), last = value_of(keys[count - 1]), lowest = filters.lowest(peak);
-  long kept = 0;  // what min-p and top-k keep is a prefix
+  const double peak = value_of(keys[0]), last = value_of(keys[count - 1]), lowest = filters.floor;
+  long kept = 0;  // what floor and top-k keep is a prefix
   double sum = 0;
   for (; kept < count && (kept < filters.top_k || filters.top_k == 0); kept++) {
     const double value = value_of(keys[kept]);
@@ -73,7 +83,7 @@ inline Choice draw_from_list(const int64_t *keys, long count, const Filters &fil
     if (winner < 0 || score > best) best = score, winner = id;
     before += masses[place];
   }
-  const bool ends_within = filters.top_k == 0 && filters.min_p == 0 && place < count;
+  const bool ends_within = filters.top_k == 0 && !filters.floored() && place < count;
   return {winner, whole || ends_within};
 }
 
@@ -89,10 +99,9 @@ inline Draw draw(const Logits &row, long first_id, double temperature, Key key, 
 
 // `draw_in_rounds`, of one rank: draw, and draw again from what comes before a token that is not in the nucleus.
 inline long draw_in_rounds(const Logits &row, long first_id, const Filters &filters, Key key, uint32_t *distances) {
-  const double lowest = filters.lowest(row.top);
-  float low = static_cast<float>(lowest);
-  if (low < lowest) low = __builtin_nextafterf(low, kInfinity);
-  const Cut all{low, low == -kInfinity ? 0 : row.width};  // that min-p keeps
+  float low = static_cast<float>(filters.floor);
+  if (low < filters.floor) low = __builtin_nextafterf(low, kInfinity);
+  const Cut all{low, low == -kInfinity ? 0 : row.width};  // that the floor keeps
   long id = draw(row, first_id, filters.temperature, key, all, distances).id;
   if (filters.top_p >= 1) return id;
   auto [total, before] = masses_of<2>(row, filters.temperature, {all, Cut{row.x[id], id}});
@@ -104,14 +113,13 @@ inline long draw_in_rounds(const Logits &row, long first_id, const Filters &filt
   return id;
 }
 
-// Whether block maxima alone show that the candidates are not enough (`draw_from_list`): min-p keeps more of them, or all
+// Whether block maxima alone show that the candidates are not enough (`draw_from_list`): a floor keeps more of them, or all
 // together, of weight 1 at most, hold less than top-p. Spares flat rows the search for candidates; either way, the same
 // token is drawn.
 inline bool surely_not_enough(const Logits &row, const Filters &filters) {
   if (filters.top_k > 0 || row.blocks() <= kCandidates) return false;
-  if (filters.min_p > 0) {
-    const double lowest = filters.lowest(row.top);
-    const auto keeps = [&](float most) { return most >= lowest && most > -kInfinity; };
+  if (filters.floored()) {
+    const auto keeps = [&](float most) { return most >= filters.floor && most > -kInfinity; };
     return std::count_if(row.maxima, row.maxima + row.blocks(), keeps) >= kCandidates;
   }
   const Vec top = broadcast(row.top), scale = broadcast(inverse_of(filters.temperature));

@@ -1,12 +1,35 @@
-// What sampling asks of one rank's logits [rows, width]: see `workers/kernels/cpu/sampling.py`, and `logits_row.h` for words.
+// The entry points of sampling for `workers/kernels/cpu/sampling.py`; see `logits_row.h` for words.
+//
+// For several ranks: what sampling asks of one rank's logits [rows, width]. For a rank that has the whole vocabulary: all
+// of a step, whose logits are changed as requests ask, a token chosen and its log-probability reported, all of one row
+// before the next, so that a row is read from memory once; by the same steps as `workers/sampling/sampler.py` takes.
 #include "runtime/arena.h"
 #include "sampling/logits_processors.h"
 #include "sampling/sample_row.h"
-#include "sampling/threads.h"
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 namespace {
 
 using namespace sampling;
+
+// How many threads share the rows of a call, and which one this is.
+int threads() {
+#ifdef _OPENMP
+  return omp_get_max_threads();
+#else
+  return 1;
+#endif
+}
+
+int this_thread() {
+#ifdef _OPENMP
+  return omp_get_thread_num();
+#else
+  return 0;
+#endif
+}
 
 // The logits of a call: rows of x [., width], each with its maxima [., blocks] and its largest logit.
 struct Table {
@@ -109,12 +132,12 @@ extern "C" void oarlock_logits_above(const float *x, long stride, long width, co
 
 // Of each row, a token from its candidates, keys [count, length] with the best first, and whether they were enough.
 extern "C" void oarlock_draw_from_lists(const int64_t *keys, long length, long count, const double *temperature,
-                                        const double *top_p, const int64_t *top_k, const double *min_p, const Key *noise,
+                                        const double *top_p, const int64_t *top_k, const double *floors, const Key *noise,
                                         const double *totals, int64_t *ids, bool *enough) {
   const Arena::Mark mark = arena().mark();
   double *masses = arena().take<double>(length);
   for (long i = 0; i < count; i++) {
-    const Filters filters{temperature[i], top_p[i], min_p[i], top_k[i]};
+    const Filters filters{temperature[i], top_p[i], top_k[i], floors[i]};
     const Choice choice = draw_from_list(keys + i * length, length, filters, totals[i], noise[i], masses);
     ids[i] = choice.id;
     enough[i] = choice.enough;
@@ -122,10 +145,10 @@ extern "C" void oarlock_draw_from_lists(const int64_t *keys, long length, long c
   arena().release(mark);
 }
 
-// The smallest logit of each row that min-p keeps, from the largest.
-extern "C" void oarlock_lowest_kept(long count, const double *peaks, const double *temperature, const double *min_p,
-                                    double *lowest) {
-  for (long i = 0; i < count; i++) lowest[i] = Filters{temperature[i], 1, min_p[i], 0}.lowest(peaks[i]);
+// The floor of each row, from its largest logit and its parameters.
+extern "C" void oarlock_floors(long count, const double *peaks, const double *temperature, const double *min_p,
+                               double *floors) {
+  for (long i = 0; i < count; i++) floors[i] = Floors{min_p[i]}.of(peaks[i], temperature[i]);
 }
 
 extern "C" void oarlock_log_totals(long count, const double *peaks, const double *masses, double *totals) {
@@ -137,4 +160,101 @@ extern "C" void oarlock_mask(float *x, long stride, const int32_t *rows, const u
                              long num_words, long first_id, long width) {
 #pragma omp parallel for schedule(static)
   for (long i = 0; i < count; i++) mask_row(x + rows[i] * stride, width, first_id, words + i * num_words, num_words);
+}
+
+namespace {
+
+// As `workers/kernels/cpu/sampling.py` fills it; arrays are those of `StepMetadata`.
+struct Step {
+  long rows, vocab_size;
+  const int32_t *target_ids;
+  const float *temperature, *top_p;
+  const int32_t *top_k;
+  const float *min_p;
+  const int64_t *seeds;
+  const int32_t *sample_positions, *num_logprobs;
+  Changes changes;
+
+  bool reports(long i) const { return num_logprobs[i] >= 0 || target_ids[i] >= 0; }
+  Filters filters(long i) const { return {temperature[i], top_p[i], top_k[i] < vocab_size ? top_k[i] : 0}; }
+  Floors floors(long i) const { return {min_p[i]}; }
+};
+
+// Arrays of `StepOutput`; those of logprobs hold what rows without them have, and are not read if no row reports.
+struct Output {
+  long top_columns;     // K
+  int32_t *token_ids;   // [rows]   0 where a row is broken
+  float *tops;          // [rows]   largest changed logit; NaN where there is NaN or +inf
+  float *logprobs;      // [rows]
+  int32_t *ranks;       // [rows]
+  int32_t *top_ids;     // [rows, K]
+  float *top_logprobs;  // [rows, K]
+};
+
+// Memory of one thread beside that of `choose`.
+struct RowMemory {
+  Scratch scratch;
+  float *changed;              // [width]   a row after its changes
+  float *maxima, *raw_maxima;  // [blocks]
+
+  RowMemory(long width, long longest) {
+    const long blocks = (width + kBlock - 1) / kBlock;
+    scratch = {arena().take<uint32_t>(blocks), arena().take<float>(blocks),
+               arena().take<int64_t>(keys_needed(width, longest)), arena().take<int64_t>(longest),
+               arena().take<double>(longest)};
+    changed = arena().take<float>(width);
+    maxima = arena().take<float>(blocks);
+    raw_maxima = arena().take<float>(blocks);
+  }
+};
+
+// Writes the log-probability and the rank of `token` in row `i`, and the likeliest ids.
+void report(const Logits &raw, const Step &step, long i, long token, const Scratch &scratch, const Output &out) {
+  const double total = log_total(raw.top, mass_of(raw, 1.0, {-kInfinity, 0}));
+  const float value = raw.x[token];
+  out.logprobs[i] = static_cast<float>(value - total);
+  out.ranks[i] = 1 + static_cast<int32_t>(count_above(raw, value));
+  const long wanted = std::min<long>(step.num_logprobs[i], out.top_columns);
+  if (wanted <= 0) return;
+  find_best(raw, 0, wanted, scratch.some, scratch.order, scratch.keys);
+  for (long k = 0; k < wanted; k++) {
+    out.top_ids[i * out.top_columns + k] = id_of(scratch.keys[k]);
+    out.top_logprobs[i * out.top_columns + k] = static_cast<float>(value_of(scratch.keys[k]) - total);
+  }
+}
+
+void sample_row(const float *x, long width, const Step &step, long i, const RowMemory &memory, const Output &out) {
+  const RowChanges changes(step.changes, i);
+  const long slice = slice_of(step.vocab_size);
+  const Logits raw{x, width, memory.raw_maxima, find_maxima(x, width, memory.raw_maxima), slice};
+  Logits row = raw;
+  if (changes.any()) {
+    std::copy(x, x + width, memory.changed);
+    changes.apply(memory.changed, width, 0);
+    row = {memory.changed, width, memory.maxima, find_maxima(memory.changed, width, memory.maxima), slice};
+  }
+  out.tops[i] = row.top;
+  long token = step.target_ids[i];
+  if (token < 0) {
+    const Key key = row_key(step.seeds[i], step.sample_positions[i]);
+    Filters filters = step.filters(i);
+    filters.floor = step.floors(i).of(row.top, filters.temperature);
+    token = choose(row, 0, filters, key, memory.scratch);
+  }
+  out.token_ids[i] = static_cast<int32_t>(token);
+  if (step.reports(i)) report(raw, step, i, token, memory.scratch, out);
+}
+
+}  // namespace
+
+// x [step.rows, width]: logits of all ids and, from `vocab_size` on, padding of -inf.
+extern "C" void oarlock_sample(const float *x, long stride, long width, const Step *step, const Output *out) {
+  long longest = std::max(kCandidates, out->top_columns);
+  for (long i = 0; i < step->rows; i++) longest = std::max(longest, step->filters(i).top_k);
+  const Arena::Mark mark = arena().mark();
+  RowMemory *memories = arena().take<RowMemory>(threads());
+  for (int thread = 0; thread < threads(); thread++) memories[thread] = RowMemory(width, longest);
+#pragma omp parallel for schedule(dynamic)
+  for (long i = 0; i < step->rows; i++) sample_row(x + i * stride, width, *step, i, memories[this_thread()], *out);
+  arena().release(mark);
 }
