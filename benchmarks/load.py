@@ -16,7 +16,7 @@ from typing import Any
 from oarlock.server.bench import metrics
 from oarlock.server.bench.client import RequestForm
 from oarlock.server.bench.http_stream import HttpClient, Target
-from oarlock.server.bench.run import LoadRun, Measured, Schedule, run_until_done
+from oarlock.server.bench.serve import LoadRun, Measured, Schedule, run_until_done
 from oarlock.server.bench.workload import Turn
 
 PERCENTILES = (50, 90, 99)

@@ -9,7 +9,7 @@ from html import escape
 
 import numpy as np
 
-from oarlock.server.bench import run
+from oarlock.server.bench import serve
 from oarlock.server.bench.metrics import LATENCIES, latencies_ms, tokens_per_second, unasked_lengths
 from oarlock.server.bench.result import Result, lateness_ms
 
@@ -69,7 +69,7 @@ def notes(result: Result) -> list[str]:
     found = []
     if result.is_interrupted:
         found.append("The run was interrupted: these are the figures up to then.")
-    if (text := run.warning(result.client, (result.summary["itl_ms"] or {"p50": 0.0})["p50"])) is not None:
+    if (text := serve.warning(result.client, (result.summary["itl_ms"] or {"p50": 0.0})["p50"])) is not None:
         found.append(text)
     late = lateness_ms(result.samples)
     if late and (p99 := float(np.percentile(late, 99))) > _LATE_MS:

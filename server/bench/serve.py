@@ -1,31 +1,242 @@
-"""`bench serve` from beginning to end: ask the server what it is, warm it up, run the planned load, summarize."""
+"""`bench serve` from beginning to end: ask the server what it is, warm it up, run the load, summarize.
+
+A load is a closed loop of users, or an open loop with its own times of arrival, until a number or a time is up.
+Cancelled (Ctrl-C), it ends what is under way, counts that as interrupted, and returns what was measured so far.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+import uvloop
 
 from oarlock.server.bench import metrics, workload
-from oarlock.server.bench.client import RequestForm, choose_prompts, listed
-from oarlock.server.bench.http_stream import HttpClient, Target
-from oarlock.server.bench.metrics import Sample
+from oarlock.server.bench.client import Asking, RequestForm, choose_prompts, listed
+from oarlock.server.bench.http_stream import EventReader, HttpClient, Target
+from oarlock.server.bench.metrics import Cause, Sample
 from oarlock.server.bench.result import Result
-from oarlock.server.bench.run import LoadRun, OnSample, Schedule, run_until_done
 from oarlock.server.bench.workload import (
     IdPrompts,
     Lengths,
     MultiTurn,
+    Piece,
     Prompts,
     RandomPrompts,
     SharedPrefix,
     Traced,
     TracedPrompts,
+    Turn,
     Workload,
 )
 
+EVERY_S = 0.01
+LATE_MS = 5.0  # a timer's own resolution is 1 ms
+LATE_SHARE = 0.2  # of the gap between two chunks
+BUSY = 0.9
+_T = TypeVar("_T")
+_AFTER_NO_CONNECTION_S = 0.1  # a server that is gone is not asked ten thousand times a second
+OnSample = Callable[[Sample], None]
 DEFAULT_REQUESTS = 100
+
+
+class LoopLag:
+    """Asks the event loop to wake it every 10 ms, and notes how late it does."""
+
+    def __init__(self) -> None:
+        self._late: list[float] = []
+        self._due = 0.0
+        self._handle: asyncio.TimerHandle | None = None
+        self._began = self._cpu = 0.0
+
+    def start(self) -> None:
+        self._began, self._cpu = time.perf_counter(), time.process_time()
+        self._wait(asyncio.get_running_loop())
+
+    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._due = time.perf_counter() + EVERY_S
+        self._handle = loop.call_later(EVERY_S, self._wake, loop)
+
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._late.append(max(0.0, time.perf_counter() - self._due))
+        self._wait(loop)
+
+    def stop(self) -> dict[str, Any]:
+        """Stop and return the figures: `lag_ms` (p50, p99, longest) and `cpu_share` (CPU seconds per second)."""
+        if self._handle is not None:
+            self._handle.cancel()
+        lasted = time.perf_counter() - self._began
+        late = 1e3 * np.array(self._late or [max(0.0, time.perf_counter() - self._due)])
+        lag = {"p50": np.percentile(late, 50), "p99": np.percentile(late, 99), "max": late.max()}
+        return {
+            "lag_ms": {name: float(value) for name, value in lag.items()},
+            "cpu_share": (time.process_time() - self._cpu) / lasted if lasted else 0.0,
+        }
+
+
+def warning(client: dict[str, Any], gap_ms: float) -> str | None:
+    """One sentence when the client may have distorted the figures. `gap_ms`: the median time between two chunks."""
+    lag, share = client["lag_ms"]["p99"], client["cpu_share"]
+    if share > BUSY:
+        return (
+            f"The client used {share:.0%} of a core: it was a bottleneck itself, and times are too long. Use fewer "
+            "streams, or several clients."
+        )
+    if lag > max(LATE_MS, LATE_SHARE * gap_ms):
+        return (
+            f"The client's event loop was {lag:.1f} ms late (p99): times may be too long by that much. It had too "
+            "little of a core; run it beside a less busy machine or with fewer streams."
+        )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Load schedule of a run. Exactly one of `concurrency` (closed loop) and `times_s` (open loop) is given.
+
+    `count`: conversations at most; `seconds`: none begins after so long. In an open loop, `times_s` decides.
+    """
+
+    concurrency: int | None = None
+    times_s: Sequence[float] | None = None
+    count: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(slots=True)
+class Measured:
+    """Samples and duration of a run. `duration_s`: from its start to the end of its last request."""
+
+    samples: list[Sample] = field(default_factory=list)
+    duration_s: float = 0.0
+    client: dict[str, Any] = field(default_factory=dict)
+    is_interrupted: bool = False
+
+
+class LoadRun:
+    """One run against one server."""
+
+    def __init__(
+        self, client: HttpClient, form: RequestForm, workload: Workload, schedule: Schedule, on_sample: OnSample
+    ) -> None:
+        self._client = client
+        self._form = form
+        self._workload = workload
+        self._schedule = schedule
+        self._on_sample = on_sample
+        self._measured = Measured()
+        self._began = 0.0
+
+    async def measure(self) -> Measured:
+        """Send everything and wait for the last answer."""
+        measured, lag = self._measured, LoopLag()
+        lag.start()
+        self._began = time.perf_counter()
+        loop = self._open_loop() if self._schedule.times_s is not None else self._closed_loop()
+        try:
+            await loop
+        except asyncio.CancelledError:
+            measured.is_interrupted = True
+        measured.duration_s = time.perf_counter() - self._began
+        measured.client = lag.stop()
+        return measured
+
+    async def _closed_loop(self) -> None:
+        """Each user sends its next conversation as soon as its last has ended."""
+        assert self._schedule.concurrency is not None
+        numbers = self._numbers()
+
+        async def user() -> None:
+            for number in numbers:
+                if await self._converse(number, None) == Cause.CONNECT:
+                    await asyncio.sleep(_AFTER_NO_CONNECTION_S)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._schedule.concurrency):
+                group.create_task(user())
+
+    def _numbers(self) -> Iterator[int]:
+        """Conversations to begin, until one of the limits."""
+        count, seconds = self._schedule.count, self._schedule.seconds
+        for number in itertools.count() if count is None else range(count):
+            if seconds is not None and time.perf_counter() - self._began >= seconds:
+                return
+            yield number
+
+    async def _open_loop(self) -> None:
+        """Conversations begin at their times, whatever became of those before."""
+        assert self._schedule.times_s is not None
+        async with asyncio.TaskGroup() as group:
+            for number, due in enumerate(self._schedule.times_s):
+                # A timer counts from the beginning of the loop's turn, so it may be early.
+                while (wait := self._began + due - time.perf_counter()) > 0:
+                    await asyncio.sleep(wait)
+                group.create_task(self._converse(number, due))
+
+    async def _converse(self, number: int, due: float | None) -> str | None:
+        """The turns of one conversation. After one that failed, the rest cannot be sent, and fail with it.
+
+        Returns the cause of the failure.
+        """
+        turns = self._workload.conversation(number)
+        said: list[tuple[Piece, str]] = []
+        for at, turn in enumerate(turns):
+            sample = Sample(0.0, turn.output_tokens, due if at == 0 else None, input_tokens=turn.input_tokens)
+            reader = EventReader(is_chat=self._form.is_chat, keep_text=len(turns) > 1)
+            asking = Asking(self._client, self._form, sample, reader, self._began)
+            try:
+                await asking.run(self._form.body(self._prompt(said, turn), turn.output_tokens))
+            finally:
+                self._keep(sample)
+            if sample.failure is not None:
+                for left in turns[at + 1 :]:
+                    detail = f"turn {at + 1} failed: {sample.failure}"
+                    now = time.perf_counter() - self._began
+                    self._keep(Sample(now, left.output_tokens, failure=str(Cause.PREVIOUS_TURN), detail=detail))
+                return sample.failure
+            said.append((turn.prompt, "".join(reader.texts)))
+        return None
+
+    def _prompt(self, said: list[tuple[Piece, str]], turn: Turn) -> Piece | list[dict[str, str]]:
+        """Prompt of a turn: all messages of a chat, else the text so far."""
+        if not self._form.is_chat:
+            return "".join(f"{asked}{answer}" for asked, answer in said) + str(turn.prompt) if said else turn.prompt
+        messages = []
+        for asked, answer in said:
+            messages += [{"role": "user", "content": str(asked)}, {"role": "assistant", "content": answer}]
+        return [*messages, {"role": "user", "content": str(turn.prompt)}]
+
+    def _keep(self, sample: Sample) -> None:
+        self._measured.samples.append(sample)
+        self._on_sample(sample)
+
+
+def run_until_done(work: Coroutine[Any, Any, _T]) -> _T:
+    """Run `work` on a new event loop. SIGINT and SIGTERM cancel it, in the main thread; it may still return."""
+
+    async def main() -> _T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        stops = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        handled = [number for number in stops if signal.getsignal(number) is not signal.SIG_IGN]
+        for number in handled:
+            loop.add_signal_handler(number, task.cancel)
+        try:
+            return await work
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Mapping
 
-from oarlock.server.cli.help import first_sentence
+from oarlock.server.cli.arguments import first_sentence
 
 HELP = "print a script that lets bash, zsh or fish complete commands and flags"
 _EPILOG = """to use it:

@@ -15,9 +15,8 @@ from oarlock.engine.config import OnProgress
 from oarlock.engine.errors import EngineDeadError, StartupError
 from oarlock.engine.replicas import start_engine
 from oarlock.server.config.settings import Settings
-from oarlock.server.endpoints.batches.batch import BatchRun
+from oarlock.server.endpoints.batches.batch import BatchEndpoints, BatchRun
 from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
-from oarlock.server.endpoints.batches.dispatch import BatchEndpoints
 from oarlock.server.endpoints.batches.key_shares import FairLimiter, KeyLimiter
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
 from oarlock.server.endpoints.completions.route import OpenAIServingCompletion

@@ -60,7 +60,7 @@ def test_a_key_has_its_files_after_a_restart_and_the_disk_does_not_name_it(serve
 
 def test_a_key_leaves_batches_files_and_bytes_to_others(serve, monkeypatch):
     monkeypatch.setattr("oarlock.server.endpoints.batches.runner.MAX_OPEN", 8)
-    monkeypatch.setattr("oarlock.server.endpoints.batches.files.MAX_FILES", 8)
+    monkeypatch.setattr("oarlock.server.endpoints.batches.directory.MAX_FILES", 8)
     server = serve(api_key=("one", "two"), batch_dir_size=2**20, pause_after=0)
     one, two = (server.client.with_options(api_key=key) for key in ("one", "two"))
     server.client = one

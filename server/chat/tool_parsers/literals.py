@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 
-from oarlock.server.chat.tool_parsers.call_parser import CallScript, Reads, Steps
-from oarlock.server.chat.tool_parsers.json_scanner import MalformedError
+from oarlock.server.chat.tool_parsers.call_parser import CallScript, MalformedError, Reads, Steps
 
 _MAX_DEPTH = 64
 _MAX_SCALAR = 1024

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from oarlock.server.chat.tool_parsers import grammar
 from oarlock.server.chat.tool_parsers.base import ToolFormat
-from oarlock.server.chat.tool_parsers.call_parser import CallReader, Steps, Tools
+from oarlock.server.chat.tool_parsers.call_parser import CallReader, MalformedError, Steps, Tools
 from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema, literal
 from oarlock.server.chat.tool_parsers.json_list import JsonListToolParser
-from oarlock.server.chat.tool_parsers.json_scanner import MalformedError
 from oarlock.server.chat.tool_parsers.literals import LiteralCall
 from oarlock.server.chat.tool_parsers.text_values import DEFINITIONS, argument_names, property_schema
 

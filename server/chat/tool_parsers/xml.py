@@ -12,9 +12,8 @@ from functools import partial
 
 from oarlock.server.chat.tool_parsers import grammar
 from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
-from oarlock.server.chat.tool_parsers.call_parser import CallReader, CallScript, Steps, Tools
+from oarlock.server.chat.tool_parsers.call_parser import CallReader, CallScript, MalformedError, Steps, Tools
 from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
-from oarlock.server.chat.tool_parsers.json_scanner import MalformedError
 from oarlock.server.chat.tool_parsers.text_values import (
     argument_names,
     is_text,

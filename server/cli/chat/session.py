@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from oarlock.server.cli.chat.screen import PlainScreen, Screen
+from oarlock.server.cli.chat.terminal import PlainScreen, Screen
 from oarlock.server.cli.remote import Remote, ServerError
 from oarlock.server.config.options import nearest
 

@@ -15,10 +15,9 @@ from typing import Any, NoReturn
 
 from oarlock.engine.errors import StartupError
 from oarlock.server.cli.arguments import UsageError
-from oarlock.server.cli.chat.line_editor import LineEditor, history_file
 from oarlock.server.cli.chat.own_server import OwnServer, own_flag
-from oarlock.server.cli.chat.screen import make_screen
 from oarlock.server.cli.chat.session import COMMANDS, Conversation, ConversationError, LeaveError, Session, run_command
+from oarlock.server.cli.chat.terminal import LineEditor, history_file, make_screen
 from oarlock.server.cli.remote import DEFAULT_URL, Remote, ServerError, given_key, is_url
 from oarlock.server.launch.child_process import signals_handled
 

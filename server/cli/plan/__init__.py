@@ -59,7 +59,7 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from oarlock.server.cli.plan import layouts, report, simulate, traces
+    from oarlock.server.cli.plan import layouts, report, simulate
     from oarlock.server.cli.plan.machine import machine_of
 
     if arguments.simulate is None:
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             "note: --tokenizer is not looked at: a plan reads config.json and the headers of weights, and no number "
             "of it depends on the tokenizer; `oarlock serve` opens it\n"
         )
-    trace = None if arguments.simulate is None else traces.read(arguments.simulate)
+    trace = None if arguments.simulate is None else simulate.read_trace(arguments.simulate)
     model, has_weights = layouts.find_model(loaded.settings)
     machine = machine_of(arguments, has_vectors=layouts.has_vectors(loaded.settings, model))
     if not has_weights:

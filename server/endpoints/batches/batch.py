@@ -1,10 +1,11 @@
-"""One batch of `/v1/batches`: its states and times, as it is kept and shown, and the run that answers its requests."""
+"""One batch of `/v1/batches`: its states and times, and the run in which the endpoints answer its requests."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -14,8 +15,20 @@ from oarlock.engine.errors import EngineDeadError, UnavailableError
 from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
 from oarlock.server.endpoints.batches.key_shares import KeyLimiter
 from oarlock.server.endpoints.batches.schema import BatchRequest
+from oarlock.server.endpoints.chat.schema import ChatRequest
+from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
+from oarlock.server.endpoints.completions.route import OpenAIServingCompletion
+from oarlock.server.endpoints.completions.schema import CompletionRequest
+from oarlock.server.endpoints.pooling.embedding import OpenAIServingEmbedding
+from oarlock.server.endpoints.pooling.schema import EmbeddingRequest
+from oarlock.server.endpoints.responses.schema import ResponsesRequest
+from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
+from oarlock.server.endpoints.schema import SamplingFields
 from oarlock.server.errors import describe, error_bytes
+from oarlock.server.http.large_body import LargeBodies, takes_long
+from oarlock.server.http.request_body import parse, unknown_parameters
 from oarlock.server.observability.logs import event, logger
+from oarlock.server.strict_model import StrictModel
 
 OPEN = ("validating", "in_progress", "cancelling", "finalizing")
 # Why requests of a batch have no answer: by its final state, the code and the message of their lines.
@@ -28,6 +41,8 @@ _PAUSES_S = (0.5, 2.0, 8.0)  # before a request is tried again
 _log = logger("batch")
 _ResultT = TypeVar("_ResultT")
 Answer = Callable[[BatchRequest, str], Awaitable[str]]  # a request and its id; the JSON of the answer
+_BodyT = TypeVar("_BodyT", bound=StrictModel)
+_PriorityT = TypeVar("_PriorityT", SamplingFields, CompletionRequest, ChatRequest, ResponsesRequest, EmbeddingRequest)
 
 
 @dataclass(slots=True)
@@ -145,3 +160,64 @@ class BatchRun:
 
     async def _on_disk(self, function: Callable[..., _ResultT], *arguments: object) -> _ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._disk, function, *arguments)
+
+
+class BatchEndpoints:
+    """The endpoints behind a batch, without HTTP."""
+
+    def __init__(
+        self,
+        completions: OpenAIServingCompletion,
+        chat_completions: OpenAIServingChatCompletion,
+        responses: OpenAIServingResponses,
+        embeddings: OpenAIServingEmbedding,
+        large_bodies: LargeBodies | None = None,
+    ) -> None:
+        """`large_bodies`: what reads them; None: the server's own, for which others wait."""
+        self._completions = completions
+        self._chat_completions = chat_completions
+        self._responses = responses
+        self._embeddings = embeddings
+        self._large_bodies = large_bodies or completions.state.large_bodies
+        self.ignored: Counter[str] = Counter()  # unknown fields of requests
+
+    async def answer(
+        self,
+        request: BatchRequest,
+        request_id: str,
+        *,
+        owner: str | None = None,
+        label: str | None = None,
+        priority: int | None = None,
+    ) -> str:
+        """The JSON that the server would answer with. Raises what its endpoint raises.
+
+        `owner` and `label`: of the API key that it belongs to. `priority`: of a request that asks for none.
+        """
+        if request.url == "/v1/completions":
+            completion = _with_priority(await self._read(CompletionRequest, request.body), priority)
+            return await self._completions.complete(completion, request_id, owner=owner, label=label)
+        if request.url == "/v1/responses":
+            response = _with_priority(await self._read(ResponsesRequest, request.body), priority)
+            return await self._responses.complete_one(response, request_id, owner=owner, label=label)
+        if request.url == "/v1/embeddings":
+            embedding = _with_priority(await self._read(EmbeddingRequest, request.body), priority)
+            return await self._embeddings.complete(embedding, request_id, owner=owner, label=label)
+        chat = _with_priority(await self._read(ChatRequest, request.body), priority)
+        return await self._chat_completions.complete(chat, request_id, owner=owner, label=label)
+
+    async def _read(self, schema: type[_BodyT], content: bytes) -> _BodyT:
+        is_strict = self._completions.settings.strict_parameters
+        if takes_long(content):
+            body, unknown = await self._large_bodies.read((schema,), content, is_strict)
+        else:
+            body = parse(schema, content)
+            unknown = unknown_parameters(body, is_strict)
+        self.ignored.update(unknown)
+        return body
+
+
+def _with_priority(body: _PriorityT, priority: int | None) -> _PriorityT:
+    if priority is not None and "priority" not in body.model_fields_set:
+        body.priority = priority
+    return body

@@ -21,11 +21,16 @@ from typing import Any, TypeVar
 
 from oarlock.engine.errors import EngineDeadError, StartupError
 from oarlock.engine.types import MAX_PRIORITY
-from oarlock.server.endpoints.batches.batch import UNANSWERED, Batch, BatchRun
+from oarlock.server.endpoints.batches.batch import UNANSWERED, Batch, BatchEndpoints, BatchRun
 from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile, usage_of
-from oarlock.server.endpoints.batches.directory import BATCH_ID, BatchDirectory
-from oarlock.server.endpoints.batches.dispatch import BatchEndpoints
-from oarlock.server.endpoints.batches.files import FileStore, StoredFile, log_failure, new_id
+from oarlock.server.endpoints.batches.directory import (
+    BATCH_ID,
+    BatchDirectory,
+    FileStore,
+    StoredFile,
+    log_failure,
+    new_id,
+)
 from oarlock.server.endpoints.batches.key_shares import BatchLimiter, FairLimiter, KeyNames, KeyQuota
 from oarlock.server.endpoints.batches.schema import BatchRequest, WrongBatchError
 from oarlock.server.errors import HttpError, retry_after

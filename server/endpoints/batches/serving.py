@@ -17,10 +17,8 @@ from starlette.responses import FileResponse, Response
 
 from oarlock.engine.errors import RequestError
 from oarlock.server.config.settings import Settings
-from oarlock.server.endpoints.batches.batch import Batch
-from oarlock.server.endpoints.batches.directory import BatchDirectory
-from oarlock.server.endpoints.batches.dispatch import BatchEndpoints
-from oarlock.server.endpoints.batches.files import FileStore, StoredFile, new_id, page
+from oarlock.server.endpoints.batches.batch import Batch, BatchEndpoints
+from oarlock.server.endpoints.batches.directory import BatchDirectory, FileStore, StoredFile, new_id, page
 from oarlock.server.endpoints.batches.key_shares import KeyNames
 from oarlock.server.endpoints.batches.multipart import MultipartReader, Part, boundary_of
 from oarlock.server.endpoints.batches.runner import BatchRunner, DirectoryAdoption

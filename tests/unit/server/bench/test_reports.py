@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from oarlock.engine.errors import StartupError
-from oarlock.server.bench import report, run
+from oarlock.server.bench import report, serve
 from oarlock.server.bench import result as results
 from oarlock.server.bench.metrics import Sample
 from oarlock.server.bench.report import as_html
@@ -129,5 +129,5 @@ def test_notes_say_what_makes_the_figures_doubtful():
 
 def test_lateness_counts_only_beside_the_gaps_it_distorts():
     late = {"lag_ms": {"p50": 1.0, "p99": 8.0, "max": 9.0}, "cpu_share": 0.1}
-    assert run.warning(late, gap_ms=100.0) is None
-    assert run.warning(late, gap_ms=10.0) is not None
+    assert serve.warning(late, gap_ms=100.0) is None
+    assert serve.warning(late, gap_ms=10.0) is not None

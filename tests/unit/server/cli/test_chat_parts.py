@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from oarlock.server.cli.chat.screen import MarkdownBlocks, Screen
 from oarlock.server.cli.chat.session import Conversation, ConversationError
+from oarlock.server.cli.chat.terminal import MarkdownBlocks, Screen
 from oarlock.server.cli.main import main
 from oarlock.server.cli.remote import base_of, fit, message_of
 

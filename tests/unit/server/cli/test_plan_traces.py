@@ -12,8 +12,7 @@ from oarlock.engine.preflight import StepLoad
 from oarlock.server.bench.metrics import Sample
 from oarlock.server.bench.result import Result, write
 from oarlock.server.cli.main import main
-from oarlock.server.cli.plan.simulate import calibrated, parse_slo, run_sizes
-from oarlock.server.cli.plan.traces import read
+from oarlock.server.cli.plan.simulate import calibrated, parse_slo, read_trace, run_sizes
 
 OURS = {"arrival_s": 2.5, "prompt_tokens": 300, "output_tokens": 7}
 
@@ -38,18 +37,20 @@ def test_every_form_is_read(tmp_path: Path) -> None:
         OURS | {"arrival_s": 3, "prefix_id": 4, "prefix_tokens": 64},
         {"arrival_s": 4.0, "prompt_token_ids": [7, 8, 9], "output_tokens": 1},
     )
-    assert read(ours) == [
+    assert read_trace(ours) == [
         TracedRequest(0.0, 300, 7),
         TracedRequest(0.5, 300, 7, (4,), 64),
         TracedRequest(1.5, 3, 1, (7, 8, 9), 1),
     ]
     mooncake = {"timestamp": 1500, "input_length": 600, "output_length": 5, "hash_ids": [3, 9]}
-    assert read(written(tmp_path, mooncake, mooncake | {"timestamp": 1750})) == [
+    assert read_trace(written(tmp_path, mooncake, mooncake | {"timestamp": 1750})) == [
         TracedRequest(0.0, 600, 5, (3, 9), 512),
         TracedRequest(0.25, 600, 5, (3, 9), 512),
     ]
     bailian = mooncake | {"chat_id": 1, "parent_chat_id": -1, "timestamp": 61.5, "type": "text", "turn": 1}
-    assert read(written(tmp_path, bailian, bailian | {"timestamp": 62.0}))[1] == TracedRequest(0.5, 600, 5, (3, 9), 16)
+    assert read_trace(written(tmp_path, bailian, bailian | {"timestamp": 62.0}))[1] == TracedRequest(
+        0.5, 600, 5, (3, 9), 16
+    )
 
 
 def test_a_result_of_bench_is_a_trace(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_a_result_of_bench_is_a_trace(tmp_path: Path) -> None:
         Sample(4.0, 8, input_tokens=40, failure="HTTP 429"),
     ]
     file = result(tmp_path / "r.json", samples, 5.0)
-    assert read(file) == [TracedRequest(0.0, 40, 4), TracedRequest(1.0, 50, 8)]
+    assert read_trace(file) == [TracedRequest(0.0, 40, 4), TracedRequest(1.0, 50, 8)]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_a_result_of_bench_is_a_trace(tmp_path: Path) -> None:
 )
 def test_the_line_that_is_wrong_is_named(tmp_path: Path, lines: list[Any], cause: str) -> None:
     with pytest.raises(StartupError) as wrong:
-        read(written(tmp_path, *lines))
+        read_trace(written(tmp_path, *lines))
     assert cause in wrong.value.cause and wrong.value.exit_code == 2 and wrong.value.fix
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from rich.console import Console
 
-from oarlock.server.cli.top import view, watch
-from oarlock.server.cli.top.view import shrink
+from oarlock.server.cli.top import watch
+from oarlock.server.cli.top.watch import shrink
 
 ENGINE = {
     "engine": 0,
@@ -70,7 +70,7 @@ cmpl-2           waiting  4 min 10 s       9       0       0
 
 def shown(state: dict, width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(view.page(state, "http://127.0.0.1:8000", width, 20))
+    console.print(watch.page(state, "http://127.0.0.1:8000", width, 20))
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
@@ -153,4 +153,4 @@ def test_beyond_the_last_bucket_its_limit_is_all_that_is_known():
     [(3.24, "3.2 s"), (60, "1 min 0 s"), (3599, "59 min 59 s"), (3600, "1 h 0 min"), (90_000, "1 d 1 h")],
 )
 def test_durations(seconds, text):
-    assert view.duration(seconds) == text
+    assert watch.duration(seconds) == text

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
+from oarlock.server.chat.tool_parsers.call_parser import JsonScanner, MalformedError
 from oarlock.server.chat.tool_parsers.hermes import HermesToolParser
-from oarlock.server.chat.tool_parsers.json_scanner import JsonScanner, MalformedError
 from oarlock.server.chat.tool_parsers.llama import LlamaToolParser
 from oarlock.server.chat.tool_parsers.mistral import MistralToolParser
 
