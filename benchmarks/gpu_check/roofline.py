@@ -35,6 +35,7 @@ from oarlock.workers.quantization.method import DenseWeight, LinearWeight
 from oarlock.workers.runner.cuda_graphs import Calls, CudaGraphs, GraphMaker
 from oarlock.workers.runner.device_steps import CapturableBackend
 from oarlock.workers.runner.model_runner import ModelRunner
+from oarlock.workers.runner.pending_output import wait_for
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.sampling.columns import SamplingColumns, Variant
 from oarlock.workers.sampling.device_sampler import DeviceOutputs, DeviceSampler
@@ -156,9 +157,9 @@ def step_seconds(runner: ModelRunner, step: StepMetadata, where: Where) -> tuple
         pending = runner.launch(again)
         for _ in range(count - 1):
             following = runner.launch(again)
-            pending.wait()
+            wait_for(pending)
             pending = following
-        pending.wait()
+        wait_for(pending)
         ahead.append((time.perf_counter() - started) / count)
     return statistics.median(waiting), statistics.median(ahead)
 

@@ -13,7 +13,6 @@ from oarlock.workers.runner.buckets import bucket_sizes
 from oarlock.workers.runner.cuda_graphs import Calls, Graph, Work
 from oarlock.workers.runner.device_steps import DeviceSteps
 from oarlock.workers.runner.model_runner import ModelRunner
-from oarlock.workers.runner.pending_output import Computed
 from oarlock.workers.runner.step_inputs import InputPlace, Shape, StepInputs
 from oarlock.workers.sampling.columns import Variant
 from oarlock.workers.sampling.row_chunks import concatenate_outputs, empty_output, logits_rows
@@ -48,14 +47,14 @@ class TorchSampling:
         assert part is not None
         self._parts.append(part)
 
-    def finish(self, step: StepMetadata, place: InputPlace) -> Computed:
+    def finish(self, step: StepMetadata, place: InputPlace) -> StepOutput | None:
         accepted = num_accepted(step, self.sampled) if len(step.num_drafts) else None
         if len(step.penalty_rows):
             self._sampler.histories.add(step, self.sampled, accepted)
         output = concatenate_outputs(self._parts) if self._parts else empty_output(step.step_id)
         output.num_accepted = None if accepted is None else accepted.numpy()
         self._step = empty_step(0)
-        return Computed(output if self._rank == 0 else None)
+        return output if self._rank == 0 else None
 
 
 class RecordedInputs(StepInputs):

@@ -27,6 +27,7 @@ from oarlock.workers.ranks.multiproc_executor import joint_info
 from oarlock.workers.runner.device import StepGuard
 from oarlock.workers.runner.encoder_runner import EncoderRunner
 from oarlock.workers.runner.model_runner import ModelRunner
+from oarlock.workers.runner.pending_output import wait_for
 from tests.golden.paged_run import RankThreads, ThreadRank
 
 _HUGE = 1 << 60  # bytes
@@ -132,7 +133,7 @@ class ThreadExecutor:
         if len(step.kv_copies):
             assert rank.kv_offload is not None
             rank.kv_offload.obey(step)
-        return rank.execute(step) if guard is None else guard.run(step, partial(rank.launch, step)).wait()
+        return rank.execute(step) if guard is None else wait_for(guard.run(step, partial(rank.launch, step)))
 
     def refuse(self, lacks_memory: Callable[[int, StepMetadata], bool]) -> None:
         """Guard steps; whether a stage, by its number, has no memory for one is told by `lacks_memory`."""

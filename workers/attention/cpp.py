@@ -8,7 +8,6 @@ import ctypes
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,10 +52,10 @@ class CAttentionLayer(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class CppPlan:
-    """A step as the kernel reads it, and the arrays that it points into: they must live until the step is done."""
+    """A step as the kernel reads it, and the tensors that it points into: they must live until the step is done."""
 
     step: CAttentionStep
-    arrays: tuple[np.ndarray, ...]
+    tensors: tuple[Tensor, ...]
 
 
 class CppBackend:
@@ -111,14 +110,11 @@ class CppBackend:
         return [LayerKV(huge_page_empty(shape, dtype), huge_page_empty(shape, dtype)) for _ in range(spec.num_layers)]
 
     def prepare(self, batch: ForwardBatch) -> CppPlan:
-        tables, rows, starts, lens = (
-            np.ascontiguousarray(tensor.numpy())
-            for tensor in (batch.block_tables, batch.rows, batch.query_start_loc, batch.seq_lens)
-        )
-        arrays = (tables, rows, starts, lens)
-        assert all(array.dtype == np.int32 for array in arrays)
-        step = CAttentionStep(*(array.ctypes.data for array in arrays), len(rows), tables.shape[1])
-        return CppPlan(step, arrays)
+        tables, rows = batch.block_tables.contiguous(), batch.rows.contiguous()
+        starts, lens = batch.query_start_loc.contiguous(), batch.seq_lens.contiguous()
+        assert tables.dtype == rows.dtype == starts.dtype == lens.dtype == torch.int32
+        addresses = tables.data_ptr(), rows.data_ptr(), starts.data_ptr(), lens.data_ptr()
+        return CppPlan(CAttentionStep(*addresses, rows.shape[0], tables.shape[1]), (tables, rows, starts, lens))
 
     def layer(self, layer: AttentionSpec) -> CAttentionLayer:
         """`layer` as the kernel reads it; made once."""

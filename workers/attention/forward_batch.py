@@ -4,7 +4,6 @@ T  query tokens      S  sequences      R  rows of block tables      B  their col
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -76,26 +75,29 @@ class ForwardBatch:
     def from_step(step: StepMetadata, tables: BlockTables) -> "ForwardBatch":
         """Copy a step to the device of `tables`, whose entries for it must be written. On the CPU, arrays that need no
         widening stay views of the step's buffer."""
-        device = tables.tables.device
+        device, starts = tables.tables.device, step.query_start_loc
+        moved = torch.from_numpy
+        if device.type != "cpu":
 
-        def widened(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
+            def moved(array: np.ndarray) -> Tensor:
+                return torch.from_numpy(array).to(device, non_blocking=True)
 
-        def moved(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
-
-        starts = step.query_start_loc.tolist()
         return ForwardBatch(
-            num_tokens=step.num_tokens,
+            num_tokens=len(step.token_ids),
             num_logits=len(step.logits_indices),
-            query_lens=[end - start for start, end in pairwise(starts)],
+            query_lens=(starts[1:] - starts[:-1]).tolist(),
             context_lens=step.seq_lens.tolist(),
-            token_ids=widened(step.token_ids),
-            positions=widened(step.positions),
-            slot_mapping=widened(step.slot_mapping),
-            query_start_loc=moved(step.query_start_loc),
+            token_ids=moved(step.token_ids.astype(np.int64)),
+            positions=moved(step.positions.astype(np.int64)),
+            slot_mapping=moved(step.slot_mapping.astype(np.int64)),
+            query_start_loc=moved(starts),
             seq_lens=moved(step.seq_lens),
             rows=moved(step.rows),
             block_tables=tables.tables,
-            logits_indices=widened(step.logits_indices),
+            logits_indices=moved(step.logits_indices.astype(np.int64)),
         )
+
+
+def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:
+    """`token_ids`, int64 [T], with -1 - r replaced by entry r of `sampled`, integers [R]. Waits for no device."""
+    return torch.where(token_ids < 0, sampled[(-1 - token_ids).clamp(min=0)], token_ids)

@@ -67,6 +67,7 @@ class PipelineStage:
         assert (before is None) == (number == 0) and (after is None) == (number == size - 1)
         self.number = number
         self.size = size
+        self.is_first, self.is_last = number == 0, number == size - 1
         self._tp = tp or TensorParallel.solo()
         self._before = before
         self._after = after
@@ -76,14 +77,6 @@ class PipelineStage:
     def solo() -> "PipelineStage":
         """The only stage: it has all layers."""
         return PipelineStage()
-
-    @property
-    def is_first(self) -> bool:
-        return self.number == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.number == self.size - 1
 
     def send(self, hidden: Tensor) -> None:
         """Send `hidden` [T, hidden size], T > 0, the same on all ranks of this stage, to the next stage. Returns before

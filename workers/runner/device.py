@@ -10,6 +10,7 @@ its kernels and allocator, its largest step tells.
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -21,7 +22,7 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.platform.host_memory import free_host_bytes
 from oarlock.workers.protocol import LOGITS, NULL_BLOCK, StepMetadata, refusal
 from oarlock.workers.runner.memory_needs import MAX_LOGITS_ROWS, is_out_of_memory, largest_step_bytes, step_bytes
-from oarlock.workers.runner.pending_output import Computed, PendingOutput
+from oarlock.workers.runner.pending_output import Launched
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 
 
@@ -112,6 +113,9 @@ def graph_bytes(
     return max(0, both) + (len(sizes) - len(free)) * max(0, one_more)
 
 
+_KEPT_SHAPES = 4096
+
+
 class StepMemory:
     """Bytes of steps on one rank."""
 
@@ -123,17 +127,18 @@ class StepMemory:
         self._config, self._spec, self._has_head = config, spec, has_head
         self._estimate = largest_step_bytes(config, spec, has_head=has_head)
         self.largest = max(self._estimate, measured or 0)
+        self._of_shape = lru_cache(_KEPT_SHAPES)(self._bytes)
 
     def of(self, step: StepMetadata) -> int:
         """Bytes of `step`: its part of the largest one."""
-        if step.num_seqs == 0:
-            return 0
-        num_rows = len(step.logits_indices) + int((step.pool_kinds == LOGITS).sum())
-        estimate = self._of(step.num_tokens, num_rows)
-        return -(-estimate * self.largest // self._estimate)
+        num_rows = len(step.logits_indices)
+        if len(step.pool_kinds):
+            num_rows += int((step.pool_kinds == LOGITS).sum())
+        return self._of_shape(len(step.token_ids), num_rows)
 
-    def _of(self, num_tokens: int, num_rows: int) -> int:
-        return step_bytes(self._config, self._spec, num_tokens, num_rows if self._has_head else 0)
+    def _bytes(self, num_tokens: int, num_rows: int) -> int:
+        estimate = step_bytes(self._config, self._spec, num_tokens, num_rows if self._has_head else 0)
+        return -(-estimate * self.largest // self._estimate)
 
 
 def largest_step(config: WorkerConfig) -> StepMetadata:
@@ -181,7 +186,7 @@ class StepGuard:
         self._votes = votes
         self._has_refused = False  # the last step
 
-    def run(self, step: StepMetadata, launch: Callable[[], PendingOutput]) -> PendingOutput:
+    def run(self, step: StepMetadata, launch: Callable[[], Launched]) -> Launched:
         """Launches `step` and returns its output, or a refusal where a rank lacks the memory."""
         if not (step.is_ahead and self._has_refused):
             self._has_refused = not self._all_have_room(step)
@@ -197,7 +202,7 @@ class StepGuard:
                     raise
                 self._refuse(step, error)
         self._stage.refuse(step.num_tokens)
-        return Computed(refusal(step.step_id))
+        return refusal(step.step_id)
 
     def _all_have_room(self, step: StepMetadata) -> bool:
         size = self._needed(step)

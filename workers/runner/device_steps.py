@@ -26,7 +26,7 @@ from oarlock.workers.protocol import StepMetadata, StepOutput, empty_step, table
 from oarlock.workers.runner.buckets import bucket_of, graph_sizes, logits_rows_at_once
 from oarlock.workers.runner.cuda_graphs import Graph, GraphMaker
 from oarlock.workers.runner.device import MemoryMeter, graph_bytes
-from oarlock.workers.runner.pending_output import Computed, PendingOutput
+from oarlock.workers.runner.pending_output import Launched
 from oarlock.workers.runner.pooler import PooledOutput, Pooler
 from oarlock.workers.runner.step_inputs import InputPlace, Layout, Shape, StagingBuffer, StepInputs
 from oarlock.workers.sampling.columns import Variant
@@ -61,7 +61,7 @@ class StepSampling(Protocol):
         `variant`: what at least these rows ask for. The work depends on it and on the number of rows alone.
         """
 
-    def finish(self, step: StepMetadata, place: InputPlace) -> PendingOutput:
+    def finish(self, step: StepMetadata, place: InputPlace) -> Launched:
         """The output of the step."""
 
 
@@ -115,7 +115,7 @@ class DeviceSteps:
         step: StepMetadata,
         await_masks: Callable[[], None] | None = None,
         layers: tuple[Decoder, list[LayerKV]] | None = None,
-    ) -> PendingOutput:
+    ) -> Launched:
         """Start a step of at least one sequence. Every rank makes the same collective calls.
 
         `await_masks` blocks until `step.mask_bits` is complete. `step` is not read after the return. With `layers`, on
@@ -242,10 +242,10 @@ class DeviceSampling:
         if variant.processed and first + len(logits) == rows:
             self._sampler.count(place.columns, outputs, rows)
 
-    def finish(self, step: StepMetadata, place: InputPlace) -> PendingOutput:
+    def finish(self, step: StepMetadata, place: InputPlace) -> Launched:
         """Begins the copy of the results to the host, as `StepSampling` describes."""
         if not self._answers:
-            return Computed(None)
+            return None
         found = output_sections(place.shape.logits)
         copied = found if Variant.of(step).logprobs else found[:_ALWAYS]
         return _DeviceOutput(_kept(step), Layout(found), self._staging.to_host(Layout(copied).num_bytes))

@@ -22,7 +22,6 @@ from oarlock.workers.protocol import StepMetadata, StepOutput, table_width
 from oarlock.workers.runner.device import use_device
 from oarlock.workers.runner.invariance import InvarianceResult, RankInvariance, check_sums
 from oarlock.workers.runner.memory_needs import encoder_step_bytes, is_out_of_memory
-from oarlock.workers.runner.pending_output import Computed, PendingOutput
 from oarlock.workers.runner.pooler import Pooler, no_logits
 from oarlock.workers.sampling.row_chunks import empty_output
 from oarlock.workers.weights.gguf_model import open_checkpoint
@@ -192,9 +191,9 @@ class EncoderRunner:
             pooled = self.pooler(step, hidden, no_logits)
         return None if pooled is None else pooled.add_to(empty_output(step.step_id))
 
-    def launch(self, step: StepMetadata, await_masks: Callable[[], None] | None = None) -> PendingOutput:
+    def launch(self, step: StepMetadata, await_masks: Callable[[], None] | None = None) -> StepOutput | None:
         """Executes the step at once. Ignores `await_masks`: masks are for sampling, which an encoder does not do."""
-        return Computed(self.execute(step))
+        return self.execute(step)
 
     def _hidden(self, ids: Tensor, positions: Tensor, types: Tensor, lens: list[int]) -> Tensor:
         """int64 [T] each -> [T, hidden]."""

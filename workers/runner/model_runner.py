@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.attention.backend import LayerKV
-from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
+from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch, with_sampled
 from oarlock.workers.attention.selector import choose
 from oarlock.workers.attention.triton_backend import fixed_span
 from oarlock.workers.config import StepCost, WorkerConfig, WorkerInfo
@@ -45,9 +45,8 @@ from oarlock.workers.runner.memory_needs import (
     rank_weight_bytes,
     weight_bytes_of_node,
 )
-from oarlock.workers.runner.pending_output import Computed, PendingOutput
+from oarlock.workers.runner.pending_output import Launched, wait_for
 from oarlock.workers.runner.pooler import Pooler
-from oarlock.workers.runner.step_inputs import with_sampled
 from oarlock.workers.runner.trial_steps import null_step, time_steps
 from oarlock.workers.sampling.row_chunks import concatenate_outputs, empty_output, logits_rows
 from oarlock.workers.sampling.sampler import Sampler, num_accepted
@@ -292,7 +291,7 @@ class ModelRunner:
 
     def bytes_of(self, step: StepMetadata) -> int:
         """Bytes that `step` takes beside all that this rank holds; 0 where a graph runs it."""
-        if step.num_seqs == 0:
+        if not len(step.seq_lens):
             return 0
         is_replayed = self._device_steps is not None and self._device_steps.replays(step)
         return 0 if is_replayed else self.step_memory.of(step)
@@ -309,19 +308,19 @@ class ModelRunner:
 
         `await_masks` blocks until `step.mask_bits` is complete; without it, it already is.
         """
-        return self.launch(step, await_masks).wait()
+        return wait_for(self.launch(step, await_masks))
 
-    def launch(self, step: StepMetadata, await_masks: Callable[[], None] | None = None) -> PendingOutput:
+    def launch(self, step: StepMetadata, await_masks: Callable[[], None] | None = None) -> Launched:
         """Start one step, as `execute`; on the CPU it is over with that. `step` is not read after the return.
 
         At most two steps may have been launched whose output was not waited for. A step comes from the stage before and
         goes to the one after. Raises `StepRefusedError` when a stage before this one has refused it.
         """
-        if step.num_seqs == 0:
-            return Computed(empty_output(step.step_id) if self.answers else None)
+        if not len(step.seq_lens):
+            return empty_output(step.step_id) if self.answers else None
         if self._device_steps is not None:
             return self._device_steps.launch(step, await_masks)
-        return Computed(self._execute(self.model, self.kv, step, await_masks, in_pipeline=True))
+        return self._execute(self.model, self.kv, step, await_masks, in_pipeline=True)
 
     @torch.inference_mode()
     def _execute(
@@ -335,13 +334,16 @@ class ModelRunner:
     ) -> StepOutput | None:
         """Computes a step. `kv`: the pages of `model`'s layers. Only `in_pipeline` other stages take part."""
         if self._device_steps is not None:
-            return self._device_steps.launch(step, await_masks, (model, kv)).wait()
-        self._tables.write(step)
+            return wait_for(self._device_steps.launch(step, await_masks, (model, kv)))
+        if len(step.table_blocks):
+            self._tables.write(step)
         batch = ForwardBatch.from_step(step, self._tables)
         if (step.token_ids < 0).any():
             batch.token_ids = with_sampled(batch.token_ids, self._sampled)
         plan = self.backend.prepare(batch)
-        if in_pipeline and not self.stage.is_first:
+        if self.stage.is_first:
+            hidden = None
+        elif in_pipeline:
             hidden = self.stage.receive(step.num_tokens, self.spec.hidden_size, self.dtype, self.device)
         else:
             hidden = model.stand_in(batch.token_ids)
@@ -363,7 +365,8 @@ class ModelRunner:
         await_masks: Callable[[], None] | None,
     ) -> StepOutput | None:
         """The output of `step` on the answering rank, None on the others. `hidden`: [T, hidden_size], after the norm"""
-        self.sampler.histories.write(step)
+        if len(step.history_rows):
+            self.sampler.histories.write(step)
         if batch.num_logits == 0:
             return empty_output(step.step_id) if self.answers else None
         parts, sampled = [], []
@@ -371,17 +374,19 @@ class ModelRunner:
             stop = min(start + MAX_LOGITS_ROWS, batch.num_logits)
             indices = batch.logits_indices[start:stop]
             logits = model.compute_logits(hidden.index_select(0, indices))  # float32 [L, vocab_local]
-            if await_masks is not None:
+            if await_masks is not None and len(step.mask_rows):
                 await_masks()
-            tokens, part = self.sampler.sample(logits, logits_rows(step, start, stop))
+            is_whole = stop - start == batch.num_logits
+            tokens, part = self.sampler.sample(logits, step if is_whole else logits_rows(step, start, stop))
             sampled.append(tokens)
-            parts.append(part)
+            if part is not None:
+                parts.append(part)
         self._sampled = torch.cat(sampled)
         accepted = num_accepted(step, self._sampled) if len(step.num_drafts) else None
         if len(step.penalty_rows):
             self.sampler.histories.add(step, self._sampled, accepted)
         if not self.answers:
             return None
-        output = concatenate_outputs([part for part in parts if part is not None])
+        output = parts[0] if len(parts) == 1 else concatenate_outputs(parts)
         output.num_accepted = None if accepted is None else accepted.cpu().numpy()
         return output

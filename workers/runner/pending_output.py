@@ -12,20 +12,19 @@ from oarlock.workers.protocol import StepOutput
 
 
 class PendingOutput(Protocol):
-    """Output of a launched step, perhaps still being computed."""
+    """Output of a launched step that a device may still compute."""
 
     def wait(self) -> StepOutput | None:
         """Blocks until the step has been computed. The output on rank 0, None on others. Called once."""
 
 
-class Computed:
-    """The output of a step that is over."""
+# A launched step: its output where it is over, which is None on ranks that do not answer.
+Launched = StepOutput | PendingOutput | None
 
-    def __init__(self, output: StepOutput | None) -> None:
-        self._output = output
 
-    def wait(self) -> StepOutput | None:
-        return self._output
+def wait_for(launched: Launched) -> StepOutput | None:
+    """Blocks until the step has been computed, and returns its output."""
+    return launched if launched is None or isinstance(launched, StepOutput) else launched.wait()
 
 
 class AnsweringThread:
@@ -40,12 +39,12 @@ class AnsweringThread:
         """`on_failure` gets the number of the step that failed and why; nothing is sent afterwards. `begin`: what the
         thread does before it waits for a device."""
         self._send, self._on_failure, self._begin = send, on_failure, begin
-        self._steps: queue.SimpleQueue[tuple[int, PendingOutput] | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[tuple[int, Launched] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
         self._thread.start()
 
-    def add(self, step_id: int, pending: PendingOutput) -> None:
-        self._steps.put((step_id, pending))
+    def add(self, step_id: int, launched: Launched) -> None:
+        self._steps.put((step_id, launched))
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Wait for the steps that were added, unless the device hangs."""
@@ -55,9 +54,9 @@ class AnsweringThread:
     def _run(self) -> None:
         self._begin()
         while (item := self._steps.get()) is not None:
-            step_id, pending = item
+            step_id, launched = item
             try:
-                output = pending.wait()
+                output = wait_for(launched)
                 assert output is not None, "rank 0 answers every step"
                 self._send(output)
             except Exception as error:

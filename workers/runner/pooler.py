@@ -16,7 +16,7 @@ from torch import Tensor
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.protocol import CLS, LABELS, LAST, LOGITS, MEAN, NOT_POOLED, TOKEN, StepMetadata, StepOutput
 from oarlock.workers.runner.memory_needs import MAX_LOGITS_ROWS
-from oarlock.workers.runner.pending_output import PendingOutput
+from oarlock.workers.runner.pending_output import Launched, wait_for
 
 _TOKENS_AT_ONCE = 64  # of a sum: as float64 they take twice or four times the memory of hidden states
 
@@ -139,11 +139,11 @@ class Pooler:
 class PooledOutput:
     """The output of a step, with its vectors."""
 
-    def __init__(self, pending: PendingOutput, pooled: Pooled | None) -> None:
-        self._pending, self._pooled = pending, pooled
+    def __init__(self, launched: Launched, pooled: Pooled | None) -> None:
+        self._launched, self._pooled = launched, pooled
 
     def wait(self) -> StepOutput | None:
-        output = self._pending.wait()
+        output = wait_for(self._launched)
         return output if output is None or self._pooled is None else self._pooled.add_to(output)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
+from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch, with_sampled
 from oarlock.workers.protocol import MAX_BIAS_PER_ROW, NULL_BLOCK, StepMetadata, mask_words
 from oarlock.workers.sampling.columns import SamplingColumns, bias_entries, write_rows
 from oarlock.workers.sampling.columns import sections as sampling_sections
@@ -217,11 +217,6 @@ def _send(buffer: StagingBuffer, array: np.ndarray) -> None:
     buffer.turn()
     buffer.on_host[: array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
     buffer.to_device(array.nbytes)
-
-
-def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:
-    """`token_ids`, int64 [T], with -1 - r replaced by entry r of `sampled`, integers [R]. Waits for no device."""
-    return torch.where(token_ids < 0, sampled[(-1 - token_ids).clamp(min=0)], token_ids)
 
 
 def write_step(into: dict[str, np.ndarray], step: StepMetadata, tables: BlockTables) -> None:

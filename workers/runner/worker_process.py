@@ -181,22 +181,21 @@ def serve(arguments: RankArguments, control: Control, runner: ModelRunner | Enco
     step_id = 0
     try:
         while True:
-            with steps.recv() as slot:
-                begun_ns = time.monotonic_ns()
-                step = unpack_step(slot)
-                step_id = step.step_id
-                if len(step.kv_copies):
-                    assert runner.kv_offload is not None
-                    runner.kv_offload.obey(step)
-                pending = guard.run(step, partial(runner.launch, step, await_masks))
-                if step.num_tokens:  # not of a heartbeat
-                    steps.note_duration(time.monotonic_ns() - begun_ns)
-                if later is not None:
-                    later.add(step_id, pending)
-                elif answers is not None:
-                    output = pending.wait()
-                    assert output is not None, "the answering rank answers every step"
-                    _send(answers, output)
+            step = unpack_step(steps.receive())
+            begun_ns, step_id = time.monotonic_ns(), step.step_id
+            if len(step.kv_copies):
+                assert runner.kv_offload is not None
+                runner.kv_offload.obey(step)
+            launched = guard.run(step, partial(runner.launch, step, await_masks))
+            if len(step.token_ids):  # not of a heartbeat
+                steps.note_duration(time.monotonic_ns() - begun_ns)
+            if later is not None:
+                later.add(step_id, launched)
+            elif answers is not None:
+                assert isinstance(launched, StepOutput), "the answering rank answers every step"
+                pack_output(launched, answers.next_slot())
+                answers.publish()
+            steps.finish()
     except ChannelClosedError:
         return
     except Exception as error:

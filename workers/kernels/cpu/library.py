@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _forced: Level | None = None
 _outcomes: dict[Level, ctypes.CDLL | str] = {}  # the library, or the reason why there is none
 _of_one_type: dict[Level, tuple[str, Level]] = {}  # the element type that was asked for first, and its library's level
+_given: dict["torch.dtype | None", ctypes.CDLL] = {}  # what `library` returned, by its argument
 _loading = threading.Lock()
 
 
@@ -46,7 +47,10 @@ def library(dtype: "torch.dtype | None" = None) -> ctypes.CDLL:
 
     Callers ask each time they pack a weight or bind a function, and keep what they got: `using` then reaches them all.
     """
-    return load(level(), dtype)
+    found = _given.get(dtype)
+    if found is None:
+        found = _given[dtype] = load(level(), dtype)
+    return found
 
 
 def level() -> Level:
@@ -62,10 +66,12 @@ def using(level: Level) -> Generator[None]:
     """Everything that is loaded inside uses the kernels of `level`: for tests and comparisons."""
     global _forced
     before, _forced = _forced, level
+    _given.clear()
     try:
         yield
     finally:
         _forced = before
+        _given.clear()
 
 
 @cache

@@ -18,7 +18,6 @@ from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.quantization import matmul
 from oarlock.workers.runner.cuda_graphs import CudaGraphs
 from oarlock.workers.runner.device_steps import DeviceSteps
-from oarlock.workers.runner.pending_output import Computed
 from oarlock.workers.runner.pooler import Pooler
 from oarlock.workers.runner.step_inputs import InputPlace, Shape, StepInputs
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
@@ -46,8 +45,8 @@ class NoSampling:
     def sample(self, logits: Tensor, place: InputPlace, first: int, variant: object) -> None:
         self.logits = logits.clone()
 
-    def finish(self, step: StepMetadata, place: InputPlace) -> Computed:
-        return Computed(None)
+    def finish(self, step: StepMetadata, place: InputPlace) -> None:
+        return None
 
 
 class PlannedBackend(TritonBackend):

@@ -24,7 +24,7 @@ from oarlock.workers.protocol import (
     unpack_step,
 )
 from oarlock.workers.ranks.spawn_ranks import RankRings
-from oarlock.workers.runner.pending_output import Computed, PendingOutput
+from oarlock.workers.runner.pending_output import Launched
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.runner.worker_process import serve
 
@@ -62,12 +62,12 @@ class FakeRunner:
     def bytes_of(self, step: StepMetadata) -> int:
         return 0
 
-    def launch(self, step: StepMetadata, await_masks: Callable[[], None]) -> PendingOutput:
+    def launch(self, step: StepMetadata, await_masks: Callable[[], None]) -> Launched:
         pending = self.outputs[step.step_id] = Gated(step.step_id, [100 + step.step_id])
         self.launched.release()
         await_masks()
         self.masks[step.step_id] = step.mask_bits.ravel().tolist()
-        return pending if self.runs_ahead else Computed(pending._output)
+        return pending if self.runs_ahead else pending._output
 
 
 @dataclass

@@ -5,6 +5,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,14 +17,14 @@ from oarlock.workers.distributed.shm_ring import anonymous_memory
 from oarlock.workers.errors import StartupError
 from oarlock.workers.platform.host_memory import human_bytes
 from oarlock.workers.preflight import preflight
-from oarlock.workers.protocol import NULL_BLOCK, StepMetadata, empty_step
+from oarlock.workers.protocol import NULL_BLOCK, StepMetadata, StepOutput, empty_step
 from oarlock.workers.runner.cuda_graphs import Calls, GraphMaker
 from oarlock.workers.runner.device import StepGuard, graph_bytes, largest_step
 from oarlock.workers.runner.device_steps import device_steps
 from oarlock.workers.runner.memory_needs import out_of_memory as told
 from oarlock.workers.runner.memory_needs import sampling_bytes
 from oarlock.workers.runner.model_runner import ModelRunner
-from oarlock.workers.runner.pending_output import Computed, PendingOutput
+from oarlock.workers.runner.pending_output import Launched, wait_for
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.sampling.token_histories import DenseHistories
 from tests.golden.tiny_models import make_tiny
@@ -119,7 +120,7 @@ class MadeUpGraphs:
         self.sizes: list[int] = []
         self._device, self._before = device, device.free_bytes() - KEPT
 
-    def launch(self, *_: object) -> PendingOutput:
+    def launch(self, *_: object) -> Launched:
         return RAN
 
     def capture(self, maker: GraphMaker, sizes: list[int]) -> int:
@@ -182,15 +183,15 @@ def step(step_id: int, *, is_ahead: bool = False) -> StepMetadata:
     return made
 
 
-def out_of_memory() -> PendingOutput:
+def out_of_memory() -> Launched:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 HUGE = 1 << 60
-RAN = Computed(None)
+RAN = StepOutput(0, np.empty(0, np.int32), np.empty(0, np.uint8))
 
 
-def ran() -> PendingOutput:
+def ran() -> Launched:
     return RAN
 
 
@@ -203,7 +204,7 @@ def test_a_step_sent_behind_a_refused_one_is_refused_untried() -> None:
 
 def test_one_rank_alone_refuses_a_step_that_fails_in_its_middle() -> None:
     guard = StepGuard(lambda step: 1, CPU, None)
-    refused = guard.run(step(1), out_of_memory).wait()
+    refused = wait_for(guard.run(step(1), out_of_memory))
     assert refused is not None and refused.out_of_memory and refused.step_id == 1
     assert guard.run(step(2, is_ahead=True), ran) is not RAN
     assert guard.run(step(3), ran) is RAN

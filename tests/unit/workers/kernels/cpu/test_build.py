@@ -276,6 +276,7 @@ def test_what_failed_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_chosen", lambda: None)
+    monkeypatch.setattr(library, "_given", {})
     with pytest.raises(library.KernelsUnavailable, match="AVX2"):
         library.library()
 
