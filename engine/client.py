@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from oarlock.engine.config import EngineConfig, OnProgress
 from oarlock.engine.engine_process import ENGINE_MODULE, EngineProcess
@@ -37,6 +37,7 @@ logger = logging.getLogger("oarlock.engine.client")
 
 OnBlocks = Callable[[BlockChanges], object]
 _Answer = TokenEvent | OarlockError
+T = TypeVar("T")
 
 _READ_BYTES = 1 << 18
 _STATS_TIMEOUT_S = 1.0  # a step in flight may take longer; then the last snapshot is used
@@ -76,7 +77,7 @@ class EngineClient:
         self._on_blocks = on_blocks
         self._record_path = record_path
         self._ids = itertools.count(1)
-        self._queues: dict[int, _AnswerQueue] = {}
+        self._queues: dict[int, AnswerQueue[_Answer]] = {}
         self._questions = _Questions(writer.write)
         self._last_stats = EngineStats()
         self._last_state: EngineState | None = None
@@ -150,7 +151,8 @@ class EngineClient:
             frame = messages.request(request)
         except FrameError as error:
             raise RequestError(f"The request cannot be sent: {error}.", "prompt") from error
-        queue = self._queues[request_id] = _AnswerQueue()
+        queue: AnswerQueue[_Answer] = AnswerQueue()
+        self._queues[request_id] = queue
         try:
             self._writer.write(frame)
             await self._drain()
@@ -248,39 +250,38 @@ class EngineClient:
         await self._reap()
 
     def _receive(self, frame: Frame) -> None:
-        if frame.kind == "events":
+        kind = frame.head["kind"]
+        if kind == "events":
             self._progress_s = time.monotonic()
             for event in messages.read_events(frame):
-                self._answer(event.request_id, event, is_last=event.finish_reason is not None)
-        elif frame.kind == "blocks":
+                queue = self._queues.get(event.request_id)
+                if queue is None:
+                    continue  # its iterator was closed a moment ago
+                if event.finish_reason is not None:
+                    del self._queues[event.request_id]
+                queue.put(event)
+        elif kind == "blocks":
             self._on_blocks(messages.read_blocks(frame))
-        elif frame.kind == "alive":
+        elif kind == "alive":
             self._progress_s = time.monotonic()
-        elif frame.kind == "refused":
+        elif kind == "refused":
             request_id, error = messages.read_refused(frame)
-            self._answer(request_id, error, is_last=True)
-        elif frame.kind == "stats":
+            if (queue := self._queues.pop(request_id, None)) is not None:
+                queue.put(error)
+        elif kind == "stats":
             number, self._last_stats = messages.read_stats(frame)
             self._questions.answer(number, self._last_stats)
-        elif frame.kind == "state":
+        elif kind == "state":
             self._questions.answer(*messages.read_state(frame))
-        elif frame.kind == "histories":
+        elif kind == "histories":
             self._questions.answer(*messages.read_histories(frame))
-        elif frame.kind == "cache_reset":
+        elif kind == "cache_reset":
             self._questions.answer(*messages.read_cache_reset(frame))
-        elif frame.kind == "dead":
+        elif kind == "dead":
             self.death_cause, self.exit_code = messages.read_dead(frame)
             self._fail_all()
         else:
-            raise FrameError(f"the engine sent a {frame.kind!r} frame")
-
-    def _answer(self, request_id: int, answer: _Answer, *, is_last: bool) -> None:
-        queue = self._queues.get(request_id)
-        if queue is None:
-            return  # its iterator was closed a moment ago
-        if is_last:
-            del self._queues[request_id]
-        queue.put(answer)
+            raise FrameError(f"the engine sent a {kind!r} frame")
 
     def _fail_all(self) -> None:
         """End every waiting call: the engine is gone."""
@@ -352,22 +353,22 @@ class EngineClient:
         return EngineDeadError("The inference engine has stopped. Nothing can be served until it is restarted.")
 
 
-class _AnswerQueue:
+class AnswerQueue(Generic[T]):
     """Queue of the answers to one request for its only reader: an event for each token, and for each step of a prompt
     that is scored. Wakes the reader at half the cost of `asyncio.Queue`."""
 
     __slots__ = ("_answers", "_reader")
 
     def __init__(self) -> None:
-        self._answers: deque[_Answer] = deque()
+        self._answers: deque[T] = deque()
         self._reader: asyncio.Future[None] | None = None  # while it waits
 
-    def put(self, answer: _Answer) -> None:
+    def put(self, answer: T) -> None:
         self._answers.append(answer)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    async def get(self) -> _Answer:
+    async def get(self) -> T:
         if not self._answers:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader

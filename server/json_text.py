@@ -21,7 +21,8 @@ def dumps(value: Any) -> str:
 
 def json_text(text: str) -> str:
     """Write `text` as a JSON string."""
-    return _on_one_line(encode_basestring(text))
+    written = encode_basestring(text)
+    return written if written.isascii() else _on_one_line(written)
 
 
 def _on_one_line(written: str) -> str:

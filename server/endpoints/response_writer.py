@@ -121,7 +121,7 @@ class ResponseWriter(AnswerWriter):
         ending = '"finish_reason":null'
         if delta.finish_reason is not None:
             ending = f'"finish_reason":"{delta.finish_reason}","stop_reason":{dumps(delta.stop_reason)}'
-        end = self._ending()
+        end = self._ending() if self._is_counting else self._end
         if self._has_extras:
             ending += _members(self._extras((delta,)))
             end = f"}}]{_members(self._beside_choices((delta,)))}{end[2:]}"

@@ -79,7 +79,8 @@ class _CycleTransport:
         if self._has_head:
             if self._head and len(data) <= _MAX_JOINED_BYTES:
                 data, self._head = self._head + data, b""
-            self.flush()
+            elif self._head:
+                self.flush()
             self._transport.write(data)
         elif data == _CONTINUE:
             self._transport.write(data)

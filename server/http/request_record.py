@@ -21,7 +21,7 @@ from oarlock.server.llm.async_llm import AsyncLLM
 from oarlock.server.llm.generation import Generation
 
 MAX_RECORDS = 1000
-_FULL_S = 0.02
+FULL_S = 0.02
 _MAX_CHOICES = 8  # of one request, of which the engine is asked
 
 
@@ -74,12 +74,10 @@ class RequestRecord:
         params = generation.choices[0].request.params
         self.max_tokens, self.temperature, self.top_p = params.max_tokens, params.temperature, params.top_p
 
-    def sent(self, seconds: float) -> None:
-        """A piece of the answer was sent, which took so long. Only while the connection is full it takes longer."""
-        self.num_sent += 1
-        if seconds > _FULL_S:
-            self.sending_s += seconds
-            self.num_slow += 1
+    def sent_slowly(self, seconds: float) -> None:
+        """A piece of the answer took longer than `FULL_S` to be sent: the connection was full."""
+        self.sending_s += seconds
+        self.num_slow += 1
 
     def failed(self, error: HttpError) -> None:
         """This error was its answer, or the last part of it. What the error says may hold text of the request."""

@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from oarlock.server.errors import ClientGoneError, HttpError, describe
-from oarlock.server.http.request_record import RequestRecord
+from oarlock.server.http.request_record import FULL_S, RequestRecord
 from oarlock.server.llm.generation import Generation
 from oarlock.server.llm.output_processor import Delta
 from oarlock.server.observability.logs import event, logger
@@ -94,7 +94,9 @@ class EventStream(EventSourceResponse):
             self._send_began = began = time.monotonic()
             await send(message)
             self._send_began = None
-            self._record.sent(time.monotonic() - began)
+            self._record.num_sent += 1
+            if (seconds := time.monotonic() - began) > FULL_S:
+                self._record.sent_slowly(seconds)
 
         try:
             await super().__call__(scope, receive, timed_send)

@@ -46,12 +46,12 @@ class TokenBytes:
         self._style = style  # "byte_level" or "metaspace"
         self.skipped = skipped
         self.strip_first_space = strip_first_space
-        self._known: dict[int, bytes] = {}
+        self.known: dict[int, bytes] = {}  # of ids that were asked for
 
     def __call__(self, token_id: int) -> bytes:
-        known = self._known.get(token_id)
+        known = self.known.get(token_id)
         if known is None:
-            known = self._known[token_id] = self._compute(token_id)
+            known = self.known[token_id] = self._compute(token_id)
         return known
 
     def _compute(self, token_id: int) -> bytes:
@@ -86,8 +86,11 @@ class BytesDetokenizer:
         self._skipped = token_bytes.skipped - kept_special_ids
 
     def push(self, ids: Sequence[int]) -> str:
-        table, skipped = self._bytes, self._skipped
-        data = b"".join([table(token_id) for token_id in ids if token_id not in skipped])
+        known, data = self._bytes.known, b""
+        for token_id in ids:
+            if token_id not in self._skipped:
+                piece = known.get(token_id)
+                data += self._bytes(token_id) if piece is None else piece
         if self._strip and data:
             self._strip = False
             data = data.removeprefix(b" ")

@@ -12,6 +12,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
 
+from oarlock.engine.client import AnswerQueue
 from oarlock.engine.errors import EngineError, RequestError, UnavailableError
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import EngineInfo, Request, TokenEvent
@@ -114,7 +115,7 @@ class Generation:
         self.per_prompt = len(choices) // num_prompts
         self._on_close = on_close
         self._timeout_s = timeout_s
-        self._queue: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
+        self._queue: AnswerQueue[Delta | BaseException] = AnswerQueue()
         self._first: Delta | BaseException | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of the choices at the engine, by index
         self._handles: dict[int, ReplicaHandle] = {}  # by prompt
@@ -181,7 +182,7 @@ class Generation:
     def fail(self, error: BaseException) -> None:
         """End this generation with an error that is shown to its client."""
         self._submission.close()
-        self._queue.put_nowait(error)
+        self._queue.put(error)
 
     def abort(self) -> bool:
         """End what still runs with the text it has. False when nothing ran any more."""
@@ -211,7 +212,7 @@ class Generation:
         for choice in running:
             if choice.index in self._tasks:
                 self._tasks[choice.index].cancel()
-            self._queue.put_nowait(choice.cut(reason))
+            self._queue.put(choice.cut(reason))
         return bool(running)
 
     def _send(self, index: int, has_place: bool) -> None:
@@ -232,7 +233,7 @@ class Generation:
     async def _pump(self, choice: Choice, has_place: bool) -> None:
         try:
             if isinstance(choice, ChoiceOutput) and choice.only_echoes:
-                self._queue.put_nowait(choice.echo_only())
+                self._queue.put(choice.echo_only())
                 return
             request = choice.request
             if has_place or self.key_label is not None:
@@ -247,8 +248,8 @@ class Generation:
                         if delta is not None and delta.error is not None:
                             raise _failure(delta.error, delta.error_param, delta.error_code)
                         if delta is not None:
-                            self._queue.put_nowait(delta)
-                        if choice.finished:
+                            self._queue.put(delta)
+                        if choice.finish_reason is not None:
                             return
                         if part is not event:  # a long prompt's scores: other tasks have a turn in between
                             await asyncio.sleep(0)

@@ -69,7 +69,8 @@ class ChoiceOutput:
         self.started = False  # its prompt is done
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids, output_options.shown)
-        self._finder = StopStringMatcher(stops, output_options.include_stop)
+        # None: there are no stop strings.
+        self._finder = StopStringMatcher(stops, output_options.include_stop) if stops else None
         self._num_characters = 0  # decoded so far: where the next token's text begins
         self._opened = False  # its first piece has been made
         wants_scores = output_options.echo_scores or output_options.prompt_scores
@@ -88,9 +89,11 @@ class ChoiceOutput:
         if not self.started:
             self._take_prompt(event, delta)
         self._take_tokens(event, delta)
-        if not self.finished and event.finish_reason is not None:
+        if self.finish_reason is None and event.finish_reason is not None:
             self._finish(event, delta)
-        return delta if delta.num_tokens or delta.text or delta.prompt_scores or delta.scores or self.finished else None
+        if delta.num_tokens or delta.text or delta.prompt_scores or delta.scores or self.finish_reason is not None:
+            return delta
+        return None
 
     @property
     def only_echoes(self) -> bool:
@@ -108,7 +111,8 @@ class ChoiceOutput:
         delta = Delta(self.index, is_first=not self._opened)
         if not self._opened and self.output_options.echo_text:
             delta.text = self.output_options.echo_text
-        delta.text += self._finder.push(self._detokenizer.flush())[0] + self._finder.flush()
+        rest = self._detokenizer.flush()
+        delta.text += rest if self._finder is None else self._finder.push(rest)[0] + self._finder.flush()
         self.finish_reason = delta.finish_reason = reason
         return delta
 
@@ -146,7 +150,7 @@ class ChoiceOutput:
                 return  # a stop token is counted, not shown
             text = self._detokenizer.push((token_id,))
             self._num_characters += len(text)
-            if self.num_tokens <= min_tokens:
+            if self.num_tokens <= min_tokens or self._finder is None:
                 delta.text += text
                 continue
             shown, found = self._finder.push(text)
@@ -158,12 +162,15 @@ class ChoiceOutput:
 
     def _finish(self, event: TokenEvent, delta: Delta) -> None:
         """The engine has ended the request: show what was held back."""
-        shown, found = self._finder.push(self._detokenizer.flush())
-        delta.text += shown
-        if found is not None:
-            self._end(delta, FinishReason.STOP, found)
-            return
-        delta.text += self._finder.flush()
+        rest = self._detokenizer.flush()
+        if self._finder is not None:
+            shown, found = self._finder.push(rest)
+            delta.text += shown
+            if found is not None:
+                self._end(delta, FinishReason.STOP, found)
+                return
+            rest = self._finder.flush()
+        delta.text += rest
         reason = event.finish_reason or FinishReason.ERROR
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             delta.error, delta.error_param = event.error or "The engine gave this request up.", event.error_param

@@ -58,6 +58,8 @@ class TensorParallel:
         self.rank = rank
         self.size = size
         self._shared = shared
+        # The group in which kernels compute sums over ranks themselves; None: they leave them to `all_reduce`.
+        self.group_for_kernels = shared if isinstance(shared, SharedMemoryGroup) else None
         self._record = record
         self._group = group
         self._over_host = over_host
@@ -83,11 +85,6 @@ class TensorParallel:
             else:
                 x = self._shared.all_reduce(x.contiguous())
         return x
-
-    @property
-    def group_for_kernels(self) -> SharedMemoryGroup | None:
-        """The group in which kernels compute sums over ranks themselves; None: they leave them to `all_reduce`."""
-        return self._shared if isinstance(self._shared, SharedMemoryGroup) else None
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's `x` (equal shapes), stacked in rank order: [size, *x.shape]."""

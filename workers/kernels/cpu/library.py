@@ -87,6 +87,7 @@ def load(level: Level, dtype: "torch.dtype | None" = None) -> ctypes.CDLL:
     with _loading:
         level = _narrowed(level, dtype)
         if level not in _outcomes:
+            _given.clear()  # this one may have more types
             try:
                 _outcomes[level] = _load(level)
             except KernelsUnavailable as reason:
