@@ -9,10 +9,11 @@ import pytest
 
 from tests.e2e.running import DEMO, RunningServer, environment
 
-STARTS = {
-    "the command": f'exec {Path(sys.executable).with_name("oarlock")} "$@"',
-    "python -m oarlock": f'exec {sys.executable} -m oarlock "$@"',
-}
+COMMAND = Path(sys.executable).with_name("oarlock")
+LAUNCHER = f"""#!/bin/sh
+shift 3  # -P -m oarlock
+exec {sys.executable} -m oarlock "$@"
+"""
 SCRIPT = f"""
 from oarlock import LLM, SamplingParams
 if __name__ == "__main__":
@@ -29,10 +30,15 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_a_server_starts_there(folder, tmp_path_factory, start):
+def test_the_command_runs_there(folder):
+    words = [COMMAND, "serve", folder / "no-such-model"]
+    done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3 and "error: " in done.stderr and "no-such-model" in done.stderr, done.stderr
+
+
+def test_a_server_starts_there(folder, tmp_path_factory):
     launcher = tmp_path_factory.mktemp("launcher") / "start"
-    launcher.write_text(f"#!/bin/sh\nshift 3  # -P -m oarlock\n{STARTS[start]}\n")
+    launcher.write_text(LAUNCHER)
     launcher.chmod(0o755)
     with RunningServer(DEMO, cwd=folder, python=launcher) as server:
         assert server.text("Once upon", max_tokens=4)

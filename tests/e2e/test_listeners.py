@@ -11,16 +11,24 @@ from tests.e2e.running import DEMO, ROOT, RunningServer
 pytestmark = pytest.mark.skipif(not SharedMemoryGroup.supported(), reason="ranks of this processor sum by gloo")
 
 
-@pytest.mark.parametrize("sizes", [(), ("-tp", 2), ("-tp", 2, "-pp", 2)], ids=["1 rank", "TP 2", "TP 2 x PP 2"])
-def test_only_http_listens(sizes, tmp_path):
+def check_only_http_listens(server):
+    assert server.text("import ", max_tokens=4)
+    sockets = [there for process in server.processes() for there in process.net_connections("inet")]
+    listening = [there.laddr for there in sockets if there.status == psutil.CONN_LISTEN]
+    assert [address.port for address in listening] == [server.port]
+    assert {there.laddr.port for there in sockets} == {server.port}, "nor is any other socket open"
+
+
+@pytest.mark.parametrize("name", ["tp1", "tp2"])
+def test_only_http_listens(name, request):
+    check_only_http_listens(request.getfixturevalue(name))
+
+
+def test_only_http_listens_with_pipeline_stages_and_ray_is_not_imported(tmp_path):
     trace = tmp_path / "imported"  # by a `ray` that stands in the path of every process
     (tmp_path / "ray.py").write_text(f"open({str(trace)!r}, 'a').write('imported')")
     path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    with RunningServer(DEMO, *sizes, "--cpu-affinity", "none", env=path) as server:
-        assert server.text("import ", max_tokens=4)
-        sockets = [there for process in server.processes() for there in process.net_connections("inet")]
-        listening = [there.laddr for there in sockets if there.status == psutil.CONN_LISTEN]
-        assert [address.port for address in listening] == [server.port]
-        assert {there.laddr.port for there in sockets} == {server.port}, "nor is any other socket open"
+    with RunningServer(DEMO, "-tp", 2, "-pp", 2, "--cpu-affinity", "none", env=path) as server:
+        check_only_http_listens(server)
         paths = [process.environ()["PYTHONPATH"].split(os.pathsep) for process in server.processes()]
         assert all(str(tmp_path) in path for path in paths) and not trace.exists(), "only with its flag is Ray imported"

@@ -1,9 +1,8 @@
 """`--speculative-config` on a real server: the same answers in fewer steps, counted, recorded and replayed."""
 
-import json
 import subprocess
 
-from tests.e2e.running import DEMO, ROOT, RunningServer, command, environment, events, free_port
+from tests.e2e.running import DEMO, ROOT, RunningServer, command, environment, events
 
 CONFIG = '{"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
 QUOTE = (
@@ -62,10 +61,3 @@ def test_answers_are_those_without_drafts_and_the_recording_replays(tmp_path):
         assert 0 < drafts < drafted and 0 < accepted < drafted  # how many depends on the times of steps
     replayed = oarlock("replay", file)
     assert replayed.returncode == 0 and "the same answers" in replayed.stdout, replayed.stdout + replayed.stderr
-
-
-def test_what_is_not_done_is_refused_by_name():
-    config = json.dumps({"method": "eagle3", "model": "some/head", "num_speculative_tokens": 3})
-    result = oarlock("serve", DEMO, "--speculative-config", config, "--port", free_port())
-    assert result.returncode == 3 and "Traceback" not in result.stderr
-    assert "'model'" in result.stderr and "no second model is loaded to draft" in result.stderr

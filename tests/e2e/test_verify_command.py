@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.running import DEMO, ROOT, command, environment
+from tests.golden.tiny_models import make_tiny
 
 
 def verify(*arguments: str | int | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -14,6 +15,15 @@ def verify(*arguments: str | int | Path, cwd: Path = ROOT) -> subprocess.Complet
         command("verify", *arguments), cwd=cwd, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True,
         timeout=240,
     )  # fmt: skip
+
+
+def test_a_small_model_on_two_ranks(tmp_path: Path) -> None:
+    model = make_tiny(tmp_path, "qwen2", num_hidden_layers=2)
+    result = verify(model, "-tp", 2, "--output", tmp_path / "report.json")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "result: ok"
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["ok"] and {entry["layer"] for entry in report["tensors"]} == {None, 0, 1}
 
 
 @pytest.mark.soak

@@ -17,11 +17,6 @@ from tests.golden.paged_run import PagedRun, greedy, load_decoder, on_ranks
 
 pytestmark = pytest.mark.slow
 
-every_run = pytest.mark.parametrize(
-    ("name", "size"),
-    [pytest.param(*run, id=run_id(*run), marks=[pytest.mark.slow] if run[1] > 2 else []) for run in RUNS],
-)
-
 CUTS = {
     "prefill": [PROMPT, *range(PROMPT + 1, TOTAL + 1)],
     "chunked": [7, 8, 20, 24, PROMPT, TOTAL],
@@ -40,8 +35,8 @@ def feed(run: PagedRun, tokens: list[int], cuts: list[int]) -> Tensor:
     return torch.cat(rows)
 
 
-@every_run
-def test_logits_are_within_twice_transformers_own_error(
+@pytest.mark.parametrize(("name", "size"), RUNS, ids=[run_id(*run) for run in RUNS])
+def test_logits_are_within_twice_transformers_own_error_and_greedy_text_is_equal(
     reference_of: Callable[..., ExactReference], name: str, size: int
 ) -> None:
     reference = reference_of(name)
@@ -51,24 +46,15 @@ def test_logits_are_within_twice_transformers_own_error(
     bound = 2 * theirs + 1e-6 * truth.abs().max().item()
     ways = list(CUTS) if size <= 2 else _FEW
 
-    def feed_all_ways(tp: TensorParallel) -> Tensor:
-        """[ways, n, vocab]. Pages of one way are not those of another."""
+    def run_all_ways(tp: TensorParallel) -> tuple[Tensor, list[list[int]]]:
+        """([ways, n, vocab], the ids of each greedy text). Pages of one way are not those of another."""
         decoder = load_decoder(reference.path, tp, max_model_len=reference.max_model_len)
-        return torch.stack([feed(PagedRun(decoder), reference.tokens, CUTS[way]) for way in ways])
+        logits = torch.stack([feed(PagedRun(decoder), reference.tokens, CUTS[way]) for way in ways])
+        return logits, list(greedy(PagedRun(decoder), reference.prompts, GREEDY).values())
 
-    ranks = on_ranks(size, feed_all_ways)
-    assert all(torch.equal(ranks[0], other) for other in ranks[1:]), "ranks disagree"
-    for way, logits in zip(ways, ranks[0], strict=True):
+    ranks = on_ranks(size, run_all_ways)
+    assert all(torch.equal(ranks[0][0], logits) for logits, _ in ranks[1:]), "ranks disagree"
+    for way, logits in zip(ways, ranks[0][0], strict=True):
         ours = (logits.double() - truth).abs().max().item()
         assert ours <= bound, f"{way}: error {ours:.2e}, transformers' own {theirs:.2e}"
-
-
-@every_run
-def test_greedy_text_equals_transformers(reference_of: Callable[..., ExactReference], name: str, size: int) -> None:
-    reference = reference_of(name)
-
-    def text(tp: TensorParallel) -> list[list[int]]:
-        run = PagedRun(load_decoder(reference.path, tp, max_model_len=reference.max_model_len))
-        return list(greedy(run, reference.prompts, GREEDY).values())
-
-    assert on_ranks(size, text)[0] == reference.text
+    assert ranks[0][1] == reference.text

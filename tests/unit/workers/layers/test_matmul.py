@@ -41,16 +41,19 @@ def inner(product):
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PACKED = [dtype for dtype in DTYPES if can_pack(dtype, "cpu")]  # float16 is packed by few processors
-# (dtype, linear, gated, the fewest rows from which it is batch-invariant): every fast form this machine has
-FORMS = [pytest.param(dtype, PackedMatmul, PackedGatedMatmul, 2, id=f"onednn-{dtype}") for dtype in PACKED]
-FORMS += [
-    pytest.param(
-        dtype, at(level, CppMatmul), at(level, CppGatedMatmul), 1, id=f"{level.name}-{dtype}", marks=case.marks
-    )
-    for case in PARAMETERS
-    for level in case.values
-    for dtype in DTYPES
-]
+each_form = pytest.mark.parametrize("level", [pytest.param(None, id="onednn"), *PARAMETERS])
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def fast_forms(level: Level | None, dtype: torch.dtype):
+    """(linear, gated, the fewest rows from which they are batch-invariant) of oneDNN or of a level's kernels."""
+    if level is not None:
+        return at(level, CppMatmul), at(level, CppGatedMatmul), 1
+    if dtype not in PACKED:
+        pytest.skip(f"oneDNN packs no {dtype} on this processor")
+    return PackedMatmul, PackedGatedMatmul, 2
+
+
 SHAPES = [(48, 64), (33, 50), (200, FLOAT32_BLOCK), (96, FLOAT32_BLOCK + 1), (70, 3 * FLOAT32_BLOCK + 40), (5, 20)]
 COUNTS = (1, 2, 3, 5, 8, 17, 64, 300)
 
@@ -59,11 +62,13 @@ def tolerance(dtype: torch.dtype, size: float) -> float:
     return {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype] * size
 
 
-@pytest.mark.parametrize(("dtype", "linear", "gated", "fewest"), FORMS)
+@each_form
+@each_dtype
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_packed_equals_plain(dtype, linear, gated, fewest, outputs, inputs, with_bias, with_residual) -> None:
+def test_packed_equals_plain(level, dtype, outputs, inputs, with_bias, with_residual) -> None:
+    linear, _, _ = fast_forms(level, dtype)
     torch.manual_seed(0)
     weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
     bias = torch.randn(outputs).to(dtype) if with_bias else None
@@ -84,11 +89,13 @@ def test_packed_equals_plain(dtype, linear, gated, fewest, outputs, inputs, with
             assert torch.equal(residual, kept), "the residual must not be written to"
 
 
-@pytest.mark.parametrize(("dtype", "linear", "gated", "fewest"), FORMS)
+@each_form
+@each_dtype
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("inputs", [64, 2 * FLOAT32_BLOCK + 8])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_packed_gate_equals_plain(dtype, linear, gated, fewest, activation, inputs, with_bias) -> None:
+def test_packed_gate_equals_plain(level, dtype, activation, inputs, with_bias) -> None:
+    _, gated, _ = fast_forms(level, dtype)
     torch.manual_seed(0)
     weight = (torch.randn(2 * 40, inputs) / inputs**0.5).to(dtype)
     bias = torch.randn(2 * 40).to(dtype) if with_bias else None
@@ -104,10 +111,12 @@ def test_packed_gate_equals_plain(dtype, linear, gated, fewest, activation, inpu
             assert (product(x).double() - truth).abs().max() <= limit
 
 
-@pytest.mark.parametrize(("dtype", "linear", "gated", "fewest"), FORMS)
+@each_form
+@each_dtype
 @pytest.mark.parametrize("threads", [1, 2])
-def test_rows_do_not_depend_on_the_batch(dtype, linear, gated, fewest, threads: int) -> None:
+def test_rows_do_not_depend_on_the_batch(level, dtype, threads: int) -> None:
     """Bit by bit: a token's numbers are its own."""
+    linear, gated, fewest = fast_forms(level, dtype)
     if linear is PackedMatmul and dtype == torch.bfloat16 and EMULATES_BFLOAT16:
         pytest.skip(EMULATES_BFLOAT16)
     torch.manual_seed(0)
@@ -204,7 +213,6 @@ def test_the_choice_follows_what_the_processor_can_do() -> None:
 
 
 each_level = pytest.mark.parametrize("level", PARAMETERS)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @each_level

@@ -1,5 +1,7 @@
 """All ranks' layers in one process: partial results add up to the whole, and no weight is read twice needlessly."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -26,17 +28,16 @@ def qkv_weights(heads: int, kv_heads: int, *, fused: bool) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size"),
     [(heads, kv, size) for heads, kv in ((8, 8), (8, 4), (8, 2), (8, 1), (16, 2)) for size in (1, 2, 4, 8)]
     + [(12, 4, 2), (12, 4, 4), (12, 4, 12), (14, 2, 2), (14, 2, 14)],
 )
-def test_every_query_head_uses_its_own_kv_head(heads: int, kv_heads: int, size: int, fused: bool) -> None:
+def test_every_query_head_uses_its_own_kv_head(heads: int, kv_heads: int, size: int) -> None:
     whole = qkv_weights(heads, kv_heads, fused=False)
     x = torch.randn(3, HIDDEN)
     expected = {p: (x @ whole[f"a.{p}_proj.weight"].T + whole[f"a.{p}_proj.bias"]).view(3, -1, DIM) for p in "qkv"}
-    for rank in range(size):
+    for rank, fused in itertools.product(range(size), (False, True)):
         weights = MemoryWeights(qkv_weights(heads, kv_heads, fused=fused))
         layer = QKVParallelLinear("a", HIDDEN, DIM, heads, kv_heads, True, place(rank, size))
         layer.load(weights)

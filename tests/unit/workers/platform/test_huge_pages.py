@@ -11,13 +11,13 @@ from oarlock.workers.platform.huge_pages import HUGE_PAGE_BYTES, StagingMemory, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])
-@pytest.mark.parametrize("shape", [(0,), (3,), (5, 7), (1000, 1100), (3, 1 << 20), (2, 0, 4)])
-def test_a_tensor_is_zero_contiguous_and_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = huge_page_empty(shape, dtype)
-    assert x.shape == shape and x.dtype == dtype and x.is_contiguous() and not x.any()
-    assert x.nbytes < HUGE_PAGE_BYTES or x.data_ptr() % HUGE_PAGE_BYTES == 0
-    x.fill_(1)
-    assert x.to(torch.float64).sum() == x.numel()
+def test_a_tensor_is_zero_contiguous_and_aligned(dtype: torch.dtype) -> None:
+    for shape in ((0,), (3,), (5, 7), (1000, 1100), (3, 1 << 20), (2, 0, 4)):
+        x = huge_page_empty(shape, dtype)
+        assert x.shape == shape and x.dtype == dtype and x.is_contiguous() and not x.any()
+        assert x.nbytes < HUGE_PAGE_BYTES or x.data_ptr() % HUGE_PAGE_BYTES == 0
+        x.fill_(1)
+        assert x.to(torch.float64).sum() == x.numel()
 
 
 def resident_bytes() -> int:

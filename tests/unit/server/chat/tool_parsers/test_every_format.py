@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
@@ -220,19 +221,19 @@ def test_a_call_that_is_cut_short_begins_and_nothing_is_made_up(tool_format):
 
 
 @every_format
-@pytest.mark.parametrize("size", [1, 7, 10**9])
-def test_twice_the_text_is_twice_the_work(tool_format, size):
+def test_twice_the_text_is_twice_the_work(tool_format):
     write = WRITERS[tool_format.name]
     opening = write([("now", {})]).partition("now")[0]
 
-    def work(text):
+    def work(text, size):
         parser = tool_format.parser(TOOLS)
         _parse(parser, [text[start : start + size] for start in range(0, len(text), size)])
         return parser.scanned / len(text)
 
     call = write([("f", {"s": "x" * 40 + "</" * 20, "n": 1})])
-    for text in filter(None, (call, opening + "f", opening[:-1], opening)):
-        small, large = work(text * 20), work(text * 40)
+    texts = filter(None, (call, opening + "f", opening[:-1], opening))
+    for text, size in itertools.product(texts, (1, 7, 10**9)):
+        small, large = work(text * 20, size), work(text * 40, size)
         assert large <= small * 1.05
         assert large <= 30  # the length of the longest delimiter: how often a character can be looked at
 
