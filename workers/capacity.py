@@ -6,6 +6,7 @@ of the weight files; allocates nothing. Does not know speeds: `RankWork` says ho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +17,8 @@ from oarlock.workers.checks.limits import check_limits, check_parallel
 from oarlock.workers.config import WorkerConfig, max_pooled_values
 from oarlock.workers.distributed.shm_ring import RingLayout
 from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
-from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, tensor_shapes
-from oarlock.workers.layers.sharding import supported_tp_sizes
+from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, tensors_of
+from oarlock.workers.layers.tensor_spec import Cut
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KVShape
 from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.platform.processor import features
@@ -122,7 +123,7 @@ class Capacity:
 def tensor_parallel_sizes(model: OpenModel) -> list[int]:
     """Numbers of ranks that this model's layers can be divided among."""
     spec, found = model.spec, []
-    for size in supported_tp_sizes(spec.num_heads, spec.num_kv_heads, spec.intermediate_size):
+    for size in spec.tp_sizes:
         try:
             check_parallel(model.config.with_(tensor_parallel_size=size, pipeline_parallel_size=1), spec)
         except StartupError:
@@ -210,21 +211,14 @@ def work_of(model: OpenModel, config: WorkerConfig) -> tuple[RankWork, ...]:
 
 
 def _work(spec: DecoderSpec, forms: WeightForms, config: WorkerConfig, stage: int, stages: int) -> RankWork:
-    size, item, layers = (
-        config.tensor_parallel_size,
-        ITEM_BYTES[config.dtype],
-        layers_of_stage(spec.num_layers, stage, stages),
-    )
-    shapes = tensor_shapes(spec)
-    in_layers = [f"model.layers.{layer}." for layer in layers]
-    matrices = sum(
-        shape[0] * shape[1] for name, shape in shapes.items() if len(shape) == 2 and name.startswith(tuple(in_layers))
-    )
+    size, item = config.tensor_parallel_size, ITEM_BYTES[config.dtype]
+    layers = layers_of_stage(spec.num_layers, stage, stages)
+    branches = [branch for layer in layers for branch in spec.layers[layer].branches]
+    inner = [tensor for tensor in tensors_of(spec, layers) if tensor.is_matrix and tensor.cut is not Cut.VOCABULARY]
+    matrices = sum(math.prod(tensor.shape) for tensor in inner)
     is_last, head = stage == stages - 1, spec.vocab_size * spec.hidden_size
     read = rank_weight_bytes(config, spec, forms, stage)
-    if stage == 0 and not (
-        spec.tie_word_embeddings and is_last
-    ):  # of an embedding that is no head, single rows are read
+    if stage == 0 and not (spec.tie_word_embeddings and is_last):  # single rows are read of what is no head
         form = forms.of_head.form_of(EMBEDDING.removesuffix(".weight"))
         read -= form.weight_bytes(spec.vocab_size, spec.hidden_size, item) // size
     return RankWork(
@@ -232,9 +226,9 @@ def _work(spec: DecoderSpec, forms: WeightForms, config: WorkerConfig, stage: in
         kv_bytes=kv_shape(config, spec, stage).bytes_per_token,
         token_ops=2 * matrices / size,
         row_ops=2 * head / size if is_last else 0.0,
-        pair_ops=4 * spec.num_heads * spec.head_dim * len(layers) / size,
-        sum_bytes=2 * len(layers) * spec.hidden_size * item if size > 1 else 0,
-        num_sums=2 * len(layers) if size > 1 else 0,
+        pair_ops=sum(branch.sublayer.pair_ops for branch in branches) / size,
+        sum_bytes=len(branches) * spec.hidden_size * item if size > 1 else 0,
+        num_sums=len(branches) if size > 1 else 0,
         pass_bytes=0 if is_last else spec.hidden_size * item,
     )
 

@@ -175,7 +175,9 @@ def prefill(shape: str, where: Where) -> Iterator[Row]:
         blocks = range(1, 2 + length // runner.config.block_size)
         step = greedy_step([SequenceChunk([7] * length, 0, blocks)], runner.config.block_size, [length - 1], step_id=1)
         took, _ = step_seconds(runner, step, where)
-        of_attention = 2.0 * length * length * spec.num_heads * spec.head_dim * spec.num_layers  # half of it is masked
+        of_attention = (
+            2.0 * length * length * spec.attention.num_heads * spec.attention.head_dim * spec.num_layers
+        )  # half of it is masked
         operations = 2.0 * models.inner_parameters(spec) * length + of_attention
         rate = operations / took
         figures = {"ms": took * 1e3, "TFLOP/s": rate / 1e12, "share of products": rate / limits.product_flop_s}

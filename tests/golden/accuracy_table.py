@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from oarlock.workers.layers.sharding import supported_tp_sizes
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.verify.compare import Comparison
 from tests.golden.cases import CASES, FAMILY_CASES
@@ -40,7 +39,7 @@ def family_rows(name: str, folder: Path) -> tuple[list[str], bool]:
         verify_case = VerifyCase(model, folder / f"{dtype}-verify", dtype, 6, prompts, case.max_model_len or 64)
         cells, worst, theirs = [], 0.0, 0.0
         for size in SIZES:
-            if size not in supported_tp_sizes(spec.num_heads, spec.num_kv_heads, spec.intermediate_size):
+            if size not in spec.tp_sizes:
                 cells.append("-")
                 continue
             comparison, causes = verify_case.run(size)

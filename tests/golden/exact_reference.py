@@ -66,7 +66,8 @@ class ExactReference:
         """Sequence -> prompt, of very different lengths. A model served beyond the length its LongRoPE was trained for
         uses the long factors for all sequences; transformers uses them for sequences that are themselves longer."""
         prompts = {0: self.tokens[:PROMPT], 1: self.tokens[3:20], 2: self.tokens[20:22]}
-        beyond = self.spec.rope.original_max_positions if self.spec.rope.stretched else 0
+        rope = self.spec.attention.rope
+        beyond = rope.original_max_positions if rope is not None and rope.stretched else 0
         return {seq: prompt for seq, prompt in prompts.items() if len(prompt) > beyond}
 
     def _both(self, ask: Callable[[TransformersRecorder], Result]) -> tuple[Result, Result]:

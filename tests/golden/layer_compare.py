@@ -94,8 +94,8 @@ def our_layers(
 
 
 def page_bytes(spec: DecoderSpec, size: int, dtype: torch.dtype) -> int:
-    local_kv_heads = max(1, spec.num_kv_heads // size)
-    return 2 * spec.num_layers * local_kv_heads * spec.head_dim * dtype.itemsize * BLOCK_SIZE * NUM_BLOCKS
+    local_kv_heads = max(1, spec.attention.num_kv_heads // size)
+    return 2 * spec.num_layers * local_kv_heads * spec.attention.head_dim * dtype.itemsize * BLOCK_SIZE * NUM_BLOCKS
 
 
 def joined(tensor: str, ranks: list[Tensor], spec: DecoderSpec) -> Tensor:
@@ -107,7 +107,7 @@ def joined(tensor: str, ranks: list[Tensor], spec: DecoderSpec) -> Tensor:
         return torch.cat(ranks, 1)[:, : spec.vocab_size]
     copies = 1
     if kind in ("k", "v", "k_rope"):
-        copies = max(1, len(ranks) // spec.num_kv_heads)  # neighbours hold the same KV head
+        copies = max(1, len(ranks) // spec.attention.num_kv_heads)  # neighbours hold the same KV head
         whole = torch.cat([rank.flatten(1) for rank in ranks[::copies]], 1)
     else:
         copies, whole = len(ranks), ranks[0]

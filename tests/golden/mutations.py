@@ -15,12 +15,14 @@ from oarlock.workers.attention import reference
 from oarlock.workers.attention.backend import KVSpec
 from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.layers import attention, embedding, linear
+from oarlock.workers.layers.attention import Attention
+from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import RMSNorm
 from oarlock.workers.layers.rotary import RotaryTable, rotate
-from oarlock.workers.models.decoder import PostNormDecoderLayer
+from oarlock.workers.models.decoder import Branch
 from oarlock.workers.quantization.method import DenseWeight, WeightShard
 from oarlock.workers.weights.reader import WeightReader
 
@@ -104,7 +106,7 @@ def attention_softcap_skipped(patch: MonkeyPatch) -> None:
 
 
 def scale_from_head_dim(patch: MonkeyPatch) -> None:
-    patch.setattr(DecoderSpec, "attention_scale", property(lambda self: self.head_dim**-0.5))
+    _with_init(patch, Attention, "spec", lambda layer: replace(layer.spec, scale=layer.head_dim**-0.5))
 
 
 # -- weights and their cuts
@@ -256,8 +258,14 @@ def whole_head_rotated(patch: MonkeyPatch) -> None:
 
 
 def _with_rope(patch: MonkeyPatch, **changes: Any) -> None:
-    original = DecoderSpec.rope_of
-    patch.setattr(DecoderSpec, "rope_of", lambda self, layer: replace(original(self, layer), **changes))
+    original = SelfAttentionSpec.for_length
+
+    def patched(self: SelfAttentionSpec, length: int) -> SelfAttentionSpec:
+        found = original(self, length)
+        assert found.rope is not None
+        return replace(found, rope=replace(found.rope, **changes))
+
+    patch.setattr(SelfAttentionSpec, "for_length", patched)
 
 
 def scaling_of_rope_ignored(patch: MonkeyPatch) -> None:
@@ -273,7 +281,16 @@ def short_factors_beyond_their_reach(patch: MonkeyPatch) -> None:
 
 
 def one_rotary_table_for_all_layers(patch: MonkeyPatch) -> None:
-    patch.setattr(DecoderSpec, "rope_of", lambda self, layer: self.rope)
+    original = DecoderSpec.for_length
+
+    def patched(self: DecoderSpec, length: int) -> DecoderSpec:
+        found = original(self, length)
+        (everywhere,) = {layer.attention.rope for layer in found.layers if layer.attention.window is None}
+        return found.with_sublayers(
+            lambda one: replace(one, rope=everywhere) if isinstance(one, SelfAttentionSpec) else one
+        )
+
+    patch.setattr(DecoderSpec, "for_length", patched)
 
 
 # -- the vocabulary
@@ -308,7 +325,7 @@ def _with_init(patch: MonkeyPatch, layer: type, attribute: str, value: Any) -> N
 
     def patched(self: Any, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **named)
-        setattr(self, attribute, value)
+        setattr(self, attribute, value(self) if callable(value) else value)
 
     patch.setattr(layer, "__init__", patched)
 
@@ -329,10 +346,4 @@ def norm_offset_forgotten(patch: MonkeyPatch) -> None:
 
 
 def norms_after_half_blocks_left_out(patch: MonkeyPatch) -> None:
-    original = PostNormDecoderLayer.__call__
-
-    def patched(self: PostNormDecoderLayer, *arguments: Any) -> Tensor:
-        self.attention_post_norm = self.mlp_post_norm = lambda x: x.clone()
-        return original(self, *arguments)
-
-    patch.setattr(PostNormDecoderLayer, "__call__", patched)
+    _with_init(patch, Branch, "post_norm", None)

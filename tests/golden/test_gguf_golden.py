@@ -5,6 +5,7 @@ A file that describes the same model and holds the same numbers under the same n
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.rotary import RotaryTable
 from oarlock.workers.models.gguf_config import hf_config
@@ -87,9 +89,9 @@ def test_a_file_describes_the_same_model_and_holds_the_same_numbers(tmp_path: Pa
     spec, checkpoint = opened(write_gguf(directory, tmp_path / "model.gguf", all_of("F32")))
     original = read_spec(str(directory))
     # A number that the file has in float32.
-    assert spec.rope.attention_factor == pytest.approx(original.rope.attention_factor, rel=2**-23)
-    rope = replace(spec.rope, attention_factor=original.rope.attention_factor)
-    assert replace(spec, rope=rope, dtype=None) == replace(original, dtype=None)
+    assert spec.attention.rope.attention_factor == pytest.approx(original.attention.rope.attention_factor, rel=2**-23)
+    same = with_rope(spec, lambda rope: replace(rope, attention_factor=original.attention.rope.attention_factor))
+    assert replace(same, dtype=None) == replace(original, dtype=None)
     tensors = stored(directory)
     assert checkpoint.tensors.keys() == tensors.keys()
     with GGUFReader(checkpoint) as reader:
@@ -97,7 +99,7 @@ def test_a_file_describes_the_same_model_and_holds_the_same_numbers(tmp_path: Pa
             shape = tuple(tensor.shape)
             for dim in range(len(shape)):
                 for parts in PARTS:
-                    unit = spec.head_dim if "self_attn" in tensor_name else 1  # ranks hold whole heads
+                    unit = spec.attention.head_dim if "self_attn" in tensor_name else 1  # ranks hold whole heads
                     if shape[dim] // parts % unit:
                         continue
                     cut = assembled(reader, tensor_name, shape, dim, parts)
@@ -109,14 +111,25 @@ def test_a_file_describes_the_same_model_and_holds_the_same_numbers(tmp_path: Pa
         reader.finish(lambda _: False)
 
 
+def with_rope(spec: DecoderSpec, change: Callable[[Any], Any]) -> DecoderSpec:
+    """The model with another rotary embedding in each layer."""
+    return spec.with_sublayers(
+        lambda one: replace(one, rope=change(one.rope)) if isinstance(one, SelfAttentionSpec) else one
+    )
+
+
 def test_llama3_factors_give_the_same_angles(tmp_path: Path) -> None:
     directory = make_tiny(tmp_path, "llama", seed=5, **CASES["llama-llama3"].special)
     spec, _ = opened(write_gguf(directory, tmp_path / "model.gguf", all_of("F32")))
     original = read_spec(str(directory))
-    assert original.rope.kind == "llama3" and len(set(spec.rope.short_factors)) > 2
-    assert replace(spec, rope=original.rope, dtype=None) == replace(original, dtype=None)
-    positions = torch.arange(0, spec.max_position_embeddings)
-    tables = [RotaryTable(rope, torch.device("cpu"))(positions, len(positions)) for rope in (spec.rope, original.rope)]
+    assert original.attention.rope.kind == "llama3" and len(set(spec.attention.rope.short_factors)) > 2
+    same = with_rope(spec, lambda rope: original.attention.rope)
+    assert replace(same, dtype=None) == replace(original, dtype=None)
+    positions = torch.arange(0, spec.longest_length)
+    tables = [
+        RotaryTable(rope, torch.device("cpu"))(positions, len(positions))
+        for rope in (spec.attention.rope, original.attention.rope)
+    ]
     for ours, theirs in zip(*tables, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
 
@@ -150,7 +163,7 @@ def test_every_type_is_what_the_gguf_package_makes_of_it(wide: Path, tmp_path: P
     q, down = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
     originals = stored(wide)
     with GGUFReader(checkpoint) as reader:
-        for name, heads in ((q, spec.num_heads), (down, 0)):
+        for name, heads in ((q, spec.attention.num_heads), (down, 0)):
             numbers = originals[name]
             if heads:  # blocks lie along the inputs, so they do not care in which order rows are
                 numbers = numbers.view(heads, 2, -1, numbers.shape[1]).transpose(1, 2).reshape(numbers.shape)

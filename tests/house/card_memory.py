@@ -77,7 +77,12 @@ def column(model: str, name: str) -> list[str]:
     settings, spec = load_settings({}, {}, f"{ROOT}/configs/{name}.toml").settings, spec_of(model)
     ranks, share = settings.tensor_parallel_size, settings.gpu_memory_utilization
     kv = KVSpec(
-        spec.num_layers, max(1, spec.num_kv_heads // ranks), spec.head_dim, 32, torch.bfloat16, torch.device("cuda")
+        spec.num_layers,
+        spec.attention.kv_heads_of_rank(ranks),
+        spec.attention.head_dim,
+        32,
+        torch.bfloat16,
+        torch.device("cuda"),
     )
     weights, step = weight_bytes(spec, "bfloat16") / ranks / GIB, step_bytes_of(model, settings) / GIB
     left = CARD * share - weights - step - LIBRARIES

@@ -19,7 +19,7 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
 from oarlock.workers.executor import Executor
 from oarlock.workers.gguf import GGUFModel, hf_config
-from oarlock.workers.layers.decoder_spec import tensor_shapes, tensors_of_stage
+from oarlock.workers.layers.decoder_spec import tensor_shapes
 from oarlock.workers.runner.memory_needs import MAX_LOGITS_ROWS, rank_weight_bytes
 from oarlock.workers.weights.reader import WeightReader
 from tests.golden.gguf_writer import q4_k_m, write_gguf
@@ -231,7 +231,7 @@ def test_a_stage_reads_no_tensor_of_another(checkpoints: dict[str, Path], monkey
     staged = start(checkpoints["qwen2"], "float32", "none", "auto", 1, 3)
     spec = staged.ranks[0].spec
     read = sorted(map(sorted, Reads.names.values()))
-    assert read == sorted(sorted(tensors_of_stage(spec, rank.layers)) for rank in staged.ranks)
+    assert read == sorted(sorted(tensor_shapes(spec, rank.layers)) for rank in staged.ranks)
     assert sum(map(len, read)) == len(tensor_shapes(spec)) + 1  # the embedding twice
 
 

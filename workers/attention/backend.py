@@ -114,3 +114,14 @@ class FusedBackend(AttentionBackend, Protocol):
         elements that are rotated, float32 [T, 1, rotary_dim]; see `RotaryTable`.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """One layer's part of a step."""
+
+    angles: tuple[Tensor, Tensor] | None  # cos and sin of its positions (`RotaryTable`); None: it rotates nothing
+    batch: ForwardBatch
+    kv: LayerKV
+    backend: AttentionBackend
+    plan: Any  # what the backend's `prepare` returned for this step

@@ -6,7 +6,6 @@ from oarlock.workers.errors import StartupError
 from oarlock.workers.kv_offload import DEFAULT_SLOT_BYTES
 from oarlock.workers.kv_tiers.directory import check_directory, disk_limit
 from oarlock.workers.layers.decoder_spec import DecoderSpec
-from oarlock.workers.layers.sharding import supported_tp_sizes
 from oarlock.workers.models.hf_quantization import GGUF
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES
 from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
@@ -81,19 +80,20 @@ def check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
             f"Use --pipeline-parallel-size {spec.num_layers} at most, so that every stage has a layer.",
         )
     size = config.tensor_parallel_size
-    working = supported_tp_sizes(spec.num_heads, spec.num_kv_heads, spec.intermediate_size)
+    working, sublayers = spec.tp_sizes, spec.sublayers
     if size not in working:
+        sizes = dict.fromkeys(sublayer.sizes for sublayer in sublayers)
         raise StartupError(
-            f"tensor_parallel_size {size} does not fit this model: {spec.num_heads} heads, {spec.num_kv_heads} "
-            f"key-value heads, intermediate size {spec.intermediate_size}.",
+            f"tensor_parallel_size {size} does not fit this model: {', '.join(sizes)}.",
             f"Sizes that work: {', '.join(map(str, working))}.",
         )
-    form, cut = QUANTIZATIONS.get(config.quantization, NONE), (spec.num_heads * spec.head_dim, spec.intermediate_size)
-    if not all(form.cuts(inputs, size) for inputs in cut):
-        working = [other for other in working if all(form.cuts(inputs, other) for inputs in cut)]
+    form = QUANTIZATIONS.get(config.quantization, NONE)
+    if not all(form.cuts(sublayer.shared_inputs, size) for sublayer in sublayers):
+        working = [other for other in working if all(form.cuts(one.shared_inputs, other) for one in sublayers)]
+        cut = dict.fromkeys(sublayer.shared_inputs_name for sublayer in sublayers)
         raise StartupError(
             f"quantization {config.quantization} has groups of {form.group} inputs, and tensor_parallel_size {size} "
-            f"cuts the {cut[0]} inputs of attention's output or the {cut[1]} of the MLP's within one.",
+            f"cuts the {' or the '.join(cut)} within one.",
             f"Sizes that work: {', '.join(map(str, working))}. Or use --quantization int8.",
         )
 

@@ -1,11 +1,11 @@
 """Checks that a checkpoint has exactly the tensors of its model, each in its shape and in a type that is served."""
 
 from oarlock.workers.errors import StartupError
-from oarlock.workers.layers.decoder_spec import DecoderSpec, is_ignorable, tensor_shapes
+from oarlock.workers.layers.decoder_spec import DecoderSpec, fused_modules, is_ignorable, tensor_shapes
 from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
 from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForms
 from oarlock.workers.quantization.formats.form import StoredTensor, WeightForms, stored
-from oarlock.workers.weights.checkpoint import FUSED_TENSORS, Checkpoint
+from oarlock.workers.weights.checkpoint import Checkpoint
 from oarlock.workers.weights.gguf_header import SERVED as GGUF_TYPES
 from oarlock.workers.weights.gguf_model import GGUFCheckpoint, type_not_served
 
@@ -48,14 +48,12 @@ def check_tensors(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms)
 def _wanted(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms) -> dict[str, StoredTensor]:
     """The model's tensors, with fused ones in place of their parts where the checkpoint has them fused."""
     shapes = tensor_shapes(spec)
-    for layer in range(spec.num_layers):
-        for fused, parts in FUSED_TENSORS.items():
-            for kind in ("weight", "bias"):
-                names = [f"model.layers.{layer}.{part}.{kind}" for part in parts]
-                fused_name = f"model.layers.{layer}.{fused}.{kind}"
-                if _holds(checkpoint, fused_name, forms) and names[0] in shapes:
-                    parts_of = [shapes.pop(name) for name in names]
-                    shapes[fused_name] = (sum(shape[0] for shape in parts_of), *parts_of[0][1:])
+    for fused, parts in fused_modules(spec):
+        for kind in ("weight", "bias"):
+            names = [f"{part}.{kind}" for part in parts]
+            if _holds(checkpoint, f"{fused}.{kind}", forms) and names[0] in shapes:
+                parts_of = [shapes.pop(name) for name in names]
+                shapes[f"{fused}.{kind}"] = (sum(shape[0] for shape in parts_of), *parts_of[0][1:])
     wanted: dict[str, StoredTensor] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")

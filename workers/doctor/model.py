@@ -9,7 +9,6 @@ from oarlock.workers.attention.selector import BACKENDS
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.doctor.finding import ERROR, NOTE, Finding
 from oarlock.workers.errors import StartupError
-from oarlock.workers.layers.sharding import shard_heads
 from oarlock.workers.models.encoders.registry import read_encoder
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
@@ -75,11 +74,10 @@ def _threads(config: WorkerConfig) -> Finding:
 def _attention(config: WorkerConfig) -> Finding:
     """The backend that serves, and why those before it do not."""
     spec = read_spec(config.model_path, config.max_model_len)
-    shard = shard_heads("attention", spec.num_heads, spec.num_kv_heads, 0, config.tensor_parallel_size)
     kv = KVSpec(
         num_layers=spec.num_layers,
-        num_kv_heads=shard.num_kv_heads,
-        head_dim=spec.head_dim,
+        num_kv_heads=spec.attention.kv_heads_of_rank(config.tensor_parallel_size),
+        head_dim=spec.attention.head_dim,
         block_size=config.block_size,
         dtype=getattr(torch, config.dtype),
         device=torch.device(config.device),

@@ -1,91 +1,99 @@
-"""The attention half of a decoder layer on one rank: from the projection of q, k and v to the output projection.
+"""The attention sublayer on one rank: from the projection of q, k and v to the output projection.
 
 The sum over ranks after the output projection is the only communication. The backend owns the pages and their layout.
 """
 
-from typing import Any
+import ctypes
 
 from torch import Tensor
 
-from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, FusedBackend, LayerKV
-from oarlock.workers.attention.forward_batch import ForwardBatch
-from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.attention.backend import AttentionSpec, FusedBackend, LayerKV, LayerStep
+from oarlock.workers.kernels.cpu.fused_layer import CHeadsAndPages, OperationKind, Rows
+from oarlock.workers.layers.attention_spec import SelfAttentionSpec
+from oarlock.workers.layers.fused_layer import PRODUCTS, CannotPrepare, Program
 from oarlock.workers.layers.linear import QKVParallelLinear, RowParallelLinear
 from oarlock.workers.layers.norm import HeadNorm
 from oarlock.workers.layers.placement import Placement
-from oarlock.workers.layers.rotary import rotate
+from oarlock.workers.layers.rotary import rotate, rotate_neighbours
 
 
 class Attention:
     """Projections, head norm, rotary embedding, KV write, attention, output projection; any mix of query lengths."""
 
-    def __init__(self, name: str, spec: DecoderSpec, layer: int, place: Placement) -> None:
+    def __init__(self, name: str, spec: SelfAttentionSpec, layer: int, hidden: int, place: Placement) -> None:
         self.place = place
         self.head_dim = spec.head_dim
+        self.rope = spec.rope
         self.qkv = QKVParallelLinear(
-            name, spec.hidden_size, spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.qkv_bias, place
+            name, hidden, spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.qkv_bias, place
         )
         shard = self.qkv.shard
-        self.output = RowParallelLinear(
-            f"{name}.o_proj", spec.num_heads * spec.head_dim, spec.hidden_size, spec.o_bias, place
-        )
+        self.output = RowParallelLinear(f"{name}.o_proj", spec.num_heads * spec.head_dim, hidden, spec.o_bias, place)
         self.norm = None
-        if spec.qk_norm:
+        if spec.qk_norm is not None:
             self.norm = HeadNorm(
-                name, shard.num_heads, shard.num_kv_heads, spec.head_dim, spec.rms_norm_eps, place, spec.norm_offset
+                name, shard.num_heads, shard.num_kv_heads, spec.head_dim, spec.qk_norm.eps, place, spec.qk_norm.offset
             )
         self.spec = AttentionSpec(
             layer=layer,
             num_heads=shard.num_heads,
             num_kv_heads=shard.num_kv_heads,
             head_dim=spec.head_dim,
-            scale=spec.attention_scale,
-            sliding_window=spec.windows[layer],
-            softcap=spec.attention_softcap,
+            scale=spec.scale,
+            sliding_window=spec.window,
+            softcap=spec.softcap,
         )
 
     @property
     def parts(self) -> list[QKVParallelLinear | RowParallelLinear | HeadNorm]:
         return [self.qkv, self.output] if self.norm is None else [self.qkv, self.norm, self.output]
 
-    def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        batch: ForwardBatch,
-        kv: LayerKV,
-        backend: AttentionBackend,
-        plan: Any,
-    ) -> Tensor:
-        """`x` [T, hidden] (normed) -> [T, hidden]: `residual` [T, hidden] plus the attention output, or that alone.
+    def __call__(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Tensor:
+        """`x` [T, hidden] (normed) -> [T, hidden]: `residual` [T, hidden] plus the attention output, or that alone."""
+        return self.output(self._mixed(x, step), residual)
 
-        `cos`, `sin`: see `RotaryTable`. `plan`: what the backend's `prepare` returned for this step.
-        """
-        return self.output(self.mixed(x, cos, sin, batch, kv, backend, plan), residual)
+    def unrounded(self, x: Tensor, step: LayerStep) -> Tensor:
+        """The output without a residual, as `RowParallelLinear.unrounded` gives it."""
+        return self.output.unrounded(self._mixed(x, step))
 
-    def mixed(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        batch: ForwardBatch,
-        kv: LayerKV,
-        backend: AttentionBackend,
-        plan: Any,
-    ) -> Tensor:
+    def _mixed(self, x: Tensor, step: LayerStep) -> Tensor:
         """Values as the rank's heads mix them, before `output`: [T, H * D]."""
-        heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
+        heads, kv_heads, backend = self.spec.num_heads, self.spec.num_kv_heads, step.backend
         qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
-        if isinstance(backend, FusedBackend):
+        is_usual = self.rope is not None and not self.rope.interleaved
+        if is_usual and step.angles is not None and isinstance(backend, FusedBackend):
             norm = None if self.norm is None else (self.norm.weight, self.norm.eps)
-            q = backend.rotate_and_write(kv, qkv, norm, cos, sin, batch)  # [T, H, D]
+            q = backend.rotate_and_write(step.kv, qkv, norm, *step.angles, step.batch)  # [T, H, D]
         else:
             qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
             if self.norm is not None:
                 qk = self.norm(qk)
-            qk = rotate(qk, cos, sin, x.dtype)  # [T, H + K, D]
-            backend.write(kv, qk[:, heads:], v, batch)
+            if self.rope is None or step.angles is None:
+                qk = qk.to(x.dtype)
+            else:
+                turn = rotate_neighbours if self.rope.interleaved else rotate
+                qk = turn(qk, *step.angles, x.dtype)  # [T, H + K, D]
+            backend.write(step.kv, qk[:, heads:], v, step.batch)
             q = qk[:, :heads]
-        return backend.attend(q, kv, plan, self.spec)
+        return backend.attend(q, step.kv, step.plan, self.spec)
+
+    def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[RowParallelLinear, Rows]:
+        """Writes its operations on `source`, up to the input of the output product; returns that and where it is."""
+        qkv, mixed = Rows.SCRATCH_TOO, Rows.SCRATCH
+        program.multiply(program.take(self, "qkv", QKVParallelLinear), source, qkv, *PRODUCTS)
+        norm = program.take_optional(self, "norm", HeadNorm)
+        if norm is not None and not norm.has_kernel:
+            raise CannotPrepare("norms of heads are computed by torch")
+        heads = CHeadsAndPages(
+            ctypes.addressof(program.backend.layer(self.spec)),
+            None if norm is None else program.take(norm, "weight", Tensor).data_ptr(),
+            pages.k.data_ptr(),
+            pages.v.data_ptr(),
+            rotary,
+            self.rope is not None and self.rope.interleaved,
+            0.0 if norm is None else norm.eps,
+        )
+        if norm is not None or rotary >= 0:
+            program.add(OperationKind.TURN_HEADS, qkv, qkv, heads, 0)
+        program.add(OperationKind.ATTEND, qkv, mixed, heads, self.spec.num_heads * self.head_dim)
+        return program.take(self, "output", RowParallelLinear), mixed

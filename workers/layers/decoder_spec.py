@@ -1,126 +1,172 @@
-"""A decoder model as plain values: everything that determines what it computes, and nothing about how it is run.
+"""A decoder model as plain values: the sublayers of every layer, the norms around them, and what begins and ends it.
 
-Torch-free. Knows no Hugging Face key names (`models/hf_*.py` do) and no tensor-parallel sizes
-(`layers/sharding.py`).
+What a sublayer is made of is known to its own file alone (`attention_spec.py`, `gated_mlp_spec.py`); here is shape and
+order. Torch-free. Knows no Hugging Face key names (`models/hf_*.py` do).
 """
 
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from oarlock.workers.layers.sharding import slices_for
+from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.attention_spec import SelfAttentionSpec
+from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.sharding import LARGEST_TP, SLICES
+from oarlock.workers.layers.tensor_spec import Cut, NormSpec, TensorSpec
 from oarlock.workers.quantization.formats.form import WeightForms
 from oarlock.workers.quantization.registry import Quantization
 
 
+class SublayerSpec(Protocol):
+    """One kind of sublayer, as plain values."""
+
+    @property
+    def module(self) -> str:
+        """Its name in a layer of a checkpoint."""
+
+    @property
+    def fused(self) -> Mapping[str, tuple[str, ...]]:
+        """Tensors that a checkpoint may store as one, by the name of that."""
+
+    def tensors(self, hidden: int) -> list[TensorSpec]: ...
+
+    @property
+    def most_ranks(self) -> int: ...
+
+    def divides(self, size: int) -> bool: ...
+
+    @property
+    def sizes(self) -> str: ...
+
+    @property
+    def shared_inputs(self) -> int: ...
+
+    @property
+    def shared_inputs_name(self) -> str: ...
+
+    @property
+    def step_values(self) -> int: ...
+
+    @property
+    def pair_ops(self) -> int: ...
+
+    def for_length(self, length: int) -> "SublayerSpec": ...
+
+
 @dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary embedding, resolved: every optional value has its number. Fields a `kind` does not use keep defaults."""
+class BranchSpec:
+    """A sublayer in its layer: the residual gets `scale * post_norm(sublayer(norm(x)))`. Norms are named as in a
+    checkpoint."""
 
-    kind: str  # default | linear | dynamic | llama3 | yarn | longrope
-    theta: float
-    rotary_dim: int  # leading elements of a head that are rotated; the rest pass through
-    factor: float = 1.0
-    original_max_positions: int = 0  # dynamic, llama3, yarn, longrope: the length the frequencies were trained for
-    attention_factor: float = 1.0  # yarn, longrope: scales cos and sin
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn
-    short_factors: tuple[float, ...] = ()  # longrope: stretch of each pair of elements, up to original_max_positions
-    long_factors: tuple[float, ...] = ()  # longrope: beyond
-    stretched: bool = False  # longrope: the long factors apply, to every token; see `for_length`
+    sublayer: SublayerSpec
+    norm: str | None  # None: the sublayer reads the residual itself
+    post_norm: str | None = None
+    scale: float = 1.0
 
-    def for_length(self, length: int) -> "RopeSpec":
-        """The settings for a server of sequences of up to `length` tokens, which all get the same angles.
 
-        LongRoPE has two sets of factors, and a model was trained with one set for all tokens of a sequence, chosen by
-        the sequence's length. Cached keys cannot be rotated again when a sequence grows past the trained length, and
-        a cached prefix is shared by short and long sequences: so the longest sequence served decides for all.
-        """
-        stretched = self.kind == "longrope" and length > self.original_max_positions
-        return self if stretched == self.stretched else replace(self, stretched=stretched)
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """Branches of one layer, one after the other; or, `parallel`, all of them on what enters the layer."""
+
+    branches: tuple[BranchSpec, ...]
+    parallel: bool = False  # branches whose norms have the same name share that norm
+
+    def tensors(self, hidden: int, norm: NormSpec) -> list[TensorSpec]:
+        """Tensors by their names in the layer."""
+        names = [name for branch in self.branches for name in (branch.norm, branch.post_norm) if name is not None]
+        found = [tensor for name in dict.fromkeys(names) for tensor in norm.tensors(f"{name}.", hidden)]
+        for branch in self.branches:
+            module = branch.sublayer.module
+            found += [replace(tensor, name=f"{module}.{tensor.name}") for tensor in branch.sublayer.tensors(hidden)]
+        return found
+
+    @property
+    def attention(self) -> SelfAttentionSpec:
+        return next(one.sublayer for one in self.branches if isinstance(one.sublayer, SelfAttentionSpec))
+
+    @property
+    def mlp(self) -> GatedMLPSpec:
+        return next(one.sublayer for one in self.branches if isinstance(one.sublayer, GatedMLPSpec))
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """One decoder-only transformer with a gated MLP and RMSNorm before (and with `post_norms` after) each sublayer."""
+    """One decoder-only transformer."""
 
-    # Its shape.
     architecture: str
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope: RopeSpec
-    windows: tuple[int | None, ...]  # per layer: a query sees itself and the window - 1 tokens before it
-    # What differs between many families.
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over each head of q and k, before the rotation
-    activation: str = "silu"  # silu | gelu_tanh
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    default_length: int  # tokens of context that are served unless more are asked for
+    longest_length: int  # the largest context, in tokens, that its angles support
     tie_word_embeddings: bool = False
     dtype: str | None = None  # as the checkpoint declares it: bfloat16 | float16 | float32
-    # What only Gemma has. The defaults switch it off.
-    local_rope: RopeSpec | None = None  # of the layers with a window, where they have their own
-    query_scalar: float | None = None  # scores are divided by its root; None: by the root of head_dim
-    attention_softcap: float | None = None  # scores become cap * tanh(scores / cap)
-    logit_softcap: float | None = None  # final logits likewise
     embedding_scale: float = 1.0  # rounded to the dtype it is applied in
-    norm_offset: float = 0.0  # norms scale by offset + weight
-    post_norms: bool = False  # RMSNorm also on the output of each sublayer, before it is added to the residual
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None  # final logits become cap * tanh(logits / cap)
 
     @property
-    def attention_scale(self) -> float:
-        return (self.query_scalar or self.head_dim) ** -0.5
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def sublayers(self) -> list[SublayerSpec]:
+        """The different sublayers of all layers, in the order in which they first come."""
+        return list(dict.fromkeys(branch.sublayer for layer in self.layers for branch in layer.branches))
+
+    @property
+    def tp_sizes(self) -> list[int]:
+        """Every tensor-parallel size that divides this model."""
+        sublayers = self.sublayers
+        most = min(LARGEST_TP, *(one.most_ranks for one in sublayers))
+        return [size for size in range(1, most + 1) if all(one.divides(size) for one in sublayers)]
 
     @property
     def slices(self) -> int:
-        """Number of slices into which inputs are cut that ranks share: see `slices_for`."""
-        return slices_for(self.num_heads, self.num_kv_heads, self.intermediate_size)
-
-    def rope_of(self, layer: int) -> RopeSpec:
-        return self.local_rope if self.local_rope is not None and self.windows[layer] is not None else self.rope
-
-    def for_length(self, length: int) -> "DecoderSpec":
-        """The model as it serves sequences of up to `length` tokens: only LongRoPE depends on it."""
-        local = None if self.local_rope is None else self.local_rope.for_length(length)
-        return replace(self, rope=self.rope.for_length(length), local_rope=local)
+        """Number of slices into which inputs are cut that ranks share: the largest power of two up to 8 that is a
+        tensor-parallel size of this model, so that ranks of every smaller one hold whole slices."""
+        sizes = self.tp_sizes
+        return next(count for count in SLICES if count in sizes)
 
     @property
-    def default_length(self) -> int:
-        """Tokens of context served by default. For LongRoPE that is the length trained with the short factors: up to it
-        the angles equal transformers' for every sequence. A longer context gives short sequences the long factors, so
-        it is an explicit choice.
-        """
-        if self.rope.kind == "longrope":
-            return min(self.max_position_embeddings, self.rope.original_max_positions)
-        if self.rope.kind == "yarn":
-            return max(self.max_position_embeddings, int(self.rope.original_max_positions * self.rope.factor))
-        return self.max_position_embeddings
-
-    @property
-    def longest_length(self) -> int:
-        """The largest context, in tokens, that the rotary embedding supports."""
-        if self.rope.kind in ("linear", "dynamic"):
-            return max(self.max_position_embeddings, int(self.max_position_embeddings * self.rope.factor))
-        return max(self.max_position_embeddings, self.default_length)
+    def attention(self) -> SelfAttentionSpec:
+        """The attention of all layers where KV memory is shared between them, with the window and the angles of the
+        first one. Raises `StartupError` naming the size that is not the same everywhere."""
+        of_all = [layer.attention for layer in self.layers]
+        for field in ("num_heads", "num_kv_heads", "head_dim"):
+            found = sorted({getattr(one, field) for one in of_all})
+            if len(found) > 1:
+                raise StartupError(
+                    f"{self.architecture}: {field} differs between layers ({', '.join(map(str, found))}), and pages of "
+                    "keys and values have one size for all layers.",
+                    "Use a model whose layers are alike in it.",
+                )
+        return of_all[0]
 
     @property
     def longest_window(self) -> int | None:
         """The longest sliding window, in tokens; None when a layer has none."""
-        windows = [window for window in self.windows if window is not None]
-        return max(windows) if len(windows) == len(self.windows) else None
+        windows = [window for layer in self.layers if (window := layer.attention.window) is not None]
+        return max(windows) if len(windows) == len(self.layers) else None
 
     @property
     def num_parameters(self) -> int:
         """Number of parameters of the whole model; a tied head counts once."""
-        return sum(_product(shape) for shape in tensor_shapes(self).values())
+        return sum(math.prod(shape) for shape in tensor_shapes(self).values())
+
+    def for_length(self, length: int) -> "DecoderSpec":
+        """The model as it serves sequences of up to `length` tokens."""
+        return self.with_sublayers(lambda sublayer: sublayer.for_length(length))
+
+    def with_sublayers(self, change: Callable[[SublayerSpec], SublayerSpec]) -> "DecoderSpec":
+        """The model with `change` made to each of its sublayers."""
+        changed: dict[LayerSpec, LayerSpec] = {}
+        for layer in dict.fromkeys(self.layers):
+            branches = tuple(replace(branch, sublayer=change(branch.sublayer)) for branch in layer.branches)
+            changed[layer] = replace(layer, branches=branches)
+        return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 
 
 def slices_of(spec: DecoderSpec, forms: WeightForms) -> int:
@@ -128,8 +174,7 @@ def slices_of(spec: DecoderSpec, forms: WeightForms) -> int:
     of two up to 8."""
     slices = spec.slices
     if isinstance(forms, Quantization):
-        cut = spec.num_heads * spec.head_dim, spec.intermediate_size
-        while not all(forms.cuts(inputs, slices) for inputs in cut):
+        while not all(forms.cuts(sublayer.shared_inputs, slices) for sublayer in spec.sublayers):
             slices //= 2
     return slices
 
@@ -139,58 +184,46 @@ def matrices_of(spec: DecoderSpec) -> list[str]:
     return [name.removesuffix(".weight") for name, shape in tensor_shapes(spec).items() if len(shape) == 2]
 
 
-def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """Name and full shape of every tensor of an ordinary (not fused) checkpoint of this model."""
-    q, kv, h, i = (
-        spec.num_heads * spec.head_dim,
-        spec.num_kv_heads * spec.head_dim,
-        spec.hidden_size,
-        spec.intermediate_size,
-    )
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (h,),
-        "post_attention_layernorm.weight": (h,),
-        "self_attn.q_proj.weight": (q, h),
-        "self_attn.k_proj.weight": (kv, h),
-        "self_attn.v_proj.weight": (kv, h),
-        "self_attn.o_proj.weight": (h, q),
-        "mlp.gate_proj.weight": (i, h),
-        "mlp.up_proj.weight": (i, h),
-        "mlp.down_proj.weight": (h, i),
-    }
-    if spec.qkv_bias:
-        layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
-    if spec.o_bias:
-        layer["self_attn.o_proj.bias"] = (h,)
-    if spec.mlp_bias:
-        layer |= {"mlp.gate_proj.bias": (i,), "mlp.up_proj.bias": (i,), "mlp.down_proj.bias": (h,)}
-    if spec.post_norms:
-        layer |= {"pre_feedforward_layernorm.weight": (h,), "post_feedforward_layernorm.weight": (h,)}
-    if spec.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (spec.head_dim,), "self_attn.k_norm.weight": (spec.head_dim,)}
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, h), "model.norm.weight": (h,)}
-    for index in range(spec.num_layers):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    if not spec.tie_word_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab_size, h)
-    return shapes
+def tensors_of(spec: DecoderSpec, layers: range | None = None) -> Iterator[TensorSpec]:
+    """Every tensor of an ordinary (not fused) checkpoint of this model, or of the stage with `layers`, by its whole
+    name."""
+    layers = layers if layers is not None else range(spec.num_layers)
+    is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
+    table = spec.vocab_size, spec.hidden_size
+    if is_first or (is_last and spec.tie_word_embeddings):
+        yield TensorSpec(f"{_EMBEDDING}weight", table, Cut.VOCABULARY)
+    if is_last:
+        yield from spec.norm.tensors(_NORM, spec.hidden_size)
+    of_layer = {layer: layer.tensors(spec.hidden_size, spec.norm) for layer in dict.fromkeys(spec.layers)}
+    for index in layers:
+        for tensor in of_layer[spec.layers[index]]:
+            yield replace(tensor, name=f"{_LAYERS}{index}.{tensor.name}")
+    if is_last and not spec.tie_word_embeddings:
+        yield TensorSpec(f"{_HEAD}weight", table, Cut.VOCABULARY)
+
+
+def tensor_shapes(spec: DecoderSpec, layers: range | None = None) -> dict[str, tuple[int, ...]]:
+    """Name and full shape of every tensor of `tensors_of`."""
+    return {tensor.name: tensor.shape for tensor in tensors_of(spec, layers)}
+
+
+def fused_modules(spec: DecoderSpec) -> Iterator[tuple[str, list[str]]]:
+    """Modules that a checkpoint may store as one, by the name of that."""
+    for index, layer in enumerate(spec.layers):
+        for sublayer in (branch.sublayer for branch in layer.branches):
+            before = f"{_LAYERS}{index}.{sublayer.module}."
+            for fused, parts in sublayer.fused.items():
+                yield before + fused, [before + part for part in parts]
 
 
 def is_ignorable(spec: DecoderSpec, name: str) -> bool:
     """Whether a tensor of the checkpoint may stay unused, because it repeats what the model already has."""
     if name.endswith("rotary_emb.inv_freq"):  # a buffer that old checkpoints saved; computed from config.json here
         return True
-    return spec.tie_word_embeddings and name == "lm_head.weight"
+    return spec.tie_word_embeddings and name == f"{_HEAD}weight"
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for length in shape:
-        total *= length
-    return total
-
-
-_LAYERS, _EMBEDDING = "model.layers.", "model.embed_tokens."
+_LAYERS, _EMBEDDING, _NORM, _HEAD = "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."
 
 
 def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
@@ -214,9 +247,4 @@ def is_in_stage(spec: DecoderSpec, name: str, layers: range) -> bool:
         return not number.isdigit() or int(number) >= spec.num_layers or int(number) in layers
     if name.startswith(_EMBEDDING):
         return is_first or (is_last and spec.tie_word_embeddings)
-    return is_last or not name.startswith(("model.norm.", "lm_head."))
-
-
-def tensors_of_stage(spec: DecoderSpec, layers: range) -> dict[str, tuple[int, ...]]:
-    """Name and full shape of every tensor of the stage with `layers`, in an ordinary checkpoint."""
-    return {name: shape for name, shape in tensor_shapes(spec).items() if is_in_stage(spec, name, layers)}
+    return is_last or not name.startswith((_NORM, _HEAD))

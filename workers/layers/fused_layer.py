@@ -1,8 +1,9 @@
 """The layers of a decoder in fewer, larger calls, with the layers' own `__call__` as the reference of both ways.
 
-On pages of the C++ attention backend each half of a layer is one call of a kernel (`PreparedLayers`): between separate
-calls, Python and torch take longer than the arithmetic of a small step. Everything that a half needs is written down
-once, as addresses, and a step once for all layers. The bits are the same.
+On pages of the C++ attention backend all layers of a stage are one call of a kernel (`PreparedLayers`): between
+separate calls, Python and torch take longer than the arithmetic of a small step. What the layers are made of is written
+down once, as a program of addresses (`Program`), to which each sublayer adds its operations. A step is written down
+once for all layers. The bits are the same.
 
 With kernels in Triton every residual addition is in the kernel of the norm that follows it, across layers too
 (`run_joined`): a launch costs as much there as a pass over the rows. Results differ in when they are rounded: a sum
@@ -11,21 +12,27 @@ over ranks comes in float32, and is rounded once, with the residual.
 
 import ctypes
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.backend import AttentionBackend, LayerKV
+from oarlock.workers.attention.backend import AttentionBackend, LayerKV, LayerStep
 from oarlock.workers.attention.cpp import CppBackend, CppPlan
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.cpu.fused_layer import (
     ALL_CAME,
-    CAttentionHalf,
-    CLayerHalf,
+    MOST_ROTARIES,
+    CAddition,
+    CBranch,
     CLayerStep,
+    CNorm,
+    COperation,
     CPackedWeight,
+    OperationKind,
+    Rows,
     bound,
 )
 from oarlock.workers.kernels.cpu.gemm import (
@@ -37,15 +44,14 @@ from oarlock.workers.kernels.cpu.gemm import (
 )
 from oarlock.workers.kernels.cpu.quantized_gemm import PackedFp8, PackedGrouped, PackedInt8
 from oarlock.workers.kernels.triton import availability
-from oarlock.workers.layers.attention import Attention
-from oarlock.workers.layers.linear import GatedMLP, GatedParallelLinear, QKVParallelLinear, RowParallelLinear
-from oarlock.workers.layers.norm import HeadNorm, RMSNorm
+from oarlock.workers.layers.linear import RowParallelLinear
+from oarlock.workers.layers.norm import LayerNorm, Norm, RMSNorm
 
 Part = TypeVar("Part")
 Product = CppMatmul | CppPackedMatmul
 GatedProduct = CppGatedMatmul | CppPackedGatedMatmul
-_PRODUCTS = (CppMatmul, CppPackedMatmul)
-_GATED_PRODUCTS = (CppGatedMatmul, CppPackedGatedMatmul)
+PRODUCTS = (CppMatmul, CppPackedMatmul)
+GATED_PRODUCTS = (CppGatedMatmul, CppPackedGatedMatmul)
 _DENSE = 0  # the kind of a packed weight in the model's dtype: `WeightKind` in csrc/gemm/int8.h
 
 
@@ -53,147 +59,130 @@ class CannotPrepare(Exception):
     """The layers must run as separate operations; the message is the reason in one phrase."""
 
 
-class Block(Protocol):
-    """A decoder layer. With norms after its halves, it also has an `attention_post_norm` and an `mlp_post_norm`."""
+class Branch(Protocol):
+    """A sublayer in its layer, as a `BranchSpec` describes it."""
 
-    attention_norm: RMSNorm
-    attention: Attention
-    mlp_norm: RMSNorm
-    mlp: GatedMLP
-
-
-class PreparedLayers:
-    """The halves of `layers`, in order. Results are as from calling the layers one after the other."""
-
-    def __init__(
-        self,
-        layers: Sequence[Block],
-        rotary_of: Sequence[int],
-        tp: TensorParallel,
-        kv: list[LayerKV],
-        backend: AttentionBackend,
-    ) -> None:
-        """`rotary_of`: for each layer, which of the step's rotary tables. `kv`: pages that `backend` allocated.
-
-        Raises `CannotPrepare`.
-        """
-        if type(backend) is not CppBackend:
-            raise CannotPrepare(f"attention is computed by {type(backend).__name__}")
-        self.tp = tp
-        self._layers = list(layers)
-        self._kv, self._backend = kv, backend
-        self._pages = [(pages.k, pages.v) for pages in kv]
-        self._parts = _Parts(backend.kernels, backend.spec.dtype)
-        self._halves: list[CAttentionHalf | CLayerHalf] = []
-        self._calls: list[tuple[Callable[[int, int], int], int]] = []
-        for block, rotary, pages in zip(layers, rotary_of, kv, strict=True):
-            self._add_attention(block, rotary, pages)
-            self._add_mlp(block)
-        self._add_total = bound(self._parts.kernels).oarlock_add_total
-        # For checks: gets the number of each half, attention and MLP in turn, and what it left in `hidden`.
-        self.after_half: Callable[[int, Tensor], None] | None = None
-
-    def serves(self, layers: Sequence[Block], kv: list[LayerKV], backend: AttentionBackend) -> bool:
-        """Whether these are the layers, pages and backend as they were prepared: no part was replaced since."""
-        same = kv is self._kv and backend is self._backend and layers == self._layers
-        return same and self._parts.are_unchanged()
-
-    def __call__(self, hidden: Tensor, batch: ForwardBatch, tables: list[Tensor], plan: CppPlan) -> None:
-        """Replace `hidden` [T, hidden size] by the last layer's result.
-
-        `tables`: of each `RotaryTable`, the rows of all positions. `plan`: what the backend's `prepare` returned.
-        """
-        assert hidden.is_contiguous() and hidden.dtype == self._parts.dtype
-        partial = None if self.tp.size == 1 else torch.empty(hidden.shape, dtype=torch.float32)
-        group = self.tp.group_for_kernels
-        step = CLayerStep(
-            hidden.data_ptr(), None if partial is None else partial.data_ptr(), len(hidden), batch.positions.data_ptr(),
-            batch.slot_mapping.data_ptr(), tuple((table.data_ptr(), table.shape[1]) for table in tables),
-            ctypes.addressof(plan.step), None if group is None else group.address,
-        )  # fmt: skip
-        at = ctypes.addressof(step)
-        for number, (run, half) in enumerate(self._calls):
-            missing = run(half, at)
-            if group is not None:
-                if missing != ALL_CAME:
-                    raise group.lost(missing)
-            elif partial is not None:
-                total = self.tp.all_reduce(partial)
-                assert total.is_contiguous() and total.dtype == torch.float32
-                self._add_total(half, at, total.data_ptr())
-            if self.after_half is not None:
-                self.after_half(number, hidden)
-
-    def _add_attention(self, block: Block, rotary: int, pages: LayerKV) -> None:
-        parts = self._parts
-        attention = parts.take(block, "attention", Attention)
-        norm = parts.take(block, "attention_norm", RMSNorm)
-        half = self._half(
-            norm,
-            parts.take(parts.take(attention, "qkv", QKVParallelLinear), "product", *_PRODUCTS),
-            parts.take(attention, "output", RowParallelLinear),
-            parts.take_optional(block, "attention_post_norm", RMSNorm),
-        )
-        head_norm = parts.take_optional(attention, "norm", HeadNorm)
-        described = CAttentionHalf(
-            half, ctypes.addressof(self._backend.layer(attention.spec)), _scale(parts, head_norm, norm.eps),
-            pages.k.data_ptr(), pages.v.data_ptr(), rotary,
-        )  # fmt: skip
-        self._call("oarlock_attention_half", described)
-
-    def _add_mlp(self, block: Block) -> None:
-        parts = self._parts
-        mlp = parts.take(block, "mlp", GatedMLP)
-        half = self._half(
-            parts.take(block, "mlp_norm", RMSNorm),
-            parts.take(parts.take(mlp, "gate_up", GatedParallelLinear), "product", *_GATED_PRODUCTS),
-            parts.take(mlp, "down", RowParallelLinear),
-            parts.take_optional(block, "mlp_post_norm", RMSNorm),
-        )
-        self._call("oarlock_mlp_half", half)
-
-    def _half(
-        self, norm: RMSNorm, into: Product | GatedProduct, out: RowParallelLinear, post_norm: RMSNorm | None
-    ) -> CLayerHalf:
-        parts = self._parts
-        leaving = parts.weight(parts.take(out, "product", *_PRODUCTS))
-        bias = parts.take_optional(out, "bias", Tensor)  # with several ranks it is not the product's
-        leaving.bias = None if bias is None else bias.data_ptr()
-        return CLayerHalf(
-            _scale(parts, norm, norm.eps), _scale(parts, post_norm, norm.eps), parts.weight(into), leaving,
-            norm.eps, ELEMENT_TYPES[parts.dtype],
-        )  # fmt: skip
-
-    def _call(self, function: str, half: CAttentionHalf | CLayerHalf) -> None:
-        self._halves.append(half)
-        self._calls.append((getattr(bound(self._parts.kernels), function), ctypes.addressof(half)))
+    norm: Any
+    sublayer: Any
+    post_norm: Any
+    scale: float
 
 
-class _Parts:
-    """Keeps alive the parts that the descriptions point into, and checks that the layers still use these parts."""
+class Layer(Protocol):
+    """A decoder layer, as a `LayerSpec` describes it."""
 
-    def __init__(self, kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
-        """The kernels and element type that all weights must be packed for."""
-        self.kernels = kernels
-        self.dtype = dtype
-        self._taken: list[tuple[dict[str, Any], str, object]] = []
+    @property
+    def branches(self) -> Sequence[Branch]: ...
+
+    @property
+    def parallel(self) -> bool: ...
+
+
+class Program:
+    """The operations of layers, and the parts that they point into: it keeps these alive, and checks that the layers
+    still use them. Attributes are those of the branch that is being written."""
+
+    def __init__(self, backend: CppBackend, hidden: int) -> None:
+        """The kernels and element type of `backend` are those that all weights must be packed for."""
+        self.backend = backend
+        self.kernels = backend.kernels
+        self.dtype = backend.spec.dtype
+        self.hidden = hidden
+        self.branches: list[CBranch] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._parts: list[object] = []
+        self._alive: list[object] = []  # structures that others point to
+        self._begin()
 
     def take(self, owner: object, name: str, *kinds: type[Part]) -> Part:
         """The attribute, which must be exactly one of `kinds`: anything else may compute something else."""
         part = vars(owner).get(name)
         if not isinstance(part, kinds) or type(part) not in kinds:
             raise CannotPrepare(f"{name} is a {type(part).__name__}, not a {kinds[0].__name__}")
-        self._taken.append((vars(owner), name, part))
+        self._note(owner, name, part)
         return part
 
-    def take_optional(self, owner: object, name: str, kind: type[Part]) -> Part | None:
-        """The attribute as `take` returns it; None if it is None or missing."""
-        if vars(owner).get(name) is not None:
-            return self.take(owner, name, kind)
-        self._taken.append((vars(owner), name, None))
+    def take_optional(self, owner: object, name: str, *kinds: type[Part]) -> Part | None:
+        """The attribute as `take` returns it; None if it is None."""
+        if vars(owner)[name] is not None:
+            return self.take(owner, name, *kinds)
+        self._note(owner, name, None)
         return None
 
-    def weight(self, product: Product | GatedProduct) -> CPackedWeight:
+    def _note(self, owner: object, name: str, part: object) -> None:
+        self._places.append((vars(owner), name))
+        self._parts.append(part)
+
+    def are_unchanged(self) -> bool:
+        return all(map(is_, [owner[name] for owner, name in self._places], self._parts))
+
+    def keep(self, structure: ctypes.Structure) -> int:
+        """The address of a structure, which stays alive."""
+        self._alive.append(structure)
+        return ctypes.addressof(structure)
+
+    def add(self, kind: OperationKind, source: Rows, target: Rows, of: ctypes.Structure, width: int) -> None:
+        """The branch's next operation. `width`: numbers of a row that it writes."""
+        self._operations.append(COperation(kind, source, target, self.keep(of)))
+        if target >= Rows.SCRATCH:
+            place = target - Rows.SCRATCH
+            self._widths[place] = max(self._widths[place], width)
+
+    def multiply(self, owner: Any, source: Rows, target: Rows, *kinds: type[Product] | type[GatedProduct]) -> None:
+        """The product of `owner`, one of `kinds`."""
+        weight = self._weight(self.take(owner, "product", *kinds))
+        self.add(OperationKind.MULTIPLY, source, target, weight, weight.columns)
+
+    def norm_rows(self, norm: Norm, source: Rows, target: Rows) -> None:
+        self.add(OperationKind.NORM_ROWS, source, target, self.norm(norm), self.hidden)
+
+    def norm(self, norm: Norm) -> CNorm:
+        """Raises `CannotPrepare` unless kernels compute it."""
+        if not norm.has_kernel:
+            raise CannotPrepare("norms are computed by torch")
+        shift = self.take_optional(norm, "bias", Tensor) if isinstance(norm, LayerNorm) else None
+        scale = self.take(norm, "weight", Tensor)
+        at = None if shift is None else shift.data_ptr()
+        return CNorm(scale.data_ptr(), at, norm.size, norm.eps, isinstance(norm, LayerNorm))
+
+    def finish(
+        self, output: RowParallelLinear, source: Rows, post_norm: Norm | None, scale: float, *, is_shared: bool
+    ) -> None:
+        """Ends a branch: the product `output` of `source`, and what becomes of its result. `is_shared`: the ranks' are
+        added up first."""
+        product = self._weight(self.take(output, "product", *PRODUCTS))
+        bias = self.take_optional(output, "bias", Tensor)  # with several ranks it is not the product's
+        product.bias = None if bias is None else bias.data_ptr()
+        is_plain = post_norm is None and scale == 1.0
+        other = Rows.SCRATCH_TOO if source is Rows.SCRATCH else Rows.SCRATCH
+        target, before = Rows.RESIDUAL if is_plain else other, None
+        if is_shared:
+            self.add(OperationKind.MULTIPLY, source, Rows.PARTIAL, product, self.hidden)
+            before = len(self._operations)
+            self.add(OperationKind.TOTAL, Rows.PARTIAL, target, product, self.hidden)
+        else:
+            self.add(OperationKind.MULTIPLY, source, target, product, self.hidden)
+        if not is_plain:
+            norm = None if post_norm is None else self.keep(self.norm(post_norm))
+            self.add(OperationKind.ADD_ROWS, other, Rows.RESIDUAL, CAddition(norm, self.hidden, scale), self.hidden)
+        self.end(before)
+
+    def end(self, before_sum: int | None = None) -> None:
+        """Ends a branch. `before_sum`: the number of its operations before the sum over ranks; None: it has none."""
+        count = len(self._operations)
+        operations = (COperation * count)(*self._operations)
+        self._alive.append(operations)
+        widths = (ctypes.c_long * 2)(*self._widths)
+        before = count if before_sum is None else before_sum
+        self.branches.append(CBranch(ctypes.addressof(operations), count, before, self.rows_at_once, widths))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._operations: list[COperation] = []
+        self._widths = [0, 0]
+        self.rows_at_once = 0  # so that scratch memory stays small; 0: all
+
+    def _weight(self, product: Product | GatedProduct) -> CPackedWeight:
         if isinstance(product, CppPackedMatmul | CppPackedGatedMatmul):
             weight = self.take(product, "weight", PackedInt8, PackedGrouped, PackedFp8)
             packed, columns, kind, slices = weight.memory, weight.columns, weight.kind, weight.slices
@@ -210,17 +199,112 @@ class _Parts:
             kind, slices,
         )  # fmt: skip
 
-    def are_unchanged(self) -> bool:
-        return all(owner.get(name) is part for owner, name, part in self._taken)
 
+class PreparedLayers:
+    """The program of `layers`, in order. Results are as from calling the layers one after the other."""
 
-def _scale(parts: _Parts, norm: RMSNorm | HeadNorm | None, eps: float) -> int | None:
-    """The address of a norm's scale, float32. Raises `CannotPrepare` unless kernels compute it, with epsilon `eps`."""
-    if norm is None:
-        return None
-    if not norm.has_kernel or norm.eps != eps:
-        raise CannotPrepare("norms are computed by torch, or differ in epsilon")
-    return parts.take(norm, "weight", Tensor).data_ptr()
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        rotary_of: Sequence[int],
+        hidden: int,
+        tp: TensorParallel,
+        kv: list[LayerKV],
+        backend: AttentionBackend,
+    ) -> None:
+        """`rotary_of`: for each layer, which of the step's rotary tables; -1: none. `hidden`: numbers of a row. `kv`:
+        pages that `backend` allocated.
+
+        Raises `CannotPrepare`.
+        """
+        if type(backend) is not CppBackend:
+            raise CannotPrepare(f"attention is computed by {type(backend).__name__}")
+        if max(rotary_of, default=0) >= MOST_ROTARIES:
+            raise CannotPrepare(f"layers have more than {MOST_ROTARIES} kinds of rotary embedding")
+        self.tp = tp
+        self._layers = list(layers)
+        self._kv, self._backend = kv, backend
+        self._pages = [(pages.k, pages.v) for pages in kv]
+        self._program = program = Program(backend, hidden)
+        self._is_shared = tp.size > 1
+        self._kept = 0  # rows of normed copies that branches of a layer share
+        self._halves: list[int] = []  # the branches that add to `hidden`, by number
+        for layer, rotary, pages in zip(layers, rotary_of, kv, strict=True):
+            self._add_layer(layer, rotary, pages)
+        kernels = bound(program.kernels)
+        self._run, self._finish = kernels.oarlock_run_branches, kernels.oarlock_finish_branch
+        self._branches = (CBranch * len(program.branches))(*program.branches)
+        self._at = ctypes.addressof(self._branches)
+        # For checks: gets the number of each branch and what it left in `hidden`.
+        self.after_branch: Callable[[int, Tensor], None] | None = None
+
+    def serves(self, layers: Sequence[Layer], kv: list[LayerKV], backend: AttentionBackend) -> bool:
+        """Whether these are the layers, pages and backend as they were prepared: no part was replaced since."""
+        same = kv is self._kv and backend is self._backend and layers == self._layers
+        return same and self._program.are_unchanged()
+
+    def __call__(self, hidden: Tensor, batch: ForwardBatch, tables: list[Tensor], plan: CppPlan) -> None:
+        """Replace `hidden` [T, hidden size] by the last layer's result.
+
+        `tables`: of each `RotaryTable`, the rows of all positions. `plan`: what the backend's `prepare` returned.
+        """
+        program = self._program
+        assert hidden.is_contiguous() and hidden.dtype == program.dtype and hidden.shape[1] == program.hidden
+        kept = [torch.empty_like(hidden) for _ in range(self._kept)]
+        partial = torch.empty(hidden.shape, dtype=torch.float32) if self._is_shared else None
+        group = self.tp.group_for_kernels
+        step = CLayerStep(
+            hidden.data_ptr(), tuple([rows.data_ptr() for rows in kept]),
+            None if partial is None else partial.data_ptr(), len(hidden), program.hidden,
+            ELEMENT_TYPES[program.dtype], batch.positions.data_ptr(), batch.slot_mapping.data_ptr(),
+            tuple([(table.data_ptr(), table.shape[1]) for table in tables]), ctypes.addressof(plan.step),
+            None if group is None else group.address,
+        )  # fmt: skip
+        if self.after_branch is None and (group is not None or partial is None):
+            self._run_some(0, len(self._branches), step)
+            return
+        for number in range(len(self._branches)):
+            self._run_some(number, number + 1, step)
+            if group is None and partial is not None and number in self._halves:
+                total = self.tp.all_reduce(partial)
+                assert total.is_contiguous() and total.dtype == torch.float32
+                step.partial = total.data_ptr()
+                self._finish(self._at + number * ctypes.sizeof(CBranch), ctypes.addressof(step))
+                step.partial = partial.data_ptr()
+            if self.after_branch is not None and number in self._halves:
+                self.after_branch(self._halves.index(number), hidden)
+
+    def _run_some(self, first: int, last: int, step: CLayerStep) -> None:
+        missing = self._run(self._at, first, last, ctypes.addressof(step))
+        if missing != ALL_CAME:
+            group = self.tp.group_for_kernels
+            assert group is not None
+            raise group.lost(missing)
+
+    def _add_layer(self, layer: Layer, rotary: int, pages: LayerKV) -> None:
+        program = self._program
+        norms = [program.take_optional(branch, "norm", RMSNorm, LayerNorm) for branch in layer.branches]
+        kept: dict[int, Rows] = {}
+        if layer.parallel:  # all branches read what enters the layer, which the first one changes
+            for norm in {id(norm): norm for norm in norms}.values():
+                if norm is None or len(kept) == 2:
+                    raise CannotPrepare("parallel branches read neither one norm nor two")
+                kept[id(norm)] = Rows(Rows.KEPT + len(kept))
+                program.norm_rows(norm, Rows.RESIDUAL, kept[id(norm)])
+            program.end()
+            self._kept = max(self._kept, len(kept))
+        for branch, norm in zip(layer.branches, norms, strict=True):
+            source = Rows.RESIDUAL if norm is None else kept.get(id(norm), Rows.SCRATCH)
+            if source is Rows.SCRATCH and norm is not None:
+                program.norm_rows(norm, Rows.RESIDUAL, source)
+            post_norm = program.take_optional(branch, "post_norm", RMSNorm, LayerNorm)
+            sublayer = vars(branch)["sublayer"]
+            if "fuse" not in vars(type(sublayer)):  # a hook passes on what is not its own
+                raise CannotPrepare(f"a sublayer is a {type(sublayer).__name__}")
+            program.take(branch, "sublayer", type(sublayer))
+            output, mixed = sublayer.fuse(program, source, rotary, pages)
+            program.finish(output, mixed, post_norm, branch.scale, is_shared=self._is_shared)
+            self._halves.append(len(program.branches) - 1)
 
 
 def joining_pays_off(device: torch.device) -> bool:
@@ -228,38 +312,20 @@ def joining_pays_off(device: torch.device) -> bool:
     return availability.can_serve(device)
 
 
-def can_join(layers: Sequence[Block]) -> bool:
-    """Whether no norm was replaced, by what records its result for example."""
-    return all(type(norm) is RMSNorm for block in layers for norm in _norms(block) if norm is not None)
+def can_join(layers: Sequence[Layer]) -> bool:
+    """Whether every branch reads its own norm of the residual, and no norm was replaced, by what records its result for
+    example."""
+    branches = [branch for layer in layers for branch in layer.branches]
+    plain = all(type(branch.norm) is RMSNorm and type(branch.post_norm) in (RMSNorm, type(None)) for branch in branches)
+    return plain and not any(layer.parallel for layer in layers) and all(branch.scale == 1.0 for branch in branches)
 
 
-def run_joined(
-    layers: Sequence[Block],
-    last_norm: RMSNorm,
-    hidden: Tensor,
-    angles: Sequence[tuple[Tensor, Tensor]],
-    batch: ForwardBatch,
-    kv: list[LayerKV],
-    backend: AttentionBackend,
-    plan: Any,
-) -> Tensor:
-    """`hidden` [T, hidden size] -> the same shape, after the last layer and `last_norm`.
-
-    `angles`: cos and sin for each layer (`RotaryTable`). `plan`: what the backend's `prepare` returned for this step.
-    """
-    normed = layers[0].attention_norm(hidden)
-    following = [*(block.attention_norm for block in layers[1:]), last_norm]
-    for block, (cos, sin), pages, next_norm in zip(layers, angles, kv, following, strict=True):
-        _, attention_post_norm, _, mlp_post_norm = _norms(block)
-        mixed = block.attention.mixed(normed, cos, sin, batch, pages, backend, plan)
-        attended = block.attention.output.unrounded(mixed)
-        hidden, normed = block.mlp_norm.of_sum(hidden, attended, attention_post_norm)
-        fed = block.mlp.unrounded(normed)
-        hidden, normed = next_norm.of_sum(hidden, fed, mlp_post_norm)
+def run_joined(layers: Sequence[Layer], last_norm: RMSNorm, hidden: Tensor, steps: Sequence[LayerStep]) -> Tensor:
+    """`hidden` [T, hidden size] -> the same shape, after the last layer and `last_norm`. `steps`: of each layer."""
+    branches = [(branch, step) for layer, step in zip(layers, steps, strict=True) for branch in layer.branches]
+    normed = branches[0][0].norm(hidden)
+    following = [*(branch.norm for branch, _ in branches[1:]), last_norm]
+    for (branch, step), next_norm in zip(branches, following, strict=True):
+        unrounded = branch.sublayer.unrounded(normed, step)
+        hidden, normed = next_norm.of_sum(hidden, unrounded, branch.post_norm)
     return normed
-
-
-def _norms(block: Block) -> tuple[RMSNorm, RMSNorm | None, RMSNorm, RMSNorm | None]:
-    """Norms before and after attention, before and after the MLP. Only some families have norms after."""
-    after = getattr(block, "attention_post_norm", None), getattr(block, "mlp_post_norm", None)
-    return block.attention_norm, after[0], block.mlp_norm, after[1]

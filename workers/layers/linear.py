@@ -7,7 +7,6 @@ the placement alone (`quantization/`).
 
 from torch import Tensor
 
-from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.sharding import shard_evenly, shard_heads
 from oarlock.workers.quantization.method import StoredRows, WeightShard
@@ -87,6 +86,7 @@ class RowParallelLinear:
         rows = (StoredRows(name, outputs, 0, outputs),)
         self.weight_shard = WeightShard(rows, inputs, place.tp.rank * local, local, slices=place.local_slices)
         self.has_bias = bias
+        self.bias: Tensor | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -117,26 +117,3 @@ class RowParallelLinear:
         partial = self.product(x)
         total = self.place.tp.all_reduce(partial.float() if self.place.slices > 1 else partial)
         return total if self.bias is None else total + self.bias
-
-
-class GatedMLP:
-    """`x` [T, hidden] (normed) -> [T, hidden]: the residual plus the MLP output, or without a residual that alone."""
-
-    def __init__(self, name: str, spec: DecoderSpec, place: Placement) -> None:
-        self.gate_up = GatedParallelLinear(
-            name, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, spec.activation, place
-        )
-        self.down = RowParallelLinear(
-            f"{name}.down_proj", spec.intermediate_size, spec.hidden_size, spec.mlp_bias, place
-        )
-
-    @property
-    def parts(self) -> list[GatedParallelLinear | RowParallelLinear]:
-        return [self.gate_up, self.down]
-
-    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        return self.down(self.gate_up(x), residual)
-
-    def unrounded(self, x: Tensor) -> Tensor:
-        """The MLP's output without a residual, as `RowParallelLinear.unrounded` gives it."""
-        return self.down.unrounded(self.gate_up(x))

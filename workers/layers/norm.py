@@ -8,6 +8,7 @@ from torch import Tensor
 from oarlock.workers.kernels.cpu import elementwise
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.layers.placement import Placement
+from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.weights.source import WeightSource
 
 
@@ -129,6 +130,16 @@ class HeadNorm:
         if self.has_kernel:
             return elementwise.rms_norm(qk, self.weight, self.eps, float32_output=True)
         return F.rms_norm(qk.float(), (self.head_dim,), None, self.eps).mul_(self.weight)
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def make_norm(name: str, size: int, spec: NormSpec, place: Placement) -> Norm:
+    """The norm `name` of rows of `size` numbers."""
+    if spec.kind == "layer":
+        return LayerNorm(name, size, spec.eps, spec.bias, place)
+    return RMSNorm(name, size, spec.eps, place, spec.offset)
 
 
 def triton_kernels() -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.kernels.cpu import elementwise
-from oarlock.workers.layers.decoder_spec import RopeSpec
+from oarlock.workers.layers.attention_spec import RopeSpec
 
 # Angles are computed for this many positions at a time. torch computes the last few elements of an array differently,
 # so in blocks of one size the bits of an angle depend on its position alone.
@@ -81,6 +81,15 @@ class RotaryTable:
         stretch = (spec.factor * length / spec.original_max_positions) - (spec.factor - 1)
         theta = spec.theta * stretch ** (spec.rotary_dim / (spec.rotary_dim - 2))  # [T]
         return 1.0 / (theta.unsqueeze(1) ** self.exponents)
+
+
+def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    """`rotate` of pairs that are neighbours: elements 2 i and 2 i + 1."""
+    size = cos.shape[-1]
+    apart = torch.cat((x[..., 0:size:2], x[..., 1:size:2], x[..., size:]), -1)
+    rotated = rotate(apart, cos, sin, dtype)
+    pairs = torch.stack((rotated[..., : size // 2], rotated[..., size // 2 : size]), -1).flatten(-2)
+    return torch.cat((pairs, rotated[..., size:]), -1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:

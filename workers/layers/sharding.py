@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from oarlock.workers.distributed.topology import vocab_shard_size
 from oarlock.workers.errors import StartupError
 
-_LARGEST_TP = 1024
-_SLICES = (8, 4, 2, 1)  # as many as kernels add up (`kMostSlices` in csrc/gemm/slices.h)
+LARGEST_TP = 1024
+SLICES = (8, 4, 2, 1)  # as many as kernels add up (`kMostSlices` in csrc/gemm/slices.h)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ def supported_tp_sizes(num_heads: int, num_kv_heads: int, intermediate_size: int
     """Every tensor-parallel size that divides this model."""
     return [
         size
-        for size in range(1, min(num_heads, _LARGEST_TP) + 1)
+        for size in range(1, min(num_heads, LARGEST_TP) + 1)
         if heads_divide(num_heads, num_kv_heads, size) and intermediate_size % size == 0
     ]
 
@@ -42,7 +42,7 @@ def slices_for(num_heads: int, num_kv_heads: int, intermediate_size: int) -> int
     power of two hold whole slices, and get the same bits (`LinearWeight.matmul`).
     """
     sizes = supported_tp_sizes(num_heads, num_kv_heads, intermediate_size)
-    return next(count for count in _SLICES if count in sizes)
+    return next(count for count in SLICES if count in sizes)
 
 
 def shard_heads(layer: str, num_heads: int, num_kv_heads: int, rank: int, size: int) -> HeadShard:

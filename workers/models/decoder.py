@@ -5,23 +5,26 @@ Keeps no state between calls: the step and the KV memory are arguments. Knows no
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
+from oarlock.workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV, LayerStep
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers import fused_layer
 from oarlock.workers.layers.attention import Attention
-from oarlock.workers.layers.decoder_spec import DecoderSpec, is_ignorable, is_in_stage, slices_of
+from oarlock.workers.layers.attention_spec import SelfAttentionSpec
+from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, is_ignorable, is_in_stage, slices_of
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from oarlock.workers.layers.fused_layer import CannotPrepare, PreparedLayers
-from oarlock.workers.layers.linear import GatedMLP
-from oarlock.workers.layers.norm import RMSNorm
+from oarlock.workers.layers.gated_mlp import GatedMLP
+from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.linear import RowParallelLinear
+from oarlock.workers.layers.norm import Norm, RMSNorm, make_norm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.rotary import RotaryTable
 from oarlock.workers.quantization.formats.form import WeightForms
@@ -40,71 +43,78 @@ class _Part(Protocol):
     def load(self, weights: WeightSource) -> None: ...
 
 
+class Sublayer(Protocol):
+    """One kind of sublayer on one rank: what its `SublayerSpec` describes."""
+
+    @property
+    def parts(self) -> Sequence[_Part]:
+        """Its layers that own weights, in the order in which they are loaded."""
+
+    @property
+    def output(self) -> RowParallelLinear:
+        """The product whose results ranks add up."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Tensor:
+        """`x` [T, hidden] (normed) -> [T, hidden]: `residual` plus the sublayer's result, or without it that alone."""
+
+
+# The module of each kind of sublayer.
+_SUBLAYERS: dict[type, Callable[..., Sublayer]] = {SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP}
+
+
+class Branch:
+    """A sublayer, with the norms around it, whose result is added to the residual."""
+
+    def __init__(
+        self, name: str, spec: BranchSpec, layer: int, hidden: int, place: Placement, norms: dict[str, Norm]
+    ) -> None:
+        """`name`: the layer's. `norms`: of the layer, by name."""
+        self.norm = None if spec.norm is None else norms[spec.norm]
+        self.sublayer = _SUBLAYERS[type(spec.sublayer)](
+            f"{name}.{spec.sublayer.module}", spec.sublayer, layer, hidden, place
+        )
+        self.post_norm = None if spec.post_norm is None else norms[spec.post_norm]
+        self.scale = spec.scale
+
+    def __call__(self, x: Tensor, residual: Tensor, step: LayerStep) -> Tensor:
+        """Adds the sublayer's result for `x` to `residual`: both [T, hidden]."""
+        normed = x if self.norm is None else self.norm(x)
+        if self.post_norm is None and self.scale == 1.0:
+            return self.sublayer(normed, residual, step)  # inside the output product
+        result = self.sublayer(normed, None, step)
+        if self.post_norm is not None:
+            result = self.post_norm(result)
+        return result.add_(residual) if self.scale == 1.0 else residual.add(result, alpha=self.scale)
+
+
 class DecoderLayer:
-    """One pre-norm layer: attention, then MLP, each on a normed copy of the residual."""
+    """[T, hidden] -> [T, hidden]: the branches of a `LayerSpec`."""
 
     def __init__(self, name: str, spec: DecoderSpec, layer: int, place: Placement) -> None:
-        size, eps, offset = spec.hidden_size, spec.rms_norm_eps, spec.norm_offset
-        self.attention_norm = RMSNorm(f"{name}.input_layernorm", size, eps, place, offset)
-        self.attention = Attention(f"{name}.self_attn", spec, layer, place)
-        self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps, place, offset)
-        self.mlp = GatedMLP(f"{name}.mlp", spec, place)
+        shape = spec.layers[layer]
+        names = [norm for branch in shape.branches for norm in (branch.norm, branch.post_norm) if norm is not None]
+        norms = {norm: make_norm(f"{name}.{norm}", spec.hidden_size, spec.norm, place) for norm in names}
+        self.norms = list(norms.values())
+        self.branches = [Branch(name, branch, layer, spec.hidden_size, place, norms) for branch in shape.branches]
+        self.parallel = shape.parallel
+
+    @property
+    def attention(self) -> Attention:
+        return next(branch.sublayer for branch in self.branches if isinstance(branch.sublayer, Attention))
+
+    @property
+    def mlp(self) -> GatedMLP:
+        return next(branch.sublayer for branch in self.branches if isinstance(branch.sublayer, GatedMLP))
 
     @property
     def parts(self) -> list[_Part]:
-        return [self.attention_norm, *self.attention.parts, self.mlp_norm, *self.mlp.parts]
+        return [*self.norms, *(part for branch in self.branches for part in branch.sublayer.parts)]
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        batch: ForwardBatch,
-        kv: LayerKV,
-        backend: AttentionBackend,
-        plan: Any,
-    ) -> Tensor:
-        hidden = self.attention(self.attention_norm(hidden), hidden, cos, sin, batch, kv, backend, plan)
-        return self.mlp(self.mlp_norm(hidden), hidden)  # [T, hidden]
-
-
-class PostNormDecoderLayer:
-    """[T, hidden] -> [T, hidden].
-
-    Gemma's decoder layer: attention and MLP have a norm before and after, applied before the residual is added. The
-    ordinary layer adds the residual inside the output product. Attributes have the same names.
-    """
-
-    def __init__(self, name: str, spec: DecoderSpec, layer: int, place: Placement) -> None:
-        def norm(part: str) -> RMSNorm:
-            return RMSNorm(f"{name}.{part}", spec.hidden_size, spec.rms_norm_eps, place, spec.norm_offset)
-
-        self.attention_norm = norm("input_layernorm")
-        self.attention = Attention(f"{name}.self_attn", spec, layer, place)
-        self.attention_post_norm = norm("post_attention_layernorm")
-        self.mlp_norm = norm("pre_feedforward_layernorm")
-        self.mlp = GatedMLP(f"{name}.mlp", spec, place)
-        self.mlp_post_norm = norm("post_feedforward_layernorm")
-
-    @property
-    def parts(self) -> list:
-        before = [self.attention_norm, *self.attention.parts, self.attention_post_norm]
-        return [*before, self.mlp_norm, *self.mlp.parts, self.mlp_post_norm]
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        batch: ForwardBatch,
-        kv: LayerKV,
-        backend: AttentionBackend,
-        plan: Any,
-    ) -> Tensor:
-        attended = self.attention(self.attention_norm(hidden), None, cos, sin, batch, kv, backend, plan)
-        hidden = self.attention_post_norm(attended).add_(hidden)
-        fed = self.mlp(self.mlp_norm(hidden), None)
-        return self.mlp_post_norm(fed).add_(hidden)  # [T, hidden]
+    def __call__(self, hidden: Tensor, step: LayerStep) -> Tensor:
+        entering = hidden
+        for branch in self.branches:
+            hidden = branch(entering if self.parallel else hidden, hidden, step)
+        return hidden
 
 
 class Decoder:
@@ -129,17 +139,16 @@ class Decoder:
         vocab, hidden = spec.vocab_size, spec.hidden_size
         words = replace(place, quantization=quantization.of_head)
         self.embedding = VocabParallelEmbedding("model.embed_tokens", vocab, hidden, words, spec.embedding_scale)
-        block = PostNormDecoderLayer if spec.post_norms else DecoderLayer
-        self.layers = [block(f"model.layers.{i}", spec, i, place) for i in stage]
-        self.norm = RMSNorm("model.norm", hidden, spec.rms_norm_eps, place, spec.norm_offset)
+        self.layers = [DecoderLayer(f"model.layers.{i}", spec, i, place) for i in stage]
+        self.norm = make_norm("model.norm", hidden, spec.norm, place)
         self.head = VocabParallelHead("lm_head", vocab, hidden, words, spec.logit_softcap)
-        ropes = [spec.rope_of(i) for i in stage]
-        self.rotary = {rope: RotaryTable(rope, device) for rope in ropes}  # one, or two where windows have their own
-        self.rotary_of = [list(self.rotary).index(rope) for rope in ropes]
+        ropes = [spec.layers[i].attention.rope for i in stage]
+        self.rotary = {rope: RotaryTable(rope, device) for rope in ropes if rope is not None}  # mostly one
+        self.rotary_of = [-1 if rope is None else list(self.rotary).index(rope) for rope in ropes]
         self._prepared: PreparedLayers | None = None
         self.why_not_prepared: str | None = None  # in the newest step
         self.joins_halves = fused_layer.joining_pays_off(device)
-        self.attention_specs: list[AttentionSpec] = [block.attention.spec for block in self.layers]
+        self.attention_specs: list[AttentionSpec] = [layer.attention.spec for layer in self.layers]
 
     def with_layers(self, layers: list[int]) -> "Decoder":
         """A decoder of only these layers, sharing this one's weights: quicker, with the same kernels and shapes."""
@@ -171,9 +180,8 @@ class Decoder:
     def kv_spec(self, block_size: int, device: torch.device, cache_dtype: str = "auto") -> KVSpec:
         """The shape of this rank's KV memory. `cache_dtype`: a name of
         `oarlock.workers.attention.kv_format.FORMATS`."""
-        first = self.attention_specs[0]
-        layers, dtype = len(self.layers), self.place.dtype
-        return KVSpec(layers, first.num_kv_heads, first.head_dim, block_size, dtype, device, cache_dtype)
+        heads, width = self.spec.attention.kv_heads_of_rank(self.place.tp.size), self.spec.attention.head_dim
+        return KVSpec(len(self.layers), heads, width, block_size, self.place.dtype, device, cache_dtype)
 
     def load(self, weights: WeightSource, on_progress: Callable[[float], None]) -> None:
         """Read this rank's slices, layer by layer. `on_progress` gets the share of bytes read, ending with 1.0."""
@@ -200,8 +208,8 @@ class Decoder:
         """All layers that load weights, except the output head, which may share the embedding's."""
         if self.is_first or (self.is_last and self.spec.tie_word_embeddings):
             yield self.embedding
-        for block in self.layers:
-            yield from block.parts
+        for layer in self.layers:
+            yield from layer.parts
         if self.is_last:
             yield self.norm
 
@@ -233,18 +241,23 @@ class Decoder:
             prepared(hidden, batch, [table.up_to(longest) for table in self.rotary.values()], plan)
             return self.norm(hidden) if self.is_last else hidden
         angles = [table(batch.positions, longest) for table in self.rotary.values()]  # once per step for all layers
-        if self.joins_halves and self.is_last and fused_layer.can_join(self.layers):
-            turns = [angles[which] for which in self.rotary_of]
-            return fused_layer.run_joined(self.layers, self.norm, hidden, turns, batch, kv, backend, plan)
-        for block, which, pages in zip(self.layers, self.rotary_of, kv, strict=True):
-            hidden = block(hidden, *angles[which], batch, pages, backend, plan)
+        steps = [
+            LayerStep(None if which < 0 else angles[which], batch, pages, backend, plan)
+            for which, pages in zip(self.rotary_of, kv, strict=True)
+        ]
+        if self.joins_halves and isinstance(self.norm, RMSNorm) and self.is_last and fused_layer.can_join(self.layers):
+            return fused_layer.run_joined(self.layers, self.norm, hidden, steps)
+        for layer, step in zip(self.layers, steps, strict=True):
+            hidden = layer(hidden, step)
         return self.norm(hidden) if self.is_last else hidden
 
     def prepared_for(self, kv: list[LayerKV], backend: AttentionBackend) -> PreparedLayers | None:
-        """The layers in the form of one call per half, prepared again if a part was replaced; None: not possible."""
+        """The layers in the form of one call, prepared again if a part was replaced; None: not possible."""
         if self._prepared is None or not self._prepared.serves(self.layers, kv, backend):
             try:
-                self._prepared = PreparedLayers(self.layers, self.rotary_of, self.place.tp, kv, backend)
+                self._prepared = PreparedLayers(
+                    self.layers, self.rotary_of, self.spec.hidden_size, self.place.tp, kv, backend
+                )
                 self.why_not_prepared = None
             except CannotPrepare as reason:
                 self._prepared, self.why_not_prepared = None, str(reason)

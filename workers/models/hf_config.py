@@ -3,15 +3,29 @@
 `hf_fields.py` checks types and ranges, `hf_rope.py` reads the rotary settings. Torch-free.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from oarlock.workers.errors import StartupError
-from oarlock.workers.layers.decoder_spec import DecoderSpec, RopeSpec
+from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
+from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec
+from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.models.hf_fields import Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
 from oarlock.workers.platform.dtypes import ITEM_BYTES
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+
+# Names of the norms before and after each branch of a layer: attention, then the MLP.
+BEFORE = (("input_layernorm", None), ("post_attention_layernorm", None))
+BEFORE_AND_AFTER = (
+    ("input_layernorm", "post_attention_layernorm"),
+    ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
+Norms = tuple[tuple[str | None, str | None], tuple[str | None, str | None]]
 
 
 def decoder_spec(
@@ -22,49 +36,84 @@ def decoder_spec(
     max_positions: int,
     windows: tuple[int | None, ...],
     rope: RopeSpec | None = None,
+    ropes: Sequence[RopeSpec | None] | None = None,
+    query_scalar: float | None = None,
+    attention_softcap: float | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: str | None = None,
     activation: str | None = None,
+    norm: NormSpec | None = None,
+    norms: Norms = BEFORE,
+    parallel: bool = False,
+    residual_scale: float = 1.0,
+    embedding_scale: float = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
     tied: bool = False,
     eps: float = 1e-6,
 ) -> DecoderSpec:
-    """A `DecoderSpec` from the keys that all families share. The keyword arguments are the family's defaults and own
-    settings; `rope` and `activation` are given where a family does not have them under the usual keys.
+    """A decoder of attention and a gated MLP in each layer, from the keys that all families share.
+
+    The keyword arguments are the family's defaults and own settings; `rope`, `activation` and `norm` are given where a
+    family does not have them under the usual keys. `ropes`: of each layer, where not all have `rope`. `query_scalar`:
+    scores are divided by its root; None: by the root of a head's width. `qk_norm`: over each `head`, or all of a `row`.
     """
     fields.refuse_the_rest()
-    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    kv_heads = fields.count("num_key_value_heads", kv_heads or heads)
+    heads, kv_heads = _head_counts(fields, kv_heads)
+    head_dim = head_width(fields, head_dim)
+    positions = fields.count("max_position_embeddings", max_positions)
+    norm = norm or NormSpec(eps=fields.number("rms_norm_eps", eps))
+    rope = rope or _usual_rope(fields, head_dim, positions)
+    activation = activation or activation_name(fields, "hidden_act", "silu")
+    mlp = GatedMLPSpec(fields.count("intermediate_size"), activation, mlp_bias)
+    scale = (query_scalar or head_dim) ** -0.5
+    plain = SelfAttentionSpec(
+        *(heads, kv_heads, head_dim, scale, rope),
+        softcap=attention_softcap,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        qk_norm=norm if qk_norm else None,
+        norms_rows=qk_norm == "row",
+    )
+    kinds = list(zip(windows, ropes or [rope] * len(windows), strict=True))
+    made: dict[tuple[int | None, RopeSpec | None], LayerSpec] = {}
+    for window, angles in dict.fromkeys(kinds):
+        sublayers = replace(plain, window=window, rope=angles), mlp
+        branches = (BranchSpec(one, *names, residual_scale) for one, names in zip(sublayers, norms, strict=True))
+        made[window, angles] = LayerSpec(tuple(branches), parallel)
+    return DecoderSpec(
+        architecture=fields.raw["architectures"][0],
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=fields.count("hidden_size"),
+        layers=tuple(made[kind] for kind in kinds),
+        norm=norm,
+        default_length=rope.default_length(positions),
+        longest_length=rope.longest_length(positions),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", tied),
+        dtype=declared_dtype(fields.raw),
+        embedding_scale=embedding_scale,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+    )
+
+
+def _head_counts(fields: Fields, default: int | None) -> tuple[int, int]:
+    """Query heads and key-value heads. `default`: of the latter; None: as many as the former."""
+    heads = fields.count("num_attention_heads")
+    kv_heads = fields.count("num_key_value_heads", default or heads)
     if heads % kv_heads:
         raise StartupError(
             f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly.",
             "Repair num_attention_heads or num_key_value_heads.",
         )
-    head_dim = head_width(fields, head_dim)
-    positions = fields.count("max_position_embeddings", max_positions)
-    outer = fields.raw.get("original_max_position_embeddings")
-    return DecoderSpec(
-        architecture=fields.raw["architectures"][0],
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=hidden,
-        num_layers=fields.layers(),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=fields.count("intermediate_size"),
-        rms_norm_eps=fields.number("rms_norm_eps", eps),
-        max_position_embeddings=positions,
-        rope=rope or rope_spec(rope_table(fields), head_dim, positions, original=outer),
-        windows=windows,
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        activation=activation or activation_name(fields, "hidden_act", "silu"),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", tied),
-        dtype=declared_dtype(fields.raw),
-    )
+    return heads, kv_heads
+
+
+def _usual_rope(fields: Fields, head_dim: int, positions: int) -> RopeSpec:
+    trained = fields.raw.get("original_max_position_embeddings")
+    return rope_spec(rope_table(fields), head_dim, positions, original=trained)
 
 
 def head_width(fields: Fields, default: int | None) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from oarlock.workers.errors import StartupError, shown
-from oarlock.workers.layers.decoder_spec import RopeSpec
+from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.models.hf_fields import MOST, Fields, positive_number, unsupported, wrong
 
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")

@@ -1,6 +1,7 @@
 """Phi-3, 3.5, 4 and 4-mini: Llama's layer from fused checkpoints, partial rotary embedding, LongRoPE. Torch-free."""
 
-from oarlock.workers.layers.decoder_spec import DecoderSpec, RopeSpec
+from oarlock.workers.layers.attention_spec import RopeSpec
+from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.hf_config import decoder_spec, head_width
 from oarlock.workers.models.hf_fields import Fields, positive_number, unsupported
 from oarlock.workers.models.hf_rope import rope_kind, rope_spec, rope_table

@@ -8,14 +8,12 @@ from typing import Any
 from oarlock.workers.errors import StartupError, shown
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.encoders.registry import ENCODERS
-from oarlock.workers.models.gemma2 import describe_gemma2
-from oarlock.workers.models.gemma3 import describe_gemma3
+from oarlock.workers.models.gemma import describe_gemma2, describe_gemma3
 from oarlock.workers.models.hf_fields import Fields, read_config
 from oarlock.workers.models.llama import describe_llama
 from oarlock.workers.models.mistral import describe_mistral
 from oarlock.workers.models.phi3 import describe_phi3
-from oarlock.workers.models.qwen2 import describe_qwen2
-from oarlock.workers.models.qwen3 import describe_qwen3
+from oarlock.workers.models.qwen import describe_qwen2, describe_qwen3
 from oarlock.workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, head_differs
 
 FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {

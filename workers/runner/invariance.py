@@ -177,9 +177,8 @@ def check_batch_invariance(
 
 
 def one_of_each_kind(model: Decoder) -> list[int]:
-    """The first layer of each window and rotation, counted from the first of its stage."""
-    spec = model.spec
-    kinds = [(spec.windows[layer], spec.rope_of(layer)) for layer in model.stage]
+    """The first layer of each description, counted from the first of its stage."""
+    kinds = [model.spec.layers[layer] for layer in model.stage]
     return [layer for layer, kind in enumerate(kinds) if kinds.index(kind) == layer]
 
 
@@ -217,7 +216,7 @@ class RankInvariance:
 def check_rank_invariance(model: Decoder, kv: list[LayerKV], backend: AttentionBackend) -> RankInvariance:
     """Look at what computes, and try it. Every rank must call this at the same point: it sums over ranks."""
     blocks = [model.layers[layer] for layer in one_of_each_kind(model)]
-    outputs = [output for block in blocks for output in (block.attention.output, block.mlp.down)]
+    outputs = [branch.sublayer.output for block in blocks for branch in block.branches]
     return check_sums(outputs, model.place, _why_not(model, kv, backend))
 
 

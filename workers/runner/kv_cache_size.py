@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage
-from oarlock.workers.layers.sharding import shard_heads
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES, KVShape
 from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 
@@ -77,11 +76,11 @@ def room_on_host(config: WorkerConfig, free: int) -> KVRoom:
 
 def kv_shape(config: WorkerConfig, spec: DecoderSpec, stage: int = 0) -> KVShape:
     """KV memory of a rank of `stage`; the first has the most layers. `config`: with its dtype and lengths resolved."""
-    shard = shard_heads("attention", spec.num_heads, spec.num_kv_heads, 0, config.tensor_parallel_size)
+    attention = spec.attention
     return KVShape(
         num_layers=len(layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)),
-        num_kv_heads=shard.num_kv_heads,
-        head_dim=spec.head_dim,
+        num_kv_heads=attention.kv_heads_of_rank(config.tensor_parallel_size),
+        head_dim=attention.head_dim,
         block_size=config.block_size,
         item_bytes=ITEM_BYTES[config.dtype],
         cache_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype),

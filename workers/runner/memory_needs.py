@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from oarlock.workers.distributed.topology import Topology
 from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
-from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, slices_of, tensor_shapes, tensors_of_stage
-from oarlock.workers.layers.sharding import HeadShard, shard_heads, shard_vocab
+from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, slices_of, tensors_of
+from oarlock.workers.layers.tensor_spec import Cut, Kept, TensorSpec
 from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
 from oarlock.workers.platform.dtypes import ITEM_BYTES
 from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.runner.buckets import logits_rows_at_once
-from oarlock.workers.weights.checkpoint import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     from oarlock.workers.config import WorkerConfig
@@ -40,53 +39,28 @@ def encoder_step_bytes(spec: EncoderSpec, num_ranks: int, num_tokens: int) -> in
     return num_tokens * _FLOAT32 * (4 * spec.hidden_size + (7 * spec.hidden_size + inner) // num_ranks)
 
 
-# Modules whose outputs are cut among ranks, and those whose inputs are.
-_KV, _ROWS, _INPUTS = ("k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj", "down_proj")
-
-
 def rank_weight_bytes(config: WorkerConfig, spec: DecoderSpec, forms: WeightForms = NONE, stage: int = 0) -> int:
     """Bytes of the weights of any rank of `stage`: all have as many. `config`: with its dtype resolved."""
-    size, item = config.tensor_parallel_size, ITEM_BYTES[config.dtype]
-    shard = shard_heads("attention", spec.num_heads, spec.num_kv_heads, 0, size)
-    # On the CPU kernels read the scales of norms in float32.
-    norm_item = _FLOAT32 if spec.norm_offset or config.device != "cuda" else item
-    slices = slices_of(spec, forms) if config.device != "cuda" else 1
+    size, on_cpu = config.tensor_parallel_size, config.device != "cuda"
+    slices = slices_of(spec, forms) if on_cpu else 1
     slices = slices // size if slices % size == 0 else 1  # as `Placement.local_slices`
-    layers, total = layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size), 0
-    for name, shape in tensors_of_stage(spec, layers).items():
-        if len(shape) == 2:
-            own = forms.of_head if name in (EMBEDDING, HEAD) else forms
-            rows, inputs = _local(name, (shape[0], shape[1]), spec, shard, size)
-            cut = slices if is_cut_by_inputs(name) else 1
-            total += own.form_of(name.removesuffix(".weight")).weight_bytes(rows, inputs, item, cut)
-        elif name.endswith(".bias"):
-            total += _local(name, (shape[0], size), spec, shard, size)[0] * item
-        elif name.endswith(("q_norm.weight", "k_norm.weight")):  # one scale for each head
-            heads = shard.num_heads if name.endswith("q_norm.weight") else shard.num_kv_heads
-            total += heads * shape[0] * _FLOAT32
+    layers = layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)
+    item, total = ITEM_BYTES[config.dtype], 0
+    for tensor in tensors_of(spec, layers):
+        shape = tensor.local_shape(size)
+        if tensor.is_matrix:
+            total += _matrix_bytes(tensor, shape, forms, item, slices)
         else:
-            total += shape[0] * norm_item
+            is_wide = tensor.kept is Kept.FLOAT32 or (tensor.kept is Kept.FOR_KERNELS and on_cpu)
+            total += math.prod(shape) * (_FLOAT32 if is_wide else item)
     return total
 
 
-def is_cut_by_inputs(name: str) -> bool:
-    """Whether ranks share the inputs of the matrix `name`, and not its outputs."""
-    return name not in (EMBEDDING, HEAD) and name.split(".")[-2] in _INPUTS
-
-
-def _local(name: str, shape: tuple[int, int], spec: DecoderSpec, shard: HeadShard, size: int) -> tuple[int, int]:
-    """Rows and inputs of a rank's part of the matrix `name`."""
-    (rows, inputs), module = shape, name.split(".")[-2]
-    if name in (EMBEDDING, HEAD):
-        return shard_vocab(spec.vocab_size, 0, size)[1], inputs
-    if module == "q_proj":
-        return shard.num_heads * spec.head_dim, inputs
-    if module in _KV:
-        return shard.num_kv_heads * spec.head_dim, inputs
-    if module in _ROWS:
-        return rows // size, inputs
-    assert module in _INPUTS, f"{name} is cut in no way that is known"
-    return rows, inputs // size
+def _matrix_bytes(tensor: TensorSpec, shape: tuple[int, ...], forms: WeightForms, item: int, slices: int) -> int:
+    """Bytes of a matrix of `shape`, the whole of `tensor` or a rank's part."""
+    own = forms.of_head if tensor.cut is Cut.VOCABULARY else forms
+    form = own.form_of(tensor.name.removesuffix(".weight"))
+    return form.weight_bytes(*shape, item, slices if tensor.cut is Cut.INPUTS else 1)
 
 
 # Rows of logits computed at once. Scoring a prompt may need thousands of rows, 600 KB each with 152,000 ids.
@@ -106,22 +80,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 def weight_bytes(spec: DecoderSpec, dtype: str, forms: WeightForms = NONE) -> int:
     """Bytes of the weights of the whole model, on one rank or cut without copies."""
     item, total, slices = ITEM_BYTES[dtype], 0, slices_of(spec, forms)
-    for name, shape in tensor_shapes(spec).items():
-        if len(shape) == 2:
-            own = forms.of_head if name in (EMBEDDING, HEAD) else forms
-            cut = slices if is_cut_by_inputs(name) else 1
-            total += own.form_of(name.removesuffix(".weight")).weight_bytes(*shape, item, cut)
+    for tensor in tensors_of(spec):
+        if tensor.is_matrix:
+            total += _matrix_bytes(tensor, tensor.shape, forms, item, slices)
         else:
-            total += math.prod(shape) * item
+            total += math.prod(tensor.shape) * item
     return total
 
 
 def step_bytes(config: WorkerConfig, spec: DecoderSpec, num_tokens: int, num_rows: int) -> int:
-    """Bytes of the tensors of a step that exist at the same time on one rank: a few of hidden size, the MLP's, and
-    float32 logits. `num_rows`: of logits."""
+    """Bytes of the tensors of a step that exist at the same time on one rank: a few of hidden size, those of a layer's
+    sublayers, and float32 logits. `num_rows`: of logits."""
     size, item = config.tensor_parallel_size, ITEM_BYTES[config.dtype]
-    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    row = 4 * spec.hidden_size + (heads + 3 * spec.intermediate_size) // size
+    inner = max(sum(branch.sublayer.step_values for branch in layer.branches) for layer in set(spec.layers))
+    row = 4 * spec.hidden_size + inner // size
     return num_tokens * row * item + min(num_rows, MAX_LOGITS_ROWS) * spec.vocab_size // size * 4
 
 

@@ -189,7 +189,7 @@ class ModelRunner:
             self._execute(self.model, self.kv, null_step(2, 2, 1, block_size))
             if self.tp.rank == 0:
                 reason = self.model.why_not_prepared
-                form = "one for each half" if reason is None else f"separate operations, as {reason}"
+                form = "one for all layers" if reason is None else f"separate operations, as {reason}"
                 logger.info("event=layers calls=%r", form)
             self.invariance = check_batch_invariance(
                 self.model,

@@ -67,13 +67,14 @@ class Part:
 def part_of(tensor: str, spec: DecoderSpec, rank: int, size: int) -> Part:
     """Part of `tensor`, a name without its layer, that `rank` of `size` holds."""
     if tensor in _QUERY_HEADS or tensor in _KV_HEADS:
-        shard = shard_heads("attention", spec.num_heads, spec.num_kv_heads, rank, size)
+        attention = spec.attention
+        shard = shard_heads("attention", attention.num_heads, attention.num_kv_heads, rank, size)
         first, count = (
             (shard.first_head, shard.num_heads) if tensor in _QUERY_HEADS else (shard.first_kv_head, shard.num_kv_heads)
         )
-        return Part(first * spec.head_dim, (first + count) * spec.head_dim, spec.head_dim)
+        return Part(first * attention.head_dim, (first + count) * attention.head_dim, attention.head_dim)
     if tensor == "gate_up":
-        local = shard_evenly("mlp", "intermediate size", spec.intermediate_size, size)
+        local = shard_evenly("mlp", "intermediate size", spec.layers[0].mlp.intermediate_size, size)
         return Part(rank * local, (rank + 1) * local, local)
     if tensor == "logits":
         start, _, real = shard_vocab(spec.vocab_size, rank, size)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.decoder_spec import DecoderSpec, LayerSpec
 from oarlock.workers.layers.sharding import shard_vocab
 from oarlock.workers.quantization.formats.form import Arithmetic
 from oarlock.workers.verify.compare import Comparison, Recorded, Row, part_of
@@ -81,6 +81,10 @@ class _Fault:
     @property
     def module(self) -> str:
         return f"model.layers.{self.row.layer}"
+
+    @property
+    def layer(self) -> LayerSpec:
+        return self.spec.layers[self.row.layer or 0]
 
     @property
     def ranks(self) -> str:
@@ -152,12 +156,12 @@ def explain(
 
 
 def _cause(fault: _Fault) -> str:
-    post_norms = fault.spec.post_norms  # Gemma's layers norm the result of each half as well
+    norms = [branch.norm for branch in fault.layer.branches]
     match fault.row.tensor:
         case "embedding":
             return _embedding(fault)
         case "input_norm":
-            return f"{fault.module}.input_layernorm: its weight, or the norm itself"
+            return f"{fault.module}.{norms[0]}: its weight, or the norm itself"
         case "q" | "k" | "v":
             return _projection(fault)
         case "q_rope" | "k_rope":
@@ -167,16 +171,15 @@ def _cause(fault: _Fault) -> str:
         case "o_proj":
             return _row_parallel(fault, "self_attn.o_proj", "attention")
         case "mid_residual":
-            return _residual(fault, "post_attention_layernorm", "o_proj")
+            return _residual(fault, 0, "o_proj")
         case "mlp_norm":
-            name = "pre_feedforward_layernorm" if post_norms else "post_attention_layernorm"
-            return f"{fault.module}.{name}: its weight, or the norm itself"
+            return f"{fault.module}.{norms[1]}: its weight, or the norm itself"
         case "gate_up":
             return _gate_up(fault)
         case "mlp":
             return _row_parallel(fault, "mlp.down_proj", "gate_up")
         case "residual":
-            return _residual(fault, "post_feedforward_layernorm", "down_proj")
+            return _residual(fault, 1, "down_proj")
         case "final_norm":
             return "model.norm.weight, or the final norm itself"
         case _:
@@ -230,7 +233,7 @@ def _rotation(fault: _Fault) -> str:
     letter = fault.row.tensor[0]
     positions, _ = _positions(fault.folder)
     at_start = bool(fault.wrong_tokens()[positions == 0].any())
-    if fault.spec.qk_norm and at_start:
+    if fault.layer.attention.qk_norm is not None and at_start:
         return f"{fault.module}.self_attn.{letter}_norm: its weight, or the norm of heads itself"
     but = "even at position 0" if at_start else "position 0, which is not turned, is right"
     return f"rotary embedding of {letter} in layer {fault.row.layer} on {fault.ranks} ({but})"
@@ -240,7 +243,7 @@ def _attention(fault: _Fault) -> str:
     where = f"attention of layer {fault.row.layer} on {fault.ranks}"
     positions, generated = _positions(fault.folder)
     wrong = fault.wrong_tokens()
-    window = fault.spec.windows[fault.row.layer or 0]
+    window = fault.layer.attention.window
     if window is not None and not bool(wrong[positions < window].any()):
         return f"{where}: the sliding window of {window} tokens (only later tokens are wrong)"
     if bool(generated.any()) and not bool(wrong[~generated].any()):
@@ -279,8 +282,9 @@ def _row_parallel(fault: _Fault, projection: str, inputs: str) -> str:
     return f"{which} ({scales})" if scales else which
 
 
-def _residual(fault: _Fault, post_norm: str, projection: str) -> str:
-    norm = f"{post_norm}, or " if fault.spec.post_norms else ""
+def _residual(fault: _Fault, branch: int, projection: str) -> str:
+    post_norm = fault.layer.branches[branch].post_norm
+    norm = f"{post_norm}, or " if post_norm else ""
     return (
         f"{fault.module}: {norm}the addition of the residual after {projection} "
         "(or a bias added on the wrong side of the sum)"
@@ -289,11 +293,11 @@ def _residual(fault: _Fault, post_norm: str, projection: str) -> str:
 
 def _gate_up(fault: _Fault) -> str:
     prefix, rows = f"{fault.module}.mlp", f"the rows of {fault.ranks}"
-    if fault.spec.mlp_bias:  # with a bias, `_gate_is_right` does not hold
+    if fault.layer.mlp.bias:  # with a bias, `_gate_is_right` does not hold
         return f"{prefix}.gate_proj or {prefix}.up_proj: {rows}, or the activation"
     if all(_gate_is_right(fault, rank) for rank in fault.row.wrong_ranks):
         return f"{prefix}.up_proj.weight: {rows}"
-    return f"{prefix}.gate_proj.weight: {rows}, or the activation ({fault.spec.activation})"
+    return f"{prefix}.gate_proj.weight: {rows}, or the activation ({fault.layer.mlp.activation})"
 
 
 def _gate_is_right(fault: _Fault, rank: int) -> bool:
@@ -304,7 +308,7 @@ def _gate_is_right(fault: _Fault, rank: int) -> bool:
     """
     gate = fault.truth(rank, f"{fault.row.layer}.gate")
     output, mirrored = fault.ours(rank), fault.ours(rank, "_mirrored")  # y(x), y(-x)
-    return _distance((output + mirrored) * _ODD[fault.spec.activation](gate), output - mirrored) < _CLOSE
+    return _distance((output + mirrored) * _ODD[fault.layer.mlp.activation](gate), output - mirrored) < _CLOSE
 
 
 _ODD: dict[str, Callable[[Tensor], Tensor]] = {

@@ -1,4 +1,4 @@
-"""Layers as they are served, one call for each half, against their separate operations: both must give the same bits.
+"""Layers as they are served, one call for all, against their separate operations: both must give the same bits.
 
 Only the separate operations show every tensor, and so are compared with transformers. That says nothing of the kernels
 that serve (`workers/layers/fused_layer.py`), unless their hidden states after each half are those of the operations.
@@ -78,7 +78,7 @@ class RecordedHalves:
         self._why_not = why_not
         self._steps: list[list[Tensor]] = []  # [steps][halves], each [T, hidden]
         if prepared is not None:
-            prepared.after_half = self._keep
+            prepared.after_branch = self._keep
 
     def _keep(self, number: int, hidden: Tensor) -> None:
         if number == 0:
@@ -88,7 +88,7 @@ class RecordedHalves:
     def close(self) -> None:
         """Record no more; what was recorded stays."""
         if self._prepared is not None:
-            self._prepared.after_half = None
+            self._prepared.after_branch = None
 
     def compare(self, separate: Sequence[dict[str, Tensor]], rank: int, first_layer: int = 0) -> Halves:
         """`separate`: for each of the same steps, the tensors of the separate operations, by name. `first_layer`: of

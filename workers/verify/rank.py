@@ -238,10 +238,11 @@ class RecordingDecoder:
             for name, part in zip("qkv", parts, strict=True):
                 self._record(f"{layer}.{name}", part)
 
-        self._hook(block, "attention_norm", after=record("input_norm"))
+        before_attention, before_mlp = block.branches
+        self._hook(before_attention, "norm", after=record("input_norm"))
         self._hook(attention, "qkv", after=record_qkv)
         self._hook_row_parallel(attention, "output", f"{layer}.o_proj")
-        self._hook(block, "mlp_norm", before=record("mid_residual"), after=record("mlp_norm"))
+        self._hook(before_mlp, "norm", before=record("mid_residual"), after=record("mlp_norm"))
         self._hook_row_parallel(mlp, "down", f"{layer}.mlp", inputs=f"{layer}.gate_up")
         if self._diagnostics:
             gate_up = mlp.gate_up

@@ -218,7 +218,8 @@ class TransformersRecorder:
 
     def _hook_layer(self, index: int, layer: Any) -> None:
         attention, mlp, spec = layer.self_attn, layer.mlp, self._spec
-        heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        width, shape = spec.attention.head_dim, spec.attention
+        heads, kv_heads = shape.num_heads * width, shape.num_kv_heads * width
         if hasattr(attention, "qkv_proj"):
             self._before(attention.qkv_proj, f"{index}.input_norm")
             self._after_split(attention.qkv_proj, [f"{index}.{part}" for part in "qkv"], [heads, kv_heads, kv_heads])
@@ -227,7 +228,7 @@ class TransformersRecorder:
             for part in "qkv":
                 self._after(getattr(attention, f"{part}_proj"), f"{index}.{part}")
         if hasattr(mlp, "gate_up_proj"):
-            size = spec.intermediate_size
+            size = spec.layers[index].mlp.intermediate_size
             self._after_split(mlp.gate_up_proj, [f"{index}.gate", f"{index}.up"], [size, size])
         else:
             self._after(mlp.gate_proj, f"{index}.gate")

@@ -1,10 +1,33 @@
-"""C++ functions that compute half a decoder layer in one call, and the structures they take (`csrc/layer/layer.h`)."""
+"""C++ functions that run the layers of a decoder, and the structures they take (`csrc/layer/layer.h`)."""
 
 import ctypes
 from collections.abc import Callable
+from enum import IntEnum
 from functools import cache
 
 _pointer, _number, _flag, _real = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+
+
+class Rows(IntEnum):
+    """Where rows of an operation come from and go to."""
+
+    RESIDUAL = 0
+    KEPT = 1
+    KEPT_TOO = 2
+    PARTIAL = 3
+    SCRATCH = 4
+    SCRATCH_TOO = 5
+
+
+class OperationKind(IntEnum):
+    """`OperationKind`."""
+
+    NORM_ROWS = 0
+    MULTIPLY = 1
+    TURN_HEADS = 2
+    ATTEND = 3
+    TOTAL = 4
+    ADD_ROWS = 5
 
 
 class CPackedWeight(ctypes.Structure):
@@ -21,29 +44,53 @@ class CPackedWeight(ctypes.Structure):
     )
 
 
-class CLayerHalf(ctypes.Structure):
-    """`LayerHalf`; the whole of an MLP."""
+class CNorm(ctypes.Structure):
+    """`Norm`."""
 
     _fields_ = (
-        ("norm", _pointer),
-        ("post_norm", _pointer),
-        ("into", CPackedWeight),
-        ("out", CPackedWeight),
+        ("scale", _pointer),
+        ("shift", _pointer),
+        ("width", _number),
         ("eps", _real),
-        ("type", _flag),
+        ("is_layer_norm", _flag),
     )
 
 
-class CAttentionHalf(ctypes.Structure):
-    """`AttentionHalf`."""
+class CHeadsAndPages(ctypes.Structure):
+    """`HeadsAndPages`."""
 
     _fields_ = (
-        ("half", CLayerHalf),
         ("attention", _pointer),
         ("head_norm", _pointer),
         ("k_pages", _pointer),
         ("v_pages", _pointer),
         ("rotary", _flag),
+        ("interleaved", _flag),
+        ("eps", _real),
+    )
+
+
+class CAddition(ctypes.Structure):
+    """`Addition`."""
+
+    _fields_ = (("norm", _pointer), ("width", _number), ("scale", _real))
+
+
+class COperation(ctypes.Structure):
+    """`Operation`."""
+
+    _fields_ = (("kind", _flag), ("source", _flag), ("target", _flag), ("of", _pointer))
+
+
+class CBranch(ctypes.Structure):
+    """`Branch`."""
+
+    _fields_ = (
+        ("operations", _pointer),
+        ("count", _number),
+        ("before_sum", _number),
+        ("rows_at_once", _number),
+        ("widths", _number * 2),
     )
 
 
@@ -53,16 +100,22 @@ class CRotaryRows(ctypes.Structure):
     _fields_ = (("rows", _pointer), ("width", _number))
 
 
+MOST_ROTARIES = 4
+
+
 class CLayerStep(ctypes.Structure):
     """`LayerStep`."""
 
     _fields_ = (
         ("hidden", _pointer),
+        ("kept", _pointer * 2),
         ("partial", _pointer),
         ("rows", _number),
+        ("width", _number),
+        ("type", _flag),
         ("positions", _pointer),
         ("slots", _pointer),
-        ("rotary", CRotaryRows * 2),
+        ("rotary", CRotaryRows * MOST_ROTARIES),
         ("attention", _pointer),
         ("group", _pointer),
     )
@@ -71,10 +124,9 @@ class CLayerStep(ctypes.Structure):
 @cache
 def bound(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """The library, with the types of its functions for layers declared."""
-    for name in ("oarlock_attention_half", "oarlock_mlp_half"):
-        function = getattr(kernels, name)
-        function.restype, function.argtypes = ctypes.c_int, [_pointer] * 2
-    kernels.oarlock_add_total.restype, kernels.oarlock_add_total.argtypes = None, [_pointer] * 3
+    run, finish = kernels.oarlock_run_branches, kernels.oarlock_finish_branch
+    run.restype, run.argtypes = ctypes.c_int, [_pointer, _number, _number, _pointer]
+    finish.restype, finish.argtypes = None, [_pointer, _pointer]
     return kernels
 
 

@@ -3,7 +3,7 @@ attention to the neighbourhood alone. Torch-free."""
 
 from typing import Any
 
-from oarlock.workers.layers.decoder_spec import RopeSpec
+from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.models.encoders.encoder_spec import (
     ACTIVATIONS,
     ClassifierSpec,

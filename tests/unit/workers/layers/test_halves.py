@@ -230,9 +230,11 @@ def test_a_replaced_product_is_used(checkpoints: dict[str, Path], monkeypatch: p
     check_replacing(checkpoints, monkeypatch, lambda block: getattr(getattr(block, half), name), "product", False)
 
 
-@pytest.mark.parametrize("part", ["attention_norm", "mlp_post_norm"])
-def test_a_replaced_norm_is_used(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    check_replacing(checkpoints, monkeypatch, lambda block: block, part, True)
+@pytest.mark.parametrize(("branch", "part"), [(0, "norm"), (1, "post_norm")])
+def test_a_replaced_norm_is_used(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, branch: int, part: str
+) -> None:
+    check_replacing(checkpoints, monkeypatch, lambda layer: layer.branches[branch], part, True)
 
 
 def check_replacing(

@@ -86,7 +86,7 @@ def test_longrope_is_loaded_for_the_length_it_serves(tmp_path: Path) -> None:
     assert preflight(config).max_model_len == 64
     for length, stretched in ((64, False), (65, True), (512, True)):
         runner = ModelRunner(preflight(config.with_(max_model_len=length)), TensorParallel.solo())
-        assert runner.spec.rope.stretched is stretched
+        assert runner.spec.attention.rope.stretched is stretched
     with pytest.raises(StartupError, match="513 is more than the model's 512 positions"):
         preflight(config.with_(max_model_len=513))
 

@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec, is_ignorable, tensor_shapes
 from oarlock.workers.models.registry import describe
 from oarlock.workers.weights.checkpoint import FUSED_TENSORS
@@ -62,54 +63,58 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(architecture: str
     sparse = {**BASE, "architectures": [architecture], "num_attention_heads": 32, "hidden_size": 128}
     theirs = AutoConfig.for_model(family, **sparse)
     ours = describe(sparse)
-    assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == getattr(theirs, "head_dim", 128 // 32)
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.attention.num_kv_heads == theirs.num_key_value_heads
+    assert ours.attention.head_dim == getattr(theirs, "head_dim", 128 // 32)
+    assert ours.norm.eps == theirs.rms_norm_eps
+    assert ours.default_length == ours.longest_length == theirs.max_position_embeddings
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    if family == "gemma3_text":
-        assert ours.rope.theta == theirs.rope_parameters["full_attention"]["rope_theta"]
-        assert ours.local_rope is not None
-        assert ours.local_rope.theta == theirs.rope_parameters["sliding_attention"]["rope_theta"]
-    else:
-        assert ours.rope.theta == theirs.rope_parameters["rope_theta"] and ours.local_rope is None
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 3
+    tables = [theirs.rope_parameters.get(kind, theirs.rope_parameters) for kind in kinds]
+    assert [rope.theta for rope in ropes_of(ours)] == [table["rope_theta"] for table in tables]
     window = getattr(theirs, "sliding_window", None)
-    assert ours.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    assert ours.query_scalar == getattr(theirs, "query_pre_attn_scalar", None)
-    assert ours.attention_softcap == getattr(theirs, "attn_logit_softcapping", None)
+    assert windows_of(ours) == [window if kind == "sliding_attention" else None for kind in kinds]
+    assert ours.attention.scale == (getattr(theirs, "query_pre_attn_scalar", None) or ours.attention.head_dim) ** -0.5
+    assert ours.attention.softcap == getattr(theirs, "attn_logit_softcapping", None)
     assert ours.logit_softcap == getattr(theirs, "final_logit_softcapping", None)
-    assert ours.activation == ("gelu_tanh" if family.startswith("gemma") else "silu")
+    assert ours.layers[0].mlp.activation == ("gelu_tanh" if family.startswith("gemma") else "silu")
+
+
+def windows_of(spec: DecoderSpec) -> list[int | None]:
+    return [layer.attention.window for layer in spec.layers]
+
+
+def ropes_of(spec: DecoderSpec) -> list[RopeSpec]:
+    return [layer.attention.rope for layer in spec.layers if layer.attention.rope is not None]
 
 
 def test_windows_follow_the_familys_rule() -> None:
     qwen = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
-    assert describe(config_of("qwen2", **qwen)).windows == (None, None, 16)
-    assert describe(config_of("qwen2", **{**qwen, "use_sliding_window": False})).windows == (None, None, None)
+    assert windows_of(describe(config_of("qwen2", **qwen))) == [None, None, 16]
+    assert windows_of(describe(config_of("qwen2", **{**qwen, "use_sliding_window": False}))) == [None] * 3
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    assert describe(config_of("qwen3", **qwen, layer_types=kinds)).windows == (16, None, 16)
-    assert describe(config_of("mistral", sliding_window=None)).windows == (None, None, None)
+    assert windows_of(describe(config_of("qwen3", **qwen, layer_types=kinds))) == [16, None, 16]
+    assert windows_of(describe(config_of("mistral", sliding_window=None))) == [None] * 3
     mistral = {**BASE, "architectures": ["MistralForCausalLM"]}
-    assert describe(mistral).windows == (4096,) * 3
-    assert describe({**mistral, "sliding_window": None}).windows == (None,) * 3
+    assert windows_of(describe(mistral)) == [4096] * 3
+    assert windows_of(describe({**mistral, "sliding_window": None})) == [None] * 3
 
 
 def test_gemma_alternates_and_says_so_in_either_form() -> None:
     gemma = {**BASE, "num_key_value_heads": 4, "num_hidden_layers": 8, "sliding_window": 16}
     two = describe({**gemma, "architectures": ["Gemma2ForCausalLM"]})
-    assert two.windows == (16, None) * 4 and [two.rope_of(layer) for layer in (0, 1)] == [two.rope] * 2
+    assert windows_of(two) == [16, None] * 4 and len(set(ropes_of(two))) == 1
     three = {**gemma, "architectures": ["Gemma3ForCausalLM"]}
     old = describe({**three, "sliding_window_pattern": 3, "rope_theta": 5e5, "rope_local_base_freq": 2e4,
                     "rope_scaling": {"rope_type": "linear", "factor": 8.0}})  # fmt: skip
-    assert old.windows == (16, 16, None) * 2 + (16, 16)
+    assert windows_of(old) == [16, 16, None] * 2 + [16, 16]
     new = describe({**three, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2
                     + ["sliding_attention"] * 2, "rope_parameters": {
                         "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
                         "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}})  # fmt: skip
     assert new == old
-    assert (old.rope_of(0), old.rope_of(2)) == (old.local_rope, old.rope) and old.rope.factor == 8.0
+    assert [(rope.theta, rope.factor) for rope in ropes_of(old)[:3]] == [(2e4, 1.0), (2e4, 1.0), (5e5, 8.0)]
     off = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "architectures": ["Gemma2ForCausalLM"]}
-    assert (describe(gemma | off).attention_softcap, describe(gemma | off).logit_softcap) == (None, None)
+    assert (describe(gemma | off).attention.softcap, describe(gemma | off).logit_softcap) == (None, None)
 
 
 PHI: dict[str, Any] = {**BASE, "architectures": ["Phi3ForCausalLM"], "max_position_embeddings": 1024,
@@ -120,18 +125,18 @@ LONGROPE: dict[str, Any] = {"type": "longrope", "short_factor": [1.0] * 4, "long
 def test_phi_rotates_in_part_and_by_the_length_it_serves() -> None:
     spec = describe({**PHI, "rope_scaling": LONGROPE})
     assert (spec.default_length, spec.longest_length) == (256, 1024)
-    assert spec.rope.attention_factor == pytest.approx((1 + math.log(4) / math.log(256)) ** 0.5)
-    assert not spec.for_length(256).rope.stretched and spec.for_length(257).rope.stretched
+    assert ropes_of(spec)[0].attention_factor == pytest.approx((1 + math.log(4) / math.log(256)) ** 0.5)
+    assert [ropes_of(spec.for_length(length))[0].stretched for length in (256, 257)] == [False, True]
     for name in ("su", "yarn"):  # what early configs called it
         assert describe({**PHI, "rope_scaling": LONGROPE | {"type": name}}) == spec
     short = LONGROPE | {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
-    assert describe({**PHI, "partial_rotary_factor": 0.75, "rope_scaling": short}).rope.rotary_dim == 6
+    assert ropes_of(describe({**PHI, "partial_rotary_factor": 0.75, "rope_scaling": short}))[0].rotary_dim == 6
     # Phi-3's own key, or its default of 4096, stands above what the table says.
     inner = {key: value for key, value in PHI.items() if key != "original_max_position_embeddings"}
     table = LONGROPE | {"original_max_position_embeddings": 256}
-    assert describe({**inner, "rope_scaling": table}).rope.original_max_positions == 4096
+    assert describe({**inner, "rope_scaling": table}).attention.rope.original_max_positions == 4096
     # Every other family reads LongRoPE too, from the table.
-    assert describe({**BASE, "rope_scaling": table}).rope.long_factors == (2.0,) * 4
+    assert describe({**BASE, "rope_scaling": table}).attention.rope.long_factors == (2.0,) * 4
 
 
 def test_lengths_a_model_reaches() -> None:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, tensor_shapes
 from oarlock.workers.layers.rotary import RotaryTable
-from oarlock.workers.layers.sharding import supported_tp_sizes
 from oarlock.workers.models.hf_fields import MOST, MOST_LAYERS
 from oarlock.workers.models.registry import FAMILIES, describe
 
@@ -86,19 +85,27 @@ def check(config: dict[str, Any]) -> StartupError | None:
 
 @cache
 def assert_usable(spec: DecoderSpec) -> None:
-    counts = (spec.vocab_size, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    for count in (*counts, spec.intermediate_size, spec.default_length, spec.longest_length):
+    counts = (
+        spec.vocab_size,
+        spec.hidden_size,
+        spec.attention.num_heads,
+        spec.attention.num_kv_heads,
+        spec.attention.head_dim,
+    )
+    for count in (*counts, spec.layers[0].mlp.intermediate_size, spec.default_length, spec.longest_length):
         assert type(count) is int and 0 < count <= MOST
     assert spec.longest_length >= spec.default_length
-    assert len(spec.windows) == spec.num_layers <= MOST_LAYERS
-    assert all(window is None or (type(window) is int and 0 < window <= MOST) for window in spec.windows)
-    assert supported_tp_sizes(spec.num_heads, spec.num_kv_heads, spec.intermediate_size)[0] == 1
+    assert spec.num_layers <= MOST_LAYERS
+    kinds = list(dict.fromkeys(layer.attention for layer in spec.layers))
+    windows = [kind.window for kind in kinds]
+    assert all(window is None or (type(window) is int and 0 < window <= MOST) for window in windows)
+    assert spec.tp_sizes[0] == 1
     if spec.num_layers < 100:
         assert spec.num_parameters > 0 and tensor_shapes(spec)
-    optional = (spec.query_scalar, spec.attention_softcap, spec.logit_softcap)
-    numbers = [spec.rms_norm_eps, spec.attention_scale, *(number for number in optional if number is not None)]
+    optional = (spec.attention.softcap, spec.logit_softcap)
+    numbers = [spec.norm.eps, spec.attention.scale, *(number for number in optional if number is not None)]
     assert all(type(number) is float and 0 < number < math.inf for number in numbers), numbers
-    for rope in {spec.rope, spec.local_rope} - {None}:
+    for rope in {kind.rope for kind in kinds}:
         if rope is None or rope.rotary_dim > 1024:
             continue
         for length in (1, spec.longest_length):
@@ -174,6 +181,6 @@ def test_what_used_to_be_an_exception_or_a_wrong_number(config: dict[str, Any], 
 
 def test_a_null_inside_is_as_if_it_were_not_there() -> None:
     config = {**base("LlamaForCausalLM"), "rope_theta": 5e5}
-    assert describe({**config, "rope_scaling": {"rope_theta": None, "type": "default"}}).rope.theta == 5e5
-    gemma = {**base("Gemma3ForCausalLM"), "rope_theta": None}
-    assert describe({**gemma, "rope_parameters": {"full_attention": {"rope_theta": None}}}).rope.theta == 1e6
+    assert describe({**config, "rope_scaling": {"rope_theta": None, "type": "default"}}).attention.rope.theta == 5e5
+    gemma = {**base("Gemma3ForCausalLM"), "rope_theta": None, "layer_types": ["full_attention"] * 3}
+    assert describe({**gemma, "rope_parameters": {"full_attention": {"rope_theta": None}}}).attention.rope.theta == 1e6

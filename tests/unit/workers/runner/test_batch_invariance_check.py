@@ -123,8 +123,8 @@ def test_small_pools_and_short_contexts_are_tested_too(runner: ModelRunner, max_
 def test_each_kind_of_layer_is_tried(tmp_path: Path) -> None:
     path = make_tiny(tmp_path, "qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=1)
     runner = loaded(path, dtype="bfloat16")
-    kinds = {runner.spec.windows[layer] for layer in one_of_each_kind(runner.model)}
-    assert kinds == set(runner.spec.windows) and len(kinds) == 2
+    kinds = {runner.spec.layers[layer].attention.window for layer in one_of_each_kind(runner.model)}
+    assert kinds == {layer.attention.window for layer in runner.spec.layers} and len(kinds) == 2
 
 
 def test_ranks_are_batch_invariant_only_if_every_one_is(runner: ModelRunner) -> None:

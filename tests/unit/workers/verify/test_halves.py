@@ -32,11 +32,16 @@ def test_every_half_of_a_right_model_is_compared(case: VerifyCase, size: int) ->
     assert comparison.ok and causes == []
 
 
-def add_to_first(half: Callable[[int, int], int], amount: float) -> Callable[[int, int], int]:
-    """A half that leaves the first number of `hidden`, in bfloat16, larger by a little."""
+Run = Callable[[int, int, int, int], int]
 
-    def broken(described: int, step: int) -> int:
-        result = half(described, step)
+
+def add_to_first(run: Run, number: int, amount: float) -> Run:
+    """Branches of which one leaves the first number of `hidden`, in bfloat16, larger by a little."""
+
+    def broken(branches: int, first: int, last: int, step: int) -> int:
+        result = run(branches, first, last, step)
+        if not first <= number < last:
+            return result
         address = CLayerStep.from_address(step).hidden
         first = torch.frombuffer((ctypes.c_uint16 * 1).from_address(address), dtype=torch.bfloat16)
         first += amount
@@ -53,9 +58,7 @@ def test_a_broken_half_is_named(case: VerifyCase, monkeypatch: pytest.MonkeyPatc
 
     def prepare_broken(layers: PreparedLayers, *arguments: object) -> None:
         prepare(layers, *arguments)  # ty: ignore[invalid-argument-type]
-        if number < len(layers._calls):  # other decoders have some of the layers only
-            function, half = layers._calls[number]
-            layers._calls[number] = add_to_first(function, 0.5), half
+        layers._run = add_to_first(layers._run, number, 0.5)
 
     monkeypatch.setattr(PreparedLayers, "__init__", prepare_broken)
     comparison, causes = case.run(size)

@@ -17,6 +17,18 @@ inline void rotate_head(const In *x, const float *cos, const float *sin, Out *y,
   for (long d = 2 * half; d < width; d += kLanes) store(y + d, load(x + d, width - d), width - d);
 }
 
+// As rotate_head, but the pairs are neighbours: x[2 i] and x[2 i + 1]. `width` is `kMost` at most.
+template <long kMost, class In, class Out>
+inline void rotate_neighbours(const In *x, const float *cos, const float *sin, Out *y, long width, long half) {
+  using namespace simd;
+  alignas(64) float in[kMost], apart[kMost];
+  for (long d = 0; d < width; d += kLanes) store(in + d, load(x + d, width - d), width - d);
+  for (long i = 0; i < half; i++) apart[i] = in[2 * i], apart[half + i] = in[2 * i + 1];
+  rotate_head(apart, cos, sin, apart, 2 * half, half);
+  for (long i = 0; i < half; i++) in[2 * i] = apart[i], in[2 * i + 1] = apart[half + i];
+  for (long d = 0; d < width; d += kLanes) store(y + d, load(in + d, width - d), width - d);
+}
+
 // x [rows, heads, width] (rows `x_stride` elements apart) -> y [rows, heads, width] contiguous. Row i of `cos` and `sin`
 // begins at `i * angle_stride` and has `half` numbers.
 template <class In, class Out>

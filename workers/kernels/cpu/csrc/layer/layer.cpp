@@ -1,24 +1,58 @@
-// The halves of a decoder layer (see layer.h).
+// Runs the branches of a decoder's layers (see layer.h).
 #include "layer/layer.h"
 
 #include <algorithm>
 #include <type_traits>
 
+#include "elementwise/layer_norm.h"
 #include "elementwise/norm.h"
 #include "elementwise/rotary.h"
 #include "runtime/arena.h"
 
 namespace {
 
-constexpr long kRowsAtOnce = 960;  // rows at a time between the products of an MLP, so that scratch memory stays small
 constexpr long kWidestHead = 256;
 
-gemm::Product product(const PackedWeight &w, const void *x, void *y, long rows, long y_stride) {
-  return {x, w.weight, w.bias, nullptr, y, rows, w.columns, w.inputs, w.inputs, y_stride, w.epilogue, w.slices};
+// Some rows of a step, and the scratch memory of the branch that is run on them.
+template <class T>
+struct Turn {
+  const LayerStep &step;
+  T *scratch[2];
+  long first, rows;
+
+  T *at(int place) const {
+    if (place >= kScratch) return scratch[place - kScratch];
+    void *all = place == kResidual ? step.hidden : step.kept[place - kKept];
+    return static_cast<T *>(all) + first * step.width;
+  }
+};
+
+template <class T>
+void norm_rows(const Turn<T> &turn, const Operation &op) {
+  const Norm &norm = *static_cast<const Norm *>(op.of);
+  const T *x = turn.at(op.from);
+  T *y = turn.at(op.to);
+  if (norm.is_layer_norm) layer_norm(x, norm.scale, norm.shift, y, turn.rows, norm.width, norm.eps);
+  else rms_norm(x, norm.scale, y, turn.rows, 1, norm.width, norm.width, norm.eps);
 }
 
 template <class T>
-void multiply(const PackedWeight &w, const gemm::Product &p) {
+void multiply(const Turn<T> &turn, const Operation &op) {
+  const PackedWeight &w = *static_cast<const PackedWeight *>(op.of);
+  const bool gated = w.epilogue == gemm::kSiluGate || w.epilogue == gemm::kGeluTanhGate;
+  const long y_stride = gated ? w.columns / 2 : w.columns;
+  gemm::Product p{turn.at(op.from), w.weight, w.bias, nullptr, nullptr, turn.rows, w.columns, w.inputs, w.inputs,
+                  y_stride, w.epilogue, w.slices};
+  if (op.to == kPartial) {
+    p.y = turn.step.partial + turn.first * w.columns;
+    p.bias = nullptr;
+  } else {
+    p.y = turn.at(op.to);
+  }
+  if (op.to == kResidual) {
+    p.residual = p.y;  // each element is read once, just before it is written
+    p.epilogue = gemm::kAdd;
+  }
   if (w.kind == gemm::kDense) gemm::multiply<T>(p);
   else if (w.kind == gemm::kInt8 || w.kind == gemm::kInt8Dot) gemm::multiply_int8<T>(p, w.kind);
   else if (w.kind == gemm::kFloat8) gemm::multiply_fp8<T>(p);
@@ -26,158 +60,135 @@ void multiply(const PackedWeight &w, const gemm::Product &p) {
 }
 
 template <class T>
-T *hidden_at(const LayerHalf &half, const LayerStep &step, long row) {
-  return static_cast<T *>(step.hidden) + row * half.in.inputs;
-}
-
-// to += x: [count], rounded once.
-template <class T>
-void add(T *to, const T *x, long count) {
-  using namespace simd;
-  for (long d = 0; d < count; d += kLanes) store(to + d, load(x + d, count - d) + load(to + d, count - d), count - d);
-}
-
-// The first product of a half, of `rows` normed rows of `hidden` from `first` on: y [rows, y_stride].
-template <class T>
-void enter(const LayerHalf &half, const LayerStep &step, long first, long rows, T *y, long y_stride) {
-  const long width = half.in.inputs;
-  const Arena::Mark mark = arena().mark();
-  T *x = arena().take<T>(rows * width);
-  rms_norm(hidden_at<T>(half, step, first), half.norm, x, rows, 1, width, width, half.eps);
-  multiply<T>(half.in, product(half.in, x, y, rows, y_stride));
-  arena().release(mark);
-}
-
-// hidden += x, or with a norm of the result += its norm: x [rows, hidden size], whose contents are lost.
-template <class T>
-void add_rows(const LayerHalf &half, const LayerStep &step, long first, long rows, T *x) {
-  const long width = half.out.columns;
-#pragma omp parallel for if (rows * width > kSerial)
-  for (long row = 0; row < rows; row++) {
-    T *from = x + row * width;
-    if (half.post_norm) rms_norm_row(from, half.post_norm, from, width, half.eps);
-    add(hidden_at<T>(half, step, first + row), from, width);
-  }
-}
-
-// The second product of a half, of x [rows, inputs], and what becomes of its result.
-template <class T>
-void leave(const LayerHalf &half, const LayerStep &step, long first, long rows, const T *x) {
-  const long width = half.out.columns;
-  gemm::Product p = product(half.out, x, hidden_at<T>(half, step, first), rows, width);
-  if (half.out.epilogue == gemm::kFloat) {
-    p.y = step.partial + first * width;
-    p.bias = nullptr;
-    multiply<T>(half.out, p);
-  } else if (!half.post_norm) {
-    p.residual = p.y;  // each element is read once, just before it is written
-    p.epilogue = gemm::kAdd;
-    multiply<T>(half.out, p);
-  } else {
-    const Arena::Mark mark = arena().mark();
-    T *y = arena().take<T>(rows * width);
-    p.y = y;
-    multiply<T>(half.out, p);
-    add_rows(half, step, first, rows, y);
-    arena().release(mark);
-  }
-}
-
-// Norms, if the layer has such norms, and rotates the query and key heads of qkv [rows, stride] in place.
-template <class T>
-void rotate_heads(const AttentionHalf &layer, const LayerStep &step, T *qkv, long stride) {
-  const long width = layer.attention->head_dim, heads = layer.attention->heads + layer.attention->kv_heads;
-  const RotaryRows &rotary = step.rotary[layer.rotary];
+void turn_heads(const Turn<T> &turn, const Operation &op) {
+  const HeadsAndPages &layer = *static_cast<const HeadsAndPages *>(op.of);
+  const AttentionLayer &a = *layer.attention;
+  const long width = a.head_dim, heads = a.heads + a.kv_heads, stride = (heads + a.kv_heads) * width;
+  const RotaryRows none{nullptr, 0};
+  const RotaryRows &rotary = layer.rotary < 0 ? none : turn.step.rotary[layer.rotary];
   const long half = rotary.width / 2;
-#pragma omp parallel for if (step.rows * heads * width > kSerial)
-  for (long row = 0; row < step.rows; row++) {
-    const float *cos = rotary.rows + step.positions[row] * rotary.width, *sin = cos + half;
+  T *qkv = turn.at(op.to);
+#pragma omp parallel for if (turn.rows * heads * width > kSerial)
+  for (long row = 0; row < turn.rows; row++) {
+    const float *cos = rotary.rows + turn.step.positions[turn.first + row] * rotary.width, *sin = cos + half;
+    const auto rotated = [&](const auto *x, T *y) {
+      if (layer.interleaved) rotate_neighbours<kWidestHead>(x, cos, sin, y, width, half);
+      else rotate_head(x, cos, sin, y, width, half);
+    };
     for (long head = 0; head < heads; head++) {
       T *x = qkv + row * stride + head * width;
       if (layer.head_norm) {
         alignas(64) float normed[kWidestHead];
-        rms_norm_row(x, layer.head_norm + head * width, normed, width, layer.half.eps);
-        rotate_head(normed, cos, sin, x, width, half);
+        rms_norm_row(x, layer.head_norm + head * width, normed, width, layer.eps);
+        rotated(normed, x);
       } else {
-        rotate_head(x, cos, sin, x, width, half);
+        rotated(x, x);
       }
     }
   }
 }
 
 template <class T>
-void attention_half(const AttentionHalf &layer, const LayerStep &step) {
+void attend_rows(const Turn<T> &turn, const Operation &op) {
+  const HeadsAndPages &layer = *static_cast<const HeadsAndPages *>(op.of);
   const AttentionLayer &a = *layer.attention;
-  const long stride = layer.half.in.columns, mixed_width = a.heads * a.head_dim;
-  const Arena::Mark mark = arena().mark();
-  T *qkv = arena().take<T>(step.rows * stride);
-  enter(layer.half, step, 0, step.rows, qkv, stride);
-  rotate_heads(layer, step, qkv, stride);
-  const T *k = qkv + mixed_width, *v = k + a.kv_heads * a.head_dim;
-  write_kv(a, k, stride, v, stride, layer.k_pages, layer.v_pages, step.slots, step.rows);
-  T *mixed = arena().take<T>(step.rows * mixed_width);
-  attend<T>(*step.attention, a, qkv, stride, mixed, mixed_width, layer.k_pages, layer.v_pages);
-  leave(layer.half, step, 0, step.rows, mixed);
-  arena().release(mark);
+  const long mixed_width = a.heads * a.head_dim, kv_width = a.kv_heads * a.head_dim, stride = mixed_width + 2 * kv_width;
+  const T *qkv = turn.at(op.from), *k = qkv + mixed_width, *v = k + kv_width;
+  write_kv(a, k, stride, v, stride, layer.k_pages, layer.v_pages, turn.step.slots, turn.rows);
+  attend<T>(*turn.step.attention, a, qkv, stride, turn.at(op.to), mixed_width, layer.k_pages, layer.v_pages);
 }
 
 template <class T>
-void mlp_half(const LayerHalf &mlp, const LayerStep &step) {
-  const long width = mlp.out.inputs;
-  const Arena::Mark mark = arena().mark();
-  T *gated = arena().take<T>(std::min(kRowsAtOnce, step.rows) * width);
-  for (long first = 0; first < step.rows; first += kRowsAtOnce) {
-    const long rows = std::min(kRowsAtOnce, step.rows - first);
-    enter(mlp, step, first, rows, gated, width);
-    leave(mlp, step, first, rows, gated);
-  }
-  arena().release(mark);
-}
-
-template <class T>
-void add_total(const LayerHalf &half, const LayerStep &step, const float *total) {
+void take_total(const Turn<T> &turn, const Operation &op) {
   using namespace simd;
-  const long width = half.out.columns;
-  const Arena::Mark mark = arena().mark();
-  T *x = half.post_norm ? arena().take<T>(step.rows * width) : nullptr;
-  const T *bias = static_cast<const T *>(half.out.bias);
-#pragma omp parallel for if (step.rows * width > kSerial)
-  for (long row = 0; row < step.rows; row++) {
+  const PackedWeight &w = *static_cast<const PackedWeight *>(op.of);
+  const long width = w.columns;
+  const T *bias = static_cast<const T *>(w.bias);
+  const float *total = turn.step.partial + turn.first * width;
+  const bool adds = op.to == kResidual;
+  T *y = turn.at(op.to);
+#pragma omp parallel for if (turn.rows * width > kSerial)
+  for (long row = 0; row < turn.rows; row++) {
     const float *from = total + row * width;
-    // In the order of a single rank's epilogue. A norm of the result reads what its product would be: rounded.
-    T *to = x ? x + row * width : hidden_at<T>(half, step, row);
-    for (long d = 0; d < width; d += kLanes) {
+    T *to = y + row * width;
+    for (long d = 0; d < width; d += kLanes) {  // in the order of a single rank's epilogue
       Vec sum = load(from + d, width - d);
       if (bias) sum = sum + load(bias + d, width - d);
-      if (!x) sum = sum + load(to + d, width - d);
+      if (adds) sum = sum + load(to + d, width - d);
       store(to + d, sum, width - d);
     }
   }
-  if (x) add_rows(half, step, 0, step.rows, x);
+}
+
+template <class T>
+void add_rows(const Turn<T> &turn, const Operation &op) {
+  using namespace simd;
+  const Addition &addition = *static_cast<const Addition *>(op.of);
+  const long width = addition.width;
+  const Vec scale = broadcast(addition.scale);
+  T *x = turn.at(op.from), *hidden = turn.at(kResidual);
+#pragma omp parallel for if (turn.rows * width > kSerial)
+  for (long row = 0; row < turn.rows; row++) {
+    T *from = x + row * width, *to = hidden + row * width;
+    if (const Norm *norm = addition.norm) {
+      if (norm->is_layer_norm) layer_norm_row(from, norm->scale, norm->shift, from, width, norm->eps);
+      else rms_norm_row(from, norm->scale, from, width, norm->eps);
+    }
+    for (long d = 0; d < width; d += kLanes)
+      store(to + d, fma(load(from + d, width - d), scale, load(to + d, width - d)), width - d);
+  }
+}
+
+template <class T>
+void run_operation(const Turn<T> &turn, const Operation &op) {
+  switch (op.kind) {
+    case kNormRows: return norm_rows(turn, op);
+    case kMultiply: return multiply(turn, op);
+    case kTurnHeads: return turn_heads(turn, op);
+    case kAttend: return attend_rows(turn, op);
+    case kTotal: return take_total(turn, op);
+    case kAddRows: return add_rows(turn, op);
+  }
+}
+
+// Operations `first` to `last` of a branch, on as many rows at a time as it takes.
+template <class T>
+void run(const Branch &branch, const LayerStep &step, long first, long last) {
+  const long most = branch.rows_at_once ? std::min(branch.rows_at_once, step.rows) : step.rows;
+  const Arena::Mark mark = arena().mark();
+  T *scratch[2];
+  for (int i = 0; i < 2; i++) scratch[i] = branch.widths[i] ? arena().take<T>(most * branch.widths[i]) : nullptr;
+  for (long row = 0; row < step.rows; row += most) {
+    const Turn<T> turn{step, {scratch[0], scratch[1]}, row, std::min(most, step.rows - row)};
+    for (long i = first; i < last; i++) run_operation(turn, branch.operations[i]);
+  }
   arena().release(mark);
 }
 
-// The sum over ranks at the end of a half, where kernels compute it.
-int finish(const LayerHalf &half, const LayerStep &step) {
-  if (!step.group) return kAllCame;
-  const int missing = all_reduce(*step.group, step.partial, step.rows * half.out.columns);
-  if (missing == kAllCame) oarlock_add_total(&half, &step, step.partial);
-  return missing;
+template <class T>
+int run_branches(const Branch *branches, long first, long last, const LayerStep &step) {
+  for (const Branch *branch = branches + first; branch < branches + last; branch++) {
+    run<T>(*branch, step, 0, branch->before_sum);
+    if (branch->before_sum == branch->count || !step.group) continue;
+    const int missing = all_reduce(*step.group, step.partial, step.rows * step.width);
+    if (missing != kAllCame) return missing;
+    run<T>(*branch, step, branch->before_sum, branch->count);
+  }
+  return kAllCame;
 }
 
 }  // namespace
 
-int oarlock_attention_half(const AttentionHalf *attention, const LayerStep *step) {
-  with_type(attention->half.type,
-            [&](auto *of) { attention_half<std::remove_pointer_t<decltype(of)>>(*attention, *step); });
-  return finish(attention->half, *step);
+int oarlock_run_branches(const Branch *branches, long first, long last, const LayerStep *step) {
+  int missing = kAllCame;
+  with_type(step->type, [&](auto *of) {
+    missing = run_branches<std::remove_pointer_t<decltype(of)>>(branches, first, last, *step);
+  });
+  return missing;
 }
 
-int oarlock_mlp_half(const LayerHalf *mlp, const LayerStep *step) {
-  with_type(mlp->type, [&](auto *of) { mlp_half<std::remove_pointer_t<decltype(of)>>(*mlp, *step); });
-  return finish(*mlp, *step);
-}
-
-void oarlock_add_total(const LayerHalf *half, const LayerStep *step, const float *total) {
-  with_type(half->type, [&](auto *of) { add_total<std::remove_pointer_t<decltype(of)>>(*half, *step, total); });
+void oarlock_finish_branch(const Branch *branch, const LayerStep *step) {
+  with_type(step->type, [&](auto *of) {
+    run<std::remove_pointer_t<decltype(of)>>(*branch, *step, branch->before_sum, branch->count);
+  });
 }

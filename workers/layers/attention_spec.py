@@ -1,0 +1,140 @@
+"""Self-attention as plain values: heads, rotation, window, scale; its tensors, its memory and its work.
+
+Torch-free; `attention.py` computes it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from oarlock.workers.layers.sharding import heads_divide, shard_heads
+from oarlock.workers.layers.tensor_spec import Cut, Kept, NormSpec, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding, resolved: every optional value has its number. Fields a `kind` does not use keep defaults."""
+
+    kind: str  # default | linear | dynamic | llama3 | yarn | longrope
+    theta: float
+    rotary_dim: int  # leading elements of a head that are rotated; the rest pass through
+    factor: float = 1.0
+    original_max_positions: int = 0  # dynamic, llama3, yarn, longrope: the length the frequencies were trained for
+    attention_factor: float = 1.0  # yarn, longrope: scales cos and sin
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+    short_factors: tuple[float, ...] = ()  # longrope: stretch of each pair of elements, up to original_max_positions
+    long_factors: tuple[float, ...] = ()  # longrope: beyond
+    stretched: bool = False  # longrope: the long factors apply, to every token; see `for_length`
+    interleaved: bool = False  # pairs that are rotated are neighbours, not half of rotary_dim apart
+
+    def for_length(self, length: int) -> "RopeSpec":
+        """The settings for a server of sequences of up to `length` tokens, which all get the same angles.
+
+        LongRoPE has two sets of factors, and a model was trained with one set for all tokens of a sequence, chosen by
+        the sequence's length. Cached keys cannot be rotated again when a sequence grows past the trained length, and
+        a cached prefix is shared by short and long sequences: so the longest sequence served decides for all.
+        """
+        stretched = self.kind == "longrope" and length > self.original_max_positions
+        return self if stretched == self.stretched else replace(self, stretched=stretched)
+
+    def default_length(self, max_positions: int) -> int:
+        """Tokens of context served by default, of a model of `max_positions`. For LongRoPE that is the length trained
+        with the short factors: up to it the angles equal transformers' for every sequence. A longer context gives short
+        sequences the long factors, so it is an explicit choice.
+        """
+        if self.kind == "longrope":
+            return min(max_positions, self.original_max_positions)
+        if self.kind == "yarn":
+            return max(max_positions, int(self.original_max_positions * self.factor))
+        return max_positions
+
+    def longest_length(self, max_positions: int) -> int:
+        """The largest context, in tokens, that the angles of a model of `max_positions` support."""
+        if self.kind in ("linear", "dynamic"):
+            return max(max_positions, int(max_positions * self.factor))
+        return max(max_positions, self.default_length(max_positions))
+
+
+@dataclass(frozen=True, slots=True)
+class SelfAttentionSpec:
+    """Causal attention with grouped heads, from the projections of q, k and v to the output projection."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of scores
+    rope: RopeSpec | None  # None: positions do not enter
+    window: int | None = None  # a query sees itself and the window - 1 tokens before it
+    softcap: float | None = None  # scores become cap * tanh(scores / cap)
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: NormSpec | None = None  # of q and of k, before the rotation
+    norms_rows: bool = False  # over the rows of all heads; else over each head by itself
+
+    module: ClassVar[str] = "self_attn"
+    # A checkpoint may store the parts of one product as one tensor, one below the other.
+    fused: ClassVar[Mapping[str, tuple[str, ...]]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+
+    def tensors(self, hidden: int) -> list[TensorSpec]:
+        """Tensors in an ordinary checkpoint of a model of `hidden` numbers a token, by their names in `module`."""
+        found: list[TensorSpec] = []
+        for part, heads, bias in (
+            ("q", self.num_heads, self.qkv_bias),
+            ("k", self.num_kv_heads, self.qkv_bias),
+            ("v", self.num_kv_heads, self.qkv_bias),
+        ):
+            rows = heads * self.head_dim
+            found.append(TensorSpec(f"{part}_proj.weight", (rows, hidden), Cut.OUTPUTS, heads))
+            if bias:
+                found.append(TensorSpec(f"{part}_proj.bias", (rows,), Cut.OUTPUTS, heads))
+            if self.qk_norm is not None and part != "v":
+                shape = (rows,) if self.norms_rows else (self.head_dim,)
+                cut = Cut.OUTPUTS if self.norms_rows else Cut.COPIES
+                found.append(TensorSpec(f"{part}_norm.weight", shape, cut, heads, Kept.FLOAT32))
+        found.append(TensorSpec("o_proj.weight", (hidden, self.num_heads * self.head_dim), Cut.INPUTS, self.num_heads))
+        return [*found, TensorSpec("o_proj.bias", (hidden,))] if self.o_bias else found
+
+    @property
+    def most_ranks(self) -> int:
+        return self.num_heads
+
+    def divides(self, size: int) -> bool:
+        """Whether `size` ranks can share it."""
+        return heads_divide(self.num_heads, self.num_kv_heads, size)
+
+    @property
+    def sizes(self) -> str:
+        """The sizes that ranks share, for messages."""
+        return f"{self.num_heads} heads, {self.num_kv_heads} key-value heads"
+
+    @property
+    def shared_inputs(self) -> int:
+        """Inputs of the product whose results ranks add up."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def shared_inputs_name(self) -> str:
+        """`shared_inputs` for messages."""
+        return f"{self.shared_inputs} inputs of attention's output"
+
+    def kv_heads_of_rank(self, size: int) -> int:
+        """Key-value heads whose keys and values each of `size` ranks stores."""
+        return shard_heads("attention", self.num_heads, self.num_kv_heads, 0, size).num_kv_heads
+
+    @property
+    def step_values(self) -> int:
+        """Numbers of a token that exist at once while it computes, over all ranks: q, k and v."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def pair_ops(self) -> int:
+        """Multiplications and additions of a token for each token of its context, over all ranks."""
+        return 4 * self.num_heads * self.head_dim
+
+    def for_length(self, length: int) -> "SelfAttentionSpec":
+        """As served for sequences of up to `length` tokens."""
+        return self if self.rope is None else replace(self, rope=self.rope.for_length(length))

@@ -1,0 +1,43 @@
+"""The gated MLP sublayer on one rank."""
+
+from torch import Tensor
+
+from oarlock.workers.attention.backend import LayerKV, LayerStep
+from oarlock.workers.kernels.cpu.fused_layer import Rows
+from oarlock.workers.layers.fused_layer import GATED_PRODUCTS, Program
+from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.linear import GatedParallelLinear, RowParallelLinear
+from oarlock.workers.layers.placement import Placement
+
+_ROWS_AT_ONCE = 960  # between the two products
+
+
+class GatedMLP:
+    """`x` [T, hidden] (normed) -> [T, hidden]: the residual plus the MLP output, or without a residual that alone."""
+
+    def __init__(self, name: str, spec: GatedMLPSpec, layer: int, hidden: int, place: Placement) -> None:
+        width = spec.intermediate_size
+        self.gate_up = GatedParallelLinear(name, hidden, width, spec.bias, spec.activation, place)
+        self.down = RowParallelLinear(f"{name}.down_proj", width, hidden, spec.bias, place)
+
+    @property
+    def output(self) -> RowParallelLinear:
+        """The product whose results ranks add up."""
+        return self.down
+
+    @property
+    def parts(self) -> list[GatedParallelLinear | RowParallelLinear]:
+        return [self.gate_up, self.down]
+
+    def __call__(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Tensor:
+        return self.down(self.gate_up(x), residual)
+
+    def unrounded(self, x: Tensor, step: LayerStep) -> Tensor:
+        """The output without a residual, as `RowParallelLinear.unrounded` gives it."""
+        return self.down.unrounded(self.gate_up(x))
+
+    def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[RowParallelLinear, Rows]:
+        """Writes its operations on `source`, up to the input of the output product; returns that and where it is."""
+        program.multiply(program.take(self, "gate_up", GatedParallelLinear), source, Rows.SCRATCH_TOO, *GATED_PRODUCTS)
+        program.rows_at_once = _ROWS_AT_ONCE
+        return program.take(self, "down", RowParallelLinear), Rows.SCRATCH_TOO

@@ -1,0 +1,70 @@
+"""The gated MLP as plain values: its width and activation; its tensors, its memory and its work.
+
+Torch-free; `gated_mlp.py` computes it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from oarlock.workers.layers.tensor_spec import Cut, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLPSpec:
+    """`down(activation(gate(x)) * up(x))`."""
+
+    intermediate_size: int
+    activation: str = "silu"  # silu | gelu_tanh
+    bias: bool = False  # of all three products
+
+    module: ClassVar[str] = "mlp"
+    fused: ClassVar[Mapping[str, tuple[str, ...]]] = {"gate_up_proj": ("gate_proj", "up_proj")}
+
+    def tensors(self, hidden: int) -> list[TensorSpec]:
+        """Tensors in an ordinary checkpoint of a model of `hidden` numbers a token, by their names in `module`."""
+        width = self.intermediate_size
+        found: list[TensorSpec] = []
+        for part in ("gate", "up"):
+            found.append(TensorSpec(f"{part}_proj.weight", (width, hidden), Cut.OUTPUTS, width))
+            if self.bias:
+                found.append(TensorSpec(f"{part}_proj.bias", (width,), Cut.OUTPUTS, width))
+        found.append(TensorSpec("down_proj.weight", (hidden, width), Cut.INPUTS, width))
+        return [*found, TensorSpec("down_proj.bias", (hidden,))] if self.bias else found
+
+    @property
+    def most_ranks(self) -> int:
+        return self.intermediate_size
+
+    def divides(self, size: int) -> bool:
+        """Whether `size` ranks can share it."""
+        return self.intermediate_size % size == 0
+
+    @property
+    def sizes(self) -> str:
+        """The sizes that ranks share, for messages."""
+        return f"intermediate size {self.intermediate_size}"
+
+    @property
+    def shared_inputs(self) -> int:
+        """Inputs of the product whose results ranks add up."""
+        return self.intermediate_size
+
+    @property
+    def shared_inputs_name(self) -> str:
+        """`shared_inputs` for messages."""
+        return f"{self.shared_inputs} of the MLP's"
+
+    @property
+    def step_values(self) -> int:
+        """Numbers of a token that exist at once while it computes, over all ranks."""
+        return 3 * self.intermediate_size
+
+    @property
+    def pair_ops(self) -> int:
+        """Multiplications and additions of a token for each token of its context: tokens do not meet here."""
+        return 0
+
+    def for_length(self, length: int) -> "GatedMLPSpec":
+        """As served for sequences of up to `length` tokens: always the same."""
+        return self

@@ -1,0 +1,69 @@
+"""Descriptions of stored tensors and of norms, from which sublayers are put together. Torch-free."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from oarlock.workers.layers.sharding import shard_vocab
+
+
+class Cut(Enum):
+    """How the ranks of a group share a tensor."""
+
+    NONE = auto()  # every rank holds all of it
+    OUTPUTS = auto()  # by rows
+    INPUTS = auto()  # by columns, whose products the ranks add up
+    COPIES = auto()  # every rank holds it once for each of its parts
+    VOCABULARY = auto()  # by rows, one for each id: see `shard_vocab`
+
+
+class Kept(Enum):
+    """The type that a rank keeps a tensor's numbers in."""
+
+    AS_MODEL = auto()  # in the model's type, or in the form that weights are rounded to
+    FOR_KERNELS = auto()  # in float32 where kernels of the CPU read it, else in the model's type
+    FLOAT32 = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of an ordinary checkpoint: its full shape, and what each rank holds of it."""
+
+    name: str  # behind the name of its module, such as `q_proj.weight`
+    shape: tuple[int, ...]
+    cut: Cut = Cut.NONE
+    parts: int = 1  # equal parts, of which a rank holds whole ones; with fewer than ranks, neighbours hold the same one
+    kept: Kept = Kept.AS_MODEL
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) == 2
+
+    def local_shape(self, size: int) -> tuple[int, ...]:
+        """Shape of the part that each of `size` ranks holds."""
+        first, *rest = self.shape
+        held = max(1, self.parts // size)
+        if self.cut is Cut.VOCABULARY:
+            return (shard_vocab(first, 0, size)[1], *rest)
+        if self.cut is Cut.OUTPUTS:
+            return (first // self.parts * held, *rest)
+        if self.cut is Cut.COPIES:
+            return (first * held, *rest)
+        if self.cut is Cut.INPUTS:
+            return (first, self.shape[1] // self.parts * held)
+        return self.shape
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """The kind of norm that a model has around its sublayers, and at its end."""
+
+    kind: str = "rms"  # rms | layer
+    eps: float = 1e-6
+    offset: float = 0.0  # rms: scales by offset + weight
+    bias: bool = False  # layer: with a shift
+
+    def tensors(self, name: str, size: int) -> list[TensorSpec]:
+        """Tensors of a norm of rows of `size` numbers; `name` ends with a dot, or is empty."""
+        kept = Kept.FLOAT32 if self.offset or self.kind == "layer" else Kept.FOR_KERNELS
+        weight = TensorSpec(f"{name}weight", (size,), kept=kept)
+        return [weight, TensorSpec(f"{name}bias", (size,), kept=kept)] if self.bias else [weight]

@@ -1,0 +1,103 @@
+"""Gemma 2 and 3, the text models: norms before and after attention and MLP, windows in most layers. Torch-free."""
+
+from typing import Any
+
+from oarlock.workers.layers.attention_spec import RopeSpec
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.tensor_spec import NormSpec
+from oarlock.workers.models.hf_config import BEFORE_AND_AFTER, activation_name, decoder_spec, head_width, layer_kinds
+from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_rope import rope_spec
+
+_MAX_POSITIONS = 131_072
+
+
+def describe_gemma2(fields: Fields) -> DecoderSpec:
+    """Softcaps, and every other layer with a window."""
+    return _gemma_spec(
+        fields,
+        max_positions=8192,
+        windows=_windows(fields, 2),
+        attention_softcap=fields.number_or_none("attn_logit_softcapping", 50.0),
+        logit_softcap=fields.number_or_none("final_logit_softcapping", 30.0),
+    )
+
+
+def describe_gemma3(fields: Fields) -> DecoderSpec:
+    """Norms of heads, and another rotary table for layers with a window.
+
+    `attn_logit_softcapping` is not read and so refused: transformers has it in Gemma 3's config but ignores it.
+    """
+    logit_softcap = fields.number_or_none("final_logit_softcapping", None)
+    head_dim, positions = head_width(fields, 256), fields.count("max_position_embeddings", _MAX_POSITIONS)
+    everywhere, local = (rope_spec(table, head_dim, positions) for table in _rope_tables(fields))
+    windows = _windows(fields, fields.count("sliding_window_pattern", 6))
+    return _gemma_spec(
+        fields,
+        max_positions=_MAX_POSITIONS,
+        windows=windows,
+        rope=everywhere,
+        ropes=[everywhere if window is None else local for window in windows],
+        qk_norm="head",
+        logit_softcap=logit_softcap,
+    )
+
+
+def _gemma_spec(
+    fields: Fields,
+    *,
+    max_positions: int,
+    windows: tuple[int | None, ...],
+    rope: RopeSpec | None = None,
+    ropes: list[RopeSpec | None] | None = None,
+    qk_norm: str | None = None,
+    attention_softcap: float | None = None,
+    logit_softcap: float | None = None,
+) -> DecoderSpec:
+    """The description that Gemma 2 and 3 share."""
+    bias = fields.flag("attention_bias", False)
+    return decoder_spec(
+        fields,
+        kv_heads=4,
+        head_dim=256,
+        max_positions=max_positions,
+        windows=windows,
+        rope=rope,
+        ropes=ropes,
+        query_scalar=fields.number("query_pre_attn_scalar", 256.0),
+        attention_softcap=attention_softcap,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=qk_norm,
+        activation=activation_name(fields, "hidden_activation", "gelu_pytorch_tanh"),
+        norm=NormSpec(eps=fields.number("rms_norm_eps", 1e-6), offset=1.0),
+        norms=BEFORE_AND_AFTER,
+        embedding_scale=fields.count("hidden_size") ** 0.5,
+        logit_softcap=logit_softcap,
+        tied=True,
+    )
+
+
+def _windows(fields: Fields, full_every: int) -> tuple[int | None, ...]:
+    """`full_every`: without `layer_types`, each such layer has no window."""
+    kinds = layer_kinds(fields)
+    if kinds is None:
+        layers = fields.layers()
+        kinds = ["sliding_attention" if (index + 1) % full_every else "full_attention" for index in range(layers)]
+    if "sliding_attention" in kinds and fields.raw.get("sliding_window", 4096) is None:
+        raise unsupported("sliding_window", None, "Its layers of sliding_attention need a length.")
+    window = fields.count("sliding_window", 4096)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _rope_tables(fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rotary settings of full and of sliding layers. An old config's `rope_scaling` applies to full layers only."""
+    tables, scaling = fields.table("rope_parameters"), fields.table("rope_scaling")
+    kinds = ("full_attention", "sliding_attention")
+    if any(key not in kinds for key in tables):
+        raise unsupported("rope_parameters", tables, f"Gemma 3 has one table each for {' and '.join(kinds)}.")
+    inner = Fields(tables)
+    full, sliding = (inner.table(kind) for kind in kinds)
+    full = {"rope_theta": fields.number("rope_theta", 1_000_000.0), **full, **scaling}
+    sliding = {"rope_theta": fields.number("rope_local_base_freq", 10_000.0), **sliding}
+    return full, sliding

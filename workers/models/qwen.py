@@ -1,0 +1,34 @@
+"""Qwen2, Qwen2.5 and Qwen3. Torch-free."""
+
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.models.hf_config import decoder_spec, layer_windows
+from oarlock.workers.models.hf_fields import Fields
+
+
+def describe_qwen2(fields: Fields) -> DecoderSpec:
+    """Biases on q, k and v, none on the output projection."""
+    return decoder_spec(
+        fields, kv_heads=32, head_dim=None, max_positions=32768, windows=_windows(fields), qkv_bias=True
+    )
+
+
+def describe_qwen3(fields: Fields) -> DecoderSpec:
+    """RMSNorm on each head of q and k, heads of 128 whatever the hidden size."""
+    bias = fields.flag("attention_bias", False)
+    return decoder_spec(
+        fields,
+        kv_heads=32,
+        head_dim=128,
+        max_positions=32768,
+        windows=_windows(fields),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="head",
+    )
+
+
+def _windows(fields: Fields) -> tuple[int | None, ...]:
+    """The window counts only if it is switched on, and only from layer `max_window_layers` on."""
+    used = fields.flag("use_sliding_window", False) and fields.raw.get("sliding_window", 4096) is not None
+    window = fields.count("sliding_window", 4096) if used else None
+    return layer_windows(fields, window, first_sliding=fields.count("max_window_layers", 28, least=0))
