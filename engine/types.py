@@ -141,9 +141,9 @@ class TokenEvents:
         return len(self.request_ids) + len(self.others)
 
     def __iter__(self) -> Iterator[TokenEvent]:
-        plain = zip(self.request_ids, self.token_ids, self.num_cached_tokens, strict=True)
-        events = [TokenEvent(request_id, (token,), (), (), None, None, cached) for request_id, token, cached in plain]
-        return iter(events + self.others)
+        for request_id, token, num_cached in zip(self.request_ids, self.token_ids, self.num_cached_tokens, strict=True):
+            yield TokenEvent(request_id, (token,), (), (), None, None, num_cached)
+        yield from self.others
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,8 @@ class BuiltStep(NamedTuple):
 class _Tokens(NamedTuple):
     """Tokens of a step, before their places in the KV cache are known."""
 
-    rows_of_seqs: np.ndarray  # int64 [S]   of the engine's tables
-    seq_lens: np.ndarray  # int64 [S]
+    rows_of_seqs: np.ndarray  # int32 [S]   of the engine's tables
+    seq_lens: np.ndarray  # int32 [S]
     query_start_loc: np.ndarray  # int32 [S + 1]
     rows: np.ndarray  # int64 [T]
     token_ids: np.ndarray  # int32 [T]   or NOT_KNOWN
@@ -74,6 +74,7 @@ class InputBatch:
         # kept from the last step in which every sequence decoded: while no row changes, the next one has the same
         self._gathered_of: np.ndarray | None = None
         self._gathered: dict[str, np.ndarray] = {}
+        self._rows_of_seqs = self._starts = np.empty(0, np.int32)
         self._unconstrained: np.ndarray | None = None  # rows that decode, none of which needs bias, penalty or mask
         self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
         self._samples = np.full(max_num_seqs, _SAMPLE, np.int32)
@@ -97,10 +98,13 @@ class InputBatch:
         blocks = self._tables[tokens.rows, tokens.positions // self.block_size].astype(np.int64)  # [T]
         token_ids, columns = tokens.token_ids, tokens.columns
         unknown = (token_ids == NOT_KNOWN).nonzero()[0]
-        if len(unknown):
+        if len(unknown) == len(token_ids):
+            token_ids = self._sampled_rows.references(output.step_id, tokens.rows)
+        elif len(unknown):
             token_ids = token_ids.copy()
             token_ids[unknown] = self._sampled_rows.references(output.step_id, tokens.rows[unknown])
-        self._sampled_rows.note(output.step_id, tokens.rows_of_logits, columns["target_ids"] == _SAMPLE)
+        samples = columns["target_ids"] == _SAMPLE if output.scheduled else None
+        self._sampled_rows.note(output.step_id, tokens.rows_of_logits, samples)
         sampling, masks = NO_BIAS, None
         if tokens.rows is not self._unconstrained:
             sampling, masks = self._sampling_metadata(output, tokens.rows_of_logits, columns)
@@ -113,8 +117,8 @@ class InputBatch:
             positions=tokens.positions.astype(np.int32),
             slot_mapping=blocks * self.block_size + tokens.positions % self.block_size,
             query_start_loc=tokens.query_start_loc,
-            seq_lens=tokens.seq_lens.astype(np.int32),
-            rows=tokens.rows_of_seqs.astype(np.int32),
+            seq_lens=tokens.seq_lens,
+            rows=tokens.rows_of_seqs,
             **columns,
             **sampling,
             **sections,
@@ -129,17 +133,13 @@ class InputBatch:
     def _decodes(self, decodes: Decodes) -> _Tokens:
         """The tokens of a step in which every sequence decodes."""
         rows, positions, num_seqs = decodes.rows, decodes.positions, len(decodes.rows)
-        seq_lens = positions + 1
+        seq_lens = (positions + 1).astype(np.int32)
         if rows is not self._gathered_of:
-            self._gathered_of, self._gathered = rows, self._gather(rows)
-        columns = {
-            "logits_indices": self._counting[:num_seqs],
-            "target_ids": self._samples[:num_seqs],
-            "sample_positions": seq_lens.astype(np.int32),
-            **self._gathered,
-        }
-        query_start_loc = self._counting[: num_seqs + 1]
-        return _Tokens(rows, seq_lens, query_start_loc, rows, decodes.token_ids, positions, rows, columns)
+            indices = {"logits_indices": self._counting[:num_seqs], "target_ids": self._samples[:num_seqs]}
+            self._gathered_of, self._gathered = rows, {**indices, **self._gather(rows)}
+            self._rows_of_seqs, self._starts = rows.astype(np.int32), self._counting[: num_seqs + 1]
+        columns = {**self._gathered, "sample_positions": seq_lens}
+        return _Tokens(self._rows_of_seqs, seq_lens, self._starts, rows, decodes.token_ids, positions, rows, columns)
 
     def _mixed(self, output: SchedulerOutput) -> _Tokens:
         """The tokens of a step in which some sequences do more than decode one token."""
@@ -164,8 +164,8 @@ class InputBatch:
                 "sample_positions": after.astype(np.int32),
                 **self._gather(rows_of_logits),
             }
-        starts_of_seqs = query_start_loc.astype(np.int32)
-        return _Tokens(rows, seq_lens, starts_of_seqs, row_of_token, token_ids, positions, rows_of_logits, columns)
+        of_seqs = (some.astype(np.int32) for some in (rows, seq_lens, query_start_loc))
+        return _Tokens(*of_seqs, row_of_token, token_ids, positions, rows_of_logits, columns)
 
     def _write_tables(self, new_blocks: list[tuple[int, int, int]]) -> dict[str, np.ndarray]:
         """The step's fields for block tables, each changed entry once. Of writes to one entry the last one holds."""
@@ -304,19 +304,28 @@ class SampledRows:
     def __init__(self, max_num_seqs: int) -> None:
         self._index_of = np.full((2, max_num_seqs), _NONE, np.int32)
         self._step_ids = [0, 0]
+        self._noted: list[np.ndarray | None] = [None, None]  # the rows of each, where all of them sampled
+        self._in_order = -1 - np.arange(max_num_seqs, dtype=np.int32)
 
-    def note(self, step_id: int, rows: np.ndarray, samples: np.ndarray) -> None:
-        """`rows`, int64 [L]: the table row of each row of logits; `samples`, bool [L]: whether a token is sampled."""
-        index_of = self._index_of[step_id % 2]
+    def note(self, step_id: int, rows: np.ndarray, samples: np.ndarray | None) -> None:
+        """`rows`, int64 [L]: the table row of each row of logits; not changed later. `samples`, bool [L]: whether a
+        token is sampled; None: in all rows."""
+        place = step_id % 2
+        self._step_ids[place] = step_id
+        if samples is None and rows is self._noted[place]:
+            return
+        self._noted[place] = rows if samples is None else None
+        index_of = self._index_of[place]
         index_of[:] = _NONE
-        indices = np.flatnonzero(samples)
+        indices = np.arange(len(rows)) if samples is None else samples.nonzero()[0]
         index_of[rows[indices]] = indices
-        self._step_ids[step_id % 2] = step_id
 
     def references(self, step_id: int, rows: np.ndarray) -> np.ndarray:
         """References for the `token_ids` of step `step_id` to the tokens that the step before samples for `rows`."""
         before = step_id - 1
         assert self._step_ids[before % 2] == before, "the step before was not built"
+        if rows is self._noted[before % 2]:
+            return self._in_order[: len(rows)].copy()
         indices = self._index_of[before % 2, rows]
         assert (indices != _NONE).all(), "the step before samples no token for a sequence whose newest is unknown"
         return -1 - indices

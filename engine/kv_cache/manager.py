@@ -30,13 +30,14 @@ class BlockHolder(Protocol):
     """Sequence as the manager knows it: its tokens, and the blocks that hold their keys and values."""
 
     request: Request
-    token_ids: list[int]
     block_ids: list[int]
     num_freed_blocks: int  # leading entries of `block_ids` that are the null block
     block_hashes: list[bytes]
     num_cached_blocks: int
     shortage: Shortage | None
 
+    @property
+    def token_ids(self) -> list[int]: ...
     @property
     def num_tokens(self) -> int: ...
     @property
@@ -204,12 +205,13 @@ class KVCacheManager:
         for block in own:
             del self._cached[block]
         for column, slot in enumerate(slots[:room], len(found)):
-            if self._hash_at(seq, column) in self._block_of_hash:  # behind one that was evicted
+            block_hash = self._hash_at(seq, column)
+            if block_hash in self._block_of_hash:  # behind one that was evicted
                 offload.let_go([slot])
                 continue
             block = self._allocate_block()
             offload.load(slot, block)
-            self._name(seq, column, block)
+            self._name(seq, column, block, block_hash)
             own.append(block)
         offload.let_go(slots[room:])
         for block in reversed(own):
@@ -224,6 +226,12 @@ class KVCacheManager:
         new = [self._allocate_block() for _ in range(missing)]
         seq.block_ids += new
         return new
+
+    def allocate_next(self, seq: BlockHolder) -> int:
+        """Give `seq` one of the available blocks; return it."""
+        block = self._allocate_block()
+        seq.block_ids.append(block)
+        return block
 
     def allocate_up_to(self, seq: BlockHolder, num_tokens: int, reserve: int) -> int:
         """Give `seq` blocks for `num_tokens` tokens in all, or for as many as leave `reserve` blocks available; return
@@ -255,8 +263,9 @@ class KVCacheManager:
             return
         for column in range(seq.num_cached_blocks, num_tokens // self.block_size):
             # Two sequences may compute the same content side by side: the first one's block stays the one to be found.
-            if self._hash_at(seq, column) not in self._block_of_hash:
-                self._name(seq, column, seq.block_ids[column])
+            block_hash = self._hash_at(seq, column)
+            if block_hash not in self._block_of_hash:
+                self._name(seq, column, seq.block_ids[column], block_hash)
             seq.num_cached_blocks = column + 1
 
     def free(self, seq: BlockHolder) -> None:
@@ -364,9 +373,8 @@ class KVCacheManager:
             (self._free if self._hash_of_block[block] is None else self._cached)[block] = None
             self._num_released += 1
 
-    def _name(self, seq: BlockHolder, column: int, block: int) -> None:
+    def _name(self, seq: BlockHolder, column: int, block: int, block_hash: bytes) -> None:
         """Enter `block` into the prefix cache as that of `seq` in `column`; no other block has its hash."""
-        block_hash = self._hash_at(seq, column)
         self._block_of_hash[block_hash] = block
         self._hash_of_block[block] = block_hash
         if self.event_log is not None:

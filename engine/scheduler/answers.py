@@ -86,11 +86,6 @@ class Answers:
             if item.seq.status is Status.RUNNING:
                 self._state.refresh(item.seq)
 
-    def _seq_in(self, row: int) -> Sequence:
-        seq = self._state.seqs[row]
-        assert seq is not None
-        return seq
-
     def _cache_blocks(self, seq: Sequence, num_computed: int, now: float, events: TokenEvents) -> None:
         """Cache the full blocks of `seq`; an exception fails this sequence alone."""
         if num_computed // self._kv_cache_manager.block_size <= seq.num_cached_blocks:
@@ -125,8 +120,10 @@ class Answers:
         indices = needs_look.nonzero()[0]
         entries = (some.tolist() for some in (indices, rows[indices], positions[indices], token_ids[indices]))
         for index, row, position, token in zip(*entries, strict=True):
-            seq = self._seq_in(row)
-            if (position + 1) // block_size > seq.num_cached_blocks and result.are_finite(index, index + 1):
+            seq = state.seqs[row]
+            assert seq is not None
+            is_finite = result.all_finite or result.are_finite(index, index + 1)
+            if (position + 1) // block_size > seq.num_cached_blocks and is_finite:
                 self._cache_blocks(seq, position + 1, now, events)
                 if seq.status is not Status.RUNNING:
                     continue

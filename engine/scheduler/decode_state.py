@@ -23,6 +23,7 @@ from oarlock.engine.spec_decode.drafter import Candidate, Drafter
 _STOP_IDS = 8  # of one row; a sequence with more needs a look at each of its tokens
 _NEVER = -1  # a position that no token is before
 _NO_STOP = -1
+_RECENT = 128  # more tokens than a block has: caching a full one settles its row, each at another step
 
 
 Drafts = dict[int, list[int]]  # by row of the engine's tables
@@ -49,6 +50,9 @@ class DecodeState:
         self.order = np.empty(0, np.int64)  # the rows in use, in the order of admission; replaced, never changed
         self.seqs: list[Sequence | None] = [None] * max_num_seqs
         self._token_ids: list[list[int]] = [[]] * max_num_seqs  # the same lists as in the sequences
+        # Newest tokens of each row, which its list lacks: to append to a thousand lists costs more than the step.
+        self._recent = np.zeros((_RECENT, max_num_seqs), np.int32)
+        self.num_recent = np.zeros(max_num_seqs, np.int64)
         # Number of releases so far, and that number when each row was last released: an answer for one use of a row is
         # not taken for the next use.
         self.num_released = 0
@@ -75,7 +79,7 @@ class DecodeState:
         """Fill the row of `seq`, which has got its row and its first blocks."""
         row, stop_ids, client = seq.row, sorted(seq.stop_ids), seq.request.client
         self.order = np.append(self.order, row)
-        self.seqs[row], self._token_ids[row] = seq, seq.token_ids
+        self.seqs[row], self._token_ids[row], self.num_recent[row] = seq, seq.token_ids, 0
         self.last_token_s[row] = np.nan if seq.last_token_s is None else seq.last_token_s
         self.num_computed[row] = seq.num_computed_tokens
         seq.decode_state = self
@@ -93,12 +97,19 @@ class DecodeState:
     def release(self, seq: Sequence) -> None:
         """Empty the row of `seq`, which stops running and still has its row."""
         row, last_s = seq.row, seq.last_token_s
+        self.settle(row)
         self.order = self.order[self.order != row]
         self.seqs[row], self._token_ids[row] = None, []
         self.num_released += 1
         self._released_at[row] = self.num_released
         seq.decode_state = None
         seq.num_computed_tokens, seq.last_token_s = 0, last_s
+
+    def settle(self, row: int) -> None:
+        """Append the newest tokens of a row to the list of its sequence."""
+        if count := self.num_recent.item(row):
+            self._token_ids[row] += self._recent[:count, row].tolist()
+            self.num_recent[row] = 0
 
     def refresh(self, seq: Sequence) -> None:
         """Write what follows from the state of `seq`, which runs."""
@@ -115,7 +126,7 @@ class DecodeState:
     def refresh_plain(self, seq: Sequence) -> None:
         """Refresh `seq` when only its computed tokens or blocks have changed."""
         row = seq.row
-        if seq.decodes_alone or len(seq.token_ids) > self.num_computed.item(row) + 1:
+        if seq.decodes_alone or self.num_tokens.item(row) > self.num_computed.item(row) + 1:
             self.plain_until[row] = _NEVER
         else:
             self.plain_until[row] = min(len(seq.block_ids) * self._block_size, seq.num_to_compute)
@@ -162,9 +173,11 @@ class DecodeState:
         self.newest[rows] = token_ids
         since_s = now - self.last_token_s[rows]
         self.last_token_s[rows] = now
-        lists = self._token_ids
-        for row, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
-            lists[row].append(token)
+        num_recent = self.num_recent[rows]
+        self._recent[num_recent, rows] = token_ids
+        self.num_recent[rows] = num_recent + 1
+        for row in rows[num_recent == _RECENT - 1].tolist():
+            self.settle(row)
         return since_s
 
     def sent_with(self, rows: np.ndarray) -> tuple[array, array]:

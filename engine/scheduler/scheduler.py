@@ -275,11 +275,20 @@ class Scheduler:
             output.decodes = state.schedule(rows, positions)
             return []
         is_plain, behind, num_released = np.ones(len(rows), bool), [], state.num_released
-        for index in to_look_at.tolist():
-            seq = state.seqs[rows[index]]
+        manager = self.kv_cache_manager
+        block_size, is_simple = manager.block_size, not drafts and manager.sliding_window is None
+        entries = (some.tolist() for some in (to_look_at, rows[to_look_at], positions[to_look_at]))
+        for index, row, start in zip(*entries, strict=True):
+            seq = state.seqs[row]
             if seq is None:
                 continue  # preempted earlier in this loop
             try:
+                only_grows = is_simple and start == len(seq.block_ids) * block_size and start < seq.num_to_compute
+                only_grows &= not seq.decodes_alone and state.num_tokens.item(row) <= start + 1
+                if only_grows and manager.num_available:
+                    output.new_blocks.append((row, len(seq.block_ids), manager.allocate_next(seq)))
+                    state.plain_until[row] = min(start + block_size, seq.num_to_compute)
+                    continue
                 if not self._may_decode(seq, output, behind, now):
                     is_plain[index] = False
                     continue
@@ -287,7 +296,7 @@ class Scheduler:
                 drafted = drafted[: self._allocate_for_drafts(seq, len(drafted), output)] if drafted else drafted
                 if seq.decodes_alone or drafted:
                     is_plain[index] = False
-                    start, count = seq.num_computed_tokens, 1 + len(drafted)
+                    count = 1 + len(drafted)
                     output.scheduled.append(ScheduledTokens(seq, start, count, seq.samples, drafts=tuple(drafted)))
                     seq.num_computed_tokens = start + count
                 state.refresh_plain(seq)
@@ -304,7 +313,7 @@ class Scheduler:
     def _may_decode(self, seq: Sequence, output: SchedulerOutput, behind: list[Sequence], now: float) -> bool:
         """Whether `seq` gets a token now; if so, it has a block for it. It joins `behind` if it has more to compute."""
         start = seq.num_computed_tokens
-        if len(seq.token_ids) > start + 1:
+        if self._state.num_tokens.item(seq.row) > start + 1:
             behind.append(seq)
             return False
         if start >= seq.num_to_compute:

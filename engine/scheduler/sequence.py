@@ -63,6 +63,9 @@ class RowState(Protocol):
 
     num_computed: "np.ndarray"  # int64 [rows]
     last_token_s: "np.ndarray"  # float64 [rows]   nan: none yet
+    num_recent: "np.ndarray"  # int64 [rows]   tokens that `settle` has yet to append to the sequence's list
+
+    def settle(self, row: int) -> None: ...
 
 
 class Sequence:
@@ -79,6 +82,7 @@ class Sequence:
     __slots__ = (
         "_last_token_s",
         "_num_computed_tokens",
+        "_token_ids",
         "block_hashes",
         "block_ids",
         "decode_state",
@@ -107,7 +111,6 @@ class Sequence:
         "status",
         "stop_ids",
         "timeline",
-        "token_ids",
     )
 
     def __init__(
@@ -125,8 +128,8 @@ class Sequence:
         self.pooling = request.pooling
         self.samples = params.max_tokens > 0  # False when only the prompt is to be scored
         self.key = key  # order of service: the smallest runs first and is preempted last
-        self.token_ids: list[int] = list(request.prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
+        self._token_ids: list[int] = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self._token_ids)
         # The sequence ends at this many tokens at the latest, prompt and generated ones together.
         self.final_len = min(self.num_prompt_tokens + params.max_tokens, max_len)
         # Every token is computed except the last one generated, which predicts nothing.
@@ -154,6 +157,14 @@ class Sequence:
         self.num_passed = 0  # sequences that were admitted before this one, since it last began to wait
         self.timeline = RequestTimeline(self.request_id, self.num_prompt_tokens, arrival_s)
         self._last_token_s: float | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens known so far; always the same list. Decodes append to it when it is next asked for."""
+        state = self.decode_state
+        if state is not None and state.num_recent[self.row]:
+            state.settle(self.row)
+        return self._token_ids
 
     @property
     def num_computed_tokens(self) -> int:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oarlock.workers import step_layout
+from oarlock.workers import protocol
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.protocol import (
     MAX_BIAS_PER_ROW,
@@ -126,7 +126,7 @@ def test_the_bytes_of_a_step_are_those_that_older_recordings_hold() -> None:
 def test_steps_of_one_shape_share_the_offsets_of_their_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = memoryview(bytearray(1 << 16))
     pack_step(random_step(np.random.default_rng(0), 2, 1, 3, 4, (1, 2, 2, 5)), buffer)
-    monkeypatch.setattr(step_layout, "_layout", lambda arrays: pytest.fail("offsets were computed again"))
+    monkeypatch.setattr(protocol, "_layout", lambda arrays: pytest.fail("offsets were computed again"))
     again = random_step(np.random.default_rng(1), 2, 1, 3, 4, (1, 2, 2, 5))
     pack_step(again, buffer)
     np.testing.assert_array_equal(unpack_step(buffer).mask_bits, again.mask_bits)
@@ -134,8 +134,8 @@ def test_steps_of_one_shape_share_the_offsets_of_their_arrays(monkeypatch: pytes
 
 def test_offsets_are_kept_of_a_bounded_number_of_shapes() -> None:
     for num_tokens in range(1000):
-        step_layout.step_layout(step_layout.StepShape(num_tokens=num_tokens))
-    assert step_layout.step_layout.cache_info().currsize <= 256
+        protocol.step_layout(protocol.StepShape(num_tokens=num_tokens))
+    assert protocol.step_layout.cache_info().currsize <= 256
 
 
 def test_masks_may_follow_the_step() -> None:

@@ -50,7 +50,7 @@ def test_a_step_costs_the_same_with_a_thousand_long_words_as_with_a_few() -> Non
         words = tuple((6, *[5] * (number * 251 // num_words + 1), number + 100) for number in range(num_words))
         request = Request(1, (1,), SamplingParams(max_tokens=500, bad_words=words))
         seq = Sequence(request, key=(0.0, 1), max_len=1000, arrival_s=0.0)
-        seq.token_ids += [5] * 300
+        seq.token_ids.extend([5] * 300)
         constraints = Constraints(seq, 2000)
         best = float("inf")
         for _ in range(20):

@@ -32,7 +32,7 @@ def sections_of(seqs: list[Sequence]) -> dict:
 def test_counts_are_those_of_all_tokens(prompt, generated, with_prompt) -> None:
     params = SamplingParams(repetition_penalty=1.1) if with_prompt else SamplingParams(presence_penalty=1.0)
     seq = sequence(3, tuple(prompt), params)
-    seq.token_ids += generated
+    seq.token_ids.extend(generated)
     sections = sections_of([seq])
     expected = dict.fromkeys(prompt if with_prompt else (), 0) | Counter(generated)
     assert sections["history_rows"].tolist() == [3]

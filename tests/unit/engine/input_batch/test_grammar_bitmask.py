@@ -26,7 +26,7 @@ def draw_sequence(draw: random.Random) -> Sequence:
         params["logit_bias"] = tuple((token, draw.choice([100.0, -100.0, 2.0])) for token in draw.sample(range(20), 5))
     seq = Sequence(make_request(1, [3, 4, 5], **params), key=(0.0, 1), max_len=64, arrival_s=0.0)
     seq.status = Status.RUNNING
-    seq.token_ids += draw.choices(range(12), k=draw.randrange(9))
+    seq.token_ids.extend(draw.choices(range(12), k=draw.randrange(9)))
     if "grammar" in params:
         seq.grammar_matcher = CountingGrammar(params["grammar"])
         seq.grammar_matcher.num_accepted = seq.num_generated_tokens

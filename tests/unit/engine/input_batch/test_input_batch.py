@@ -27,7 +27,7 @@ EVERYTHING = {
 def running(row: int, prompt, blocks, *, generated=(), **params) -> Sequence:
     seq = Sequence(make_request(row + 1, prompt, **params), key=(0.0, row), max_len=64, arrival_s=0.0)
     seq.row, seq.block_ids, seq.status = row, list(blocks), Status.RUNNING
-    seq.token_ids += generated
+    seq.token_ids.extend(generated)
     return seq
 
 

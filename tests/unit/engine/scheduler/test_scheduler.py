@@ -426,14 +426,14 @@ def test_an_exception_while_a_decode_gets_blocks_fails_that_sequence(monkeypatch
     for number in (1, 2):
         driver.add(make_request(number, range(number, number + 3), max_tokens=8))
     driver.step()
-    real = driver.scheduler.kv_cache_manager.allocate_slots
+    real = driver.scheduler.kv_cache_manager.allocate_next
 
-    def broken(seq, num_tokens):
+    def broken(seq):
         if seq.request_id == 2:
             raise RuntimeError("injected")
-        return real(seq, num_tokens)
+        return real(seq)
 
-    monkeypatch.setattr(driver.scheduler.kv_cache_manager, "allocate_slots", broken)
+    monkeypatch.setattr(driver.scheduler.kv_cache_manager, "allocate_next", broken)
     driver.run().check_outputs()
     assert driver.ends[2].finish_reason is FinishReason.ERROR
     assert driver.ends[1].finish_reason is FinishReason.LENGTH
