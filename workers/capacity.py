@@ -26,19 +26,17 @@ from oarlock.workers.preflight import OpenModel, forms_on, open_model, with_leng
 from oarlock.workers.quantization.formats.form import WeightForms
 from oarlock.workers.ranks.cpu_affinity import with_cpus
 from oarlock.workers.ranks.multiproc_executor import step_tokens
-from oarlock.workers.runner.kv_cache_size import (
+from oarlock.workers.runner.memory_needs import (
     RESERVED_BLOCKS,
     KVRoom,
     blocks_that_fit,
     fitted_length,
     kv_shape,
+    largest_step_bytes,
+    rank_weight_bytes,
     room_given,
     room_on_device,
     room_on_host,
-)
-from oarlock.workers.runner.memory_needs import (
-    largest_step_bytes,
-    rank_weight_bytes,
     sampling_bytes,
     weight_bytes_of_node,
 )

@@ -40,8 +40,7 @@ from oarlock.workers.quantization.formats.checkpoint_forms import input_rounding
 from oarlock.workers.quantization.formats.form import WeightForms
 from oarlock.workers.quantization.registry import NONE, QUANTIZATIONS, STORED
 from oarlock.workers.ranks.cpu_affinity import with_cpus
-from oarlock.workers.runner.kv_cache_size import check_given_size
-from oarlock.workers.runner.memory_needs import check_weights_fit
+from oarlock.workers.runner.memory_needs import check_given_size, check_weights_fit
 from oarlock.workers.weights.checkpoint import (
     HEAD,
     Checkpoint,

@@ -11,7 +11,6 @@ its kernels and allocator, its largest step tells.
 import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 
@@ -21,7 +20,13 @@ from oarlock.workers.distributed.shm_layout import Votes
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.platform.host_memory import free_host_bytes
 from oarlock.workers.protocol import LOGITS, NULL_BLOCK, StepMetadata, refusal
-from oarlock.workers.runner.memory_needs import MAX_LOGITS_ROWS, is_out_of_memory, largest_step_bytes, step_bytes
+from oarlock.workers.runner.memory_needs import (
+    MAX_LOGITS_ROWS,
+    MemoryMeter,
+    is_out_of_memory,
+    largest_step_bytes,
+    step_bytes,
+)
 from oarlock.workers.runner.pending_output import Launched
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 
@@ -41,19 +46,6 @@ def use_device(config: WorkerConfig, rank: int) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
-
-
-class MemoryMeter(Protocol):
-    """Memory of one device, in bytes."""
-
-    def total_bytes(self) -> int:
-        """Bytes of the whole device."""
-
-    def free_bytes(self) -> int:
-        """Bytes that no process holds, after this one has given back those that it does not use."""
-
-    def peak_of(self, run: Callable[[], object]) -> int:
-        """The most that `run` took from the device beside what was held before; it is given back."""
 
 
 class CudaMeter:

@@ -25,7 +25,8 @@ from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.protocol import StepMetadata, StepOutput, empty_step, table_width
 from oarlock.workers.runner.buckets import bucket_of, graph_sizes, logits_rows_at_once
 from oarlock.workers.runner.cuda_graphs import Graph, GraphMaker
-from oarlock.workers.runner.device import MemoryMeter, graph_bytes
+from oarlock.workers.runner.device import graph_bytes
+from oarlock.workers.runner.memory_needs import MemoryMeter
 from oarlock.workers.runner.pending_output import Launched
 from oarlock.workers.runner.pooler import PooledOutput, Pooler
 from oarlock.workers.runner.step_inputs import InputPlace, Layout, Shape, StagingBuffer, StepInputs

@@ -34,15 +34,19 @@ from oarlock.workers.protocol import StepMetadata, StepOutput, table_width
 from oarlock.workers.quantization.fixed_order import FIXED_ORDER
 from oarlock.workers.quantization.formats.checkpoint_forms import GGUFForms, input_rounding, served_forms
 from oarlock.workers.runner.cuda_graphs import Calls, CudaGraphs, GraphMaker
-from oarlock.workers.runner.device import MemoryMeter, StepMemory, free_bytes, largest_step, meter_of, use_device
+from oarlock.workers.runner.device import StepMemory, free_bytes, largest_step, meter_of, use_device
 from oarlock.workers.runner.device_steps import DeviceSteps, bytes_of_graphs, capture, device_steps
 from oarlock.workers.runner.invariance import check_batch_invariance, check_rank_invariance, one_of_each_kind
-from oarlock.workers.runner.kv_cache_size import RESERVED_BLOCKS, blocks_that_fit, fitted_length, room_for_kv
 from oarlock.workers.runner.memory_needs import (
     MAX_LOGITS_ROWS,
+    RESERVED_BLOCKS,
+    MemoryMeter,
+    blocks_that_fit,
+    fitted_length,
     is_out_of_memory,
     out_of_memory,
     rank_weight_bytes,
+    room_for_kv,
     weight_bytes_of_node,
 )
 from oarlock.workers.runner.pending_output import Launched, wait_for

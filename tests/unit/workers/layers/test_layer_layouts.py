@@ -1,0 +1,121 @@
+"""Layers in every order that a description can have: both forms give the same bits, and add up what they say."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from oarlock.workers.attention.cpp import CppBackend
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
+from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, tensor_shapes
+from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
+from oarlock.workers.layers.tensor_spec import NormSpec
+from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.runner.memory_needs import kv_shape, rank_weight_bytes
+from tests.golden import paged_run
+from tests.golden.paged_run import PagedRun, on_ranks
+from tests.unit.workers.kernel_levels import NO_KERNELS
+from tests.unit.workers.weights_in_memory import MemoryWeights, random_weights
+
+pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
+
+HALVES = RopeSpec("default", 1e4, 16)
+ATTENTION = SelfAttentionSpec(4, 2, 32, 32**-0.5, HALVES)
+UNROTATED = replace(ATTENTION, rope=None, window=5)
+NEIGHBOURS = replace(ATTENTION, rope=replace(HALVES, interleaved=True), o_bias=True)
+MLP = GatedMLPSpec(64, bias=True)
+
+
+def layer(
+    attention: SelfAttentionSpec = ATTENTION,
+    norms: tuple[tuple[str | None, str | None], ...] = (("a", None), ("b", None)),
+    scale: float = 1.0,
+    *,
+    parallel: bool = False,
+) -> LayerSpec:
+    pairs = zip((attention, MLP), norms, strict=True)
+    return LayerSpec(tuple(BranchSpec(one, *names, scale) for one, names in pairs), parallel)
+
+
+LAYOUTS = {
+    "one after the other": layer(),
+    "norms after": layer(norms=((None, "a"), (None, "b"))),
+    "norms before and after": layer(norms=(("a", "b"), ("c", "d"))),
+    "side by side behind one norm": layer(norms=(("a", None), ("a", None)), parallel=True),
+    "side by side behind two norms": layer(parallel=True),
+    "scaled residuals": layer(scale=0.25),
+    "scaled residuals and norms after": layer(norms=(("a", "b"), ("c", "d")), scale=0.25),
+    "no rotation": layer(UNROTATED),
+    "neighbours rotated": layer(NEIGHBOURS),
+}
+NORMS = {"rms": NormSpec(), "layer": NormSpec("layer", 1e-5), "layer with a shift": NormSpec("layer", 1e-5, bias=True)}
+
+
+class SeparateOperations(CppBackend):
+    """A backend that layers are not prepared for."""
+
+
+@pytest.fixture(autouse=True)
+def pages_that_the_kernel_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_run, "BLOCK_SIZE", 16)
+
+
+def model(layers: tuple[LayerSpec, ...], norm: NormSpec = NORMS["rms"]) -> DecoderSpec:
+    return DecoderSpec("Tiny", 50, 48, layers, norm, 64, 64)
+
+
+def loaded(spec: DecoderSpec, tp: TensorParallel, dtype: torch.dtype) -> Decoder:
+    decoder = Decoder(spec, tp, dtype, torch.device("cpu"))
+    weights = {name: 0.3 * tensor for name, tensor in random_weights(tensor_shapes(spec)).items()}
+    decoder.load(MemoryWeights(weights), lambda share: None)
+    return decoder
+
+
+def logits(decoder: Decoder, backend: type[CppBackend]) -> Tensor:
+    steps = PagedRun(decoder, backend)
+    works = {0: list(range(3, 22)), 1: [5]}, {0: [7], 1: [8, 9, 10]}
+    found = torch.cat([rows for work in works for rows in steps.step(work).values()])
+    assert (decoder.why_not_prepared is None) == (backend is CppBackend)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_both_forms_give_the_same_bits_at_any_number_of_ranks(layout: str, norm: str, dtype: torch.dtype) -> None:
+    spec = model((LAYOUTS[layout], layer()), NORMS[norm])
+
+    def both_forms(tp: TensorParallel) -> list[Tensor]:
+        decoder = loaded(spec, tp, dtype)
+        name = str(dtype).removeprefix("torch.")
+        config = WorkerConfig("x", device="cpu", dtype=name, tensor_parallel_size=tp.size)
+        assert decoder.weight_bytes == rank_weight_bytes(config, spec)
+        return [logits(decoder, SeparateOperations), logits(decoder, CppBackend)]
+
+    (alone,) = on_ranks(1, both_forms)
+    assert alone[0].isfinite().all() and len(alone[0].unique()) > 100
+    for found in (*alone, *(one for rank in on_ranks(2, both_forms) for one in rank)):
+        assert torch.equal(found, alone[0])
+
+
+def test_parallel_branches_read_what_enters_the_layer_and_results_are_scaled() -> None:
+    with torch.inference_mode():
+        decoder = loaded(model((layer(scale=0.25, parallel=True),)), TensorParallel.solo(), torch.float32)
+        attention, mlp = decoder.layers[0].branches
+        attention.sublayer = mlp.sublayer
+        x = torch.randn(3, 48)
+        expected = x + 0.25 * mlp.sublayer(attention.norm(x), None, None) + 0.25 * mlp.sublayer(mlp.norm(x), None, None)
+        torch.testing.assert_close(decoder.layers[0](x.clone(), None), expected)  # ty: ignore[invalid-argument-type]
+
+
+@pytest.mark.parametrize("field", ["num_heads", "num_kv_heads", "head_dim"])
+def test_layers_that_differ_in_what_pages_hold_are_refused_by_name(field: str) -> None:
+    other = replace(ATTENTION, **{field: {"num_heads": 8, "num_kv_heads": 4, "head_dim": 16}[field]})
+    spec = model((layer(), layer(other)))
+    assert len(tensor_shapes(spec)) == len(tensor_shapes(model((layer(), layer()))))
+    with pytest.raises(StartupError, match=f"Tiny: {field} differs between layers"):
+        kv_shape(WorkerConfig("x", device="cpu", dtype="float32"), spec)
