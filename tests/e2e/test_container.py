@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from oarlock.workers.kernels.cpu.build import cache_directory
 from tests.house import recipes
 from tests.house.rules import ROOT
 
@@ -21,15 +22,20 @@ PREPARE = """
 set -e
 ip link set lo up
 mount --make-rprivate /
+mount -t tmpfs -o "mode=755,uid=$OWNER,gid=$OWNER" tmpfs /mnt
+if [ -n "$KERNELS" ]; then
+    mkdir /mnt/oarlock
+    cp -r "$KERNELS" /mnt/oarlock/kernels
+    chown -R "$OWNER:$OWNER" /mnt/oarlock
+fi
 if [ -n "$HIDDEN" ]; then  # the interpreter lies in a folder that other users may not enter
-    mount --bind "$PREFIX" /mnt
+    mount --bind "$PREFIX" /media
     mount -t tmpfs -o mode=755 tmpfs "$HIDDEN"
     mkdir -p "$PREFIX"
-    mount --move /mnt "$PREFIX"
+    mount --move /media "$PREFIX"
 fi
 mount -o remount,ro,bind /
 mount -t tmpfs -o mode=1777 tmpfs /tmp
-mount -t tmpfs -o "mode=755,uid=$OWNER,gid=$OWNER" tmpfs /mnt
 exec $DROP "$@"
 """
 # A container's lifecycle: the command starts, the health check succeeds, SIGTERM ends it.
@@ -82,7 +88,8 @@ def namespaces():
         pytest.skip(f"namespaces are not permitted here: {tried.stderr.strip()[-200:]}")
 
 
-def test_the_command_of_the_image_serves_and_writes_only_to_cache_and_tmp():
+@pytest.mark.parametrize("kernels", ["found", pytest.param("compiled", marks=pytest.mark.soak)])
+def test_the_command_of_the_image_serves_and_writes_only_to_cache_and_tmp(kernels):
     stages = recipes.stages((ROOT / "Dockerfile").read_text())
     command = [json.loads(recipes.inherited(stages, "cpu", word) or "") for word in ("ENTRYPOINT", "CMD")]
     check = json.loads((recipes.inherited(stages, "cpu", "HEALTHCHECK") or "").partition("CMD ")[2])
@@ -99,6 +106,7 @@ def test_the_command_of_the_image_serves_and_writes_only_to_cache_and_tmp():
         HOME="/nonexistent",
         PYTHONPATH=str(ROOT),
         OARLOCK_NUM_THREADS="1",
+        KERNELS=str(cache_directory()) if kernels == "found" else "",
     )
     assert result.returncode == 0, result.stderr
     seen = json.loads(result.stdout)
