@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -49,7 +50,9 @@ def create_app(settings: Settings, state: ServerState, counters: HttpCounters | 
     counters = counters or HttpCounters()
     state.body_memory.max_bytes = settings.body_memory
     app = application(settings, state, counters)
-    counters.routes = frozenset(path for path in app.openapi()["paths"] if "{" not in path)
+    routes = [route for router in _routers(settings) for route in router.routes if isinstance(route, APIRoute)]
+    paths = [route.path for route in routes if route.include_in_schema]  # the document has them, and is made when asked
+    counters.routes = frozenset(path for path in paths if "{" not in path)
     keys = load_keys(settings.api_key, settings.api_key_file)
     if settings.batch_dir is not None:
         open_batches(settings, state, counters, keys, app.state)
@@ -74,14 +77,12 @@ def create_app(settings: Settings, state: ServerState, counters: HttpCounters | 
     )
     if settings.root_path is None:
         return guard
-    return RootPath(settings.root_path, guard, [*app.openapi()["paths"], *pages.PATHS])
+    return RootPath(settings.root_path, guard, [*paths, *pages.PATHS])
 
 
-def application(settings: Settings, state: ServerState, counters: HttpCounters) -> FastAPI:
-    """The routes without the middleware."""
-    app = FastAPI(title="Oarlock", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
-    app.router.redirect_slashes = False  # a redirect would trust the Host header, and have another body than our errors
-    for router in (
+def _routers(settings: Settings) -> list[APIRouter]:
+    """Routers that a server with these settings has."""
+    routers = [
         completions.router,
         chat.router,
         responses.router,
@@ -92,12 +93,20 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
         tokenize.router,
         models.router,
         operations.router,
-    ):
-        app.include_router(router)
+    ]
     if settings.batch_dir is not None:
-        app.include_router(batches.router)
+        routers.append(batches.router)
     if settings.web_page:
-        app.include_router(pages.router)
+        routers.append(pages.router)
+    return routers
+
+
+def application(settings: Settings, state: ServerState, counters: HttpCounters) -> FastAPI:
+    """The routes without the middleware."""
+    app = FastAPI(title="Oarlock", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.redirect_slashes = False  # a redirect would trust the Host header, and have another body than our errors
+    for router in _routers(settings):
+        app.include_router(router)
     app.add_exception_handler(HTTPException, _framework_error)
     serving = OpenAIServing(settings, state, counters)
     app.state.serving = serving

@@ -44,6 +44,10 @@ def test_the_document_is_valid_and_names_no_response_that_is_never_sent(document
             assert operation["responses"]["400"]["content"]["application/json"]["schema"]["$ref"].endswith(name)
 
 
+def test_metrics_name_the_routes_of_the_document(make_stage, document):
+    assert make_stage().counters.routes == {path for path in document["paths"] if "{" not in path}
+
+
 def test_the_response_to_every_example_matches_its_schema(make_stage, document):
     stages = [make_stage("ok", admin_api_key="boss", pooler=pooler) for pooler in (None, PoolerConfig(Task.EMBED))]
     calls, expected = [], []
