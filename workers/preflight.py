@@ -25,6 +25,7 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, matrices_of
 from oarlock.workers.models.encoders.registry import ENCODERS, is_encoder
+from oarlock.workers.models.gguf_config import open_checkpoint
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import (
     GGUF,
@@ -53,7 +54,7 @@ from oarlock.workers.weights.checkpoint import (
     read_text,
     weight_files,
 )
-from oarlock.workers.weights.gguf_model import GGUFCheckpoint, open_checkpoint
+from oarlock.workers.weights.gguf_model import GGUFCheckpoint
 
 __all__ = [
     "DESCRIPTIONS",

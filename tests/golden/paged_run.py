@@ -19,13 +19,13 @@ from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.gguf_config import open_checkpoint
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.quantization.formats.checkpoint_forms import served_forms
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
-from oarlock.workers.weights.gguf_model import open_checkpoint
 from oarlock.workers.weights.gguf_reader import weight_source
 
 BLOCK_SIZE = 8

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.rotary import RotaryTable
-from oarlock.workers.models.gguf_config import hf_config
+from oarlock.workers.models.gguf_config import gguf_checkpoint, hf_config
 from oarlock.workers.models.registry import describe, read_spec
 from oarlock.workers.verify.dequantise import dequantised_gguf
 from oarlock.workers.weights.gguf_header import GROUP_FORMS, SERVED, GroupForm
@@ -58,7 +58,7 @@ PARTS = (1, 2, 4)  # into which tensors are cut
 
 def opened(path: Path) -> tuple[DecoderSpec, GGUFCheckpoint]:
     model = GGUFModel.open(path)
-    return describe(hf_config(model)), GGUFCheckpoint.of(path.parent, model)
+    return describe(hf_config(model)), gguf_checkpoint(path.parent, model)
 
 
 def stored(directory: Path) -> dict[str, torch.Tensor]:

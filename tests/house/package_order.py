@@ -86,7 +86,7 @@ ORDER: dict[str, Order] = {
             "checks runner ranks layers quantization distributed weights platform preflight.py config.py errors.py"
         ),
         "doctor": entries(
-            "runner ranks models quantization attention distributed weights kernels platform node.py"
+            "runner ranks models quantization attention distributed kernels platform node.py"
             " preflight.py config.py errors.py python_child.py"
         ),
         "node.py": entries("ranks platform preflight.py rank_processes.py fingerprint.py config.py errors.py"),

@@ -10,6 +10,7 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.doctor.finding import ERROR, NOTE, Finding
 from oarlock.workers.errors import StartupError
 from oarlock.workers.models.encoders.registry import read_encoder
+from oarlock.workers.models.gguf_config import open_checkpoint
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
 from oarlock.workers.models.registry import read_spec
@@ -18,7 +19,6 @@ from oarlock.workers.preflight import preflight
 from oarlock.workers.quantization.formats.checkpoint_forms import served_forms
 from oarlock.workers.runner.memory_needs import encoder_weight_bytes as encoder_bytes
 from oarlock.workers.runner.memory_needs import weight_bytes
-from oarlock.workers.weights.gguf_model import open_checkpoint
 
 
 def findings(config: WorkerConfig) -> list[Finding]:

@@ -4,6 +4,8 @@ The sum over ranks after the output projection is the only communication. The ba
 """
 
 import ctypes
+from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -19,6 +21,8 @@ from oarlock.workers.layers.rotary import rotate, rotate_neighbours
 
 class Attention:
     """Projections, head norm, rotary embedding, KV write, attention, output projection; any mix of query lengths."""
+
+    products: ClassVar[Mapping[str, str]] = {"qkv_proj": "qkv", "o_proj": "output"}  # by the names in a checkpoint
 
     def __init__(self, name: str, spec: SelfAttentionSpec, layer: int, hidden: int, place: Placement) -> None:
         self.place = place

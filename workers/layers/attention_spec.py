@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from oarlock.workers.layers.sharding import heads_divide, shard_heads
-from oarlock.workers.layers.tensor_spec import Cut, Kept, NormSpec, TensorSpec
+from oarlock.workers.layers.tensor_spec import Cut, Kept, Made, NormSpec, Tap, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,15 @@ class SelfAttentionSpec:
     norms_rows: bool = False  # over the rows of all heads; else over each head by itself
 
     module: ClassVar[str] = "self_attn"
+    title: ClassVar[str] = "attention"
+    reads: ClassVar[str] = "input_norm"  # names, in a verification, of what it reads and of the residual after it
+    leaves: ClassVar[str] = "mid_residual"
+    # Names in GGUF, of parts and of the norms before and after.
+    gguf: ClassVar[Mapping[str, str]] = {
+        "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "qkv_proj": "attn_qkv", "q_norm": "attn_q_norm",
+        "k_norm": "attn_k_norm", "o_proj": "attn_output",
+    }  # fmt: skip
+    gguf_norms: ClassVar[tuple[str, str]] = ("attn_norm", "post_attention_norm")
     # A checkpoint may store the parts of one product as one tensor, one below the other.
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
@@ -97,6 +106,21 @@ class SelfAttentionSpec:
                 found.append(TensorSpec(f"{part}_norm.weight", shape, cut, heads, Kept.FLOAT32))
         found.append(TensorSpec("o_proj.weight", (hidden, self.num_heads * self.head_dim), Cut.INPUTS, self.num_heads))
         return [*found, TensorSpec("o_proj.bias", (hidden,))] if self.o_bias else found
+
+    @property
+    def taps(self) -> list[Tap]:
+        """Tensors that a verification compares, in the order they are computed."""
+        q, k = (self.num_heads * self.head_dim, self.num_heads), (self.num_kv_heads * self.head_dim, self.num_kv_heads)
+        norms = ("", "") if self.qk_norm is None else ("q_norm", "k_norm")
+        return [
+            Tap("q", Made.PROJECTION, "q_proj", False, *q),
+            Tap("k", Made.PROJECTION, "k_proj", False, *k),
+            Tap("v", Made.PROJECTION, "v_proj", False, *k),
+            Tap("q_rope", Made.ROTATION, norms[0], False, *q),
+            Tap("k_rope", Made.ROTATION, norms[1], False, *k),
+            Tap("attention", Made.ATTENTION, "o_proj", True, *q),
+            Tap("o_proj", Made.SUM, "o_proj"),
+        ]
 
     @property
     def most_ranks(self) -> int:

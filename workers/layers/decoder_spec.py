@@ -13,7 +13,7 @@ from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.sharding import LARGEST_TP, SLICES
-from oarlock.workers.layers.tensor_spec import Cut, NormSpec, TensorSpec
+from oarlock.workers.layers.tensor_spec import Cut, NormSpec, Tap, TensorSpec
 from oarlock.workers.quantization.formats.form import WeightForms
 from oarlock.workers.quantization.registry import Quantization
 
@@ -30,6 +30,24 @@ class SublayerSpec(Protocol):
         """Tensors that a checkpoint may store as one, by the name of that."""
 
     def tensors(self, hidden: int) -> list[TensorSpec]: ...
+
+    @property
+    def taps(self) -> list[Tap]: ...
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def reads(self) -> str: ...
+
+    @property
+    def leaves(self) -> str: ...
+
+    @property
+    def gguf(self) -> Mapping[str, str]: ...
+
+    @property
+    def gguf_norms(self) -> tuple[str, str]: ...
 
     @property
     def most_ranks(self) -> int: ...

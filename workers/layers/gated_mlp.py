@@ -1,5 +1,8 @@
 """The gated MLP sublayer on one rank."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from torch import Tensor
 
 from oarlock.workers.attention.backend import LayerKV, LayerStep
@@ -14,6 +17,8 @@ _ROWS_AT_ONCE = 960  # between the two products
 
 class GatedMLP:
     """`x` [T, hidden] (normed) -> [T, hidden]: the residual plus the MLP output, or without a residual that alone."""
+
+    products: ClassVar[Mapping[str, str]] = {"gate_up_proj": "gate_up", "down_proj": "down"}  # by names in a checkpoint
 
     def __init__(self, name: str, spec: GatedMLPSpec, layer: int, hidden: int, place: Placement) -> None:
         width = spec.intermediate_size

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from oarlock.workers.layers.tensor_spec import Cut, TensorSpec
+from oarlock.workers.layers.tensor_spec import Cut, Made, Tap, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,14 @@ class GatedMLPSpec:
     bias: bool = False  # of all three products
 
     module: ClassVar[str] = "mlp"
+    title: ClassVar[str] = "mlp"
+    reads: ClassVar[str] = "mlp_norm"  # names, in a verification, of what it reads and of the residual after it
+    leaves: ClassVar[str] = "mlp_residual"
+    # Names in GGUF, of parts and of the norms before and after. Up has that of gate and up as one.
+    gguf: ClassVar[Mapping[str, str]] = {
+        "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "gate_up_proj": "ffn_up",
+    }  # fmt: skip
+    gguf_norms: ClassVar[tuple[str, str]] = ("ffn_norm", "post_ffw_norm")
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {"gate_up_proj": ("gate_proj", "up_proj")}
 
     def tensors(self, hidden: int) -> list[TensorSpec]:
@@ -31,6 +39,16 @@ class GatedMLPSpec:
                 found.append(TensorSpec(f"{part}_proj.bias", (width,), Cut.OUTPUTS, width))
         found.append(TensorSpec("down_proj.weight", (hidden, width), Cut.INPUTS, width))
         return [*found, TensorSpec("down_proj.bias", (hidden,))] if self.bias else found
+
+    @property
+    def taps(self) -> list[Tap]:
+        """Tensors that a verification compares, in the order they are computed."""
+        width = self.intermediate_size
+        return [
+            Tap("gate", Made.PROJECTION, "gate_proj", False, width, width, is_compared=False),
+            Tap("gate_up", Made.GATED, "down_proj", True, width, width),
+            Tap("mlp", Made.SUM, "down_proj"),
+        ]
 
     @property
     def most_ranks(self) -> int:

@@ -53,6 +53,31 @@ class TensorSpec:
         return self.shape
 
 
+class Made(Enum):
+    """How a tensor is made: what can be wrong with it follows."""
+
+    NORM = auto()
+    PROJECTION = auto()  # a product whose outputs ranks share
+    ROTATION = auto()  # of a projection, perhaps normed before
+    ATTENTION = auto()
+    GATED = auto()  # activation(gate) * up
+    SUM = auto()  # a product whose inputs ranks share
+    RESIDUAL = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """A tensor that a verification records on every rank, and compares with that of transformers' module."""
+
+    name: str
+    made: Made
+    module: str = ""  # the product, in the sublayer, whose result it is; a norm; of a rotation, the norm before it
+    is_input: bool = False  # it is what `module` reads instead
+    width: int = 0  # numbers of a token, over all ranks; 0: the hidden size
+    parts: int = 0  # equal parts, of which a rank holds whole ones, as of a `TensorSpec`; 0: every rank holds all
+    is_compared: bool = True  # else only transformers' is recorded, to find the cause of a difference
+
+
 @dataclass(frozen=True, slots=True)
 class NormSpec:
     """The kind of norm that a model has around its sublayers, and at its end."""

@@ -8,8 +8,12 @@ from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.models.hf_config import BEFORE_AND_AFTER, activation_name, decoder_spec, head_width, layer_kinds
 from oarlock.workers.models.hf_fields import Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec
+from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 _MAX_POSITIONS = 131_072
+# Gemma's largest models divide scores by the root of another number than the width of a head. GGUF files do not say so;
+# llama.cpp knows these models by their number of layers.
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
 
 def describe_gemma2(fields: Fields) -> DecoderSpec:
@@ -101,3 +105,25 @@ def _rope_tables(fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
     full = {"rope_theta": fields.number("rope_theta", 1_000_000.0), **full, **scaling}
     sliding = {"rope_theta": fields.number("rope_local_base_freq", 10_000.0), **sliding}
     return full, sliding
+
+
+def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    name, layers = settings.architecture, config["num_hidden_layers"]
+    is_27b = layers == _LAYERS_OF_27B[name]
+    scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+    own: dict[str, Any] = {"query_pre_attn_scalar": scalar, "hidden_activation": "gelu_pytorch_tanh"}
+    softcaps = (("attn_logit", 50.0), ("final_logit", 30.0)) if name == "gemma2" else (("final_logit", 0.0),)
+    for key, default in softcaps:
+        own[f"{key}_softcapping"] = settings.number(f".{key}_softcapping", default) or None
+    window = settings.count(".attention.sliding_window", 4096 if name == "gemma2" else 0)
+    own["sliding_window"] = window or None
+    if not window:
+        own["layer_types"] = ["full_attention"] * layers
+    if name == "gemma3":
+        own["rope_local_base_freq"] = settings.number(".rope.freq_base_swa", 10_000.0)
+    return own
+
+
+_FIRST_FILES = {"heads": 8, "kv_heads": 4, "positions": _MAX_POSITIONS, "theta": 1_000_000}
+GGUF_GEMMA2 = GGUFFamily("gemma2", "Gemma2ForCausalLM", _own)
+GGUF_GEMMA3 = GGUFFamily("gemma3", "Gemma3ForCausalLM", _own, "gemma3_text", _FIRST_FILES)

@@ -1,59 +1,64 @@
-"""Makes the `config.json` of a model in GGUF from the settings of its file.
+"""A model in GGUF as a Hugging Face checkpoint: the `config.json` that its settings mean, and its tensors' names.
 
-The inverse of llama.cpp's converter (conversion/*.py). Torch-free.
+The inverse of llama.cpp's converter (conversion/*.py); what only one architecture has is in its family's file.
+Torch-free.
 """
 
 from array import array
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.attention_spec import SelfAttentionSpec
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.models.registry import GGUF_FAMILIES, describe
+from oarlock.workers.weights.checkpoint import Checkpoint, Located
 from oarlock.workers.weights.gguf_header import FLOATS
-from oarlock.workers.weights.gguf_model import ROPE_FACTORS, GGUFModel, Settings, shortest
+from oarlock.workers.weights.gguf_model import (
+    ROPE_FACTORS,
+    GGUFCheckpoint,
+    GGUFFamily,
+    GGUFModel,
+    Layout,
+    Settings,
+    gguf_file,
+    shortest,
+)
 
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-}
-# Gemma's largest models divide scores by the root of another number than the width of a head. The files do not say so;
-# llama.cpp knows these models by their number of layers.
-_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-_MAX_POSITIONS = 131_072  # of Gemma 3, whose first files do not say it
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 def hf_config(model: GGUFModel) -> dict[str, Any]:
     """The settings of `config.json`. Raises `StartupError` for an architecture that is not served."""
     settings = Settings(model)
-    name = settings.architecture
+    family = _family(settings)
+    missing = family.missing
     if settings.count(".expert_count", 0) > 0:
         raise StartupError(
             f"{model.path} is a mixture of {settings.count('.expert_count')} experts, which is not supported.",
             "Use a dense model.",
         )
-    heads = settings.count(".attention.head_count", 8 if name == "gemma3" else None)
+    heads = settings.count(".attention.head_count", missing.get("heads"))
     hidden = settings.count(".embedding_length")
     if not heads:
         raise StartupError(f"{model.path} has no attention heads.", "Use a dense decoder model.")
     head_dim = settings.count(".attention.key_length", hidden // heads)
     if settings.count(".attention.value_length", head_dim) != head_dim:
         raise StartupError(f"{model.path} has heads of keys and of values that differ in width.", "Use another model.")
-    default_kv = 4 if name == "gemma3" else heads
     config = {
-        "architectures": [_CLASSES[name]],
-        "model_type": {"gemma3": "gemma3_text"}.get(name, name),
+        "architectures": [family.architecture],
+        "model_type": family.model_type or family.name,
         "vocab_size": _vocab_size(model),
         "hidden_size": hidden,
         "num_hidden_layers": settings.count(".block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": settings.count(".attention.head_count_kv", default_kv),
+        "num_key_value_heads": settings.count(".attention.head_count_kv", missing.get("kv_heads", heads)),
         "head_dim": head_dim,
         "intermediate_size": settings.count(".feed_forward_length"),
-        "max_position_embeddings": settings.count(".context_length", _MAX_POSITIONS if name == "gemma3" else 0),
+        "max_position_embeddings": settings.count(".context_length", missing.get("positions", 0)),
         "rms_norm_eps": settings.number(".attention.layer_norm_rms_epsilon", 1e-6),
-        "rope_theta": settings.number(".rope.freq_base", 1_000_000.0 if name == "gemma3" else 10_000.0),
+        "rope_theta": settings.number(".rope.freq_base", float(missing.get("theta", 10_000))),
         "rope_scaling": _rope_scaling(settings, head_dim),
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "torch_dtype": _dtype(model),
@@ -61,66 +66,83 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
     for key, setting in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         if settings.has(f"tokenizer.ggml.{setting}_token_id"):
             config[f"{key}_token_id"] = settings.count(f"tokenizer.ggml.{setting}_token_id")
-    return config | _OWN[name](settings, config)
+    return config | family.own(settings, config)
 
 
-def _llama(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
-    own: dict[str, Any] = {
-        "attention_bias": "blk.0.attn_q.bias" in settings.model.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in settings.model.tensors,
-    }
-    _check_whole_heads(settings, config["head_dim"])
-    window = settings.count(".attention.sliding_window", 0)
-    return own | ({"architectures": ["MistralForCausalLM"], "sliding_window": window} if window else {})
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Read and check every header. Raises `StartupError` naming the file, and the tensor where one is at fault."""
+    path = gguf_file(directory)
+    if path is not None and not any(directory.glob("*.safetensors*")):
+        return gguf_checkpoint(directory, GGUFModel.open(path))
+    return Checkpoint.open(directory)
 
 
-def _qwen(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
-    _check_whole_heads(settings, config["head_dim"])
-    own: dict[str, Any] = {"use_sliding_window": False}
-    if settings.architecture == "qwen3":
-        own["attention_bias"] = "blk.0.attn_q.bias" in settings.model.tensors
-    return own
+def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
+    """The tensors of `model` under Hugging Face's names; those that no sublayer knows keep the names of the file.
+    `directory` is where the model's description lies."""
+    spec, family = describe(hf_config(model)), _family(Settings(model))
+    names, layouts = dict(_names(spec, model)), dict(_layouts(spec, family))
+    tensors: dict[str, Located] = {}
+    placed: dict[str, Layout] = {}
+    for name, found in model.tensors.items():
+        if name in ROPE_FACTORS or name.endswith(".attn_rot_embd"):  # part of the description
+            continue
+        module, _, kind = name.rpartition(".")
+        module = names.get(module, module)
+        tensors[f"{module}.{kind}"] = found
+        if module in layouts:
+            placed[f"{module}.{kind}"] = layouts[module]
+    return GGUFCheckpoint(directory, tensors, placed)
 
 
-def _phi3(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
-    rotated = settings.count(".rope.dimension_count", config["head_dim"])
-    return {
-        "partial_rotary_factor": rotated / config["head_dim"],
-        "sliding_window": settings.count(".attention.sliding_window", 0) or None,
-        "original_max_position_embeddings": settings.count(
-            ".rope.scaling.original_context_length", config["max_position_embeddings"]
-        ),
-    }
-
-
-def _gemma(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
-    name, layers = settings.architecture, config["num_hidden_layers"]
-    is_27b = layers == _LAYERS_OF_27B[name]
-    scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
-    own: dict[str, Any] = {"query_pre_attn_scalar": scalar, "hidden_activation": "gelu_pytorch_tanh"}
-    softcaps = (("attn_logit", 50.0), ("final_logit", 30.0)) if name == "gemma2" else (("final_logit", 0.0),)
-    for key, default in softcaps:
-        own[f"{key}_softcapping"] = settings.number(f".{key}_softcapping", default) or None
-    window = settings.count(".attention.sliding_window", 4096 if name == "gemma2" else 0)
-    own["sliding_window"] = window or None
-    if not window:
-        own["layer_types"] = ["full_attention"] * layers
-    if name == "gemma3":
-        own["rope_local_base_freq"] = settings.number(".rope.freq_base_swa", 10_000.0)
-    return own
-
-
-_OWN = {"llama": _llama, "qwen2": _qwen, "qwen3": _qwen, "phi3": _phi3, "gemma2": _gemma, "gemma3": _gemma}
-
-
-def _check_whole_heads(settings: Settings, head_dim: int) -> None:
-    rotated = settings.count(".rope.dimension_count", head_dim)
-    if rotated != head_dim:
+def _family(settings: Settings) -> GGUFFamily:
+    found = GGUF_FAMILIES.get(settings.architecture)
+    if found is None:
         raise StartupError(
-            f"{settings.model.path} rotates {rotated} of {head_dim} elements of a head, which "
-            f"{settings.architecture} models do not.",
-            "Use the model's safetensors checkpoint.",
+            f"{settings.model.path}: architecture {settings.architecture[:80]!r} is not supported.",
+            f"Supported in GGUF: {', '.join(GGUF_FAMILIES)}.",
         )
+    return found
+
+
+def _names(spec: DecoderSpec, model: GGUFModel) -> Iterator[tuple[str, str]]:
+    """The file's name of each module, and Hugging Face's."""
+    yield from _TOP.items()
+    stored = {name.split(".")[2] for name in model.tensors if name.startswith("blk.") and name.count(".") > 2}
+    for index, layer in enumerate(spec.layers):
+        there, here = f"blk.{index}.", f"model.layers.{index}."
+        for branch in layer.branches:
+            sublayer = branch.sublayer
+            for norm, name in zip((branch.norm, branch.post_norm), sublayer.gguf_norms, strict=True):
+                if norm is not None:
+                    yield there + name, here + norm
+            for part, name in sublayer.gguf.items():
+                # A part that others are fused with may have the name of the whole: the others tell.
+                others = {sublayer.gguf[one] for one in sublayer.fused.get(part, ())} - {name}
+                if not others & stored:
+                    yield there + name, f"{here}{sublayer.module}.{part}"
+
+
+def _layouts(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, Layout]]:
+    """Modules whose numbers lie or are otherwise in the file."""
+    added = Layout(added=spec.norm.offset)
+    if spec.norm.offset:
+        yield "model.norm", added
+    for index, layer in enumerate(spec.layers):
+        here = f"model.layers.{index}."
+        for branch in layer.branches:
+            if spec.norm.offset:
+                yield from ((here + norm, added) for norm in (branch.norm, branch.post_norm) if norm is not None)
+            sublayer = branch.sublayer
+            if not isinstance(sublayer, SelfAttentionSpec):
+                continue
+            heads, kv_heads, rope = sublayer.num_heads, sublayer.num_kv_heads, sublayer.rope
+            inside = f"{here}{sublayer.module}."
+            if sublayer.qk_norm is not None and sublayer.qk_norm.offset:
+                yield from ((f"{inside}{norm}", Layout(added=sublayer.qk_norm.offset)) for norm in ("q_norm", "k_norm"))
+            if family.pairs_neighbours and rope is not None and not rope.interleaved:
+                for part, count in (("q_proj", heads), ("k_proj", kv_heads), ("qkv_proj", heads + kv_heads)):
+                    yield inside + part, Layout(count, sublayer.head_dim)
 
 
 def _vocab_size(model: GGUFModel) -> int:

@@ -1,8 +1,11 @@
 """Llama 2 and 3.x, and the many checkpoints that share their architecture. Torch-free."""
 
+from typing import Any
+
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.hf_config import decoder_spec
 from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 
 def describe_llama(fields: Fields) -> DecoderSpec:
@@ -17,3 +20,16 @@ def describe_llama(fields: Fields) -> DecoderSpec:
         o_bias=attention_bias,
         mlp_bias=fields.flag("mlp_bias", False),
     )
+
+
+def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "attention_bias": "blk.0.attn_q.bias" in settings.model.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in settings.model.tensors,
+    }
+    settings.check_whole_heads(config["head_dim"])
+    window = settings.count(".attention.sliding_window", 0)
+    return own | ({"architectures": ["MistralForCausalLM"], "sliding_window": window} if window else {})
+
+
+GGUF_LLAMA = GGUFFamily("llama", "LlamaForCausalLM", _own, pairs_neighbours=True)

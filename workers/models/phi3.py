@@ -1,10 +1,13 @@
 """Phi-3, 3.5, 4 and 4-mini: Llama's layer from fused checkpoints, partial rotary embedding, LongRoPE. Torch-free."""
 
+from typing import Any
+
 from oarlock.workers.layers.attention_spec import RopeSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.hf_config import decoder_spec, head_width
 from oarlock.workers.models.hf_fields import Fields, positive_number, unsupported
 from oarlock.workers.models.hf_rope import rope_kind, rope_spec, rope_table
+from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 _POSITIONS = 4096
 
@@ -43,3 +46,17 @@ def _rope(fields: Fields) -> RopeSpec:
         original=fields.count("original_max_position_embeddings", _POSITIONS),
         share=positive_number("partial_rotary_factor", table.get("partial_rotary_factor"), outer),
     )
+
+
+def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    rotated = settings.count(".rope.dimension_count", config["head_dim"])
+    return {
+        "partial_rotary_factor": rotated / config["head_dim"],
+        "sliding_window": settings.count(".attention.sliding_window", 0) or None,
+        "original_max_position_embeddings": settings.count(
+            ".rope.scaling.original_context_length", config["max_position_embeddings"]
+        ),
+    }
+
+
+GGUF_PHI3 = GGUFFamily("phi3", "Phi3ForCausalLM", _own)

@@ -1,8 +1,11 @@
 """Qwen2, Qwen2.5 and Qwen3. Torch-free."""
 
+from typing import Any
+
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.hf_config import decoder_spec, layer_windows
 from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 
 def describe_qwen2(fields: Fields) -> DecoderSpec:
@@ -32,3 +35,15 @@ def _windows(fields: Fields) -> tuple[int | None, ...]:
     used = fields.flag("use_sliding_window", False) and fields.raw.get("sliding_window", 4096) is not None
     window = fields.count("sliding_window", 4096) if used else None
     return layer_windows(fields, window, first_sliding=fields.count("max_window_layers", 28, least=0))
+
+
+def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    settings.check_whole_heads(config["head_dim"])
+    own: dict[str, Any] = {"use_sliding_window": False}
+    if settings.architecture == "qwen3":
+        own["attention_bias"] = "blk.0.attn_q.bias" in settings.model.tensors
+    return own
+
+
+GGUF_QWEN2 = GGUFFamily("qwen2", "Qwen2ForCausalLM", _own)
+GGUF_QWEN3 = GGUFFamily("qwen3", "Qwen3ForCausalLM", _own)

@@ -8,12 +8,12 @@ from typing import Any
 from oarlock.workers.errors import StartupError, shown
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.encoders.registry import ENCODERS
-from oarlock.workers.models.gemma import describe_gemma2, describe_gemma3
+from oarlock.workers.models.gemma import GGUF_GEMMA2, GGUF_GEMMA3, describe_gemma2, describe_gemma3
 from oarlock.workers.models.hf_fields import Fields, read_config
-from oarlock.workers.models.llama import describe_llama
+from oarlock.workers.models.llama import GGUF_LLAMA, describe_llama
 from oarlock.workers.models.mistral import describe_mistral
-from oarlock.workers.models.phi3 import describe_phi3
-from oarlock.workers.models.qwen import describe_qwen2, describe_qwen3
+from oarlock.workers.models.phi3 import GGUF_PHI3, describe_phi3
+from oarlock.workers.models.qwen import GGUF_QWEN2, GGUF_QWEN3, describe_qwen2, describe_qwen3
 from oarlock.workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, head_differs
 
 FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
@@ -24,6 +24,9 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "Phi3ForCausalLM": describe_phi3,
     "Qwen2ForCausalLM": describe_qwen2,
     "Qwen3ForCausalLM": describe_qwen3,
+}
+GGUF_FAMILIES = {
+    family.name: family for family in (GGUF_LLAMA, GGUF_QWEN2, GGUF_QWEN3, GGUF_PHI3, GGUF_GEMMA2, GGUF_GEMMA3)
 }
 
 

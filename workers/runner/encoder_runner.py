@@ -18,13 +18,13 @@ from oarlock.workers.kernels.cpu.gemm import CppMatmul
 from oarlock.workers.kernels.cpu.in_use import kernels_in_use, log_kernels
 from oarlock.workers.models.encoders.encoder import Encoder
 from oarlock.workers.models.encoders.registry import read_encoder
+from oarlock.workers.models.gguf_config import open_checkpoint
 from oarlock.workers.protocol import StepMetadata, StepOutput, table_width
 from oarlock.workers.runner.device import use_device
 from oarlock.workers.runner.invariance import InvarianceResult, RankInvariance, check_sums
 from oarlock.workers.runner.memory_needs import encoder_step_bytes, is_out_of_memory
 from oarlock.workers.runner.pooler import Pooler, no_logits
 from oarlock.workers.sampling.row_chunks import empty_output
-from oarlock.workers.weights.gguf_model import open_checkpoint
 from oarlock.workers.weights.gguf_reader import load_weights
 
 _LENGTH = 48  # tokens of the text that is compared

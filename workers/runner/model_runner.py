@@ -26,6 +26,7 @@ from oarlock.workers.kernels.triton import availability
 from oarlock.workers.kv_tiers.rank_offload import RankOffload
 from oarlock.workers.layers.decoder_spec import layers_of_stage, matrices_of
 from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.gguf_config import open_checkpoint
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
 from oarlock.workers.models.registry import read_spec
@@ -55,7 +56,6 @@ from oarlock.workers.runner.trial_steps import null_step, time_steps
 from oarlock.workers.sampling.row_chunks import concatenate_outputs, empty_output, logits_rows
 from oarlock.workers.sampling.sampler import Sampler, num_accepted
 from oarlock.workers.sampling.token_histories import make_histories
-from oarlock.workers.weights.gguf_model import open_checkpoint
 from oarlock.workers.weights.gguf_reader import load_weights
 
 logger = logging.getLogger("oarlock.runner")

@@ -16,9 +16,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from oarlock.workers.layers.decoder_spec import DecoderSpec
-from oarlock.workers.layers.sharding import shard_evenly, shard_heads, shard_vocab
-from oarlock.workers.verify.halves import HalfDifference, Halves, same_bits
+from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec
+from oarlock.workers.layers.sharding import shard_vocab
+from oarlock.workers.layers.tensor_spec import Made, Tap
+from oarlock.workers.verify.halves import Half, HalfDifference, Halves, same_bits
 from oarlock.workers.verify.request import Text
 
 LIMIT = 2.0  # of root mean square errors, and of the largest error of the logits; in transformers' own errors
@@ -26,23 +27,51 @@ LARGEST_LIMIT = 4.0  # of the largest error of any other tensor; docs/accuracy.m
 _ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # relative, of one operation
 _SCALES = 2.0**-11  # as kernels keep those of groups of weights
 
-# The tensors of a layer in the order they are computed; `rank.py` describes each.
-LAYER_TENSORS = (
-    "input_norm", "q", "k", "v", "q_rope", "k_rope", "attention", "o_proj", "mid_residual",
-    "mlp_norm", "gate_up", "mlp", "residual",
-)  # fmt: skip
-_QUERY_HEADS = ("q", "q_rope", "attention")
-_KV_HEADS = ("k", "v", "k_rope")
-# Results of a sum over ranks, or of what every rank computes alike: the same bits on all ranks.
-REPLICATED = frozenset(
-    {"embedding", "input_norm", "o_proj", "mid_residual", "mlp_norm", "mlp", "residual", "final_norm"}
-)
+
+@dataclass(frozen=True, slots=True)
+class Tapped:
+    """A compared tensor of one layer, and the branch of the layer that it is of."""
+
+    tap: Tap
+    branch: BranchSpec
 
 
-def tensor_names(num_layers: int) -> list[str]:
-    """All compared tensors, in the order they are computed; a layer's as `"3.q"`."""
-    layers = [f"{layer}.{tensor}" for layer in range(num_layers) for tensor in LAYER_TENSORS]
-    return ["embedding", *layers, "final_norm", "logits"]
+def taps_of(layer: LayerSpec) -> list[Tapped]:
+    """All tensors of a layer that are recorded, in the order they are computed: what each sublayer reads, has inside
+    and leaves. A norm that branches share, and the residual of parallel ones, come once."""
+    found: list[Tapped] = []
+    norms: set[str | None] = {None}
+    for number, branch in enumerate(layer.branches):
+        sublayer, is_last = branch.sublayer, number == len(layer.branches) - 1
+        if branch.norm not in norms:
+            found.append(Tapped(Tap(sublayer.reads, Made.NORM, branch.norm or ""), branch))
+            norms |= {branch.norm} if layer.parallel else set()
+        found += [Tapped(tap, branch) for tap in sublayer.taps]
+        if is_last or not layer.parallel:
+            found.append(Tapped(Tap("residual" if is_last else sublayer.leaves, Made.RESIDUAL), branch))
+    return found
+
+
+def layer_tensors(spec: DecoderSpec) -> list[str]:
+    """Tensors of all layers that are compared, in the order they are computed, as `"3.q"`."""
+    named = {layer: [one.tap.name for one in taps_of(layer) if one.tap.is_compared] for layer in set(spec.layers)}
+    return [f"{index}.{name}" for index, layer in enumerate(spec.layers) for name in named[layer]]
+
+
+def tensor_names(spec: DecoderSpec) -> list[str]:
+    """All compared tensors, in the order they are computed."""
+    return ["embedding", *layer_tensors(spec), "final_norm", "logits"]
+
+
+def halves_of(spec: DecoderSpec, layers: range) -> list[Half]:
+    """The branches of `layers`, in their order, with the tensor that each leaves."""
+    found = []
+    for index in layers:
+        left = {id(one.branch): one.tap.name for one in taps_of(spec.layers[index]) if one.tap.made is Made.RESIDUAL}
+        for number, branch in enumerate(spec.layers[index].branches):
+            name = left.get(id(branch))
+            found.append(Half(index, number, branch.sublayer.title, None if name is None else f"{index}.{name}"))
+    return found
 
 
 def file_of(name: str) -> str:
@@ -64,22 +93,29 @@ class Part:
         return self.stop - self.start
 
 
-def part_of(tensor: str, spec: DecoderSpec, rank: int, size: int) -> Part:
-    """Part of `tensor`, a name without its layer, that `rank` of `size` holds."""
-    if tensor in _QUERY_HEADS or tensor in _KV_HEADS:
-        attention = spec.attention
-        shard = shard_heads("attention", attention.num_heads, attention.num_kv_heads, rank, size)
-        first, count = (
-            (shard.first_head, shard.num_heads) if tensor in _QUERY_HEADS else (shard.first_kv_head, shard.num_kv_heads)
-        )
-        return Part(first * attention.head_dim, (first + count) * attention.head_dim, attention.head_dim)
-    if tensor == "gate_up":
-        local = shard_evenly("mlp", "intermediate size", spec.layers[0].mlp.intermediate_size, size)
-        return Part(rank * local, (rank + 1) * local, local)
+def tapped(spec: DecoderSpec, layer: int, tensor: str) -> Tapped:
+    """The tensor of a layer by its name."""
+    return next(one for one in taps_of(spec.layers[layer]) if one.tap.name == tensor)
+
+
+def part_of(tensor: str, spec: DecoderSpec, rank: int, size: int, layer: int | None = 0) -> Part:
+    """Part of `tensor`, a name without its `layer`, that `rank` of `size` holds. `layer`: None for what no layer
+    computes."""
     if tensor == "logits":
         start, _, real = shard_vocab(spec.vocab_size, rank, size)
         return Part(start, start + real, max(1, real))
-    return Part(0, spec.hidden_size, spec.hidden_size)
+    tap = None if layer is None or tensor in ("embedding", "final_norm") else tapped(spec, layer, tensor).tap
+    if tap is None or not tap.parts:
+        return Part(0, spec.hidden_size, spec.hidden_size)
+    width, first, count = tap.width // tap.parts, rank * tap.parts // size, max(1, tap.parts // size)
+    return Part(first * width, (first + count) * width, width if width > 1 else count)
+
+
+def is_on_all_ranks(tensor: str, spec: DecoderSpec, layer: int | None) -> bool:
+    """Whether every rank holds all of a tensor, with the same bits: a sum over ranks, or what all compute alike."""
+    if layer is None:
+        return tensor != "logits"
+    return not tapped(spec, layer, tensor).tap.parts
 
 
 class Recorded:
@@ -138,6 +174,7 @@ class Row:
     tensor: str
     errors: tuple[RankError, ...]
     ranks_agree: bool = True
+    is_on_all_ranks: bool = False
 
     @property
     def name(self) -> str:
@@ -208,21 +245,23 @@ def compare(
     are looked up."""
     recorded = Recorded(folder)
     rounding = max(_ROUNDING[dtype], _SCALES if has_scales else 0.0)
-    rows = [_compare_tensor(recorded, name, spec, size, rounding) for name in tensor_names(spec.num_layers)]
+    rows = [_compare_tensor(recorded, name, spec, size, rounding) for name in tensor_names(spec)]
     return Comparison(rows, list(compare_tokens(folder, dtype)), Halves.read(folder, size, stages))
 
 
 def _compare_tensor(recorded: Recorded, name: str, spec: DecoderSpec, size: int, rounding: float) -> Row:
-    layer, _, tensor = name.rpartition(".")
+    number, _, tensor = name.rpartition(".")
+    layer = int(number) if number else None
     truth, theirs = recorded.truth(name), recorded.theirs(name)
     ours = [recorded.ours(rank, name) for rank in range(size)]
     limit = LIMIT if tensor == "logits" else LARGEST_LIMIT
     errors = tuple(
-        _measure(rank, mine, truth, theirs, part_of(tensor, spec, rank, size), rounding, limit)
+        _measure(rank, mine, truth, theirs, part_of(tensor, spec, rank, size, layer), rounding, limit)
         for rank, mine in enumerate(ours)
     )
-    agree = tensor not in REPLICATED or all(same_bits(ours[0], other) for other in ours[1:])
-    return Row(int(layer) if layer else None, tensor, errors, agree)
+    everywhere = is_on_all_ranks(tensor, spec, layer)
+    agree = not everywhere or all(same_bits(ours[0], other) for other in ours[1:])
+    return Row(layer, tensor, errors, agree, everywhere)
 
 
 def _measure(

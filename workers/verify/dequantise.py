@@ -23,8 +23,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from oarlock.workers.errors import StartupError
+from oarlock.workers.models.gguf_config import gguf_checkpoint
 from oarlock.workers.weights.checkpoint import Checkpoint
-from oarlock.workers.weights.gguf_model import GGUFModel, Settings
+from oarlock.workers.weights.gguf_model import GGUFModel, Layout
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each group of four bits in a word, the lowest first
 
@@ -188,30 +189,6 @@ _KINDS: dict[str, Callable[[_Module], Tensor]] = {
 _Bytes = NDArray[np.uint8]
 _Floats = NDArray[np.float64]
 
-_MODULES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_GEMMA_NORMS = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-
 
 def dequantised_gguf(path: Path, hf_name: str) -> Tensor:
     """The tensor that a Hugging Face checkpoint has as `hf_name`, e.g. `model.layers.0.mlp.up_proj.weight`: float64.
@@ -222,44 +199,23 @@ def dequantised_gguf(path: Path, hf_name: str) -> Tensor:
     if path.is_dir():
         link = sorted(path.glob("*.gguf"))[0]
         path = link.readlink() if link.is_symlink() else link
-    model = GGUFModel.open(path)
-    architecture = str(model.settings["general.architecture"])
-    is_gemma = architecture.startswith("gemma")
-    module, _, kind = hf_name.rpartition(".")
-    name = f"{_stored_name(module, is_gemma)}.{kind}"
-    found = model.tensors.get(name)
+    checkpoint = gguf_checkpoint(path.parent, GGUFModel.open(path))
+    found = checkpoint.tensors.get(hf_name)
     if found is None:
-        raise StartupError(f"{path} holds no tensor {name!r}, for {hf_name!r}.", "Use a complete file.")
-    entry = found.entry
+        raise StartupError(f"{path} holds no tensor for {hf_name!r}.", "Use a complete file.")
+    entry, layout = found.entry, checkpoint.layout(hf_name)
     raw = np.fromfile(found.path, np.uint8, entry.end - entry.begin, offset=entry.begin)
-    numbers = _NUMBERS[entry.dtype](raw).reshape(entry.shape)
-    if is_gemma and module.endswith("norm"):
-        numbers = numbers - 1.0
-    if architecture == "llama":
-        numbers = _halves_of_heads(model, module.rpartition(".")[2], numbers)
-    return torch.from_numpy(np.ascontiguousarray(numbers))
+    numbers = _NUMBERS[entry.dtype](raw).reshape(entry.shape) - layout.added
+    return torch.from_numpy(np.ascontiguousarray(numbers[_halves_of_heads(layout, len(numbers))]))
 
 
-def _stored_name(module: str, is_gemma: bool) -> str:
-    if not module.startswith("model.layers."):
-        return _MODULES[module]
-    _, _, layer, inner = module.split(".", 3)
-    return f"blk.{layer}.{(_GEMMA_NORMS if is_gemma and inner in _GEMMA_NORMS else _MODULES)[inner]}"
-
-
-def _halves_of_heads(model: GGUFModel, part: str, numbers: _Floats) -> _Floats:
-    """Rows 0, 2, 4 … of each head of q and k first, then rows 1, 3, 5 …"""
-    settings = Settings(model)
-    q, k = settings.count(".attention.head_count"), settings.count(".attention.head_count_kv")
-    if part not in ("q_proj", "k_proj", "qkv_proj"):
-        return numbers
-    total, stored = {"q_proj": (q, q), "k_proj": (k, k), "qkv_proj": (q + k, q + 2 * k)}[part]
-    width = len(numbers) // stored
-    order = np.arange(len(numbers))
-    for head in range(total):
-        rows = order[head * width : (head + 1) * width].copy()
-        order[head * width : (head + 1) * width] = np.concatenate((rows[0::2], rows[1::2]))
-    return numbers[order]
+def _halves_of_heads(layout: Layout, rows: int) -> NDArray[np.int64]:
+    """The order of `rows` in which rows 0, 2, 4 … of each head come first, then rows 1, 3, 5 …"""
+    order, width = np.arange(rows), layout.head_dim
+    for start in range(0, layout.interleaved_heads * width, width or 1):
+        head = order[start : start + width].copy()
+        order[start : start + width] = np.concatenate((head[0::2], head[1::2]))
+    return order
 
 
 def _half(blocks: _Bytes, at: int) -> _Floats:

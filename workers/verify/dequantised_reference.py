@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from oarlock.workers.models.gguf_config import open_checkpoint
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
 from oarlock.workers.quantization import int4, int8, scaled_float8
@@ -24,7 +25,7 @@ from oarlock.workers.quantization.formats.form import Arithmetic
 from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.dequantise import dequantised, dequantised_gguf
 from oarlock.workers.weights.checkpoint import Checkpoint
-from oarlock.workers.weights.gguf_model import gguf_file, open_checkpoint
+from oarlock.workers.weights.gguf_model import gguf_file
 
 _ROWS = 8192  # of a weight that are rounded at once
 

@@ -12,10 +12,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from oarlock.workers.layers.decoder_spec import DecoderSpec, LayerSpec
+from oarlock.workers.layers.attention_spec import SelfAttentionSpec
+from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, SublayerSpec
+from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.sharding import shard_vocab
+from oarlock.workers.layers.tensor_spec import Made, Tap
 from oarlock.workers.quantization.formats.form import Arithmetic
-from oarlock.workers.verify.compare import Comparison, Recorded, Row, part_of
+from oarlock.workers.verify.compare import (
+    Comparison,
+    Part,
+    Recorded,
+    Row,
+    Tapped,
+    layer_tensors,
+    part_of,
+    tapped,
+    taps_of,
+)
 from oarlock.workers.verify.dequantised_reference import DequantisedWeights, dequantised_weights
 from oarlock.workers.verify.halves import same_bits
 from oarlock.workers.verify.request import Text
@@ -58,8 +71,8 @@ def _of_groups(inputs: Tensor, weight: Tensor, outputs: Tensor, group: int) -> s
     return f"wrong scales: that of its output {output}{inputs_of} is {factor:.2g} times the right one{more}"
 
 
-# Tensors computed from the same inputs: when the first of a group is wrong, the others may be wrong independently.
-_TOGETHER = ({"q", "k", "v"}, {"q_rope", "k_rope"})
+# Tensors of one sublayer that are made so have the same inputs: when one is wrong, others may be wrong independently.
+_TOGETHER = (Made.PROJECTION, Made.ROTATION)
 _CLOSE = 0.1  # relative distance below which two tensors are the same but for rounding, grown over all layers
 
 
@@ -79,12 +92,17 @@ class _Fault:
         return dequantised_weights(self.model, self.quantization)
 
     @property
-    def module(self) -> str:
-        return f"model.layers.{self.row.layer}"
+    def tapped(self) -> Tapped | None:
+        """The tensor as its layer describes it; None where no layer computes it."""
+        return None if self.row.layer is None else tapped(self.spec, self.row.layer, self.row.tensor)
+
+    def part(self, rank: int) -> Part:
+        """Columns of the tensor that `rank` should hold."""
+        return part_of(self.row.tensor, self.spec, rank, self.size, self.row.layer)
 
     @property
-    def layer(self) -> LayerSpec:
-        return self.spec.layers[self.row.layer or 0]
+    def module(self) -> str:
+        return f"model.layers.{self.row.layer}"
 
     @property
     def ranks(self) -> str:
@@ -92,7 +110,7 @@ class _Fault:
 
     def truth(self, rank: int, name: str | None = None) -> Tensor:
         """The columns that `rank` should hold, by default of this tensor: float64 [T, columns]."""
-        part = part_of(self.row.tensor, self.spec, rank, self.size)
+        part = self.part(rank)
         return Recorded(self.folder).truth(name or self.row.name)[:, part.start : part.stop]
 
     def ours(self, rank: int, suffix: str = "") -> Tensor:
@@ -137,9 +155,10 @@ def explain(
             return []
         return ["every tensor is right and a chosen token is not: the sampler, or the gathering of logits for it"]
     rows = [first]
-    for group in _TOGETHER:
-        if first.tensor in group:
-            rows = [row for row in comparison.rows if row.layer == first.layer and row.tensor in group]
+    found = None if first.layer is None else tapped(spec, first.layer, first.tensor)
+    if found is not None and found.tap.made in _TOGETHER:
+        group = [tap.name for tap in found.branch.sublayer.taps if tap.made is found.tap.made]
+        rows = [row for row in comparison.rows if row.layer == first.layer and row.tensor in group]
     causes = []
     for row in rows:
         if row.wrong_ranks:
@@ -156,34 +175,31 @@ def explain(
 
 
 def _cause(fault: _Fault) -> str:
-    norms = [branch.norm for branch in fault.layer.branches]
-    match fault.row.tensor:
-        case "embedding":
-            return _embedding(fault)
-        case "input_norm":
-            return f"{fault.module}.{norms[0]}: its weight, or the norm itself"
-        case "q" | "k" | "v":
-            return _projection(fault)
-        case "q_rope" | "k_rope":
-            return _rotation(fault)
-        case "attention":
-            return _attention(fault)
-        case "o_proj":
-            return _row_parallel(fault, "self_attn.o_proj", "attention")
-        case "mid_residual":
-            return _residual(fault, 0, "o_proj")
-        case "mlp_norm":
-            return f"{fault.module}.{norms[1]}: its weight, or the norm itself"
-        case "gate_up":
-            return _gate_up(fault)
-        case "mlp":
-            return _row_parallel(fault, "mlp.down_proj", "gate_up")
-        case "residual":
-            return _residual(fault, 1, "down_proj")
-        case "final_norm":
-            return "model.norm.weight, or the final norm itself"
-        case _:
-            return _logits(fault)
+    found = fault.tapped
+    if found is None:
+        match fault.row.tensor:
+            case "embedding":
+                return _embedding(fault)
+            case "final_norm":
+                return "model.norm.weight, or the final norm itself"
+            case _:
+                return _logits(fault)
+    tap, branch = found.tap, found.branch
+    match tap.made:
+        case Made.NORM:
+            return f"{fault.module}.{tap.module}: its weight, or the norm itself"
+        case Made.RESIDUAL:
+            return _residual(fault, branch)
+        case Made.PROJECTION:
+            return _projection(fault, branch, tap)
+        case Made.ROTATION:
+            return _rotation(fault, branch.sublayer, tap)
+        case Made.ATTENTION:
+            return _attention(fault, branch.sublayer)
+        case Made.GATED:
+            return _gated(fault, branch.sublayer)
+        case Made.SUM:
+            return _row_parallel(fault, branch, tap)
 
 
 def _embedding(fault: _Fault) -> str:
@@ -194,31 +210,41 @@ def _embedding(fault: _Fault) -> str:
     return f"model.embed_tokens.weight: the rows of {_ranks(tuple(sorted(owners)))}, or the sum over ranks after it"
 
 
-def _projection(fault: _Fault) -> str:
-    name = f"{fault.module}.self_attn.{fault.row.tensor}_proj"
+def _projection(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:
+    name = f"{fault.module}.{branch.sublayer.module}.{tap.module}"
     if fault.is_constant():
         return (
             f"{name}.bias: the rows of {fault.ranks} (the error is the same for every token: a bias lost, doubled, or "
             "another's)"
         )
     rank = fault.row.wrong_ranks[0]
-    moved = _moved_heads(fault, rank) or _scales(fault, rank, name)
+    moved = _moved_heads(fault, rank) or _scales(fault, branch, rank, name)
     return f"{name}.weight: the rows of {fault.ranks}{f' ({moved})' if moved else ''}"
 
 
-def _scales(fault: _Fault, rank: int, module: str) -> str:
+def _scales(fault: _Fault, branch: BranchSpec, rank: int, module: str) -> str:
     """Describes wrong scales among the rows of a column-parallel weight that a rank holds; "" if there are none."""
     dequantised = fault.dequantised
     if not dequantised.has(module) or dequantised.arithmetic(module) is Arithmetic.DENSE:
         return ""
-    part = part_of(fault.row.tensor, fault.spec, rank, fault.size)
-    inputs = Recorded(fault.folder).truth(f"{fault.row.layer}.input_norm")
+    part = fault.part(rank)
+    inputs = Recorded(fault.folder).truth(_read_by(fault.spec, fault.row.layer or 0, branch))
     return wrong_scales(inputs, dequantised.weight(module).double()[part.start : part.stop], fault.ours(rank)) or ""
+
+
+def _read_by(spec: DecoderSpec, layer: int, branch: BranchSpec) -> str:
+    """The tensor that the sublayer of `branch` reads: its norm, or the residual that comes to it."""
+    names = layer_tensors(spec)
+    at = next(f"{layer}.{tap.name}" for tap in branch.sublayer.taps if tap.is_compared)
+    if branch.norm is not None:
+        return next(f"{layer}.{one.tap.name}" for one in taps_of(spec.layers[layer]) if one.tap.module == branch.norm)
+    before = names.index(at) - 1
+    return names[before] if before >= 0 else "embedding"
 
 
 def _moved_heads(fault: _Fault, rank: int) -> str:
     """Names the heads of a rank that hold another head's numbers, as they do where a shard is cut in a wrong place."""
-    part = part_of(fault.row.tensor, fault.spec, rank, fault.size)
+    part = fault.part(rank)
     heads = Recorded(fault.folder).truth(fault.row.name).split(part.group, 1)
     found = []
     for head, ours in enumerate(fault.ours(rank).split(part.group, 1), part.start // part.group):
@@ -228,22 +254,26 @@ def _moved_heads(fault: _Fault, rank: int) -> str:
     return "; ".join(found)
 
 
-def _rotation(fault: _Fault) -> str:
+def _rotation(fault: _Fault, attention: SublayerSpec, tap: Tap) -> str:
     """Position 0 is rotated by no angle: what is wrong there already is the norm before the rotation."""
+    assert isinstance(attention, SelfAttentionSpec)
     letter = fault.row.tensor[0]
     positions, _ = _positions(fault.folder)
     at_start = bool(fault.wrong_tokens()[positions == 0].any())
-    if fault.layer.attention.qk_norm is not None and at_start:
-        return f"{fault.module}.self_attn.{letter}_norm: its weight, or the norm of heads itself"
+    if tap.module and at_start:
+        normed = "rows" if attention.norms_rows else "heads"
+        return f"{fault.module}.{attention.module}.{tap.module}: its weight, or the norm of {normed} itself"
+    if attention.rope is None:
+        return f"{letter} of layer {fault.row.layer} on {fault.ranks}: turned, in a layer without rotary embedding"
     but = "even at position 0" if at_start else "position 0, which is not turned, is right"
     return f"rotary embedding of {letter} in layer {fault.row.layer} on {fault.ranks} ({but})"
 
 
-def _attention(fault: _Fault) -> str:
+def _attention(fault: _Fault, attention: SublayerSpec) -> str:
+    assert isinstance(attention, SelfAttentionSpec)
     where = f"attention of layer {fault.row.layer} on {fault.ranks}"
     positions, generated = _positions(fault.folder)
-    wrong = fault.wrong_tokens()
-    window = fault.layer.attention.window
+    wrong, window = fault.wrong_tokens(), attention.window
     if window is not None and not bool(wrong[positions < window].any()):
         return f"{where}: the sliding window of {window} tokens (only later tokens are wrong)"
     if bool(generated.any()) and not bool(wrong[~generated].any()):
@@ -263,8 +293,9 @@ def _positions(folder: Path) -> tuple[Tensor, Tensor]:
     return positions, torch.cat([torch.arange(total) >= prompt for prompt, total in counts])
 
 
-def _row_parallel(fault: _Fault, projection: str, inputs: str) -> str:
-    name = f"{fault.module}.{projection}"
+def _row_parallel(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:
+    name = f"{fault.module}.{branch.sublayer.module}.{tap.module}"
+    inputs = next(one.name for one in branch.sublayer.taps if one.is_input and one.module == tap.module)
     if fault.is_constant():
         return f"{name}.bias (the error is the same for every token: lost, or added by more than one rank)"
     weight = fault.dequantised.weight(name).double()
@@ -282,25 +313,28 @@ def _row_parallel(fault: _Fault, projection: str, inputs: str) -> str:
     return f"{which} ({scales})" if scales else which
 
 
-def _residual(fault: _Fault, branch: int, projection: str) -> str:
-    post_norm = fault.layer.branches[branch].post_norm
-    norm = f"{post_norm}, or " if post_norm else ""
+def _residual(fault: _Fault, branch: BranchSpec) -> str:
+    layer = fault.spec.layers[fault.row.layer or 0]
+    added = layer.branches if layer.parallel else (branch,)
+    norms = "".join(f"{one.post_norm}, or " for one in added if one.post_norm is not None)
+    products = " and ".join(tap.module for one in added for tap in one.sublayer.taps if tap.made is Made.SUM)
     return (
-        f"{fault.module}: {norm}the addition of the residual after {projection} "
+        f"{fault.module}: {norms}the addition of the residual after {products} "
         "(or a bias added on the wrong side of the sum)"
     )
 
 
-def _gate_up(fault: _Fault) -> str:
-    prefix, rows = f"{fault.module}.mlp", f"the rows of {fault.ranks}"
-    if fault.layer.mlp.bias:  # with a bias, `_gate_is_right` does not hold
+def _gated(fault: _Fault, mlp: SublayerSpec) -> str:
+    assert isinstance(mlp, GatedMLPSpec)
+    prefix, rows = f"{fault.module}.{mlp.module}", f"the rows of {fault.ranks}"
+    if mlp.bias:  # with a bias, `_gate_is_right` does not hold
         return f"{prefix}.gate_proj or {prefix}.up_proj: {rows}, or the activation"
-    if all(_gate_is_right(fault, rank) for rank in fault.row.wrong_ranks):
+    if all(_gate_is_right(fault, rank, mlp.activation) for rank in fault.row.wrong_ranks):
         return f"{prefix}.up_proj.weight: {rows}"
-    return f"{prefix}.gate_proj.weight: {rows}, or the activation ({fault.layer.mlp.activation})"
+    return f"{prefix}.gate_proj.weight: {rows}, or the activation ({mlp.activation})"
 
 
-def _gate_is_right(fault: _Fault, rank: int) -> bool:
+def _gate_is_right(fault: _Fault, rank: int, activation: str) -> bool:
     """Whether a rank's wrong y(x) = act(g) * u, where g and u are linear in x, has the right g in it.
 
     For silu and gelu, act(g) - act(-g) = g and act(g) + act(-g) = g * h(g), with h as in `_ODD`. So y(x) + y(-x) is
@@ -308,7 +342,7 @@ def _gate_is_right(fault: _Fault, rank: int) -> bool:
     """
     gate = fault.truth(rank, f"{fault.row.layer}.gate")
     output, mirrored = fault.ours(rank), fault.ours(rank, "_mirrored")  # y(x), y(-x)
-    return _distance((output + mirrored) * _ODD[fault.layer.mlp.activation](gate), output - mirrored) < _CLOSE
+    return _distance((output + mirrored) * _ODD[activation](gate), output - mirrored) < _CLOSE
 
 
 _ODD: dict[str, Callable[[Tensor], Tensor]] = {

@@ -16,9 +16,15 @@ from torch import Tensor
 
 from oarlock.workers.layers.fused_layer import PreparedLayers
 
-# The result of each half, by the name under which the separate operations are recorded.
-_TENSORS = {"attention": "mid_residual", "mlp": "residual"}
-HALVES = tuple(_TENSORS)
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """One branch of a layer, which the kernels run as a whole."""
+
+    layer: int
+    branch: int  # its number in the layer
+    title: str
+    tensor: str | None  # the recorded one that it leaves; None where operations leave none, as between parallel ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +32,15 @@ class HalfDifference:
     """A half of a layer that left other bits in its two forms."""
 
     layer: int
-    half: str  # of `HALVES`
+    half: str  # the title of its sublayer
     rank: int
     largest: float  # of the differences; NaN where one form gives NaN
+    branch: int = 0  # number of the half in its layer
 
     @property
     def place(self) -> tuple[int, int, int]:
         """Sort key: the order in which halves are computed."""
-        return self.layer, HALVES.index(self.half), self.rank
+        return self.layer, self.branch, self.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +97,18 @@ class RecordedHalves:
         if self._prepared is not None:
             self._prepared.after_branch = None
 
-    def compare(self, separate: Sequence[dict[str, Tensor]], rank: int, first_layer: int = 0) -> Halves:
-        """`separate`: for each of the same steps, the tensors of the separate operations, by name. `first_layer`: of
-        the stage."""
+    def compare(self, separate: Sequence[dict[str, Tensor]], rank: int, halves: Sequence[Half]) -> Halves:
+        """`separate`: for each of the same steps, the tensors of the separate operations, by name. `halves`: of the
+        stage, in their order."""
         if self._prepared is None:
             return Halves(0, self._why_not)
-        count = len(self._steps[0])
         found = []
-        for number in range(count):
-            layer, half = first_layer + number // len(HALVES), HALVES[number % len(HALVES)]
-            pairs = [
-                (served[number], step[f"{layer}.{_TENSORS[half]}"])
-                for served, step in zip(self._steps, separate, strict=True)
-            ]
+        for number, half in enumerate(halves):
+            if half.tensor is None:
+                continue
+            pairs = [(served[number], step[half.tensor]) for served, step in zip(self._steps, separate, strict=True)]
             wrong = [(one.double() - other.double()).abs().max() for one, other in pairs if not same_bits(one, other)]
             if wrong:
-                found.append(HalfDifference(layer, half, rank, torch.stack(wrong).max().item()))
-        return Halves(count, None, tuple(found))
+                largest = torch.stack(wrong).max().item()
+                found.append(HalfDifference(half.layer, half.title, rank, largest, half.branch))
+        return Halves(sum(half.tensor is not None for half in halves), None, tuple(found))

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,15 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.pipeline_stage import PipelineStage
 from oarlock.workers.distributed.shm_ring import ChannelClosedError
 from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.decoder_spec import SublayerSpec
+from oarlock.workers.layers.tensor_spec import Made, Tap
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.protocol import StepMetadata
 from oarlock.workers.ranks.spawn_ranks import RankArguments, begin
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.runner.worker_process import join, log_to_stderr
-from oarlock.workers.verify.compare import file_of
+from oarlock.workers.verify.compare import file_of, halves_of, part_of, taps_of
 from oarlock.workers.verify.halves import RecordedHalves
 from oarlock.workers.verify.request import Request, Text
 
@@ -75,7 +78,8 @@ def run_rank(
             on_progress("recording the tensors")
             runner.execute(step)
         recording.close()
-        halves.compare(recording.steps, tp.rank, runner.layers.start).write(folder, tp.rank, runner.stage.number)
+        found = halves.compare(recording.steps, tp.rank, halves_of(runner.spec, runner.layers))
+        found.write(folder, tp.rank, runner.stage.number)
         order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__))
         for file, tensors in _files(recording.steps, order):
             on_progress("writing the tensors")
@@ -147,18 +151,20 @@ class RecordingDecoder:
     heads and K key-value heads of this rank; I its share of the intermediate size; dtypes as the layers made them.
 
         embedding            [T, hidden]     input of the first layer: summed over ranks, and scaled (Gemma)
-        {i}.input_norm       [T, hidden]     input of the projections
+        {i}.input_norm       [T, hidden]     input of the projections, where there is a norm before them
         {i}.q {i}.k {i}.v    [T, H or K, D]  after the projection, bias included
-        {i}.q_rope {i}.k_rope                after head norm (Qwen3, Gemma 3) and rotation: as attended, as cached
+        {i}.q_rope {i}.k_rope                after the norm of heads or rows, and rotation: as attended, as cached
         {i}.attention        [T, H, D]       input of o_proj
         {i}.o_proj           [T, hidden]     summed over ranks, before any norm and before the residual is added
-        {i}.mid_residual     [T, hidden]     after the attention half
-        {i}.mlp_norm         [T, hidden]     input of the MLP
+        {i}.mid_residual     [T, hidden]     after the attention half, unless the MLP is beside it
+        {i}.mlp_norm         [T, hidden]     input of the MLP, where it has a norm of its own
         {i}.gate_up          [T, I]          activation(gate) * up
         {i}.mlp              [T, hidden]     down_proj, as o_proj
         {i}.residual         [T, hidden]     after the layer
         final_norm           [T, hidden]
         logits               [L, V]          this rank's shard of the vocabulary; only after `compute_logits`
+
+    Those of layer i are the taps of its sublayers (`compare.taps_of`).
 
     Every rank of a group must be recorded, or none. Attributes that are not defined here are the decoder's.
     """
@@ -226,37 +232,58 @@ class RecordingDecoder:
 
     def _install_layer(self, place: int) -> None:
         """Installs the hooks of the layer at `place` in its stage."""
-        block, layer = self.decoder.layers[place], self.decoder.stage[place]
-        attention, mlp = block.attention, block.mlp
+        layer, number = self.decoder.layers[place], self.decoder.stage[place]
+        shape = self.decoder.spec.layers[number]
+        for branch, spec in zip(layer.branches, shape.branches, strict=True):
+            self._hook_sublayer(branch.sublayer, spec.sublayer, number)
+        branches = dict(zip(map(id, shape.branches), layer.branches, strict=True))
+        taps = taps_of(shape)
+        for one, following in zip(taps, [*taps[1:], None], strict=True):
+            name = f"{number}.{one.tap.name}"
+            if one.tap.made is Made.NORM:
+                self._hook(branches[id(one.branch)], "norm", after=partial(self._record, name))
+            elif one.tap.made is Made.RESIDUAL and following is not None:
+                branch = branches[id(following.branch)]
+                self._hook(branch, "sublayer" if branch.norm is None else "norm", before=partial(self._record, name))
+        self._undo.append(lambda: self.decoder.layers.__setitem__(place, layer))
+        before = (lambda x: self._record("embedding", x)) if number == 0 else None
+        after = partial(self._record, f"{number}.{taps[-1].tap.name}")
+        self.decoder.layers[place] = _Hooked(layer, before, after)  # ty: ignore[invalid-assignment]
 
-        def record(name: str) -> Callable[[Tensor], None]:
-            return lambda value: self._record(f"{layer}.{name}", value)
+    def _hook_sublayer(self, sublayer: Any, spec: SublayerSpec, layer: int) -> None:
+        """Installs the hooks on the products of a sublayer; what is between them, the attention backend records."""
+        taps = [tap for tap in spec.taps if tap.is_compared]
+        for whole, parts in spec.fused.items():
+            projections = [tap for tap in taps if tap.made is Made.PROJECTION and tap.module in parts]
+            if projections:
+                self._hook(sublayer, sublayer.products[whole], after=partial(self._record_parts, layer, projections))
+        for tap in taps:
+            if tap.made is Made.SUM:
+                inputs = next(one for one in taps if one.is_input and one.module == tap.module)
+                taken = f"{layer}.{inputs.name}" if inputs.made is Made.GATED else None
+                self._hook_row_parallel(sublayer, sublayer.products[tap.module], f"{layer}.{tap.name}", taken)
+            elif tap.made is Made.GATED and self._diagnostics:
+                (whole,) = spec.fused
+                self._hook_mirror(sublayer, sublayer.products[whole], f"{layer}.{tap.name}_mirrored")
 
-        def record_qkv(qkv: Tensor) -> None:
-            heads, kv_heads = attention.spec.num_heads, attention.spec.num_kv_heads
-            parts = qkv.view(qkv.shape[0], -1, attention.spec.head_dim).split((heads, kv_heads, kv_heads), 1)
-            for name, part in zip("qkv", parts, strict=True):
-                self._record(f"{layer}.{name}", part)
+    def _record_parts(self, layer: int, taps: list[Tap], product: Tensor) -> None:
+        """The results of one product [T, columns of all parts], each by its name as [T, parts, columns of one]."""
+        tp = self.decoder.place.tp
+        parts = [part_of(tap.name, self.decoder.spec, tp.rank, tp.size, layer) for tap in taps]
+        columns = product.split([part.width for part in parts], 1)
+        for tap, part, found in zip(taps, parts, columns, strict=True):
+            self._record(f"{layer}.{tap.name}", found.unflatten(1, (-1, part.group)))
 
-        before_attention, before_mlp = block.branches
-        self._hook(before_attention, "norm", after=record("input_norm"))
-        self._hook(attention, "qkv", after=record_qkv)
-        self._hook_row_parallel(attention, "output", f"{layer}.o_proj")
-        self._hook(before_mlp, "norm", before=record("mid_residual"), after=record("mlp_norm"))
-        self._hook_row_parallel(mlp, "down", f"{layer}.mlp", inputs=f"{layer}.gate_up")
-        if self._diagnostics:
-            gate_up = mlp.gate_up
-            self._hook(mlp, "gate_up", before=lambda x: self._record(f"{layer}.gate_up_mirrored", gate_up(-x)))
-        self._undo.append(lambda: self.decoder.layers.__setitem__(place, block))
-        before = (lambda x: self._record("embedding", x)) if layer == 0 else None
-        self.decoder.layers[place] = _Hooked(block, before, record("residual"))  # ty: ignore[invalid-assignment]
+    def _hook_mirror(self, owner: Any, name: str, output: str) -> None:
+        product = getattr(owner, name)
+        self._hook(owner, name, before=lambda x: self._record(output, product(-x)))
 
     def _hook(self, owner: Any, name: str, before: Any = None, after: Any = None) -> None:
         original = getattr(owner, name)
         self._undo.append(lambda: setattr(owner, name, original))
         setattr(owner, name, _Hooked(original, before, after))
 
-    def _hook_row_parallel(self, owner: Any, name: str, output: str, inputs: str | None = None) -> None:
+    def _hook_row_parallel(self, owner: Any, name: str, output: str, inputs: str | None) -> None:
         """The layer adds bias and residual before it returns, so its sum is recorded inside `all_reduce`."""
         layer = getattr(owner, name)
 

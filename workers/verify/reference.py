@@ -23,11 +23,12 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from transformers.utils import logging as transformers_logging
 
 from oarlock.workers.distributed.control_channel import Control
-from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
+from oarlock.workers.layers.tensor_spec import Made, Tap
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.python_child import die_with_parent
 from oarlock.workers.quantization.registry import QUANTIZATIONS
-from oarlock.workers.verify.compare import file_of, tensor_names
+from oarlock.workers.verify.compare import file_of, taps_of
 from oarlock.workers.verify.dequantised_reference import (
     DequantisedModel,
     LayerLoss,
@@ -138,7 +139,7 @@ def _record(
         truth = _run(model, spec, text, truth_dtype)
     say("writing its tensors")
     files: dict[str, list[str]] = {}
-    for name in [*tensor_names(spec.num_layers), *(f"{layer}.gate" for layer in range(spec.num_layers))]:
+    for name in truth:
         files.setdefault(file_of(name), []).append(name)
     for file, names in files.items():
         exact = {name: truth[name] for name in names}
@@ -175,7 +176,8 @@ def _run(model: PreTrainedModel, spec: DecoderSpec, text: Text, keep: torch.dtyp
 
 
 class TransformersRecorder:
-    """Hooks on a transformers model that keep the tensors of `compare.tensor_names`, and `{i}.gate`, as [T, columns].
+    """Hooks on a transformers model that keep all tensors of `compare.taps_of`, and those before and after the layers,
+    as [T, columns].
 
     Several calls of the model follow one another along T. `q_rope` and `k_rope` are taken from the arguments of the
     attention function, which is registered anew under another name.
@@ -217,30 +219,35 @@ class TransformersRecorder:
         self._parts.setdefault(name, []).append(rows.reshape(rows.shape[0], -1).to(self._keep, copy=True).cpu())
 
     def _hook_layer(self, index: int, layer: Any) -> None:
-        attention, mlp, spec = layer.self_attn, layer.mlp, self._spec
-        width, shape = spec.attention.head_dim, spec.attention
-        heads, kv_heads = shape.num_heads * width, shape.num_kv_heads * width
-        if hasattr(attention, "qkv_proj"):
-            self._before(attention.qkv_proj, f"{index}.input_norm")
-            self._after_split(attention.qkv_proj, [f"{index}.{part}" for part in "qkv"], [heads, kv_heads, kv_heads])
-        else:
-            self._before(attention.q_proj, f"{index}.input_norm")
-            for part in "qkv":
-                self._after(getattr(attention, f"{part}_proj"), f"{index}.{part}")
-        if hasattr(mlp, "gate_up_proj"):
-            size = spec.layers[index].mlp.intermediate_size
-            self._after_split(mlp.gate_up_proj, [f"{index}.gate", f"{index}.up"], [size, size])
-        else:
-            self._after(mlp.gate_proj, f"{index}.gate")
-        self._before(attention.o_proj, f"{index}.attention")
-        self._after(attention.o_proj, f"{index}.o_proj")
-        # Gemma also norms the result of each half; there `post_attention_layernorm` comes before the addition.
-        norm = getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
-        self._before(norm, f"{index}.mid_residual")
-        self._after(norm, f"{index}.mlp_norm")
-        self._before(mlp.down_proj, f"{index}.gate_up")
-        self._after(mlp.down_proj, f"{index}.mlp")
-        self._after(layer, f"{index}.residual")
+        shape = self._spec.layers[index]
+        for number, one in enumerate(taps := taps_of(shape)):
+            name, branch = f"{index}.{one.tap.name}", one.branch
+            if one.tap.made is Made.NORM:
+                self._after(getattr(layer, one.tap.module), name)
+            elif one.tap.made is Made.RESIDUAL:
+                if number == len(taps) - 1:
+                    self._after(layer, name)
+                else:
+                    following = taps[number + 1].branch
+                    self._before(getattr(layer, following.norm or following.sublayer.module), name)
+            elif one.tap.made is not Made.ROTATION:  # those are arguments of the attention function
+                self._hook_sublayer(index, getattr(layer, branch.sublayer.module), branch.sublayer, one.tap)
+
+    def _hook_sublayer(self, index: int, module: Any, spec: SublayerSpec, tap: Tap) -> None:
+        """`module`: the sublayer as transformers has it, where products may be fused."""
+        name = f"{index}.{tap.name}"
+        if hasattr(module, tap.module):
+            hook = self._before if tap.is_input else self._after
+            hook(getattr(module, tap.module), name)
+            return
+        fused = next(whole for whole, parts in spec.fused.items() if tap.module in parts)
+        rows = {tensor.name: tensor.shape[0] for tensor in spec.tensors(self._spec.hidden_size)}
+        start = 0
+        for part in spec.fused[fused]:
+            if part == tap.module:
+                break
+            start += rows[f"{part}.weight"]
+        self._after(getattr(module, fused), name, slice(start, start + rows[f"{tap.module}.weight"]))
 
     def _before(self, module: nn.Module, name: str) -> None:
         def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -248,16 +255,9 @@ class TransformersRecorder:
 
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _after(self, module: nn.Module, name: str) -> None:
+    def _after(self, module: nn.Module, name: str, columns: slice = slice(None)) -> None:
         def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-            self.record(name, result[0] if isinstance(result, tuple) else result)
-
-        self._handles.append(module.register_forward_hook(hook))
-
-    def _after_split(self, module: nn.Module, names: list[str], sizes: list[int]) -> None:
-        def hook(module: nn.Module, args: tuple[Any, ...], result: Tensor) -> None:
-            for name, part in zip(names, result.split(sizes, dim=-1), strict=True):
-                self.record(name, part)
+            self.record(name, (result[0] if isinstance(result, tuple) else result)[..., columns])
 
         self._handles.append(module.register_forward_hook(hook))
 
@@ -307,8 +307,15 @@ def _exact_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         if hasattr(module, "embed_scale"):  # Gemma's, which it rounds to the dtype: that is part of what it means
             scale = torch.as_tensor(module.embed_scale).to(module.weight.dtype).item()
         return lambda ids: F.embedding(ids, module.weight).double() * scale
+    if type(module).__name__.endswith("LayerNorm"):
+        return lambda x: _norm(module, x - x.mean(-1, keepdim=True), 0.0)
     if type(module).__name__.endswith("RMSNorm"):
-        return lambda x: _norm(module, x)
+        weight: Any = module.weight
+        scaled = module(
+            torch.ones_like(weight)
+        )  # tells whether it scales by the weight, or by 1 + weight as Gemma's do
+        offset = round((scaled - weight).double().mean().item())
+        return lambda x: _norm(module, x, offset)
     if any(True for _ in module.parameters(recurse=False)):
         raise NotImplementedError(f"no float64 form of {type(module).__name__} is known")
     return None
@@ -321,12 +328,11 @@ def _linear(module: nn.Linear, x: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def _norm(module: Any, x: Tensor) -> Tensor:
+def _norm(module: Any, x: Tensor, offset: float) -> Tensor:
+    """Rows of `x` divided by their root mean square, scaled by `offset` + weight, plus the bias if there is one."""
     eps: float = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    weight: Tensor = module.weight.double()
-    if type(module).__name__.startswith("Gemma"):
-        weight = 1.0 + weight
-    return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    normed = (offset + module.weight.double()) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return normed if getattr(module, "bias", None) is None else normed + module.bias.double()
 
 
 def exact_attention(

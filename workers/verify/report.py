@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from oarlock.workers.verify.compare import LARGEST_LIMIT, LIMIT, REPLICATED, Comparison, Row
+from oarlock.workers.verify.compare import LARGEST_LIMIT, LIMIT, Comparison, Row
 from oarlock.workers.verify.dequantised_reference import RoundingLoss
 from oarlock.workers.verify.halves import Halves
 
@@ -147,7 +147,7 @@ def _loss_lines(loss: RoundingLoss, quantization: str) -> list[str]:
 
 def _ranks_line(comparison: Comparison) -> str:
     """Whether the ranks hold the same bits where they should."""
-    count = sum(row.tensor in REPLICATED for row in comparison.rows)
+    count = sum(row.is_on_all_ranks for row in comparison.rows)
     differ = [row.name for row in comparison.rows if not row.ranks_agree]
     if differ:
         return f"ranks: not the same bits in {len(differ)} of {count} tensors that all hold, first {differ[0]}"

@@ -8,9 +8,10 @@ import os
 import re
 import struct
 from array import array
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 from oarlock.workers.errors import StartupError
 from oarlock.workers.weights.checkpoint import Checkpoint, Located
@@ -93,40 +94,7 @@ def _check_part(header: GGUFHeader, number: int, count: int) -> None:
         )
 
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GEMMA = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_LAYER_OF = {
-    "llama": _LAYER,
-    "qwen2": _LAYER,
-    "qwen3": _LAYER,
-    "phi3": _LAYER | {"ffn_up": "mlp.gate_up_proj"},  # the gate's rows are above up's
-    "gemma2": _LAYER | _GEMMA,
-    "gemma3": _LAYER | _GEMMA,
-}
-ARCHITECTURES = tuple(_LAYER_OF)
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-
-_LAYER_NAME = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
-_TOP_NAME = re.compile(r"(\w+)\.(weight|bias)")
-_INTERLEAVED = re.compile(r".*\.self_attn\.(q|k|qkv)_proj\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,27 +111,6 @@ class Layout:
 PLAIN = Layout()
 
 
-def hf_name(architecture: str, name: str) -> str | None:
-    """Hugging Face's name of tensor `name`; None where the model's description takes its place, or it is unknown."""
-    layer = _LAYER_NAME.fullmatch(name)
-    if layer is not None:
-        found = _LAYER_OF[architecture].get(layer[2])
-        return None if found is None else f"model.layers.{int(layer[1])}.{found}.{layer[3]}"
-    top = _TOP_NAME.fullmatch(name)
-    return f"{_TOP[top[1]]}.{top[2]}" if top is not None and top[1] in _TOP else None
-
-
-def layout(architecture: str, hf: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Layout:
-    """Layout of the tensor whose Hugging Face name is `hf`."""
-    if architecture in ("gemma2", "gemma3") and hf.endswith("norm.weight"):
-        return Layout(added=1.0)
-    found = _INTERLEAVED.fullmatch(hf) if architecture == "llama" else None
-    if found is None:
-        return PLAIN
-    heads = {"q": num_heads, "k": num_kv_heads, "qkv": num_heads + num_kv_heads}[found[1]]
-    return Layout(heads, head_dim)
-
-
 _FIX = "Use a file that llama.cpp's converter wrote."
 
 
@@ -173,11 +120,6 @@ class Settings:
     def __init__(self, model: GGUFModel) -> None:
         self.model = model
         self.architecture = self.text("general.architecture", "")
-        if self.architecture not in ARCHITECTURES:
-            raise StartupError(
-                f"{model.path}: architecture {self.architecture[:80]!r} is not supported.",
-                f"Supported in GGUF: {', '.join(ARCHITECTURES)}.",
-            )
 
     def has(self, key: str) -> bool:
         return self._key(key) in self.model.settings
@@ -231,6 +173,16 @@ class Settings:
             raise self._wrong(key, f"a list of {length} numbers")
         return value
 
+    def check_whole_heads(self, head_dim: int) -> None:
+        """Raise `StartupError` if only a part of each head is rotated, as in no model of this architecture."""
+        rotated = self.count(".rope.dimension_count", head_dim)
+        if rotated != head_dim:
+            raise StartupError(
+                f"{self.model.path} rotates {rotated} of {head_dim} elements of a head, which "
+                f"{self.architecture} models do not.",
+                "Use the model's safetensors checkpoint.",
+            )
+
     def _key(self, key: str) -> str:
         return f"{self.architecture}{key}" if key.startswith(".") else key
 
@@ -242,6 +194,22 @@ class Settings:
 
     def _wrong(self, key: str, what: str) -> StartupError:
         return StartupError(f"{self.model.path}: setting {self._key(key)!r} must be {what}.", _FIX)
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFamily:
+    """An architecture of llama.cpp: the inverse of its converter (conversion/*.py), but for names of tensors, which the
+    sublayers know."""
+
+    name: str
+    architecture: str  # Hugging Face's name of it
+    own: Callable[
+        [Settings, dict[str, Any]], dict[str, Any]
+    ]  # settings besides those of all architectures, given these
+    model_type: str | None = None  # None: `name`
+    # What early files leave out: `heads`, `kv_heads`, `positions`, `theta`.
+    missing: Mapping[str, int] = field(default_factory=dict)
+    pairs_neighbours: bool = False  # it rotates neighbours, so that rows of q and k lie in another order
 
 
 def shortest(value: float) -> float:
@@ -263,23 +231,6 @@ class GGUFCheckpoint(Checkpoint):
     def __init__(self, directory: Path, tensors: dict[str, Located], layouts: dict[str, Layout]) -> None:
         super().__init__(directory, tensors)
         self._layouts = layouts
-
-    @staticmethod
-    def of(directory: Path, model: GGUFModel) -> "GGUFCheckpoint":
-        """`directory` is where the model's description lies."""
-        settings = Settings(model)
-        heads = settings.count(".attention.head_count")
-        kv_heads = settings.count(".attention.head_count_kv", heads)
-        head_dim = settings.count(".attention.key_length", settings.count(".embedding_length") // heads)
-        tensors: dict[str, Located] = {}
-        layouts: dict[str, Layout] = {}
-        for name, found in model.tensors.items():
-            if name in ROPE_FACTORS or name.endswith(".attn_rot_embd"):  # part of the description
-                continue
-            hf = hf_name(settings.architecture, name) or name
-            tensors[hf] = found
-            layouts[hf] = layout(settings.architecture, hf, heads, kv_heads, head_dim)
-        return GGUFCheckpoint(directory, tensors, layouts)
 
     @property
     def has_blocks(self) -> bool:
@@ -304,11 +255,3 @@ def type_not_served(name: str, found: Located) -> StartupError:
         f"{found.path}: tensor {name!r} is {found.entry.dtype}, which is not supported.",
         f"Use a file whose tensors are among {', '.join(SERVED)}: most models have one named Q4_K_M or Q8_0.",
     )
-
-
-def open_checkpoint(directory: Path) -> Checkpoint:
-    """Read and check every header. Raises `StartupError` naming the file, and the tensor where one is at fault."""
-    path = gguf_file(directory)
-    if path is not None and not any(directory.glob("*.safetensors*")):
-        return GGUFCheckpoint.of(directory, GGUFModel.open(path))
-    return Checkpoint.open(directory)

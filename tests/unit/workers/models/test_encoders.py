@@ -13,10 +13,10 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.errors import StartupError
 from oarlock.workers.models.encoders.registry import ENCODERS as ARCHITECTURES
 from oarlock.workers.models.encoders.registry import describe_encoder, is_encoder, read_encoder
+from oarlock.workers.models.gguf_config import open_checkpoint
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.preflight import check_without_weights, open_model, preflight
 from oarlock.workers.runner.encoder_runner import EncoderRunner
-from oarlock.workers.weights.gguf_model import open_checkpoint
 from tests.golden.tiny_encoders import ENCODERS, make_encoder
 
 
