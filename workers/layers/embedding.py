@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.sharding import shard_vocab
 from oarlock.workers.quantization.matmul import ReadableMatmul, holds_weight
@@ -63,6 +64,11 @@ class VocabParallelHead:
         self.start, self.local, self.real = shard_vocab(vocab_size, place.tp.rank, place.tp.size)
         self.softcap = softcap
         self.shares_memory = False
+
+    @staticmethod
+    def of(spec: DecoderSpec, place: Placement) -> "VocabParallelHead":
+        """The output head of a model, with all that the model does to logits."""
+        return VocabParallelHead("lm_head", spec.vocab_size, spec.hidden_size, place, spec.logit_softcap)
 
     @property
     def weight_bytes(self) -> int:

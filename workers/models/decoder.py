@@ -141,7 +141,7 @@ class Decoder:
         self.embedding = VocabParallelEmbedding("model.embed_tokens", vocab, hidden, words, spec.embedding_scale)
         self.layers = [DecoderLayer(f"model.layers.{i}", spec, i, place) for i in stage]
         self.norm = make_norm("model.norm", hidden, spec.norm, place)
-        self.head = VocabParallelHead("lm_head", vocab, hidden, words, spec.logit_softcap)
+        self.head = VocabParallelHead.of(spec, words)
         ropes = [spec.layers[i].attention.rope for i in stage]
         self.rotary = {rope: RotaryTable(rope, device) for rope in ropes if rope is not None}  # mostly one
         self.rotary_of = [-1 if rope is None else list(self.rotary).index(rope) for rope in ropes]
