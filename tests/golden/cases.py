@@ -78,6 +78,9 @@ CASES: dict[str, Case] = {
         "num_key_value_heads": 1, "vocab_size": 311, "final_logit_softcapping": 2.0, "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}, (1, 4), max_shard_size="60KB"),
+    "olmo2": Case("olmo2", {}, (1, 2, 4, 8)),  # rows of q and k are normed over all ranks
+    "olmo2-one-kv-head-biased": Case("olmo2", {"num_key_value_heads": 1, "attention_bias": True, "vocab_size": 313,
+                                               "tie_word_embeddings": True}, (2, 4), torch.bfloat16),
     "phi3": Case("phi3", {"sliding_window": 20}, (1, 2, 4, 8)),
     "phi3-one-kv-head": Case("phi3", {"num_key_value_heads": 1, "vocab_size": 305}, (2,), torch.float16),
     "phi3-longrope-short": Case("phi3", _longrope(4, 64), (1,)),  # every sequence within the trained length
@@ -87,7 +90,7 @@ CASES: dict[str, Case] = {
                  max_shard_size="120KB", max_model_len=512),
 }  # fmt: skip
 # One case per family and size, for tests that need not run on every shape.
-FAMILY_CASES = ("qwen2", "qwen3", "llama", "mistral-window", "gemma2", "gemma3", "phi3", "phi4")
+FAMILY_CASES = ("qwen2", "qwen3", "llama", "mistral-window", "gemma2", "gemma3", "olmo2", "phi3", "phi4")
 RUNS = [(name, size) for name, case in CASES.items() for size in case.sizes]
 
 

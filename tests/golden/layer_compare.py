@@ -39,7 +39,15 @@ class Finding:
 
 
 def names_of(spec: DecoderSpec) -> list[str]:
-    layers = [f"{layer}.{name}" for layer in range(spec.num_layers) for name in LAYER]
+    """Without a norm before them, sublayers read the residual; parallel ones leave one residual."""
+    layers = []
+    for index, layer in enumerate(spec.layers):
+        without = set()
+        if layer.branches[0].norm is None:
+            without |= {"input_norm", "mlp_norm"}
+        if layer.parallel:
+            without |= {"mlp_norm", "mid_residual"}
+        layers += [f"{index}.{name}" for name in LAYER if name not in without]
     return ["embedding", *layers, "final_norm", "logits"]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
+FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
 # Small and odd on purpose: heads share KV heads, and no size is a power of two by accident of the family's defaults.
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -33,6 +33,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
                     ["sliding_attention", "full_attention", "sliding_attention"]},
     "llama": {},
     "mistral": {"sliding_window": 24, "head_dim": None},
+    "olmo2": {},
     "phi3": {},
     "qwen2": {},
     "qwen3": {"head_dim": 24},

@@ -14,7 +14,7 @@ from oarlock.workers.kernels.cpu.fused_layer import CHeadsAndPages, OperationKin
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.fused_layer import PRODUCTS, CannotPrepare, Program
 from oarlock.workers.layers.linear import QKVParallelLinear, RowParallelLinear
-from oarlock.workers.layers.norm import HeadNorm
+from oarlock.workers.layers.norm import HeadNorm, RowNorm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.rotary import rotate, rotate_neighbours
 
@@ -33,8 +33,11 @@ class Attention:
         )
         shard = self.qkv.shard
         self.output = RowParallelLinear(f"{name}.o_proj", spec.num_heads * spec.head_dim, hidden, spec.o_bias, place)
-        self.norm = None
-        if spec.qk_norm is not None:
+        self.norm: HeadNorm | RowNorm | None = None
+        if spec.qk_norm is not None and spec.norms_rows:
+            heads = spec.num_heads, spec.num_kv_heads
+            self.norm = RowNorm(name, shard, heads, spec.head_dim, spec.qk_norm, place)
+        elif spec.qk_norm is not None:
             self.norm = HeadNorm(
                 name, shard.num_heads, shard.num_kv_heads, spec.head_dim, spec.qk_norm.eps, place, spec.qk_norm.offset
             )
@@ -49,7 +52,7 @@ class Attention:
         )
 
     @property
-    def parts(self) -> list[QKVParallelLinear | RowParallelLinear | HeadNorm]:
+    def parts(self) -> list[QKVParallelLinear | RowParallelLinear | HeadNorm | RowNorm]:
         return [self.qkv, self.output] if self.norm is None else [self.qkv, self.norm, self.output]
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Tensor:
@@ -64,7 +67,7 @@ class Attention:
         """Values as the rank's heads mix them, before `output`: [T, H * D]."""
         heads, kv_heads, backend = self.spec.num_heads, self.spec.num_kv_heads, step.backend
         qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
-        is_usual = self.rope is not None and not self.rope.interleaved
+        is_usual = self.rope is not None and not self.rope.interleaved and not isinstance(self.norm, RowNorm)
         if is_usual and step.angles is not None and isinstance(backend, FusedBackend):
             norm = None if self.norm is None else (self.norm.weight, self.norm.eps)
             q = backend.rotate_and_write(step.kv, qkv, norm, *step.angles, step.batch)  # [T, H, D]
@@ -85,9 +88,12 @@ class Attention:
         """Writes its operations on `source`, up to the input of the output product; returns that and where it is."""
         qkv, mixed = Rows.SCRATCH_TOO, Rows.SCRATCH
         program.multiply(program.take(self, "qkv", QKVParallelLinear), source, qkv, *PRODUCTS)
-        norm = program.take_optional(self, "norm", HeadNorm)
+        norm = program.take_optional(self, "norm", HeadNorm, RowNorm)
         if norm is not None and not norm.has_kernel:
             raise CannotPrepare("norms of heads are computed by torch")
+        of_rows = norm.of if isinstance(norm, RowNorm) else None
+        if of_rows is not None and self.place.tp.size > 1 and self.place.tp.group_for_kernels is None:
+            raise CannotPrepare("ranks sum the squares of rows without kernels")
         heads = CHeadsAndPages(
             ctypes.addressof(program.backend.layer(self.spec)),
             None if norm is None else program.take(norm, "weight", Tensor).data_ptr(),
@@ -96,6 +102,7 @@ class Attention:
             rotary,
             self.rope is not None and self.rope.interleaved,
             0.0 if norm is None else norm.eps,
+            None if of_rows is None else program.keep(of_rows),
         )
         if norm is not None or rotary >= 0:
             program.add(OperationKind.TURN_HEADS, qkv, qkv, heads, 0)

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.kernels.cpu import elementwise
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.layers.placement import Placement
+from oarlock.workers.layers.sharding import HeadShard
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.weights.source import WeightSource
 
@@ -130,6 +132,73 @@ class HeadNorm:
         if self.has_kernel:
             return elementwise.rms_norm(qk, self.weight, self.eps, float32_output=True)
         return F.rms_norm(qk.float(), (self.head_dim,), None, self.eps).mul_(self.weight)
+
+
+class RowNorm:
+    """OLMo 2's norm of queries and of keys over the rows of all heads, of which the rank has some:
+    [T, heads + kv_heads, head_dim]. The result stays float32, for the rotation that follows.
+
+    Each head's squares are summed by one rank, and those of all heads added in their order by every rank: the bits do
+    not depend on the number of ranks.
+    """
+
+    def __init__(
+        self, name: str, shard: HeadShard, heads: tuple[int, int], head_dim: int, spec: NormSpec, place: Placement
+    ) -> None:
+        """`name` is the attention module's. `heads`: how many there are of queries and of keys, over all ranks."""
+        self.name = name
+        self.head_dim = head_dim
+        self.eps = spec.eps
+        self.offset = spec.offset
+        self.place = place
+        self.has_kernel = elementwise.can_serve(place.dtype, place.device)
+        copies = max(1, place.tp.size // heads[1])  # of each key-value head, on neighbours
+        self.of = elementwise.HeadsOfRank(
+            shard.num_heads, shard.num_kv_heads, *heads, shard.first_head, shard.first_kv_head,
+            place.tp.rank % copies == 0,
+        )  # fmt: skip
+
+    @property
+    def weight_bytes(self) -> int:
+        return 4 * (self.of.heads + self.of.kv_heads) * self.head_dim
+
+    def load(self, weights: WeightSource) -> None:
+        of, width = self.of, self.head_dim
+        parts = (
+            ("q_norm", of.all_heads, of.first_head, of.heads),
+            ("k_norm", of.all_kv_heads, of.first_kv_head, of.kv_heads),
+        )
+        found = []
+        for part, heads, first, count in parts:
+            found.append(self.place.empty(count * width))
+            name = f"{self.name}.{part}.weight"
+            weights.take(name, found[-1], shape=(heads * width,), dim=0, start=first * width)
+        self.weight = torch.cat([one.float() for one in found]).view(-1, width) + self.offset
+
+    def __call__(self, qk: Tensor) -> Tensor:
+        squares = self.squares(qk)
+        if self.place.tp.size > 1:
+            squares = self.place.tp.all_reduce(squares)  # each sum comes from one rank: added to zeros, it is exact
+        if self.has_kernel:
+            return elementwise.norm_of_rows(self.of, qk, squares, self.weight, self.eps)
+        heads = (self.of.all_heads, self.of.all_kv_heads)
+        means = [part.double().sum(1) / (part.shape[1] * self.head_dim) for part in squares.split(heads, 1)]
+        factors = torch.stack(means, 1).add(self.eps).rsqrt().float()  # [T, 2]
+        counts = torch.tensor([self.of.heads, self.of.kv_heads], device=qk.device)
+        return qk.float() * factors.repeat_interleave(counts, 1).unsqueeze(2) * self.weight
+
+    def squares(self, qk: Tensor) -> Tensor:
+        """The sum of squares of each head: float32 [T, all heads of queries, then of keys], 0 for those of others."""
+        of = self.of
+        if self.has_kernel:
+            return elementwise.squares_of_heads(of, qk)
+        squares = qk.new_zeros((len(qk), of.all_heads + of.all_kv_heads), dtype=torch.float32)
+        found = qk.float().square().sum(2)  # [T, heads + kv_heads]
+        squares[:, of.first_head : of.first_head + of.heads] = found[:, : of.heads]
+        if of.sums_keys:
+            first = of.all_heads + of.first_kv_head
+            squares[:, first : first + of.kv_heads] = found[:, of.heads :]
+        return squares
 
 
 Norm = RMSNorm | LayerNorm

@@ -12,6 +12,7 @@ from oarlock.workers.models.gemma import GGUF_GEMMA2, GGUF_GEMMA3, describe_gemm
 from oarlock.workers.models.hf_fields import Fields, read_config
 from oarlock.workers.models.llama import GGUF_LLAMA, describe_llama
 from oarlock.workers.models.mistral import describe_mistral
+from oarlock.workers.models.olmo2 import GGUF_OLMO2, describe_olmo2
 from oarlock.workers.models.phi3 import GGUF_PHI3, describe_phi3
 from oarlock.workers.models.qwen import GGUF_QWEN2, GGUF_QWEN3, describe_qwen2, describe_qwen3
 from oarlock.workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, head_differs
@@ -21,13 +22,13 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "Gemma3ForCausalLM": describe_gemma3,
     "LlamaForCausalLM": describe_llama,
     "MistralForCausalLM": describe_mistral,
+    "Olmo2ForCausalLM": describe_olmo2,
     "Phi3ForCausalLM": describe_phi3,
     "Qwen2ForCausalLM": describe_qwen2,
     "Qwen3ForCausalLM": describe_qwen3,
 }
-GGUF_FAMILIES = {
-    family.name: family for family in (GGUF_LLAMA, GGUF_QWEN2, GGUF_QWEN3, GGUF_PHI3, GGUF_GEMMA2, GGUF_GEMMA3)
-}
+_GGUF = (GGUF_LLAMA, GGUF_QWEN2, GGUF_QWEN3, GGUF_PHI3, GGUF_GEMMA2, GGUF_GEMMA3, GGUF_OLMO2)
+GGUF_FAMILIES = {family.name: family for family in _GGUF}
 
 
 def describe(hf_config: dict[str, Any]) -> DecoderSpec:

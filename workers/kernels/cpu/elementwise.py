@@ -35,6 +35,44 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, float32_output: bool = Fa
     return y
 
 
+class HeadsOfRank(ctypes.Structure):
+    """`HeadsOfRank` in `norm.h`: the query and key-value heads of a rank among all."""
+
+    _fields_ = (
+        ("heads", ctypes.c_long),
+        ("kv_heads", ctypes.c_long),
+        ("all_heads", ctypes.c_long),
+        ("all_kv_heads", ctypes.c_long),
+        ("first_head", ctypes.c_long),
+        ("first_kv_head", ctypes.c_long),
+        ("sums_keys", ctypes.c_int),
+    )
+
+
+def squares_of_heads(of: HeadsOfRank, qk: Tensor) -> Tensor:
+    """`qk` [T, heads + kv_heads, D] -> sums of squares, float32 [T, all heads and key-value heads]: 0 for those of
+    other ranks."""
+    rows, _, width = qk.shape
+    squares = torch.empty((rows, of.all_heads + of.all_kv_heads), dtype=torch.float32)
+    _function(library.library(qk.dtype), "oarlock_squares_of_heads")(
+        ctypes.addressof(of), qk.data_ptr(), squares.data_ptr(), rows, width, qk.stride(0), _TYPES[qk.dtype]
+    )
+    return squares
+
+
+def norm_of_rows(of: HeadsOfRank, qk: Tensor, squares: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`qk` [T, heads + kv_heads, D] with the `squares` of all ranks' heads -> float32 of the same shape; `weight`
+    float32 [heads + kv_heads, D]."""
+    rows, _, width = qk.shape
+    assert qk.stride(1) == width and qk.stride(2) == 1 and squares.is_contiguous() and weight.is_contiguous()
+    y = torch.empty(qk.shape, dtype=torch.float32)
+    _function(library.library(qk.dtype), "oarlock_norm_of_rows")(
+        ctypes.addressof(of), qk.data_ptr(), squares.data_ptr(), weight.data_ptr(), y.data_ptr(),
+        rows, width, qk.stride(0), eps, _TYPES[qk.dtype],
+    )  # fmt: skip
+    return y
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` [T, H, D] of `dtype` or float32; `cos`, `sin` float32 [T, 1, rotary_dim] -> `dtype` [T, H, D], contiguous."""
     rows, heads, width = x.shape
@@ -77,6 +115,8 @@ def _function(kernels: ctypes.CDLL, name: str) -> Callable[..., None]:
     pointer, number, switch = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     arguments = {
         "oarlock_rms_norm": [*[pointer] * 3, *[number] * 4, ctypes.c_float, switch, switch],
+        "oarlock_squares_of_heads": [*[pointer] * 3, *[number] * 3, switch],
+        "oarlock_norm_of_rows": [*[pointer] * 5, *[number] * 3, ctypes.c_float, switch],
         "oarlock_rotate": [*[pointer] * 4, *[number] * 5, switch, switch],
         "oarlock_layer_norm": [*[pointer] * 4, *[number] * 2, ctypes.c_float, switch, switch],
         "oarlock_gelu": [*[pointer] * 2, *[number] * 2, *[switch] * 4],

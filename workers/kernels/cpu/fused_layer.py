@@ -67,6 +67,7 @@ class CHeadsAndPages(ctypes.Structure):
         ("rotary", _flag),
         ("interleaved", _flag),
         ("eps", _real),
+        ("of_rows", _pointer),
     )
 
 

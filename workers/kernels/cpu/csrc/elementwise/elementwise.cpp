@@ -19,6 +19,32 @@ extern "C" void oarlock_rms_norm(const void *x, const float *weight, void *y, lo
   });
 }
 
+// qk [rows, heads + kv_heads, width] of type `in` (rows `stride` apart) -> squares float [rows, all heads].
+extern "C" void oarlock_squares_of_heads(const HeadsOfRank *of, const void *qk, float *squares, long rows, long width,
+                                         long stride, int in) {
+  with_type(in, [&](auto *type) {
+    using In = std::remove_pointer_t<decltype(type)>;
+    squares_of_heads(*of, static_cast<const In *>(qk), squares, rows, width, stride);
+  });
+}
+
+// The same, with the squares of all heads, and weight float [heads + kv_heads, width] -> y float32, contiguous.
+extern "C" void oarlock_norm_of_rows(const HeadsOfRank *of, const void *qk, const float *squares, const float *weight,
+                                     float *y, long rows, long width, long stride, float eps, int in) {
+  with_type(in, [&](auto *type) {
+    using In = std::remove_pointer_t<decltype(type)>;
+    const long heads = of->heads + of->kv_heads;
+#pragma omp parallel for if (rows * heads * width > kSerial)
+    for (long row = 0; row < rows; row++) {
+      float factors[2];
+      row_factors(*of, squares + row * of->all(), width, eps, factors);
+      for (long head = 0; head < heads; head++)
+        scale_row(static_cast<const In *>(qk) + row * stride + head * width, factors[head >= of->heads],
+                  weight + head * width, y + (row * heads + head) * width, width);
+    }
+  });
+}
+
 // x [rows, heads, width] of type `out`, or float32 with `float32_input` (rows `x_stride` apart); cos, sin float
 // [rows, 2 half], whose second halves hold the cosine and sine of each pair -> y [rows, heads, width] of type `out`.
 extern "C" void oarlock_rotate(const void *x, const float *cos, const float *sin, void *y, long rows, long heads,

@@ -3,9 +3,9 @@
 #include "simd/element_types.h"
 #include "runtime/parallel.h"
 
-// y[d] = x[d] / sqrt(mean(x^2) + eps) * weight[d] for d < width. y may be x if In and Out are the same type.
-template <class In, class Out>
-inline void rms_norm_row(const In *x, const float *weight, Out *y, long width, float eps) {
+// The sum of x[d]^2 for d < width.
+template <class In>
+inline float sum_of_squares(const In *x, long width) {
   using namespace simd;
   Vec sums[4] = {zero(), zero(), zero(), zero()};  // independent, so that additions need not wait for each other
   long d = 0;
@@ -18,10 +18,27 @@ inline void rms_norm_row(const In *x, const float *weight, Out *y, long width, f
     const Vec value = load(x + d, width - d);
     sums[0] = fma(value, value, sums[0]);
   }
-  const double mean = static_cast<double>(sum((sums[0] + sums[1]) + (sums[2] + sums[3]))) / width;
-  const Vec inverse = broadcast(static_cast<float>(1.0 / __builtin_sqrt(mean + eps)));
-  for (d = 0; d + kLanes <= width; d += kLanes) store(y + d, load(x + d) * inverse * load(weight + d));
+  return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+// What numbers with such a mean square are multiplied by.
+inline float inverse_root(double mean, float eps) { return static_cast<float>(1.0 / __builtin_sqrt(mean + eps)); }
+
+// y[d] = x[d] * factor * weight[d] for d < width. y may be x if In and Out are the same type.
+template <class In, class Out>
+inline void scale_row(const In *x, float factor, const float *weight, Out *y, long width) {
+  using namespace simd;
+  const Vec inverse = broadcast(factor);
+  long d = 0;
+  for (; d + kLanes <= width; d += kLanes) store(y + d, load(x + d) * inverse * load(weight + d));
   if (d < width) store(y + d, load(x + d, width - d) * inverse * load(weight + d, width - d), width - d);
+}
+
+// y[d] = x[d] / sqrt(mean(x^2) + eps) * weight[d] for d < width. y may be x if In and Out are the same type.
+template <class In, class Out>
+inline void rms_norm_row(const In *x, const float *weight, Out *y, long width, float eps) {
+  const double mean = static_cast<double>(sum_of_squares(x, width)) / width;
+  scale_row(x, inverse_root(mean, eps), weight, y, width);
 }
 
 // x [rows, heads, width] (rows `x_stride` elements apart), weight [heads, width] -> y [rows, heads, width] contiguous:
@@ -32,4 +49,38 @@ inline void rms_norm(const In *x, const float *weight, Out *y, long rows, long h
 #pragma omp parallel for if (rows * heads * width > kSerial)
   for (long i = 0; i < rows * heads; i++)
     rms_norm_row(x + i / heads * x_stride + i % heads * width, weight + i % heads * width, y + i * width, width, eps);
+}
+
+// The norm of q and k over all heads of a row, of which each rank has some. The squares of each head are summed by the
+// rank that has it, and those of all heads added in their order: the bits do not depend on the number of ranks.
+struct HeadsOfRank {
+  long heads, kv_heads, all_heads, all_kv_heads;  // of this rank, and of all
+  long first_head, first_kv_head;
+  int sums_keys;  // of ranks with the same key-value heads one sums their squares
+
+  long all() const { return all_heads + all_kv_heads; }
+};
+
+// qk [rows, heads + kv_heads, width] (rows `stride` elements apart) -> squares [rows, all heads]: 0 for those of others.
+template <class In>
+inline void squares_of_heads(const HeadsOfRank &of, const In *qk, float *squares, long rows, long width, long stride) {
+#pragma omp parallel for if (rows * (of.heads + of.kv_heads) * width > kSerial)
+  for (long row = 0; row < rows; row++) {
+    float *to = squares + row * of.all();
+    for (long head = 0; head < of.all(); head++) to[head] = 0;
+    for (long head = 0; head < of.heads + of.kv_heads; head++) {
+      const bool is_key = head >= of.heads;
+      if (is_key && !of.sums_keys) break;
+      const long place = is_key ? of.all_heads + of.first_kv_head + head - of.heads : of.first_head + head;
+      to[place] = sum_of_squares(qk + row * stride + head * width, width);
+    }
+  }
+}
+
+// The factors of the queries and of the keys of a row, from the squares of all its heads.
+inline void row_factors(const HeadsOfRank &of, const float *squares, long width, float eps, float *factors) {
+  double total[2] = {0, 0};
+  for (long head = 0; head < of.all(); head++) total[head >= of.all_heads] += squares[head];
+  factors[0] = inverse_root(total[0] / (of.all_heads * width), eps);
+  factors[1] = inverse_root(total[1] / (of.all_kv_heads * width), eps);
 }

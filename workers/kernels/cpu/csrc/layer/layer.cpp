@@ -60,7 +60,7 @@ void multiply(const Turn<T> &turn, const Operation &op) {
 }
 
 template <class T>
-void turn_heads(const Turn<T> &turn, const Operation &op) {
+int turn_heads(const Turn<T> &turn, const Operation &op) {
   const HeadsAndPages &layer = *static_cast<const HeadsAndPages *>(op.of);
   const AttentionLayer &a = *layer.attention;
   const long width = a.head_dim, heads = a.heads + a.kv_heads, stride = (heads + a.kv_heads) * width;
@@ -68,6 +68,14 @@ void turn_heads(const Turn<T> &turn, const Operation &op) {
   const RotaryRows &rotary = layer.rotary < 0 ? none : turn.step.rotary[layer.rotary];
   const long half = rotary.width / 2;
   T *qkv = turn.at(op.to);
+  const Arena::Mark mark = arena().mark();
+  float *squares = nullptr;
+  if (const HeadsOfRank *of = layer.of_rows) {
+    squares = arena().take<float>(turn.rows * of->all());
+    squares_of_heads(*of, qkv, squares, turn.rows, width, stride);
+    const int missing = turn.step.group ? all_reduce(*turn.step.group, squares, turn.rows * of->all()) : kAllCame;
+    if (missing != kAllCame) return missing;
+  }
 #pragma omp parallel for if (turn.rows * heads * width > kSerial)
   for (long row = 0; row < turn.rows; row++) {
     const float *cos = rotary.rows + turn.step.positions[turn.first + row] * rotary.width, *sin = cos + half;
@@ -75,17 +83,23 @@ void turn_heads(const Turn<T> &turn, const Operation &op) {
       if (layer.interleaved) rotate_neighbours<kWidestHead>(x, cos, sin, y, width, half);
       else rotate_head(x, cos, sin, y, width, half);
     };
+    float factors[2];
+    if (squares) row_factors(*layer.of_rows, squares + row * layer.of_rows->all(), width, layer.eps, factors);
     for (long head = 0; head < heads; head++) {
       T *x = qkv + row * stride + head * width;
-      if (layer.head_norm) {
-        alignas(64) float normed[kWidestHead];
-        rms_norm_row(x, layer.head_norm + head * width, normed, width, layer.eps);
-        rotated(normed, x);
-      } else {
+      if (!layer.head_norm) {
         rotated(x, x);
+        continue;
       }
+      alignas(64) float normed[kWidestHead];
+      const float *scale = layer.head_norm + head * width;
+      if (squares) scale_row(x, factors[head >= a.heads], scale, normed, width);
+      else rms_norm_row(x, scale, normed, width, layer.eps);
+      rotated(normed, x);
     }
   }
+  arena().release(mark);
+  return kAllCame;
 }
 
 template <class T>
@@ -139,36 +153,40 @@ void add_rows(const Turn<T> &turn, const Operation &op) {
   }
 }
 
+// kAllCame, or the rank that did not reach a sum in time.
 template <class T>
-void run_operation(const Turn<T> &turn, const Operation &op) {
+int run_operation(const Turn<T> &turn, const Operation &op) {
   switch (op.kind) {
-    case kNormRows: return norm_rows(turn, op);
-    case kMultiply: return multiply(turn, op);
+    case kNormRows: norm_rows(turn, op); break;
+    case kMultiply: multiply(turn, op); break;
     case kTurnHeads: return turn_heads(turn, op);
-    case kAttend: return attend_rows(turn, op);
-    case kTotal: return take_total(turn, op);
-    case kAddRows: return add_rows(turn, op);
+    case kAttend: attend_rows(turn, op); break;
+    case kTotal: take_total(turn, op); break;
+    case kAddRows: add_rows(turn, op); break;
   }
+  return kAllCame;
 }
 
 // Operations `first` to `last` of a branch, on as many rows at a time as it takes.
 template <class T>
-void run(const Branch &branch, const LayerStep &step, long first, long last) {
+int run(const Branch &branch, const LayerStep &step, long first, long last) {
   const long most = branch.rows_at_once ? std::min(branch.rows_at_once, step.rows) : step.rows;
   const Arena::Mark mark = arena().mark();
   T *scratch[2];
   for (int i = 0; i < 2; i++) scratch[i] = branch.widths[i] ? arena().take<T>(most * branch.widths[i]) : nullptr;
+  int missing = kAllCame;
   for (long row = 0; row < step.rows; row += most) {
     const Turn<T> turn{step, {scratch[0], scratch[1]}, row, std::min(most, step.rows - row)};
-    for (long i = first; i < last; i++) run_operation(turn, branch.operations[i]);
+    for (long i = first; i < last && missing == kAllCame; i++) missing = run_operation(turn, branch.operations[i]);
   }
   arena().release(mark);
+  return missing;
 }
 
 template <class T>
 int run_branches(const Branch *branches, long first, long last, const LayerStep &step) {
   for (const Branch *branch = branches + first; branch < branches + last; branch++) {
-    run<T>(*branch, step, 0, branch->before_sum);
+    if (const int missing = run<T>(*branch, step, 0, branch->before_sum); missing != kAllCame) return missing;
     if (branch->before_sum == branch->count || !step.group) continue;
     const int missing = all_reduce(*step.group, step.partial, step.rows * step.width);
     if (missing != kAllCame) return missing;

@@ -6,6 +6,7 @@
 #pragma once
 #include "attention/attention.h"
 #include "runtime/collective.h"
+#include "elementwise/norm.h"
 #include "gemm/fp8.h"
 #include "gemm/grouped.h"
 
@@ -32,6 +33,7 @@ struct HeadsAndPages {
   int rotary;       // which of the step's tables; -1: heads are not rotated
   int interleaved;  // pairs are neighbours: see rotate_neighbours
   float eps;        // of `head_norm`
+  const HeadsOfRank *of_rows;  // the norm is over the rows of all heads, not over each by itself; or null
 };
 
 struct Addition {
