@@ -38,6 +38,10 @@ class Case:
 
 
 CASES: dict[str, Case] = {
+    "cohere": Case("cohere", {"vocab_size": 307}, (1, 4)),
+    "cohere2": Case("cohere2", {}, (1, 2, 4, 8)),  # its layer without window is not rotated
+    "cohere2-untied-biased-one-kv-head": Case("cohere2", {"attention_bias": True, "tie_word_embeddings": False,
+                                                          "num_key_value_heads": 1}, (2, 4), torch.float16),
     "qwen2": Case("qwen2", {}, (1, 2, 4, 8)),  # 8 ranks over 4 KV heads: replication
     "qwen2-tied-odd-vocab": Case("qwen2", {"tie_word_embeddings": True, "vocab_size": 303}, (1, 4)),
     "qwen2-one-kv-head": Case("qwen2", {"num_key_value_heads": 1}, (2, 4)),
@@ -90,7 +94,9 @@ CASES: dict[str, Case] = {
                  max_shard_size="120KB", max_model_len=512),
 }  # fmt: skip
 # One case per family and size, for tests that need not run on every shape.
-FAMILY_CASES = ("qwen2", "qwen3", "llama", "mistral-window", "gemma2", "gemma3", "olmo2", "phi3", "phi4")
+FAMILY_CASES = (
+    "qwen2", "qwen3", "llama", "mistral-window", "gemma2", "gemma3", "olmo2", "cohere", "cohere2", "phi3", "phi4",
+)  # fmt: skip
 RUNS = [(name, size) for name, case in CASES.items() for size in case.sizes]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
+FAMILIES = ("cohere", "cohere2", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
 # Small and odd on purpose: heads share KV heads, and no size is a power of two by accident of the family's defaults.
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -27,6 +27,9 @@ _SHAPE: dict[str, Any] = {
 }
 # What sets a family apart. Windows are shorter than the tests' prompts, softcaps low enough to bend the scores.
 _FAMILY: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {"sliding_window": 12, "logit_scale": 0.25, "layer_types": ["sliding_attention", "full_attention",
+                                                                           "sliding_attention"]},
     "gemma2": {"sliding_window": 12, "head_dim": 24, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0,
                "final_logit_softcapping": 2.5},
     "gemma3_text": {"sliding_window": 12, "head_dim": 24, "query_pre_attn_scalar": 20, "layer_types":

@@ -39,6 +39,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "qwen2": {"hidden_size": 256},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "olmo2": {},
+    "cohere2": {"hidden_size": 256, "layer_types": ["sliding_attention", "full_attention"]},
 }
 # dtype, quantisation, KV cache
 FORMS = ("bfloat16", "float16", "float32", "bfloat16-int8", "bfloat16-int4", "bfloat16-none-int8", "float32-int8-fp8")
@@ -123,9 +125,9 @@ def test_prompts_have_the_same_bits_at_every_number_of_ranks(checkpoints: dict[s
         ranks.close()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "olmo2", "cohere2"])
 def test_other_families(checkpoints: dict[str, Path], family: str) -> None:
-    """Without biases after the sums, or with norms after them."""
+    """Without biases after the sums, with norms after them, with a norm over the heads of all ranks, side by side."""
     requests = make_requests(24)
     answers = []
     for size, num_threads in ((1, 1), (1, 4), (2, 2), (4, 1), (8, 1)):

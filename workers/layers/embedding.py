@@ -56,19 +56,29 @@ class VocabParallelEmbedding:
 class VocabParallelHead:
     """hidden [L, hidden] -> float32 logits [L, local]: this rank's shard of the vocabulary, padding at -inf."""
 
-    def __init__(self, name: str, vocab_size: int, hidden: int, place: Placement, softcap: float | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        hidden: int,
+        place: Placement,
+        softcap: float | None = None,
+        scale: float = 1.0,
+    ) -> None:
         self.name = name
         self.vocab_size = vocab_size
         self.hidden = hidden
         self.place = place
         self.start, self.local, self.real = shard_vocab(vocab_size, place.tp.rank, place.tp.size)
         self.softcap = softcap
+        self.scale = scale
         self.shares_memory = False
 
     @staticmethod
     def of(spec: DecoderSpec, place: Placement) -> "VocabParallelHead":
         """The output head of a model, with all that the model does to logits."""
-        return VocabParallelHead("lm_head", spec.vocab_size, spec.hidden_size, place, spec.logit_softcap)
+        changes = spec.logit_softcap, spec.logit_scale
+        return VocabParallelHead("lm_head", spec.vocab_size, spec.hidden_size, place, *changes)
 
     @property
     def weight_bytes(self) -> int:
@@ -91,6 +101,8 @@ class VocabParallelHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.product(hidden).float()  # [L, local]
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         if self.real < self.local:

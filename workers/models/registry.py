@@ -7,6 +7,7 @@ from typing import Any
 
 from oarlock.workers.errors import StartupError, shown
 from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.models.cohere import GGUF_COHERE, GGUF_COHERE2, describe_cohere, describe_cohere2
 from oarlock.workers.models.encoders.registry import ENCODERS
 from oarlock.workers.models.gemma import GGUF_GEMMA2, GGUF_GEMMA3, describe_gemma2, describe_gemma3
 from oarlock.workers.models.hf_fields import Fields, read_config
@@ -18,6 +19,8 @@ from oarlock.workers.models.qwen import GGUF_QWEN2, GGUF_QWEN3, describe_qwen2, 
 from oarlock.workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, head_differs
 
 FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
+    "Cohere2ForCausalLM": describe_cohere2,
+    "CohereForCausalLM": describe_cohere,
     "Gemma2ForCausalLM": describe_gemma2,
     "Gemma3ForCausalLM": describe_gemma3,
     "LlamaForCausalLM": describe_llama,
@@ -27,7 +30,9 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "Qwen2ForCausalLM": describe_qwen2,
     "Qwen3ForCausalLM": describe_qwen3,
 }
-_GGUF = (GGUF_LLAMA, GGUF_QWEN2, GGUF_QWEN3, GGUF_PHI3, GGUF_GEMMA2, GGUF_GEMMA3, GGUF_OLMO2)
+_GGUF = (
+    GGUF_LLAMA, GGUF_QWEN2, GGUF_QWEN3, GGUF_PHI3, GGUF_GEMMA2, GGUF_GEMMA3, GGUF_OLMO2, GGUF_COHERE, GGUF_COHERE2,
+)  # fmt: skip
 GGUF_FAMILIES = {family.name: family for family in _GGUF}
 
 

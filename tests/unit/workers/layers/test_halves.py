@@ -37,7 +37,9 @@ BUFFER_BYTES = 8192  # small, so that the sum over a prompt goes through in piec
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Heads that the kernel supports, and what the families do not have by default.
 CHECKPOINTS: dict[str, dict[str, Any]] = {
-    **{family: {"head_dim": 32} for family in FAMILIES if family != "phi3"},
+    **{family: {"head_dim": 32} for family in FAMILIES if family not in ("cohere", "cohere2", "phi3")},
+    "cohere": {"hidden_size": 256},
+    "cohere2": {"hidden_size": 256, "num_key_value_heads": 2},
     "phi3": {"hidden_size": 128, "partial_rotary_factor": 0.5},
     "llama": {"head_dim": 48, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
 }
@@ -94,10 +96,11 @@ def test_both_forms_give_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", CHECKPOINTS)
+@pytest.mark.parametrize("family", [family for family in CHECKPOINTS if family != "olmo2"])
 def test_both_forms_give_the_same_bits_on_two_ranks(
     checkpoints: dict[str, Path], family: str, dtype: torch.dtype
 ) -> None:
+    """OLMo 2's other sum is inside the kernels, or the layers are not prepared."""
     check_equal(checkpoints[family], 2, dtype)
 
 
@@ -152,8 +155,10 @@ def test_both_forms_give_the_same_bits_with_weights_of_checkpoints(
     check_equal(checkpoints["gemma3_text"], size, dtype, "changed")
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
-def test_sums_over_ranks_in_shared_memory_stay_in_the_kernels(checkpoints: dict[str, Path], family: str) -> None:
+@pytest.mark.parametrize(("family", "sums_of_layer"), [("qwen2", 2), ("gemma3_text", 2), ("cohere2", 2), ("olmo2", 3)])
+def test_sums_over_ranks_in_shared_memory_stay_in_the_kernels(
+    checkpoints: dict[str, Path], family: str, sums_of_layer: int
+) -> None:
     """Two threads on the memory of two ranks: Python then only sums the embeddings, once in each step."""
     memory = anonymous_memory(total_bytes(2, BUFFER_BYTES))
     sums: list[tuple[int, int]] = []  # (rank, rows) of each in Python
@@ -170,7 +175,7 @@ def test_sums_over_ranks_in_shared_memory_stay_in_the_kernels(checkpoints: dict[
             separate = run(decoder, SeparateOperations, *works)
             before = sums.count((rank, 3))
             prepared = run(decoder, CppBackend, *works)
-        assert before == 1 + 2 * len(decoder.layers) and sums.count((rank, 3)) == before + 1
+        assert before == 1 + sums_of_layer * len(decoder.layers) and sums.count((rank, 3)) == before + 1
         return [separate, prepared]
 
     works = {0: list(range(3, 40)), 1: [5]}, {0: [7], 1: [8, 9]}

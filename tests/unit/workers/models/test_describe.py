@@ -42,7 +42,7 @@ def fused_where(state: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, 
 @pytest.mark.parametrize("tied", [False, True])
 def test_tensor_names_and_shapes_are_transformers_own(family: str, tied: bool) -> None:
     extra = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True},
-             "gemma2": {"attention_bias": True}, "gemma3_text": {"attention_bias": True}}.get(family, {})  # fmt: skip
+             "gemma2": {"attention_bias": True}, "gemma3_text": {"attention_bias": True}, "olmo2": {"attention_bias": True}}.get(family, {})  # fmt: skip
     model = tiny_model(family, tie_word_embeddings=tied, **extra)
     spec = describe({**model.config.to_dict(), "architectures": [type(model).__name__]})
     state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -161,7 +161,7 @@ _GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 4}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": (
         {"architectures": ["GPT2LMHeadModel"]},
-        "GPT2LMHeadModel.*Supported: Gemma2.*Llama.*Phi3.*Qwen3",
+        "GPT2LMHeadModel.*Supported: Cohere2.*Gemma2.*Llama.*Phi3.*Qwen3",
     ),
     "no architecture": ({"architectures": None}, "names no architecture"),
     "architecture of another type": ({"architectures": [["x"]]}, "not supported"),

@@ -1,0 +1,89 @@
+"""Cohere's Command models: attention and MLP side by side behind one LayerNorm, neighbours rotated. Torch-free."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.tensor_spec import NormSpec
+from oarlock.workers.models.hf_config import decoder_spec, head_width, layer_kinds
+from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_rope import rope_spec, rope_table
+from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
+
+_POSITIONS = 8192
+# What early configs say of the architecture, and the only value that its models have.
+_ALWAYS: dict[str, Any] = {
+    "use_parallel_block": True,
+    "use_gated_activation": True,
+    "rotary_pct": 1.0,
+    "position_embedding_type": "rope_gptj",
+    "order_of_interleaved_layers": "local_attn_first",
+}
+
+
+def describe_cohere(fields: Fields) -> DecoderSpec:
+    """Command R: every layer sees all and is rotated. Command R+ also norms heads, each with a scale of its own."""
+    if fields.flag("use_qk_norm", False):
+        raise unsupported("use_qk_norm", True, "Use a model without norms of heads, such as Command R or Cohere 2.")
+    return _cohere_spec(fields, (None,) * fields.layers(), [True] * fields.layers())
+
+
+def describe_cohere2(fields: Fields) -> DecoderSpec:
+    """Command R7B and A: layers with a window are rotated, those that see all are not."""
+    layers, pattern = fields.layers(), fields.count("sliding_window_pattern", 4)
+    width = max(1, fields.count("hidden_size") // fields.count("num_attention_heads"))
+    if fields.count("head_dim", width) != width:
+        raise unsupported("head_dim", fields.raw["head_dim"], f"Cohere 2 has heads of hidden_size / heads = {width}.")
+    kinds = layer_kinds(fields)
+    if kinds is None:
+        kinds = ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(layers)]
+    if "sliding_attention" in kinds and fields.raw.get("sliding_window", 4096) is None:
+        raise unsupported("sliding_window", None, "Its layers of sliding_attention need a length.")
+    window = fields.count("sliding_window", 4096)
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return _cohere_spec(fields, windows, [window is not None for window in windows])
+
+
+def _cohere_spec(fields: Fields, windows: tuple[int | None, ...], rotated: Sequence[bool]) -> DecoderSpec:
+    """`rotated`: whether each layer is."""
+    for key, value in _ALWAYS.items():
+        if fields.raw.get(key, value) not in (value, None):
+            raise unsupported(key, fields.raw[key], f"Supported: {value}.")
+    bias = fields.flag("attention_bias", False)
+    positions = fields.count("max_position_embeddings", _POSITIONS)
+    original = fields.raw.get("original_max_position_embeddings")
+    halves = rope_spec(rope_table(fields), head_width(fields, None), positions, original=original)
+    rope = replace(halves, interleaved=True)
+    return decoder_spec(
+        fields,
+        kv_heads=None,
+        head_dim=None,
+        max_positions=_POSITIONS,
+        windows=windows,
+        rope=rope,
+        ropes=[rope if is_rotated else None for is_rotated in rotated],
+        qkv_bias=bias,
+        o_bias=bias,
+        norm=NormSpec("layer", fields.number("layer_norm_eps", 1e-5)),
+        norms=(("input_layernorm", None), ("input_layernorm", None)),
+        parallel=True,
+        logit_scale=fields.number("logit_scale", 0.0625),
+        tied=True,
+    )
+
+
+def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    settings.check_whole_heads(config["head_dim"])
+    own: dict[str, Any] = {
+        "attention_bias": "blk.0.attn_q.bias" in settings.model.tensors,
+        "layer_norm_eps": settings.number(".attention.layer_norm_epsilon", 1e-5),
+        "logit_scale": settings.number(".logit_scale"),
+    }
+    if settings.architecture == "cohere2":
+        return own | {"sliding_window": settings.count(".attention.sliding_window")}
+    return own | {"use_qk_norm": "blk.0.attn_q_norm.weight" in settings.model.tensors}
+
+
+GGUF_COHERE = GGUFFamily("command-r", "CohereForCausalLM", _own, "cohere", pairs_neighbours=True)
+GGUF_COHERE2 = GGUFFamily("cohere2", "Cohere2ForCausalLM", _own, pairs_neighbours=True)
