@@ -52,6 +52,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-scaled": ("gemma3_text", _GEMMA3 | {"rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 5e3}}}),
+    "olmo2": ("olmo2", {"attention_bias": True}),
+    "cohere": ("cohere", {"vocab_size": 311}),
+    "cohere2": ("cohere2", {"layer_types": None, "num_hidden_layers": 5}),
 }  # fmt: skip
 PARTS = (1, 2, 4)  # into which tensors are cut
 
@@ -114,7 +117,7 @@ def test_a_file_describes_the_same_model_and_holds_the_same_numbers(tmp_path: Pa
 def with_rope(spec: DecoderSpec, change: Callable[[Any], Any]) -> DecoderSpec:
     """The model with another rotary embedding in each layer."""
     return spec.with_sublayers(
-        lambda one: replace(one, rope=change(one.rope)) if isinstance(one, SelfAttentionSpec) else one
+        lambda one: replace(one, rope=change(one.rope)) if isinstance(one, SelfAttentionSpec) and one.rope else one
     )
 
 

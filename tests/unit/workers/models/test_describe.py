@@ -42,7 +42,8 @@ def fused_where(state: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, 
 @pytest.mark.parametrize("tied", [False, True])
 def test_tensor_names_and_shapes_are_transformers_own(family: str, tied: bool) -> None:
     extra = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True},
-             "gemma2": {"attention_bias": True}, "gemma3_text": {"attention_bias": True}, "olmo2": {"attention_bias": True}}.get(family, {})  # fmt: skip
+             "gemma2": {"attention_bias": True}, "gemma3_text": {"attention_bias": True},
+             "olmo2": {"attention_bias": True}, "cohere2": {"attention_bias": True}}.get(family, {})  # fmt: skip
     model = tiny_model(family, tie_word_embeddings=tied, **extra)
     spec = describe({**model.config.to_dict(), "architectures": [type(model).__name__]})
     state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

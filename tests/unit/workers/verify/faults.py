@@ -72,6 +72,12 @@ WEIGHTS = [
     ("qwen2", "lm_head.weight", rows(160, 320), "lm_head.weight: the rows of rank 1"),
     ("qwen2", "model.embed_tokens.weight", rows(160, 320), "model.embed_tokens.weight: the rows of rank 1"),
     ("qwen3", f"{L1}.self_attn.k_norm.weight", rows(0, 24), f"{L1}.self_attn.k_norm"),
+    ("olmo2", f"{L1}.self_attn.q_norm.weight", rows(32, 64), f"{L1}.self_attn.q_norm: its weight, or the norm of rows"),
+    ("olmo2", f"{L1}.self_attn.k_proj.weight", rows(16, 32), f"{L1}.self_attn.k_proj.weight: the rows of rank 1"),
+    ("olmo2", f"{L1}.post_attention_layernorm.weight", rows(0, 8), f"{L1}: post_attention_layernorm, or the addition"),
+    ("cohere2", f"{L1}.input_layernorm.weight", rows(0, 8), f"{L1}.input_layernorm"),
+    ("cohere2", f"{L1}.mlp.up_proj.weight", rows(48, 96), f"{L1}.mlp.up_proj.weight: the rows of rank 1"),
+    ("cohere2", f"{L1}.mlp.down_proj.weight", columns(0, 48), f"{L1}.mlp.down_proj.weight: the columns of rank 0"),
 ]
 
 

@@ -24,6 +24,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VerifyCas
         "qwen3": ("qwen3", {"tie_word_embeddings": True}),
         "llama": ("llama", {"attention_bias": True, "hidden_act": "gelu_pytorch_tanh"}),
         "mistral": ("mistral", {"sliding_window": 12}),
+        "olmo2": ("olmo2", {}),
+        "cohere2": ("cohere2", {}),
     }
 
     def case(name: str) -> VerifyCase:
@@ -82,6 +84,14 @@ def test_a_wrong_rotation_is_distinguished_from_a_wrong_projection(cases, tmp_pa
     assert causes == [f"rotary embedding of {x} in layer 0 on ranks 0, 1 {right_at_0}" for x in "qk"]
 
 
+def test_a_rotation_where_there_is_none_is_named(cases, tmp_path: Path) -> None:
+    """Layer 1 of Cohere 2 sees all, and is not rotated."""
+    case = cases("cohere2")
+    kinds = ["sliding_attention", "sliding_attention", "sliding_attention"]
+    causes = case.run(SIZE, reconfigured(case.model, tmp_path / "copy", layer_types=kinds, sliding_window=12))[1]
+    assert causes == [f"{x} of layer 1 on ranks 0, 1: turned, in a layer without rotary embedding" for x in "qk"]
+
+
 def test_a_wrong_window_is_named(cases, tmp_path: Path) -> None:
     case = cases("mistral")
     copy = reconfigured(case.model, tmp_path / "copy", sliding_window=400)
@@ -114,7 +124,7 @@ def test_a_sum_that_forgets_a_rank_is_found_by_comparing_ranks(cases) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_found_where_nothing_is_wrong(cases) -> None:
-    for name in ("qwen2", "qwen3", "llama", "mistral"):
+    for name in ("qwen2", "qwen3", "llama", "mistral", "olmo2", "cohere2"):
         for size in (1, 2, 8):
             comparison, causes = cases(name).run(size)
             assert comparison.ok, (name, size, comparison.first_fault)
