@@ -72,6 +72,7 @@ class KVCacheManager:
         self._refs = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently freed first
+        self.num_available = num_blocks - 1  # free blocks, and cached ones, which can be allocated by eviction
         self.event_log: BlockEventLog | None = None  # gets every change of the prefix cache
         # A chained hash of 256 bits covers the salt and every token up to the block's end: equal hashes, equal content.
         self._block_of_hash: dict[bytes, int] = {}
@@ -82,11 +83,6 @@ class KVCacheManager:
     @property
     def num_total(self) -> int:
         return self.num_blocks - 1
-
-    @property
-    def num_available(self) -> int:
-        """Blocks that can be allocated now: free ones, and cached ones by eviction."""
-        return len(self._free) + len(self._cached)
 
     @property
     def num_free(self) -> int:
@@ -182,6 +178,7 @@ class KVCacheManager:
             if block != NULL_BLOCK:
                 if self._refs[block] == 0:
                     del self._cached[block]
+                    self.num_available -= 1
                     if self.offload is not None:
                         self.offload.used_again(block, self._hash_of_block[block])
                 self._refs[block] += 1
@@ -204,6 +201,7 @@ class KVCacheManager:
         room, own = offload.load_room, [block for block in found if self._refs[block] == 0]
         for block in own:
             del self._cached[block]
+        self.num_available -= len(own)
         for column, slot in enumerate(slots[:room], len(found)):
             block_hash = self._hash_at(seq, column)
             if block_hash in self._block_of_hash:  # behind one that was evicted
@@ -217,6 +215,7 @@ class KVCacheManager:
         for block in reversed(own):
             self._refs[block] = 0
             self._cached[block] = None
+        self.num_available += len(own)
 
     def allocate_slots(self, seq: BlockHolder, num_tokens: int) -> list[int] | None:
         """Give `seq` blocks for `num_tokens` tokens in all. Returns the new ones; None, and no change, if too few."""
@@ -344,6 +343,7 @@ class KVCacheManager:
             assert block not in self._cached or block_hash is not None, f"block {block} is cached without a hash"
             assert block not in self._free or block_hash is None, f"block {block} is free but can be found"
         assert NULL_BLOCK not in self._free and NULL_BLOCK not in self._cached
+        assert self.num_available == len(self._free) + len(self._cached), "available blocks are counted wrongly"
         assert len(self._block_of_hash) == sum(value is not None for value in self._hash_of_block), (
             "a hash leads nowhere"
         )
@@ -365,6 +365,7 @@ class KVCacheManager:
                 self.offload.evicted(block, block_hash)
             self._uncache(block)
         self._refs[block] = 1
+        self.num_available -= 1
         return block
 
     def _release(self, block: int) -> None:
@@ -372,6 +373,7 @@ class KVCacheManager:
         if self._refs[block] == 0:
             (self._free if self._hash_of_block[block] is None else self._cached)[block] = None
             self._num_released += 1
+            self.num_available += 1
 
     def _name(self, seq: BlockHolder, column: int, block: int, block_hash: bytes) -> None:
         """Enter `block` into the prefix cache as that of `seq` in `column`; no other block has its hash."""
