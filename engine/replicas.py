@@ -13,8 +13,14 @@ from functools import partial
 
 from oarlock.engine.client import EngineClient
 from oarlock.engine.config import EngineConfig, OnProgress
-from oarlock.engine.data_parallel.choice import PrefixIndex, choose
-from oarlock.engine.data_parallel.replica import JoinedProgress, Replica, ReplicaHandle, start_together
+from oarlock.engine.data_parallel.replica import (
+    JoinedProgress,
+    PrefixIndex,
+    Replica,
+    ReplicaHandle,
+    choose,
+    start_together,
+)
 from oarlock.engine.engine_process import EngineProcess
 from oarlock.engine.errors import EXIT_RANK_DIED, EngineDeadError, StartupError, UnavailableError
 from oarlock.engine.ipc.frames import FrameError

@@ -25,7 +25,7 @@ from oarlock.engine.errors import (
     UnavailableError,
     WorkerError,
 )
-from oarlock.engine.input_batch.grammar_bitmask import fill_one_by_one
+from oarlock.engine.input_batch.sampling_metadata import fill_one_by_one
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import Frame, FrameError, FrameSocket, FrameSocketClosedError
 from oarlock.engine.kv_cache.events import BlockChanges, BlockEvent, BlockEventLog

@@ -25,8 +25,7 @@ from oarlock.engine.errors import EXIT_BUG, EXIT_OK, EXIT_RANK_HUNG, StartupErro
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import Frame, FrameError, FrameReader, FrameSocket
 from oarlock.engine.log_format import log_to_stderr
-from oarlock.engine.replay.recorder import RecordingExecutor
-from oarlock.engine.replay.recording import RecordingWriter
+from oarlock.engine.replay.recording import RecordingExecutor, RecordingWriter
 from oarlock.engine.structured_output.manager import StructuredOutputManager
 from oarlock.engine.types import EngineInfo
 from oarlock.workers.config import LOADING_TIMEOUT_S, NodesConfig, OnProgress, WorkerConfig, WorkerInfo

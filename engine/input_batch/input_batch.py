@@ -10,19 +10,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from oarlock.engine.input_batch.grammar_bitmask import GrammarBitmask
 from oarlock.engine.input_batch.sampling_metadata import (
     NO_BIAS,
     AskingRow,
+    GrammarBitmask,
     build_sampling_metadata,
     history_sections,
     wanted_until,
 )
 from oarlock.engine.kv_cache.offload import Copies
-from oarlock.engine.pooling_params import KINDS
 from oarlock.engine.sampling_params import penalises
 from oarlock.engine.scheduler.output import NOT_KNOWN, Decodes, ScheduledTokens, SchedulerOutput
 from oarlock.engine.scheduler.sequence import Sequence
+from oarlock.engine.types import KINDS
 from oarlock.workers.kv_offload import DIGEST_BYTES
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
 from oarlock.workers.sampling_parameters import ROWS, columns_off

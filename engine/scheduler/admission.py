@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oarlock.engine.errors import ContextLengthError, RequestError
-from oarlock.engine.pooling_params import KINDS, PoolingParams
 from oarlock.engine.sampling_params import SamplingParams, banned_always
-from oarlock.engine.types import MAX_PRIORITY, MIN_PRIORITY, POOLS, Request
+from oarlock.engine.types import KINDS, MAX_PRIORITY, MIN_PRIORITY, POOLS, PoolingParams, Request
 from oarlock.workers.config import WorkerInfo
 from oarlock.workers.protocol import MAX_BIAS_PER_ROW, MAX_LOGPROBS, MAX_POOLED_IDS
 

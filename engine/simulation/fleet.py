@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from oarlock.engine.config import EngineConfig, SpeculativeConfig
-from oarlock.engine.data_parallel.choice import Load, PrefixIndex, choose
+from oarlock.engine.data_parallel.replica import Load, PrefixIndex, choose
 from oarlock.engine.errors import QueueFullError, RequestError
 from oarlock.engine.kv_cache.events import BlockChanges, BlockEventLog
 from oarlock.engine.kv_cache.manager import KVCacheManager
@@ -33,8 +33,7 @@ from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.step_cost import REMEMBERED
-from oarlock.engine.simulation.roofline import StepLoad, StepTime
-from oarlock.engine.simulation.simulated_ranks import replica_info
+from oarlock.engine.simulation.simulated_ranks import StepLoad, StepTime, replica_info
 from oarlock.engine.spec_decode.drafter import Candidate, Drafter, RowCosts
 from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenEvents
 from oarlock.workers.capacity import Capacity, step_tokens

@@ -15,7 +15,6 @@ import numpy as np
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.core.engine_core import EngineCore
 from oarlock.engine.errors import QueueFullError, RequestError
-from oarlock.engine.pooling_params import PoolingParams
 from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.simulation.simulated_ranks import (
     END_TOKEN,
@@ -24,7 +23,7 @@ from oarlock.engine.simulation.simulated_ranks import (
     VirtualClock,
     replica_info,
 )
-from oarlock.engine.types import POOLS, FinishReason, Request, TokenEvent
+from oarlock.engine.types import POOLS, FinishReason, PoolingParams, Request, TokenEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from oarlock.server.llm.pooler_config import PoolerConfig
 from oarlock.server.llm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from oarlock.engine.pooling_params import PoolingParams
+    from oarlock.engine.types import PoolingParams
     from oarlock.server.llm.pooling import PooledOutput, Pooling
 
 

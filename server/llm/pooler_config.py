@@ -162,9 +162,9 @@ def _functions() -> dict[str, Callable[[np.ndarray], np.ndarray]]:
 
 
 GENERATE, POOLING = "generate", "pooling"  # of --runner; else it is decided here
-LABELS = "labels"  # of engine.pooling_params: the kind of a classification head
+LABELS = "labels"  # of engine.types: the kind of a classification head
 _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of architectures' names
-_KINDS = {"cls": "cls", "mean": "mean", "lasttoken": "last"}  # names of the Pooling module -> engine.pooling_params
+_KINDS = {"cls": "cls", "mean": "mean", "lasttoken": "last"}  # names of the Pooling module -> engine.types
 _OLD_KINDS = {  # its older keys, of which one is true
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -198,7 +198,7 @@ class PoolerConfig:
 
     task: Task = Task.GENERATE
     source: str = "config.json"  # the file that says so
-    kind: str = "last"  # of engine.pooling_params
+    kind: str = "last"  # of engine.types
     normalize: bool = True  # vectors to length 1
     dimensions: tuple[int, ...] | None = None  # lengths that a vector may be cut to; empty: any; None: it must not be
     prompts: Mapping[str, str] = field(default_factory=dict)  # name -> what stands before a text

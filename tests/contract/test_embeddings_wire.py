@@ -17,7 +17,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from oarlock.engine.errors import QueueFullError
-from oarlock.engine.pooling_params import PoolingParams
+from oarlock.engine.types import PoolingParams
 from oarlock.server.llm.pooler_config import DenseConfig, PoolerConfig, Task
 from oarlock.server.llm.tokenizer import Tokenizer
 from tests.contract.conftest import INFO, chat_tokenizer, vectors_of

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from oarlock.engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError, UnavailableError
-from oarlock.engine.pooling_params import KINDS as ALL_KINDS
-from oarlock.engine.pooling_params import PoolingParams
+from oarlock.engine.types import KINDS as ALL_KINDS
+from oarlock.engine.types import PoolingParams
 from oarlock.server.errors import DeadlineError
 from tests.contract.conftest import vectors_of
 

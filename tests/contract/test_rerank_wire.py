@@ -8,7 +8,7 @@ import anyio
 import numpy as np
 import pytest
 
-from oarlock.engine.pooling_params import PoolingParams
+from oarlock.engine.types import PoolingParams
 from oarlock.server.llm.pooler_config import PoolerConfig, Task
 from tests.contract.conftest import INFO, chat_tokenizer, vectors_of
 

@@ -46,17 +46,14 @@ ORDER: dict[str, Order] = {
     "engine": {
         "fleet.py": entries("simulation"),
         "simulation": entries(
-            "core scheduler spec_decode data_parallel kv_cache config.py types.py pooling_params.py sampling_params.py"
-            " errors.py"
+            "core scheduler spec_decode data_parallel kv_cache config.py types.py sampling_params.py errors.py"
         ),
         "core": entries(
             "input_batch scheduler kv_cache structured_output replay ipc"
             " config.py log_format.py stats.py types.py errors.py"
         ),
-        "input_batch": entries("scheduler kv_cache pooling_params.py sampling_params.py"),
-        "scheduler": entries(
-            "kv_cache spec_decode config.py stats.py types.py pooling_params.py sampling_params.py errors.py"
-        ),
+        "input_batch": entries("scheduler kv_cache types.py sampling_params.py"),
+        "scheduler": entries("kv_cache spec_decode config.py stats.py types.py sampling_params.py errors.py"),
         "structured_output": entries("types.py sampling_params.py errors.py"),
         "kv_cache": entries("config.py stats.py types.py errors.py"),
         "spec_decode": entries("config.py"),
@@ -67,12 +64,11 @@ ORDER: dict[str, Order] = {
         ),
         "data_parallel": entries("kv_cache client.py config.py stats.py types.py errors.py"),
         "engine_process.py": entries(""),
-        "ipc": entries("kv_cache config.py stats.py types.py pooling_params.py sampling_params.py errors.py"),
+        "ipc": entries("kv_cache config.py stats.py types.py sampling_params.py errors.py"),
         "preflight.py": entries("simulation config.py"),
         "config.py": entries(""),
         "stats.py": entries("types.py"),
-        "types.py": entries("pooling_params.py sampling_params.py"),
-        "pooling_params.py": entries(""),
+        "types.py": entries("sampling_params.py"),
         "sampling_params.py": entries(""),
         "errors.py": entries(""),
         "python_child.py": entries(""),

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from oarlock.engine.pooling_params import PoolingParams
-from oarlock.engine.types import POOLS, Request
+from oarlock.engine.types import POOLS, PoolingParams, Request
 from oarlock.workers.config import WorkerConfig
 from tests.golden.tiny_encoders import hidden_of, load_encoder, make_encoder, score_of
 from tests.parallel.direct_engine import DirectEngine

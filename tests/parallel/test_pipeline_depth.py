@@ -104,7 +104,10 @@ def answers(executor: Executor, requests: list[Request], depth: int, num_blocks:
 @pytest.mark.parametrize("num_blocks", [100, 6])
 @pytest.mark.parametrize(
     "kinds",
-    [pytest.param(KINDS, id="whole", marks=pytest.mark.soak), pytest.param((*KINDS, *LATE_KINDS), id="late masks")],
+    [
+        pytest.param(KINDS, id="whole", marks=pytest.mark.soak),
+        pytest.param((*KINDS, *LATE_KINDS), id="late masks"),
+    ],
 )
 def test_every_answer_has_the_bits_of_depth_1(executor: Executor, kinds: tuple[dict, ...], num_blocks: int) -> None:
     if not executor.info.batch_invariant:

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from oarlock.engine.pooling_params import KINDS as ALL_KINDS
-from oarlock.engine.pooling_params import PoolingParams
 from oarlock.engine.replay.__main__ import main
-from oarlock.engine.replay.recorder import RecordingExecutor
-from oarlock.engine.replay.recording import Recording, RecordingWriter
+from oarlock.engine.replay.recording import Recording, RecordingExecutor, RecordingWriter
 from oarlock.engine.sampling_params import SamplingParams
-from oarlock.engine.types import POOLS, Request
+from oarlock.engine.types import KINDS as ALL_KINDS
+from oarlock.engine.types import POOLS, PoolingParams, Request
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.executor import start_executor
 from tests.golden.tiny_models import make_tiny

@@ -10,7 +10,7 @@ from oarlock.engine.config import EngineConfig, WorkerConfig
 from oarlock.engine.sampling_params import Grammar
 from oarlock.engine.simulation.simulated_ranks import CostModel
 from oarlock.engine.simulation.simulator import Arrival, SimulationConfig, Watch, simulate
-from oarlock.engine.structured_output.compile_jobs import CompileJobs
+from oarlock.engine.structured_output.manager import CompileJobs
 
 BLOCK = 32
 SEQS = 16

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from oarlock.engine.config import EngineConfig, WorkerConfig
-from oarlock.engine.pooling_params import KINDS, PoolingParams
 from oarlock.engine.simulation.simulated_ranks import CostModel
 from oarlock.engine.simulation.simulator import Arrival, Percentiles, SimulationConfig, make_trace, simulate
+from oarlock.engine.types import KINDS, PoolingParams
 
 ENGINE = {"max_waiting_requests": 5000, "max_waiting_tokens": 10**7}
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from oarlock.engine.errors import RequestError
-from oarlock.engine.pooling_params import PoolingParams
+from oarlock.engine.types import PoolingParams
 from oarlock.server.endpoints.pooling.schema import RerankRequest, ScoreRequest, ScoringFields
 from oarlock.server.endpoints.pooling.serving import DOCUMENT, QUERY, OpenAIServingPooling, Run, usage
 from oarlock.server.http.request_record import request_id_of

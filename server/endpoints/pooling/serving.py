@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.requests import Request
 
 from oarlock.engine.errors import ContextLengthError, RequestError
-from oarlock.engine.pooling_params import PoolingParams
+from oarlock.engine.types import PoolingParams
 from oarlock.server.endpoints.pooling.schema import PoolingFields
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.errors import DeadlineError

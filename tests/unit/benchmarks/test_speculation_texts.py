@@ -3,7 +3,7 @@
 import numpy as np
 
 from benchmarks.speculation import SETS, OneText, Text, read_texts
-from oarlock.engine.spec_decode.ngram_index import NgramIndex
+from oarlock.engine.spec_decode.drafter import NgramIndex
 
 
 def steps_for(text: Text, num_drafts: int) -> int:

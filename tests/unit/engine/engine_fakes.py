@@ -12,8 +12,8 @@ import numpy as np
 
 from oarlock.engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
 from oarlock.engine.errors import INTERNAL, WorkerError
-from oarlock.engine.input_batch.grammar_bitmask import GrammarBitmask
 from oarlock.engine.input_batch.input_batch import InputBatch
+from oarlock.engine.input_batch.sampling_metadata import GrammarBitmask
 from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from oarlock.engine.scheduler.scheduler import Scheduler

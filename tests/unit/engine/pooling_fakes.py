@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from oarlock.engine.pooling_params import KINDS, PoolingParams
-from oarlock.engine.types import POOLS, Request
+from oarlock.engine.types import KINDS, POOLS, PoolingParams, Request
 from oarlock.workers.protocol import CLS, MEAN, NOT_POOLED, TOKEN, StepMetadata
 
 ROOT = 12345

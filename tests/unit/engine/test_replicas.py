@@ -18,9 +18,8 @@ from oarlock.engine.config import EngineConfig
 from oarlock.engine.data_parallel import replica
 from oarlock.engine.engine_process import EngineProcess
 from oarlock.engine.errors import EngineDeadError, StartupError, UnavailableError
-from oarlock.engine.pooling_params import KINDS
 from oarlock.engine.replicas import Replicas, start_engine
-from oarlock.engine.types import FinishReason, TokenEvent
+from oarlock.engine.types import KINDS, FinishReason, TokenEvent
 from tests.unit.engine.engine_fakes import expected_tokens, make_config, make_request
 from tests.unit.engine.pooling_fakes import expected_vectors, make_pooling_request
 

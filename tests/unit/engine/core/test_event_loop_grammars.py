@@ -9,7 +9,7 @@ import pytest
 
 from oarlock.engine.core.event_loop import STOPPING, EngineLoop
 from oarlock.engine.errors import QueueFullError, RequestError, UnavailableError
-from oarlock.engine.input_batch.grammar_bitmask import fill_one_by_one
+from oarlock.engine.input_batch.sampling_metadata import fill_one_by_one
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import FrameReader, FrameSocket
 from oarlock.engine.sampling_params import Grammar

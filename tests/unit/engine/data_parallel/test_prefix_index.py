@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from oarlock.engine.data_parallel.choice import PrefixIndex
+from oarlock.engine.data_parallel.replica import PrefixIndex
 from oarlock.engine.ipc.frames import FrameError, FrameReader, encode
 from oarlock.engine.ipc.messages import blocks, read_blocks
 from oarlock.engine.kv_cache.events import (

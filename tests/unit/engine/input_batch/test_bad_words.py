@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oarlock.engine.input_batch import logits_constraints
-from oarlock.engine.input_batch.logits_constraints import BadWords, Constraints
+from oarlock.engine.input_batch import sampling_metadata
+from oarlock.engine.input_batch.sampling_metadata import BadWords, Constraints
 from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.scheduler.sequence import Sequence
 from oarlock.engine.types import Request
@@ -32,9 +32,9 @@ def test_words_are_split_once_for_each_token_that_the_text_shares_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     split_words = []
-    split = logits_constraints._split
+    split = sampling_metadata._split
     monkeypatch.setattr(
-        logits_constraints, "_split", lambda words, depth: (split_words.append(len(words)), split(words, depth))[1]
+        sampling_metadata, "_split", lambda words, depth: (split_words.append(len(words)), split(words, depth))[1]
     )
     made = BadWords(tuple((number, *[5] * 20, 7) for number in range(8, 1008)))
     for count in range(1, 100):

@@ -4,8 +4,7 @@ import random
 
 import numpy as np
 
-from oarlock.engine.input_batch.grammar_bitmask import GrammarBitmask, MaskedRows
-from oarlock.engine.input_batch.logits_constraints import Constraints
+from oarlock.engine.input_batch.sampling_metadata import Constraints, GrammarBitmask, MaskedRows
 from oarlock.engine.sampling_params import Grammar
 from oarlock.engine.scheduler.sequence import Sequence, Status
 from tests.unit.engine.engine_fakes import make_request

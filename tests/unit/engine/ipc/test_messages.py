@@ -11,13 +11,13 @@ from oarlock.engine.config import EngineConfig, WorkerConfig
 from oarlock.engine.errors import ContextLengthError, QueueFullError, RequestError, StartupError
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import Frame, FrameError, FrameReader
-from oarlock.engine.pooling_params import PoolingParams
 from oarlock.engine.sampling_params import Grammar, SamplingParams
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import (
     POOLS,
     EngineInfo,
     FinishReason,
+    PoolingParams,
     Request,
     ScoredTokens,
     TokenEvent,

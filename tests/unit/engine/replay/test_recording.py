@@ -16,9 +16,8 @@ import pytest
 from oarlock.engine.client import EngineClient
 from oarlock.engine.core.engine_core import EngineCore
 from oarlock.engine.errors import EngineDeadError, StartupError
-from oarlock.engine.replay import recorder
+from oarlock.engine.replay import recording
 from oarlock.engine.replay.__main__ import _how_it_ended, _steps
-from oarlock.engine.replay.recorder import RecordingExecutor
 from oarlock.engine.replay.recording import (
     _END_BYTES,
     ANSWER,
@@ -26,6 +25,7 @@ from oarlock.engine.replay.recording import (
     STEP,
     Header,
     Recording,
+    RecordingExecutor,
     RecordingWriter,
     end_of_killed,
 )
@@ -194,7 +194,7 @@ def test_recording_takes_the_memory_of_the_steps_there_are(tmp_path: Path) -> No
 
 
 def test_a_step_larger_than_any_before_is_recorded_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "_FIRST_BUFFER_BYTES", 1)
+    monkeypatch.setattr(recording, "_FIRST_BUFFER_BYTES", 1)
     scene = Scene(tmp_path / "r")
     served = scene.serve(count=1) | scene.serve(first=2, count=9)
     scene.executor.close()

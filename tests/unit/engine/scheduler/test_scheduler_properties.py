@@ -6,8 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from oarlock.engine.errors import QueueFullError, RequestError
 from oarlock.engine.kv_cache.events import BlockEventLog
-from oarlock.engine.pooling_params import KINDS
-from oarlock.engine.types import FinishReason
+from oarlock.engine.types import KINDS, FinishReason
 from tests.unit.engine.engine_fakes import EOS, Driver, make_config, make_request
 from tests.unit.engine.kv_cache.replayed_blocks import ReplayedBlocks
 from tests.unit.engine.pooling_fakes import make_pooling_request

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from oarlock.engine.errors import RequestError
-from oarlock.engine.pooling_params import PoolingParams
 from oarlock.engine.scheduler.admission import Limits, check
 from oarlock.engine.scheduler.scheduler import Scheduler
-from oarlock.engine.types import POOLS, Request
+from oarlock.engine.types import POOLS, PoolingParams, Request
 from tests.unit.engine.engine_fakes import VOCAB, make_config, make_info, make_request
 from tests.unit.engine.pooling_fakes import make_pooling_request
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oarlock.engine.spec_decode import ngram_index
-from oarlock.engine.spec_decode.ngram_index import NgramIndex
+from oarlock.engine.spec_decode import drafter
+from oarlock.engine.spec_decode.drafter import NgramIndex
 
 
 def searched(token_ids: list[int], shortest: int, longest: int, most: int) -> list[int]:
@@ -36,7 +36,7 @@ def test_drafts_are_those_of_the_search(tokens, growth, shortest, more, most, fo
     index = NgramIndex(shortest, shortest + more)
     length = max(1, len(tokens) - sum(growth))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ngram_index, "_FOLD", fold)
+        patch.setattr(drafter, "_FOLD", fold)
         for step in [0, *growth]:
             length = min(length + step, len(tokens))
             known = tokens[:length]

@@ -13,8 +13,8 @@ import pytest
 
 from oarlock.engine.errors import INTERNAL, EngineError, QueueFullError, RequestError, UnavailableError
 from oarlock.engine.sampling_params import Grammar
-from oarlock.engine.structured_output import compile_jobs, sandbox
 from oarlock.engine.structured_output import manager as manager_module
+from oarlock.engine.structured_output import sandbox
 from oarlock.engine.structured_output.compiler import GrammarError
 from oarlock.engine.structured_output.manager import TOO_LONG_KEPT_S, Outcome, StructuredOutputManager
 from oarlock.engine.structured_output.sandbox import TOO_LONG
@@ -186,7 +186,7 @@ def test_an_abort_does_not_take_a_shared_grammar_from_others(slow_manager):
 
 
 def test_a_full_queue_of_grammars_refuses_at_once(slow_manager, monkeypatch):
-    monkeypatch.setattr(compile_jobs, "MAX_JOBS", 3)
+    monkeypatch.setattr(manager_module, "MAX_JOBS", 3)
     for number in (3, 4, 5):
         slow_manager.submit(asked(number, "regex", f"{number}x"), 0.0)
     with pytest.raises(QueueFullError, match="at most 3") as refusal:
@@ -196,7 +196,7 @@ def test_a_full_queue_of_grammars_refuses_at_once(slow_manager, monkeypatch):
     slow_manager.submit(replace(asked(8, "regex", "8x"), has_place=True), 0.0)
     slow_manager.abort_all()
     assert (len(slow_manager._jobs), slow_manager.num_pending, slow_manager.pending_by_client) == (0, 0, {})
-    monkeypatch.setattr(compile_jobs, "MAX_CHARACTERS", 10)
+    monkeypatch.setattr(manager_module, "MAX_CHARACTERS", 10)
     slow_manager.submit(asked(9, "regex", "a" * 100), 0.0)
     with pytest.raises(QueueFullError, match="10 characters"):
         slow_manager.submit(asked(10, "regex", "b"), 0.0)
@@ -215,7 +215,7 @@ def test_pending_requests_are_counted_by_client(slow_manager):
 
 def test_clients_take_turns_at_the_compiler_and_each_has_a_share_of_its_queue(slow_manager, monkeypatch):
     """One has asked for many grammars before the other comes."""
-    monkeypatch.setattr(compile_jobs, "MAX_JOBS", 6)
+    monkeypatch.setattr(manager_module, "MAX_JOBS", 6)
     many = [replace(asked(number, "regex", f"{number}x"), client="many") for number in range(3, 9)]
     for request in many:
         slow_manager.submit(request, 0.0)
@@ -332,7 +332,7 @@ def test_a_trial_is_ended_at_its_limits(compiler, problem, monkeypatch):
 
 
 def test_a_client_that_shares_a_waiting_grammar_need_not_wait_for_the_others_turn() -> None:
-    jobs = compile_jobs.CompileJobs(num_threads=2)
+    jobs = manager_module.CompileJobs(num_threads=2)
     for text in ("first", "second"):
         jobs.put(Grammar("regex", text), "loud")
         jobs.get()
@@ -345,6 +345,6 @@ def test_a_client_that_shares_a_waiting_grammar_need_not_wait_for_the_others_tur
     idle.start()
     while not jobs._changed._waiters:  # ty: ignore[unresolved-attribute]
         time.sleep(0.001)
-    jobs.share(compile_jobs.key_of(last), "quiet")
+    jobs.share(manager_module.key_of(last), "quiet")
     idle.join(60)
     assert taken == [("quiet", last)]
