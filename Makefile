@@ -126,9 +126,9 @@ test-long: $(TOOLS)
 	@echo '==> the kernels for CUDA: compiled ahead, and sampling in the interpreter'
 	@$(PYTEST) -m soak -k '$(TRITON_SAMPLE)' $(TRITON)
 	@echo '==> fuzz'
-	@$(BIN)/python -m tests.fuzz.run --requests 2500 --examples 12
-	@$(BIN)/python -m tests.fuzz.run --requests 2500 --encoder modernbert
-	@$(BIN)/python -m tests.fuzz.run --requests 2500 --encoder bert-score
+	@$(BIN)/python -m tests.fuzz.run --requests 1700 --examples 8
+	@$(BIN)/python -m tests.fuzz.run --requests 1700 --encoder modernbert
+	@$(BIN)/python -m tests.fuzz.run --requests 1700 --encoder bert-score
 	@echo '==> clients'
 	@$(BIN)/python -m tests.clients.run
 	@echo '==> a model of true size'

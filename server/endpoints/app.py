@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, FastAPI
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -50,8 +49,7 @@ def create_app(settings: Settings, state: ServerState, counters: HttpCounters | 
     counters = counters or HttpCounters()
     state.body_memory.max_bytes = settings.body_memory
     app = application(settings, state, counters)
-    routes = [route for router in _routers(settings) for route in router.routes if isinstance(route, APIRoute)]
-    paths = [route.path for route in routes if route.include_in_schema]  # the document has them, and is made when asked
+    paths = app.openapi()["paths"]  # made now: later it would hold up answers for a tenth of a second
     counters.routes = frozenset(path for path in paths if "{" not in path)
     keys = load_keys(settings.api_key, settings.api_key_file)
     if settings.batch_dir is not None:
@@ -80,9 +78,9 @@ def create_app(settings: Settings, state: ServerState, counters: HttpCounters | 
     return RootPath(settings.root_path, guard, [*paths, *pages.PATHS])
 
 
-def _routers(settings: Settings) -> list[APIRouter]:
+def _routers(settings: Settings) -> tuple[APIRouter, ...]:
     """Routers that a server with these settings has."""
-    routers = [
+    return (
         completions.router,
         chat.router,
         responses.router,
@@ -93,19 +91,17 @@ def _routers(settings: Settings) -> list[APIRouter]:
         tokenize.router,
         models.router,
         operations.router,
-    ]
-    if settings.batch_dir is not None:
-        routers.append(batches.router)
-    if settings.web_page:
-        routers.append(pages.router)
-    return routers
+        *([batches.router] if settings.batch_dir is not None else []),
+        *([pages.router] if settings.web_page else []),
+    )
 
 
 def application(settings: Settings, state: ServerState, counters: HttpCounters) -> FastAPI:
     """The routes without the middleware."""
     app = FastAPI(title="Oarlock", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
     app.router.redirect_slashes = False  # a redirect would trust the Host header, and have another body than our errors
-    for router in _routers(settings):
+    routers = _routers(settings)
+    for router in routers:
         app.include_router(router)
     app.add_exception_handler(HTTPException, _framework_error)
     serving = OpenAIServing(settings, state, counters)
@@ -125,7 +121,9 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
     ):
         setattr(app.state, endpoint.state_name, endpoint(settings, state, counters))
     servers = {} if settings.root_path is None else {"servers": [{"url": settings.root_path}]}
-    app.openapi = lambda: with_defaults(build(app), serving.sampling_defaults) | servers  # type: ignore[method-assign]
+    app.openapi = lambda: (  # type: ignore[method-assign]
+        with_defaults(build(app, routers), serving.sampling_defaults) | servers
+    )
     return app
 
 

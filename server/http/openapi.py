@@ -5,10 +5,11 @@ Request schemas are made from the wire types that check requests.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
@@ -103,25 +104,36 @@ def describe(
     return operation
 
 
-def build(app: FastAPI) -> dict[str, Any]:
-    """The whole document, OpenAPI 3.1."""
+# Documents by the identities of their routers, which are constants: an application in the same process finds its own.
+_DOCUMENTS: dict[tuple[int, ...], dict[str, Any]] = {}
+
+
+def build(app: FastAPI, routers: tuple[APIRouter, ...]) -> dict[str, Any]:
+    """The whole document, OpenAPI 3.1, of an application with these routers."""
     if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
-        bodies, answers = list(_BODIES), dict(SCHEMAS)
-        if "/v1/batches" in document["paths"]:
-            bodies.append(CreateBatchRequest)
-            answers |= BATCH_SCHEMAS
-        wanted: list[tuple[type[BaseModel], JsonSchemaMode]] = [(body, "validation") for body in bodies]
-        _, definitions = models_json_schema(wanted, ref_template=_REF + "{model}")
-        components = document.setdefault("components", {})
-        components["schemas"] = definitions["$defs"] | answers
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{}, {"key": []}]
-        for path, operations in document["paths"].items():
-            for method, operation in operations.items():
-                _finish(path, method, operation)
-        app.openapi_schema = document
+        key = tuple(map(id, routers))
+        if key not in _DOCUMENTS:
+            _DOCUMENTS[key] = _document(app)
+        app.openapi_schema = copy.deepcopy(_DOCUMENTS[key])
     return app.openapi_schema
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    document = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
+    bodies, answers = list(_BODIES), dict(SCHEMAS)
+    if "/v1/batches" in document["paths"]:
+        bodies.append(CreateBatchRequest)
+        answers |= BATCH_SCHEMAS
+    wanted: list[tuple[type[BaseModel], JsonSchemaMode]] = [(body, "validation") for body in bodies]
+    _, definitions = models_json_schema(wanted, ref_template=_REF + "{model}")
+    components = document.setdefault("components", {})
+    components["schemas"] = definitions["$defs"] | answers
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    document["security"] = [{}, {"key": []}]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            _finish(path, method, operation)
+    return document
 
 
 def with_defaults(document: dict[str, Any], defaults: Mapping[str, float]) -> dict[str, Any]:

@@ -34,12 +34,24 @@ class Client:
     timeout_s: float = 1200.0
     is_large: bool = False  # gigabytes: tried where it is named, and with --all
     is_older: bool = False  # a version before the newest: likewise
+    is_slow: bool = False  # half a minute and more: likewise
     snippet: str = ""  # of `oarlock snippets`, which is run as it is printed
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it is tried without being asked for."""
+        return not (self.is_large or self.is_older or self.is_slow)
 
 
 CLIENTS = (
     Client(
-        "openai-3", "openai", "openai_sdk.py", ("openai==3.52.0",), needs_small_server=True, snippet="openai-python"
+        "openai-3",
+        "openai",
+        "openai_sdk.py",
+        ("openai==3.52.0",),
+        needs_small_server=True,
+        is_slow=True,  # most of it is in tests/e2e/test_clients.py
+        snippet="openai-python",
     ),
     Client("openai-2", "openai", "openai_sdk.py", ("openai==2.54.0",), needs_small_server=True, is_older=True),
     Client("openai-1", "openai", "openai_sdk.py", ("openai==1.109.1",), needs_small_server=True, is_older=True),
@@ -81,8 +93,9 @@ CLIENTS = (
         "lm_eval_client.py",
         ("lm_eval[api]==0.4.13", "transformers==5.23.0"),
         needs_transformers_numbers=True,
+        is_slow=True,
     ),
-    Client("guidellm", "guidellm", "guidellm_client.py", ("guidellm==0.8.1",), borrows_torch=True),
+    Client("guidellm", "guidellm", "guidellm_client.py", ("guidellm==0.8.1",), borrows_torch=True, is_slow=True),
     Client("openai-node", "openai", "openai_node.mjs", ("openai@7.55.0",), kind=Kind.NODE, snippet="openai-node"),
     Client("anthropic-node", "@anthropic-ai/sdk", "anthropic_node.mjs", ("@anthropic-ai/sdk@1.12.0",), kind=Kind.NODE),
     Client("continue", "@continuedev/cli", "", ("@continuedev/cli@1.5.47",), kind=Kind.NODE, snippet="continue"),
