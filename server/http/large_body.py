@@ -34,15 +34,8 @@ from pydantic_core import from_json
 
 from oarlock.engine.errors import RequestError
 from oarlock.engine.python_child import start_python
-from oarlock.server.endpoints.batches.schema import BatchRequest, CreateBatchRequest, WrongBatchError, read_line
-from oarlock.server.endpoints.chat.schema import ChatRequest
-from oarlock.server.endpoints.completions.schema import CompletionRequest
-from oarlock.server.endpoints.messages.schema import CountTokensRequest, MessagesRequest
-from oarlock.server.endpoints.operations.schema import AbortRequest
-from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
-from oarlock.server.endpoints.responses.schema import ResponsesRequest
-from oarlock.server.endpoints.tokenize.schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
-from oarlock.server.http.request_body import parse_any, unknown_parameters
+from oarlock.server.endpoints.batches.schema import BatchRequest, WrongBatchError, read_line
+from oarlock.server.http.request_body import REQUEST_BODIES, parse_any, unknown_parameters
 from oarlock.server.observability.logs import event, logger
 from oarlock.server.strict_model import StrictModel
 
@@ -54,25 +47,6 @@ _MS_PER_ITEM = 5e-4
 _ResultT = TypeVar("_ResultT")
 _log = logger("bodies")
 
-SCHEMAS: dict[str, type[StrictModel]] = {
-    schema.__name__: schema
-    for schema in (
-        AbortRequest,
-        ChatRequest,
-        CompletionRequest,
-        CountTokensRequest,
-        CreateBatchRequest,
-        DetokenizeRequest,
-        EmbeddingRequest,
-        MessagesRequest,
-        PoolingRequest,
-        RerankRequest,
-        ResponsesRequest,
-        ScoreRequest,
-        TokenizeChatRequest,
-        TokenizeRequest,
-    )
-}
 MAX_REST_BYTES = 2**20  # of a body without its long texts and ids: the server parses that at once
 _MAX_NAME = 65  # characters of an unknown name; longer ones are never repeated
 _NICENESS = 5  # the server's own work has priority
@@ -256,7 +230,7 @@ def main(argv: Sequence[str]) -> int:
                 if "line" in header:
                     _read_line(stream, body, header["line"], header["name"])
                 else:
-                    _read(stream, [SCHEMAS[name] for name in header["schemas"]], body, header["strict"])
+                    _read(stream, [REQUEST_BODIES[name] for name in header["schemas"]], body, header["strict"])
             except RequestError as error:
                 _send(stream, problem=error.message, param=error.param, code=error.code)
             except WrongBatchError as error:

@@ -14,33 +14,11 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from oarlock.server.endpoints.batches.schema import CreateBatchRequest
-from oarlock.server.endpoints.chat.schema import ChatRequest
-from oarlock.server.endpoints.completions.schema import CompletionRequest
-from oarlock.server.endpoints.messages.schema import CountTokensRequest, MessagesRequest
-from oarlock.server.endpoints.operations.schema import AbortRequest
-from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
-from oarlock.server.endpoints.responses.schema import ResponsesRequest
-from oarlock.server.endpoints.tokenize.schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from oarlock.server.http.api_route import ANY_QUERY, QUERY_PARAMETERS
+from oarlock.server.http.request_body import REQUEST_BODIES
 from oarlock.server.http.response_schemas import BATCH_SCHEMAS, SCHEMAS
 
 _REF = "#/components/schemas/"
-_BODIES: tuple[type[BaseModel], ...] = (
-    CompletionRequest,
-    ChatRequest,
-    ResponsesRequest,
-    MessagesRequest,
-    CountTokensRequest,
-    EmbeddingRequest,
-    PoolingRequest,
-    RerankRequest,
-    ScoreRequest,
-    TokenizeRequest,
-    TokenizeChatRequest,
-    DetokenizeRequest,
-    AbortRequest,
-)
 _ABOUT = (
     "OpenAI's wire format over a tensor-parallel engine. Every error has one shape: `Error`; on the routes of messages "
     "`MessageError`, as Anthropic's clients read it."
@@ -120,10 +98,9 @@ def build(app: FastAPI, routers: tuple[APIRouter, ...]) -> dict[str, Any]:
 
 def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
-    bodies, answers = list(_BODIES), dict(SCHEMAS)
-    if "/v1/batches" in document["paths"]:
-        bodies.append(CreateBatchRequest)
-        answers |= BATCH_SCHEMAS
+    has_batches = "/v1/batches" in document["paths"]
+    bodies = [body for name, body in REQUEST_BODIES.items() if has_batches or name != "CreateBatchRequest"]
+    answers = SCHEMAS | (BATCH_SCHEMAS if has_batches else {})
     wanted: list[tuple[type[BaseModel], JsonSchemaMode]] = [(body, "validation") for body in bodies]
     _, definitions = models_json_schema(wanted, ref_template=_REF + "{model}")
     components = document.setdefault("components", {})
@@ -138,8 +115,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
 
 def with_defaults(document: dict[str, Any], defaults: Mapping[str, float]) -> dict[str, Any]:
     """Write these defaults into the document's schemas of generating requests, and return it."""
-    for schema in (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountTokensRequest):
-        described = document["components"]["schemas"][schema.__name__]["properties"]
+    for schema in ("CompletionRequest", "ChatRequest", "ResponsesRequest", "MessagesRequest", "CountTokensRequest"):
+        described = document["components"]["schemas"][schema]["properties"]
         for name, value in defaults.items():
             described[name]["default"] = value
     return document

@@ -22,12 +22,40 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from oarlock.engine.errors import RequestError
+from oarlock.server.endpoints.batches.schema import CreateBatchRequest
+from oarlock.server.endpoints.chat.schema import ChatRequest
+from oarlock.server.endpoints.completions.schema import CompletionRequest
+from oarlock.server.endpoints.messages.schema import CountTokensRequest, MessagesRequest
+from oarlock.server.endpoints.operations.schema import AbortRequest
+from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
+from oarlock.server.endpoints.responses.schema import ResponsesRequest
+from oarlock.server.endpoints.tokenize.schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from oarlock.server.errors import ClientGoneError, HttpError, retry_after
 from oarlock.server.strict_model import FieldError, StrictModel
 
 DEFAULT_BYTES = 128 * 2**20
 _SMALL = 64 * 1024  # bytes of a body: larger ones leave an eighth of the memory to those
 _RETRY_S = 1.0
+# The schemas of all bodies, by name: those that the OpenAPI document has, and that large bodies are read by.
+REQUEST_BODIES: dict[str, type[StrictModel]] = {
+    schema.__name__: schema
+    for schema in (
+        CompletionRequest,
+        ChatRequest,
+        ResponsesRequest,
+        MessagesRequest,
+        CountTokensRequest,
+        EmbeddingRequest,
+        PoolingRequest,
+        RerankRequest,
+        ScoreRequest,
+        TokenizeRequest,
+        TokenizeChatRequest,
+        DetokenizeRequest,
+        AbortRequest,
+        CreateBatchRequest,
+    )
+}
 READ_TIMEOUT_S = 30.0
 _ParsedT = TypeVar("_ParsedT", bound=StrictModel)
 _HEADER_SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")

@@ -19,8 +19,8 @@ from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, PoolingReq
 from oarlock.server.endpoints.responses.schema import ResponsesRequest
 from oarlock.server.endpoints.tokenize.schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from oarlock.server.http.docs_page import body_schemas
-from oarlock.server.http.large_body import SCHEMAS, LargeBodies, takes_long
-from oarlock.server.http.request_body import parse_any, unknown_parameters
+from oarlock.server.http.large_body import LargeBodies, takes_long
+from oarlock.server.http.request_body import REQUEST_BODIES, parse_any, unknown_parameters
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.observability.metrics import HttpCounters
 
@@ -109,7 +109,7 @@ def test_the_process_knows_every_body():
     document = application(Settings(batch_dir="batches"), ServerState(), HttpCounters()).openapi()
     operations = [operation for path in document["paths"].values() for operation in path.values()]
     names = {name for operation in operations for name in body_schemas(operation)}
-    assert len(names) > 9 and names - SCHEMAS.keys() == set()
+    assert len(names) > 9 and names - REQUEST_BODIES.keys() == set()
 
 
 def test_what_remains_without_texts_and_ids_is_bounded(bodies):
