@@ -14,7 +14,7 @@ from oarlock.server.cli.arguments import UsageError, add_settings, loaded_settin
 from oarlock.server.config.nodes import first_on_host, nodes_config
 from oarlock.server.config.option_groups import RAY
 from oarlock.server.config.settings import OPTIONS, Settings
-from oarlock.server.llm.engine_processes import engine_processes
+from oarlock.server.launch.child_process import engine_processes
 
 if TYPE_CHECKING:
     from oarlock.server.launch.ray_group import RayGroup

@@ -1,7 +1,8 @@
-"""Runs the program behind a command, such as `oarlock verify`, as a child process that never outlives it.
+"""Child processes: engines with their ranks, and the program behind a command, such as `oarlock verify`.
 
-Both processes share a terminal. Ctrl-C, SIGTERM and a closed terminal are handled by this one alone, which asks the
-child to end and waits for it.
+Engines and ranks are started before anything else: they import their libraries, which takes seconds. A program never
+outlives its command. Both share a terminal: Ctrl-C, SIGTERM and a closed terminal are handled by the command alone,
+which asks the child to end and waits for it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from oarlock.engine.engine_process import EngineProcess
 from oarlock.engine.python_child import start_python
+from oarlock.server.config.settings import Settings
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -48,3 +51,12 @@ def signals_handled(
     finally:
         for number, earlier in zip(numbers, before, strict=True):
             signal.signal(number, earlier)
+
+
+def engine_processes(settings: Settings) -> list[EngineProcess]:
+    """One for each replica, with the ranks of this host. Of the kernels for CPUs they share one compilation."""
+    compiles = None if settings.device == "cuda" else (settings.model, settings.dtype)
+    num_ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size // settings.nnodes
+    return [
+        EngineProcess(num_ranks, compiles=None if number else compiles) for number in range(settings.data_parallel_size)
+    ]

@@ -26,8 +26,8 @@ from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.serving import connect_engine
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.hub.transfer import in_words
+from oarlock.server.launch.child_process import engine_processes
 from oarlock.server.launch.supervisor import RunningEngine
-from oarlock.server.llm.engine_processes import engine_processes
 from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.pooler_config import PoolerConfig
 from oarlock.server.llm.tokenizer import Tokenizer, find_files

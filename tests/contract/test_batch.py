@@ -43,7 +43,7 @@ def batch(make_stage, monkeypatch, tmp_path, tokenizer):
         on_progress("loading", 1.0)
         return Batch.engine
 
-    monkeypatch.setattr("oarlock.server.llm.engine_processes.EngineProcess", NoProcess)
+    monkeypatch.setattr("oarlock.server.launch.child_process.EngineProcess", NoProcess)
     monkeypatch.setattr("oarlock.engine.replicas.EngineClient.start", start)
     return Batch()
 

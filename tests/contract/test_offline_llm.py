@@ -49,7 +49,7 @@ def make_llm(make_stage, monkeypatch):
             engine.config = config
             return engine
 
-        monkeypatch.setattr("oarlock.server.llm.engine_processes.EngineProcess", NoProcess)
+        monkeypatch.setattr("oarlock.server.launch.child_process.EngineProcess", NoProcess)
         monkeypatch.setattr("oarlock.engine.replicas.EngineClient.start", start)
         if "pooler" in options:
             monkeypatch.setattr("oarlock.server.llm.pooler_config.PoolerConfig.load", lambda *given: options["pooler"])
