@@ -136,5 +136,5 @@ def have_floor(columns: RowColumns[np.ndarray]) -> np.ndarray:
     """Rows with a floor: bool [L]."""
     found = np.zeros(len(columns.temperature), bool)
     for row in FLOORS:
-        found |= getattr(columns, row.column) != row.off
+        found |= getattr(columns, row.column) > row.off
     return found

@@ -56,9 +56,10 @@ class LogitsShard(Protocol):
 class TorchLogitsShard:
     """`LogitsShard` with torch's operations, for every device."""
 
-    def __init__(self, x: Tensor, first_id: int, noise: Noise) -> None:
+    def __init__(self, x: Tensor, first_id: int, slice_length: int, noise: Noise) -> None:
         self.x = x
         self.first_id = first_id
+        self._slice_length = slice_length
         self._noise = noise
         self._maxima = block_maxima(x)  # [L, B]
         self.top = self._maxima.amax(1)
@@ -120,13 +121,13 @@ class LogitsShards:
             return KernelLogitsShard(x, self.first_id, self._slice_length)
         if self._noise is None:
             self._noise = Noise(self.first_id, self._count, x.device)
-        return TorchLogitsShard(x, self.first_id, self._noise)
+        return TorchLogitsShard(x, self.first_id, self._slice_length, self._noise)
 
 
-def floors(peak: Tensor, columns: RowColumns[Tensor]) -> Tensor:
-    """Bounds below which rows keep no logits, from their largest ones: float64 [R]; -inf: no bound.
+def floors(tp: TensorParallel, shard: LogitsShard, rows: Tensor, peak: Tensor, columns: RowColumns[Tensor]) -> Tensor:
+    """Bounds below which `rows` keep no logits: float64 [R]; -inf: no bound.
 
-    `peak` float32 [R], of all ranks; columns float64 [R].
+    `peak` float32 [R]: the largest logits of all ranks; columns float64 [R].
     """
     if can_serve(peak.device):
         return kernel_floors(peak, columns)

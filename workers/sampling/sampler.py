@@ -143,7 +143,7 @@ class Sampler:
         tokens = first.tokens
         if len(rows.filtered):
             few = filters.take(rows.filtered)
-            few.floor = floors(first.peak[rows.filtered], few)
+            few.floor = floors(self.tp, shard, rows.filtered, first.peak[rows.filtered], few)
             tokens[rows.filtered] = self._draw_filtered(shard, rows.filtered, first, few, finite)
         return tokens.masked_fill_(~finite, 0), first.peak
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.cpu.sampling import KernelLogitsShard, log_totals
 from oarlock.workers.sampling.candidates import decode
 from oarlock.workers.sampling.logits_shard import TorchLogitsShard, floors
@@ -33,7 +34,7 @@ def logits_of(width: int, kind: str) -> Tensor:
 
 def shards(x: Tensor, first_id: int = 300, slice_length: int = 37) -> tuple[TorchLogitsShard, KernelLogitsShard]:
     noise = Noise(first_id, x.shape[1], x.device)
-    return TorchLogitsShard(x, first_id, noise), KernelLogitsShard(x, first_id, slice_length)
+    return TorchLogitsShard(x, first_id, slice_length, noise), KernelLogitsShard(x, first_id, slice_length)
 
 
 def cuts_of(x: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -116,7 +117,7 @@ def test_lists_and_logarithms_are_as_with_torch() -> None:
             keys=noise,
             floor=column,
         )
-        filters.floor = floors(x.amax(1), filters)
+        filters.floor = floors(TensorParallel.solo(), shards(x)[1], ALL, x.amax(1), filters)
         total = ((x.double() - x.double().amax(1, keepdim=True)) / filters.temperature[:, None]).exp().sum(1)
         for ours, plain in zip(
             draw_from_list(keys, filters, total), draw_from_list_with_torch(keys, filters, total), strict=True
