@@ -14,7 +14,9 @@ The order of operations, for every row of logits and every number of ranks:
     3. mask      bans every id that is not in it
     4. greedy    temperature 0 or top-k 1: the largest, the lowest id among equals. Else:
     5. temperature   logits are divided by it
-    6. floors    keep tokens whose logit reaches a bound. min-p: tokens at least min_p times as likely as the likeliest
+    6. floors    keep tokens whose logit reaches a bound. min-p: tokens at least min_p times as likely as the likeliest.
+                 top-n-sigma: logits at most so many standard deviations below the largest, those of step 3 (dividing
+                 them by the temperature keeps the same ones); the deviation is of all logits but -inf, as in llama.cpp
     7. top-k     keeps the k likeliest of those
     8. top-p     keeps the shortest prefix of those, likeliest first, that holds top_p of their mass
     9. noise     keyed by (seed, position, id) is added; the largest wins, which draws from the softmax of what is kept
@@ -25,7 +27,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-STEP_FORMAT = 2  # of a step's bytes, which recordings hold: another one with each change of a column
+STEP_FORMAT = 3  # of a step's bytes, which recordings hold: another one with each change of a column
 _INT32_MAX = 2**31 - 1
 
 # Stage -> its files in C++, torch and Triton.
@@ -83,6 +85,12 @@ class ScalarParams:
         0.0, 0, 1, 0.0, "floors", "keep tokens at least so likely, relative to the most likely one",
         needs="largest", of_model=True,
     )  # fmt: skip
+    top_n_sigma: float = _row(
+        0.0, -1, 100, 0.0, "floors",
+        "keep tokens whose logit is at most so many standard deviations of all logits below the largest; "
+        "0 and below: off",
+        needs="vocabulary",
+    )  # fmt: skip
     presence_penalty: float = _row(
         0.0, -2, 2, 0.0, "penalties", "subtracted once from the logit of every token the answer has",
         needs="history", column="presence",
@@ -125,6 +133,7 @@ class RowColumns(Generic[Column]):
     top_p: Column  # float32   1: off
     top_k: Column  # int32   0: off
     min_p: Column  # float32   0: off
+    top_n_sigma: Column  # float32   0 and below: off
 
 
 def columns_off(rows: int) -> dict[str, Any]:

@@ -256,9 +256,11 @@ def test_null_means_default_everywhere(make_stage):
 def test_parameters_reach_the_engine(make_stage):
     stage = make_stage()
     payload = {"temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "seed": -5, "min_tokens": 2, "logprobs": 3}
+    payload["top_n_sigma"] = 1.5
     _post(stage, {"prompt": "x", "max_tokens": 9, "ignore_eos": True, "stop_token_ids": [7], **payload})
     params = stage.engine.requests[0].params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 0, 0.1)
+    assert params.top_n_sigma == 1.5
     assert (params.seed, params.min_tokens, params.logprobs, params.max_tokens) == (-5, 2, 3, 9)
     assert (params.eos_token_ids, params.stop_token_ids) == ((), (7,))
 

@@ -181,6 +181,7 @@ _SHARED: list[tuple[str, list[Any], bool]] = [
     ("top_p", [0], False),
     ("top_k", [-2, 1.5, 10**40, True], True),
     ("min_p", [-1, 2, *_NUMBER], True),
+    ("top_n_sigma", [-2, 101, *_NUMBER], True),
     ("presence_penalty", [2.1, *_NUMBER], True),
     ("frequency_penalty", [-2.1, *_NUMBER], True),
     ("repetition_penalty", [0, -1, *_NUMBER], True),

@@ -84,6 +84,7 @@ def make_requests(count: int) -> list[Request]:
             top_p=0.9 if number % 4 == 1 else 1.0,
             top_k=90 if number % 10 == 4 else 5 if number % 5 == 0 else 0,
             min_p=0.02 if number % 7 == 3 else 0.0,
+            top_n_sigma=(0.0, 1.5, 0.0, 3.0)[number % 4],
             seed=number,
             logprobs=3,
             prompt_logprobs=2 if number % 6 == 0 else None,

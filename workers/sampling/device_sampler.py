@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oarlock.workers.distributed.topology import VOCAB_SLICES
 from oarlock.workers.protocol import MAX_LOGPROBS, StepMetadata, StepOutput, empty_step, mask_words
 from oarlock.workers.sampling.columns import SamplingColumns, Variant, sections, write_rows
 from oarlock.workers.sampling.sampler import num_accepted
@@ -97,6 +98,7 @@ class _Scratch:
     totals: Tensor  # float64 [L]
     peaks: Tensor  # float32 [L]
     floors: Tensor  # float32 [L]
+    spreads: Tensor  # float64 [L, VOCAB_SLICES, 3]
     pending: Tensor  # int32 [L]
     adjusted: Tensor  # float32 [L, V]   of rows that bias, penalties or masks change: their logits after that
     per_tile: Tensor  # int32 [L, tiles]   ids that masks allow, later logits above a token's
@@ -131,7 +133,7 @@ class DeviceSampler:
             listed=empty(ints, blocks), num_listed=empty(ints), short=empty(ints, self._short),
             short_end=empty(ints, 2), totals=empty(torch.float64), peaks=empty(floats), floors=empty(floats),
             pending=empty(ints), adjusted=empty(floats, self.vocab_size),
-            per_tile=empty(ints, self._tiles), banned=empty(ints),
+            per_tile=empty(ints, self._tiles), banned=empty(ints), spreads=empty(torch.float64, VOCAB_SLICES, 3),
         )  # fmt: skip
 
     def sample(
@@ -201,11 +203,17 @@ class DeviceSampler:
             logits, s.adjusted, s.maxima, s.screens, s.masses, c.changed, c.temperature, c.keys,
             first, logits.stride(0), self.vocab_size, self._blocks, TILE=_SURVEYED, num_warps=4, **parts,
         )  # fmt: skip
+        if filtered:
+            choose.spread[(rows, VOCAB_SLICES)](
+                logits, s.adjusted, s.spreads, c.changed, c.top_n_sigma, first, logits.stride(0), self.vocab_size,
+                PROCESSED=variant.processed, num_warps=1,
+            )  # fmt: skip
         choose.choose[(rows,)](
             logits, s.adjusted, s.maxima, s.screens, s.masses, s.per_tile, s.banned, s.listed, s.num_listed, s.short,
             s.short_end, s.totals, s.peaks, s.floors, out.tokens, out.states, c.changed, c.target_ids, c.temperature,
-            c.top_p, c.top_k, c.min_p, c.keys, first, logits.stride(0), self.vocab_size, self._blocks, self._tiles,
-            WIDTH=_power_of_2(self._blocks), TILES=_power_of_2(self._tiles), SHORT=self._short, num_warps=4, **parts,
+            c.top_p, c.top_k, c.min_p, c.top_n_sigma, s.spreads, c.keys, first, logits.stride(0), self.vocab_size,
+            self._blocks, self._tiles, WIDTH=_power_of_2(self._blocks), TILES=_power_of_2(self._tiles),
+            SHORT=self._short, num_warps=4, **parts,
         )  # fmt: skip
 
     def _filter(self, logits: Tensor, c: SamplingColumns, out: DeviceOutputs, variant: Variant, first: int) -> None:

@@ -7,6 +7,7 @@ its logits: the ids whose logit is above `low`, and those of logit `low` with an
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
@@ -45,6 +46,14 @@ class LogitsShard(Protocol):
         """sum(exp((x - peak) / temperature)) of what is left: float64 [R, slices], to be added in the order of slices.
 
         `peak` float32 [R]: the largest logits of all ranks. 0 for rows where it is not finite.
+        """
+        ...
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Number, sum and sum of squares of the logits that are not -inf: float64 [R, slices, 3].
+
+        The order of additions within a slice is that of `slice_spread` (csrc/sampling/sample_row.h), so that the bits
+        are the same for every number of ranks, level and device.
         """
         ...
 
@@ -94,6 +103,24 @@ class TorchLogitsShard:
             masses[some] = masses[some].masked_fill(torch.isneginf(top.squeeze(1)), 0.0)
         return masses.unsqueeze(1)
 
+    def spread(self, rows: Tensor) -> Tensor:
+        slices = -(-self.x.shape[1] // self._slice_length)
+        length = -(-self._slice_length // BLOCK) * BLOCK
+        spreads = torch.empty((len(rows), slices, 3), dtype=torch.float64, device=self.x.device)
+        for place, row in enumerate(rows.tolist()):
+            parts = self.x[row].split(self._slice_length)
+            whole = torch.stack([F.pad(part, (0, length - len(part)), value=float("-inf")) for part in parts])
+            counts = whole > float("-inf")
+            values = whole.double().masked_fill_(~counts, 0.0)
+            lanes = torch.zeros((slices, 2, BLOCK), dtype=torch.float64, device=self.x.device)
+            for block in torch.stack([values, values * values], 1).split(BLOCK, 2):
+                lanes += block
+            while lanes.shape[2] > 1:
+                half = lanes.shape[2] // 2
+                lanes = lanes[..., :half] + lanes[..., half:]
+            spreads[place] = torch.cat([counts.sum(1, keepdim=True).double(), lanes.squeeze(2)], 1)
+        return spreads
+
     def count_above(self, rows: Tensor, values: Tensor) -> Tensor:
         which, blocks = (self._maxima[rows] > values.unsqueeze(1)).nonzero().unbind(1)
         counts = (take_blocks(self.x, rows[which], blocks) > values[which].unsqueeze(1)).sum(1)
@@ -129,9 +156,18 @@ def floors(tp: TensorParallel, shard: LogitsShard, rows: Tensor, peak: Tensor, c
 
     `peak` float32 [R]: the largest logits of all ranks; columns float64 [R].
     """
+    spreads = torch.zeros((len(rows), 3), dtype=torch.float64, device=peak.device)
+    wanted = (columns.top_n_sigma > 0).nonzero().squeeze(1)
+    if len(wanted):
+        for part in tp.all_gather(shard.spread(rows[wanted])).transpose(1, 2).flatten(0, 1):  # [R, 3] of each slice
+            spreads[wanted] += part
     if can_serve(peak.device):
-        return kernel_floors(peak, columns)
-    return peak.double() + columns.temperature * columns.min_p.log()
+        return kernel_floors(peak, columns, spreads)
+    count, total, squares = spreads.unbind(1)
+    mean = total / count
+    distance = columns.top_n_sigma * (squares / count - mean * mean).clamp(min=0).sqrt()
+    bound = torch.where(columns.top_n_sigma > 0, peak.double() - distance, float("-inf"))
+    return torch.maximum(peak.double() + columns.temperature * columns.min_p.log(), bound)
 
 
 def total_mass(

@@ -134,6 +134,7 @@ def step_of(
         top_p=column("top_p", 1.0, np.float32),
         top_k=column("top_k", 0, np.int32),
         min_p=column("min_p", 0.0, np.float32),
+        top_n_sigma=column("top_n_sigma", 0.0, np.float32),
         seeds=column("seeds", np.arange(rows) * 77 + 5, np.int64),
         num_logprobs=column("num_logprobs", -1, np.int32),
         bias_rows=np.array([row for row, _, _ in bias], np.int32),
@@ -187,6 +188,12 @@ def naive_kept(row: Tensor, step: StepMetadata, i: int) -> list[int]:
     peak = float(x.max())
     if step.min_p[i] > 0:
         lowest = peak + temperature * math.log(float(step.min_p[i]))
+        ids = [token for token in ids if float(x[token]) >= lowest]
+    if step.top_n_sigma[i] > 0:
+        finite = [float(value) for value in x if value > -math.inf]
+        mean = math.fsum(finite) / len(finite)
+        deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in finite) / len(finite))
+        lowest = peak - float(step.top_n_sigma[i]) * deviation
         ids = [token for token in ids if float(x[token]) >= lowest]
     if step.top_k[i] > 0:
         ids = ids[: int(step.top_k[i])]

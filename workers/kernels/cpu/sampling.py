@@ -66,6 +66,11 @@ class KernelLogitsShard:
         )  # fmt: skip
         return masses
 
+    def spread(self, rows: Tensor) -> Tensor:
+        spreads = torch.empty((len(rows), -(-self.x.shape[1] // self._slice_length), 3), dtype=torch.float64)
+        self._call("oarlock_logits_spread", "np", rows, self._slice_length, spreads)
+        return spreads
+
     def count_above(self, rows: Tensor, values: Tensor) -> Tensor:
         counts = torch.empty(len(rows), dtype=torch.int64)
         self._call("oarlock_logits_above", "pp", rows, values, counts)
@@ -95,9 +100,10 @@ def draw_from_lists(
     return ids, enough
 
 
-def floors(peak: Tensor, columns: RowColumns[Tensor]) -> Tensor:
-    """`floors` of `workers/sampling/logits_shard.py`: float64 [R]."""
-    return _of_each_row("oarlock_floors", peak.double(), columns.temperature, columns.min_p)
+def floors(peak: Tensor, columns: RowColumns[Tensor], spreads: Tensor) -> Tensor:
+    """`floors` of `workers/sampling/logits_shard.py` from spreads [R, 3] of whole rows: float64 [R]."""
+    c = columns
+    return _of_each_row("oarlock_floors", peak.double(), c.temperature, c.min_p, c.top_n_sigma, spreads)
 
 
 def log_totals(peak: Tensor, mass: Tensor) -> Tensor:

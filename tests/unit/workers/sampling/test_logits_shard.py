@@ -103,6 +103,29 @@ def test_slices_have_the_same_mass_on_any_rank(ranks: int, kind: str) -> None:
         assert whole.shape == (ROWS, 8) and torch.equal(torch.cat(parts, 1), whole)
 
 
+@pytest.mark.parametrize("kind", ["random", "sparse", "equal"])
+@pytest.mark.parametrize("vocab", [1000, 9, 5003])
+def test_a_spread_has_the_same_bits_with_torch_and_for_every_number_of_ranks(vocab: int, kind: str) -> None:
+    slice_length = -(-vocab // 8)
+    x = logits_of(vocab, kind)
+    whole = shards(x, 0, slice_length)[1].spread(ALL)
+    for ranks in (1, 2, 4, 8):
+        width = vocab if ranks == 1 else slice_length * 8 // ranks
+        padded = torch.nn.functional.pad(x, (0, width * ranks - vocab), value=float("-inf"))
+        for form in (0, 1):
+            parts = [
+                shards(part.contiguous(), rank * width, slice_length)[form].spread(ALL)
+                for rank, part in enumerate(padded.split(width, 1))
+            ]
+            together = torch.cat(parts, 1)
+            assert torch.equal(together[:, : whole.shape[1]], whole)
+            assert not together[:, whole.shape[1] :].any()
+    counts = (x > float("-inf")).sum(1)
+    assert torch.equal(whole[..., 0].sum(1).long(), counts)
+    values = x.double().masked_fill(x == float("-inf"), 0.0)
+    torch.testing.assert_close(whole[..., 1:].sum(1), torch.stack([values.sum(1), (values**2).sum(1)], 1))
+
+
 def test_lists_and_logarithms_are_as_with_torch() -> None:
     x = logits_of(1000, "random")
     keys = shards(x)[0].best(ALL, 64)
@@ -114,6 +137,7 @@ def test_lists_and_logarithms_are_as_with_torch() -> None:
             top_p=torch.full_like(column, top_p),
             top_k=torch.full((ROWS,), top_k),
             min_p=torch.full_like(column, min_p),
+            top_n_sigma=torch.zeros_like(column),
             keys=noise,
             floor=column,
         )

@@ -26,8 +26,8 @@ from tests.unit.workers.sampling_cases import Penalties, sample_with, step_of
 ROOT = Path(__file__).parents[4]
 ROWS, VOCAB = 24, 1000
 USED = {
-    "temperature": 0.5, "top_p": 0.3, "top_k": 3, "min_p": 0.5, "presence_penalty": 2.0, "frequency_penalty": 2.0,
-    "repetition_penalty": 3.0,
+    "temperature": 0.5, "top_p": 0.3, "top_k": 3, "min_p": 0.5, "top_n_sigma": 1.0, "presence_penalty": 2.0,
+    "frequency_penalty": 2.0, "repetition_penalty": 3.0,
 }  # fmt: skip
 named = pytest.mark.parametrize("row", PARAMETERS, ids=lambda row: row.name)
 

@@ -134,12 +134,72 @@ def rounded_up(value):
     return tl.where(near.to(tl.float64) < value, above, near)
 
 
+SLICES = tl.constexpr(8)  # of a vocabulary: VOCAB_SLICES of workers/distributed/topology.py
+
+
 @triton.jit
-def floor_of(peak, temperature, min_p):
+def _folded(lanes):
+    """The sum of 128 lanes, by halves: a sum of two has one order."""
+    lanes = tl.sum(tl.reshape(lanes, [2, 64]), 0)
+    lanes = tl.sum(tl.reshape(lanes, [2, 32]), 0)
+    lanes = tl.sum(tl.reshape(lanes, [2, 16]), 0)
+    lanes = tl.sum(tl.reshape(lanes, [2, 8]), 0)
+    lanes = tl.sum(tl.reshape(lanes, [2, 4]), 0)
+    lanes = tl.sum(tl.reshape(lanes, [2, 2]), 0)
+    return tl.sum(lanes, 0)
+
+
+@triton.jit
+def spread(
+    logits,
+    adjusted,
+    spreads,  # float64 [L, SLICES, 3]   number, sum and sum of squares of the logits that are not -inf
+    changed,
+    top_n_sigma,
+    first,
+    stride,
+    vocab,
+    PROCESSED: tl.constexpr,
+):
+    """Writes the spreads of rows with top-n-sigma, added up as by `slice_spread` of csrc/sampling/sample_row.h."""
+    place, part = tl.program_id(0), tl.program_id(1)
+    row = first + place
+    if tl.load(top_n_sigma + row) <= 0:
+        return
+    x = changed_row(logits, adjusted, changed, row, place, stride, vocab, PROCESSED)
+    lane = tl.arange(0, BLOCK)
+    length = tl.cdiv(vocab, SLICES)
+    begin, end = part * length, tl.minimum((part + 1) * length, vocab)
+    count = tl.zeros([BLOCK], tl.int32)
+    total, squares = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
+    for start in range(begin, end, BLOCK):
+        value = tl.load(x + start + lane, start + lane < end, float("-inf"))
+        counts = value > float("-inf")
+        value = tl.where(counts, value, 0.0).to(tl.float64)
+        count += counts.to(tl.int32)
+        total += value
+        squares += value * value
+    into = spreads + (place * SLICES + part) * 3
+    tl.store(into, tl.sum(count).to(tl.float64))
+    tl.store(into + 1, _folded(total))
+    tl.store(into + 2, _folded(squares))
+
+
+@triton.jit
+def floor_of(peak, temperature, min_p, top_n_sigma, spreads):
     """The smallest float32 that a row keeps, from its largest; -inf where no floor is on."""
     lowest = tl.full([], float("-inf"), tl.float32)
     if min_p > 0:
         lowest = rounded_up(peak.to(tl.float64) + temperature.to(tl.float64) * tl.log(min_p.to(tl.float64)))
+    if top_n_sigma > 0:
+        count, total, squares = tl.load(spreads), tl.load(spreads + 1), tl.load(spreads + 2)
+        for part in range(1, SLICES):
+            count += tl.load(spreads + 3 * part)
+            total += tl.load(spreads + 3 * part + 1)
+            squares += tl.load(spreads + 3 * part + 2)
+        mean = total / count
+        deviation = tl.sqrt(tl.maximum(squares / count - mean * mean, 0.0))
+        lowest = tl.maximum(lowest, rounded_up(peak.to(tl.float64) - top_n_sigma.to(tl.float64) * deviation))
     return lowest
 
 
@@ -207,6 +267,8 @@ def choose(
     top_p,
     top_k,
     min_p,
+    top_n_sigma,
+    spreads,
     keys,
     first,
     stride,
@@ -238,12 +300,12 @@ def choose(
             screen = tl.load(screens + at_row + block, inside, float("-inf"))
             filtered = False
             if FILTERED:
-                nucleus, least = tl.load(top_p + row), tl.load(min_p + row)
-                filtered = is_filtered(hot, nucleus, k, least > 0, vocab)
+                nucleus, least, sigmas = tl.load(top_p + row), tl.load(min_p + row), tl.load(top_n_sigma + row)
+                filtered = is_filtered(hot, nucleus, k, (least > 0) | (sigmas > 0), vocab)
                 if filtered:
                     mass = tl.load(masses + at_row + block, inside, 0.0)
                     _store_total(totals + place, mass, top, peak, hot)
-                    floor = floor_of(peak, hot, least)
+                    floor = floor_of(peak, hot, least, sigmas, spreads + place * SLICES * 3)
                     tl.store(floors + place, floor)
                     _list_all(listed + at_row, num_listed + place, top, block, k, floor)
                     _list_few(short + place * SHORT, short_end + 2 * place, top, block, vocab, SHORT)

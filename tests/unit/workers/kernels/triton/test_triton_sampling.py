@@ -83,6 +83,7 @@ KINDS: dict[str, list] = {
     "top_k": [0, 0, 0, 1, 2, 200, 0, 0, 30, 0, 90, 2000],
     "top_p": [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.3, 0.95, 0.9, 1.0, 0.9, 0.9],
     "min_p": [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.05, 0.001, 1e-6],
+    "top_n_sigma": [1.0, 0.0, -1.0, 2.0, 0.0, 0.0, 0.0, 2.5, 0.0, 1.5, 3.0, 1e-6],
 }
 
 
@@ -114,6 +115,7 @@ def test_random_batches_of_a_larger_vocabulary_give_the_tokens_of_the_judge(seed
         rows, bias, penalties=penalties, masks=masks,
         temperature=rng.choice([0.0, 0.3, 1.0, 2.0], rows), top_p=rng.choice([1.0, 0.999, 0.9, 0.5], rows),
         top_k=rng.choice([0, 0, 0, 1, 50, 300, 25_000], rows), min_p=rng.choice([0.0, 0.0, 0.1, 0.001], rows),
+        top_n_sigma=rng.choice([0.0, 0.0, 0.7, 2.5], rows),
         seeds=rng.integers(-(2**63), 2**63, rows), sample_positions=rng.integers(0, 2**31, rows),
         num_logprobs=rng.choice([-1, -1, 5], rows),
     )  # fmt: skip
@@ -234,7 +236,7 @@ def test_launches_fit_devices(capabilities: list[str]) -> None:
     program = [sys.executable, "-m", "tests.unit.workers.kernels.triton.triton_sampling_resources", *capabilities]
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = json.loads(subprocess.run(program, env=kept, capture_output=True, text=True, check=True).stdout)
-    assert len(found) == 9 * len(capabilities)
+    assert len(found) == 10 * len(capabilities)
     for name, taken in found.items():
         assert taken["shared"] <= 8 << 10, name
         assert taken["registers"] <= (128 if "kept" in name else 255), name

@@ -20,12 +20,55 @@ struct Filters {
   bool only_top_p() const { return top_p < 1 && !floored() && top_k == 0; }
 };
 
+// How a row's logits spread: sums over those that are not -inf. Squares of float32 are exact in float64, and sums have one
+// order on every path: each of 128 lanes adds every 128th id of a slice of the vocabulary, the lanes are folded by halves,
+// the slices follow one another. So the bits depend neither on the level nor on the number of ranks.
+struct Spread {
+  double count = 0, sum = 0, squares = 0;
+
+  void add(const Spread &other) { count += other.count, sum += other.sum, squares += other.squares; }
+  double deviation() const {
+    const double mean = sum / count;
+    const volatile double square = mean * mean;  // rounded by itself: fused operations would differ between levels
+    return std::sqrt(std::max(squares / count - square, 0.0));
+  }
+};
+
+inline Spread slice_spread(const float *x, long begin, long end) {
+  double sums[kBlock] = {}, squares[kBlock] = {};
+  long count = 0;
+  for (long start = begin; start < end; start += kBlock) {
+    const long lanes = std::min<long>(kBlock, end - start);
+    for (long i = 0; i < lanes; i++) {
+      const bool counts = x[start + i] > -kInfinity;
+      const double value = counts ? x[start + i] : 0.0f;
+      sums[i] += value;
+      squares[i] += value * value;
+      count += counts;
+    }
+  }
+  for (long half = kBlock / 2; half > 0; half /= 2)
+    for (long i = 0; i < half; i++) sums[i] += sums[i + half], squares[i] += squares[i + half];
+  return {static_cast<double>(count), sums[0], squares[0]};
+}
+
+inline Spread spread_of(const Logits &row) {
+  Spread all;
+  for (long begin = 0; begin < row.width; begin += row.slice)
+    all.add(slice_spread(row.x, begin, std::min(begin + row.slice, row.width)));
+  return all;
+}
+
 // The parameters that bound a row's logits from below.
 struct Floors {
-  double min_p;  // off at 0
+  double min_p, top_n_sigma;  // off at 0; off from 0 down
 
-  double of(double peak, double temperature) const {
-    return std::fma(temperature, std::log(min_p), peak);
+  bool needs_spread() const { return top_n_sigma > 0; }
+  double of(double peak, double temperature, const Spread &spread) const {
+    const double likely = std::fma(temperature, std::log(min_p), peak);
+    if (!needs_spread()) return likely;
+    const volatile double distance = top_n_sigma * spread.deviation();
+    return std::max(likely, peak - distance);
   }
 };
 

@@ -145,10 +145,21 @@ extern "C" void oarlock_draw_from_lists(const int64_t *keys, long length, long c
   arena().release(mark);
 }
 
-// The floor of each row, from its largest logit and its parameters.
+// spreads [count, slices]: of each `slice` ids of each row.
+extern "C" void oarlock_logits_spread(const float *x, long stride, long width, const float *maxima, const float *tops,
+                                      const int64_t *rows, long count, long slice, Spread *spreads) {
+  const long slices = (width + slice - 1) / slice;
+#pragma omp parallel for collapse(2) schedule(dynamic)
+  for (long i = 0; i < count; i++)
+    for (long s = 0; s < slices; s++)
+      spreads[i * slices + s] = slice_spread(x + rows[i] * stride, s * slice, std::min((s + 1) * slice, width));
+}
+
+// The floor of each row, from its largest logit, its parameters and its spread.
 extern "C" void oarlock_floors(long count, const double *peaks, const double *temperature, const double *min_p,
-                               double *floors) {
-  for (long i = 0; i < count; i++) floors[i] = Floors{min_p[i]}.of(peaks[i], temperature[i]);
+                               const double *top_n_sigma, const Spread *spreads, double *floors) {
+  for (long i = 0; i < count; i++)
+    floors[i] = Floors{min_p[i], top_n_sigma[i]}.of(peaks[i], temperature[i], spreads[i]);
 }
 
 extern "C" void oarlock_log_totals(long count, const double *peaks, const double *masses, double *totals) {
@@ -170,14 +181,14 @@ struct Step {
   const int32_t *target_ids;
   const float *temperature, *top_p;
   const int32_t *top_k;
-  const float *min_p;
+  const float *min_p, *top_n_sigma;
   const int64_t *seeds;
   const int32_t *sample_positions, *num_logprobs;
   Changes changes;
 
   bool reports(long i) const { return num_logprobs[i] >= 0 || target_ids[i] >= 0; }
   Filters filters(long i) const { return {temperature[i], top_p[i], top_k[i] < vocab_size ? top_k[i] : 0}; }
-  Floors floors(long i) const { return {min_p[i]}; }
+  Floors floors(long i) const { return {min_p[i], top_n_sigma[i]}; }
 };
 
 // Arrays of `StepOutput`; those of logprobs hold what rows without them have, and are not read if no row reports.
@@ -238,7 +249,10 @@ void sample_row(const float *x, long width, const Step &step, long i, const RowM
   if (token < 0) {
     const Key key = row_key(step.seeds[i], step.sample_positions[i]);
     Filters filters = step.filters(i);
-    filters.floor = step.floors(i).of(row.top, filters.temperature);
+    if (!filters.greedy() && !row.broken()) {
+      const Floors floors = step.floors(i);
+      filters.floor = floors.of(row.top, filters.temperature, floors.needs_spread() ? spread_of(row) : Spread());
+    }
     token = choose(row, 0, filters, key, memory.scratch);
   }
   out.token_ids[i] = static_cast<int32_t>(token);
