@@ -18,6 +18,8 @@ from oarlock.workers.weights.gguf_reader import weight_source
 from tests.golden.paged_run import on_ranks
 from tests.golden.tiny_encoders import ENCODERS, SCORING, hidden_of, load_encoder, make_encoder, score_of
 
+pytestmark = pytest.mark.slow
+
 DTYPES = (torch.float32, torch.bfloat16)
 Text = tuple[list[int], int]  # ids, and where a second text begins
 

@@ -28,6 +28,8 @@ from tests.golden.gguf_blocks import dequantized, quantized
 from tests.golden.gguf_writer import all_of, write_gguf
 from tests.golden.tiny_models import make_tiny
 
+pytestmark = pytest.mark.slow
+
 # What no GGUF file says is at the families' defaults here.
 _GEMMA3 = {"query_pre_attn_scalar": 24, "num_hidden_layers": 7, "layer_types": None}
 _FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [3.0, 3.3, 3.9, 5.1]}

@@ -37,6 +37,8 @@ from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.test_gguf_golden import stored
 from tests.golden.tiny_models import make_tiny
 
+pytestmark = pytest.mark.slow
+
 TOKENS = list(range(3, 43))
 SIZES = (1, 2, 4)
 _WIDE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2}

@@ -24,6 +24,8 @@ from tests.golden.quantised import CASES, Quantised, write
 from tests.golden.quantised_errors import SHOWN, errors_of
 from tests.golden.tiny_models import make_tiny
 
+pytestmark = pytest.mark.slow
+
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
 ROUNDED, EXACT = 0.04, 2e-6  # of a tensor's size: with rows of x in 8 bits, and in float32
 # One of each way of storing and of multiplying, with the tensor that a fault in a scale spoils first.
