@@ -18,6 +18,7 @@ from torch import Tensor
 
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.decoder_spec import FUSED_MODULES
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_shard
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.models.gguf_config import hf_config, open_checkpoint
@@ -81,7 +82,7 @@ def decoder_of(folder: Path, tp: TensorParallel) -> Decoder:
     """Decoder of the model, without weights."""
     checkpoint = open_checkpoint(folder)
     assert isinstance(checkpoint, GGUFCheckpoint)
-    return Decoder(read_spec(str(folder)), tp, torch.float32, torch.device("cpu"), GGUFForms(checkpoint))
+    return Decoder(read_spec(str(folder)), tp, torch.float32, torch.device("cpu"), GGUFForms(checkpoint, FUSED_MODULES))
 
 
 def shards(decoder: Decoder) -> list[WeightShard]:
@@ -283,7 +284,7 @@ def test_weights_that_make_one_product_have_one_form(model_of: Callable[[str], P
     """In the mix v has more bits than q and k, so that all three are kept in groups of 16 and 8 bits."""
     checkpoint = open_checkpoint(model_of("llama-mix"))
     assert isinstance(checkpoint, GGUFCheckpoint)
-    forms = GGUFForms(checkpoint)
+    forms = GGUFForms(checkpoint, FUSED_MODULES)
     q, k, v = (forms.form_of(f"model.layers.0.self_attn.{part}_proj") for part in "qkv")
     assert q == k == v and getattr(q, "bits", None) == 8
     other = forms.form_of("model.layers.1.self_attn.q_proj")

@@ -241,6 +241,12 @@ def is_ignorable(spec: DecoderSpec, name: str) -> bool:
     return spec.tie_word_embeddings and name == f"{_HEAD}weight"
 
 
+# Modules of a layer that a checkpoint may store as one, by the name of that.
+FUSED_MODULES = {
+    f"{kind.module}.{whole}": tuple(f"{kind.module}.{part}" for part in parts)
+    for kind in (SelfAttentionSpec, GatedMLPSpec)
+    for whole, parts in kind.fused.items()
+}
 _LAYERS, _EMBEDDING, _NORM, _HEAD = "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."
 
 

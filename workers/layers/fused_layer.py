@@ -228,7 +228,7 @@ class PreparedLayers:
         self._program = program = Program(backend, hidden)
         self._is_shared = tp.size > 1
         self._kept = 0  # rows of normed copies that branches of a layer share
-        self._halves: list[int] = []  # the branches that add to `hidden`, by number
+        self._adding: list[int] = []  # numbers of the branches that add to `hidden`: not of norms that several share
         for layer, rotary, pages in zip(layers, rotary_of, kv, strict=True):
             self._add_layer(layer, rotary, pages)
         kernels = bound(program.kernels)
@@ -265,14 +265,14 @@ class PreparedLayers:
             return
         for number in range(len(self._branches)):
             self._run_some(number, number + 1, step)
-            if group is None and partial is not None and number in self._halves:
+            if group is None and partial is not None and number in self._adding:
                 total = self.tp.all_reduce(partial)
                 assert total.is_contiguous() and total.dtype == torch.float32
                 step.partial = total.data_ptr()
                 self._finish(self._at + number * ctypes.sizeof(CBranch), ctypes.addressof(step))
                 step.partial = partial.data_ptr()
-            if self.after_branch is not None and number in self._halves:
-                self.after_branch(self._halves.index(number), hidden)
+            if self.after_branch is not None and number in self._adding:
+                self.after_branch(self._adding.index(number), hidden)
 
     def _run_some(self, first: int, last: int, step: CLayerStep) -> None:
         missing = self._run(self._at, first, last, ctypes.addressof(step))
@@ -304,7 +304,7 @@ class PreparedLayers:
             program.take(branch, "sublayer", type(sublayer))
             output, mixed = sublayer.fuse(program, source, rotary, pages)
             program.finish(output, mixed, post_norm, branch.scale, is_shared=self._is_shared)
-            self._halves.append(len(program.branches) - 1)
+            self._adding.append(len(program.branches) - 1)
 
 
 def joining_pays_off(device: torch.device) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from oarlock.workers.errors import StartupError, shown
+from oarlock.workers.layers.decoder_spec import FUSED_MODULES
 from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForms, GGUFForms
 from oarlock.workers.quantization.formats.form import USE_ANOTHER, Scheme, Settings, WeightForms
 from oarlock.workers.quantization.registry import QUANTIZATIONS, STORED
@@ -55,8 +56,8 @@ def weight_forms(quantization: str, stored: StoredQuantization | None, checkpoin
     """Forms of a model's weights. `quantization`: as resolved by preflight; `checkpoint`: None for dummy weights."""
     if quantization == GGUF:
         assert isinstance(checkpoint, GGUFCheckpoint)
-        return GGUFForms(checkpoint)
+        return GGUFForms(checkpoint, FUSED_MODULES)
     if stored is None:
         return QUANTIZATIONS[quantization]
     assert checkpoint is not None, "preflight refuses dummy weights of a quantised checkpoint"
-    return CheckpointForms(stored.scheme, checkpoint)
+    return CheckpointForms(stored.scheme, checkpoint, FUSED_MODULES)

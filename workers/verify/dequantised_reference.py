@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from oarlock.workers.layers.decoder_spec import FUSED_MODULES
 from oarlock.workers.models.gguf_config import open_checkpoint
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
@@ -109,7 +110,7 @@ class _Stored:
         assert stored is not None, "preflight has resolved a stored form"
         self._model = model
         self._checkpoint = Checkpoint.open(model)
-        self._forms = CheckpointForms(stored.scheme, self._checkpoint)
+        self._forms = CheckpointForms(stored.scheme, self._checkpoint, FUSED_MODULES)
 
     def has(self, module: str) -> bool:
         return self._forms.has(module)

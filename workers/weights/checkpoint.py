@@ -222,11 +222,6 @@ def _check_layout(path: Path, entries: dict[str, TensorEntry], data_bytes: int) 
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Two layouts of the same numbers: a checkpoint may hold the fused tensor (left) in place of its parts.
-FUSED_TENSORS = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
 _LONGEST_NAME = 255  # bytes of a file's name, on all usual file systems
 
 

@@ -11,7 +11,7 @@ product, and takes that dtype's memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from oarlock.workers.platform.dtypes import SAFETENSORS_DTYPES
 from oarlock.workers.quantization.formats.form import Arithmetic, Form, Scheme, StoredForm, WeightForms
 from oarlock.workers.quantization.groups import group_of_blocks, packed_bytes
 from oarlock.workers.quantization.registry import NONE, Quantization
-from oarlock.workers.weights.checkpoint import FUSED_TENSORS, Checkpoint
+from oarlock.workers.weights.checkpoint import Checkpoint
 from oarlock.workers.weights.gguf_header import GROUP_FORMS, GroupForm
 from oarlock.workers.weights.gguf_model import GGUFCheckpoint
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod
 
 
-_FUSED = {part: fused for fused, parts in FUSED_TENSORS.items() for part in parts}
+# Modules that a checkpoint may store as one, by the name of that, as sublayers are described in `layers/`.
+Fused = Mapping[str, tuple[str, ...]]
 _LARGEST_BIAS = 1 << 20  # bytes
 # Scales for a KV cache, whose keys and values we keep as they are.
 _OF_THE_KV_CACHE = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-_SIBLINGS = {part: (fused, parts) for fused, parts in FUSED_TENSORS.items() for part in parts}
 # What products of an arithmetic do to their inputs, by the device that they run on.
 _ROUNDING = {
     ("cpu", Arithmetic.ROUNDED_INPUTS): "8 bits",
@@ -43,8 +43,9 @@ _ROUNDING = {
 class CheckpointForms:
     """`WeightForms` of a quantised checkpoint."""
 
-    def __init__(self, scheme: Scheme, checkpoint: Checkpoint) -> None:
+    def __init__(self, scheme: Scheme, checkpoint: Checkpoint, fused: Fused) -> None:
         self.description = scheme.description
+        self._fused = {part: whole for whole, parts in fused.items() for part in parts}
         self._scheme = scheme
         self._checkpoint = checkpoint
         self._modules: set[str] = set()  # and what contains them
@@ -84,7 +85,7 @@ class CheckpointForms:
         """The module's name, or that of the fused module in which the checkpoint holds it."""
         above, _, part = module.rpartition(".")
         inner = above.rpartition(".")
-        fused = _FUSED.get(f"{inner[2]}.{part}")
+        fused = self._fused.get(f"{inner[2]}.{part}")
         if fused is None or self.has(module) or not self.has(f"{inner[0]}.{fused}"):
             return module
         return f"{inner[0]}.{fused}"
@@ -126,8 +127,9 @@ class GGUFForm:
 class GGUFForms:
     """`WeightForms` of a model in GGUF."""
 
-    def __init__(self, checkpoint: GGUFCheckpoint) -> None:
+    def __init__(self, checkpoint: GGUFCheckpoint, fused: Fused) -> None:
         self._checkpoint = checkpoint
+        self._siblings = {part: (whole, parts) for whole, parts in fused.items() for part in parts}
 
     @property
     def description(self) -> str:
@@ -146,7 +148,7 @@ class GGUFForms:
         """
         above, _, last = module.rpartition(".")
         layer, _, parent = above.rpartition(".")
-        fused, parts = _SIBLINGS.get(f"{parent}.{last}", ("", ()))
+        fused, parts = self._siblings.get(f"{parent}.{last}", ("", ()))
         names = [f"{layer}.{part}" for part in parts] or [module]
         if self._checkpoint.find(f"{layer}.{fused}.weight") is not None:
             names = [f"{layer}.{fused}"]

@@ -8,9 +8,8 @@ from transformers import AutoConfig
 
 from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.attention_spec import RopeSpec
-from oarlock.workers.layers.decoder_spec import DecoderSpec, is_ignorable, tensor_shapes
+from oarlock.workers.layers.decoder_spec import FUSED_MODULES, DecoderSpec, is_ignorable, tensor_shapes
 from oarlock.workers.models.registry import describe
-from oarlock.workers.weights.checkpoint import FUSED_TENSORS
 from tests.golden.tiny_models import FAMILIES, tiny_model
 
 BASE: dict[str, Any] = {
@@ -31,9 +30,9 @@ def config_of(family: str, **overrides: Any) -> dict[str, Any]:
 
 def fused_where(state: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """`wanted` in the layout of `state`: Phi-3's parts stacked, all others as they are."""
-    for fused in [name for name in state if any(f"{part}.weight" in name for part in FUSED_TENSORS)]:
-        whole = next(part for part in FUSED_TENSORS if part in fused)
-        shapes = [wanted.pop(fused.replace(whole, part)) for part in FUSED_TENSORS[whole]]
+    for fused in [name for name in state if any(f"{part}.weight" in name for part in FUSED_MODULES)]:
+        whole = next(part for part in FUSED_MODULES if part in fused)
+        shapes = [wanted.pop(fused.replace(whole, part)) for part in FUSED_MODULES[whole]]
         wanted[fused] = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     return wanted
 
