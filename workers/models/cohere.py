@@ -34,7 +34,9 @@ def describe_cohere2(fields: Fields) -> DecoderSpec:
     layers, pattern = fields.layers(), fields.count("sliding_window_pattern", 4)
     width = max(1, fields.count("hidden_size") // fields.count("num_attention_heads"))
     if fields.count("head_dim", width) != width:
-        raise unsupported("head_dim", fields.raw["head_dim"], f"Cohere 2 has heads of hidden_size / heads = {width}.")
+        raise unsupported(
+            "head_dim", fields.raw["head_dim"], f"Its heads have hidden_size / num_attention_heads = {width}."
+        )
     kinds = layer_kinds(fields)
     if kinds is None:
         kinds = ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(layers)]

@@ -1,8 +1,8 @@
 """The weights of a quantised checkpoint, or of a GGUF file, as plain numbers, for checking what ranks load and compute.
 
 Written from the formats' descriptions, over whole tensors, one operation after the other. It shares no code with the
-readers in `workers/quantization/` and `workers/weights/`, but for headers and settings, so that a mistake in one of
-them shows. That of GGUF is from ggml-quants.c and llama.cpp's converter.
+readers in `workers/quantization/` and `workers/weights/`, but for headers, settings and names of GGUF, so that a
+mistake in one of them shows. That of GGUF is from ggml-quants.c and llama.cpp's converter.
 
     GPTQ                W = (q - z) * scale, words of 32 bits packed along the inputs, zeros along the outputs
     AWQ                 the same, packed along the outputs, eight numbers of a word in the order 0 2 4 6 1 3 5 7

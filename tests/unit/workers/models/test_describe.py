@@ -171,6 +171,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "negative size": ({"intermediate_size": -1}, "intermediate_size"),
     "uneven kv heads": ({"num_key_value_heads": 3}, "8 attention heads cannot share 3"),
     "odd head": ({"head_dim": 7}, "head_dim = 7"),
+    "heads of another width": (
+        {"architectures": ["Cohere2ForCausalLM"], "head_dim": 16},
+        "head_dim = 16",
+    ),
+    "layers of a window without one": (
+        {"architectures": ["Cohere2ForCausalLM"], "sliding_window": None},
+        "sliding_window = None",
+    ),
+    "one after the other": (
+        {"architectures": ["Cohere2ForCausalLM"], "use_parallel_block": False},
+        "use_parallel_block = False",
+    ),
+    "a norm for each head": ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "use_qk_norm = True"),
+    "queries that are clipped": ({"architectures": ["Olmo2ForCausalLM"], "clip_qkv": 8.0}, "clip_qkv = 8.0"),
     "activation": ({"hidden_act": "relu"}, "hidden_act = 'relu'.*silu"),
     "flag as text": ({"attention_bias": "yes"}, "attention_bias must be true or false"),
     "eps": ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number"),

@@ -36,7 +36,8 @@ _KEYS = {
     "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
     "sliding_window_pattern", "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
     "original_max_position_embeddings", "partial_rotary_factor", "query_pre_attn_scalar", "attn_logit_softcapping",
-    "final_logit_softcapping", "quantization_config", "num_experts", "logits_scaling",
+    "final_logit_softcapping", "quantization_config", "num_experts", "logits_scaling", "layer_norm_eps",
+    "logit_scale", "use_qk_norm", "use_parallel_block",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
