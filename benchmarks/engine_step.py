@@ -1,7 +1,7 @@
 """Cost of a decode step for the engine itself, part by part, in alternation with other checkouts.
 
     python -m benchmarks.engine_step [--sequences N ...] [--rounds N] [--longest N] [--tree OTHER_CHECKOUT ...]
-                                    [--kv-events] [--json FILE]
+                                    [--kv-events] [--logprobs K] [--json FILE]
 
 The ranks are simulated, so what remains is what stands between two steps of real ranks. Every sequence decodes one
 token per step, with a context of 500 tokens or more, and of `--longest` tokens in the first of them. Their lengths are
@@ -17,7 +17,10 @@ spread, so that each step has its share of new blocks and of full ones:
                measures each checkout without and with it
 
     unpack     not in the sum: the part of each rank, from the slot to the arrays
-    read       not in the sum: the frontend's part, from the bytes of the frame to an event for each request
+    read       not in the sum: the frontend's part, from the bytes of the frame to an event for each request, and to the
+               entries of its logprobs
+
+With `--logprobs`, each sequence wants those of its token and of the K best.
 
 Figures are processor milliseconds: the median over a round's steps, then over rounds. Before each step a large array is
 read, so that no cache holds the engine's state, as after a step of a model whose weights no cache holds.
@@ -81,8 +84,17 @@ def recorder(scheduler: Any) -> Callable[[Any, float], None]:
     return record
 
 
+def scores(rows: int, num_logprobs: int | None) -> dict[str, Any]:
+    """The arrays of logprobs in an answer of `rows` rows."""
+    if num_logprobs is None:
+        return {}
+    ids, numbers = np.full((rows, num_logprobs), 7, np.int32), np.full((rows, num_logprobs), -1.5, np.float32)
+    own, ranks = np.full(rows, -0.5, np.float32), np.ones(rows, np.int32)
+    return {"logprobs": own, "ranks": ranks, "top_ids": ids, "top_logprobs": numbers}
+
+
 def milliseconds(
-    num_seqs: int, longest: int = PROMPT, num_steps: int = STEPS, kv_events: str | None = None
+    num_seqs: int, longest: int = PROMPT, kv_events: str | None = None, num_logprobs: int | None = None
 ) -> dict[str, float]:
     """The parts of one decode step of `num_seqs` sequences, from the packages that this process imports. `kv_events`:
     the address at which events of the prefix cache are published."""
@@ -106,14 +118,15 @@ def milliseconds(
     for number in range(num_seqs):
         prompt_length = PROMPT + number % BLOCK_SIZE if number else longest
         prompt = tuple((number * 7 + index) % VOCAB for index in range(prompt_length))
-        scheduler.add(Request(number, prompt, SamplingParams(max_tokens=OUTPUT, eos_token_ids=(0,))), 0.0)
-    reader = FrameReader()
+        params = SamplingParams(max_tokens=OUTPUT, eos_token_ids=(0,), logprobs=num_logprobs)
+        scheduler.add(Request(number, prompt, params), 0.0)
+    reader, scored = FrameReader(), num_logprobs is not None
     buffer, memory = memoryview(bytearray(1 << 24)), np.zeros(_CACHE_BYTES // 8, np.int64)
     record = recorder(scheduler)
     samples: list[list[float]] = []
     now = 0.0
     with published(scheduler, kv_events) as tell:
-        while len(samples) < num_steps:
+        while len(samples) < STEPS:
             memory.sum()
             now += 0.02
             marks = [time.thread_time()]
@@ -127,7 +140,8 @@ def milliseconds(
             marks.append(time.thread_time())
             rows = len(unpack_step(buffer).logits_indices)
             marks.append(time.thread_time())
-            answer = StepOutput(step.step_id, np.full(rows, 5, np.int32), np.ones(rows, np.uint8))
+            tokens, finite = np.full(rows, 5, np.int32), np.ones(rows, np.uint8)
+            answer = StepOutput(step.step_id, tokens, finite, **scores(rows, num_logprobs))
             marks.append(time.thread_time())
             record(output, now)
             marks.append(time.thread_time())
@@ -138,7 +152,7 @@ def milliseconds(
             tell()
             marks.append(time.thread_time())
             for one in reader.feed(frame):
-                num_events = sum(event.request_id >= 0 for event in messages.read_events(one))
+                num_events = sum(len([*event.logprobs]) == scored for event in messages.read_events(one))
             marks.append(time.thread_time())
             assert num_events == rows
             if step.num_tokens == num_seqs == rows:
@@ -148,10 +162,11 @@ def milliseconds(
     return dict(zip(ALL, (statistics.median(part) for part in zip(*samples, strict=True)), strict=True))
 
 
-def measure(tree: Path, num_seqs: int, longest: int, kv_events: bool) -> dict[str, float]:
+def measure(tree: Path, num_seqs: int, longest: int, kv_events: bool, logprobs: int | None) -> dict[str, float]:
     """Measure a decode step, in a process that imports the packages of `tree`."""
     command = [sys.executable, str(Path(__file__).resolve()), "--measure", str(num_seqs), "--longest", str(longest)]
     command += ["--kv-events"] * kv_events
+    command += [] if logprobs is None else ["--logprobs", str(logprobs)]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     result = subprocess.run(command, cwd=tree, env=environment, check=True, capture_output=True, text=True)
     return json.loads(result.stdout)
@@ -175,13 +190,15 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=PROMPT, help="tokens of the first sequence's prompt")
     parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout to measure in turn")
     parser.add_argument("--kv-events", action="store_true", help="measure with published KV events too")
+    parser.add_argument("--logprobs", type=int, help="alternatives that each token has")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--measure", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure is not None:
         with tempfile.TemporaryDirectory() as folder:
             address = f"ipc://{folder}/events" if arguments.kv_events else None
-            print(json.dumps(milliseconds(arguments.measure, arguments.longest, kv_events=address)))
+            num_seqs, longest, logprobs = arguments.measure, arguments.longest, arguments.logprobs
+            print(json.dumps(milliseconds(num_seqs, longest, kv_events=address, num_logprobs=logprobs)))
         return
     trees = {
         name: (tree, False) for name, tree in [("this", ROOT), *((one.name, one.resolve()) for one in arguments.tree)]
@@ -193,7 +210,7 @@ def main() -> None:
         found: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
         for _ in range(arguments.rounds):
             for name, (tree, kv_events) in trees.items():
-                found[name].append(measure(tree, num_seqs, arguments.longest, kv_events))
+                found[name].append(measure(tree, num_seqs, arguments.longest, kv_events, arguments.logprobs))
         everything[num_seqs] = found
         print(f"\n{num_seqs} sequences, processor milliseconds of one decode step\n\n{table(found)}", flush=True)
     if arguments.json is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from itertools import islice, repeat
-from typing import overload
+from typing import NamedTuple, overload
 
 from oarlock.engine.sampling_params import SamplingParams
 
@@ -65,8 +65,7 @@ class Request:
 POOLS = SamplingParams(max_tokens=0)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Natural-log probabilities from the raw distribution, for one position."""
 
     token_id: int
@@ -121,6 +120,41 @@ class ScoredTokens(Sequence[TokenLogprobs]):
         return zip(self.token_ids, self.logprobs, self.ranks, top, strict=False)
 
 
+class SampledTokens(Sequence[TokenLogprobs]):
+    """Consecutive entries of a step's `ScoredTokens`, with `num_top` alternatives each. An entry is made when accessed.
+
+    Equal to any sequence with equal entries.
+    """
+
+    __slots__ = ("count", "first", "num_top", "table")
+    __hash__ = None
+
+    def __init__(self, table: ScoredTokens, first: int, count: int, num_top: int) -> None:
+        self.table, self.first, self.count, self.num_top = table, first, count, num_top
+
+    def __len__(self) -> int:
+        return self.count
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[TokenLogprobs, ...]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | tuple[TokenLogprobs, ...]:
+        if isinstance(index, slice):
+            return tuple(self[place] for place in range(self.count)[index])
+        table, row = self.table, self.first + range(self.count)[index]
+        start = row * table.num_top
+        end = start + self.num_top
+        top = tuple(zip(table.top_ids[start:end], table.top_logprobs[start:end], strict=True))
+        return TokenLogprobs(table.token_ids[row], table.logprobs[row], table.ranks[row], top)
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        return map(self.__getitem__, range(self.count))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+
 @dataclass(slots=True)
 class TokenEvent:
     """Result of one step for one request. Only the last event of a request has a `finish_reason`.
@@ -130,7 +164,7 @@ class TokenEvent:
 
     request_id: int
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token id, when asked for
+    logprobs: Sequence[TokenLogprobs] = ()  # one per token id, when asked for
     # For prompt tokens from the second on: in order, each once, in events up to that of the first generated token.
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishReason | None = None

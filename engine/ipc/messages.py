@@ -10,10 +10,10 @@ Does not know sockets. The readers raise `FrameError` for a frame that lacks a f
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from functools import lru_cache, wraps
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 from typing import Any, TypeVar, cast
 
 from oarlock.engine.config import EngineConfig
@@ -34,6 +34,7 @@ from oarlock.engine.types import (
     FinishReason,
     PoolingParams,
     Request,
+    SampledTokens,
     ScoredTokens,
     TokenEvent,
     TokenEvents,
@@ -228,8 +229,10 @@ def read_id(frame: Frame) -> int:
 #
 #     plain    number of plain events       ints     plain ones: request ids (each in two ints), token ids,
 #     ids      request ids                           num_cached_tokens; then the token ids of the others;
-#     counts   token ids of each                     then the integers of logprobs
-#     cached   num_cached_tokens of each    floats   logprobs, then vectors, of one event after the other
+#     counts   token ids of each                     then ranks and ids of sampled logprobs, as columns;
+#     cached   num_cached_tokens of each             then the integers of other logprobs
+#     sampled  [K, number of alternatives   floats   sampled logprobs, as columns; then other logprobs and
+#              of each or -1]                        vectors, of one event after the other
 #     extra    {reason, stop, error, param, code, shapes of logprobs, number of pooled values} of each
 
 
@@ -248,14 +251,17 @@ def events(values: TokenEvents) -> bytes:
     ints += values.num_cached_tokens
     others = values.others
     ints.extend(chain.from_iterable(event.token_ids for event in others))
-    head = {
+    table = next((event.logprobs.table for event in others if isinstance(event.logprobs, SampledTokens)), None)
+    head: dict[str, Any] = {
         "kind": "events",
         "plain": len(values.request_ids),
         "ids": [event.request_id for event in others],
         "counts": [len(event.token_ids) for event in others],
         "cached": [event.num_cached_tokens for event in others],
-        "extra": [_extra(event, ints, floats) for event in others],
     }
+    if table is not None:
+        head["sampled"] = [table.num_top, *_sampled(others, table, ints, floats)]
+    head["extra"] = [_extra(event, table, ints, floats) for event in others]
     return encode(head, ints, floats)
 
 
@@ -276,15 +282,62 @@ def _read_others(head: dict[str, Any], ints: array, floats: array) -> list[Token
     if min(counts, default=0) < 0 or sum(counts) > len(ints):
         raise FrameError("token counts that the frame does not hold")
     numbers = _Numbers(ints, sum(counts), floats)
+    sampled = _read_sampled(head["sampled"], counts, ints, numbers) if "sampled" in head else repeat((), len(ids))
     values = []
-    for request_id, count, end, num_cached, more in zip(ids, counts, accumulate(counts), cached, extra, strict=True):
-        token_ids = tuple(ints[end - count : end])
-        fields = _read_extra(more, numbers) if more else {}
-        values.append(TokenEvent(int(request_id), token_ids, num_cached_tokens=int(num_cached), **fields))
+    for request_id, count, end, num_cached, logprobs, more in zip(
+        ids, counts, accumulate(counts), cached, sampled, extra, strict=True
+    ):
+        event = TokenEvent(int(request_id), tuple(ints[end - count : end]), logprobs, (), None, None, int(num_cached))
+        values.append(replace(event, **_read_extra(more, numbers)) if more else event)
     return values
 
 
-def _extra(event: TokenEvent, ints: array, floats: array) -> dict[str, Any]:
+def _sampled(others: list[TokenEvent], table: ScoredTokens, ints: array, floats: array) -> list[int]:
+    """Write the rows of `table` that events show, run by run, as columns; how many alternatives each shows, or -1."""
+    shown = [event.logprobs for event in others]
+    runs: list[tuple[int, int]] = []
+    first = end = 0
+    tops = []
+    for one in shown:
+        if not isinstance(one, SampledTokens) or one.table is not table:
+            tops.append(-1)
+            continue
+        if one.first != end:
+            runs.append((first, end))
+            first = one.first
+        end = one.first + one.count
+        tops.append(one.num_top)
+    runs.append((first, end))
+    k = table.num_top
+    for column, width, into in (
+        (table.ranks, 1, ints), (table.top_ids, k, ints), (table.logprobs, 1, floats), (table.top_logprobs, k, floats)
+    ):  # fmt: skip
+        for start, stop in runs:
+            into += column[start * width : stop * width]
+    return tops
+
+
+def _read_sampled(
+    head: list[int], counts: list[int], ints: array, numbers: "_Numbers"
+) -> Iterator[Sequence[TokenLogprobs]]:
+    """The logprobs of each event as views of one table."""
+    k, *tops = head
+    if len(tops) != len(counts) or max(tops, default=0) > k:
+        raise FrameError("sampled logprobs that do not fit the events")
+    token_ids = ints[: sum(counts)]
+    if min(tops) < 0:
+        token_ids = array("i")
+        for top, count, end in zip(tops, counts, accumulate(counts), strict=True):
+            if top >= 0:
+                token_ids += ints[end - count : end]
+    table = numbers.take_sampled(token_ids, k)
+    first = 0
+    for top, count in zip(tops, counts, strict=True):
+        yield SampledTokens(table, first, count, top) if top >= 0 else ()
+        first += count if top >= 0 else 0
+
+
+def _extra(event: TokenEvent, table: ScoredTokens | None, ints: array, floats: array) -> dict[str, Any]:
     extra: dict[str, Any] = {}
     if event.finish_reason:
         extra["reason"] = event.finish_reason.value
@@ -297,11 +350,13 @@ def _extra(event: TokenEvent, ints: array, floats: array) -> dict[str, Any]:
     if event.error_code is not None:
         extra["code"] = event.error_code
     for name, entries in (("logprobs", event.logprobs), ("prompt_logprobs", event.prompt_logprobs)):
+        if not entries or (isinstance(entries, SampledTokens) and entries.table is table):
+            continue
         if isinstance(entries, ScoredTokens):
             extra[name] = {"count": len(entries), "top": entries.num_top}
             ints += entries.token_ids + entries.ranks + entries.top_ids
             floats += entries.logprobs + entries.top_logprobs
-        elif entries:
+        else:
             extra[name] = [len(entry.top) for entry in entries]
             for entry in entries:
                 ints.extend((entry.token_id, entry.rank, *(token for token, _ in entry.top)))
@@ -345,6 +400,12 @@ class _Numbers:
 
     def take_scored(self, count: int, num_top: int) -> ScoredTokens:
         token_ids, ranks, top_ids = self._take_ints(count), self._take_ints(count), self._take_ints(count * num_top)
+        logprobs, top_logprobs = self.take_floats(count), self.take_floats(count * num_top)
+        return ScoredTokens(num_top, token_ids, ranks, logprobs, top_ids, top_logprobs)
+
+    def take_sampled(self, token_ids: array, num_top: int) -> ScoredTokens:
+        count = len(token_ids)
+        ranks, top_ids = self._take_ints(count), self._take_ints(count * num_top)
         logprobs, top_logprobs = self.take_floats(count), self.take_floats(count * num_top)
         return ScoredTokens(num_top, token_ids, ranks, logprobs, top_ids, top_logprobs)
 

@@ -29,7 +29,7 @@ from oarlock.engine.scheduler.output import (
 )
 from oarlock.engine.scheduler.policy import choose_victim
 from oarlock.engine.scheduler.sequence import Sequence, Status
-from oarlock.engine.types import FinishReason, TokenEvent, TokenEvents, TokenLogprobs
+from oarlock.engine.types import FinishReason, TokenEvent, TokenEvents
 from oarlock.workers.protocol import FINITE, NONFINITE
 
 GROWS_AFTER = 32  # steps that ran
@@ -299,9 +299,7 @@ class Answers:
             self._stats.inter_token_latency_s.observe((now - last_s) / len(token_ids), len(token_ids))
         self._queue.count_generated(seq.request.client, len(token_ids))
         seq.last_token_s = now
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if num_logprobs is not None:
-            logprobs = tuple([result.token_logprobs(row + place, num_logprobs) for place in range(len(token_ids))])
+        logprobs = () if num_logprobs is None else result.sampled(row, len(token_ids), num_logprobs)
         return TokenEvent(seq.request_id, tuple(token_ids), logprobs, scored, None, None, seq.timeline.cached_tokens)
 
     def _end_after(self, seq: Sequence, token: int) -> FinishReason | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from oarlock.engine.kv_cache.offload import Copies
 from oarlock.engine.scheduler.sequence import Sequence
-from oarlock.engine.types import ScoredTokens, TokenLogprobs
+from oarlock.engine.types import SampledTokens, ScoredTokens
 from oarlock.workers.protocol import FINITE, NOT_POOLED, StepOutput
 
 NOT_KNOWN = -1  # stands for a token that the step before samples
@@ -147,19 +147,13 @@ class ModelRunnerOutput:
         return count if states.all() else int(states.argmin())
 
     @cached_property
-    def _logprobs(self) -> tuple[list[float], list[int], list[list[int]], list[list[float]]]:
-        answer = self.answer
-        assert answer.logprobs is not None and answer.ranks is not None
-        assert answer.top_ids is not None and answer.top_logprobs is not None
-        columns = answer.logprobs, answer.ranks, answer.top_ids, answer.top_logprobs
-        logprobs, ranks, top_ids, top_logprobs = (column.tolist() for column in columns)
-        return logprobs, ranks, top_ids, top_logprobs
+    def _logprobs(self) -> ScoredTokens:
+        assert self.answer.top_ids is not None
+        return self.scored(0, len(self.answer.token_ids), self.answer.top_ids.shape[1])
 
-    def token_logprobs(self, row: int, num_top: int) -> TokenLogprobs:
-        """The sampled token of `row` with its `num_top` best alternatives."""
-        logprobs, ranks, top_ids, top_logprobs = self._logprobs
-        top = tuple(zip(top_ids[row][:num_top], top_logprobs[row][:num_top], strict=True))
-        return TokenLogprobs(self.token_ids[row], logprobs[row], ranks[row], top)
+    def sampled(self, row: int, count: int, num_top: int) -> SampledTokens:
+        """The tokens sampled in `count` rows from `row` on, with their `num_top` best alternatives."""
+        return SampledTokens(self._logprobs, row, count, num_top)
 
     def scored(self, first: int, last: int, num_top: int) -> ScoredTokens:
         """The prompt tokens scored in rows `first` to `last` (exclusive), with `num_top` alternatives each."""
