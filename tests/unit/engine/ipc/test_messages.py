@@ -19,6 +19,7 @@ from oarlock.engine.types import (
     FinishReason,
     PoolingParams,
     Request,
+    SampledTokens,
     ScoredTokens,
     TokenEvent,
     TokenEvents,
@@ -96,6 +97,24 @@ def test_scored_prompts_are_sent_as_columns(num_top, rows, data) -> None:
     assert [entry.token_id for entry in entries] == [*ids] and len(entries) == len(scored)
     assert [pair for entry in entries for pair in entry.top] == [*zip(top_ids, top, strict=True)]
     assert [*scored[1:3]] == entries[1:3] and [scored[index - len(rows)] for index in range(len(rows))] == entries
+
+
+def test_sampled_logprobs_are_sent_as_columns_of_the_rows_that_are_shown() -> None:
+    """With rows that nobody wants between them, drafts, fewer alternatives than others, and events of other kinds."""
+    ranks, own = array("i", range(1, 7)), array("f", [-0.5 * row for row in range(6)])
+    top_ids, top = array("i", range(12)), array("f", [-math.inf if n % 5 == 0 else -n / 4 for n in range(12)])
+    table = ScoredTokens(2, array("i", range(10, 16)), ranks, own, top_ids, top)
+    values = [
+        TokenEvent(1, (11,), SampledTokens(table, 1, 1, 2)),
+        TokenEvent(2, (12, 13), SampledTokens(table, 2, 2, 1), num_cached_tokens=3),
+        TokenEvent(3, (9,)),
+        TokenEvent(4, (15,), SampledTokens(table, 5, 1, 0), finish_reason=FinishReason.LENGTH),
+        TokenEvent(5, (3,), (TokenLogprobs(3, -0.5, 1, ((3, -0.5), (4, -2.0), (5, -3.0))),)),
+    ]
+    assert there_and_back(values) == values
+    entries = [list(one.logprobs) for one in there_and_back(values)]
+    assert entries[1] == [TokenLogprobs(12, -1.0, 3, ((4, -1.0),)), TokenLogprobs(13, -1.5, 4, ((6, -1.5),))]
+    assert entries[0][0].top == ((2, -0.5), (3, -0.75)) and entries[3] == [TokenLogprobs(15, -2.5, 6)]
 
 
 def test_vectors_are_sent_with_their_bits() -> None:
