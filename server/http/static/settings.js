@@ -8,6 +8,7 @@ const NUMBERS = [
   ["top_p", "Top p", "keep the likeliest words that hold this much probability"],
   ["top_k", "Top k", "keep so many words"],
   ["min_p", "Min p", "keep words at least so likely, beside the likeliest"],
+  ["top_n_sigma", "Top n sigma", "keep words whose logit lies within so many standard deviations of the largest"],
   ["max_completion_tokens", "Longest answer", "tokens, thoughts included"],
   ["seed", "Seed", "the same seed, the same answer"],
   ["presence_penalty", "Presence penalty", ""],
