@@ -12,6 +12,7 @@ from oarlock.workers.kernels.cpu import library
 from oarlock.workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, pack_output, unpack_output
 from oarlock.workers.sampling.candidates import decode, encode
 from oarlock.workers.sampling.noise import gumbel, mixed_ids, noise_bits, row_keys
+from oarlock.workers.sampling_parameters import ROW_NAMES
 from tests.unit.workers.sampling_cases import mask_of, naive_kept, naive_noise, naive_tokens, sample_with, step_of
 
 ROWS, VOCAB = 6, 1000
@@ -160,10 +161,7 @@ def test_row_and_batch_do_not_matter(mode):
     step = step_of(ROWS, **MODES[mode])
     together = sample_with(logits, step)
     for i in range(ROWS):
-        columns = {
-            name: getattr(step, name)[i]
-            for name in ("temperature", "top_p", "top_k", "min_p", "seeds", "sample_positions", "target_ids")
-        }
+        columns = {name: getattr(step, name)[i] for name in (*ROW_NAMES, "seeds", "sample_positions", "target_ids")}
         alone = sample_with(logits[i : i + 1], step_of(1, **columns))
         assert alone.token_ids[0] == together.token_ids[i]
 
