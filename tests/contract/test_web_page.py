@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import threading
 
+import anyio
 import pytest
 
 from tests.contract import chromium
@@ -305,13 +307,24 @@ def test_an_engine_that_dies_leaves_what_it_wrote(serve, window, expect):
 
 
 def test_errors_name_the_field_and_the_settings_are_sent(serve, window, expect, tokenizer):
-    server = serve(TEXT)
+    known = threading.Event()
+
+    def late(app):
+        async def wait(scope, receive, send):
+            if scope.get("path") == "/v1/capabilities":
+                await anyio.to_thread.run_sync(known.wait)
+            await app(scope, receive, send)
+
+        return wait
+
+    server = serve(TEXT, around=late)
     page = window(server.url)
-    expect(page.get_by_placeholder("Write a message")).to_be_visible()
     page.get_by_role("button", name="Settings").click()
     panel = page.get_by_role("complementary", name="Settings")
     panel.get_by_label("System prompt").fill("Be brief.")
     panel.get_by_label("Temperature").fill("3")
+    expect(panel.get_by_label("Temperature")).to_have_attribute("aria-invalid", "false")
+    known.set()  # the ranges come after somebody began to type
     expect(panel.get_by_label("Temperature")).to_have_attribute("aria-invalid", "true")
     panel.get_by_label("Temperature").fill("0,5")
     panel.get_by_label("Longest answer").fill("4")

@@ -19,14 +19,27 @@ def get(stage, path="/", **headers):
     return anyio.run(send)
 
 
+def modules(parts, name):
+    """The paths of a script and of everything that it imports before it runs; `import(…)` comes later."""
+    found, left = set(), [f"/static/{name}"]
+    while left:
+        path = left.pop()
+        if path not in found:
+            found.add(path)
+            left += [f"/static/{each}" for each in re.findall(r'from "\./([\w-]+\.js)"', parts[path].text)]
+    return found
+
+
 def test_it_stays_small_and_asks_no_other_server(make_stage):
     stage = make_stage()
     parts = {path: get(stage, path) for path in PATHS}
     assert all(part.status_code == 200 for part in parts.values())
-    assert sum(len(part.content) for part in parts.values()) < 80_000
-    zipped = [get(stage, path, **{"accept-encoding": "gzip, br"}) for path in PATHS]
-    assert sum(int(part.headers["content-length"]) for part in zipped) < 30_000
-    assert [part.content for part in zipped] == [part.content for part in parts.values()]
+    zipped = {path: get(stage, path, **{"accept-encoding": "gzip, br"}) for path in PATHS}
+    sizes = {path: int(part.headers["content-length"]) for path, part in zipped.items()}
+    assert sum(sizes.values()) <= 400_000
+    first = {"/", "/static/style.css", "/static/icon.svg"} | modules(parts, "app.js")
+    assert sum(sizes[path] for path in first) <= 60_000  # what stands between the address and the first paint
+    assert {path: part.content for path, part in zipped.items()} == {path: part.content for path, part in parts.items()}
     text = "".join(part.text for part in parts.values())
     addresses = set(re.findall(r"https?://[\w.-]+", text)) - {"http://www.w3.org"}  # the name of a namespace
     assert addresses == set()

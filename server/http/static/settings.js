@@ -22,14 +22,23 @@ export class Settings {
     this.values = { alternatives: true, ...recall(NAME) };
     this.known = {};
     this.models = [];
+    this.judges = []; // of what is typed: each looks at its field again
     this.draw();
   }
 
-  /** Show the ranges and defaults of this server. `known`: parameters by name, as /v1/capabilities describes them. */
+  /** Show the ranges and defaults of this server. `known`: parameters by name, as /v1/capabilities describes them.
+   * They may come after somebody began to type: the fields stay, and what stands in them is judged again. */
   describe(models, known) {
     this.models = models;
     this.known = known;
-    if (!this.panel.contains(document.activeElement)) this.draw();
+    this.offerModels();
+    for (const judge of this.judges) judge();
+  }
+
+  offerModels() {
+    this.select.replaceChildren(...this.models.map((name) => el("option", { value: name }, name)));
+    this.select.value = this.models.includes(this.values.model) ? this.values.model : this.models[0];
+    for (const part of [this.select, this.select.previousSibling]) part.hidden = this.models.length < 2;
   }
 
   set(name, value) {
@@ -43,12 +52,9 @@ export class Settings {
     const system = el("textarea", { id: "set-system", rows: "4", placeholder: "You are …", oninput: (event) => this.set("system", event.target.value) });
     system.value = values.system ?? "";
     const rows = [el("label", { for: "set-system" }, "System prompt"), system];
-    if (this.models.length > 1) {
-      const select = el("select", { id: "set-model", onchange: (event) => this.set("model", event.target.value) });
-      for (const name of this.models) select.append(el("option", { value: name }, name));
-      select.value = this.models.includes(values.model) ? values.model : this.models[0];
-      rows.push(el("label", { for: "set-model" }, "Model"), select);
-    }
+    this.select = el("select", { id: "set-model", onchange: (event) => this.set("model", event.target.value) });
+    this.judges = [];
+    rows.push(el("label", { for: "set-model" }, "Model"), this.select);
     rows.push(el("div", { class: "grid" }, ...NUMBERS.map((entry) => this.number(...entry))));
     rows.push(...this.area("stop", "Stop strings", "one on each line", 2));
     rows.push(...this.area("tools", "Tools", 'JSON: [{"type": "function", "function": {…}}]', 3, true));
@@ -58,6 +64,7 @@ export class Settings {
     rows.push(el("label", { class: "check" }, box, el("span", {}, "Ask for the alternatives of every word")));
     rows.push(el("button", { class: "quiet", onclick: () => this.reset() }, "Back to the server's defaults"));
     this.panel.replaceChildren(el("h2", {}, "Settings"), ...rows);
+    this.offerModels();
   }
 
   reset() {
@@ -67,20 +74,21 @@ export class Settings {
   }
 
   number(name, label, hint) {
-    const known = this.known[name] ?? {};
-    const range = ["minimum", "maximum"].every((bound) => Math.abs(known[bound] ?? Infinity) < 1e6) ? `${known.minimum} to ${known.maximum}` : "";
-    const input = el("input", {
-      type: "text", inputmode: "decimal", id: `set-${name}`, autocomplete: "off",
-      placeholder: known.default === null || known.default === undefined ? "" : String(known.default),
-      title: [hint, range].filter(Boolean).join("; "),
-      oninput: () => {
-        const value = Number(input.value.replace(",", "."));
-        const isWrong = input.value.trim() !== "" && !(Number.isFinite(value) && value >= (known.minimum ?? -Infinity) && value <= (known.maximum ?? Infinity));
-        input.setAttribute("aria-invalid", isWrong);
-        if (!isWrong) this.set(name, input.value.trim() === "" ? "" : value);
-      },
-    });
+    const judge = () => {
+      const known = this.known[name] ?? {};
+      const range = ["minimum", "maximum"].every((bound) => Math.abs(known[bound] ?? Infinity) < 1e6) ? `${known.minimum} to ${known.maximum}` : "";
+      input.placeholder = String(known.default ?? "");
+      input.title = [hint, range].filter(Boolean).join("; ");
+      const text = input.value.trim();
+      const value = Number(text.replace(",", "."));
+      const isWrong = text !== "" && !(Number.isFinite(value) && value >= (known.minimum ?? -Infinity) && value <= (known.maximum ?? Infinity));
+      input.setAttribute("aria-invalid", isWrong);
+      this.set(name, isWrong || text === "" ? "" : value);
+    };
+    const input = el("input", { type: "text", inputmode: "decimal", id: `set-${name}`, autocomplete: "off", oninput: judge });
     input.value = this.values[name] ?? "";
+    judge();
+    this.judges.push(judge);
     return el("div", {}, el("label", { for: `set-${name}` }, label), input);
   }
 
