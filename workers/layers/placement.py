@@ -7,7 +7,7 @@ from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.platform.huge_pages import StagingMemory
-from oarlock.workers.quantization.formats.form import Form, WeightForms
+from oarlock.workers.quantization.formats.form import Form, WeightForms, unit_of_width
 from oarlock.workers.quantization.method import LinearWeight, StackedWeight, WeightShard
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.weights.source import WeightSource
@@ -23,11 +23,16 @@ class Placement:
     quantization: WeightForms = NONE
     slices: int = 1  # of inputs that are cut among ranks, over all ranks (`slices_for`)
     staging: StagingMemory = field(default_factory=StagingMemory)
+    deals_experts: bool = False  # whole experts to ranks; else each is cut along its width
 
     @property
     def local_slices(self) -> int:
         """Number of slices of one rank's inputs: one where the number of ranks does not divide all slices."""
         return self.slices // self.tp.size if self.slices % self.tp.size == 0 else 1
+
+    def unit_of_width(self, module: str) -> int:
+        """Numbers that slices of an expert's width have a multiple of. `module`: of the product that reads them."""
+        return unit_of_width(self.quantization.form_of(module))
 
     def empty(self, *shape: int) -> Tensor:
         """An uninitialised tensor for weights, which may be kept or packed and dropped."""

@@ -67,6 +67,43 @@ def shard_evenly(layer: str, what: str, total: int, size: int) -> int:
     return total // size
 
 
+@dataclass(frozen=True, slots=True)
+class WidthShard:
+    """One rank's part of a width that is filled up until ranks hold whole slices of one length."""
+
+    whole: int  # filled up
+    first: int
+    count: int
+    slices: int  # of this rank
+
+
+def shard_width(width: int, unit: int, rank: int, size: int, slices: int) -> WidthShard:
+    """`slices`: over all ranks, where `size` divides it, else each rank has one; of a length that `unit` divides."""
+    parts = slices if slices % size == 0 else size
+    each = -(-width // (parts * unit)) * unit
+    held = parts // size
+    return WidthShard(each * parts, rank * held * each, held * each, held)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShard:
+    """One rank's experts, in groups of `group` neighbours; the last groups may have fewer, or none."""
+
+    first: int
+    count: int
+    group: int
+    groups: int  # of this rank
+
+
+def shard_experts(experts: int, rank: int, size: int, slices: int) -> ExpertShard:
+    """Whole experts for each rank. `slices`: groups over all ranks where `size` divides it, else each rank has one."""
+    parts = slices if slices % size == 0 else size
+    group = -(-experts // parts)
+    held = parts // size
+    first = min(experts, rank * held * group)
+    return ExpertShard(first, min(experts, first + held * group) - first, group, held)
+
+
 def shard_vocab(vocab_size: int, rank: int, size: int) -> tuple[int, int, int]:
     """(first id, number of ids of this rank's shard, how many of those are in the vocabulary).
 

@@ -14,6 +14,8 @@ class Cut(Enum):
     INPUTS = auto()  # by columns, whose products the ranks add up
     COPIES = auto()  # every rank holds it once for each of its parts
     VOCABULARY = auto()  # by rows, one for each id: see `shard_vocab`
+    WIDTH_OUTPUTS = auto()  # by rows, filled up with zeros so that ranks hold whole slices: see `shard_width`
+    WIDTH_INPUTS = auto()  # by columns, likewise
 
 
 class Kept(Enum):
@@ -33,6 +35,7 @@ class TensorSpec:
     cut: Cut = Cut.NONE
     parts: int = 1  # equal parts, of which a rank holds whole ones; with fewer than ranks, neighbours hold the same one
     kept: Kept = Kept.AS_MODEL
+    expert: int | None = None  # of the routed experts, the one that it belongs to
 
     @property
     def is_matrix(self) -> bool:

@@ -20,6 +20,8 @@ from oarlock.workers.layers.attention import Attention
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, is_ignorable, is_in_stage, slices_of
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from oarlock.workers.layers.experts import Experts
+from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.fused_layer import CannotPrepare, PreparedLayers
 from oarlock.workers.layers.gated_mlp import GatedMLP
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
@@ -51,15 +53,17 @@ class Sublayer(Protocol):
         """Its layers that own weights, in the order in which they are loaded."""
 
     @property
-    def output(self) -> RowParallelLinear:
-        """The product whose results ranks add up."""
+    def output(self) -> RowParallelLinear | None:
+        """The product whose results ranks add up; None: they add up those of several."""
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Tensor:
         """`x` [T, hidden] (normed) -> [T, hidden]: `residual` plus the sublayer's result, or without it that alone."""
 
 
 # The module of each kind of sublayer.
-_SUBLAYERS: dict[type, Callable[..., Sublayer]] = {SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP}
+_SUBLAYERS: dict[type, Callable[..., Sublayer]] = {
+    SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP, ExpertsSpec: Experts,
+}  # fmt: skip
 
 
 class Branch:

@@ -30,6 +30,35 @@ class WeightSource(Protocol):
         """Raise `StartupError` if the checkpoint has a tensor that was not taken and is not `ignorable`."""
 
 
+class FilledUp:
+    """`WeightSource` of tensors that are longer than they are stored, and zero there: for widths that ranks cannot cut
+    into equal slices."""
+
+    def __init__(self, weights: WeightSource) -> None:
+        self._weights = weights
+
+    def has(self, name: str) -> bool:
+        return self._weights.has(name)
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        return self._weights.shape_of(name)
+
+    def finish(self, ignorable: Callable[[str], bool]) -> None:
+        self._weights.finish(ignorable)
+
+    def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
+        """As `WeightSource.take`; `shape` may be longer than the stored tensor's."""
+        stored = self._weights.shape_of(name)
+        if stored is None or len(stored) != len(shape) or all(a >= b for a, b in zip(stored, shape, strict=True)):
+            return self._weights.take(name, into, shape=shape, dim=dim, start=start)
+        lengths = [min(length, into.shape[place]) for place, length in enumerate(stored)]
+        start = min(start, stored[dim])
+        lengths[dim] = min(stored[dim] - start, into.shape[dim])
+        here = into[tuple(slice(length) for length in lengths)]
+        into.zero_()
+        return self._weights.take(name, here, shape=stored, dim=dim, start=start)
+
+
 def check_slice(name: str, into: Tensor, shape: Sequence[int], dim: int, start: int) -> None:
     """Assert that `into` can hold the slice; for mistakes in our code, with the tensor's name."""
     expected = list(shape)

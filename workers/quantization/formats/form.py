@@ -40,6 +40,14 @@ class Form(Protocol):
         """Bytes in memory, in a model that computes in a dtype of `item_bytes`. `slices`: see `LinearWeight.matmul`."""
 
 
+_UNIT = 32  # inputs of a group, in most formats
+
+
+def unit_of_width(form: Form) -> int:
+    """Inputs that slices have a multiple of, where inputs are filled up to whole slices: so that groups are not cut."""
+    return 1 if form.arithmetic is Arithmetic.DENSE and getattr(form, "group", 1) == 1 else _UNIT
+
+
 class WeightForms(Protocol):
     """The forms of all weights of a model."""
 

@@ -1,0 +1,185 @@
+"""Every product with experts against a loop in float64, in every form of weights, and what a token's bits depend on."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from oarlock.workers.distributed.all_reduce import tree_sum
+from oarlock.workers.quantization.expert_matmul import (
+    ExpertMatmul,
+    ExpertsShape,
+    ExpertWeights,
+    TorchExpertMatmul,
+    gate_of,
+)
+from oarlock.workers.quantization.method import StoredRows, WeightShard
+from oarlock.workers.quantization.registry import QUANTIZATIONS
+
+HIDDEN, WIDTH, EXPERTS = 72, 128, 5
+PRODUCTS: dict[str, Callable[..., ExpertMatmul]] = {"torch": TorchExpertMatmul}
+# Form of weights and type of x -> how far results may be from float64, as a share of their size. int8 and int4 round
+# inputs to 8 bits, and weights are compared as they were before they were rounded.
+FORMS = {
+    ("none", torch.float32): 1e-6,
+    ("none", torch.bfloat16): 1e-2,
+    ("none", torch.float16): 2e-3,
+    ("int8", torch.bfloat16): 5e-2,
+    ("int4", torch.bfloat16): 0.25,
+}
+
+
+class Source:
+    """`WeightSource` of tensors in memory."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        return tuple(self.tensors[name].shape)
+
+    def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
+        assert tuple(shape) == self.shape_of(name)
+        into.copy_(self.tensors[name].narrow(dim, start, into.shape[dim]))
+
+    def finish(self, ignorable: Callable[[str], bool]) -> None:
+        raise AssertionError
+
+
+class Experts:
+    """Random experts of one form, of which ranks hold parts."""
+
+    def __init__(self, form: str, dtype: torch.dtype, *, bias: bool = False, **shape: object) -> None:
+        draw = torch.Generator().manual_seed(5)
+
+        def random(*lengths: int) -> Tensor:
+            return torch.randn(lengths, generator=draw).div_(lengths[-1] ** 0.5).to(dtype)
+
+        self.tensors: dict[str, Tensor] = {}
+        for expert in range(EXPERTS):
+            for part, lengths in (("gate", (WIDTH, HIDDEN)), ("up", (WIDTH, HIDDEN)), ("down", (HIDDEN, WIDTH))):
+                self.tensors[f"{expert}.{part}.weight"] = random(*lengths)
+                self.tensors[f"{expert}.{part}.bias"] = random(1, lengths[0])[0] if bias else torch.zeros(0)
+        self.form, self.dtype, self.bias, self.shape = form, dtype, bias, shape
+
+    def rank(self, kind: str, rank: int = 0, size: int = 1, slices: int = 1) -> ExpertMatmul:
+        """The part of `rank` of `size`, with `slices` over all ranks."""
+        count = WIDTH // size
+        shape = ExpertsShape(0, EXPERTS, HIDDEN, count, self.dtype, slices // size, **self.shape)  # ty: ignore[invalid-argument-type]
+        return PRODUCTS[kind](shape, (self._weights(expert, rank, count, slices // size) for expert in range(EXPERTS)))
+
+    def dealt(self, kind: str, first: int, count: int, groups: int, group: int) -> ExpertMatmul:
+        shape = ExpertsShape(first, count, HIDDEN, WIDTH, self.dtype, 1, groups, group)
+        return PRODUCTS[kind](shape, (self._weights(expert, 0, WIDTH, 1) for expert in range(first, first + count)))
+
+    def _weights(self, expert: int, rank: int, count: int, slices: int) -> ExpertWeights:
+        source, method = Source(self.tensors), QUANTIZATIONS[self.form].method()
+
+        def empty(*lengths: int) -> Tensor:
+            return torch.empty(lengths, dtype=self.dtype)
+
+        rows = tuple(StoredRows(f"{expert}.{part}", WIDTH, rank * count, count) for part in ("gate", "up"))
+        gate_up = WeightShard(rows, HIDDEN, 0, HIDDEN)
+        down = WeightShard(
+            (StoredRows(f"{expert}.down", HIDDEN, 0, HIDDEN),), WIDTH, rank * count, count, slices=slices
+        )
+        biases = (gate_up.take_bias(source, empty), down.take_bias(source, empty)) if self.bias else (None, None)
+        return ExpertWeights(
+            method.load(gate_up, source, empty),
+            method.load(down, source, empty),
+            biases[0],
+            biases[1] if rank == 0 else None,
+        )
+
+    def exact(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The loop in float64, one token and expert after the other."""
+        shape = ExpertsShape(0, EXPERTS, HIDDEN, WIDTH, self.dtype, **self.shape)  # ty: ignore[invalid-argument-type]
+        out = torch.zeros((len(x), HIDDEN), dtype=torch.float64)
+        for token in range(len(x)):
+            for expert, weight in zip(ids[token].tolist(), weights[token].double(), strict=True):
+                gate, up, down = (self.tensors[f"{expert}.{part}.weight"].double() for part in ("gate", "up", "down"))
+                row = x[token : token + 1].double()
+                both = torch.cat((row @ gate.T, row @ up.T), 1)
+                if self.bias:
+                    both += torch.cat([self.tensors[f"{expert}.{part}.bias"].double() for part in ("gate", "up")])
+                result = gate_of(both, shape).double() @ down.T
+                if self.bias:
+                    result += self.tensors[f"{expert}.down.bias"].double()
+                out[token] += weight * result[0]
+        return out
+
+
+def routed(tokens: int, top_k: int = 2, *, only: int | None = None) -> tuple[Tensor, Tensor]:
+    """Ids and weights of random choices; `only`: every token's first is that one, and nothing else."""
+    draw = torch.Generator().manual_seed(tokens)
+    ids = torch.stack([torch.randperm(EXPERTS - 1, generator=draw)[:top_k] for _ in range(tokens)]).sort(1).values
+    if only is not None:
+        ids = torch.full((tokens, 1), only)
+    return ids.int(), torch.rand(ids.shape, generator=draw) + 0.1
+
+
+def inputs(tokens: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn((tokens, HIDDEN), generator=torch.Generator().manual_seed(tokens)).to(dtype)
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+@pytest.mark.parametrize("tokens", [1, 3, 17, 130])
+@pytest.mark.parametrize(("form", "dtype"), FORMS)
+def test_results_are_those_of_a_loop_in_float64(kind: str, tokens: int, form: str, dtype: torch.dtype) -> None:
+    experts, x = Experts(form, dtype), inputs(tokens, dtype)
+    product = experts.rank(kind)
+    for chosen in (routed(tokens), routed(tokens, 4), routed(tokens, only=EXPERTS - 1)):
+        exact, found = experts.exact(x, *chosen), product(x, *chosen)
+        assert found.dtype == torch.float32 and found.shape == exact.shape
+        assert (found - exact).norm() <= FORMS[form, dtype] * exact.norm()
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+@pytest.mark.parametrize(
+    "shape", [{"activation": "gelu_tanh"}, {"activation": "clamped_swiglu", "limit": 0.5}], ids=str
+)
+def test_activations_and_biases(kind: str, shape: dict[str, object]) -> None:
+    experts, x, chosen = Experts("none", torch.float32, bias=True, **shape), inputs(9, torch.float32), routed(9)
+    exact = experts.exact(x, *chosen)
+    assert (experts.rank(kind)(x, *chosen) - exact).norm() <= 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+@pytest.mark.parametrize(
+    ("form", "dtype"), [("none", torch.float32), ("none", torch.bfloat16), ("int8", torch.bfloat16)]
+)
+def test_ranks_of_every_number_add_up_to_the_same_bits(kind: str, form: str, dtype: torch.dtype) -> None:
+    experts, x, chosen = Experts(form, dtype, bias=True), inputs(5, dtype), routed(5)
+    alone = experts.rank(kind, slices=4)(x, *chosen)
+    for size in (2, 4):
+        parts = [experts.rank(kind, rank, size, 4)(x, *chosen) for rank in range(size)]
+        assert torch.equal(alone, tree_sum(parts)), f"{size} ranks"
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_whole_experts_dealt_to_ranks_add_up_to_the_same_bits(kind: str) -> None:
+    """In groups of two, of which the third has one and the last none: every number of ranks has the same four."""
+    experts, x, chosen = Experts("none", torch.bfloat16), inputs(5, torch.bfloat16), routed(5, 4)
+    alone = experts.dealt(kind, 0, EXPERTS, 4, 2)(x, *chosen)
+    halves = [experts.dealt(kind, first, count, 2, 2)(x, *chosen) for first, count in ((0, 4), (4, 1))]
+    quarters = [experts.dealt(kind, *part, 1, 2)(x, *chosen) for part in ((0, 2), (2, 2), (4, 1), (5, 0))]
+    assert torch.equal(alone, tree_sum(halves)) and torch.equal(alone, tree_sum(quarters))
+    assert (alone - experts.exact(x, *chosen)).norm() <= 1e-2 * alone.norm()
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+@pytest.mark.parametrize(("form", "dtype"), FORMS)
+def test_bits_of_a_token_depend_on_that_token_alone(kind: str, form: str, dtype: torch.dtype) -> None:
+    product = Experts(form, dtype).rank(kind, slices=2)
+    x, (ids, weights) = inputs(40, dtype), routed(40)
+    together = product(x, ids, weights)
+    for token in (0, 21, 39):
+        one = slice(token, token + 1)
+        assert torch.equal(product(x[one], ids[one], weights[one])[0], together[token])
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(product(x[order], ids[order], weights[order]), together[order])
+    assert product(x[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)

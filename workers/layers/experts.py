@@ -1,0 +1,214 @@
+"""The mixture-of-experts sublayer on one rank: the router, this rank's part of the experts, and the sum over ranks.
+
+Experts are cut along their width, or whole experts are dealt to ranks (`Placement.deals_experts`). Shared experts are
+one expert that every token has, always cut along its width.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from oarlock.workers.attention.backend import LayerKV, LayerStep
+from oarlock.workers.kernels.cpu.fused_layer import Rows
+from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
+from oarlock.workers.layers.fused_layer import CannotPrepare, Program
+from oarlock.workers.layers.linear import RowParallelLinear
+from oarlock.workers.layers.placement import Placement
+from oarlock.workers.layers.sharding import ExpertShard, shard_experts, shard_width
+from oarlock.workers.quantization.expert_matmul import ExpertsShape, ExpertWeights, expert_matmul
+from oarlock.workers.quantization.matmul import matmul
+from oarlock.workers.quantization.method import StoredRows, WeightShard
+from oarlock.workers.weights.source import FilledUp, WeightSource
+
+
+class Router:
+    """[T, hidden] -> the experts of each token and their weights. Computed in float32, on every rank alike."""
+
+    def __init__(self, name: str, spec: ExpertsSpec, hidden: int, place: Placement) -> None:
+        """`name`: the sublayer's."""
+        self.name = name
+        self.spec = spec.router
+        self.experts, self.hidden = spec.experts, hidden
+        self.place = place
+        self.correction: Tensor | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        return 4 * self.experts * (self.hidden + self.spec.bias + (self.spec.correction is not None))
+
+    def load(self, weights: WeightSource) -> None:
+        spec, before = self.spec, f"{self.name}.{self.spec.name}"
+        bias = self._taken(weights, f"{before}.bias", self.experts) if spec.bias else None
+        self.product = matmul(self._taken(weights, f"{before}.weight", self.experts, self.hidden), bias)
+        if spec.correction is not None:
+            self.correction = self._taken(weights, f"{self.name}.{spec.correction}", self.experts)
+
+    def _taken(self, weights: WeightSource, name: str, *shape: int) -> Tensor:
+        into = torch.empty(shape, device=self.place.device)
+        weights.take(name, into, shape=shape)
+        return into
+
+    def logits(self, x: Tensor) -> Tensor:
+        """`x` [T, hidden] -> float32 [T, experts]."""
+        return self.product(x.float())
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`x` [T, hidden] -> (ids int32 [T, k], ascending in each row; their weights float32 [T, k])."""
+        return route(self.logits(x), self.spec, self.correction)
+
+
+def route(logits: Tensor, spec: RouterSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`logits` float32 [T, E], `correction` float32 [E] -> (ids int32 [T, k], weights float32 [T, k]).
+
+    Of experts that are equally good the one with the lower id is chosen. Ids of a row ascend: experts are added up in
+    that order. Softmax keeps the order of logits, so without a correction these are compared, which rounds nothing.
+    """
+    exact = logits.double()
+    scores = torch.sigmoid(exact) if spec.scores == "sigmoid" else torch.softmax(exact, 1)
+    key = logits if correction is None else scores.float() + correction
+    if spec.groups > 1:
+        of_group = key.unflatten(1, (spec.groups, -1))  # [T, groups, E / groups]
+        best = of_group.topk(2, dim=2).values.sum(2)
+        left_out = best.sort(dim=1, descending=True, stable=True).indices[:, spec.top_groups :]
+        is_out = torch.zeros_like(best, dtype=torch.bool).scatter_(1, left_out, True)
+        key = of_group.masked_fill(is_out.unsqueeze(2), float("-inf")).flatten(1)
+    ids = key.sort(dim=1, descending=True, stable=True).indices[:, : spec.top_k].sort(dim=1).values
+    if spec.normalised and spec.scores == "softmax" and correction is None:
+        weights = torch.softmax(exact.gather(1, ids), 1)
+    else:
+        weights = scores.gather(1, ids)
+        if spec.normalised:
+            weights = weights / weights.sum(1, keepdim=True).clamp(min=spec.least_sum)
+    return ids.int(), (weights * spec.scale).float()
+
+
+class ExpertStack:
+    """This rank's part of some experts of one width: an `ExpertMatmul` once they are loaded."""
+
+    def __init__(
+        self,
+        names: list[str],
+        spec: ExpertsSpec,
+        width: int,
+        hidden: int,
+        bias: bool,
+        place: Placement,
+        dealt: ExpertShard | None = None,
+    ) -> None:
+        """`names`: of all experts. `dealt`: the ones that this rank holds, whole; None: all of them, cut."""
+        rank, size = (place.tp.rank, place.tp.size) if dealt is None else (0, 1)
+        unit = place.unit_of_width(f"{names[0]}.down_proj")
+        self.cut = cut = shard_width(width, unit, rank, size, place.slices if dealt is None else 1)
+        self.is_filled_up = cut.whole > width
+        held = ExpertShard(0, len(names), 0, 1) if dealt is None else dealt
+        self.names = names[held.first : held.first + held.count]
+        self.hidden, self.bias, self.place = hidden, bias, place
+        self.shape = ExpertsShape(
+            held.first, held.count, hidden, cut.count, place.dtype, cut.slices, held.groups, held.group,
+            spec.activation, spec.alpha, spec.limit,
+        )  # fmt: skip
+
+    def _shards(self, name: str) -> tuple[WeightShard, WeightShard]:
+        """The parts of gate and up, and of down, that this rank holds of an expert."""
+        cut, hidden = self.cut, self.hidden
+        rows = tuple(StoredRows(f"{name}.{part}", cut.whole, cut.first, cut.count) for part in ("gate_proj", "up_proj"))
+        down = (StoredRows(f"{name}.down_proj", hidden, 0, hidden),)
+        return (
+            WeightShard(rows, hidden, 0, hidden),
+            WeightShard(down, cut.whole, cut.first, cut.count, slices=cut.slices),
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(
+            self.place.weight_bytes(shard, self.bias and (shard.local_inputs == self.hidden or self.cut.first == 0))
+            for name in self.names
+            for shard in self._shards(name)
+        )
+
+    def load(self, weights: WeightSource) -> None:
+        source = FilledUp(weights) if self.is_filled_up else weights
+        self.product = expert_matmul(self.shape, self._loaded(source))
+
+    def _loaded(self, weights: WeightSource) -> Iterator[ExpertWeights]:
+        place = self.place
+        for name in self.names:
+            gate_up, down = self._shards(name)
+            biases = (None, None)
+            if self.bias:
+                biases = gate_up.take_bias(weights, place.empty), down.take_bias(weights, place.empty)
+            first = biases[1] if self.cut.first == 0 else None  # of the slices, to which the bias is added
+            yield ExpertWeights(place.load(gate_up, weights), place.load(down, weights), biases[0], first)
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return self.product(x, ids, weights)
+
+
+class Experts:
+    """`x` [T, hidden] (normed) -> [T, hidden]: the residual plus the experts' output, or without it that alone."""
+
+    output = None  # there is no single product whose results ranks add up
+
+    def __init__(self, name: str, spec: ExpertsSpec, layer: int, hidden: int, place: Placement) -> None:
+        self.place = place
+        self.router = Router(name, spec, hidden, place)
+        names = [f"{name}.experts.{expert}" for expert in range(spec.experts)]
+        tp = place.tp
+        dealt = shard_experts(spec.experts, tp.rank, tp.size, place.slices) if place.deals_experts else None
+        self.routed = ExpertStack(names, spec, spec.width, hidden, spec.bias, place, dealt)
+        self.shared: ExpertStack | None = None
+        self.shared_gate: _SharedGate | None = None
+        if spec.shared is not None:
+            shared = spec.shared
+            self.shared = ExpertStack([f"{name}.{shared.name}"], spec, shared.width, hidden, False, place)
+            if shared.gate is not None:
+                self.shared_gate = _SharedGate(f"{name}.{shared.gate}", hidden, place)
+
+    @property
+    def parts(self) -> list["Router | ExpertStack | _SharedGate"]:
+        parts = (self.router, self.routed, self.shared, self.shared_gate)
+        return [part for part in parts if part is not None]
+
+    def __call__(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Tensor:
+        total = self.unrounded(x, step)
+        return (total if residual is None else total + residual).to(x.dtype)
+
+    def unrounded(self, x: Tensor, step: LayerStep) -> Tensor:
+        """The output without a residual, in float32: [T, hidden]."""
+        total = self.routed(x, *self.router(x))
+        if self.shared is None:
+            return self.place.tp.all_reduce(total)
+        # Ranks sum each by itself, in one exchange: a sum of both would add up in another order than one rank does.
+        both = self.place.tp.all_reduce(torch.cat((total, self.of_shared(x))))
+        return both[: len(x)] + both[len(x) :]
+
+    def of_shared(self, x: Tensor) -> Tensor:
+        """This rank's share of the shared expert's result: float32 [T, hidden]."""
+        assert self.shared is not None
+        ids = torch.zeros((len(x), 1), dtype=torch.int32, device=x.device)
+        scale = torch.ones((len(x), 1), device=x.device) if self.shared_gate is None else self.shared_gate(x)
+        return self.shared(x, ids, scale)
+
+    def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[RowParallelLinear, Rows]:
+        """Raises `CannotPrepare`."""
+        raise CannotPrepare("experts are computed by separate operations")
+
+
+class _SharedGate:
+    """[T, hidden] -> the factor of the shared expert: float32 [T, 1]."""
+
+    def __init__(self, name: str, hidden: int, place: Placement) -> None:
+        self.name, self.hidden, self.place = name, hidden, place
+
+    @property
+    def weight_bytes(self) -> int:
+        return 4 * self.hidden
+
+    def load(self, weights: WeightSource) -> None:
+        into = torch.empty((1, self.hidden), device=self.place.device)
+        weights.take(f"{self.name}.weight", into, shape=(1, self.hidden))
+        self.product = matmul(into)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.product(x.float()).double()).float()

@@ -1,0 +1,126 @@
+"""Products with the experts of a mixture: the gated MLPs of all experts of a rank, for the tokens that chose them.
+
+`TorchExpertMatmul` is the reference: a loop over the experts in use, whose products are those of any other weight, so
+that it has every form of weights. What all forms of it keep:
+
+* Bits of a token depend on that token alone: not on how many tokens an expert gets, nor on their order.
+* `down`'s results are added in float32, in the order of a row's ids, which ascend; each is multiplied by its weight
+  before. The gated product is rounded once, to the model's type.
+* Slices of the width are summed each by itself over all experts of a row, or else groups of experts are; then the
+  slices, or groups, are added as in `tree_sum`. So 1, 2, 4 or 8 ranks, each with its slices, have the same bits.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from oarlock.workers.distributed.all_reduce import tree_sum
+from oarlock.workers.quantization.method import LinearWeight
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """Sizes of a rank's experts. At most one of `slices` and `groups` is more than 1."""
+
+    first: int  # id of its first expert
+    count: int  # of its experts
+    hidden: int
+    width: int  # of each expert, on this rank
+    dtype: torch.dtype  # of x
+    slices: int = 1  # equal ones of `width`, each summed by itself
+    groups: int = 1  # of neighbouring experts, each summed by itself
+    group: int = 0  # experts of a group; the last ones may have fewer, or none; 0: all
+    activation: str = "silu"  # as `ExpertsSpec` has it
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """One expert's weights on a rank."""
+
+    gate_up: LinearWeight  # [2 * width, hidden], gate above up
+    down: LinearWeight  # [hidden, width]
+    gate_up_bias: Tensor | None = None  # [2 * width]
+    down_bias: Tensor | None = None  # [hidden]; only on the rank with the first slice, to which it is added
+
+
+class ExpertMatmul(Protocol):
+    """All experts of a rank."""
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """The rank's share of the sum over each token's experts: float32 [T, hidden].
+
+        `x` [T, hidden]; `expert_ids` int32 [T, k] ascending in each row, of which those of other ranks are skipped;
+        `weights` float32 [T, k].
+        """
+
+
+class TorchExpertMatmul:
+    """`ExpertMatmul` by a loop over the experts in use."""
+
+    def __init__(self, shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> None:
+        """`experts`: each is dropped before the next one is taken."""
+        self.shape = shape
+        self.products = [
+            (
+                one.gate_up.matmul(one.gate_up_bias, float32_output=True),
+                one.down.matmul(float32_output=True, slices=shape.slices),
+                one.down_bias,
+            )
+            for one in experts
+        ]
+        assert len(self.products) == shape.count
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        shape = self.shape
+        lanes = torch.zeros((shape.slices * shape.groups, len(x), shape.hidden), device=x.device)
+        ids = expert_ids - shape.first
+        for expert in range(shape.count):
+            rows, places = (ids == expert).nonzero(as_tuple=True)  # a token has an expert once
+            if len(rows):
+                lane = expert // shape.group if shape.group else 0
+                for number, result in enumerate(self._slices(expert, x[rows])):
+                    lanes[lane + number, rows] += weights[rows, places, None] * result
+        return tree_sum(list(lanes))
+
+    def _slices(self, expert: int, x: Tensor) -> list[Tensor]:
+        """The expert's results for all `x` [T, hidden], one for each slice of its width: float32 [T, hidden]."""
+        gate_up, down, bias = self.products[expert]
+        inner = gate_of(gate_up(x), self.shape).to(self.shape.dtype)  # [T, width]
+        length = self.shape.width // self.shape.slices
+        found = []
+        for number in range(self.shape.slices):
+            alone = inner  # what a product adds up of other slices is 0 then
+            if self.shape.slices > 1:
+                alone = torch.zeros_like(inner)
+                here = slice(number * length, (number + 1) * length)
+                alone[:, here] = inner[:, here]
+            found.append(down(alone).float())
+        if bias is not None:
+            found[0] = found[0] + bias.float()
+        return found
+
+
+def gate_of(both: Tensor, shape: ExpertsShape) -> Tensor:
+    """The gated product of `both` [T, 2 * width], gate before up: float32 [T, width].
+
+    In float64: torch computes the last few elements of an array with another exponential function, by whose last bits a
+    token would depend on its place; rounding hides them.
+    """
+    gate, up = both.double().chunk(2, 1)
+    if shape.activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=shape.limit), up.clamp(-shape.limit, shape.limit) + 1.0
+        gate = gate * torch.sigmoid(shape.alpha * gate)
+    else:
+        gate = F.silu(gate) if shape.activation == "silu" else F.gelu(gate, approximate="tanh")
+    return (gate * up).float()
+
+
+def expert_matmul(shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> ExpertMatmul:
+    """The fastest product for these experts; the caller should not keep their weights."""
+    return TorchExpertMatmul(shape, experts)
