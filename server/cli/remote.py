@@ -90,7 +90,9 @@ class Remote:
 
     async def get_json(self, path: str) -> Any:
         """The JSON of a path."""
-        body = await self.get(path)
+        return self._read_json(path, await self.get(path))
+
+    def _read_json(self, path: str, body: bytes) -> Any:
         try:
             return json.loads(body)
         except ValueError:
@@ -102,6 +104,12 @@ class Remote:
             await self._client.post(path, json.dumps(fields).encode(), on_body)
         except (ConnectError, BrokenError, StatusError) as error:
             raise self._explained(path, error) from None
+
+    async def post_json(self, path: str, fields: dict[str, Any]) -> Any:
+        """Send `fields` as JSON; the JSON of the answer."""
+        pieces: list[bytes] = []
+        await self.stream(path, fields, lambda now, piece: pieces.append(piece))
+        return self._read_json(path, b"".join(pieces))
 
     async def models(self) -> list[str]:
         """The names of the models that it serves, at least one."""

@@ -109,6 +109,51 @@ def test_a_conversation_at_a_terminal(make_server, tokenizer, tmp_path, wait_for
     assert history.stat().st_mode & 0o077 == 0
 
 
+def test_files_pastes_and_comparisons_and_what_is_kept_for_the_next_chat(make_server, tokenizer, tmp_path):
+    server = make_server(REPLY)
+    requests = server.stage.engine.requests
+    notes, saved = tmp_path / "notes.txt", tmp_path / "talk.md"
+    notes.write_text("first ```\nsecond\n")
+    with Terminal(command("chat", server.url), chat_env(tmp_path)) as terminal:
+        terminal.expect("> ")
+        terminal.type(f"/attach {notes}\n")
+        terminal.expect("notes.txt, [0-9]+ tokens, goes with the next message")
+        terminal.type("\x1b[200~/one\ntwo\n\x1b[201~")  # as a terminal sends what is pasted
+        terminal.expect("two")
+        assert not requests, "a newline that is pasted sends nothing"
+        terminal.type("\n")
+        terminal.expect("A title")
+        terminal.expect("\n> ")
+        assert "user\nnotes.txt:\n````\nfirst ```\nsecond\n````\n\n/one\ntwo\nassistant" in prompt_of(server, tokenizer)
+        terminal.type("/attach\n/attach /nowhere\n/compare a b\n/compare sed=1 seed=2 x\n")
+        for shown in ("Nothing is attached", "is no file", "Name two settings", "Did you mean seed"):
+            terminal.expect(shown)
+        terminal.type("/compare seed=1 seed=2,temperature=0.5\n")
+        terminal.expect("seed=1 +seed=2,temperature=0.5\n")
+        terminal.expect("Hello bold ␛.+ Hello bold ␛")
+        terminal.expect("seed=1: first token after .* tokens")
+        terminal.expect("Both are the same text. Neither is part")
+        assert sorted((one.params.seed, one.params.temperature) for one in requests[1:]) == [(1, 1.0), (2, 0.5)]
+        assert prompt_of(server, tokenizer).count("/one\ntwo") == 1, "the last question is asked again"
+        terminal.type(f"/save {saved}\n")
+        terminal.expect("2 messages are in")
+        terminal.type(CTRL_D)
+        assert terminal.wait() == 0
+    assert saved.read_text().startswith("## User\n\nnotes.txt:\n")
+    assert saved.read_text().count("## Assistant") == 1
+    kept = tmp_path / "oarlock" / "chat_history"
+    assert kept.read_text().splitlines()[1] == "/one\\ntwo"
+    kept.chmod(0o644)
+    with Terminal(command("chat", server.url), chat_env(tmp_path)) as terminal:
+        terminal.expect("> ")
+        terminal.type("\x1b[A" * 7 + "\n")
+        terminal.expect("A title")
+        assert "user\n/one\ntwo\nassistant" in prompt_of(server, tokenizer)
+        terminal.type("/exit\n")
+        assert terminal.wait() == 0
+    assert kept.stat().st_mode & 0o777 == 0o600
+
+
 ANSWER = "# A title\n\nThese are more words than a narrow terminal has in one row, and the last of them is **end**."
 STOPPED_AT = "last of them is"
 

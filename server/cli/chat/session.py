@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +18,11 @@ from oarlock.server.config.options import nearest
 
 _PATH = "/v1/chat/completions"
 _ROLES = ("system", "developer", "user", "assistant")
+_MAX_ATTACHED = 4 << 20  # bytes of a file; more is no question any more
+# Settings that answers can be compared at.
+_SETTINGS: dict[str, Callable[[str], object]] = {
+    "temperature": float, "top_p": float, "top_k": int, "min_p": float, "max_tokens": int, "seed": int, "model": str,
+}  # fmt: skip
 
 
 class Listener(Protocol):
@@ -143,13 +150,20 @@ class Conversation:
         self.messages.clear()
 
     def save(self, name: str, model: str) -> Path:
-        """Write it to `name`, or, where that is empty, to the file of before. Raises `ConversationError`."""
+        """Write it to `name`, or, where that is empty, to the file of before: `.md` is Markdown, all else JSON.
+
+        Raises `ConversationError`.
+        """
         path = Path(name).expanduser() if name else self.file
         if path is None:
-            raise ConversationError("Name a file: /save FILE.json")
+            raise ConversationError("Name a file: /save FILE.json, or FILE.md for people")
         if path.exists() and path != self.file:
             raise ConversationError(f"{path} is there already. Name another file, or remove it first.")
-        text = json.dumps({"model": model, "messages": self.as_messages()}, ensure_ascii=False, indent=1)
+        messages = self.as_messages()
+        if path.suffix == ".md":
+            text = "\n\n".join(f"## {entry['role'].capitalize()}\n\n{entry['content'].strip()}" for entry in messages)
+        else:
+            text = json.dumps({"model": model, "messages": messages}, ensure_ascii=False, indent=1)
         try:
             path.write_text(text + "\n", "utf-8")
         except OSError as error:
@@ -212,13 +226,14 @@ class Session:
     runner: asyncio.Runner
     sampling: dict[str, Any] = field(default_factory=dict)
     conversation: Conversation = field(default_factory=Conversation)
+    attached: dict[str, str] = field(default_factory=dict)  # names of files -> what goes with the next message
     last: Answer | None = None
     totals: Totals = field(default_factory=Totals)
 
     def ask(self, text: str) -> Answer | None:
         """Send a message and show its answer. None where it failed: then the conversation is as it was before."""
         conversation, answer, problem = self.conversation, Answer(), None
-        conversation.messages.append({"role": "user", "content": text})
+        conversation.messages.append({"role": "user", "content": with_files(text, self.attached)})
         fields = {"model": self.model, "messages": conversation.as_messages(), **self.sampling}
         try:
             self.runner.run(self._show(fields, answer))
@@ -238,10 +253,51 @@ class Session:
             conversation.messages.pop()
         else:
             conversation.messages.append({"role": "assistant", "content": answer.text})
+            self.attached.clear()
         self._count(answer)
         for notice in notices(answer):
             self.screen.notice(notice)
         return answer
+
+    def compare(self, words: Sequence[str], question: str) -> None:
+        """Ask at two settings at once, such as `seed=1` and `seed=2`: `question`, or the last one again.
+
+        The conversation stays as it was. Raises `ConversationError`.
+        """
+        settings = [read_settings(word) for word in words]
+        asked = self.conversation.as_messages()
+        if question:
+            asked.append({"role": "user", "content": with_files(question, self.attached)})
+        while asked and asked[-1]["role"] != "user":
+            asked.pop()
+        if not asked:
+            raise ConversationError("There is no question yet. Write it behind the settings.")
+        bodies = [{"model": self.model, "messages": asked, **self.sampling, **each} for each in settings]
+        answers = [Answer(), Answer()]
+        try:
+            problems = self.runner.run(self._show_beside(words, bodies, answers))
+        finally:
+            self.screen.end()
+        for word, answer, problem in zip(words, answers, problems, strict=True):
+            self._count(answer)
+            self.screen.notice(f"{word}: {', '.join([*_speed(answer), *notices(answer)])}")
+            if problem is not None:
+                self.screen.problem(f"{word}: {problem}")
+        first, second = (answer.text for answer in answers)
+        parted = next((at for at, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None)
+        parted = min(len(first), len(second)) if parted is None else parted
+        same = "Both are the same text" if first == second else f"They part after {parted} characters"
+        self.screen.notice(f"{same}. Neither is part of the conversation.")
+
+    async def _show_beside(
+        self, titles: Sequence[str], bodies: Sequence[dict[str, Any]], answers: Sequence[Answer]
+    ) -> list[BaseException | None]:
+        """What went wrong with each, if something did."""
+        sides = self.screen.begin_beside(titles)
+        streams = [ask(self.remote, *each) for each in zip(bodies, sides, answers, strict=True)]
+        with suppress(asyncio.CancelledError):  # Ctrl-C; each answer says itself that it was stopped
+            return await asyncio.gather(*streams, return_exceptions=True)
+        return [None] * len(answers)
 
     async def _show(self, fields: dict[str, Any], answer: Answer) -> None:
         self.screen.begin()
@@ -258,6 +314,31 @@ class Session:
         totals.prompt_tokens += usage.get("prompt_tokens") or 0
         totals.cached_tokens += _cached(usage)
         totals.output_tokens += answer.output_tokens
+
+
+def with_files(text: str, attached: dict[str, str]) -> str:
+    """A message with files before it, each between fences that it does not hold itself."""
+    parts = []
+    for name, content in attached.items():
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", content)), default=0))
+        parts.append(f"{name}:\n{fence}\n{content.rstrip()}\n{fence}")
+    return "\n\n".join([*parts, text])
+
+
+def read_settings(word: str) -> dict[str, Any]:
+    """Read `seed=1` or `temperature=0.7,top_p=0.9`. Raises `ConversationError`."""
+    found: dict[str, Any] = {}
+    for part in word.split(","):
+        name, _, value = part.partition("=")
+        if name not in _SETTINGS:
+            near = nearest(name, _SETTINGS)
+            hint = f"Did you mean {near}?" if near else f"There are: {', '.join(_SETTINGS)}."
+            raise ConversationError(f"{name} is no setting. {hint} For example: /compare seed=1 seed=2 QUESTION")
+        try:
+            found[name] = _SETTINGS[name](value)
+        except ValueError:
+            raise ConversationError(f"{name} is {value!r}; it must be a number.") from None
+    return found
 
 
 def notices(answer: Answer) -> list[str]:
@@ -277,10 +358,7 @@ def figures(session: Session) -> str:
     last, totals = session.last, session.totals
     if last is None:
         return f"No answer yet. Model {session.model} at {session.remote.url}."
-    usage, speed = last.usage or {}, last.tokens_per_s
-    parts = [] if last.ttft_s is None else [f"first token after {1e3 * last.ttft_s:.0f} ms"]
-    parts += [] if speed is None else [f"then {speed:.1f} tokens/s"]
-    parts.append(f"{last.output_tokens} tokens" + (", counted by chunks" if last.usage is None else ""))
+    usage, parts = last.usage or {}, _speed(last)
     if usage.get("prompt_tokens"):
         parts.append(f"of a prompt of {usage['prompt_tokens']} tokens {_cached(usage)} were cached")
     return (
@@ -288,6 +366,13 @@ def figures(session: Session) -> str:
         f"This chat: {totals.answers} answers, {totals.prompt_tokens} prompt tokens, {totals.cached_tokens} of them "
         f"cached, {totals.output_tokens} tokens generated. Model {session.model} at {session.remote.url}."
     )
+
+
+def _speed(answer: Answer) -> list[str]:
+    speed = answer.tokens_per_s
+    parts = [] if answer.ttft_s is None else [f"first token after {1e3 * answer.ttft_s:.0f} ms"]
+    parts += [] if speed is None else [f"then {speed:.1f} tokens/s"]
+    return [*parts, f"{answer.output_tokens} tokens" + (", counted by chunks" if answer.usage is None else "")]
 
 
 def _cached(usage: dict[str, Any]) -> int:
@@ -341,6 +426,38 @@ def _load(session: Session, name: str) -> None:
     session.screen.notice(f"{count} messages are loaded; the next one goes on from there.")
 
 
+def _attach(session: Session, name: str) -> None:
+    if not name:
+        dropped = ", ".join(session.attached)
+        session.attached.clear()
+        session.screen.notice(f"{dropped}: taken back." if dropped else "Nothing is attached. /attach FILE does it.")
+        return
+    path = Path(name).expanduser()
+    try:
+        if not path.is_file():
+            raise ConversationError(f"{path} is no file. Name a text file.")
+        if path.stat().st_size > _MAX_ATTACHED:
+            raise ConversationError(f"{path} has more than {_MAX_ATTACHED >> 20} MiB. Attach the part that matters.")
+        content = path.read_text("utf-8")
+    except OSError as error:
+        raise ConversationError(f"{path} cannot be read ({error.strerror}). Name another file.") from None
+    except UnicodeDecodeError:
+        raise ConversationError(f"{path} is no text in UTF-8. Only text can be attached.") from None
+    session.attached[path.name] = content
+    size = f"{len(content)} characters"
+    with suppress(ServerError, KeyError, TypeError):  # another server has no such route
+        count = session.runner.run(session.remote.post_json("/tokenize", {"model": session.model, "prompt": content}))
+        size = f"{count['count']} tokens"
+    session.screen.notice(f"{path.name}, {size}, goes with the next message; /attach alone takes it back.")
+
+
+def _compare(session: Session, text: str) -> None:
+    *words, question = [*text.split(maxsplit=2), "", "", ""][:3]
+    if not all("=" in word for word in words):
+        raise ConversationError("Name two settings, then the question: /compare temperature=0 temperature=1 QUESTION")
+    session.compare(words, question)
+
+
 def _model(session: Session, name: str) -> None:
     names = session.models()
     if name and name not in names:
@@ -357,7 +474,7 @@ def _help(session: Session, text: str) -> None:
     lines = [f"{name:<8} {about}" for name, (_, about) in COMMANDS.items()]
     keys = [
         "",
-        'A backslash at the end of a line, or """ before and after, makes a message of several lines.',
+        'Paste a message of several lines, or type it: a backslash at the end of a line, or """ before and after.',
         "Ctrl-C stops an answer, Ctrl-D leaves.",
     ]
     session.screen.notice("\n".join(lines + keys))
@@ -370,7 +487,9 @@ def _exit(session: Session, text: str) -> None:
 COMMANDS: dict[str, tuple[Callable[[Session, str], None], str]] = {
     "/system": (_system, "TEXT: set the system prompt; without TEXT, show it"),
     "/reset": (_reset, "begin a new conversation; /reset all: without the system prompt too"),
-    "/save": (_save, "FILE.json: write the conversation"),
+    "/attach": (_attach, "FILE: send a text file with the next message; without FILE, take back what is attached"),
+    "/compare": (_compare, "seed=1 seed=2 QUESTION: two answers side by side; without QUESTION, of the last one"),
+    "/save": (_save, "FILE.json or FILE.md: write the conversation"),
     "/load": (_load, "FILE.json: go on with one that was written, or with any list of messages"),
     "/model": (_model, "NAME: ask another model of this server; without NAME, list them"),
     "/stats": (_stats, "times and tokens of the last answer and of this chat"),

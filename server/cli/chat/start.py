@@ -10,14 +10,13 @@ import signal
 import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from oarlock.engine.errors import StartupError
 from oarlock.server.cli.arguments import UsageError
 from oarlock.server.cli.chat.own_server import OwnServer, own_flag
 from oarlock.server.cli.chat.session import COMMANDS, Conversation, ConversationError, LeaveError, Session, run_command
-from oarlock.server.cli.chat.terminal import LineEditor, history_file, make_screen
+from oarlock.server.cli.chat.terminal import History, LineEditor, history_file, make_screen
 from oarlock.server.cli.remote import DEFAULT_URL, Remote, ServerError, given_key, is_url
 from oarlock.server.launch.child_process import signals_handled
 
@@ -31,7 +30,10 @@ def chat(arguments: argparse.Namespace) -> int:
     interactive = sys.stdin.isatty()
     question = "" if interactive else _question()
     # SIGTERM and a closed terminal leave in order, so that a server that was started is ended.
-    with signals_handled((signal.SIGTERM, signal.SIGHUP), _leave), ExitStack() as stack:
+    with (
+        signals_handled((signal.SIGTERM, signal.SIGHUP), lambda number, frame: sys.exit(128 + number)),
+        ExitStack() as stack,
+    ):
         runner = stack.enter_context(asyncio.Runner())
         remote, own = _server(arguments.target, flags, runner, stack)
         stack.callback(remote.close)
@@ -43,7 +45,7 @@ def chat(arguments: argparse.Namespace) -> int:
         session = Session(remote, model, make_screen(interactive=interactive), runner, sampling, conversation)
         if not interactive:
             return _answer_once(session, question)
-        with LineEditor(list(COMMANDS), None if arguments.no_history else history_file()) as editor:
+        with LineEditor(list(COMMANDS), None if arguments.no_history else History(history_file())) as editor:
             return _converse(session, editor, own)
 
 
@@ -59,7 +61,7 @@ def _converse(session: Session, editor: LineEditor, own: OwnServer | None) -> in
     while True:
         try:
             text = editor.read()
-            if text.startswith("/"):
+            if text.startswith("/") and ("\n" not in text.strip() or text.split()[0] in COMMANDS):
                 run_command(session, text)
             elif text.strip():
                 answer = session.ask(text.strip())
@@ -158,7 +160,3 @@ def _question() -> str:
     if not text:
         raise UsageError("The standard input is empty.", "Write: echo 'a question' | oarlock chat")
     return text
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)

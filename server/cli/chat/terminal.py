@@ -1,7 +1,8 @@
 """The terminal of a chat: reads what the user types, and shows answers as Markdown while they are written.
 
-Typed lines have history and completion. Elsewhere than on a terminal an answer is plain text. Blocks of Markdown that
-will not change any more are printed once and scroll away; only the last one is drawn again and again. Two things would
+Typed messages have history and completion, and a paste of several lines is one message. Elsewhere than on a terminal an
+answer is plain text. Blocks of Markdown that will not change any more are printed once and scroll away; only the last
+one is drawn again and again, and so are two answers beside each other. Two things would
 spoil the count of rows to go back: keys that the terminal itself shows between two drawings, and a terminal that is
 made narrower, which breaks lines that are there already.
 """
@@ -16,8 +17,9 @@ import signal
 import sys
 import termios
 import time
-from collections.abc import Generator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
@@ -25,6 +27,7 @@ from rich.console import Console, RenderableType
 from rich.control import Control
 from rich.markdown import Markdown
 from rich.segment import ControlType, Segment, Segments
+from rich.table import Table
 from rich.text import Text
 
 from oarlock.server.cli.remote import fit
@@ -35,7 +38,7 @@ except ImportError:  # some builds of Python have none: lines can be typed, with
     readline = None
 
 QUOTES = '"""'
-_MAX_LINES = 1_000
+_MAX_KEPT = 1_000  # messages in the history
 _PROMPT, _MORE = "> ", "… "
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 _LIST = re.compile(r"\s*([-*+]|\d{1,9}[.)])\s")
@@ -44,18 +47,51 @@ _LONG_BLOCK = 4_000  # characters; a longer one is shown as it is until it ends,
 
 
 def history_file() -> Path:
-    """File in which typed lines are kept between chats."""
+    """File in which typed messages are kept between chats."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state).expanduser() / "oarlock" / "chat_history"
 
 
-class LineEditor:
-    """Editor of typed messages: `read` returns one. Use as a context manager: leaving it writes the history."""
+class History:
+    """Typed messages in a file that only this user may read, a line for each; they are kept as they are typed."""
 
-    def __init__(self, commands: Sequence[str], keep: Path | None) -> None:
-        """`commands`: what the tab key completes at the beginning. `keep`: the file of the history, or none."""
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> list[str]:
+        """The newest messages; none where the file is missing or no history. A file that has grown is cut."""
+        try:
+            lines = self._path.read_bytes().decode().removesuffix("\n").split("\n") if self._path.exists() else []
+            if len(lines) > 2 * _MAX_KEPT:
+                shorter = self._path.with_suffix(f".{os.getpid()}")
+                self._write(shorter, os.O_TRUNC, "".join(f"{line}\n" for line in lines[-_MAX_KEPT:]))
+                shorter.replace(self._path)
+        except (OSError, UnicodeDecodeError):
+            return []
+        return [
+            re.sub(r"\\([\\n])", lambda found: "\n" if found[1] == "n" else "\\", line) for line in lines[-_MAX_KEPT:]
+        ]
+
+    def add(self, message: str) -> None:
+        """Append one. Raises `OSError`."""
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._write(self._path, os.O_APPEND, message.replace("\\", "\\\\").replace("\n", "\\n") + "\n")
+
+    @staticmethod
+    def _write(path: Path, how: int, text: str) -> None:
+        with open(os.open(path, os.O_CREAT | os.O_WRONLY | how, 0o600), "w", encoding="utf-8", newline="") as file:
+            os.fchmod(file.fileno(), 0o600)  # what was asked is nobody else's
+            file.write(text)
+
+
+class LineEditor:
+    """Editor of typed messages: `read` returns one. Use as a context manager."""
+
+    def __init__(self, commands: Sequence[str], history: History | None) -> None:
+        """`commands`: what the tab key completes at the beginning. `history`: where messages are kept, if they are."""
         self._commands = commands
-        self._keep = keep
+        self._history = history
+        self._last = ""
 
     def __enter__(self) -> LineEditor:
         if readline is not None:
@@ -63,28 +99,39 @@ class LineEditor:
             readline.set_completer_delims(" \t\n")
             is_libedit = "libedit" in (readline.__doc__ or "")
             readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
-            readline.set_history_length(_MAX_LINES)
-            if self._keep is not None:
-                with suppress(OSError):  # the first chat, or a file that is no history: begin with none
-                    readline.read_history_file(self._keep)
+            if not is_libedit:  # the terminal marks what is pasted, so its newlines send nothing
+                readline.parse_and_bind("set enable-bracketed-paste on")
+            readline.set_auto_history(False)  # of single lines
+            for message in [] if self._history is None else self._history.read():
+                readline.add_history(message)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if readline is None or self._keep is None:
-            return
-        try:
-            self._keep.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            os.close(os.open(self._keep, os.O_CREAT | os.O_WRONLY, 0o600))  # what was asked is nobody else's
-            readline.write_history_file(self._keep)
-        except OSError as problem:
-            sys.stderr.write(f"note: the history was not kept: {problem}\n")
+        if readline is not None:
+            readline.set_auto_history(True)
 
     def read(self) -> str:
-        """A line; several where one ends with a backslash, or between lines of three quotes.
+        """A line; several where they were pasted, where one ends with a backslash, or between lines of three quotes.
 
         Raises `EOFError` at the end of the input, `KeyboardInterrupt` at Ctrl-C.
         """
+        message = self._message().rstrip("\n")
+        if message.strip() and message != self._last:
+            self._last = message
+            if readline is not None:
+                readline.add_history(message)
+            try:
+                if self._history is not None:
+                    self._history.add(message)
+            except OSError as problem:
+                self._history = None
+                sys.stderr.write(f"note: the history is not kept: {problem}\n")
+        return message
+
+    def _message(self) -> str:
         line = input(_PROMPT)
+        if "\n" in line:
+            return line
         if line.strip().startswith(QUOTES):
             return self._until_quotes(line.strip().removeprefix(QUOTES))
         lines = [line]
@@ -109,7 +156,7 @@ class LineEditor:
         if readline.get_begidx() == 0:
             found = [name for name in self._commands if name.startswith(text)]
         else:
-            found = _files(text) if readline.get_line_buffer().startswith(("/save", "/load")) else []
+            found = _files(text) if readline.get_line_buffer().startswith(("/save", "/load", "/attach")) else []
         return found[state] if state < len(found) else None
 
 
@@ -229,6 +276,24 @@ class MarkdownBlocks:
         return [block] if block.strip() else []
 
 
+@dataclass(slots=True)
+class Side:
+    """One of two answers beside each other: listens to it."""
+
+    title: str
+    on_change: Callable[[], None]
+    text: str = ""
+    thoughts: int = field(default=0)  # their characters; only that there are some is shown
+
+    def thought(self, text: str) -> None:
+        self.thoughts += len(text)
+        self.on_change()
+
+    def said(self, text: str) -> None:
+        self.text += fit(text)
+        self.on_change()
+
+
 class Screen:
     """An answer on a terminal: `begin`, then `thought` and `said`, all in a running event loop, then `end`.
 
@@ -240,6 +305,7 @@ class Screen:
         self._lines = RedrawnLines(console)
         self._until_end = ExitStack()  # what is other than usual while an answer is shown
         self._blocks = MarkdownBlocks()
+        self._sides: list[Side] = []  # instead of the blocks, while two answers are compared
         self._thinks = False
         self._drawn_at = 0.0
         self._redraw: asyncio.TimerHandle | None = None
@@ -248,6 +314,12 @@ class Screen:
         """Begin an answer."""
         self._blocks = MarkdownBlocks()
         self._take_terminal()
+
+    def begin_beside(self, titles: Sequence[str]) -> list[Side]:
+        """Begin answers that stand beside each other; each of the returned listens to one. `end` ends them."""
+        self.begin()
+        self._sides = [Side(title, self._redraw_soon) for title in titles]
+        return self._sides
 
     def thought(self, text: str) -> None:
         """Show a piece of the reasoning that comes before the answer."""
@@ -269,7 +341,12 @@ class Screen:
             self._redraw.cancel()
             self._redraw = None
         with self._until_end:
-            self._end_block()
+            if self._sides:
+                self._lines.erase()
+                self.console.print(self._beside(whole=True))
+                self._sides = []
+            else:
+                self._end_block()
         self._thinks = False
 
     def notice(self, text: str) -> None:
@@ -299,13 +376,26 @@ class Screen:
     def _add(self, text: str) -> None:
         for block in self._blocks.add(fit(text)):
             self._print(block)
+        self._redraw_soon()
+
+    def _redraw_soon(self) -> None:
         if self._redraw is None:  # at once, or soon after the last time, whether or not more comes until then
             wait = self._drawn_at + _REDRAW_S - time.monotonic()
             self._redraw = asyncio.get_running_loop().call_later(max(0.0, wait), self._draw_rest)
 
     def _draw_rest(self) -> None:
         self._redraw, self._drawn_at = None, time.monotonic()
-        self._lines.draw(self._drawn(self._blocks.rest))
+        self._lines.draw(self._beside() if self._sides else self._drawn(self._blocks.rest))
+
+    def _beside(self, *, whole: bool = False) -> RenderableType:
+        table = Table(box=None, expand=True, pad_edge=False, padding=(0, 2, 1, 0))
+        for side in self._sides:
+            table.add_column(Text(fit(side.title), style="bold"), ratio=1)
+        thinking = Text("(thinks)", style="dim italic")
+        table.add_row(
+            *(self._drawn(side.text, whole) if side.text or not side.thoughts else thinking for side in self._sides)
+        )
+        return table
 
     def _end_block(self) -> None:
         rest, self._blocks = self._blocks.rest, MarkdownBlocks()
@@ -333,9 +423,15 @@ class PlainScreen:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._ends_line = True
+        self._sides: list[Side] = []
 
     def begin(self) -> None:
         self._ends_line = True
+
+    def begin_beside(self, titles: Sequence[str]) -> list[Side]:
+        """Begin answers that are written one below the other, by `end`."""
+        self._sides = [Side(title, lambda: None) for title in titles]
+        return self._sides
 
     def thought(self, text: str) -> None:
         """Leaves reasoning out: a program that reads this output wants the answer."""
@@ -346,6 +442,9 @@ class PlainScreen:
         self._ends_line = text.endswith("\n")
 
     def end(self) -> None:
+        for side in self._sides:
+            self.said(f"{side.title}:\n{side.text.rstrip()}\n")
+        self._sides = []
         if not self._ends_line:
             self._stream.write("\n")
             self._stream.flush()

@@ -1,6 +1,6 @@
-"""Watches a server: its state and its latencies, prefix hits and preemptions between two looks, as a page or as JSON.
+"""Watches a server: its state, its batches, and latencies, prefix hits and preemptions between two looks.
 
-The page has the map of KV blocks. It is pure: the same state gives the same page.
+The page has the map of KV blocks. It is pure: the same state gives the same page. `--json` writes what it is made of.
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
-import select
+import signal
 import sys
 import termios
 import time
 import tty
 from collections.abc import Generator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oarlock.server.cli.remote import Remote, ServerError, fit
+from oarlock.server.launch.child_process import signals_handled
 
 _RUNS = re.compile(r"([hcf])(\d+)")
 _CELLS = {"h": ("█", "red"), "c": ("▒", "cyan"), "f": ("·", "dim")}  # also without colours
@@ -31,6 +34,8 @@ _MAP_ROWS = 6
 _STATUS = {"ok": "green", "loading": "yellow", "starting": "yellow", "draining": "yellow", "degraded": "yellow"}
 _ROWS_ABOVE = 18  # of a page with one engine: what its list of requests has to leave
 _MAX_REQUESTS = 20
+_MAX_BATCHES = 5
+_BATCHES = f"/v1/batches?limit={_MAX_BATCHES}"  # the newest
 _HISTOGRAMS = {"ttft_ms": "vllm:time_to_first_token_seconds", "itl_ms": "vllm:inter_token_latency_seconds"}
 _COUNTERS = {
     "queries": "vllm:prefix_cache_queries_total",
@@ -71,20 +76,58 @@ def _most(counts: dict[str, int]) -> str:
     return max("hcf", key=lambda letter: counts[letter])  # the first of equals
 
 
-def page(state: dict[str, Any], url: str, width: int, num_requests: int) -> RenderableType:
+def page(state: dict[str, Any], url: str, width: int, num_requests: int, replica: int | None = None) -> RenderableType:
     """Page of the live state.
 
-    `state`: of `/v1/state`, with `latencies`. `width`: columns; `num_requests`: how many of each engine at most.
+    `state`: of `/v1/state`, with `latencies` and `batches`. `width`: columns; `num_requests`: how many of each engine
+    at most. `replica`: of which of several there are details; None: of all.
     """
     parts: list[RenderableType] = [_head(state, url), _rates(state)]
-    for engine in state["engines"]:
-        parts += [Text(""), *_engine(engine, len(state["engines"]) > 1, width, num_requests)]
-    if not state["engines"]:
+    engines = state["engines"]
+    if len(engines) > 1:
+        parts += [Text(""), _replicas(engines)]
+    for engine in engines:
+        if replica is None or engine["engine"] == replica or len(engines) == 1:
+            parts += [Text(""), *_engine(engine, len(engines) > 1, width, num_requests)]
+    if not engines:
         loading = state.get("loading") or {}
         parts.append(
             _line(f"loading: {loading.get('step', '')} {loading.get('progress', 0.0):.0%} {loading.get('detail', '')}")
         )
+    if state["batches"]:
+        parts += [Text(""), _batches(state["batches"], state["time"])]
     return Group(*parts)
+
+
+def _replicas(engines: list[dict[str, Any]]) -> Table:
+    table = _table("replica", "state", "running", "waiting", "KV held", "cached", "steps", "last", "median")
+    for engine in engines:
+        kv, step, total = engine["kv"], engine["step"], engine["kv"]["total"] or 1
+        times = (f"{step[name]:.1f} ms" for name in ("last_ms", "median_ms"))
+        numbers = (engine["running"], engine["waiting"], f"{kv['held'] / total:.0%}", f"{kv['cached'] / total:.0%}")
+        is_up = engine["status"] == "ready"
+        status = Text(fit(engine["status"]), style="" if is_up else "red")
+        table.add_row(str(engine["engine"]), status, *map(str, numbers), str(step["count"]), *times)
+    return table
+
+
+def _batches(batches: list[dict[str, Any]], now: float) -> Table:
+    table = _table("batches", "state", "age", "done", "failed", "of")
+    for batch in batches:
+        counts = batch["request_counts"]
+        numbers = (str(counts[name]) for name in ("completed", "failed", "total"))
+        age = duration(max(0.0, now - batch["created_at"]))
+        table.add_row(Text(fit(batch["id"])), Text(fit(batch["status"])), age, *numbers)
+    return table
+
+
+def _table(name: str, state: str, *numbers: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(name, no_wrap=True, overflow="ellipsis")
+    table.add_column(state)
+    for number in numbers:
+        table.add_column(number, justify="right")
+    return table
 
 
 def _head(state: dict[str, Any], url: str) -> Text:
@@ -156,11 +199,7 @@ def _ranks(ranks: list[dict[str, Any]]) -> Text:
 
 
 def _requests(slowest: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("oldest requests", no_wrap=True, overflow="ellipsis")
-    table.add_column("state")
-    for name in ("age", "prompt", "cached", "output"):
-        table.add_column(name, justify="right")
+    table = _table("oldest requests", "state", "age", "prompt", "cached", "output")
     for one in slowest:
         numbers = (str(one[name]) for name in ("prompt_tokens", "cached_tokens", "output_tokens"))
         table.add_row(Text(fit(one["id"])), Text(fit(one["state"])), duration(one["age_s"]), *numbers)
@@ -255,19 +294,33 @@ class Watcher:
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
         self._before = Reading()
+        self._has_batches = True
 
     async def look(self) -> dict[str, Any]:
-        """Ask for the state and the metrics. Raises `ServerError`."""
+        """Ask for the state, the metrics and the batches. Raises `ServerError`."""
         state = await self._remote.get_json("/v1/state")
         try:
             now = read_metrics((await self._remote.get("/metrics")).decode())
-            found = {**state, "latencies": between(self._before, now)}
+            found = {**state, "latencies": between(self._before, now), "batches": await self._batches()}
             page(found, self._remote.url, 80, 1)  # every member that is shown is there
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             cause = f"{self._remote.url} says something else of its state than this version knows ({error!r})."
             raise ServerError(cause, 200) from None
         self._before = now
         return found
+
+    async def _batches(self) -> list[dict[str, Any]] | None:
+        """The newest batches; None where the server keeps none, or not for this key."""
+        if not self._has_batches:
+            return None
+        try:
+            listed = (await self._remote.get_json(_BATCHES))["data"]
+        except ServerError as error:
+            if error.status not in (401, 403, 404):
+                raise
+            self._has_batches = False
+            return None
+        return [{name: one[name] for name in ("id", "status", "created_at", "request_counts")} for one in listed]
 
 
 def watch(remote: Remote, *, once: bool, as_json: bool, interval_s: float) -> int:
@@ -285,7 +338,9 @@ def watch(remote: Remote, *, once: bool, as_json: bool, interval_s: float) -> in
             if once or not sys.stdout.isatty():
                 console.print(page(state, remote.url, console.width, _MAX_REQUESTS))
                 return 0
-            return _show(runner, watcher, state, console, remote.url, interval_s)
+            with signals_handled((signal.SIGTERM, signal.SIGHUP), lambda number, frame: sys.exit(128 + number)):
+                runner.run(_Display(watcher, console, remote.url, state).run(interval_s))
+            return 0
         except KeyboardInterrupt:
             return 0
         finally:
@@ -305,47 +360,81 @@ def _write(runner: asyncio.Runner, watcher: Watcher, state: dict[str, Any], once
             raise error.as_startup_error() from None
 
 
-def _show(
-    runner: asyncio.Runner, watcher: Watcher, state: dict[str, Any], console: Console, url: str, interval_s: float
-) -> int:
-    problem = ""
-    with _single_keys(), Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            live.update(_whole(state, problem, console, url), refresh=True)
-            if _left_within(interval_s):
-                return 0
-            try:
-                state, problem = runner.run(watcher.look()), ""
-            except ServerError as error:  # it may come back
-                problem = f"{error.cause} Shown is the last state."
+class _Display:
+    """The page on a screen of its own, until `q`. Ctrl-Z gives the terminal back as it was, until it goes on."""
 
+    def __init__(self, watcher: Watcher, console: Console, url: str, state: dict[str, Any]) -> None:
+        self._watcher = watcher
+        self._console = console
+        self._url = url
+        self._state = state
+        self._problem = ""
+        self._replica = 0  # of which there are details
+        self._keys: asyncio.Queue[str] = asyncio.Queue()
+        self._taken = ExitStack()  # what is other than usual on the terminal
+        self._live = Live(console=console, screen=True, auto_refresh=False)
 
-def _whole(state: dict[str, Any], problem: str, console: Console, url: str) -> RenderableType:
-    rows = max(1, min(_MAX_REQUESTS, console.height - _ROWS_ABOVE))
-    foot = Text(fit(problem), style="red") if problem else Text("q leaves", style="dim")
-    return Group(page(state, url, console.width, rows), Text(""), foot)
+    async def run(self, interval_s: float) -> None:
+        """Look and draw, again and again."""
+        with self._taken:
+            self._take()
+            while True:
+                try:
+                    async with asyncio.timeout(interval_s):
+                        key = await self._keys.get()
+                except TimeoutError:
+                    await self._look()
+                    key = " "
+                if key in ("q", "Q", ""):
+                    return
+                self._replica = int(key) if key in set("0123456789") else self._replica
+                self._draw()
+
+    async def _look(self) -> None:
+        try:
+            self._state, self._problem = await self._watcher.look(), ""
+        except ServerError as error:  # it may come back
+            self._problem = f"{error.cause} Shown is the last state."
+
+    def _draw(self) -> None:
+        console, num_engines = self._console, len(self._state["engines"])
+        above = _ROWS_ABOVE + (num_engines + 2 if num_engines > 1 else 0)
+        above += len(self._state["batches"]) + 2 if self._state["batches"] else 0
+        rows = max(1, min(_MAX_REQUESTS, console.height - above))
+        keys = f"q leaves, 0 to {min(9, num_engines - 1)} choose a replica" if num_engines > 1 else "q leaves"
+        foot = Text(fit(self._problem), style="red") if self._problem else Text(keys, style="dim")
+        shown = page(self._state, self._url, console.width, rows, self._replica)
+        self._live.update(Group(shown, Text(""), foot), refresh=True)
+
+    def _take(self) -> None:
+        loop = asyncio.get_running_loop()
+        if sys.stdin.isatty():
+            self._taken.enter_context(_single_keys())
+            loop.add_reader(sys.stdin, self._read_keys)
+            self._taken.callback(loop.remove_reader, sys.stdin)
+        self._live = self._taken.enter_context(Live(console=self._console, screen=True, auto_refresh=False))
+        loop.add_signal_handler(signal.SIGTSTP, self._stop)
+        self._taken.callback(loop.remove_signal_handler, signal.SIGTSTP)
+        self._draw()
+
+    def _stop(self) -> None:
+        """Stop the process, as Ctrl-Z does without a handler; this returns when the shell lets it go on."""
+        self._taken.close()
+        signal.raise_signal(signal.SIGTSTP)
+        self._take()
+
+    def _read_keys(self) -> None:
+        keys = os.read(sys.stdin.fileno(), 64).decode("utf-8", "replace")
+        for key in keys or [""]:  # an empty one: the terminal is gone
+            self._keys.put_nowait(key)
 
 
 @contextlib.contextmanager
 def _single_keys() -> Generator[None]:
-    """Keys arrive one by one and are not shown, where the standard input is a terminal."""
-    if not sys.stdin.isatty():
-        yield
-        return
+    """Keys arrive one by one and are not shown."""
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
         yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-def _left_within(seconds: float) -> bool:
-    """Wait; True as soon as the user presses q."""
-    deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        if not sys.stdin.isatty():
-            time.sleep(left)
-        elif select.select([sys.stdin], [], [], left)[0] and sys.stdin.read(1) in ("q", "Q", ""):
-            return True
-    return False

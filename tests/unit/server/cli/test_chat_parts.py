@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from oarlock.server.cli.chat.session import Conversation, ConversationError
-from oarlock.server.cli.chat.terminal import MarkdownBlocks, Screen
+from oarlock.server.cli.chat.terminal import History, MarkdownBlocks, Screen
 from oarlock.server.cli.main import main
 from oarlock.server.cli.remote import base_of, fit, message_of
 
@@ -106,6 +106,24 @@ def test_what_is_saved_can_be_loaded(tmp_path):
     assert again.load(str(path)) == 3
     assert again.as_messages() == talk.as_messages()
     assert json.loads(path.read_text())["model"] == "demo"
+
+
+@given(st.lists(st.text(st.sampled_from(list("ab\\\r\nn \u2028")), min_size=1, max_size=8), max_size=9))
+def test_messages_come_back_from_the_history(tmp_path_factory, messages):
+    history = History(tmp_path_factory.mktemp("state") / "oarlock" / "chat_history")
+    assert history.read() == []
+    for message in messages:
+        history.add(message)
+    assert history.read() == messages
+
+
+def test_a_history_that_has_grown_is_cut(tmp_path):
+    path = tmp_path / "chat_history"
+    path.write_text("".join(f"{number}\n" for number in range(2001)))
+    assert History(path).read() == path.read_text().splitlines() == [str(number) for number in range(1001, 2001)]
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.write_bytes(b"\xff\n")
+    assert History(path).read() == []
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ STATE = {
         "ttft_ms": {"p50": 12.34, "p90": 40.0}, "itl_ms": {"p50": None, "p90": None}, "prefix_hit_rate": 0.25,
         "preemptions": 1,
     },
+    "batches": None,
 }  # fmt: skip
 PAGE = """\
 oarlock-demo  http://127.0.0.1:8000  ok  up 2 h 5 min  version 1.0.0
@@ -68,9 +69,9 @@ cmpl-2           waiting  4 min 10 s       9       0       0
 """
 
 
-def shown(state: dict, width: int = 80) -> str:
+def shown(state: dict, width: int = 80, replica: int | None = None) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(watch.page(state, "http://127.0.0.1:8000", width, 20))
+    console.print(watch.page(state, "http://127.0.0.1:8000", width, 20, replica))
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
@@ -88,6 +89,9 @@ def test_a_replica_that_is_down_and_a_model_that_loads():
     both = copy.deepcopy(STATE)
     both["engines"].append({**copy.deepcopy(ENGINE), "engine": 1, "status": "down"})
     assert "engine 0  2 running" in shown(both) and "engine 1 is down" in shown(both)
+    row = "0        ready        2        1      25%     12%   3402  25.1 ms  25.8 ms\n1        down"
+    assert row in shown(both)
+    assert "engine 0" not in shown(both, replica=1) and "engine 1 is down" in shown(both, replica=1)
     loads = {
         **STATE,
         "engines": [],
@@ -95,6 +99,13 @@ def test_a_replica_that_is_down_and_a_model_that_loads():
         "loading": {"step": "weights", "progress": 0.5, "detail": "x"},
     }
     assert "loading: weights 50% x" in shown(loads)
+
+
+def test_batches_stand_at_the_end():
+    counts = {"completed": 7, "failed": 1, "total": 20}
+    batch = {"id": "batch_1", "status": "in_progress", "created_at": 1767225500, "request_counts": counts}
+    table = ["batches  state               age  done  failed  of", "batch_1  in_progress  1 min 40 s     7       1  20"]
+    assert shown({**STATE, "batches": [batch]}).splitlines()[-3:] == ["", *table]
 
 
 @given(st.lists(st.tuples(st.sampled_from("hcf"), st.integers(1, 5000)), max_size=20), st.integers(1, 400))
