@@ -1,8 +1,9 @@
 """Parsers of the command line, and their help. The flags of `serve` and `config` are generated from `Settings`.
 
-A mistake is one line of cause and one of fix, without a page of usage; errors of numbers name the limit. Of commands
-that take the flags of `serve`, `--help` shows the first sentence of each option, by groups; `--help=all` shows all, and
-`--help=WORD` a group, an option, or every option whose name or text has the word, as vLLM's does.
+Each help begins with what the command is for and an example. A mistake is one line of cause and one of fix, without a
+page of usage; errors of numbers name the limit. Of commands that take the flags of `serve`, `--help` shows the first
+sentence of each option, by groups; `--help=all` shows all, and `--help=WORD` a group, an option, or every option whose
+name or text has the word, as vLLM's does.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -23,6 +25,7 @@ from oarlock.server.config.settings import OPTIONS
 from oarlock.server.config.sources import LoadedSettings, load_settings
 
 _END = re.compile(r"; |\. | \((?=default|environment|docs/)")
+_WIDTH = 100  # characters of a line
 _COLON_AFTER = 20  # characters: what stands before a colon earlier than that is a value, not a sentence
 _OF_HELP = "this list; --help=all: everything, --help=WORD: all of a group, of an option, or of those with this word"
 
@@ -41,11 +44,10 @@ def first_sentence(text: str) -> str:
 
 def short_help(parser: argparse.ArgumentParser) -> str:
     """Usage, then a line for each option, by groups."""
-    usage, description, epilog = (parser._get_formatter() for _ in range(3))
+    usage, epilog = (parser._get_formatter() for _ in range(2))
     usage.add_usage(None, [action for action in parser._actions if not action.option_strings], ())
-    description.add_text(parser.description)
     epilog.add_text(parser.epilog)
-    parts = [f"{usage.format_help().strip()} [OPTIONS]", description.format_help().strip()]
+    parts = [f"{usage.format_help().strip()} [OPTIONS]"]
     for title, actions in _groups(parser):
         names = [_shown(action) for action in actions]
         width = max(map(len, names))
@@ -119,6 +121,9 @@ class Command(Protocol):
     @property
     def HELP(self) -> str: ...
 
+    @property
+    def EXAMPLE(self) -> str: ...
+
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -129,6 +134,7 @@ class Command(Protocol):
 class Parser(argparse.ArgumentParser):
     """Raises `UsageError` where argparse would print usage and exit."""
 
+    opening = ""  # of the help
     takes_settings = False
     rewrite: Rewrite | None = None  # takes other servers' flags out of the command line
     help_with_unknown: str | None = None  # the fix where a flag or argument is unknown, if there is a usual mistake
@@ -149,17 +155,31 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"Unknown: {self.prog} {name}.", f"Did you mean `{self.prog} {near}`?" if near else known)
 
     def format_help(self) -> str:
-        return short_help(self) if self.takes_settings else super().format_help()
+        return self.opening + (short_help(self) if self.takes_settings else super().format_help())
 
     def help_about(self, word: str) -> str:
         """Help of `--help=WORD`. Raises `UsageError`."""
-        found = super().format_help() if word == "all" else help_about(self, word)
+        found = self.opening + super().format_help() if word == "all" else help_about(self, word)
         if found is None:
             raise UsageError(f"--help={word}: there is no such group, option or word.", fix_of(self, word))
         return found
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}.", f"`{self.prog} --help` lists what there is.")
+
+
+def opening(text: str, *examples: str) -> str:
+    """How a help begins: what it is for, in lines that fit a terminal, and what to type."""
+    return "\n".join([*textwrap.wrap(text, _WIDTH), "", *(f"  {example}" for example in examples), "", ""])
+
+
+def add_command(subparsers: Any, name: str, command: Command) -> Parser:
+    """Add a command's parser to those of its parent."""
+    parser: Parser = subparsers.add_parser(name, help=command.HELP, allow_abbrev=False)
+    command.add_arguments(parser)
+    text = parser.description or f"{command.HELP[0].upper()}{command.HELP[1:]}."
+    parser.description, parser.opening = None, opening(text, command.EXAMPLE)
+    return parser
 
 
 def parse(parser: Parser, command: Parser | None, words: list[str]) -> argparse.Namespace:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
 
 HELP = "answer a file of requests in OpenAI's batch format"
+EXAMPLE = "oarlock batch requests.jsonl answers.jsonl --model Qwen/Qwen2.5-0.5B-Instruct"
 # Options of the server that say how requests are read, so that they hold here too.
 _OF_REQUESTS = {
     "served_model_name",

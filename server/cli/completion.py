@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from oarlock.server.cli.arguments import first_sentence
 
 HELP = "print a script that lets bash, zsh or fish complete commands and flags"
+EXAMPLE = "oarlock completion bash > ~/.local/share/bash-completion/completions/oarlock"
 _EPILOG = """to use it:
   bash  oarlock completion bash > ~/.local/share/bash-completion/completions/oarlock
   zsh   oarlock completion zsh > "${fpath[1]}/_oarlock", then a new shell with compinit

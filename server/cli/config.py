@@ -10,6 +10,7 @@ from oarlock.server.config.settings import as_markdown
 from oarlock.server.config.sources import as_table
 
 HELP = "show the settings and where each comes from"
+EXAMPLE = "oarlock config show --config configs/cpu.toml"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from oarlock.server.config.settings import Settings
 from oarlock.server.launch.child_process import run_program
 
 HELP = "check this machine, and what would be chosen on it"
+EXAMPLE = "oarlock doctor Qwen/Qwen2.5-0.5B-Instruct --tensor-parallel-size 2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ from oarlock.engine.errors import StartupError
 from oarlock.server.cli.arguments import UsageError
 
 HELP = "tell what happened to one of a server's last requests, and what would make it faster"
+EXAMPLE = "oarlock explain cmpl-bf5fdae34de7111919b618f3"
 _TIMEOUT_S = 30.0
 _KEY = "OARLOCK_ADMIN_API_KEY"
 

@@ -13,7 +13,7 @@ from typing import cast
 
 from oarlock.engine.errors import StartupError
 from oarlock.engine.python_child import run_while_read
-from oarlock.server.cli.arguments import Command, Parser, UsageError, parse
+from oarlock.server.cli.arguments import Command, Parser, UsageError, add_command, opening, parse
 from oarlock.server.config.options import OptionError, nearest
 from oarlock.server.version import VERSION
 
@@ -23,6 +23,16 @@ COMMANDS = (
     "replay", "snippets", "top", "verify",
 )  # fmt: skip
 EXIT_USAGE = 2
+_ABOUT = "Oarlock serves language models over the OpenAI API, on as many processes as it is given."
+_FIRST = f"""{_ABOUT} Type first:
+
+  oarlock serve           a small model that ships with it; then open http://127.0.0.1:8000/
+  oarlock chat            ask it something here, in another terminal
+  oarlock serve MODEL     a model of yours: a directory, a GGUF file, or an id of the hub
+  oarlock doctor          what this machine has, and what would stand in the way
+
+`oarlock --help` lists all commands, and `oarlock COMMAND --help` says what each takes.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +62,7 @@ def _run(words: list[str]) -> int:
     command = None if name is None else parser_of[name].chosen(words[words.index(name) + 1 :])
     parsed = parse(parser, command, words)
     if name is None:
-        parser.print_help()
+        sys.stdout.write(_FIRST)
         return EXIT_USAGE
     return _load(name).run(parsed)
 
@@ -64,15 +74,11 @@ def whole_parser() -> Parser:
 
 def _parsers() -> tuple[Parser, dict[str, Parser]]:
     """The parser of the whole command line, and that of each command."""
-    parser = Parser(prog="oarlock", description="OpenAI-compatible, tensor-parallel inference.", allow_abbrev=False)
+    parser = Parser(prog="oarlock", allow_abbrev=False)
+    parser.opening = opening(_ABOUT, "oarlock serve", "oarlock chat")
     parser.add_argument("--version", action="version", version=f"oarlock {VERSION}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    found: dict[str, Parser] = {}
-    for name in COMMANDS:
-        command = _load(name)
-        found[name] = subparsers.add_parser(name, help=command.HELP, description=command.HELP, allow_abbrev=False)
-        command.add_arguments(found[name])
-    return parser, found
+    return parser, {name: add_command(subparsers, name, _load(name)) for name in COMMANDS}
 
 
 def _load(name: str) -> Command:

@@ -9,6 +9,7 @@ from oarlock.server.cli.arguments import add_settings, loaded_settings
 from oarlock.server.config.settings import OPTIONS
 
 HELP = "list the models that were fetched, and which of them can be served"
+EXAMPLE = "oarlock models"
 _NAME_SIZE = 48  # characters of a name that others are aligned to
 _SHORT = 8  # characters of a commit
 

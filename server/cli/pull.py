@@ -9,6 +9,7 @@ from oarlock.server.cli.arguments import UsageError, add_settings, loaded_settin
 from oarlock.server.config.settings import OPTIONS
 
 HELP = "fetch a model from the hub, and check what is here of it"
+EXAMPLE = "oarlock pull Qwen/Qwen2.5-0.5B-Instruct"
 _SETTINGS = {"model", "revision", "download_dir", "offline", "load_format", "runner"}
 
 

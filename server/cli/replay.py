@@ -10,6 +10,7 @@ import argparse
 from oarlock.server.launch.child_process import run_program
 
 HELP = "replay a recording of `serve --record` and compare every token"
+EXAMPLE = "oarlock replay steps.oarlock --tensor-parallel-size 2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

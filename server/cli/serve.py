@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from oarlock.server.launch.ray_group import RayGroup
 
 HELP = "serve a model over HTTP"
+EXAMPLE = "oarlock serve Qwen/Qwen2.5-0.5B-Instruct --max-model-len 2048"
 _EXIT_CODES = """exit codes:
   0  stopped in order                     5  a worker process died
   2  wrong command line                   6  a worker hung (--step-timeout)

@@ -169,6 +169,7 @@ aider --model @OF_OPENAI@ --no-show-model-warnings
 
 
 HELP = "print working code for a running server: curl, openai, LangChain and more"
+EXAMPLE = "oarlock snippets http://127.0.0.1:8000 --client openai-python"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

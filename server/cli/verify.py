@@ -10,6 +10,7 @@ import argparse
 from oarlock.server.launch.child_process import run_program
 
 HELP = "compare a model's numbers, layer by layer, with transformers' own"
+EXAMPLE = "oarlock verify Qwen/Qwen2.5-0.5B-Instruct --tensor-parallel-size 2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

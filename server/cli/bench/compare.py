@@ -9,6 +9,7 @@ from pathlib import Path
 from oarlock.server.cli.arguments import UsageError, below_one
 
 HELP = "compare two results: ratios with confidence intervals"
+EXAMPLE = "oarlock bench compare before.json after.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -25,6 +25,7 @@ class EngineMeasure:
 
     kind: str
     HELP: str
+    EXAMPLE: str
     prompts: tuple[str, ...]
     count: int
     input_tokens: int
@@ -135,6 +136,7 @@ def _summary(series: dict[str, list[float]]) -> dict[str, Any]:
 THROUGHPUT = EngineMeasure(
     kind="throughput",
     HELP="tokens per second of the engine without HTTP, all prompts at once",
+    EXAMPLE="oarlock bench throughput Qwen/Qwen2.5-0.5B-Instruct --num-requests 64 --output-tokens 128",
     prompts=("--num-requests", "--num-prompts"),
     count=64, input_tokens=128, output_tokens=64, rounds=3,
     figures=lambda seconds, tokens_in, tokens_out: {
@@ -145,6 +147,7 @@ THROUGHPUT = EngineMeasure(
 LATENCY = EngineMeasure(  # the lengths and the batch of `vllm bench latency`
     kind="latency",
     HELP="how long one batch takes in the engine without HTTP",
+    EXAMPLE="oarlock bench latency Qwen/Qwen2.5-0.5B-Instruct --batch-size 8",
     prompts=("--batch-size",),
     count=8, input_tokens=32, output_tokens=128, rounds=10,
     figures=lambda seconds, tokens_in, tokens_out: {"latency_ms": 1e3 * seconds},

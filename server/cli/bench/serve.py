@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what measures is imported when it runs: help is quick
     from oarlock.server.bench.serve import ServePlan
 
 HELP = "drive any OpenAI-compatible server and measure what its clients see"
+EXAMPLE = "oarlock bench serve http://127.0.0.1:8000 --concurrency 8 --num-requests 200 --html report.html"
 _URL = "http://127.0.0.1:8000"
 _WORKLOADS = ("random", "shared-prefix", "multi-turn", "trace")
 _ENDPOINTS = ("completions", "chat")

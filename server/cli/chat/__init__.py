@@ -7,6 +7,7 @@ import argparse
 from oarlock.server.cli.arguments import not_negative, positive, whole
 
 HELP = "talk to a model: of a server, or of one that is started for it"
+EXAMPLE = "oarlock chat http://127.0.0.1:8000 --temperature 0"
 _EPILOG = """Without URL and MODEL the server at http://127.0.0.1:8000 is asked; where none answers, one is started.
 A server that is started listens on a free port of this machine, and ends with the chat.
 

@@ -292,7 +292,7 @@ class Session:
     async def _show_beside(
         self, titles: Sequence[str], bodies: Sequence[dict[str, Any]], answers: Sequence[Answer]
     ) -> list[BaseException | None]:
-        """What went wrong with each, if something did."""
+        """The error of each answer, or None for one that came whole."""
         sides = self.screen.begin_beside(titles)
         streams = [ask(self.remote, *each) for each in zip(bodies, sides, answers, strict=True)]
         with suppress(asyncio.CancelledError):  # Ctrl-C; each answer says itself that it was stopped

@@ -8,9 +8,9 @@ import sys
 from oarlock.server.cli.arguments import Parser
 
 HELP = "translate a command line of vLLM, llama-server, TGI, SGLang or Ollama"
-_EPILOG = """LINE is quoted, as it was typed, with variables before it or with `docker run … IMAGE` around it:
-  oarlock migrate "vllm serve Qwen/Qwen3-0.6B --tensor-parallel-size 2"
-Our line goes to standard output, what is said about it to standard error.
+EXAMPLE = 'oarlock migrate "vllm serve Qwen/Qwen3-0.6B --tensor-parallel-size 2"'
+_EPILOG = """LINE is quoted, as it was typed, with variables before it or with `docker run … IMAGE` around it. Our line
+goes to standard output, what is said about it to standard error.
 
 exit codes:
   0  everything it asks for is there     2  wrong command line, or none of a server that is known

@@ -14,6 +14,7 @@ from typing import Any
 from oarlock.server.cli.arguments import UsageError, add_settings, loaded_settings
 
 HELP = "say what a machine would hold of a model, and how many replicas a load takes"
+EXAMPLE = "oarlock plan Qwen/Qwen2.5-7B-Instruct --gpus 2x24GB"
 _EXIT_CODES = """exit codes:
   0  it fits, or a number of replicas holds --slo      2  wrong command line, model or trace
   1  it does not fit, or no number of replicas does    3  a setting that no machine could serve"""

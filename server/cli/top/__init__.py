@@ -7,6 +7,7 @@ import argparse
 from oarlock.server.cli.arguments import finite
 
 HELP = "watch a server: its requests, KV blocks, step times and latencies"
+EXAMPLE = "oarlock top http://127.0.0.1:8000"
 _EPILOG = """Reads GET /v1/state and /metrics, which need no key on loopback or with --open-metrics; else the server's
 key is read from the environment: OPENAI_API_KEY. Works over SSH. q leaves.
 

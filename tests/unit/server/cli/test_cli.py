@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -11,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from oarlock.server.cli.main import main
+from oarlock.server.cli.arguments import Parser, UsageError, parse
+from oarlock.server.cli.main import COMMANDS, _parsers, main
 from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import OPTIONS
 from oarlock.server.config.vllm_flags import FLAGS
@@ -172,9 +175,34 @@ def test_the_table_of_the_documentation(capsys):
     assert capsys.readouterr().out.startswith("| flag |")
 
 
-def test_no_command_shows_help(capsys):
+def test_no_command_says_what_to_type_first(capsys):
     assert main([]) == 2
-    assert "serve" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert re.findall("^  oarlock (\\w+)", shown, re.M) == ["serve", "chat", "serve", "doctor"]
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def every_command() -> dict[str, Parser]:
+    parsers = _parsers()[1]
+    return parsers | {f"bench {name}": child for name, child in parsers["bench"].children.items()}
+
+
+def test_every_help_begins_with_a_sentence_and_an_example_that_is_taken():
+    parsers = every_command()
+    assert len(parsers) == len(COMMANDS) + 4
+    for name, parser in parsers.items():
+        text = parser.format_help()
+        found = re.match(r"([A-Z].*?\.)( .*?)?\n\n  (oarlock .*)\n\nusage: oarlock", text, re.S)
+        assert found, text[:400]
+        assert max(map(len, text.splitlines()[:3])) <= 100
+        words = shlex.split(found[3].partition(" > ")[0])[1:]
+        assert " ".join(words).startswith(name)
+        parse(_parsers()[0], parsers[words[0]], words)
+
+
+def test_an_example_that_is_not_taken_would_be_found():
+    with pytest.raises(UsageError):
+        parse(_parsers()[0], _parsers()[1]["top"], ["top", "--onec"])
 
 
 def test_each_command_is_listed_parsed_and_run(monkeypatch, capsys):
@@ -186,6 +214,7 @@ def test_each_command_is_listed_parsed_and_run(monkeypatch, capsys):
 
     command = types.SimpleNamespace(
         HELP="count things",
+        EXAMPLE="oarlock count --number 3",
         add_arguments=lambda parser: parser.add_argument("--number", type=int, required=True),
         run=run,
     )
@@ -212,7 +241,7 @@ def shown_help(capsys, *words: str) -> str:
 
 def test_help_of_serve_is_a_line_for_each_option_by_groups(capsys):
     lines = shown_help(capsys, "--help").splitlines()
-    assert lines[0] == "usage: oarlock serve [MODEL] [OPTIONS]"
+    assert lines[4] == "usage: oarlock serve [MODEL] [OPTIONS]"
     assert max(map(len, lines)) <= 120
     headings = [line[:-1] for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert headings == ["options", *dict.fromkeys(option.group for option in OPTIONS.values()), "exit codes"]
