@@ -179,7 +179,7 @@ class TokenEvent:
 
 @dataclass(slots=True)
 class TokenEvents:
-    """Results of one step for all requests: events of one token and nothing more as columns, all others as objects.
+    """Results of one step for all requests: events of one token and its logprobs as columns, all others as objects.
 
     Most events have only a token; as objects they would cost more than the rest of the step. A request's events in
     columns precede its others. Iteration makes an object of each.
@@ -189,13 +189,21 @@ class TokenEvents:
     token_ids: array = field(default_factory=partial(array, "i"))  # int32 [n]
     num_cached_tokens: array = field(default_factory=partial(array, "i"))  # int32 [n]
     others: list[TokenEvent] = field(default_factory=list)
+    num_top: array = field(default_factory=partial(array, "i"))  # int32 [n]   -1: no logprobs. Empty: of none
+    logprobs: ScoredTokens | None = None  # of the tokens that have some, in order
 
     def __len__(self) -> int:
         return len(self.request_ids) + len(self.others)
 
     def __iter__(self) -> Iterator[TokenEvent]:
-        for request_id, token, num_cached in zip(self.request_ids, self.token_ids, self.num_cached_tokens, strict=True):
-            yield TokenEvent(request_id, (token,), (), (), None, None, num_cached)
+        first, table, num_top = 0, self.logprobs, self.num_top or repeat(-1)
+        for request_id, token, num_cached, top in zip(
+            self.request_ids, self.token_ids, self.num_cached_tokens, num_top, strict=False
+        ):
+            scores: Sequence[TokenLogprobs] = ()
+            if table is not None and top >= 0:
+                scores, first = SampledTokens(table, first, 1, top), first + 1
+            yield TokenEvent(request_id, (token,), scores, (), None, None, num_cached)
         yield from self.others
 
 

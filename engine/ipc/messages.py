@@ -10,10 +10,10 @@ Does not know sockets. The readers raise `FrameError` for a frame that lacks a f
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields, replace
 from functools import lru_cache, wraps
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain, compress
 from typing import Any, TypeVar, cast
 
 from oarlock.engine.config import EngineConfig
@@ -34,7 +34,6 @@ from oarlock.engine.types import (
     FinishReason,
     PoolingParams,
     Request,
-    SampledTokens,
     ScoredTokens,
     TokenEvent,
     TokenEvents,
@@ -228,11 +227,11 @@ def read_id(frame: Frame) -> int:
 # columns for the others, and for each of these a dictionary of the fields that it has:
 #
 #     plain    number of plain events       ints     plain ones: request ids (each in two ints), token ids,
-#     ids      request ids                           num_cached_tokens; then the token ids of the others;
-#     counts   token ids of each                     then ranks and ids of sampled logprobs, as columns;
-#     cached   num_cached_tokens of each             then the integers of other logprobs
-#     sampled  [K, number of alternatives   floats   sampled logprobs, as columns; then other logprobs and
-#              of each or -1]                        vectors, of one event after the other
+#     scored   [M, K] logprobs of plain              num_cached_tokens; with `scored`, num_top, and ranks and ids as
+#              ones, alternatives of each            columns; then the token ids of the others; then the integers
+#     ids      request ids                           of their logprobs
+#     counts   token ids of each            floats   those of `scored`, as columns; then the others' logprobs and
+#     cached   num_cached_tokens of each             vectors, of one event after the other
 #     extra    {reason, stop, error, param, code, shapes of logprobs, number of pooled values} of each
 
 
@@ -242,7 +241,7 @@ def _plain_head(num_plain: int) -> bytes:
 
 
 def events(values: TokenEvents) -> bytes:
-    if not values.others:
+    if not values.others and values.logprobs is None:
         columns = values.request_ids.tobytes(), values.token_ids.tobytes(), values.num_cached_tokens.tobytes()
         return join(_plain_head(len(values.request_ids)), b"".join(columns))
     ints, floats = array("i"), array("f")
@@ -250,18 +249,18 @@ def events(values: TokenEvents) -> bytes:
     ints += values.token_ids
     ints += values.num_cached_tokens
     others = values.others
+    head: dict[str, Any] = {"kind": "events", "plain": len(values.request_ids)}
+    if (scored := values.logprobs) is not None:
+        head["scored"] = [len(scored), scored.num_top]
+        ints += values.num_top + scored.ranks + scored.top_ids
+        floats += scored.logprobs + scored.top_logprobs
+    if not others:
+        return encode(head, ints, floats)
     ints.extend(chain.from_iterable(event.token_ids for event in others))
-    table = next((event.logprobs.table for event in others if isinstance(event.logprobs, SampledTokens)), None)
-    head: dict[str, Any] = {
-        "kind": "events",
-        "plain": len(values.request_ids),
-        "ids": [event.request_id for event in others],
-        "counts": [len(event.token_ids) for event in others],
-        "cached": [event.num_cached_tokens for event in others],
-    }
-    if table is not None:
-        head["sampled"] = [table.num_top, *_sampled(others, table, ints, floats)]
-    head["extra"] = [_extra(event, table, ints, floats) for event in others]
+    head["ids"] = [event.request_id for event in others]
+    head["counts"] = [len(event.token_ids) for event in others]
+    head["cached"] = [event.num_cached_tokens for event in others]
+    head["extra"] = [_extra(event, ints, floats) for event in others]
     return encode(head, ints, floats)
 
 
@@ -272,9 +271,25 @@ def read_events(frame: Frame) -> TokenEvents:
         raise FrameError("more plain events than the frame holds")
     request_ids = array("q", ints[: 2 * num_plain].tobytes())
     values = TokenEvents(request_ids, ints[2 * num_plain : 3 * num_plain], ints[3 * num_plain : 4 * num_plain])
+    ints, floats = ints[4 * num_plain :], frame.floats
+    if "scored" in head:
+        ints, floats = _read_scored(values, head["scored"], ints, floats)
     if "ids" in head:
-        values.others = _read_others(head, ints[4 * num_plain :], frame.floats)
+        values.others = _read_others(head, ints, floats)
     return values
+
+
+def _read_scored(values: TokenEvents, shape: list[int], ints: array, floats: array) -> tuple[array, array]:
+    """Add the logprobs of plain events, of `shape` [M, K], to `values`; return the numbers behind them."""
+    count, k = shape
+    num_plain = len(values.request_ids)
+    numbers = _Numbers(ints, 0, floats)
+    values.num_top = numbers.take_ints(num_plain)
+    token_ids = array("i", compress(values.token_ids, (top >= 0 for top in values.num_top)))
+    if len(token_ids) != count or max(values.num_top, default=0) > k:
+        raise FrameError("logprobs that do not fit the plain events")
+    values.logprobs = numbers.take_sampled(token_ids, k)
+    return numbers.rest()
 
 
 def _read_others(head: dict[str, Any], ints: array, floats: array) -> list[TokenEvent]:
@@ -282,62 +297,14 @@ def _read_others(head: dict[str, Any], ints: array, floats: array) -> list[Token
     if min(counts, default=0) < 0 or sum(counts) > len(ints):
         raise FrameError("token counts that the frame does not hold")
     numbers = _Numbers(ints, sum(counts), floats)
-    sampled = _read_sampled(head["sampled"], counts, ints, numbers) if "sampled" in head else repeat((), len(ids))
     values = []
-    for request_id, count, end, num_cached, logprobs, more in zip(
-        ids, counts, accumulate(counts), cached, sampled, extra, strict=True
-    ):
-        event = TokenEvent(int(request_id), tuple(ints[end - count : end]), logprobs, (), None, None, int(num_cached))
+    for request_id, count, end, num_cached, more in zip(ids, counts, accumulate(counts), cached, extra, strict=True):
+        event = TokenEvent(int(request_id), tuple(ints[end - count : end]), num_cached_tokens=int(num_cached))
         values.append(replace(event, **_read_extra(more, numbers)) if more else event)
     return values
 
 
-def _sampled(others: list[TokenEvent], table: ScoredTokens, ints: array, floats: array) -> list[int]:
-    """Write the rows of `table` that events show, run by run, as columns; how many alternatives each shows, or -1."""
-    shown = [event.logprobs for event in others]
-    runs: list[tuple[int, int]] = []
-    first = end = 0
-    tops = []
-    for one in shown:
-        if not isinstance(one, SampledTokens) or one.table is not table:
-            tops.append(-1)
-            continue
-        if one.first != end:
-            runs.append((first, end))
-            first = one.first
-        end = one.first + one.count
-        tops.append(one.num_top)
-    runs.append((first, end))
-    k = table.num_top
-    for column, width, into in (
-        (table.ranks, 1, ints), (table.top_ids, k, ints), (table.logprobs, 1, floats), (table.top_logprobs, k, floats)
-    ):  # fmt: skip
-        for start, stop in runs:
-            into += column[start * width : stop * width]
-    return tops
-
-
-def _read_sampled(
-    head: list[int], counts: list[int], ints: array, numbers: "_Numbers"
-) -> Iterator[Sequence[TokenLogprobs]]:
-    """The logprobs of each event as views of one table."""
-    k, *tops = head
-    if len(tops) != len(counts) or max(tops, default=0) > k:
-        raise FrameError("sampled logprobs that do not fit the events")
-    token_ids = ints[: sum(counts)]
-    if min(tops) < 0:
-        token_ids = array("i")
-        for top, count, end in zip(tops, counts, accumulate(counts), strict=True):
-            if top >= 0:
-                token_ids += ints[end - count : end]
-    table = numbers.take_sampled(token_ids, k)
-    first = 0
-    for top, count in zip(tops, counts, strict=True):
-        yield SampledTokens(table, first, count, top) if top >= 0 else ()
-        first += count if top >= 0 else 0
-
-
-def _extra(event: TokenEvent, table: ScoredTokens | None, ints: array, floats: array) -> dict[str, Any]:
+def _extra(event: TokenEvent, ints: array, floats: array) -> dict[str, Any]:
     extra: dict[str, Any] = {}
     if event.finish_reason:
         extra["reason"] = event.finish_reason.value
@@ -350,7 +317,7 @@ def _extra(event: TokenEvent, table: ScoredTokens | None, ints: array, floats: a
     if event.error_code is not None:
         extra["code"] = event.error_code
     for name, entries in (("logprobs", event.logprobs), ("prompt_logprobs", event.prompt_logprobs)):
-        if not entries or (isinstance(entries, SampledTokens) and entries.table is table):
+        if not entries:
             continue
         if isinstance(entries, ScoredTokens):
             extra[name] = {"count": len(entries), "top": entries.num_top}
@@ -393,23 +360,25 @@ class _Numbers:
         self._ints, self._floats = ints, floats
         self._next_int, self._next_float = first, 0
 
+    def rest(self) -> tuple[array, array]:
+        """Integers and floats that were not taken."""
+        return self._ints[self._next_int :], self._floats[self._next_float :]
+
     def take(self, num_top: int) -> TokenLogprobs:
-        token_id, rank, *top_ids = self._take_ints(2 + num_top)
+        token_id, rank, *top_ids = self.take_ints(2 + num_top)
         logprob, *top = self.take_floats(1 + num_top)
         return TokenLogprobs(token_id, logprob, rank, tuple(zip(top_ids, top, strict=True)))
 
     def take_scored(self, count: int, num_top: int) -> ScoredTokens:
-        token_ids, ranks, top_ids = self._take_ints(count), self._take_ints(count), self._take_ints(count * num_top)
-        logprobs, top_logprobs = self.take_floats(count), self.take_floats(count * num_top)
-        return ScoredTokens(num_top, token_ids, ranks, logprobs, top_ids, top_logprobs)
+        return self.take_sampled(self.take_ints(count), num_top)
 
     def take_sampled(self, token_ids: array, num_top: int) -> ScoredTokens:
         count = len(token_ids)
-        ranks, top_ids = self._take_ints(count), self._take_ints(count * num_top)
+        ranks, top_ids = self.take_ints(count), self.take_ints(count * num_top)
         logprobs, top_logprobs = self.take_floats(count), self.take_floats(count * num_top)
         return ScoredTokens(num_top, token_ids, ranks, logprobs, top_ids, top_logprobs)
 
-    def _take_ints(self, count: int) -> array:
+    def take_ints(self, count: int) -> array:
         first, self._next_int = self._next_int, self._next_int + count
         return _slice(self._ints, first, count)
 

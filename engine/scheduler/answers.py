@@ -142,11 +142,23 @@ class Answers:
         if is_plain is not None:
             rows, positions, token_ids = rows[is_plain], positions[is_plain], token_ids[is_plain]
         if len(rows):
+            if state.num_with_logprobs:
+                self._add_logprobs(state.num_top[rows], is_plain, result, events)
             self._record_tokens(state.append(rows, positions, token_ids, now))
             if self._queue.has_had_several_clients:
                 self._count_generated(rows)
             events.token_ids = array("i", token_ids.tobytes())
             events.request_ids, events.num_cached_tokens = state.sent_with(rows)
+
+    def _add_logprobs(
+        self, num_top: np.ndarray, is_plain: np.ndarray | None, result: ModelRunnerOutput, events: TokenEvents
+    ) -> None:
+        """Add the logprobs of appended tokens, of which `num_top`, int32 [n], alternatives are wanted; -1: none."""
+        wanted = (num_top >= 0).nonzero()[0]
+        if len(wanted):
+            events.num_top = array("i", num_top.tobytes())
+            of_logits = wanted if is_plain is None else is_plain.nonzero()[0][wanted]
+            events.logprobs = result.scored(of_logits, int(num_top.max()))
 
     def _record_tokens(self, since_s: np.ndarray) -> None:
         """Count the tokens that a step sampled for n sequences that had one before; `since_s`, float64 [n]: the time
@@ -225,7 +237,7 @@ class Answers:
         scored: Scores = ()
         if item.num_scored:
             seq.num_scored_tokens += item.num_scored
-            scored = result.scored(first, last, seq.request.params.prompt_logprobs or 0)
+            scored = result.scored(slice(first, last), seq.request.params.prompt_logprobs or 0)
         if item.wants_logits:
             return self._append_tokens(item, result, last, num_accepted, now, scored, events)
         is_complete = not seq.samples and item.start + item.num_tokens == seq.num_tokens

@@ -1,7 +1,7 @@
 """Decode state of the running sequences as arrays by row, kept from step to step, and the choice of those to decode.
 
 A step takes a few operations on whole arrays, and work by sequence only where more is to be done than to compute one
-token and to append one: a new block, a full block to cache, a stop token, the end, logprobs, a grammar. Positions tell
+token and to append one: a new block, a full block to cache, a stop token, the end, a grammar. Positions tell
 when: before `plain_until` a row is scheduled, before `look_at` its token is appended, without a look at its sequence.
 
 Where ranks form a pipeline, a step passes from stage to stage, and as many are in flight as there are stages, each with
@@ -67,6 +67,8 @@ class DecodeState:
         self._sent = array("q"), array("i")
         self.request_ids = np.zeros(max_num_seqs, np.int64)
         self.num_cached_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_top = np.full(max_num_seqs, -1, np.int32)  # alternatives that are sent with a token; -1: no logprobs
+        self.num_with_logprobs = 0  # running sequences
         self.clients = np.zeros(max_num_seqs, np.int64)  # index into `client_names`
         self.client_names: list[str] = []
         self._client_index: dict[str, int] = {}
@@ -84,6 +86,9 @@ class DecodeState:
         self.num_computed[row] = seq.num_computed_tokens
         seq.decode_state = self
         self.request_ids[row], self.num_cached_tokens[row] = seq.request_id, seq.timeline.cached_tokens
+        if (num_top := seq.request.params.logprobs) is not None:
+            self.num_top[row] = num_top
+            self.num_with_logprobs += 1
         if client not in self._client_index:
             self._client_index[client] = len(self.client_names)
             self.client_names.append(client)
@@ -100,6 +105,9 @@ class DecodeState:
         self.settle(row)
         self.order = self.order[self.order != row]
         self.seqs[row], self._token_ids[row] = None, []
+        if self.num_top[row] >= 0:
+            self.num_top[row] = -1
+            self.num_with_logprobs -= 1
         self.num_released += 1
         self._released_at[row] = self.num_released
         seq.decode_state = None
@@ -249,6 +257,7 @@ class DecodeState:
     def audit(self, running: list[Sequence]) -> None:
         """Raise AssertionError unless arrays and sequences agree; `running` in the order of admission."""
         assert self.order.tolist() == [seq.row for seq in running], "rows in another order"
+        assert int((self.num_top >= 0).sum()) == self.num_with_logprobs
         held = [row for row, seq in enumerate(self.seqs) if seq is not None]
         assert held == sorted(self.order.tolist()), "a row is held by a sequence that does not run"
         for seq in running:
@@ -259,5 +268,7 @@ class DecodeState:
             assert told == [int(getattr(self, name)[row]) for name in names], f"row {row} was not kept up to date"
             assert self.request_ids[row] == seq.request_id and self.num_cached_tokens[row] == seq.timeline.cached_tokens
             assert self.client_names[self.clients[row]] == seq.request.client
+            wanted = seq.request.params.logprobs
+            assert self.num_top[row] == (-1 if wanted is None else wanted)
             stop_ids = {int(stop) for stop in self._stop_ids[:, row] if stop != _NO_STOP}
             assert stop_ids == (seq.stop_ids if len(seq.stop_ids) <= _STOP_IDS else set())

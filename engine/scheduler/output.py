@@ -149,19 +149,19 @@ class ModelRunnerOutput:
     @cached_property
     def _logprobs(self) -> ScoredTokens:
         assert self.answer.top_ids is not None
-        return self.scored(0, len(self.answer.token_ids), self.answer.top_ids.shape[1])
+        return self.scored(slice(None), self.answer.top_ids.shape[1])
 
     def sampled(self, row: int, count: int, num_top: int) -> SampledTokens:
         """The tokens sampled in `count` rows from `row` on, with their `num_top` best alternatives."""
         return SampledTokens(self._logprobs, row, count, num_top)
 
-    def scored(self, first: int, last: int, num_top: int) -> ScoredTokens:
-        """The prompt tokens scored in rows `first` to `last` (exclusive), with `num_top` alternatives each."""
+    def scored(self, rows: slice | np.ndarray, num_top: int) -> ScoredTokens:
+        """The tokens scored or sampled in `rows` of logits, with `num_top` alternatives each."""
         answer = self.answer
         assert answer.logprobs is not None and answer.ranks is not None
         assert answer.top_ids is not None and answer.top_logprobs is not None
-        ints = (answer.token_ids[first:last], answer.ranks[first:last], answer.top_ids[first:last, :num_top])
-        floats = (answer.logprobs[first:last], answer.top_logprobs[first:last, :num_top])
+        ints = (answer.token_ids[rows], answer.ranks[rows], answer.top_ids[rows, :num_top])
+        floats = (answer.logprobs[rows], answer.top_logprobs[rows, :num_top])
         token_ids, ranks, top_ids = (array("i", column.tobytes()) for column in ints)
         logprobs, top_logprobs = (array("f", column.tobytes()) for column in floats)
         return ScoredTokens(num_top, token_ids, ranks, logprobs, top_ids, top_logprobs)

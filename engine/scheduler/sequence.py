@@ -138,7 +138,7 @@ class Sequence:
         self._num_computed_tokens = 0
         self.decodes_alone = not self.samples  # its decode steps are scheduled as `ScheduledTokens`
         # Whether each of its tokens takes more work than to append it.
-        self.is_watched = params.logprobs is not None or grammar_matcher is not None
+        self.is_watched = grammar_matcher is not None
         self.block_ids: list[int] = []
         self.num_freed_blocks = 0  # leading entries of `block_ids` that are the null block: outside the sliding window
         self.block_hashes: list[bytes] = []  # chained hashes of the full blocks, as far as they were needed

@@ -99,7 +99,7 @@ def test_scored_prompts_are_sent_as_columns(num_top, rows, data) -> None:
     assert [*scored[1:3]] == entries[1:3] and [scored[index - len(rows)] for index in range(len(rows))] == entries
 
 
-def test_sampled_logprobs_are_sent_as_columns_of_the_rows_that_are_shown() -> None:
+def test_sampled_logprobs_are_sent_as_far_as_they_are_shown() -> None:
     """With rows that nobody wants between them, drafts, fewer alternatives than others, and events of other kinds."""
     ranks, own = array("i", range(1, 7)), array("f", [-0.5 * row for row in range(6)])
     top_ids, top = array("i", range(12)), array("f", [-math.inf if n % 5 == 0 else -n / 4 for n in range(12)])
@@ -115,6 +115,28 @@ def test_sampled_logprobs_are_sent_as_columns_of_the_rows_that_are_shown() -> No
     entries = [list(one.logprobs) for one in there_and_back(values)]
     assert entries[1] == [TokenLogprobs(12, -1.0, 3, ((4, -1.0),)), TokenLogprobs(13, -1.5, 4, ((6, -1.5),))]
     assert entries[0][0].top == ((2, -0.5), (3, -0.75)) and entries[3] == [TokenLogprobs(15, -2.5, 6)]
+
+
+@pytest.mark.parametrize(
+    "others", [[], [TokenEvent(9, (8, 7), (TokenLogprobs(8, -0.5, 1), TokenLogprobs(7, -1.0, 2)))]]
+)
+def test_logprobs_of_plain_events_are_columns(others) -> None:
+    table = ScoredTokens(
+        2, array("i", [11, 13]), array("i", [1, 3]), array("f", [-0.5, -1.5]),
+        array("i", range(4)), array("f", [-0.5, -1.0, -0.25, -2.0]),
+    )  # fmt: skip
+    plain = events_of(others, [(1, 11, 0), (2, 12, 4), (3, 13, 0)])
+    plain.num_top, plain.logprobs = array("i", [2, -1, 1]), table
+    data = messages.events(plain)
+    read = messages.read_events(frame_of(data))
+    assert list(read) == list(plain) and (read.num_top, read.logprobs) == (plain.num_top, table)
+    first, none, last, *_ = read
+    assert list(first.logprobs) == [TokenLogprobs(11, -0.5, 1, ((0, -0.5), (1, -1.0)))] and none.logprobs == ()
+    assert list(last.logprobs) == [TokenLogprobs(13, -1.5, 3, ((2, -0.25),))]
+    for wrong in ([2, -1, -1], [2, -1, 3]):
+        plain.num_top = array("i", wrong)
+        with pytest.raises(FrameError, match="do not fit"):
+            messages.read_events(frame_of(messages.events(plain)))
 
 
 def test_vectors_are_sent_with_their_bits() -> None:
