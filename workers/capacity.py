@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
-
 from oarlock.workers.checks.limits import check_limits, check_parallel
 from oarlock.workers.config import WorkerConfig, max_pooled_values
 from oarlock.workers.distributed.shm_ring import RingLayout
@@ -243,5 +241,7 @@ def cpu_ops(config: WorkerConfig) -> float:
 
 
 def _cycles_per_s() -> float:
+    import psutil  # ranks, which read this file, do without it
+
     frequency = psutil.cpu_freq() if hasattr(psutil, "cpu_freq") else None
     return 1e6 * (frequency.max or frequency.current) if frequency else _CYCLES_PER_S

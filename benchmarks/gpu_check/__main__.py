@@ -1,12 +1,14 @@
 """Everything about the CUDA path that only a GPU can show, in one command: is it right, and how fast is it.
 
-    make gpu-check                                   # or: python -m benchmarks.gpu_check
+    python -m benchmarks.gpu_check --budget 540                     # what settles most, in nine minutes
+    make gpu-check                                                  # all of it
     python -m benchmarks.gpu_check --parts attention "decode 8b"
-    python -m benchmarks.gpu_check --device cpu      # tries the logic, on tiny shapes
+    python -m benchmarks.gpu_check --device cpu                     # tries the logic, on tiny shapes
 
-Each part is a process of its own, of less than eight minutes. The file of results is written after each, and a second
-run goes on with those that are missing or failed. Where a check fails, nothing is timed: speed of a wrong program is no
-result. Parts that are named run in any case.
+It needs Python, torch with its Triton, transformers, safetensors and pytest, and no network; parts that take more are
+left out with that reason, or get it from a folder of wheels (--wheels). Each part is a process of its own, which is
+ended after its time. Two files are written after each part, the results and a page about them, and a second run goes on
+with what is missing, was broken off or failed. A part that fails stops no other: the page says which numbers are wrong.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -22,15 +25,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from benchmarks.environments import ROOT
-from benchmarks.gpu_check import results
+from benchmarks.gpu_check import results, wheels
 from benchmarks.gpu_check.part import Part
-from benchmarks.gpu_check.process import PARTS
+from benchmarks.gpu_check.process import LONG, PARTS, ROOT
 
-LIMIT_S = 480.0
 DEFAULT = Path("gpu-check.json")
+LEAST_S = 5.0  # a part that has less begins in vain
 
 
 def run_part(part: Part, device: str, limit_s: float) -> dict[str, Any]:
@@ -54,13 +54,20 @@ def run_part(part: Part, device: str, limit_s: float) -> dict[str, Any]:
 
 def end(child: subprocess.Popen[Any]) -> None:
     """Ends a part with everything below it, as servers and ranks that it started."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        below = psutil.Process(child.pid).children(recursive=True)
-        for process in below:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-    child.kill()
+    for pid in [*_below(child.pid), child.pid] if child.poll() is None else []:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     child.wait()
+
+
+def _below(pid: int) -> list[int]:
+    """Processes that `pid` has started, those that they have, and so on."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for tasks in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (tasks / "children").read_text().split()):
+                found += [child, *_below(child)]
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,39 +76,60 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--json", type=Path, default=DEFAULT, metavar="FILE", help=f"the results ({DEFAULT})")
     parser.add_argument("--again", action="store_true", help="run what has passed as well")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="of one part")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="for all of it; parts are in order of worth")
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels of packages that this machine lacks")
     arguments = parser.parse_args(argv)
+    begun = time.monotonic()
     machine = results.machine(arguments.device)
     if arguments.device == "cuda" and not machine["devices"]:
         print("error: no CUDA device answers, or torch was built without CUDA\nfix: oarlock doctor --device cuda")
         return 2
     kept = {} if arguments.again else results.kept(arguments.json, machine)
     chosen = [PARTS[name] for name in arguments.parts or PARTS]
-    found = run_all(chosen, machine, kept, arguments)
-    print(results.table(found))
-    print(f"\nwrote {arguments.json}")
+    until = float("inf") if arguments.budget is None else begun + arguments.budget
+    with tempfile.TemporaryDirectory(prefix="oarlock-wheels-") as unpacked:
+        if arguments.wheels is not None:
+            print("unpacked:", ", ".join(wheels.unpack(arguments.wheels, Path(unpacked))), file=sys.stderr)
+        _environment(unpacked, arguments.json)
+        found = run_all(chosen, machine, kept, arguments, until)
+    print(results.page(found))
+    print(f"\nwrote {arguments.json} and {arguments.json.with_suffix('.txt')}")
     return 0 if results.is_fine(found) else 1
 
 
+def _environment(unpacked: str, file: Path) -> None:
+    """Sets the variables that all parts inherit. Kernels are compiled once for all of them, and for the next run."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), unpacked, os.environ.get("PYTHONPATH"))))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(file.with_suffix(".kernels").absolute()))
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
 def run_all(
-    chosen: list[Part], machine: dict[str, Any], kept: dict[str, Any], arguments: argparse.Namespace
+    chosen: list[Part],
+    machine: dict[str, Any],
+    kept: dict[str, Any],
+    arguments: argparse.Namespace,
+    until: float = float("inf"),
 ) -> dict[str, Any]:
-    """The results, which are in the file after each part."""
+    """The results, which are in the files after each part. `until`: on the clock `time.monotonic`."""
     found = {"format": results.FORMAT, "what": "gpu-check", "machine": machine, "parts": kept}
     for part in chosen:
         if part.name in kept and results.is_over(kept[part.name]):
             continue
-        if not part.is_check and not arguments.parts and results.any_wrong(kept, chosen):
-            kept[part.name] = results.waiting("a check before it has failed")
-        elif len(machine["devices"]) < part.needs_devices and arguments.device == "cuda":
+        left = until - time.monotonic()
+        if len(machine["devices"]) < part.needs_devices and arguments.device == "cuda":
             kept[part.name] = results.left_out(f"it needs {part.needs_devices} devices")
         elif part.needs_devices > 1 and arguments.device == "cpu":
             kept[part.name] = results.left_out("ranks on CPUs have tests of their own")
+        elif left < LEAST_S:
+            kept[part.name] = results.waiting("no time was left")
         else:
             print(f"{part.name} ...", file=sys.stderr, flush=True)
-            kept[part.name] = run_part(part, arguments.device, arguments.limit)
+            limit = part.limit_s if arguments.device == "cuda" else LONG  # a CPU may be shared with much else
+            kept[part.name] = run_part(part, arguments.device, min(limit, left))
             print(f"{part.name}: {kept[part.name]['state']}", file=sys.stderr, flush=True)
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        arguments.json.with_suffix(".txt").write_text(results.page(found) + "\n")
     return found
 
 

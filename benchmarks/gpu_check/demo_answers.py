@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from benchmarks.environments import ROOT
+from benchmarks.gpu_check import correctness
 from benchmarks.gpu_check.part import NotHere, Row, Where
 from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.types import Request
@@ -20,7 +20,7 @@ from oarlock.workers.executor import Executor, start_executor
 if TYPE_CHECKING:
     from tests.parallel.direct_engine import Answer
 
-DEMO = ROOT / "models" / "oarlock-demo"
+DEMO = correctness.ROOT / "models" / "oarlock-demo"
 LEAST = 0.9  # of the answers as trained; on the CPU 0.98, with pages of each form
 
 
@@ -81,6 +81,16 @@ def rounded_pages(where: Where) -> Iterator[Row]:
         same = sum(found[i] == plain[i] for i in found) / len(found)
         figures = {"as trained": learnt, "same tokens": same}
         yield Row(f"pages of {form}", figures, ok=learnt >= LEAST)
+
+
+def two_devices(where: Where) -> Iterator[Row]:
+    """Answers of two ranks with graphs and without. `as trained`: their share, by which they are judged."""
+    requests, trained = _requests(where, sampled=False)
+    for name, eager in (("graphs", False), ("eager", True)):
+        with _ranks(where, tensor_parallel_size=2, enforce_eager=eager) as executor:
+            found = _answers(executor, requests)
+        learnt = sum(found[i].token_ids[: len(ids)] == ids for i, ids in enumerate(trained)) / len(trained)
+        yield Row(name, {"as trained": learnt}, ok=learnt >= LEAST)
 
 
 def batch_invariant(where: Where) -> Iterator[Row]:

@@ -82,25 +82,29 @@ def described(shape: str, where: Where) -> Generator[str]:
 
 
 def runner_of(shape: str, where: Where, *, sequences: int, tokens: int, prompt: int = 1, **options: Any) -> ModelRunner:
-    """A loaded rank with blocks for `sequences` of `tokens` tokens, and steps of up to `prompt` tokens."""
+    """A rank of a model of that shape with dummy weights, as `loaded` makes it."""
     with described(shape, where) as folder:
-        config = WorkerConfig(
-            folder,
-            device=where.device,
-            dtype="bfloat16",
-            load_format="dummy",
-            max_model_len=tokens,
-            max_num_seqs=sequences,
-            max_num_batched_tokens=max(sequences, prompt, 64),
-        )
-        config = preflight(config.with_(**options))
-        blocks = sequences * -(-tokens // config.block_size) + 2
-        config = config.with_(num_kv_blocks=blocks)
-        use_cpus(config, 0)
-        runner = ModelRunner(config, TensorParallel.solo())
-        with torch.inference_mode():
-            runner.load(lambda share: None)
-            runner.allocate(blocks)
+        return loaded(folder, where, sequences, tokens, prompt, load_format="dummy", **options)
+
+
+def loaded(folder: str, where: Where, sequences: int, tokens: int, prompt: int, **options: Any) -> ModelRunner:
+    """A loaded rank with blocks for `sequences` of `tokens` tokens, and steps of up to `prompt` tokens."""
+    config = WorkerConfig(
+        folder,
+        device=where.device,
+        dtype="bfloat16",
+        max_model_len=tokens,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=max(sequences, prompt, 64),
+    )
+    config = preflight(config.with_(**options))
+    blocks = sequences * -(-tokens // config.block_size) + 2
+    config = config.with_(num_kv_blocks=blocks)
+    use_cpus(config, 0)
+    runner = ModelRunner(config, TensorParallel.solo())
+    with torch.inference_mode():
+        runner.load(lambda share: None)
+        runner.allocate(blocks)
     return runner
 
 

@@ -33,9 +33,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of the check. `needs_devices`: with fewer it is left out. `is_check`: it tests results, not speed."""
+    """One part of the check. `limit_s`: it is ended after so many seconds. With fewer than `needs_devices` it is left
+    out."""
 
     name: str
     run: Callable[[Where], Iterator[Row]]
-    is_check: bool
+    limit_s: float = 120.0
     needs_devices: int = 1

@@ -1,6 +1,7 @@
 """Parts of the check in the order in which they run, and the process of one: it writes each row of results at once.
 
-Whether the device is right comes first, then how fast it is.
+What settles most comes first: one family with graphs and without, every kernel on a few shapes, how fast each part of a
+step is; then what takes more packages, more devices or more time.
 
 python -m benchmarks.gpu_check.process NAME --device cuda --rows FILE      # by benchmarks/gpu_check/__main__.py
 """
@@ -18,6 +19,9 @@ from pathlib import Path
 from benchmarks.gpu_check import correctness, graphs, roofline
 from benchmarks.gpu_check.part import NotHere, Part, Row, Where
 
+ROOT = correctness.ROOT
+LONG = 480.0  # seconds
+
 
 def _serving(name: str, where: Where, **options: int) -> Iterator[Row]:
     """Rows of a part that asks servers: its client is imported here, as the other parts do without it."""
@@ -33,38 +37,43 @@ def _answers(name: str, where: Where) -> Iterator[Row]:
     yield from getattr(demo_answers, name)(where)
 
 
-_KERNELS = [
-    Part(f"kernels {file.stem.removeprefix('test_')}", partial(correctness.kernels, file), is_check=True)
-    for file in correctness.tests_of_kernels()
-]
-_ALL = [
-    *_KERNELS,
+PARTS_IN_ORDER = [
+    Part("float64", graphs.beside_float64, 90.0),
+    Part("kernels", correctness.kernels, 240.0),
+    Part("ceilings", roofline.ceilings, 60.0),
+    Part("attention", roofline.attention),
+    Part("decode 0.6b", partial(roofline.decode, "0.6b")),
+    Part("decode 8b", partial(roofline.decode, "8b")),
+    Part("prefill 8b", partial(roofline.prefill, "8b")),
+    Part("quantised products", roofline.products),
+    Part("sampling", roofline.sampling),
+    Part("prefill 0.6b", partial(roofline.prefill, "0.6b")),
+    Part("sanitizer", correctness.sanitizer, 180.0),
+    Part("load", partial(_serving, "load"), 240.0),
+    Part("sums, 2 devices", correctness.sums, 60.0, needs_devices=2),
+    Part("demo model, 2 devices", partial(_answers, "two_devices"), needs_devices=2),
+    Part("load, 2 devices", partial(_serving, "load", ranks=2), 240.0, needs_devices=2),
+    # What a short run need not settle.
+    Part("graphs", graphs.graphs, 240.0),
     *(
-        Part(f"families {dtype}", partial(correctness.families, dtype), is_check=True)
-        for dtype in ("float32", "bfloat16", "float16")
+        Part(f"families {dtype}", partial(correctness.families, dtype), LONG)
+        for dtype in ("bfloat16", "float32", "float16")
     ),
-    Part("graphs", graphs.graphs, is_check=True),
-    Part("demo model", correctness.demo, is_check=True),
-    Part("demo model, quantised", correctness.quantised, is_check=True),
-    Part("demo model, KV of 8 bits", partial(_answers, "rounded_pages"), is_check=True),
-    Part("demo model, batch-invariant", partial(_answers, "batch_invariant"), is_check=True),
-    Part("demo model, 2 ranks", partial(correctness.demo, ranks=2), is_check=True),
-    Part("memory", partial(_serving, "memory"), is_check=True),
-    Part("ceilings", roofline.ceilings, is_check=False),
-    Part("attention", roofline.attention, is_check=False),
-    Part("quantised products", roofline.products, is_check=False),
-    Part("sampling", roofline.sampling, is_check=False),
-    Part("decode 0.6b", partial(roofline.decode, "0.6b"), is_check=False),
-    Part("decode 0.6b, eager", partial(roofline.decode, "0.6b", enforce_eager=True), is_check=False),
-    Part("decode 8b", partial(roofline.decode, "8b"), is_check=False),
-    Part("prefill 0.6b", partial(roofline.prefill, "0.6b"), is_check=False),
-    Part("prefill 8b", partial(roofline.prefill, "8b"), is_check=False),
-    Part("load", partial(_serving, "load"), is_check=False),
-    Part("load, 2 ranks", partial(_serving, "load", ranks=2), is_check=False, needs_devices=2),
-    Part("one step ahead", partial(_serving, "ahead"), is_check=False),
-    Part("transformers", partial(_serving, "beside_transformers"), is_check=False),
+    Part("demo model", correctness.demo, LONG),
+    Part("demo model, quantised", correctness.quantised, LONG),
+    Part("demo model, 2 ranks", partial(correctness.demo, ranks=2), LONG),
+    Part("demo model, KV of 8 bits", partial(_answers, "rounded_pages"), LONG),
+    Part("demo model, batch-invariant", partial(_answers, "batch_invariant"), LONG),
+    Part("memory", partial(_serving, "memory"), LONG),
+    Part("decode 0.6b, eager", partial(roofline.decode, "0.6b", enforce_eager=True)),
+    Part("one step ahead", partial(_serving, "ahead"), LONG),
+    Part("transformers", partial(_serving, "beside_transformers"), LONG),
+    *(
+        Part(f"all kernels {file.stem.removeprefix('test_')}", partial(correctness.all_kernels, file), LONG)
+        for file in correctness.tests_of_kernels()
+    ),
 ]
-PARTS = {part.name: part for part in _ALL}
+PARTS = {part.name: part for part in PARTS_IN_ORDER}
 
 
 OURS = ("benchmarks", "oarlock", "tests")

@@ -6,13 +6,12 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environments import ROOT
-from benchmarks.gpu_check.part import Part
 from oarlock.workers.platform import cuda_driver
 
 FORMAT = 1
@@ -46,9 +45,10 @@ def machine(device: str) -> dict[str, Any]:
 
 def commit() -> str:
     """Commit of this checkout, with a plus sign if files differ from it."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
-    found = subprocess.run(git, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    if shutil.which("git") is None:
+        return "unknown"
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 def kept(file: Path, this: dict[str, Any]) -> dict[str, Any]:
@@ -89,23 +89,29 @@ def is_over(part: dict[str, Any]) -> bool:
     return part["state"] in _OVER
 
 
-def any_wrong(parts: dict[str, Any], chosen: Sequence[Part]) -> bool:
-    """Whether a check has not passed."""
-    return any(part.is_check and part.name in parts and not is_over(parts[part.name]) for part in chosen)
-
-
 def is_fine(found: dict[str, Any]) -> bool:
     return all(is_over(part) for part in found["parts"].values())
 
 
-def table(found: dict[str, Any]) -> str:
-    """Table of the results as text for a terminal."""
-    about = found["machine"]
+def page(found: dict[str, Any]) -> str:
+    """One page of text: the machine, what is wrong, the three worst shares of ceilings, what is missing, all rows."""
+    about, parts = found["machine"], found["parts"]
     lines = [
-        f"{'; '.join(about['devices']) or about['device']}; driver for CUDA {about['driver']}, torch {about['torch']}"
+        f"{'; '.join(about['devices']) or about['device']}; driver for CUDA {about['driver']}, torch {about['torch']}, "
+        f"Triton {about['triton']}, Python {about['python']}, commit {about['commit']}"
     ]
-    lines[0] += f", Triton {about['triton']}, commit {about['commit']}"
-    for name, part in found["parts"].items():
+    wrong = [name for name, part in parts.items() if part["state"] in (FAILED, BROKEN)]
+    if wrong:
+        lines += ["", f"WRONG or broken: {'; '.join(wrong)}. Figures of what depends on these are no result."]
+    if worst := worst_shares(parts):
+        lines += ["", "The worst shares of ceilings:"]
+        lines += [f"  {share:.0%} of its {of}: {part}, {row}" for share, of, part, row in worst]
+    for state, title in ((LEFT_OUT, "Left out"), (WAITING, "Not run yet")):
+        missing = [f"  {name}: {part['note']}" for name, part in parts.items() if part["state"] == state]
+        lines += ["", f"{title}:", *missing] if missing else []
+    for name, part in parts.items():
+        if part["state"] in (LEFT_OUT, WAITING):
+            continue
         note = f": {part['note']}" if part["note"] else ""
         lines += ["", f"{name}: {part['state']} in {part['seconds']:.0f} s{note}"]
         width = max((len(row["name"]) for row in part["rows"]), default=0)
@@ -115,6 +121,23 @@ def table(found: dict[str, Any]) -> str:
             lines.append(f"  {mark}{row['name']:<{width}}  {figures}  {row['note']}".rstrip())
         lines += [f"    | {line}" for line in part.get("log", "").splitlines()]
     return "\n".join(lines)
+
+
+_SHARE = "share of "
+
+
+def worst_shares(parts: dict[str, Any], count: int = 3) -> list[tuple[float, str, str, str]]:
+    """Share, ceiling, part and row where least of what the device allows is used.
+
+    A row that stands beside several ceilings is bound by the one that it comes nearest to.
+    """
+    found = []
+    for name, part in parts.items():
+        for row in part["rows"]:
+            shares = [(value, key.removeprefix(_SHARE)) for key, value in row["figures"].items() if _SHARE in key]
+            if shares:
+                found.append((*max(shares), name, row["name"]))
+    return sorted(found)[:count]
 
 
 def _number(value: float) -> str:

@@ -2,14 +2,20 @@
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+import time
+import zipfile
 
 import numpy as np
 import pytest
 
 from benchmarks.gpu_check import __main__ as check
-from benchmarks.gpu_check import correctness, demo_answers, graphs, models, results
+from benchmarks.gpu_check import correctness, demo_answers, graphs, models, results, wheels
 from benchmarks.gpu_check.part import NotHere, Part, Row, Where
 from benchmarks.gpu_check.process import PARTS, run
+from benchmarks.gpu_check.ten_cases import spread
 from oarlock.workers.errors import StartupError
 from tests.parallel.direct_engine import Answer
 
@@ -19,28 +25,30 @@ RIGHT = [*ROWS, {"name": "two", "figures": {}, "ok": True, "note": ""}]
 WRONG = [*RIGHT, {"name": "three", "figures": {}, "ok": False, "note": "differs"}]
 
 
-def part(name, is_check=False, needs_devices=1):
-    return Part(name, lambda where: iter(()), is_check, needs_devices)
+def part(name, needs_devices=1):
+    return Part(name, lambda where: iter(()), needs_devices=needs_devices)
 
 
 class Session:
     """`run_all` with parts that end as told, on a made-up machine of one GPU."""
 
     def __init__(self, monkeypatch, path):
-        self.path, self.ran, self.ends = path, [], {}
+        self.path, self.ran, self.limits, self.ends = path, [], [], {}
         self.machine = {"device": "cuda", "devices": ["made-up"], "commit": "1"} | dict.fromkeys(
-            ("driver", "torch", "triton")
+            ("driver", "torch", "triton", "python")
         )
         monkeypatch.setattr(check, "run_part", self._run)
 
     def _run(self, part, device, limit):
         self.ran.append(part.name)
+        self.limits.append(limit)
         return results.entry(*self.ends.get(part.name, (ROWS, 0)), 1.0, "the log")
 
-    def all(self, *parts, named=False):
-        self.ran = []
-        arguments = argparse.Namespace(parts=named, json=self.path, device="cuda", limit=1.0)
-        return check.run_all(list(parts), self.machine, results.kept(self.path, self.machine), arguments)
+    def all(self, *parts, left_s=1e9):
+        self.ran, self.limits = [], []
+        arguments = argparse.Namespace(json=self.path, device="cuda")
+        kept = results.kept(self.path, self.machine)
+        return check.run_all(list(parts), self.machine, kept, arguments, time.monotonic() + left_s)
 
 
 @pytest.fixture
@@ -53,7 +61,7 @@ def states(found):
 
 
 def test_a_second_run_goes_on_where_the_first_stopped(session):
-    parts = [part("right", is_check=True), part("fast"), part("slow")]
+    parts = [part("right"), part("fast"), part("slow")]
     session.ends = {"right": (RIGHT, 0), "slow": (ROWS, None)}
     assert states(session.all(*parts)) == {"right": "passed", "fast": "measured", "slow": "broken"}
     session.ends = {}
@@ -66,17 +74,32 @@ def test_a_second_run_goes_on_where_the_first_stopped(session):
     assert session.ran == ["right", "fast", "slow"]
 
 
-def test_nothing_is_timed_where_a_check_fails(session):
-    parts = [part("right", is_check=True), part("other", is_check=True), part("fast")]
-    session.ends = {"right": (WRONG, 0), "other": (RIGHT, 0)}
-    found = session.all(*parts)
-    assert session.ran == ["right", "other"] and not results.is_fine(found)
-    assert states(found) == {"right": "failed", "other": "passed", "fast": "waiting"}
-    assert "a check before it has failed" in results.table(found) and "WRONG three" in results.table(found)
-    session.all(parts[2], named=True)
-    assert session.ran == ["fast"]
-    session.ends["right"] = (RIGHT, 0)
-    assert results.is_fine(session.all(*parts))
+def test_a_part_that_fails_stops_no_other_and_heads_the_page(session):
+    session.ends = {"kernels": (WRONG, 0), "crashes": (ROWS, 1)}
+    found = session.all(part("kernels"), part("crashes"), part("fast"))
+    assert session.ran == ["kernels", "crashes", "fast"] and not results.is_fine(found)
+    page = session.path.with_suffix(".txt").read_text()
+    assert page == results.page(found) + "\n"
+    assert "WRONG or broken: kernels; crashes." in page and "WRONG three" in page and "| last" not in page
+
+
+def test_a_budget_ends_the_run_and_what_is_left_is_run_by_the_next(session):
+    parts = [part("first"), part("second")]
+    found = session.all(*parts, left_s=20.0)
+    assert session.ran == ["first", "second"] and all(15.0 < limit <= 20.0 for limit in session.limits)
+    found = session.all(part("third"), left_s=check.LEAST_S)
+    assert session.ran == [] and found["parts"]["third"]["state"] == "waiting" and not results.is_fine(found)
+    assert "Not run yet:\n  third: no time was left" in results.page(found)
+    session.all(part("third"))
+    assert session.ran == ["third"] and session.limits == [120.0]
+
+
+def test_the_page_names_the_three_worst_shares_of_what_bounds_a_row(session):
+    shares = [("a", {"share of bandwidth": 0.9}), ("b", {"share of bandwidth": 0.01, "share of products": 0.7})]
+    shares += [("c", {"share of floor": 0.4, "ms": 3.0}), ("d", {"share of floor": 0.8}), ("e", {"ms": 0.1})]
+    session.ends = {"fast": ([{"name": name, "figures": found, "ok": None, "note": ""} for name, found in shares], 0)}
+    parts = session.all(part("fast"))["parts"]
+    assert [found[:2] for found in results.worst_shares(parts)] == [(0.4, "floor"), (0.7, "products"), (0.8, "floor")]
 
 
 def test_a_part_for_two_devices_is_left_out_where_there_is_one(session):
@@ -111,7 +134,7 @@ def test_rows_are_written_as_they_come(tmp_path):
         yield Row("first", {"ms": 1.0})
         raise NotHere("the rest does not fit")
 
-    assert run(Part("some", rows, False), CPU, tmp_path / "rows") == 3
+    assert run(Part("some", rows), CPU, tmp_path / "rows") == 3
     first, last = map(json.loads, (tmp_path / "rows").read_text().splitlines())
     assert first["figures"] == {"ms": 1.0} and last == {"left_out": "the rest does not fit"}
 
@@ -121,10 +144,10 @@ def test_a_library_that_is_missing_leaves_a_part_out_and_a_file_of_ours_does_not
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         yield
 
-    assert run(Part("some", lambda where: rows("httpx"), False), CPU, tmp_path / "rows") == 3
+    assert run(Part("some", lambda where: rows("httpx")), CPU, tmp_path / "rows") == 3
     assert "httpx" in json.loads((tmp_path / "rows").read_text())["left_out"]
     with pytest.raises(ModuleNotFoundError, match="cellar"):
-        run(Part("some", lambda where: rows("oarlock.workers.cellar"), False), CPU, tmp_path / "rows")
+        run(Part("some", lambda where: rows("oarlock.workers.cellar")), CPU, tmp_path / "rows")
 
 
 REPORT = """<testsuites><testsuite><testcase name="a"/><testcase name="b"><skipped/></testcase>
@@ -132,12 +155,12 @@ REPORT = """<testsuites><testsuite><testcase name="a"/><testcase name="b"><skipp
 
 
 def test_a_failed_test_is_a_row():
-    counts, failed = correctness.rows_of_tests(REPORT)
+    counts, failed = correctness.rows_of_tests(REPORT, "file")
     assert counts.figures == {"passed": 1.0, "failed": 1.0, "skipped": 1.0} and counts.ok is False
     assert failed.name == "c" and failed.ok is False and failed.note == "0.5 is not 0.25"
-    (nothing,) = correctness.rows_of_tests('<testsuite><testcase name="b"><skipped/></testcase></testsuite>')
+    (nothing,) = correctness.rows_of_tests('<testsuite><testcase name="b"><skipped/></testcase></testsuite>', "file")
     assert nothing.ok is False  # a file whose tests are all skipped shows nothing
-    (fine,) = correctness.rows_of_tests('<testsuite><testcase name="a"/></testsuite>')
+    (fine,) = correctness.rows_of_tests('<testsuite><testcase name="a"/></testsuite>', "file")
     assert fine.ok is True
 
 
@@ -163,12 +186,44 @@ def test_every_file_of_tests_of_device_kernels_is_a_part():
     assert {"test_attention", *(file.stem for file in (correctness.ROOT / "tests").rglob("test_triton_*.py"))} <= set(
         files
     )
-    assert all(f"kernels {stem.removeprefix('test_')}" in PARTS for stem in files)
+    assert all(f"all kernels {stem.removeprefix('test_')}" in PARTS for stem in files)
 
 
-def test_checks_come_before_what_is_timed():
-    kinds = [part.is_check for part in PARTS.values()]
-    assert kinds == sorted(kinds, reverse=True) and set(kinds) == {True, False}
+def test_what_settles_most_comes_first():
+    names = list(PARTS)
+    assert names[:4] == ["float64", "kernels", "ceilings", "attention"] and names.index("load") > names.index(
+        "sampling"
+    )
+    first = names[: names.index("sanitizer") + 1]
+    assert all(PARTS[name].needs_devices == 1 for name in first)
+
+
+def test_ten_cases_try_every_value_of_every_parameter():
+    cases = [frozenset({("dtype", d), ("rows", r)}) for d in ("half", "bf16", "float") for r in map(str, range(10))]
+    chosen = spread(cases)
+    assert len(chosen) == 10 and frozenset.union(*(cases[index] for index in chosen)) == frozenset.union(*cases)
+    assert spread(cases[:3]) == [0, 1, 2]
+
+
+def test_logprobs_are_judged_by_what_transformers_loses():
+    random = np.random.default_rng(0)
+    exact = np.log(random.dirichlet(np.ones(50), (7, 8)))
+    theirs = exact + random.normal(0.0, 0.01, exact.shape)
+    ids = exact.argmax(-1)
+    found = np.take_along_axis(exact, ids[..., None], -1)[..., 0] + random.normal(0.0, 0.01, ids.shape)
+    assert graphs.judged("", (ids, found), exact, theirs).ok
+    assert not graphs.judged("", (ids, found + 0.03), exact, theirs).ok
+    assert not graphs.judged("", (np.roll(ids, 1, 1), found), exact, theirs).ok
+    second = np.take_along_axis(exact, exact.argsort(-1)[..., -2:-1], -1)[..., 0]
+    assert not graphs.judged("", (exact.argsort(-1)[..., -2], second), exact, theirs).ok
+
+
+def test_wheels_of_what_is_missing_are_unpacked_and_others_are_not(tmp_path):
+    for name in ("made_up-1.0-py3-none-any", "torch-9.0-py3-none-any", "other-1.0-cp27-cp27m-win32", "no-wheel"):
+        with zipfile.ZipFile(tmp_path / f"{name}.whl", "w") as archive:
+            archive.writestr(f"{name.partition('-')[0]}/__init__.py", "")
+    assert wheels.unpack(tmp_path, tmp_path / "into") == ["made-up 1.0"]
+    assert [path.name for path in (tmp_path / "into").iterdir()] == ["made_up"]
 
 
 @pytest.mark.parametrize(("shape", "billions", "inner"), [("0.6b", 0.596, 0.440), ("8b", 8.191, 6.946)])
@@ -190,24 +245,48 @@ def test_a_part_that_takes_too_long_is_ended():
     assert found["state"] == "broken" and "not over after" in found["note"]
 
 
-@pytest.mark.slow
 def test_a_part_that_this_machine_cannot_run_is_left_out():
-    found = check.run_part(PARTS["kernels attention"], "cpu", 100.0)
-    assert found["state"] == "left out" and found["note"] == "make test runs them on the CPU"
+    with pytest.raises(NotHere, match="make test runs them on the CPU"):
+        list(PARTS["all kernels attention"].run(CPU))
 
 
-def run_parts(tmp_path, capsys, names):
-    status = check.main(["--device", "cpu", "--json", str(tmp_path / "found.json"), "--parts", *names])
+# What a machine has with PyTorch, transformers and pytest alone: the rest is refused, our own installation too.
+MISSING = "cryptography fastapi httptools httpx hypothesis llguidance prometheus_client psutil pydantic pytest_timeout "
+MISSING += "rich shtab sse_starlette starlette uvicorn uvloop xdist"
+BARE = f"""
+import sys
+from importlib.machinery import PathFinder
+class Bare(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {MISSING.split()!r} else super().find_spec(name, path, target)
+found = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+sys.meta_path[:] = [Bare if finder is PathFinder else finder for finder in found]
+"""
+
+
+def run_parts(tmp_path, names, *, is_bare):
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    if is_bare:
+        (tmp_path / "sitecustomize.py").write_text(BARE)
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--json", str(tmp_path / "found.json")]
+    done = subprocess.run(
+        [*command, *(["--parts", *names] if names else [])], cwd=correctness.ROOT, env=environment, capture_output=True
+    )
     found = json.loads((tmp_path / "found.json").read_text())
-    assert status == 0, results.table(found)
-    assert list(found["parts"]) == list(names) and all(part in capsys.readouterr().out for part in names[:1])
+    assert done.returncode == 0, results.page(found)
+    assert list(found["parts"]) == list(names or PARTS)
     rows = [row for part in found["parts"].values() for row in part["rows"]]
     assert rows and all(value > 0 for row in rows if row["ok"] is None for value in row["figures"].values())
+    return found["parts"]
 
 
 @pytest.mark.slow
-def test_parts_on_tiny_shapes(tmp_path, capsys):
-    run_parts(tmp_path, capsys, ["graphs", "decode 0.6b"])
+@pytest.mark.timeout(900)
+def test_parts_run_where_packages_are_missing_and_those_that_need_them_are_named(tmp_path):
+    found = run_parts(tmp_path, ["float64", "kernels", "load", "sanitizer"], is_bare=True)
+    assert [part["state"] for part in found.values()] == ["passed", "passed", "left out", "left out"]
+    assert found["load"]["note"] == "No module named 'httpx'"
 
 
 def test_quantised_products_on_tiny_shapes():
@@ -232,5 +311,9 @@ def test_answers_that_depend_on_the_batch_are_a_fault(monkeypatch):
 
 @pytest.mark.soak
 @pytest.mark.timeout(1500)
-def test_every_part_on_tiny_shapes(tmp_path, capsys):
-    run_parts(tmp_path, capsys, list(PARTS))
+@pytest.mark.parametrize("is_bare", [True, False])
+def test_every_part_on_tiny_shapes(tmp_path, is_bare):
+    found = run_parts(tmp_path, None, is_bare=is_bare)
+    left_out = [name for name, part in found.items() if part["state"] == "left out"]
+    needs_packages = [name for name in left_out if "No module named" in found[name]["note"]]
+    assert needs_packages == (["load", "memory", "one step ahead", "transformers"] if is_bare else [])

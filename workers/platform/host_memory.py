@@ -4,8 +4,6 @@ import resource
 import sys
 from pathlib import Path
 
-import psutil
-
 _CGROUP_FILES = (  # limit, usage: version 2, then version 1
     ("memory.max", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -24,7 +22,7 @@ def human_bytes(count: int) -> str:
 
 def free_host_bytes(cgroup_root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
     """Bytes that this process can still allocate: free on the machine, or less by cgroup limits or `ulimit -v`."""
-    free = min(psutil.virtual_memory().available, _free_addresses())
+    free = min(_available(), _free_addresses())
     for directory in _cgroup_directories(cgroup_root, membership):
         for limit_name, usage_name in _CGROUP_FILES:
             limit, usage = _number(directory / limit_name), _number(directory / usage_name)
@@ -33,10 +31,17 @@ def free_host_bytes(cgroup_root: Path = Path("/sys/fs/cgroup"), membership: Path
     return free
 
 
+def _available() -> int:
+    """Bytes that the kernel can hand out without swapping."""
+    lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+
+
 def _free_addresses() -> int:
     """Bytes of address space that `ulimit -v` leaves to this process."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return sys.maxsize if limit == resource.RLIM_INFINITY else max(0, limit - psutil.Process().memory_info().vms)
+    used = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
+    return sys.maxsize if limit == resource.RLIM_INFINITY else max(0, limit - used)
 
 
 def _cgroup_directories(root: Path, membership: Path) -> list[Path]:

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from oarlock.workers.config import LOADING_TIMEOUT_S, WorkerConfig
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.distributed.shm_layout import last_of
@@ -78,8 +76,8 @@ def _follow_reference(process: subprocess.Popen[bytes], control: Control, say: S
 
 def _processor_time_s(pid: int) -> float:
     """Processor time of all threads of a child that was not waited for yet."""
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
+    times = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()  # what follows the command's name
+    return (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def run_ranks(config: WorkerConfig, folder: Path, say: Say, *, timeout_s: float = LOADING_TIMEOUT_S) -> None:
