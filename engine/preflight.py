@@ -25,13 +25,16 @@ from oarlock.workers.capacity import (
     tensor_parallel_sizes,
     work_of,
 )
-from oarlock.workers.gguf import GGUFModel, Settings, hf_config, parts_of
 from oarlock.workers.preflight import (
     DESCRIPTIONS,
     ENCODERS,
+    GGUFModel,
+    Settings,
     check_file,
     check_without_weights,
+    hf_config,
     is_there,
+    parts_of,
     read_header,
     read_json,
     read_table,

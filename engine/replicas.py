@@ -1,4 +1,9 @@
-"""Several engines with the interface of one: each request goes to the replica that `data_parallel/choice.py` names.
+"""Replicas of one model behind the interface of one engine: each request goes to the replica that is chosen for it.
+
+The one with the longest cached prefix is chosen among those that are not too busy: a pure function of counts, without
+clock, randomness or engine. Consistent hashing with bounded loads (Mirrokni et al., 2018) has the same bound; here the
+cached prefix takes the place of the hash. `PrefixIndex` has the hashes in the prefix cache of each replica, in the
+frontend: it follows the cache events of each engine, so it is exact but for events that are on their way.
 
 A replica whose engine dies is started again while the others serve. When that fails, or it dies too often, `lost` is
 set: the server should let the others finish, and end. When no replica is alive, `dead` is set, as with one engine.
@@ -7,27 +12,273 @@ set: the server should let the others finish, and end. When no replica is alive,
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import math
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from functools import partial
 
 from oarlock.engine.client import EngineClient
 from oarlock.engine.config import EngineConfig, OnProgress
-from oarlock.engine.data_parallel.replica import (
-    JoinedProgress,
-    PrefixIndex,
-    Replica,
-    ReplicaHandle,
-    choose,
-    start_together,
-)
 from oarlock.engine.engine_process import EngineProcess
 from oarlock.engine.errors import EXIT_RANK_DIED, EngineDeadError, StartupError, UnavailableError
 from oarlock.engine.ipc.frames import FrameError
+from oarlock.engine.kv_cache.events import BlockChanges, extend_hashes
 from oarlock.engine.preflight import free_host_bytes
-from oarlock.engine.types import EngineInfo, Request
+from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
+from oarlock.engine.types import EngineInfo, Request, TokenEvent
 
 logger = logging.getLogger("oarlock.engine.replicas")
+
+# Weight of an open request beyond the tokens of its prompt that are yet to be computed: it takes a row of each step
+# until it ends.
+TOKENS_OF_A_REQUEST = 128
+# A replica may be chosen for its prefix while it has at most this many tokens more than the least busy one, or a fourth
+# more. A prefix that all prompts share is therefore computed on a second replica as soon as a few of them run at a
+# time; from then on it is cached on both, and the less busy one is chosen.
+SLACK_TOKENS = 512
+SLACK_SHARE = 4
+
+
+@dataclass(slots=True)
+class Load:
+    """Load of a replica, counted from the requests sent to it, without asking it."""
+
+    num_open: int = 0  # requests that have not ended
+    num_waiting_tokens: int = 0  # of prompts without an answer so far, cached tokens left out
+    num_chosen: int = 0  # requests ever sent there: the tie-break, so that all replicas' memory is used
+    max_open: float = math.inf  # requests that run and wait there at most
+    max_waiting_tokens: float = math.inf  # prompt tokens in its queue, at most
+
+    @property
+    def weight(self) -> int:
+        """Weight of the load, in tokens."""
+        return TOKENS_OF_A_REQUEST * self.num_open + self.num_waiting_tokens
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another request would not be refused by a full queue, as far as the requests themselves say."""
+        return self.num_open < self.max_open and self.num_waiting_tokens < self.max_waiting_tokens
+
+
+def bound(least: int) -> int:
+    """The largest weight with which a replica is still chosen, where that of the least busy one is `least`."""
+    return least + max(SLACK_TOKENS, least // SLACK_SHARE)
+
+
+def choose(loads: Sequence[Load | None], num_cached: Sequence[int]) -> int:
+    """Choose a replica by its number. A load of None: that replica takes no requests. One without room is skipped while
+    another has room.
+
+    `num_cached`: leading tokens of the prompt that each has in its prefix cache. Equally long prefixes: the least busy
+    one, and of those equally busy the one that was chosen least often, then the first. Raises `ValueError` when none
+    takes requests.
+    """
+    there = [(number, load) for number, load in enumerate(loads) if load is not None]
+    there = [(number, load) for number, load in there if load.has_room] or there
+    most = bound(min(load.weight for _, load in there))
+    return min(
+        (-num_cached[number], load.weight, load.num_chosen, number) for number, load in there if load.weight <= most
+    )[-1]
+
+
+class PrefixIndex:
+    """Hashes in the prefix caches of several replicas."""
+
+    def __init__(self, num_replicas: int, block_size: int) -> None:
+        """`block_size`: tokens of a block."""
+        self._block_size = block_size
+        self._held: list[set[bytes]] = [set() for _ in range(num_replicas)]
+
+    def apply(self, replica: int, changes: BlockChanges) -> None:
+        """Apply the cache changes that `replica` has reported."""
+        held = self._held[replica]
+        if changes.is_cleared:
+            held.clear()
+        held.update(changes.stored)
+        held.difference_update(changes.removed)
+
+    def clear(self, replica: int) -> None:
+        """Forget all blocks of `replica`, whose engine is gone."""
+        self._held[replica].clear()
+
+    def held(self, replica: int) -> frozenset[bytes]:
+        """All hashes of a replica."""
+        return frozenset(self._held[replica])
+
+    def num_cached(self, token_ids: Sequence[int], cache_salt: bytes) -> list[int]:
+        """For each replica, how many leading tokens of a prompt it holds: whole blocks, and never the last token.
+
+        Hashes are computed up to the first block that none of them holds.
+        """
+        found = [0] * len(self._held)
+        alive, hashes = [number for number, held in enumerate(self._held) if held], list[bytes]()
+        for column in range((len(token_ids) - 1) // self._block_size):
+            if not alive:
+                break
+            extend_hashes(hashes, token_ids, cache_salt, self._block_size, column + 1)
+            alive = [number for number in alive if hashes[column] in self._held[number]]
+            for number in alive:
+                found[number] += self._block_size
+        return found
+
+
+MAX_DEATHS = 3  # so many within `DEATHS_S` are a fault that a new start does not mend
+DEATHS_S = 600.0
+
+# One text, whichever replica it is about.
+_OTHER_NUMBERS = StartupError(
+    "The replicas would compute different numbers: their model, types or kernels differ.",
+    "See whether files of the model or of its kernels have changed since the start, then start again.",
+)
+_NOTHING_RUNS = {
+    "state": "dead",
+    "num_requests_running": 0,
+    "num_requests_waiting": 0,
+    "num_waiting_tokens": 0,
+    "kv_cache_usage": 0.0,
+    "num_blocks_free": 0,
+    "num_blocks_cached": 0,
+    "num_blocks_held": 0,
+}
+StartReplica = Callable[[int, int], Awaitable[EngineClient]]  # its number, and how often it was started before
+
+
+class Replica:
+    """A running engine with its number and load, made once it is ready."""
+
+    def __init__(self, number: int, client: EngineClient, start: StartReplica) -> None:
+        """`start`: starts the engine again after each death."""
+        self.number = number
+        self.client = client
+        info = client.info
+        self.load = Load(
+            max_open=info.max_num_seqs + info.max_waiting_requests, max_waiting_tokens=info.max_waiting_tokens
+        )
+        self._start = start
+        self._num_starts = 1
+        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.client.is_alive
+
+    async def stats(self) -> EngineStats:
+        """Statistics of the engine. Counters begin again with a new engine; a dead one runs nothing."""
+        stats = await self.client.stats()
+        return stats if self.is_alive else replace(stats, **_NOTHING_RUNS)
+
+    async def state(self) -> EngineState | None:
+        """The live state; None where the engine is dead."""
+        return await self.client.state()
+
+    async def histories(self, request_ids: Sequence[int]) -> list[RequestHistory]:
+        """Histories of those of these requests that the present engine knows."""
+        return await self.client.histories(request_ids)
+
+    async def generate(self, request: Request, num_new_tokens: int) -> AsyncGenerator[TokenEvent, None]:
+        """Generate as `EngineClient.generate` does. `num_new_tokens`: prompt tokens that this request needs first.
+
+        Raises `UnavailableError` when the engine dies: the same request may be sent again, and goes to another replica.
+        It is not sent again here: part of its answer may be on its way, and it may be the cause of the death.
+        """
+        load = self.load
+        load.num_open += 1
+        load.num_waiting_tokens += num_new_tokens
+        try:
+            async with aclosing(self.client.generate(request)) as events:
+                async for event in events:
+                    load.num_waiting_tokens -= num_new_tokens
+                    num_new_tokens = 0
+                    yield event
+        except EngineDeadError as error:
+            raise UnavailableError(
+                f"The engine that worked on this request has stopped (replica {self.number}). Others serve on: the "
+                "same request may be sent again.",
+                "replica_lost",
+            ) from error
+        finally:
+            load.num_open -= 1
+            load.num_waiting_tokens -= num_new_tokens
+
+    async def died(self) -> None:
+        """Wait until its engine has ended; by then all its requests have."""
+        await self.client.dead.wait()
+        self._deaths.append(time.monotonic())
+        cause = self.client.death_cause or "its process has ended"
+        logger.error('event=replica_lost engine=%d exit_code=%s cause="%s"', self.number, self.client.exit_code, cause)
+
+    @property
+    def dies_too_often(self) -> bool:
+        return len(self._deaths) == MAX_DEATHS and self._deaths[-1] - self._deaths[0] < DEATHS_S
+
+    async def restart(self, numbers_digest: str) -> None:
+        """Start an engine in place of the one that died; it must compute the same numbers as the others. Raises
+        `StartupError`."""
+        began = time.monotonic()
+        client = await self._start(self.number, self._num_starts)
+        if client.info.numbers_digest != numbers_digest:
+            await client.close(0.0)
+            raise _OTHER_NUMBERS
+        self.client = client
+        self._num_starts += 1
+        logger.info("event=replica_ready engine=%d seconds=%.1f", self.number, time.monotonic() - began)
+
+
+class ReplicaHandle:
+    """Handle on the replica chosen for a prompt: all its requests go there, and the prompt is computed once."""
+
+    def __init__(self, replica: Replica, num_new_tokens: int) -> None:
+        self.number = replica.number
+        self._replica = replica
+        self._num_new_tokens = num_new_tokens
+
+    def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+        """Events of one request, as of `Replica.generate`."""
+        num_new_tokens, self._num_new_tokens = self._num_new_tokens, 0
+        return self._replica.generate(request, num_new_tokens)
+
+
+async def start_together(starts: Sequence[Awaitable[EngineClient]]) -> list[EngineClient]:
+    """Await the starts of all engines. When one fails or their numbers differ, close all and raise `StartupError`."""
+    tasks = [asyncio.ensure_future(start) for start in starts]
+    try:
+        clients = list(await asyncio.gather(*tasks))
+        if len({client.info.numbers_digest for client in clients}) > 1:
+            raise _OTHER_NUMBERS
+        return clients
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        for started in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(started, EngineClient):
+                await started.close(0.0)
+        raise
+
+
+class JoinedProgress:
+    """Passes on the phase and share of the replica that is furthest behind, whenever those change."""
+
+    def __init__(self, num_replicas: int, on_progress: OnProgress) -> None:
+        self._on_progress = on_progress
+        self._phases: list[str] = []  # in the order in which they were first seen
+        self._places: list[tuple[int, float, str]] = [(-1, 0.0, "")] * num_replicas  # place of the phase, share, detail
+        self._shown: tuple[int, float, str] | None = None
+
+    def of(self, number: int) -> OnProgress:
+        """Callback to which replica `number` reports its progress."""
+        return partial(self._report, number)
+
+    def _report(self, number: int, phase: str, fraction: float, detail: str = "") -> None:
+        if phase not in self._phases:
+            self._phases.append(phase)
+        self._places[number] = self._phases.index(phase), fraction, detail
+        last = min(self._places)
+        if last[0] >= 0 and last != self._shown:
+            self._shown = last
+            self._on_progress(self._phases[last[0]], *last[1:])
 
 
 class Replicas:

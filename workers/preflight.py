@@ -25,7 +25,7 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, matrices_of
 from oarlock.workers.models.encoders.registry import ENCODERS, is_encoder
-from oarlock.workers.models.gguf_config import open_checkpoint
+from oarlock.workers.models.gguf_config import hf_config, open_checkpoint
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import (
     GGUF,
@@ -54,15 +54,19 @@ from oarlock.workers.weights.checkpoint import (
     read_text,
     weight_files,
 )
-from oarlock.workers.weights.gguf_model import GGUFCheckpoint
+from oarlock.workers.weights.gguf_model import GGUFCheckpoint, GGUFModel, Settings, parts_of
 
 __all__ = [
     "DESCRIPTIONS",
     "ENCODERS",
+    "GGUFModel",
+    "Settings",
     "check_file",
     "check_without_weights",
     "free_host_bytes",
+    "hf_config",
     "is_there",
+    "parts_of",
     "preflight",
     "read_header",
     "read_json",

@@ -12,8 +12,8 @@ from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import INTERNAL, WorkerError
 from oarlock.engine.input_batch.input_batch import InputBatch
 from oarlock.engine.input_batch.sampling_metadata import FillMasks, GrammarBitmask, fill_one_by_one
-from oarlock.engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from oarlock.engine.scheduler.scheduler import Scheduler
+from oarlock.engine.scheduler.sequence import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from oarlock.engine.types import TokenEvent, TokenEvents
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from oarlock.engine.input_batch.sampling_metadata import (
 )
 from oarlock.engine.kv_cache.offload import Copies
 from oarlock.engine.sampling_params import penalises
-from oarlock.engine.scheduler.output import NOT_KNOWN, Decodes, ScheduledTokens, SchedulerOutput
-from oarlock.engine.scheduler.sequence import Sequence
+from oarlock.engine.scheduler.sequence import NOT_KNOWN, Decodes, ScheduledTokens, SchedulerOutput, Sequence
 from oarlock.engine.types import KINDS
 from oarlock.workers.kv_offload import DIGEST_BYTES
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata

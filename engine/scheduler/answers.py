@@ -19,16 +19,17 @@ from oarlock.engine.errors import NO_TOKEN, NOT_FINITE
 from oarlock.engine.kv_cache.manager import KVCacheManager
 from oarlock.engine.scheduler.decode_state import DecodeState
 from oarlock.engine.scheduler.open_requests import OpenRequests
-from oarlock.engine.scheduler.output import (
+from oarlock.engine.scheduler.policy import choose_victim
+from oarlock.engine.scheduler.sequence import (
     NO_DECODES,
     Decodes,
     ModelRunnerOutput,
     ScheduledTokens,
     SchedulerOutput,
     Scores,
+    Sequence,
+    Status,
 )
-from oarlock.engine.scheduler.policy import choose_victim
-from oarlock.engine.scheduler.sequence import Sequence, Status
 from oarlock.engine.types import FinishReason, TokenEvent, TokenEvents
 from oarlock.workers.protocol import FINITE, NONFINITE
 

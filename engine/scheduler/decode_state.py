@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from oarlock.engine.scheduler.output import NOT_KNOWN, Decodes
-from oarlock.engine.scheduler.sequence import Sequence
+from oarlock.engine.scheduler.sequence import NOT_KNOWN, Decodes, Sequence
 from oarlock.engine.spec_decode.drafter import Candidate, Drafter
 
 _STOP_IDS = 8  # of one row; a sequence with more needs a look at each of its tokens

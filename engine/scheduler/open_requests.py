@@ -13,10 +13,9 @@ from oarlock.engine.errors import INTERNAL
 from oarlock.engine.kv_cache.manager import KVCacheManager
 from oarlock.engine.kv_cache.offload import KVOffload
 from oarlock.engine.scheduler.decode_state import DecodeState
-from oarlock.engine.scheduler.output import SchedulerOutput
 from oarlock.engine.scheduler.policy import reserved_blocks
 from oarlock.engine.scheduler.request_queue import LoadingSequences, RequestQueue
-from oarlock.engine.scheduler.sequence import Sequence, Status
+from oarlock.engine.scheduler.sequence import SchedulerOutput, Sequence, Status
 from oarlock.engine.scheduler.timeline import MAX_AHEAD, RequestLog
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, TokenEvent

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from oarlock.engine.kv_cache.manager import KVCacheManager
-from oarlock.engine.scheduler.output import SchedulerOutput
 from oarlock.engine.scheduler.request_queue import RequestQueue
-from oarlock.engine.scheduler.sequence import Sequence
+from oarlock.engine.scheduler.sequence import SchedulerOutput, Sequence
 from oarlock.engine.scheduler.step_cost import StepCosts
 from oarlock.workers.config import StepCost
 

@@ -20,9 +20,15 @@ from oarlock.engine.scheduler.admission import Limits, check
 from oarlock.engine.scheduler.answers import Answers, RefusedSteps, undo, withdraw
 from oarlock.engine.scheduler.decode_state import Drafts
 from oarlock.engine.scheduler.open_requests import OpenRequests
-from oarlock.engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from oarlock.engine.scheduler.request_queue import Pending
-from oarlock.engine.scheduler.sequence import GrammarMatcherProtocol, Sequence, Status
+from oarlock.engine.scheduler.sequence import (
+    GrammarMatcherProtocol,
+    ModelRunnerOutput,
+    ScheduledTokens,
+    SchedulerOutput,
+    Sequence,
+    Status,
+)
 from oarlock.engine.scheduler.step_cost import StepCosts
 from oarlock.engine.spec_decode.drafter import Drafter
 from oarlock.engine.stats import EngineStats

@@ -16,8 +16,7 @@ from oarlock.server.errors import HttpError, error_bytes
 from oarlock.server.http.server_sent_events import AnswerWriter
 from oarlock.server.json_text import LONG_TEXT, InPieces, dumps, pieces_of
 from oarlock.server.llm.generation import Generation
-from oarlock.server.llm.output_processor import Delta
-from oarlock.server.llm.prompt_scores import PromptScores, Scores, TokenScore
+from oarlock.server.llm.output_processor import Delta, PromptScores, Scores, TokenScore
 from oarlock.server.llm.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"

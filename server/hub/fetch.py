@@ -27,8 +27,8 @@ from huggingface_hub.errors import (
 
 from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import DESCRIPTIONS, check_model, weight_files
-from oarlock.server.hub.download import HubModel
 from oarlock.server.hub.files import Download, HubFile, Snapshot, check_room, is_of_module, is_small, look_up
+from oarlock.server.hub.model_path import HubModel
 from oarlock.server.hub.transfer import Report, damaged, remove
 
 _TOKEN = "set HF_TOKEN to a token of an account that may read it"

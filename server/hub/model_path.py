@@ -1,20 +1,27 @@
 """Resolves the MODEL argument to a directory on this machine, and reads the small files of a checkpoint in it.
 
-The argument is the demo model, a directory, a GGUF file or a hub id.
+The argument is the demo model, a directory, a GGUF file or a hub id. Models of the hub are fetched by a process of
+their own, `oarlock.server.launch.fetch_model`, as threads cannot be cancelled; its messages are lines of JSON.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
+import signal
+import socket
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import is_there, read_table
+from oarlock.engine.python_child import start_python
 from oarlock.server.config.settings import Settings
-from oarlock.server.hub.download import HubModel, OnDetailedProgress, download
 from oarlock.server.hub.gguf_directory import described, gguf_model
 
 DEMO_NAME = "oarlock-demo"
@@ -151,3 +158,65 @@ VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"
 def read_json(path: Path) -> dict[str, Any]:
     """The object in this file; an empty one if there is no such file. Raises `StartupError`."""
     return read_table(path) if is_there(path) else {}
+
+
+OnDetailedProgress = Callable[[str, float, str], object]  # phase, fraction, detail
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """The model to fetch, and the configuration it is checked against before its weights are fetched."""
+
+    model: str
+    revision: str
+    download_dir: str | None  # None: the cache of `huggingface_hub`
+    offline: bool
+    engine: EngineConfig  # its `model_path` is still unknown
+    tokenizer: str | None = None  # directory of the tokenizer that is used; None: the model's own
+    chat_template: str | None = None  # file of the one that is used; None: that of the tokenizer
+    check_digests: bool = False  # of what is here already, too; what is damaged is fetched again
+    runner: str = "auto"  # what it is to be served for
+    tokenizer_only: bool = False  # the small files of the model are all that is wanted
+
+    def to_json(self) -> str:
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "engine"}
+        return json.dumps(plain | {"engine": self.engine.to_json()})
+
+    @staticmethod
+    def from_json(text: str | bytes) -> HubModel:
+        plain = json.loads(text)
+        return HubModel(**plain | {"engine": EngineConfig.from_json(plain["engine"])})
+
+
+async def download(request: HubModel, on_progress: OnDetailedProgress) -> str:
+    """The directory of the model. Raises `StartupError`. Cancelling ends the process and keeps partial files."""
+    ours, theirs = socket.socketpair()  # end-of-file on it ends the process, however this one ends
+    with theirs:
+        process = start_python(
+            ["-m", "oarlock.server.launch.fetch_model", "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()]
+        )
+    writer: asyncio.StreamWriter | None = None
+    try:
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        writer.write(request.to_json().encode() + b"\n")
+        async for line in reader:
+            message = json.loads(line)
+            if message["kind"] == "progress":
+                on_progress(message["phase"], message["fraction"], message["detail"])
+            elif message["kind"] == "failed":
+                raise StartupError(message["cause"], message["fix"], message["exit_code"])
+            elif message["kind"] == "done":
+                return message["directory"]
+        raise _unexpected_end(request.model, process.wait())
+    finally:
+        process.kill()
+        process.wait()
+        (writer or ours).close()
+
+
+def _unexpected_end(model: str, status: int) -> StartupError:
+    how = f"exit code {status}" if status >= 0 else f"it was ended by {signal.Signals(-status).name}"
+    return StartupError(
+        f"The process that fetches {model} ended unexpectedly ({how}).",
+        "The lines above say why, if any. Start again: what has arrived is kept.",
+    )

@@ -1,6 +1,6 @@
 """The process that fetches a model from the hub: `python -m oarlock.server.launch.fetch_model --fd N`.
 
-Started by `server/hub/download.py`. The first line on the socket is the request; lines of progress and of the
+Started by `server/hub/model_path.py`. The first line on the socket is the request; lines of progress and of the
 outcome go back. When the parent has ended, so does the socket, and with it this process.
 """
 
@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 def _fetch(sock: socket.socket, request: bytes) -> str:
     # Slow to import: by now signals are ignored and the parent is watched.
-    from oarlock.server.hub.download import HubModel
     from oarlock.server.hub.fetch import fetch
+    from oarlock.server.hub.model_path import HubModel
     from oarlock.server.llm.pooler_config import PoolerConfig
     from oarlock.server.llm.tokenizer import Tokenizer
 

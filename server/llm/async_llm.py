@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from oarlock.engine.types import POOLS, Request
+from oarlock.engine.types import POOLS, PoolingParams, Request
 from oarlock.server.llm.admission_queue import AdmissionQueue
 from oarlock.server.llm.generation import Engine, Generation
 from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.input_processor import InputProcessor, ProcessedRequest
 from oarlock.server.llm.pooler_config import PoolerConfig
+from oarlock.server.llm.pooling import PooledChoice, PooledOutput, Pooling
 from oarlock.server.llm.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from oarlock.engine.types import PoolingParams
-    from oarlock.server.llm.pooling import PooledOutput, Pooling
 
 
 class AsyncLLM:
@@ -96,8 +92,6 @@ class AsyncLLM:
         The engine checks each when it comes: `RequestError` where it can never run. `timeout_s`: of all together, of
         which `spent_s` have passed. The other arguments are those of `start`.
         """
-        from oarlock.server.llm.pooling import PooledChoice, Pooling  # imports numpy, which no other request needs
-
         choices = []
         for index, prompt in enumerate(prompts):
             own = replace(pooling, second_text=second_texts[index]) if second_texts else pooling

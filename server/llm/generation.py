@@ -18,8 +18,7 @@ from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import EngineInfo, Request, TokenEvent
 from oarlock.server.errors import DeadlineError
 from oarlock.server.llm.admission_queue import AdmissionQueue
-from oarlock.server.llm.output_processor import ABORT, TIMEOUT, ChoiceOutput, Delta
-from oarlock.server.llm.prompt_scores import parts_of
+from oarlock.server.llm.output_processor import ABORT, TIMEOUT, ChoiceOutput, Delta, parts_of
 
 FIRST_EVENT_TIMEOUT_S = 5.0  # how long a stream waits for the engine's first event before its 200 is sent
 

@@ -19,10 +19,10 @@ from oarlock.engine.sampling_params import Grammar, SamplingParams
 from oarlock.engine.types import Request
 from oarlock.server.endpoints.completions.schema import CompletionRequest
 from oarlock.server.endpoints.schema import SamplingFields
+from oarlock.server.llm.detokenizer import StopStrings
 from oarlock.server.llm.generation import Engine
 from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.output_processor import ChoiceOutput, OutputOptions
-from oarlock.server.llm.stop_strings import StopStrings
 from oarlock.server.llm.structured_output import constraint_of
 from oarlock.server.llm.tokenizer import Tokenizer, TooManyTokensError
 

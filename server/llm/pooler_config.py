@@ -16,17 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from oarlock.engine.errors import StartupError, shown
-from oarlock.engine.preflight import ENCODERS, is_there
+from oarlock.engine.preflight import ENCODERS, is_there, read_header
 from oarlock.engine.preflight import read_json as read_any_json
 from oarlock.server.hub.model_path import read_json
 from oarlock.server.llm.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    import numpy as np
-
 
 _WEIGHTS = "model.safetensors"
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # of the file -> numpy's
@@ -91,13 +89,9 @@ class DenseLayers:
 
     def __call__(self, vectors: np.ndarray) -> np.ndarray:
         """Transform vectors: float32 [n, in_features] -> float64 [n, out_features]."""
-        import numpy as np
-
         return np.stack([self._one(vector) for vector in vectors.astype(np.float64)])
 
     def _one(self, vector: np.ndarray) -> np.ndarray:
-        import numpy as np
-
         for weight, bias, activation in self._layers:
             # Not `@`: a library's order of sums may follow the number of its threads, which are those of the ranks.
             vector = np.einsum("oi,i->o", weight, vector)
@@ -107,10 +101,6 @@ class DenseLayers:
 
 def _read(config: DenseConfig) -> tuple[np.ndarray, np.ndarray | None]:
     """Read weight [out, in] and bias [out] as float64."""
-    import numpy as np
-
-    from oarlock.engine.preflight import read_header  # with what it imports, which no other checkpoint needs here
-
     file = config.folder / _WEIGHTS
     if not is_there(file):
         fix = "Weights in pickles (pytorch_model.bin) are not read: convert them to safetensors."
@@ -143,7 +133,6 @@ def _read(config: DenseConfig) -> tuple[np.ndarray, np.ndarray | None]:
 
 def _functions() -> dict[str, Callable[[np.ndarray], np.ndarray]]:
     """Activation functions by name, each of float64 [n]."""
-    import numpy as np
 
     def sigmoid(x: np.ndarray) -> np.ndarray:
         return 0.5 * (1 + np.tanh(0.5 * x))

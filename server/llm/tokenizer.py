@@ -22,8 +22,7 @@ import tokenizers
 from oarlock.engine.errors import StartupError, shown
 from oarlock.engine.preflight import check_file, is_there, read_text
 from oarlock.server.config.settings import Settings
-from oarlock.server.hub.download import OnDetailedProgress
-from oarlock.server.hub.model_path import VOCABULARY_FILES, read_json, resolve, resolve_tokenizer
+from oarlock.server.hub.model_path import VOCABULARY_FILES, OnDetailedProgress, read_json, resolve, resolve_tokenizer
 from oarlock.server.llm.chat_template import MOST_CHARACTERS, ChatTemplate, read_template
 from oarlock.server.llm.detokenizer import (
     BytesDetokenizer,

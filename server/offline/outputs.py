@@ -18,8 +18,7 @@ from oarlock.server.endpoints.pooling.scoring import OpenAIServingScoring
 from oarlock.server.http.request_body import parse
 from oarlock.server.json_text import dumps
 from oarlock.server.llm.generation import Generation
-from oarlock.server.llm.output_processor import Delta
-from oarlock.server.llm.prompt_scores import TokenScore
+from oarlock.server.llm.output_processor import Delta, TokenScore
 from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.offline.inputs import Prompt
 

@@ -44,10 +44,10 @@ ORDER: dict[str, Order] = {
         "version.py": entries(""),
     },
     "engine": {
-        "fleet.py": entries("simulation"),
-        "simulation": entries(
-            "core scheduler spec_decode data_parallel kv_cache config.py types.py sampling_params.py errors.py"
+        "fleet.py": entries(
+            "simulation scheduler spec_decode replicas.py kv_cache config.py types.py sampling_params.py errors.py"
         ),
+        "simulation": entries("config.py"),
         "core": entries(
             "input_batch scheduler kv_cache structured_output replay ipc"
             " config.py log_format.py stats.py types.py errors.py"
@@ -60,9 +60,8 @@ ORDER: dict[str, Order] = {
         "replay": entries("errors.py"),
         "client.py": entries("ipc kv_cache replay config.py engine_process.py stats.py types.py errors.py"),
         "replicas.py": entries(
-            "data_parallel ipc client.py config.py engine_process.py preflight.py types.py errors.py"
+            "ipc kv_cache client.py config.py engine_process.py preflight.py stats.py types.py errors.py"
         ),
-        "data_parallel": entries("kv_cache client.py config.py stats.py types.py errors.py"),
         "engine_process.py": entries(""),
         "ipc": entries("kv_cache config.py stats.py types.py sampling_params.py errors.py"),
         "preflight.py": entries("simulation config.py"),
@@ -86,7 +85,6 @@ ORDER: dict[str, Order] = {
             " preflight.py config.py errors.py python_child.py"
         ),
         "node.py": entries("ranks platform preflight.py rank_processes.py fingerprint.py config.py errors.py"),
-        "gguf.py": entries("models weights"),
         "verify": entries(
             "runner ranks models layers quantization attention distributed weights preflight.py protocol.py"
             " config.py errors.py python_child.py"

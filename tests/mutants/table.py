@@ -99,7 +99,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
         "tests/unit/engine/input_batch/test_mask_batch.py",
         "tests/unit/engine/structured_output/test_structured_output_manager.py",
     ),
-    "replicas": ("tests/unit/engine/data_parallel",),
+    "replicas": ("tests/unit/engine/test_prefix_index.py", "tests/unit/engine/test_replica_choice.py"),
     "step-cost": ("tests/unit/engine/scheduler/test_step_budget.py", "tests/unit/workers/test_step_cost.py"),
     "pipeline": (
         "tests/unit/workers/distributed/test_pipeline_stage.py",

@@ -18,8 +18,8 @@ from oarlock.engine.config import SpeculativeConfig
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
 from oarlock.workers.executor import Executor
-from oarlock.workers.gguf import GGUFModel, hf_config
 from oarlock.workers.layers.decoder_spec import tensor_shapes
+from oarlock.workers.preflight import GGUFModel, hf_config
 from oarlock.workers.runner.memory_needs import MAX_LOGITS_ROWS, rank_weight_bytes
 from oarlock.workers.weights.reader import WeightReader
 from tests.golden.gguf_writer import q4_k_m, write_gguf

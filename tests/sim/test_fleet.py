@@ -6,12 +6,19 @@ from dataclasses import replace
 import pytest
 
 from oarlock.engine.config import EngineConfig, WorkerConfig
-from oarlock.engine.fleet import ROUTERS, FleetReport, ReplicaModel, TracedRequest, simulate_fleet
+from oarlock.engine.fleet import (
+    ROUTERS,
+    FleetReport,
+    Records,
+    ReplicaModel,
+    SimulatedReplica,
+    TracedRequest,
+    simulate_fleet,
+)
 from oarlock.engine.preflight import Roofline, Speed, StepLoad
-from oarlock.engine.simulation.fleet import Records, SimulatedReplica
 from oarlock.engine.simulation.simulated_ranks import CostModel, replica_info
-from oarlock.engine.simulation.simulator import Arrival, SimulationConfig, Watch, simulate
 from oarlock.workers.capacity import RankWork
+from tests.sim.simulator import Arrival, SimulationConfig, Watch, simulate
 
 COST = CostModel(step_s=0.020, token_s=0.0006, context_token_s=2e-7)
 CONFIG = EngineConfig(

@@ -6,7 +6,7 @@ import pytest
 
 from oarlock.engine.config import EngineConfig, WorkerConfig
 from oarlock.engine.simulation.simulated_ranks import CostModel
-from oarlock.engine.simulation.simulator import Arrival, Report, SimulationConfig, make_trace, simulate
+from tests.sim.simulator import Arrival, Report, SimulationConfig, make_trace, simulate
 
 WHOLE = CostModel()  # of a model that is one stage
 

@@ -6,8 +6,8 @@ import pytest
 
 from oarlock.engine.config import EngineConfig, WorkerConfig
 from oarlock.engine.simulation.simulated_ranks import CostModel
-from oarlock.engine.simulation.simulator import Arrival, Percentiles, SimulationConfig, make_trace, simulate
 from oarlock.engine.types import KINDS, PoolingParams
+from tests.sim.simulator import Arrival, Percentiles, SimulationConfig, make_trace, simulate
 
 ENGINE = {"max_waiting_requests": 5000, "max_waiting_tokens": 10**7}
 

@@ -13,7 +13,7 @@ import torch
 
 from oarlock.workers.config import NodesConfig, WorkerConfig
 from oarlock.workers.distributed.topology import Topology
-from oarlock.workers.doctor import cuda, device_sums, machine, measure, model
+from oarlock.workers.doctor import cuda, machine, measure, model
 from oarlock.workers.doctor.finding import NOTE, WARNING, Finding, as_json, as_text, is_fine
 from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu import library
@@ -94,7 +94,7 @@ def _all_reduce(config: WorkerConfig) -> Finding:
     if config.tensor_parallel_size == 1:
         return Finding("all-reduce", "one rank sums with nobody: give --tensor-parallel-size", NOTE)
     if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
-        return device_sums.all_reduce_choice(config.with_(device="cuda"))
+        return cuda.all_reduce_choice(config.with_(device="cuda"))
     try:
         library.library()
     except KernelsUnavailable as reason:

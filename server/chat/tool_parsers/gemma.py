@@ -17,7 +17,7 @@ from oarlock.server.chat.tool_parsers import grammar
 from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
 from oarlock.server.chat.tool_parsers.call_parser import CallReader, Steps, Tools
 from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema, delimiter, literal, pairs, schema_rule
-from oarlock.server.chat.tool_parsers.literals import LiteralCall
+from oarlock.server.chat.tool_parsers.pythonic import LiteralCall
 from oarlock.server.chat.tool_parsers.text_values import Schema, admitted_types, resolved, text_rules
 
 _MAX_DEPTH = 16

@@ -18,8 +18,7 @@ from oarlock.server.http.server_sent_events import AnswerWriter
 from oarlock.server.json_text import json_text
 from oarlock.server.llm.generation import Generation
 from oarlock.server.llm.input_processor import ProcessedRequest
-from oarlock.server.llm.output_processor import Delta
-from oarlock.server.llm.prompt_scores import TokenScore
+from oarlock.server.llm.output_processor import Delta, TokenScore
 
 
 class OpenAIServingCompletion(OpenAIServingGenerate[CompletionRequest, ProcessedRequest]):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,11 +19,7 @@ from oarlock.server.http.request_record import request_id_of
 from oarlock.server.http.server_sent_events import whole_response
 from oarlock.server.json_text import InPieces, pieces_of
 from oarlock.server.llm.pooler_config import Task
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from oarlock.server.llm.pooling import PooledOutput
+from oarlock.server.llm.pooling import PooledOutput
 
 MAX_NUMBERS = 1 << 24  # of tokens' vectors in one answer, kept until it is complete: 64 MiB
 
@@ -118,7 +116,6 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
 
     def _items(self, body: InputFields, outputs: list[PooledOutput], kind: str, member: str) -> InPieces:
         """One object for each output, made while it is written."""
-        from oarlock.server.endpoints.pooling.vectors import encoded  # imports numpy, which no other request needs
 
         def item(numbered: tuple[int, PooledOutput]) -> dict[str, Any]:
             index, output = numbered
@@ -128,17 +125,14 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
         return InPieces(item, list(enumerate(outputs)), lambda numbered: numbered[1].vectors.size)
 
     def _rows(self, body: InputFields, output: PooledOutput) -> InPieces:
-        from oarlock.server.endpoints.pooling.vectors import encoded
-
         vectors = self._finished(body, output)
         return InPieces(lambda row: encoded(row, body.encoding_format or "float"), vectors, lambda row: row.size)
 
     def _finished(self, body: InputFields, output: PooledOutput) -> np.ndarray:
         """Floats [n, size] -> float32 [n, dimensions]."""
-        from oarlock.server.endpoints.pooling.vectors import finished
-
         normalize = self.pooler.normalize if body.normalize is None else body.normalize
-        return finished(output.vectors, normalize, body.dimensions)
+        cut = output.vectors if body.dimensions is None else output.vectors[:, : body.dimensions]
+        return (unit(cut) if normalize else cut).astype(np.float32)
 
 
 def _is_by_token(body: InputFields) -> bool:
@@ -149,3 +143,20 @@ def _answer(response_id: str, model: str, outputs: list[PooledOutput]) -> dict[s
     """All of it but `data`."""
     head = {"id": response_id, "object": "list", "created": int(time.time()), "model": model}
     return {**head, "usage": usage(outputs)}
+
+
+_LEAST_NORM = 1e-12  # torch.nn.functional.normalize divides by no less
+
+
+def encoded(vector: np.ndarray, encoding_format: str) -> Any:
+    """A vector, float32 [n], as the member of an answer. Its numbers are those of the float32 exactly."""
+    if encoding_format == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return vector.tolist()
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    """[n, k] to float64 [n, k] of length 1, in one order of sums whatever the batch; zeros stay zeros."""
+    wide = np.ascontiguousarray(vectors, np.float64)
+    norms = np.sqrt(np.sum(wide * wide, axis=-1, keepdims=True))
+    return wide / np.maximum(norms, _LEAST_NORM)

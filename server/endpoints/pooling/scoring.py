@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
 from oarlock.engine.errors import RequestError
 from oarlock.engine.types import PoolingParams
+from oarlock.server.endpoints.pooling.embedding import unit
 from oarlock.server.endpoints.pooling.schema import RerankRequest, ScoreRequest, ScoringFields
 from oarlock.server.endpoints.pooling.serving import DOCUMENT, QUERY, OpenAIServingPooling, Run, usage
 from oarlock.server.http.request_record import request_id_of
 from oarlock.server.http.server_sent_events import whole_response
 from oarlock.server.json_text import InPieces, pieces_of
-from oarlock.server.llm.pooler_config import LABELS, Task
-
-if TYPE_CHECKING:
-    from oarlock.server.llm.pooling import PooledOutput
 from oarlock.server.llm.chat_template import ChatTemplate
-from oarlock.server.llm.pooler_config import PoolerConfig
+from oarlock.server.llm.pooler_config import LABELS, PoolerConfig, Task
+from oarlock.server.llm.pooling import PooledOutput
 
 _TEXTS = ("text_1", "text_2")  # the fields of a request for scores
 
@@ -75,9 +75,6 @@ class OpenAIServingScoring(OpenAIServingPooling):
     ) -> tuple[list[float], list[PooledOutput], list[tuple[PooledOutput, ...]]]:
         """The score of each pair, from what was computed for it. `params`: the names of the fields that the first and
         the second texts of the pairs came from."""
-        # Imports numpy, which few requests need.
-        from oarlock.server.endpoints.pooling.vectors import cosine, label, probability
-
         if self.pooler.kind == LABELS:
             self._check_no_instruction(body)
             second_texts: list[int] = []
@@ -192,3 +189,20 @@ class PairPrompt:
         if self._instruction:
             turns.insert(0, {"role": "system", "content": self._instruction})
         return await self._template.render(turns, True, _MAX_CHARACTERS)
+
+
+def cosine(first: np.ndarray, second: np.ndarray) -> float:
+    """Cosine of the angle between two vectors, floats [size] each."""
+    similarity = float(np.sum(unit(first[None]) * unit(second[None])))
+    return max(-1.0, min(1.0, similarity))
+
+
+def probability(logits: np.ndarray) -> float:
+    """Probability of the last answer, given the logits of the wrong one, if any, and its own: float32 [1 or 2]"""
+    odds = float(logits[-1]) - (float(logits[0]) if len(logits) > 1 else 0.0)
+    return 1 / (1 + math.exp(-odds)) if odds >= 0 else math.exp(odds) / (1 + math.exp(odds))
+
+
+def label(values: np.ndarray, sigmoid: bool) -> float:
+    """The score of a head with one label, float32 [1]."""
+    return probability(values) if sigmoid else float(values[0])

@@ -14,8 +14,7 @@ from oarlock.server.errors import HttpError, error_object
 from oarlock.server.http.server_sent_events import AnswerWriter
 from oarlock.server.json_text import dumps
 from oarlock.server.llm.generation import Generation
-from oarlock.server.llm.output_processor import ABORT, TIMEOUT, Delta
-from oarlock.server.llm.prompt_scores import TokenScore
+from oarlock.server.llm.output_processor import ABORT, TIMEOUT, Delta, TokenScore
 
 
 class OutputItems(StreamedItems):

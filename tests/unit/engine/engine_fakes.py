@@ -15,8 +15,8 @@ from oarlock.engine.errors import INTERNAL, WorkerError
 from oarlock.engine.input_batch.input_batch import InputBatch
 from oarlock.engine.input_batch.sampling_metadata import GrammarBitmask
 from oarlock.engine.sampling_params import SamplingParams
-from oarlock.engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from oarlock.engine.scheduler.scheduler import Scheduler
+from oarlock.engine.scheduler.sequence import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from oarlock.engine.simulation.simulated_ranks import replica_info
 from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
 from oarlock.workers.config import WorkerInfo

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from oarlock.engine import replicas
 from oarlock.engine.client import EngineClient
 from oarlock.engine.config import EngineConfig
-from oarlock.engine.data_parallel import replica
 from oarlock.engine.engine_process import EngineProcess
 from oarlock.engine.errors import EngineDeadError, StartupError, UnavailableError
 from oarlock.engine.replicas import Replicas, start_engine
@@ -221,7 +221,7 @@ def test_a_replica_that_dies_is_started_again_and_no_other_notices() -> None:
 
 
 def test_a_replica_that_dies_too_often_is_given_up_and_the_others_finish(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "MAX_DEATHS", 2)
+    monkeypatch.setattr(replicas, "MAX_DEATHS", 2)
 
     async def scene() -> None:
         async with started(config(2)) as running:

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from oarlock.engine.scheduler.output import SchedulerOutput
-from oarlock.engine.scheduler.sequence import Status
+from oarlock.engine.scheduler.sequence import SchedulerOutput, Status
 from oarlock.workers.attention.forward_batch import BlockTables
 from tests.unit.engine.engine_fakes import Driver
 from tests.unit.engine.scheduler.test_pipeline_depth import make_scene, run_scene, run_withdrawing

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockEventLog, BlockRemoved, BlockStored
-from oarlock.engine.scheduler.output import SchedulerOutput
+from oarlock.engine.scheduler.sequence import SchedulerOutput
 from oarlock.engine.types import TokenEvent
 from tests.unit.engine.engine_fakes import Driver, Faults, make_config, make_request
 from tests.unit.engine.kv_cache.replayed_blocks import ReplayedBlocks

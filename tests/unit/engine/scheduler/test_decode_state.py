@@ -13,7 +13,7 @@ import pytest
 
 from oarlock.engine.errors import NOT_FINITE
 from oarlock.engine.scheduler.decode_state import DecodeState
-from oarlock.engine.scheduler.output import ScheduledTokens
+from oarlock.engine.scheduler.sequence import ScheduledTokens
 from oarlock.engine.types import FinishReason, TokenEvent
 from oarlock.workers.protocol import StepMetadata
 from tests.unit.engine.engine_fakes import Driver, Faults, make_config, make_request

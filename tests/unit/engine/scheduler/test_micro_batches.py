@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from oarlock.engine.config import EngineConfig
-from oarlock.engine.scheduler.output import SchedulerOutput
+from oarlock.engine.scheduler.sequence import SchedulerOutput
 from oarlock.engine.types import FinishReason
 from oarlock.workers.protocol import StepMetadata
 from tests.unit.engine.engine_fakes import Driver, Faults, make_config, make_request

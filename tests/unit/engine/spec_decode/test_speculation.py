@@ -10,7 +10,7 @@ import pytest
 
 from oarlock.engine.config import SpeculativeConfig
 from oarlock.engine.sampling_params import Grammar
-from oarlock.engine.scheduler.output import SchedulerOutput
+from oarlock.engine.scheduler.sequence import SchedulerOutput
 from oarlock.engine.scheduler.step_cost import StepCosts
 from oarlock.engine.spec_decode.drafter import Candidate, Drafter
 from oarlock.engine.types import FinishReason, Request

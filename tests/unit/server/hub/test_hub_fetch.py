@@ -10,8 +10,8 @@ from huggingface_hub import constants
 from oarlock.engine.config import EngineConfig, WorkerConfig
 from oarlock.engine.errors import StartupError
 from oarlock.server.hub import files as hub_files
-from oarlock.server.hub.download import HubModel
 from oarlock.server.hub.fetch import fetch
+from oarlock.server.hub.model_path import HubModel
 from oarlock.server.hub.transfer import TransferRate, in_words
 from oarlock.server.llm.tokenizer import Tokenizer
 from tests.house.rules import ROOT

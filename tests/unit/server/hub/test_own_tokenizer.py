@@ -11,7 +11,7 @@ import pytest
 from oarlock.engine.errors import StartupError
 from oarlock.server.config.settings import make_settings
 from oarlock.server.hub import model_path
-from oarlock.server.hub.download import HubModel
+from oarlock.server.hub.model_path import HubModel
 from oarlock.server.llm.tokenizer import find_files
 from tests.house.rules import ROOT
 from tests.unit.server.llm.chat_templates import rendered

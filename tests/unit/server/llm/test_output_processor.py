@@ -4,8 +4,8 @@ import pytest
 
 from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.types import Request, TokenEvent
+from oarlock.server.llm.detokenizer import StopStrings
 from oarlock.server.llm.output_processor import ChoiceOutput
-from oarlock.server.llm.stop_strings import StopStrings
 
 
 class Letters:

@@ -6,7 +6,7 @@ import pytest
 
 from oarlock.engine.types import FinishReason, ScoredTokens, TokenEvent, TokenLogprobs
 from oarlock.server.json_text import PIECE_NUMBERS
-from oarlock.server.llm.prompt_scores import PromptReader, TokenScore, parts_of
+from oarlock.server.llm.output_processor import PromptReader, TokenScore, parts_of
 
 PROMPT = list(range(7, 7 + 500))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oarlock.server.llm.stop_strings import StopStringMatcher, StopStrings
+from oarlock.server.llm.detokenizer import StopStringMatcher, StopStrings
 
 LETTERS = st.text("ab", max_size=24)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)

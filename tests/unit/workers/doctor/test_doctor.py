@@ -14,7 +14,7 @@ from oarlock.workers.config import NodesConfig, WorkerConfig
 from oarlock.workers.distributed.all_reduce import SharedMemoryGroup
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.doctor import __main__ as doctor
-from oarlock.workers.doctor import cuda, device_sums, machine, model
+from oarlock.workers.doctor import cuda, machine, model
 from oarlock.workers.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, as_json, as_text, is_fine
 from oarlock.workers.kernels.cpu import build
 from oarlock.workers.kernels.cpu.build import KernelsUnavailable
@@ -226,7 +226,7 @@ def test_without_devices_no_sums_are_measured(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_ranks_say_how_they_sum() -> None:
-    found = device_sums.all_reduce_choice(WorkerConfig("", device="cpu", tensor_parallel_size=2))
+    found = cuda.all_reduce_choice(WorkerConfig("", device="cpu", tensor_parallel_size=2))
     assert (found.state, found.text) == (OK, "shared memory" if SharedMemoryGroup.supported() else "gloo")
 
 
@@ -234,6 +234,6 @@ def test_a_rank_that_cannot_join_is_named() -> None:
     ours, theirs = Control.pair()
     other, its = Control.pair()
     its.close()
-    assert device_sums._first_answer([ours, other])["cause"] == "rank 1 ended"
+    assert cuda._first_answer([ours, other])["cause"] == "rank 1 ended"
     for end in (ours, theirs, other):
         end.close()

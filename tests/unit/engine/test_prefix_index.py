@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from oarlock.engine.data_parallel.replica import PrefixIndex
 from oarlock.engine.ipc.frames import FrameError, FrameReader, encode
 from oarlock.engine.ipc.messages import blocks, read_blocks
 from oarlock.engine.kv_cache.events import (
@@ -16,6 +15,7 @@ from oarlock.engine.kv_cache.events import (
     BlockStored,
     extend_hashes,
 )
+from oarlock.engine.replicas import PrefixIndex
 
 
 def sent(changes: BlockChanges) -> BlockChanges:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from oarlock.engine.data_parallel.replica import SLACK_TOKENS, TOKENS_OF_A_REQUEST, Load, bound, choose
+from oarlock.engine.replicas import SLACK_TOKENS, TOKENS_OF_A_REQUEST, Load, bound, choose
 
 
 @pytest.mark.parametrize(
