@@ -4,8 +4,6 @@ OpenAI's has always four keys. On the routes of messages it is Anthropic's: `{"t
 "request_id": …}`. The class of an exception decides, never its text.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

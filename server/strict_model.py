@@ -4,8 +4,6 @@ Strict pydantic refuses NaN, numbers as text, `true` for a number, lone surrogat
 of the schema, so that it is in the OpenAPI document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any
 

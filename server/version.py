@@ -1,7 +1,5 @@
 """The version, in the one place that everything else reads: metadata of the installed package, or the checkout's."""
 
-from __future__ import annotations
-
 import importlib.metadata
 
 try:

@@ -4,8 +4,6 @@ Sizes are those that `workers/preflight.py` and the ranks themselves compute wit
 of the weight files; allocates nothing. Does not know speeds: `RankWork` says how much there is to read and to compute.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

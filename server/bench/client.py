@@ -1,7 +1,5 @@
 """Client of a run: asks a server what it is, sends requests, and makes a sample of each answer, whatever went wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

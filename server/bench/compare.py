@@ -4,8 +4,6 @@ The interval covers what varies within the runs. That the machine itself changed
 the runs and compare several pairs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

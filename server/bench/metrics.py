@@ -8,8 +8,6 @@
 Only completed requests count. Output tokens are those of the server's `usage`; percentiles are interpolated linearly.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

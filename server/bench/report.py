@@ -1,7 +1,5 @@
 """Reports of a result: text for a terminal, and one HTML file with charts as inline SVG that loads nothing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

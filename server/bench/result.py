@@ -1,7 +1,5 @@
 """The JSON file of a run: its settings, its figures and every request, so that it can be drawn and compared later."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A load is a closed loop of users, or an open loop with its own times of arrival,
 Cancelled (Ctrl-C), it ends what is under way, counts that as interrupted, and returns what was measured so far.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -9,8 +9,6 @@ A prompt is a function of seed, key and length alone, so every server asked with
 token ids, or as words for servers that take only text.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The grammar of a chat answer: forced calls, the caller's own constraint, or either; thoughts may come before."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Events that a parser finds in the text of an answer: content, reasoning, and tool calls."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ Streams and whole answers use the same parser, so they cannot differ. Line ends 
 models use other marks (`REASONING_FORMATS`). Whether a model uses any is found out in `prompt.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from oarlock.engine.types import FinishReason

@@ -3,8 +3,6 @@
 Also finds out whether the model thinks before it answers, and whether the prompt ends inside its thoughts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A request's `tools` and `tool_choice`, resolved: what the prompt shows, what the model may call, whether it must."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 A foreign web page may point a name of its own at this machine; the browser then sends that name in the Host header.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 import socket

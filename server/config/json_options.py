@@ -3,8 +3,6 @@
 Both are checked strictly before anything starts.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -6,8 +6,6 @@ Kubernetes' LeaderWorkerSet sets `LWS_*` in every container of a group. One proc
 torchrun starts several there (`--nproc-per-node`), those beyond the first wait for it. Does not touch the network.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks that a type and a range cannot make: unknown names, patterns, and options that depend on each other."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Options of the server, described once, in the groups that `--help` shows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from oarlock.server.config.json_options import KV_EVENTS, SPECULATIVE

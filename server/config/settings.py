@@ -3,8 +3,6 @@
 The options themselves are in `option_groups.py`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

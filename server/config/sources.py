@@ -3,8 +3,6 @@
 The only reader of the file, and of the environment for options. Unknown names are errors that suggest the nearest.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import tomllib

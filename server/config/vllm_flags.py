@@ -3,8 +3,6 @@
 The note or the error says in one sentence what Oarlock does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

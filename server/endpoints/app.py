@@ -1,7 +1,5 @@
 """The FastAPI application: its routes, its error bodies, its middleware, and errors that say what is served."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request

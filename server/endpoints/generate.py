@@ -1,7 +1,5 @@
 """The common base of the endpoints that generate: time limits, then a stream, one body, or the rendered prompt."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from abc import ABC, abstractmethod

@@ -3,8 +3,6 @@
 The JSON is built by hand for speed: every token passes here.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The common base of the endpoints: settings, the server's state, the engine behind it, and how a body is read."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import time

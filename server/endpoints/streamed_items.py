@@ -4,8 +4,6 @@ One machine for the whole answer and for its stream. An item is a dictionary of 
 tool. Each is begun, filled and ended before the next; an endpoint says what its items and events look like.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto

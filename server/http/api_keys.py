@@ -3,8 +3,6 @@
 Keys are kept hashed. Logs show only a key's label.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 from collections.abc import Iterable, Iterator

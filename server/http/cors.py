@@ -5,8 +5,6 @@ request to change something says about the page that it comes from is checked he
 the page itself sets, never in a cookie, so no answer allows credentials.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 

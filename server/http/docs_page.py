@@ -4,8 +4,6 @@ The documentation's tables are made from the text as well. Types have their JSON
 elsewhere: it works without a network.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

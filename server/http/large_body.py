@@ -8,8 +8,6 @@ again to be read. The time and memory that a body takes do not affect the server
 process.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import codecs

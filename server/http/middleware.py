@@ -5,8 +5,6 @@ Deny by default: without a key only the routes named here are open. `RootPath` s
 proxy shows below a path of its own, such as `/llm`.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 import time

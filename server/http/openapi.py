@@ -3,8 +3,6 @@
 Request schemas are made from the wire types that check requests.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

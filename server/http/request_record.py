@@ -4,8 +4,6 @@ Records of the last thousand requests hold times, counts, ids and the label of t
 runs its record reads from the generation; then it keeps numbers alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import time

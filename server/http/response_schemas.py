@@ -1,7 +1,5 @@
 """JSON schemas of the responses, for the OpenAPI document. A test validates real responses against them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 STRING = {"type": "string"}

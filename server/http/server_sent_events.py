@@ -3,8 +3,6 @@
 The JSON inside comes from an `AnswerWriter`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

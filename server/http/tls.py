@@ -3,8 +3,6 @@
 Each handshake takes the newest certificate; connections that are open keep theirs.
 """
 
-from __future__ import annotations
-
 import os
 import ssl
 from datetime import UTC, datetime

@@ -4,8 +4,6 @@ The socket is a TCP port, a Unix socket, or one that a service manager has opene
 and has one timer for their deadlines; the limits of a single connection are in `connection.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

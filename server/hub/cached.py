@@ -1,7 +1,5 @@
 """The models in the cache: what each takes on the disk, and whether it can be served."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

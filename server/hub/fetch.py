@@ -4,8 +4,6 @@ Small files are fetched and checked first, so a model that cannot be served cost
 a process of its own (`oarlock.server.launch.fetch_model`).
 """
 
-from __future__ import annotations
-
 import errno
 import sys
 import urllib.request

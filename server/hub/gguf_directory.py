@@ -4,8 +4,6 @@ The server, the engine and the ranks read such a directory as they read any othe
 It is made once for each file, in the user's cache.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

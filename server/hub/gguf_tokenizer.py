@@ -6,8 +6,6 @@ files name: they are those of the original tokenizers, as llama.cpp's src/llama-
 its own form, that one.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

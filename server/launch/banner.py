@@ -1,7 +1,5 @@
 """The output of a start: progress on one line, then URL, model, memory and a command to try."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -5,8 +5,6 @@ outlives its command. Both share a terminal: Ctrl-C, SIGTERM and a closed termin
 which asks the child to end and waits for it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Generator, Sequence

@@ -4,8 +4,6 @@ Started by `server/hub/model_path.py`. The first line on the socket is the reque
 outcome go back. When the parent has ended, so does the socket, and with it this process.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 The first SIGTERM or Ctrl-C ends the whole group in order, a second one this process at once, with 128 + its number.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -7,8 +7,6 @@ It alone imports Ray, whose threads and signal handlers so stay out of the serve
 ends the parts and gives back what was reserved. Ray carries nothing of the model's work: that is torch's.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

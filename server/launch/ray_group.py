@@ -3,8 +3,6 @@
 Imports nothing of Ray.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

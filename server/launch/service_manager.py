@@ -3,8 +3,6 @@
 As sd_listen_fds(3) and sd_notify(3) describe it. Without one, nothing here does anything.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Starts generations on a running engine, and knows those that are open. Knows nothing of HTTP or JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace

@@ -8,8 +8,6 @@ Stop strings are found in the text, however it is cut into pieces: a match ends 
 any of them; when several complete there, the longest wins. Text is held back only while it is the beginning of one.
 """
 
-from __future__ import annotations
-
 import codecs
 import re
 from collections.abc import Iterable, Sequence

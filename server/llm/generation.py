@@ -3,8 +3,6 @@
 Knows the engine's client and its events. Knows nothing of HTTP, JSON, prompts or parameters.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence

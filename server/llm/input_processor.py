@@ -4,8 +4,6 @@ Seeds are the only randomness of the whole server: a choice without one gets one
 conversations.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import secrets

@@ -4,8 +4,6 @@ They run as the choices of a `Generation`: sent as the engine's queue has room, 
 counted as all others are. Knows token ids and vectors. Does not know HTTP, text, or what vectors are used for.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ a grammar with `%json` has the digits of its numbers bounded like those of JSON 
 Knows the wire types and the engine's `Grammar`. Knows no endpoint, no tokenizer and no grammar library.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

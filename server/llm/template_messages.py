@@ -5,8 +5,6 @@ compile all templates, or `[template, variables, max_characters]` to render one.
 text and the text in UTF-8.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from enum import IntEnum

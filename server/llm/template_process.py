@@ -6,8 +6,6 @@ processor's time for each and one of memory. The server sends a connection over 
 closes that connection to have the renderer killed. A renderer that ended by itself is answered for by this process.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

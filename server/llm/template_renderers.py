@@ -5,8 +5,6 @@ give way to other work: so a template that runs into its limits on some conversa
 clients waiting.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

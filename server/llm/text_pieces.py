@@ -4,8 +4,6 @@ Both are derived from `tokenizer.json`, and only where they can be proven: a bou
 prompt that fits, and a cut in the wrong place would change tokens.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The access log has one line for each HTTP answer, and one now and then of reques
 logged per token, and never a prompt, a query, a body or a key.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

@@ -3,8 +3,6 @@
 Label values come from closed sets.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

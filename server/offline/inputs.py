@@ -1,7 +1,5 @@
 """Inputs of the Python interface: sampling parameters, and prompts in every form that vLLM's takes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any

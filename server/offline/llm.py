@@ -7,8 +7,6 @@ Methods, arguments and outputs have the names of vLLM's `LLM`, so that programs 
 asynchronous form. The engine is driven by an event loop in a thread of its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

@@ -5,8 +5,6 @@ are returned as they come. Before that, anything wrong makes the whole no call a
 which raises at the first character that cannot be there.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from abc import ABC, abstractmethod

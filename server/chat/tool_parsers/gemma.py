@@ -5,8 +5,6 @@ Strings stand between tokens and are not escaped; keys have no quotes
 notation are rules of a grammar.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -3,8 +3,6 @@
 Grammars are in the Lark dialect of llguidance.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@
 those of OpenAI's published description of the format.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

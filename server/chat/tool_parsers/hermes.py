@@ -4,8 +4,6 @@ Also the format of templates that know nothing of tools (`GENERIC`): the tools, 
 written into the text of the messages. And of templates in a form unknown here (`UNKNOWN`), which can only be forced.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

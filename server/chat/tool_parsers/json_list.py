@@ -3,8 +3,6 @@
 Granite 3 and Phi-4-mini write it, and older models of Mistral.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """The Llama 3 format: `{"name": …, "parameters": {…}}`, bare or behind `<|python_tag|>`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from oarlock.server.chat.events import ContentDelta, MessageEvent

@@ -1,7 +1,5 @@
 """The Mistral formats: `[TOOL_CALLS]` and a list of objects, or, in newer models, `[TOOL_CALLS]name[ARGS]{…}`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

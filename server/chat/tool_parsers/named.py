@@ -1,7 +1,5 @@
 """A name, a delimiter and JSON arguments; delimiters around each call and around them all: DeepSeek and Kimi K2."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Calls as a list in Python's notation: `[f(a=1, b="x"), g()]`, as the whole answer or behind `<|python_start|>`."""
 
-from __future__ import annotations
-
 import json
 from abc import abstractmethod
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Which one a model writes is found out from its chat template: the template shows
 writes them in the form that the model was trained on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from oarlock.server.chat.tool_parsers.base import ToolFormat

@@ -4,8 +4,6 @@ A string stands there as it is, without quotes; everything else as JSON. Where a
 string. So `5` is a string or a number, by its schema.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

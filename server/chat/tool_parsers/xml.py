@@ -3,8 +3,6 @@
 Qwen3-Coder and the models of GLM write them. What a text means is decided by the argument's schema (`text_values.py`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One batch of `/v1/batches`: its states and times, and the run in which the endpoints answer its requests."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

@@ -5,8 +5,6 @@ may have 50,000 lines, and many batches are open. A file of answers that a kille
 line and answers that another try may change are removed, and all others count as done.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

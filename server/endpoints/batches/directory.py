@@ -5,8 +5,6 @@ that is replaced as a whole. Names on the disk are ids made here, never a client
 directory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Reads `multipart/form-data` (RFC 7578, RFC 2046 section 5.1.1) piece by piece: a file is never whole in memory."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

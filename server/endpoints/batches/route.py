@@ -1,7 +1,5 @@
 """`/v1/files`: upload, list, read and delete files of batches; `/v1/batches`: create, list, read and cancel batches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastapi import APIRouter

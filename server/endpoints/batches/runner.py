@@ -6,8 +6,6 @@ server may start while the one before it still finishes its requests: it serves 
 when the other has ended, however it did.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import time

@@ -1,7 +1,5 @@
 """The request of `/v1/batches`, and one line of a file of requests, as OpenAI's batch API has them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from json.decoder import JSONDecodeError, JSONDecoder

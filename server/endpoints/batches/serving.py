@@ -1,7 +1,5 @@
 """`/v1/files` and `/v1/batches`: uploads, lists and downloads, and what is asked about batches."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -1,7 +1,5 @@
 """`POST /v1/chat/completions`, and `/v1/chat/completions/render`: prompt and parameters, without generating."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response

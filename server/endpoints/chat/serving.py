@@ -1,7 +1,5 @@
 """`/v1/chat/completions`: its requests processed, and its responses written, with tool calls and reasoning."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace

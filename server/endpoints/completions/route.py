@@ -1,7 +1,5 @@
 """`POST /v1/completions`, processed and written, and `/v1/completions/render`: prompts and parameters alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`/v1/messages`: Anthropic's messages, answered as chat turns, and the tokens of their prompts."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response

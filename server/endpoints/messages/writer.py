@@ -1,7 +1,5 @@
 """Messages and their streams on the wire: a `message` object, or events that build one up."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

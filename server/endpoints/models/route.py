@@ -1,7 +1,5 @@
 """`GET /v1/models` and `/v1/models/{id}`. Ids may contain slashes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastapi import APIRouter

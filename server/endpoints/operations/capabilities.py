@@ -3,8 +3,6 @@
 Read from the OpenAPI document, which is made from the request schemas.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from oarlock.server.endpoints.pooling.schema import MAX_INPUTS

@@ -5,8 +5,6 @@ rules stand in the order in which they are tried; the first that holds speaks. T
 once what went wrong is.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 An engine is asked at most once a second, however many watch; they get the same answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Container

@@ -5,8 +5,6 @@ lately. The probes and `/version` need no key at any time; `/metrics` and `/v1/s
 checks the admin key of `/admin/` and, where the server has keys or is not for this machine alone, of `/v1/requests/`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

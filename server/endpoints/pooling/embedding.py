@@ -1,7 +1,5 @@
 """`/v1/embeddings` and `/pooling`: one vector for each text, or one for each of its tokens."""
 
-from __future__ import annotations
-
 import base64
 import time
 from functools import partial

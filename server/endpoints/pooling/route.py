@@ -1,7 +1,5 @@
 """Vectors and scores: `/v1/embeddings`, `/pooling`, `/v1/rerank`, `/v1/score`, and the paths of other servers."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response

@@ -1,7 +1,5 @@
 """`/v1/responses`: create, read, delete and cancel responses, list what they answered, count a prompt's tokens."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response

@@ -1,7 +1,5 @@
 """`/v1/responses`: requests become chat turns, answers become response objects, and stored ones are gone on from."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from typing import Any

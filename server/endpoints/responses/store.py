@@ -4,8 +4,6 @@ A response belongs to the API key that asked for it: no other key finds it. Ever
 is known, and without what no later request reads.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass

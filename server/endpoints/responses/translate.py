@@ -1,7 +1,5 @@
 """A request of `/v1/responses` as one chat turn: the same prompt, grammar and tool parsers serve both."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

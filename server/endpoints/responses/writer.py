@@ -1,7 +1,5 @@
 """Responses and their streams on the wire: `response` objects, and numbered events that end with one."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

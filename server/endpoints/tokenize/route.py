@@ -1,7 +1,5 @@
 """`POST /tokenize` and `/detokenize`, with and without `/v1`: texts and conversations to token ids, and ids to text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastapi import APIRouter

@@ -1,7 +1,5 @@
 """The requests of `/tokenize` (a text or a conversation) and `/detokenize`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import Field, create_model
