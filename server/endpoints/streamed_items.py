@@ -1,15 +1,22 @@
 """An answer as a list of items that grow one after the other, and the events of a stream that show it.
 
-One machine for the whole answer and for its stream. An item is a dictionary of the wire: text, thoughts or a call of a
-tool. Each is begun, filled and ended before the next; an endpoint says what its items and events look like.
+`StreamedItems` has the items, `ItemsWriter` writes the whole answer or its stream, for responses and messages alike. An
+item is a dictionary of the wire: text, thoughts or a call of a tool. Each is begun, filled and ended before the next;
+an endpoint says what its items, its events and the object around them look like.
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any, ClassVar
 
 from oarlock.server.chat.events import ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart
+from oarlock.server.chat.message_parser import AnswerShape, MessageParser
+from oarlock.server.http.server_sent_events import AnswerWriter
+from oarlock.server.json_text import dumps
+from oarlock.server.llm.generation import Generation
+from oarlock.server.llm.output_processor import Delta
 
 Event = tuple[str, dict[str, Any]]  # type, and the other members
 
@@ -92,3 +99,36 @@ class StreamedItems(ABC):
         if self._open is not None:
             yield from self._ended("".join(self._texts), status)
             self._open = None
+
+
+class ItemsWriter(AnswerWriter):
+    """One answer made of items, whole or as events."""
+
+    def __init__(self, generation: Generation, shape: AnswerShape, items: StreamedItems) -> None:
+        self._generation = generation
+        self._parser = MessageParser(shape, in_items=True)
+        self._items = items
+        self._last: Delta | None = None  # the piece with which the answer ended
+
+    @abstractmethod
+    def _ended(self) -> dict[str, Any]:
+        """The whole answer, once its items have ended."""
+
+    def _event(self, kind: str, members: dict[str, Any]) -> bytes:
+        return f"event: {kind}\ndata: {dumps({'type': kind, **members})}\n\n".encode()
+
+    def _push(self, delta: Delta, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
+        self._last = delta if delta.finish_reason is not None else self._last
+        return self._items.push(self._parser.push(delta), logprobs)
+
+    def _end_items(self) -> Iterator[Event]:
+        return self._items.end()
+
+    def chunk(self, delta: Delta) -> bytes | None:
+        return b"".join(self._event(*event) for event in self._push(delta)) or None
+
+    def whole(self, deltas: Sequence[Sequence[Delta]], generation: Generation) -> Iterator[str]:
+        for delta in deltas[0]:
+            deque(self._push(delta), 0)
+        deque(self._end_items(), 0)
+        return iter((dumps(self._ended()),))

@@ -6,13 +6,12 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from oarlock.server.chat.message_parser import AnswerShape, MessageParser
-from oarlock.server.endpoints.streamed_items import Event, Kind, StreamedItems
+from oarlock.server.chat.message_parser import AnswerShape
+from oarlock.server.endpoints.streamed_items import Event, ItemsWriter, Kind, StreamedItems
 from oarlock.server.errors import HttpError, message_error
-from oarlock.server.http.server_sent_events import AnswerWriter
 from oarlock.server.json_text import dumps
 from oarlock.server.llm.generation import Generation
-from oarlock.server.llm.output_processor import ABORT, TIMEOUT, Delta
+from oarlock.server.llm.output_processor import ABORT, TIMEOUT
 
 # Clients hand a thought back with what stands here. Nothing is checked then: thoughts are text that they can see.
 SIGNATURE = "oarlock"
@@ -79,7 +78,7 @@ def _object(text: str) -> dict[str, Any]:
 _PAUSED = (TIMEOUT, ABORT)  # the client may send the answer so far and go on
 
 
-class MessagesWriter(AnswerWriter):
+class MessagesWriter(ItemsWriter):
     """One message, whole or as events."""
 
     def __init__(
@@ -93,12 +92,9 @@ class MessagesWriter(AnswerWriter):
         shows_thoughts: bool,
     ) -> None:
         """`context`: tokens of prompt and answer together, at most."""
-        self._request_id, self._model, self._context = request_id, model, context
-        self._generation = generation
-        self._parser = MessageParser(shape, in_items=True)
         self._blocks = ContentBlocks(shows_thoughts=shows_thoughts)
-        self._finish_reason: str | None = None
-        self._stop_reason: int | str | None = None
+        self._request_id, self._model, self._context = request_id, model, context
+        super().__init__(generation, shape, self._blocks)
 
     @property
     def response_id(self) -> str:
@@ -106,34 +102,20 @@ class MessagesWriter(AnswerWriter):
 
     def opening(self, num_choices: int) -> Iterable[bytes]:
         message = self._message() | {"stop_reason": None, "stop_sequence": None, "content": []}
-        return [_event("message_start", {"message": message}), _event("ping", {})]
-
-    def chunk(self, delta: Delta) -> bytes | None:
-        return b"".join(_event(*event) for event in self._push(delta)) or None
+        return [self._event("message_start", {"message": message}), self._event("ping", {})]
 
     def closing(self, generation: Generation) -> Iterable[bytes]:
-        for event in self._blocks.end():
-            yield _event(*event)
-        yield _event("message_delta", {"delta": self._end(), "usage": self._usage()})
-        yield _event("message_stop", {})
+        for event in self._end_items():
+            yield self._event(*event)
+        yield self._event("message_delta", {"delta": self._end(), "usage": self._usage()})
+        yield self._event("message_stop", {})
 
     def failure(self, error: HttpError) -> bytes:
         data = message_error(error, self._request_id)
         return f"event: error\ndata: {dumps(data)}\n\n".encode()
 
-    def whole(self, deltas: Sequence[Sequence[Delta]], generation: Generation) -> Iterator[str]:
-        for delta in deltas[0]:
-            for _ in self._push(delta):
-                pass
-        for _ in self._blocks.end():
-            pass
-        return iter((dumps(self._message() | self._end()),))
-
-    def _push(self, delta: Delta) -> Iterator[Event]:
-        events = self._parser.push(delta)
-        if delta.finish_reason is not None:
-            self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
-        return self._blocks.push(events)
+    def _ended(self) -> dict[str, Any]:
+        return self._message() | self._end()
 
     def _message(self) -> dict[str, Any]:
         return {
@@ -147,10 +129,11 @@ class MessagesWriter(AnswerWriter):
 
     def _end(self) -> dict[str, Any]:
         """Why the message ended."""
-        sequence = self._stop_reason if isinstance(self._stop_reason, str) else None
-        if self._finish_reason in _PAUSED:
+        assert self._last is not None, "the answer has ended"
+        sequence = self._last.stop_reason if isinstance(self._last.stop_reason, str) else None
+        if self._last.finish_reason in _PAUSED:
             reason = "pause_turn"
-        elif self._finish_reason == "length":
+        elif self._last.finish_reason == "length":
             taken = self._generation.prompt_tokens + self._generation.completion_tokens
             reason = "model_context_window_exceeded" if taken >= self._context else "max_tokens"
         elif self._blocks.has_calls:
@@ -170,7 +153,3 @@ class MessagesWriter(AnswerWriter):
             "output_tokens_details": {"thinking_tokens": self._parser.reasoning_tokens},
             "service_tier": "standard",
         }
-
-
-def _event(kind: str, members: dict[str, Any]) -> bytes:
-    return f"event: {kind}\ndata: {dumps({'type': kind, **members})}\n\n".encode()

@@ -5,12 +5,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from oarlock.server.chat.message_parser import AnswerShape, MessageParser
+from oarlock.server.chat.message_parser import AnswerShape
 from oarlock.server.endpoints.responses.schema import sealed
-from oarlock.server.endpoints.streamed_items import Event, Kind, StreamedItems
+from oarlock.server.endpoints.streamed_items import Event, ItemsWriter, Kind, StreamedItems
 from oarlock.server.errors import HttpError, error_object
-from oarlock.server.http.server_sent_events import AnswerWriter
-from oarlock.server.json_text import dumps
 from oarlock.server.llm.generation import Generation
 from oarlock.server.llm.output_processor import ABORT, TIMEOUT, Delta, TokenScore
 
@@ -99,7 +97,7 @@ _ENDS = {
 }
 
 
-class ResponsesWriter(AnswerWriter):
+class ResponsesWriter(ItemsWriter):
     """One response, whole or as events."""
 
     def __init__(
@@ -114,14 +112,11 @@ class ResponsesWriter(AnswerWriter):
     ) -> None:
         """`fields`: the members of the response that the request decides. `entry`: a token's logprob on the wire; None:
         there are none. `on_end` gets the response when it is complete."""
+        super().__init__(generation, shape, OutputItems(with_encrypted=with_encrypted))
         self._fields = fields
-        self._generation = generation
-        self._parser = MessageParser(shape, in_items=True)
         self._entry = entry
         self._on_end = on_end
-        self._output = OutputItems(with_encrypted=with_encrypted)
         self._number = 0  # of the next event
-        self._finish_reason: str | None = None
 
     @property
     def response_id(self) -> str:
@@ -130,9 +125,6 @@ class ResponsesWriter(AnswerWriter):
     def opening(self, num_choices: int) -> Iterable[bytes]:
         response = self.response("in_progress")
         return [self._event(f"response.{kind}", {"response": response}) for kind in ("created", "in_progress")]
-
-    def chunk(self, delta: Delta) -> bytes | None:
-        return b"".join(self._event(*event) for event in self._push(delta)) or None
 
     def closing(self, generation: Generation) -> Iterable[bytes]:
         for event in self._end_items():
@@ -149,14 +141,6 @@ class ResponsesWriter(AnswerWriter):
         response = self.response("failed") | {"error": {"code": code, "message": error_object(error)["message"]}}
         return self._event("response.failed", {"response": response})
 
-    def whole(self, deltas: Sequence[Sequence[Delta]], generation: Generation) -> Iterator[str]:
-        for delta in deltas[0]:
-            for _ in self._push(delta):
-                pass
-        for _ in self._end_items():
-            pass
-        return iter((dumps(self._ended()),))
-
     def abort(self) -> bool:
         """End what is still generated. False when nothing was."""
         return self._generation.abort()
@@ -169,20 +153,23 @@ class ResponsesWriter(AnswerWriter):
             "completed_at": int(time.time()) if status == "completed" else None,
             "error": None,
             "incomplete_details": None,
-            "output": [dict(item) for item in self._output.items],
+            "output": [dict(item) for item in self._items.items],
             "usage": self._usage() if ended else None,
         }
 
-    def _push(self, delta: Delta) -> Iterator[Event]:
-        logprobs = [] if self._entry is None else [self._entry(score) for score in delta.scores]
-        self._finish_reason = self._parser.finish_reason(delta) or self._finish_reason
-        yield from self._output.push(self._parser.push(delta), logprobs)
+    def _push(self, delta: Delta, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
+        return super()._push(delta, [] if self._entry is None else [self._entry(score) for score in delta.scores])
+
+    @property
+    def _end(self) -> tuple[str, str | None]:
+        reason = None if self._last is None else self._last.finish_reason
+        return _ENDS.get(reason or "", ("completed", None))
 
     def _end_items(self) -> Iterator[Event]:
-        return self._output.end("incomplete" if self._finish_reason in _ENDS else "completed")
+        return self._items.end("completed" if self._end[0] == "completed" else "incomplete")
 
     def _ended(self) -> dict[str, Any]:
-        status, why = _ENDS.get(self._finish_reason or "", ("completed", None))
+        status, why = self._end
         response = self.response(status)
         if why is not None:
             response["incomplete_details"] = {"reason": why}
@@ -200,6 +187,5 @@ class ResponsesWriter(AnswerWriter):
         }
 
     def _event(self, kind: str, members: dict[str, Any]) -> bytes:
-        written = dumps({"type": kind, "sequence_number": self._number, **members})
-        self._number += 1
-        return f"event: {kind}\ndata: {written}\n\n".encode()
+        number, self._number = self._number, self._number + 1
+        return super()._event(kind, {"sequence_number": number, **members})
