@@ -5,8 +5,6 @@ from dataclasses import asdict, dataclass, replace
 
 from oarlock.workers.config import NodesConfig, OnProgress, WorkerConfig
 
-__all__ = ["EngineConfig", "KvEventsConfig", "NodesConfig", "OnProgress", "SpeculativeConfig", "WorkerConfig"]
-
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:

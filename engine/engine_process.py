@@ -16,8 +16,6 @@ from oarlock.workers.compile_ahead import begin_compiling
 from oarlock.workers.node import check_network, run_node
 from oarlock.workers.python_child import start_python
 
-__all__ = ["ENGINE_MODULE", "EngineProcess", "check_network", "run_node"]
-
 ENGINE_MODULE = ("-m", "oarlock.engine.core")
 
 

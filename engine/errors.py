@@ -12,28 +12,6 @@ from oarlock.workers.errors import (
     shown,
 )
 
-__all__ = [
-    "EXIT_BUG",
-    "EXIT_CONFIGURATION",
-    "EXIT_OK",
-    "EXIT_OUT_OF_MEMORY",
-    "EXIT_RANK_DIED",
-    "EXIT_RANK_HUNG",
-    "INTERNAL",
-    "NOT_FINITE",
-    "NO_TOKEN",
-    "OUT_OF_MEMORY",
-    "ContextLengthError",
-    "EngineDeadError",
-    "EngineError",
-    "QueueFullError",
-    "RequestError",
-    "StartupError",
-    "UnavailableError",
-    "WorkerError",
-    "shown",
-]
-
 
 class OarlockError(Exception):
     """Base of every error that a caller can get after the start."""

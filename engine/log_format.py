@@ -6,8 +6,6 @@ import time
 
 from oarlock.workers.log_format import JsonFormatter
 
-__all__ = ["JsonFormatter", "LineFormatter", "log_to_stderr"]
-
 
 class LineFormatter(logging.Formatter):
     """One line per event: `time=... level=... logger=... pid=... event=... key=value`, times in UTC.

@@ -42,40 +42,6 @@ from oarlock.workers.preflight import (
     weight_files,
 )
 
-__all__ = [
-    "DESCRIPTIONS",
-    "ENCODERS",
-    "Capacity",
-    "GGUFModel",
-    "Measured",
-    "Memory",
-    "OpenModel",
-    "Roofline",
-    "Settings",
-    "Speed",
-    "StepLoad",
-    "StepTime",
-    "capacity",
-    "check_file",
-    "check_model",
-    "cpu_ops",
-    "decode_tokens_per_s",
-    "free_host_bytes",
-    "hf_config",
-    "human_bytes",
-    "is_there",
-    "open_model",
-    "parts_of",
-    "prompt_tokens_per_s",
-    "read_header",
-    "read_json",
-    "read_table",
-    "read_text",
-    "tensor_parallel_sizes",
-    "weight_files",
-    "work_of",
-]
-
 
 def check_model(config: EngineConfig) -> None:
     """Raise `StartupError` unless the `DESCRIPTIONS` in `model_path` describe a model that `config` can serve."""

@@ -8,5 +8,3 @@ from oarlock.workers.python_child import (
     run_while_read,
     start_python,
 )
-
-__all__ = ["EXIT_UNREAD", "die_with_parent", "import_path", "python_command", "run_while_read", "start_python"]

@@ -46,20 +46,6 @@ _NARROW = {
 }
 _CYCLES_PER_S = 2.5e9  # where the system does not say
 
-__all__ = [
-    "Capacity",
-    "Memory",
-    "OpenModel",
-    "RankWork",
-    "capacity",
-    "cpu_ops",
-    "free_host_bytes",
-    "human_bytes",
-    "open_model",
-    "step_tokens",
-    "tensor_parallel_sizes",
-    "work_of",
-]
 
 # Memory of each CUDA device for CUDA's context, NCCL, workspaces and graphs: a guess that errs upwards.
 CUDA_BYTES = 1 << 30

@@ -56,26 +56,6 @@ from oarlock.workers.weights.checkpoint import (
 )
 from oarlock.workers.weights.gguf_model import GGUFCheckpoint, GGUFModel, Settings, parts_of
 
-__all__ = [
-    "DESCRIPTIONS",
-    "ENCODERS",
-    "GGUFModel",
-    "Settings",
-    "check_file",
-    "check_without_weights",
-    "free_host_bytes",
-    "hf_config",
-    "is_there",
-    "parts_of",
-    "preflight",
-    "read_header",
-    "read_json",
-    "read_table",
-    "read_text",
-    "this_cpu",
-    "weight_files",
-]
-
 logger = logging.getLogger("oarlock.preflight")
 
 DESCRIPTIONS = ("config.json", *QUANTISATION_FILES)  # the files that `check_without_weights` looks at
@@ -199,8 +179,8 @@ def _is_no_choice(asked: str) -> StartupError:
 def _described(config: WorkerConfig) -> tuple[WorkerConfig, DecoderSpec, StoredQuantization | None]:
     """`config` with the form of the weights resolved, and what the model's settings say."""
     directory = Path(config.model_path)
-    hf_config = read_config(directory)
-    spec, quantized = describe(hf_config), stored_quantization(directory, hf_config)
+    fields = read_config(directory)
+    spec, quantized = describe(fields), stored_quantization(directory, fields)
     asked = config.quantization
     if quantized is None:
         if asked in STORED:

@@ -32,31 +32,6 @@ _NO_LOG = RequestLog(EngineStats())
 class RequestTimeline:
     """Timeline of one request from its arrival on. All times are those of the engine's clock, in seconds."""
 
-    __slots__ = (
-        "_at_end",
-        "_at_first_token",
-        "_blocked",
-        "_chunks",
-        "_log",
-        "_num_chunks",
-        "_num_computed",
-        "_preemptions",
-        "_stalls",
-        "ahead",
-        "arrival_s",
-        "cached_tokens",
-        "end_s",
-        "first_scheduled_s",
-        "first_token_s",
-        "num_preemptions",
-        "num_running",
-        "num_waiting",
-        "output_tokens",
-        "prompt_tokens",
-        "reason",
-        "request_id",
-    )
-
     def __init__(self, request_id: int, prompt_tokens: int, arrival_s: float) -> None:
         self._log = _NO_LOG
         self.request_id = request_id

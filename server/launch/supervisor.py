@@ -400,6 +400,3 @@ def _exit_now(code: int) -> None:
 
 def _stopped_error() -> HttpError:
     return HttpError(503, "The server is shutting down and could not finish this request.", code="server_draining")
-
-
-__all__ = ["StartupError", "Supervisor", "serve"]

@@ -213,6 +213,3 @@ def _steps(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 
 def _size(text: str, in_bytes: bool) -> int:
     return len(text.encode(errors="replace")) if in_bytes else len(text)
-
-
-__all__ = ["TextPieces", "pieces_for"]

@@ -27,7 +27,6 @@ from oarlock.server.llm.chat_template import MOST_CHARACTERS, ChatTemplate, read
 from oarlock.server.llm.detokenizer import (
     BytesDetokenizer,
     Detokenizer,
-    TokenBytes,
     WindowDetokenizer,
     token_bytes_for,
 )
@@ -353,9 +352,6 @@ def _special_names(config: dict[str, Any]) -> dict[str, str]:
         if key.endswith("_token") and isinstance(value, str):
             names[key] = value
     return names
-
-
-__all__ = ["PairMarks", "TokenBytes", "Tokenizer", "TooManyTokensError"]
 
 
 @dataclass(frozen=True, slots=True)
