@@ -122,7 +122,7 @@ test-long: $(TOOLS)
 	@echo '==> combinations of parameters beyond those of make test'
 	@$(PYTEST) -q -m product tests/unit tests/golden tests/parallel
 	@echo '==> the kernels of 64-bit ARM, emulated'
-	@$(PYTEST) -m soak -k '$(ARM_SAMPLE)' $(addprefix tests/unit/workers/,kernels/cpu attention/test_attention.py layers/test_matmul.py quantization)
+	@$(PYTEST) -m soak -k '$(ARM_SAMPLE)' $(addprefix tests/unit/workers/,kernels/cpu attention/test_attention.py quantization)
 	@echo '==> the kernels for CUDA: compiled ahead, and sampling in the interpreter'
 	@$(PYTEST) -m soak -k '$(TRITON_SAMPLE)' $(TRITON)
 	@echo '==> fuzz'

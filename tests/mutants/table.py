@@ -9,7 +9,11 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     "attention": ("tests/unit/workers/attention/test_attention.py", *_AVX2),
     "attention-forms": ("tests/unit/workers/attention/test_attention.py", "-k", "backends_agree"),
     "elementwise": ("tests/unit/workers/kernels/cpu/test_elementwise.py", *_AVX2),
-    "products": ("tests/unit/workers/quantization/test_slices.py", "tests/unit/workers/layers/test_matmul.py", *_AVX2),
+    "products": (
+        "tests/unit/workers/quantization/test_slices.py",
+        "tests/unit/workers/quantization/test_matmul.py",
+        *_AVX2,
+    ),
     "quantised-kernels": (
         "tests/unit/workers/quantization/test_int8.py",
         "tests/unit/workers/quantization/test_grouped.py",
