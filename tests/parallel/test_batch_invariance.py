@@ -31,7 +31,7 @@ COUNTS = {"bfloat16": 80 if this_cpu().multiplies("bfloat16") else 40, "float32"
 
 
 def start(dtype: str, size: int = 1, cache: str = "auto") -> Executor:
-    """Two ranks are processes; with KV memory in 8 bits they are threads, which start sooner."""
+    """Two ranks in bfloat16 are processes, the others threads, which start sooner."""
     config = WorkerConfig(
         str(DEMO),
         device="cpu",
@@ -45,7 +45,7 @@ def start(dtype: str, size: int = 1, cache: str = "auto") -> Executor:
         kv_cache_dtype=cache,
         num_threads=1,
     )
-    if size == 1 or cache in ROUNDED:
+    if size == 1 or dtype == "float32" or cache in ROUNDED:
         return ThreadExecutor(config)
     return start_executor(config, lambda phase, fraction: None)
 

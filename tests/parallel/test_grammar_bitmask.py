@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("model"), "qwen2")
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.soak), 2])
 def executor(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Executor]:
     made = start(checkpoint, request.param)
     yield made

@@ -71,53 +71,38 @@ def generate(executor: Executor, prompt: list[int], count: int) -> tuple[list[in
     return tokens[len(prompt) :], np.array(logprobs)
 
 
-def test_ranks_answer_like_one(checkpoint: Path) -> None:
+def test_ranks_answer_like_one_on_their_cpus_and_leave_nothing_behind(
+    checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first of two gets the second CPU, which no automatic choice would give it."""
+    first, *_, last = sorted(os.sched_getaffinity(0))
     prompt = [5, 9, 17, 3, 8, 21, 2]
     config = config_for(checkpoint)
     one = ThreadExecutor(config)
     expected, expected_logprobs = generate(one, prompt, 20)
     one.close()
-    for size in (1, 2):
-        executor = start(checkpoint, size)
+    descriptors, segments = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+    for cpus in ((last,), (last, first)):
+        executor = start(checkpoint, len(cpus), cpu_affinity="|".join(map(str, cpus)))
         assert isinstance(executor, MultiprocExecutor)
         try:
             executor.ping()
             tokens, logprobs = generate(executor, prompt, 20)
             executor.ping()
+            for pid, cpu in zip(executor.rank_pids, cpus, strict=True):
+                status = Path(f"/proc/{pid}/task/{pid}/status").read_text()
+                assert f"Cpus_allowed_list:\t{cpu}\n" in status
         finally:
             executor.close()
         assert tokens == expected
         np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-6)
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU only")
-def test_every_rank_is_pinned_to_its_cpus(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The first rank gets the second CPU, which no automatic choice would give it."""
-    first, second, *_ = sorted(os.sched_getaffinity(0))
-    executor = start(checkpoint, 2, cpu_affinity=f"{second}|{first}")
-    try:
-        generate(executor, [1, 2, 3], 3)
-        for pid, cpu in zip(executor.rank_pids, (second, first), strict=True):
-            status = Path(f"/proc/{pid}/task/{pid}/status").read_text()
-            assert f"Cpus_allowed_list:\t{cpu}\n" in status
-    finally:
-        executor.close()
-    logged = [line for line in capfd.readouterr().err.splitlines() if "event=cpu_affinity" in line]
-    assert sorted(line[line.index("rank=") :].split()[0] for line in logged) == ["rank=0", "rank=1"]
-    assert os.sched_getaffinity(0) >= {first, second}  # this process is not
-
-
-def test_nothing_is_left_behind(checkpoint: Path) -> None:
-    descriptors = len(os.listdir("/proc/self/fd"))
-    segments = set(os.listdir("/dev/shm"))
-    executor = start(checkpoint, 2)
-    pids = executor.rank_pids
-    generate(executor, [1, 2, 3], 3)
-    executor.close()
-    executor.close()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert set(os.listdir("/dev/shm")) == segments
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        logged = [line for line in capfd.readouterr().err.splitlines() if "event=cpu_affinity" in line]
+        found = sorted(line[line.index("rank=") :].split()[0] for line in logged)
+        assert found == [f"rank={rank}" for rank in range(len(cpus))]
+        executor.close()  # a second time
+        assert len(os.listdir("/proc/self/fd")) == descriptors and set(os.listdir("/dev/shm")) == segments
+        assert not any(Path(f"/proc/{pid}").exists() for pid in executor.rank_pids)
+    assert os.sched_getaffinity(0) >= {first, last}  # this process is not pinned
 
 
 @pytest.mark.soak

@@ -21,7 +21,7 @@ def trigger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("memory") / "is_short"
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.soak), 2])
 def executor(trigger: Path, request: pytest.FixtureRequest) -> Iterator[Executor]:
     limits = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "kv_cache_bytes": 16 << 20}
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""With drafts, real ranks answer bit by bit as without: every kind of request, one rank and two, both depths."""
+"""With drafts, ranks answer bit by bit as without: every kind of request, one rank and two, both depths."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +9,9 @@ import pytest
 from oarlock.engine.config import SpeculativeConfig
 from oarlock.engine.sampling_params import Grammar, SamplingParams
 from oarlock.engine.types import Request
-from oarlock.workers.executor import Executor
 from tests.parallel.direct_engine import Answer, DirectEngine
-from tests.parallel.test_multiproc_executor import start
+from tests.parallel.rank_threads import ThreadExecutor
+from tests.parallel.test_multiproc_executor import config_for
 from tests.parallel.test_pipeline_depth import Alternating
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
@@ -55,9 +55,10 @@ class Loop(Alternating):
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
+def executor(request: pytest.FixtureRequest) -> Iterator[ThreadExecutor]:
     limits = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "kv_cache_bytes": 16 << 20, "max_model_len": 96}
-    started = start(DEMO, request.param, dtype="bfloat16", num_speculative_tokens=5, **limits)
+    config = config_for(DEMO, tensor_parallel_size=request.param, dtype="bfloat16", num_speculative_tokens=5, **limits)
+    started = ThreadExecutor(config)
     yield started
     started.close()
 
@@ -76,7 +77,7 @@ def make_requests(count: int) -> list[Request]:
 
 
 def answers(
-    executor: Executor, requests: list[Request], drafts: SpeculativeConfig | None, depth: int, num_blocks: int
+    executor: ThreadExecutor, requests: list[Request], drafts: SpeculativeConfig | None, depth: int, num_blocks: int
 ) -> tuple[dict[int, Answer], DirectEngine]:
     engine = DirectEngine(
         executor, num_blocks=num_blocks, enable_prefix_caching=True, pipeline_depth=depth, speculative=drafts
@@ -86,7 +87,7 @@ def answers(
 
 
 @pytest.mark.parametrize("num_blocks", [100, 20])
-def test_every_answer_has_the_bits_of_those_without_drafts(executor: Executor, num_blocks: int) -> None:
+def test_every_answer_has_the_bits_of_those_without_drafts(executor: ThreadExecutor, num_blocks: int) -> None:
     if not executor.info.batch_invariant:
         pytest.skip(f"steps are put together otherwise, which shows here: {executor.info.batch_invariant_reason}")
     requests = make_requests(30)
