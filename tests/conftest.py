@@ -84,27 +84,33 @@ def _factors(item: pytest.Function) -> dict[str, str]:
     return {names: " ".join(row) for names, row in rows.items()}
 
 
-def _runs_here(item: pytest.Function) -> bool:
-    is_skipped = any(mark.args[:1] == (True,) for mark in item.iter_markers("skipif"))
-    return not is_skipped and (HAS_DEVICE or item.get_closest_marker("gpu") is None)
+def _why_skipped(item: pytest.Function) -> str | None:
+    """Reason why a case cannot run here, or None."""
+    reasons = [str(mark.kwargs.get("reason")) for mark in item.iter_markers("skipif") if mark.args[:1] == (True,)]
+    return next(iter(reasons), None if HAS_DEVICE or item.get_closest_marker("gpu") is None else "no device")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as `product` the combinations beyond a covering set of each test that runs at every level of kernels, or has
-    a product of three parameters or more."""
+    a product of three parameters or more. Of what cannot run here a file tells each reason once."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("soak"):
+        marks = {mark.name for mark in item.iter_markers()}
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not marks & {"soak", "product"}:
             tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    told: set[tuple[Path, object]] = set()  # files and reasons to skip, one case of each
     for combinations in tests.values():
         cases = [_factors(item) for item in combinations]
         if len(cases[0]) < 3 and not LEVELS & cases[0].keys():
             continue
-        chosen = covering_set(cases, [_runs_here(item) for item in combinations])
-        for index, item in enumerate(combinations):
-            if index not in chosen:
+        reasons = [_why_skipped(item) for item in combinations]
+        chosen = covering_set(cases, [reason is None for reason in reasons])
+        for index, (item, reason) in enumerate(zip(combinations, reasons, strict=True)):
+            if index not in chosen or (None in reasons and (item.path, reason) in told):
                 item.add_marker("product")
+            elif reason is not None:
+                told.add((item.path, reason))
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.long_context import LONG, long_context_demo
 from tests.e2e.open_stream import OpenStream
-from tests.e2e.running import DEMO, RunningServer, eventually, shared_memory
+from tests.e2e.running import RunningServer, eventually, shared_memory
 
 WORKER_DIED, ENGINE_HUNG = 5, 6  # the documented statuses
 STEP_TIMEOUT_S = 3
@@ -73,17 +73,10 @@ def test_a_killed_parent_takes_its_children_along(model):
         nothing_left(server)
 
 
-def test_an_idle_server_leaves_when_asked():  # by Ctrl-C: those that run the pages' commands
-    with RunningServer(DEMO, "-tp", 2) as server:
-        assert server.stop(signal.SIGTERM, within_s=60) == 0, server.log
-        assert "Traceback" not in server.log
-        nothing_left(server)
-
-
 # What a terminal does, and a service manager or torchrun: parent and children all get it.
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
 def test_open_requests_finish_while_new_ones_are_refused_after_a_signal_to_the_whole_group(model, number):
-    with RunningServer(model, "-tp", 2, *PATIENT) as server:
+    with RunningServer(model, *PATIENT) as server:
         (stream,) = open_streams(server, 1, SHORT)
         os.killpg(server.process.pid, number)
         eventually(lambda: server.client.get("/health").status_code == 503, 60, "the server drains")

@@ -1,12 +1,16 @@
-"""A server on one host listens on its HTTP port and nowhere else, at any number of ranks, and does not import Ray."""
+"""A server on one host listens on its HTTP port alone, at any number of ranks, does not import Ray, and leaves nothing
+behind when it is asked to end.
+"""
 
 import os
+import signal
 
 import psutil
 import pytest
 
 from oarlock.workers.distributed.all_reduce import SharedMemoryGroup
 from tests.e2e.running import DEMO, ROOT, RunningServer
+from tests.e2e.test_death import nothing_left
 
 pytestmark = pytest.mark.skipif(not SharedMemoryGroup.supported(), reason="ranks of this processor sum by gloo")
 
@@ -24,7 +28,7 @@ def test_only_http_listens(name, request):
     check_only_http_listens(request.getfixturevalue(name))
 
 
-def test_only_http_listens_with_pipeline_stages_and_ray_is_not_imported(tmp_path):
+def test_only_http_listens_with_pipeline_stages_ray_is_not_imported_and_all_leave_when_asked(tmp_path):
     trace = tmp_path / "imported"  # by a `ray` that stands in the path of every process
     (tmp_path / "ray.py").write_text(f"open({str(trace)!r}, 'a').write('imported')")
     path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
@@ -32,3 +36,6 @@ def test_only_http_listens_with_pipeline_stages_and_ray_is_not_imported(tmp_path
         check_only_http_listens(server)
         paths = [process.environ()["PYTHONPATH"].split(os.pathsep) for process in server.processes()]
         assert all(str(tmp_path) in path for path in paths) and not trace.exists(), "only with its flag is Ray imported"
+        assert server.stop(signal.SIGTERM, within_s=60) == 0, server.log
+        assert "Traceback" not in server.log
+        nothing_left(server)

@@ -26,9 +26,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("model"), "qwen2")
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.soak), 2])
-def executor(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Executor]:
-    made = start(checkpoint, request.param)
+@pytest.fixture(scope="module")
+def executor(checkpoint: Path) -> Iterator[Executor]:
+    made = start(checkpoint, 2)
     yield made
     made.close()
 
@@ -85,9 +85,8 @@ def test_masks_come_after_the_answer_to_the_step_before(executor: Executor) -> N
     executor.ping()
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_ranks_are_at_work_before_the_masks(checkpoint: Path, size: int) -> None:
-    executor = start(checkpoint, size)
+def test_ranks_are_at_work_before_the_masks(checkpoint: Path) -> None:
+    executor = start(checkpoint, 2)
     broken = masked_step(executor, 4)
     broken.slot_mapping[0] = 10**9  # the model fails on it: its report shows that the model has begun
     try:
@@ -100,9 +99,8 @@ def test_ranks_are_at_work_before_the_masks(checkpoint: Path, size: int) -> None
         executor.close()
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_masks_that_never_come_are_an_error_of_that_step(checkpoint: Path, size: int) -> None:
-    executor = start(checkpoint, size, step_timeout_s=0.5)
+def test_masks_that_never_come_are_an_error_of_that_step(checkpoint: Path) -> None:
+    executor = start(checkpoint, 2, step_timeout_s=0.5)
     try:
         executor.submit(masked_step(executor, 1), masks_follow=True)
         with pytest.raises(WorkerError, match="step 1"):

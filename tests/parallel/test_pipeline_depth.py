@@ -68,10 +68,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.soak), 2])
-def executor(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Executor]:
+@pytest.fixture(scope="module")
+def executor(checkpoint: Path) -> Iterator[Executor]:
     limits = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "kv_cache_bytes": 16 << 20, "check_weights": False}
-    started = start(checkpoint, request.param, dtype="bfloat16", **limits)
+    started = start(checkpoint, 2, dtype="bfloat16", **limits)
     yield started
     started.close()
 

@@ -1,4 +1,4 @@
-"""Fixtures that run a test at each level of instruction set that this processor has."""
+"""Fixtures that run a test at levels of instruction set that this processor has, each kind of vectors once."""
 
 from collections.abc import Generator
 
@@ -8,19 +8,19 @@ from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.build import Level
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.quantization import matmul
-from tests.unit.workers.kernel_levels import PARAMETERS, using
+from tests.unit.workers.kernel_levels import VECTORS, using
 
 
-@pytest.fixture(params=PARAMETERS)
+@pytest.fixture(params=VECTORS)
 def level(request: pytest.FixtureRequest) -> Generator[Level]:
-    """Each level in turn; its kernels are those that the test uses."""
+    """Each kind of vectors in turn; its kernels are those that the test uses."""
     with using(request.param):
         yield request.param
 
 
-@pytest.fixture(params=["torch", *PARAMETERS])
+@pytest.fixture(params=["torch", *VECTORS])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Generator[str]:
-    """The name of the form that computes: torch's operations, then the kernels of each level in turn."""
+    """The name of the form that computes: torch's operations, then the kernels of each kind of vectors in turn."""
     if request.param == "torch":
         monkeypatch.setattr(library, "why_not", lambda *_: "this test runs without kernels")
         yield "torch"

@@ -4,7 +4,7 @@ Those of this kind of machine run on its processor; those of 64-bit ARM in an em
 """
 
 import atexit
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from oarlock.workers.kernels.cpu import library
-from oarlock.workers.kernels.cpu.build import EMULATED_AMX, EMULATED_BF16_DOT, Level, machine_name
+from oarlock.workers.kernels.cpu.build import EMULATED_AMX, EMULATED_BF16_DOT, Level, available, machine_name
 from oarlock.workers.kernels.cpu.build import LEVELS as ALL
 from oarlock.workers.platform.processor import features
 from tests.unit.workers.kernels.cpu import emulated_library
@@ -65,13 +65,25 @@ def _emulated(level: Level) -> EmulatedLibrary:
     return started
 
 
-def _parameter(level: Level) -> Any:
+def _parameter(level: Level, others: Sequence[Level] = ()) -> Any:
     reason = why_not(level)
     marks = [pytest.mark.skipif(bool(reason), reason=str(reason)), *([] if is_here(level) else [pytest.mark.soak])]
+    marks += [pytest.mark.product] if level in others else []
     return pytest.param(level, id=level.name, marks=marks)
 
 
-# Each with the reason to skip it; AVX512-BF16 and AMX also with their instructions emulated.
-_KNOWN = [level for level in (*ALL, EMULATED_BF16_DOT, EMULATED_AMX) if is_here(level) or level.machine == "aarch64"]
-PARAMETERS = [_parameter(level) for level in _KNOWN]
+# AVX512-BF16 and AMX with their instructions emulated, where the processor has none.
+_EMULATED = {"avx512_bf16": EMULATED_BF16_DOT, "amx": EMULATED_AMX}
+_HERE = {level.name for level in available()}
+_KNOWN = [
+    level
+    for level in (*ALL, *(emulated for name, emulated in _EMULATED.items() if name not in _HERE))
+    if is_here(level) or level.machine == "aarch64"
+]
 LEVELS = [level for level in _KNOWN if is_here(level) and why_not(level) is None]  # those that run on this processor
+_BY_VECTORS = {level.vectors: level for level in reversed(LEVELS)}  # of each kind of vectors the best level
+
+# Each with the reason to skip it. `VECTORS` is for kernels that multiply no bfloat16: levels that have the vectors of a
+# better one run in `make test-long` alone.
+PARAMETERS = [_parameter(level) for level in _KNOWN]
+VECTORS = [_parameter(level, [each for each in LEVELS if each not in _BY_VECTORS.values()]) for level in _KNOWN]

@@ -148,9 +148,14 @@ def answer(driver: Driver, number: int) -> tuple:
 
 
 @pytest.mark.slow
-def test_every_answer_is_that_of_depth_1() -> None:
+@pytest.mark.parametrize(
+    "seeds",
+    [(*range(12), 28, 31), pytest.param((*range(12, 28), *range(32, 60)), marks=pytest.mark.soak)],  # 31 and 53 preempt
+    ids=["few", "many"],
+)
+def test_every_answer_is_that_of_depth_1(seeds: tuple[int, ...]) -> None:
     preemptions, ahead, steps, late_masks, reasons = 0, 0, 0, 0, set()
-    for seed in range(40):
+    for seed in seeds:
         scene = make_scene(seed)
         one, two = run_scene(scene, 1), run_scene(scene, 2)
         preemptions += two.scheduler.stats.num_preemptions
@@ -166,10 +171,10 @@ def test_every_answer_is_that_of_depth_1() -> None:
                 assert longer[: len(shorter)] == shorter
             else:
                 assert got == expected, f"seed {seed}, request {number}: {request.params}"
-    assert preemptions > 10 and ahead > steps / 5
+    assert preemptions > 3 and ahead > steps / 5
     assert {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT} < {reason for reason, _ in reasons}
     assert {error for _, error in reasons if error} == {NOT_FINITE, NO_TOKEN, INTERNAL}
-    assert late_masks > 100
+    assert late_masks > 40
 
 
 @pytest.mark.parametrize("depth", [1, 2])

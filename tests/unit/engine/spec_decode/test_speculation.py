@@ -77,11 +77,14 @@ def compare(scene: Scene, expected: Driver, got: Driver) -> None:
             assert other == one, f"request {number}: {request.params}"
 
 
+@pytest.mark.parametrize(
+    "seeds", [range(30, 42), pytest.param(range(42, 70), marks=pytest.mark.soak)], ids=["few", "many"]
+)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.slow
-def test_every_answer_is_that_without_drafts(depth: int) -> None:
+def test_every_answer_is_that_without_drafts(depth: int, seeds: range) -> None:
     preemptions, accepted, drafted, saved, ahead = 0, 0, 0, 0, 0
-    for seed in range(30, 60):
+    for seed in seeds:
         scene = make_scene(seed)
         expected = run_scene(scene, 1)
         got = with_drafter(scene, depth, Guesses(texts_of(expected), seed))
@@ -93,8 +96,8 @@ def test_every_answer_is_that_without_drafts(depth: int) -> None:
         assert stats.num_drafts <= stats.num_draft_tokens and stats.generation_tokens == sum(
             len(tokens) for tokens in got.tokens.values()
         )
-    assert 0.3 < accepted / drafted < 0.9 and accepted > 500 and saved > 150
-    assert preemptions > 3 and (ahead > 0) == (depth == 2)
+    assert 0.3 < accepted / drafted < 0.9 and accepted > 200 and saved > 60
+    assert preemptions > 0 and (ahead > 0) == (depth == 2)
 
 
 def test_the_real_drafter_is_as_exact_and_loops_take_fewer_steps() -> None:

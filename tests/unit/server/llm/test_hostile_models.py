@@ -89,13 +89,14 @@ STATUS = {SERVE: 3, PLAN: 3, DOCTOR: 1, VERIFY: 3, "LLM": 3}
 @pytest.mark.parametrize(
     ("program", "name"),
     [
-        (SERVE, "config is deep"),
         (SERVE, "config is a pipe"),
-        (SERVE, "the template nests"),
-        (SERVE, "the shape is astronomical"),
         (SERVE, "the weights are a device"),
+        *(
+            pytest.param(SERVE, name, marks=pytest.mark.soak)
+            for name in ("config is deep", "the template nests", "the shape is astronomical")
+        ),
         (PLAN, "config is an endless device"),
-        (PLAN, "rope_theta is infinite"),
+        pytest.param(PLAN, "rope_theta is infinite", marks=pytest.mark.soak),
         (DOCTOR, "chat_template is a number"),
         (VERIFY, "quantize_config is a pipe"),
         ("LLM", "the tokenizer is a device"),

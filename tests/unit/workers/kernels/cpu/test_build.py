@@ -106,9 +106,9 @@ assert library._loaded_openmp().name.startswith("libgomp-a34b3233")
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"CXX": "no-such-compiler"}, "install g++"),
+        pytest.param({"CXX": "no-such-compiler"}, "install g++", marks=pytest.mark.soak),
         ({"CXX": "false"}, "failed"),
-        ({"XDG_CACHE_HOME": "/proc"}, "cache"),
+        pytest.param({"XDG_CACHE_HOME": "/proc"}, "cache", marks=pytest.mark.soak),
     ],
 )
 @pytest.mark.slow

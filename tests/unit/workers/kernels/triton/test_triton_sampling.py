@@ -230,7 +230,8 @@ def test_all_forms_of_kernels_are_compiled_before_they_are_needed() -> None:
         assert wanted <= compiled, flags
 
 
-@pytest.mark.parametrize("capabilities", [["80"], pytest.param(["89", "90", "100"], marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("capabilities", [["80", "89", "90", "100"]])
 def test_launches_fit_devices(capabilities: list[str]) -> None:
     """Compiled without a device: no more registers and shared memory than it has, and nothing spilled."""
     program = [sys.executable, "-m", "tests.unit.workers.kernels.triton.triton_sampling_resources", *capabilities]
