@@ -132,7 +132,7 @@ test-long: $(TOOLS)
 	@echo '==> clients'
 	@$(BIN)/python -m tests.clients.run
 	@echo '==> a model of true size'
-	@$(BIN)/python -m tests.golden.full_shape --print --greedy 64
+	@$(BIN)/python -m tests.golden.full_shape --print --greedy 32
 
 soak: $(TOOLS)
 	@SOAK_SECONDS=60 $(BIN)/python -m pytest -m soak tests/e2e $(ARGS)

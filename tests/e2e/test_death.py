@@ -92,6 +92,7 @@ def test_open_requests_finish_while_new_ones_are_refused_after_a_signal_to_the_w
         nothing_left(server)
 
 
+@pytest.mark.soak  # this and the next within one process: tests/contract/test_lifecycle.py
 def test_a_second_signal_does_not_wait(model):
     with RunningServer(model, "--drain-timeout", 600) as server:
         (stream,) = open_streams(server, 1)
@@ -104,6 +105,7 @@ def test_a_second_signal_does_not_wait(model):
         nothing_left(server)
 
 
+@pytest.mark.soak
 def test_requests_that_outlast_the_drain_are_ended_with_an_error(model):
     with RunningServer(model, "--drain-timeout", "0.2") as server:
         (stream,) = open_streams(server, 1)

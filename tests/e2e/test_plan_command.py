@@ -63,6 +63,7 @@ def check(model: object, *flags: object) -> None:
     assert abs(best["num_blocks"] - blocks) <= LIMIT * blocks
 
 
+@pytest.mark.soak  # what ranks take: tests/parallel/test_plan_memory.py
 def test_a_server_counts_the_memory_that_was_planned() -> None:
     check(DEMO, "-tp", 2, "--dtype", "float32", "--kv-cache-dtype", "int8", "--max-num-seqs", 8)
 

@@ -68,17 +68,23 @@ def commands(page: Path) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-# Ways to start a server that differ in little: the longer run tries these as well.
+# Ways to start a server that differ in little, and what other tests run in earnest: the longer run tries these as well.
 VARIANTS = ('Instruct"', "--max-model-len", "--quantization int8", "serve --config", "serve --speculative-config")
+LONGER = (
+    " batch ",
+    " pull ",
+    " verify ",
+    " replay ",
+    "serve --record",
+    "bench latency",
+    "--workload",
+    "--backend vllm",
+)
 
 
 def is_longer(command: str) -> bool:
-    return (
-        " batch " in command
-        or " pull " in command
-        or " verify " in command
-        or (" replay " in command and "--tensor-parallel-size" in command)
-        or (" serve " in command and any(words in command for words in VARIANTS))
+    return any(words in command for words in LONGER) or (
+        " serve " in command and any(words in command for words in VARIANTS)
     )
 
 
