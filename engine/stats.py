@@ -228,6 +228,7 @@ class RequestHistory(TypedDict):
     arrival_s: float
     num_running: int  # others, when it arrived
     num_waiting: int
+    queue_position: int | None  # requests ahead of it now; None: it does not wait
     ahead: list[int]  # ids of the first few of those that waited, or else of those that ran
     without_row: int  # steps while it waited in which the next in turn found all rows taken
     without_blocks: int  # steps while it waited in which the next in turn found too few KV blocks

@@ -29,7 +29,9 @@ def history(scheduler: Scheduler, request_id: int) -> RequestHistory | None:
     """History of a request that is open, or was one of the last to end."""
     seq = scheduler.requests.by_id.get(request_id)
     if seq is not None:
-        return seq.timeline.history(seq.num_generated_tokens)
+        queue = scheduler.requests.waiting if seq.status is Status.WAITING else ()
+        position = next((place for place, one in enumerate(queue) if one is seq), None)
+        return seq.timeline.history(seq.num_generated_tokens, position)
     timeline = scheduler.requests.log.ended.get(request_id)
     return None if timeline is None else timeline.history(timeline.output_tokens)
 

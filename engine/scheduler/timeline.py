@@ -122,8 +122,8 @@ class RequestTimeline:
             if output_tokens > 1:
                 stats.time_per_output_token_s.observe((now - self.first_token_s) / (output_tokens - 1))
 
-    def history(self, output_tokens: int) -> RequestHistory:
-        """The record as it is sent. `output_tokens`: generated so far."""
+    def history(self, output_tokens: int, queue_position: int | None = None) -> RequestHistory:
+        """The record as it is sent. `output_tokens`: generated so far. `queue_position`: requests before it."""
         waits = self.first_scheduled_s is None and self.end_s is None
         without_row, without_blocks = self._blocked_since_arrival() if waits else self._blocked
         return RequestHistory(
@@ -134,6 +134,7 @@ class RequestTimeline:
             arrival_s=self.arrival_s,
             num_running=self.num_running,
             num_waiting=self.num_waiting,
+            queue_position=queue_position,
             ahead=list(self.ahead),
             without_row=without_row,
             without_blocks=without_blocks,

@@ -74,6 +74,8 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
             writer = self._writer(body, processed, generation, model, request_id)
             generation.response_id = writer.response_id
             record.started(generation, streamed=bool(body.stream))
+            if body.return_progress:
+                generation.report_progress()
             if body.stream:
                 await until_disconnect(request, generation.wait_first_event())
                 return EventStream(generation, writer, headers, record)

@@ -6,7 +6,7 @@ The JSON is built by hand for speed: every token passes here.
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
@@ -14,7 +14,7 @@ from oarlock.server.errors import HttpError, error_bytes
 from oarlock.server.http.server_sent_events import AnswerWriter
 from oarlock.server.json_text import LONG_TEXT, InPieces, dumps, pieces_of
 from oarlock.server.llm.generation import Generation
-from oarlock.server.llm.output_processor import Delta, PromptScores, Scores, TokenScore
+from oarlock.server.llm.output_processor import Delta, PromptProgress, PromptScores, Scores, TokenScore
 from oarlock.server.llm.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -107,10 +107,17 @@ class ResponseWriter(AnswerWriter):
 
     def chunk(self, delta: Delta) -> bytes | None:
         """One event, or None when the piece has nothing to show."""
+        if delta.progress is not None:
+            return self._progress(delta.progress)
         self._counted += delta.num_tokens
         if not (delta.text or delta.scores or delta.finish_reason or self._has_extras):
             return None
         return self._event(delta, self._piece(delta))
+
+    def _progress(self, progress: PromptProgress) -> bytes:
+        """A chunk without choices, as the one with the usage is."""
+        fields = {**self._head.fields(), "choices": [], "prompt_progress": asdict(progress)}
+        return f"data: {dumps(fields | ({'usage': None} if self._options.usage else {}))}\n\n".encode()
 
     def _event(self, delta: Delta, piece: str) -> bytes:
         """One chunk around the member that carries the text."""

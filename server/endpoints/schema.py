@@ -263,6 +263,9 @@ class SamplingFields(_ScalarFields):
     guided_grammar: GrammarText | None = Field(None, description="the same as `structured_outputs.grammar`")
     stream: bool | None = Field(False, description="server-sent events")
     stream_options: StreamOptions | None = Field(None, description="only with `stream`")
+    return_progress: bool | None = Field(
+        False, description="only with `stream`: chunks with `prompt_progress` until the first prompt is done"
+    )
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = Field(
         None,
         description="seconds: a choice that runs then ends with finish_reason `timeout`; if none has begun, 408. "
@@ -292,6 +295,8 @@ class SamplingFields(_ScalarFields):
     def _sampling_fields_agree(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "is only allowed with stream: true")
+        if self.return_progress and not self.stream:
+            raise FieldError("return_progress", "is only allowed with stream: true")
         if self.truncate_prompt_tokens == 0:
             raise FieldError("truncate_prompt_tokens", "is 0, which would leave nothing; use -1 for what fits")
         return self

@@ -102,16 +102,18 @@ _INDENTATION = re.compile(r"^ +", re.MULTILINE)
 
 
 def _read(path: Path) -> ConstantDocument:
+    """A part of the page. Libraries of others, in `vendor/`, stay byte for byte what was published."""
     text = path.read_text("utf-8")
-    if path.suffix == ".js":
-        text = _COMMENTS.sub("", text)
-    elif path.suffix == ".css":
-        text = _SPACES.sub("", text)
-    body = _INDENTATION.sub("", text).encode()
-    return ConstantDocument.of(body, f"{_MEDIA[path.suffix]}; charset=utf-8", _HEADERS)
+    if path.parent == _FOLDER:
+        if path.suffix == ".js":
+            text = _COMMENTS.sub("", text)
+        elif path.suffix == ".css":
+            text = _SPACES.sub("", text)
+        text = _INDENTATION.sub("", text)
+    return ConstantDocument.of(text.encode(), f"{_MEDIA[path.suffix]}; charset=utf-8", _HEADERS)
 
 
-_PARTS = {path.name: _read(path) for path in _FOLDER.iterdir()}
+_PARTS = {path.relative_to(_FOLDER).as_posix(): _read(path) for path in _FOLDER.rglob("*") if path.suffix in _MEDIA}
 _PAGE = _PARTS.pop("index.html")
 PATHS = frozenset(f"/static/{name}" for name in _PARTS) | {"/"}
 
@@ -124,9 +126,9 @@ async def page(request: Request) -> Response:
     return _PAGE.answer(request)
 
 
-@router.get("/static/{name}")
+@router.get("/static/{name:path}")
 async def part(request: Request, name: str) -> Response:
-    """One of its scripts, its styles or its icon."""
+    """One of its scripts, its styles, its icon, or a library in `vendor/`."""
     if name not in _PARTS:
         raise HttpError(404, f"The web page has no part '{name[:100]}'.", code="route_not_found")
     return _PARTS[name].answer(request)

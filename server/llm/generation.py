@@ -16,8 +16,10 @@ from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import EngineInfo, Request, TokenEvent
 from oarlock.server.errors import DeadlineError
 from oarlock.server.llm.admission_queue import AdmissionQueue
-from oarlock.server.llm.output_processor import ABORT, TIMEOUT, ChoiceOutput, Delta, parts_of
+from oarlock.server.llm.output_processor import ABORT, TIMEOUT, ChoiceOutput, Delta, PromptProgress, parts_of
 
+PROGRESS_INTERVAL_S = 0.25  # between two reports on a prompt
+QUEUED_INTERVAL_S = 1.0  # while it waits
 FIRST_EVENT_TIMEOUT_S = 5.0  # how long a stream waits for the engine's first event before its 200 is sent
 
 
@@ -115,6 +117,7 @@ class Generation:
         self._queue: AnswerQueue[Delta | BaseException] = AnswerQueue()
         self._first: Delta | BaseException | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of the choices at the engine, by index
+        self._reporter: asyncio.Task[None] | None = None  # on the prompt's progress
         self._handles: dict[int, ReplicaHandle] = {}  # by prompt
         lens = [len(choice.request.prompt_token_ids) for choice in choices]
         self._submission = admission_queue.open(lens, self._send, yields=has_place, client=key_label or "")
@@ -192,9 +195,39 @@ class Generation:
             if self._alarm is not None:
                 self._alarm.cancel()
             self._submission.close()
-            for task in self._tasks.values():
+            for task in (*self._tasks.values(), *filter(None, (self._reporter,))):
                 task.cancel()
             self._on_close(self)
+
+    def report_progress(self) -> None:
+        """From now on pieces with `progress` tell of the first prompt, until it is done."""
+        self._reporter = asyncio.create_task(self._report_progress(self.choices[0]), name="prompt-progress")
+
+    async def _report_progress(self, choice: Choice) -> None:
+        wait = PROGRESS_INTERVAL_S
+        while True:
+            await asyncio.sleep(wait)
+            history = await self._history_of(choice)
+            if choice.started:
+                return
+            if history is not None:
+                cached, place = history["cached_tokens"], history["queue_position"]
+                # After a preemption what is computed again counts again.
+                done = min(cached + history["computed_tokens"], history["prompt_tokens"])
+                self._queue.put(self._progress(choice, cached, 0 if place is not None else done, place))
+                wait = PROGRESS_INTERVAL_S if place is None else QUEUED_INTERVAL_S
+
+    async def _history_of(self, choice: Choice) -> RequestHistory | None:
+        """History of a choice at its engine; None before it is there, or while its grammar is compiled."""
+        handle = self._handles.get(choice.index // self.per_prompt)
+        if handle is None:
+            return None
+        replica = next(replica for replica in self._engine.replicas if replica.number == handle.number)
+        return next(iter(await replica.histories([choice.request.request_id])), None)
+
+    def _progress(self, choice: Choice, cached: int, done: int, queue_position: int | None) -> Delta:
+        total, age = len(choice.request.prompt_token_ids), time.monotonic() - self.arrival
+        return Delta(choice.index, progress=PromptProgress(total, cached, done, round(1000 * age), queue_position))
 
     def _expire(self) -> None:
         """The time limit has passed. What runs ends with the text it has; if nothing began, it is an error."""
@@ -236,6 +269,7 @@ class Generation:
             if has_place or self.key_label is not None:
                 client = self.key_label or ""
                 request = replace(request, has_place=has_place, yields=self._has_place, client=client)
+            is_awaited = self._reporter is not None and choice.index == 0
             async with aclosing(self._handle_of(choice).generate(request)) as events:
                 async for event in events:
                     if not choice.started:
@@ -244,6 +278,10 @@ class Generation:
                         delta = choice.push(part)
                         if delta is not None and delta.error is not None:
                             raise _failure(delta.error, delta.error_param, delta.error_code)
+                        if is_awaited and choice.started:  # the prompt is done, which no report said yet
+                            total = len(request.prompt_token_ids)
+                            self._queue.put(self._progress(choice, choice.num_cached_tokens, total, None))
+                            is_awaited = False
                         if delta is not None:
                             self._queue.put(delta)
                         if choice.finish_reason is not None:

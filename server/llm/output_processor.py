@@ -18,6 +18,17 @@ from oarlock.server.llm.detokenizer import Detokenizer, StopStringMatcher, StopS
 from oarlock.server.llm.tokenizer import Tokenizer
 
 
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How much of a prompt is done, as its engine counts, and where it stands in the queue."""
+
+    total: int  # tokens of the prompt
+    cache: int  # of these, in the KV cache already
+    processed: int  # of these, cached or computed
+    time_ms: int  # since the request was sent to the engine
+    queue_position: int | None  # requests ahead of it; None: it runs, or the engine does not say
+
+
 @dataclass(slots=True)
 class Delta:
     """Piece of a choice that one event added: its text, tokens and scores, and why it ended."""
@@ -34,6 +45,7 @@ class Delta:
     error: str | None = None
     error_param: str | None = None  # the field of the request that is at fault
     error_code: str | None = None  # what was not available
+    progress: PromptProgress | None = None  # of the prompt: then there is nothing else in it
 
 
 @dataclass(frozen=True, slots=True)

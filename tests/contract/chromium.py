@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -56,3 +57,51 @@ class Window:
         """Open the page at this address."""
         self.page.goto(url)
         return self.page
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with running() as found:
+        yield found
+
+
+@pytest.fixture
+def serve(make_server: Callable[..., Any]) -> Callable[..., Any]:
+    """`make_server` of a model with a longer context."""
+    from tests.contract.conftest import INFO
+
+    info = dataclasses.replace(INFO, max_model_len=4096, max_num_batched_tokens=4096, num_blocks=600)
+    return lambda *args, **options: make_server(*args, info=info, **options)
+
+
+@pytest.fixture
+def window(browser: Any) -> Iterator[Callable[..., Any]]:
+    """`window(url)`: the page there, in a context of its own. At the end nothing has gone wrong in any of them."""
+    opened = []
+
+    def make(url: str, path: str = "/", **options: Any) -> Any:
+        opened.append(Window(browser, **options))
+        page = opened[-1].open(url + path)
+        page.window = opened[-1]
+        return page
+
+    yield make
+    for each in opened:
+        each.context.close()
+    assert [fault for each in opened for fault in each.faults] == []
+
+
+@pytest.fixture
+def expect() -> Any:
+    return pytest.importorskip("playwright.sync_api").expect
+
+
+def ask(page: Any, text: str) -> None:
+    """Send a message."""
+    page.get_by_label("Message").fill(text)
+    page.get_by_label("Message").press("Enter")
+
+
+def answers(page: Any) -> Any:
+    """All answers."""
+    return page.get_by_role("listitem", name="Answer")

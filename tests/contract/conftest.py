@@ -24,6 +24,7 @@ from oarlock.server.http.server_state import Phase, ServerState
 from oarlock.server.http.uvicorn_server import HttpServer, bind, url_of
 from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.observability.metrics import HttpCounters
+from tests.contract.chromium import browser, expect, serve, window  # noqa: F401  (fixtures of the page's tests)
 from tests.unit.server.llm import chat_templates as templates
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
@@ -312,11 +313,11 @@ def make_server(make_stage: Callable[..., Stage]) -> Iterator[Callable[..., Runn
         stage = make_stage(*args, **options)
         server = HttpServer(around(stage.app), listener, max_connections)  # type: ignore[arg-type]
 
-        def serve() -> None:
+        def run() -> None:
             with asyncio.Runner(loop_factory=loop) as runner:
                 runner.run(server.run_until_stopped())
 
-        thread = threading.Thread(target=serve, daemon=True)
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         wait_for(lambda: server.started)
 

@@ -24,6 +24,7 @@ BESIDE = {
     "max_tokens": {"echo": True},
     "min_tokens": {"max_tokens": 2**31 - 1},
     "stream_options": {"stream": True},
+    "return_progress": {"stream": True},
     "top_logprobs": {"logprobs": True},
 }
 # Other rules than ranges: named here so that nothing else can hide among them.

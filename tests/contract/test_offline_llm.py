@@ -155,7 +155,7 @@ def test_params_for_each_prompt(make_llm):
 
 def test_every_field_of_a_request_is_here_or_of_http():
     """A field that is added to the schema must be considered here."""
-    of_http = {"model", "stream", "stream_options", "user", "metadata", "store", "service_tier"}
+    of_http = {"model", "stream", "stream_options", "return_progress", "user", "metadata", "store", "service_tier"}
     of_http |= {"return_token_ids", "return_tokens_as_token_ids"}  # an output always has them
     older_names = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
     fields = {field.name for field in dataclasses.fields(SamplingParams)}

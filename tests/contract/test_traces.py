@@ -99,7 +99,8 @@ class Known(dict):
         at = record.received_s
         return RequestHistory(
             request_id=request_id, prompt_tokens=1, cached_tokens=0, output_tokens=5, arrival_s=at + 0.001,
-            num_running=0, num_waiting=0, ahead=[], without_row=0, without_blocks=0, first_scheduled_s=at + 0.002,
+            num_running=0, num_waiting=0, queue_position=None, ahead=[], without_row=0, without_blocks=0,
+            first_scheduled_s=at + 0.002,
             num_chunks=1, computed_tokens=1, chunks=[], first_token_s=at + 0.004,
             decode=DecodeSteps(steps=4, mean_sequences=1.0, prompt_tokens=0, seconds=0.1, by_sequences={}),
             num_preemptions=1, preemptions=[Preemption(at_s=at + 0.005, back_s=None, is_short=True)], stalls=[],

@@ -1,6 +1,5 @@
 """The web page in a real browser, in front of the real HTTP server with a scripted engine behind it."""
 
-import dataclasses
 import json
 import threading
 
@@ -8,7 +7,8 @@ import anyio
 import pytest
 
 from tests.contract import chromium
-from tests.contract.conftest import INFO, chat_tokenizer
+from tests.contract.chromium import answers, ask
+from tests.contract.conftest import chat_tokenizer
 from tests.contract.test_chat_tools_wire import TOOLS
 from tests.unit.server.llm import chat_templates as templates
 
@@ -27,50 +27,6 @@ EVIL = """<script>window.harmed = 1</script> <img src=x onerror="window.harmed =
 |---|---|
 | [x](JaVaScRiPt:alert(1)) | &lt;b&gt; |
 """
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium.running() as found:
-        yield found
-
-
-@pytest.fixture
-def serve(make_server):
-    """`make_server` of a model with a longer context."""
-    info = dataclasses.replace(INFO, max_model_len=4096, max_num_batched_tokens=4096, num_blocks=600)
-    return lambda *args, **options: make_server(*args, info=info, **options)
-
-
-@pytest.fixture
-def window(browser):
-    """`window(url)`: the page there, in a context of its own. At the end nothing has gone wrong in any of them."""
-    opened = []
-
-    def make(url, path="/", **options):
-        opened.append(chromium.Window(browser, **options))
-        page = opened[-1].open(url + path)
-        page.window = opened[-1]
-        return page
-
-    yield make
-    for each in opened:
-        each.context.close()
-    assert [fault for each in opened for fault in each.faults] == []
-
-
-@pytest.fixture
-def expect():
-    return pytest.importorskip("playwright.sync_api").expect
-
-
-def ask(page, text):
-    page.get_by_label("Message").fill(text)
-    page.get_by_label("Message").press("Enter")
-
-
-def answers(page):
-    return page.get_by_role("listitem", name="Answer")
 
 
 def prompts(server, tokenizer):
@@ -145,7 +101,7 @@ def test_an_edited_question_and_another_answer_are_branches(serve, window, expec
     expect(answers(page)).to_contain_text("first")
     page.get_by_role("button", name="Try again").click()
     expect(answers(page)).to_contain_text("second")
-    page.get_by_role("button", name="Edit").click()
+    page.get_by_role("listitem", name="You").get_by_role("button", name="Edit").click()
     page.get_by_label("Edit the message").fill("New question")
     page.get_by_label("Edit the message").press("Enter")
     expect(answers(page)).to_contain_text("third")
@@ -208,7 +164,7 @@ def test_what_a_model_writes_never_runs(serve, window, expect):
         ask(page, EVIL + thinking)
         expect(answers(page).locator(".numbers")).to_contain_text("cached")
         expect(page.locator("main img, main script, main svg[onload], main b, main i, main u")).to_have_count(0)
-        links = page.locator(".prose a").evaluate_all("links => links.map(link => [link.href, link.rel])")
+        links = answers(page).locator(".prose a").evaluate_all("links => links.map(link => [link.href, link.rel])")
         assert [address for address, _ in links] == ["http://198.51.100.7/pixel.png", "https://example.org/a_b"]
         assert all("noopener" in rel and "noreferrer" in rel for _, rel in links)
         assert page.evaluate("window.harmed") is None

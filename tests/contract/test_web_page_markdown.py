@@ -55,12 +55,6 @@ SHOWN = """async ([base, cases]) => {
 LONG = ("*a " * 30_000, "[" * 30_000, "`" * 30_000 + "a", "> " * 5_000, "- " * 5_000, "**a*" * 20_000, "_a" * 30_000)
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with chromium.running() as found:
-        yield found
-
-
 def test_what_becomes_of_it(make_server, browser):
     server = make_server("")
     window = chromium.Window(browser)

@@ -97,7 +97,7 @@ class ChatCompletionWriter(ResponseWriter):
 
     def chunk(self, delta: Delta) -> bytes | None:
         """The events that a piece becomes: one, or more when it holds several things."""
-        if self._is_plain:
+        if self._is_plain or delta.progress is not None:
             return super().chunk(delta)
         self._counted += delta.num_tokens
         parser = self._parsers[delta.index]

@@ -10,6 +10,12 @@ let timer = 0;
 const visible = (text) => (text.trim() === text && text !== "" ? text : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣"));
 const percent = (p) => (p >= 0.0995 ? `${(100 * p).toFixed(0)} %` : p >= 0.00095 ? `${(100 * p).toFixed(1)} %` : "< 0.1 %");
 
+/** The class of a token by its probability, for a heat map: `p0` is likely, `p5` a surprise. */
+function likeliness(token) {
+  const p = token.others.find((other) => other.isTaken)?.p ?? 1;
+  return `p${[0.9, 0.5, 0.2, 0.05, 0.005].filter((bound) => p < bound).length}`;
+}
+
 /** Nodes for a text whose character i stands at offsets[i] of an answer: a span for each token. */
 export function words(tokens, base, text, offsets) {
   const made = [];
@@ -26,7 +32,7 @@ export function words(tokens, base, text, offsets) {
     else while (to < text.length && offsets[to] + base < tokens[number].end) to++;
     const piece = text.slice(from, to);
     if (number >= tokens.length) made.push(piece);
-    else made.push(el("span", { class: tokens[number].isChosen ? "word chosen" : "word", "data-token": number }, piece));
+    else made.push(el("span", { class: `word${tokens[number].isChosen ? " chosen" : ""} ${likeliness(tokens[number])}`, "data-token": number }, piece));
     from = to;
   }
   return made;
@@ -43,14 +49,14 @@ export function attach(owner, { tokenOf, choose, isBusy }) {
   };
   owner.addEventListener("pointerover", (event) => {
     const word = event.target.closest(".word");
-    if (!word || event.pointerType === "touch" || menu?.word === word) return;
+    if (!word || event.pointerType === "touch" || menu?.word === word || isSelecting(event)) return;
     clearTimeout(timer);
-    timer = setTimeout(() => word.isConnected && open(word, false), DELAY_MS);
+    timer = setTimeout(() => word.isConnected && !isSelecting() && open(word, false), DELAY_MS);
   });
   owner.addEventListener("pointerout", (event) => event.pointerType !== "touch" && leave());
   owner.addEventListener("click", (event) => {
     const word = event.target.closest(".word");
-    if (word && !event.target.closest("a, button") && getSelection().isCollapsed) open(word, false);
+    if (word && !event.target.closest("a, button") && !isSelecting()) open(word, false);
   });
   owner.addEventListener("keydown", (event) => {
     if (event.target !== owner || event.ctrlKey || event.metaKey || event.altKey) return;
@@ -72,6 +78,9 @@ export function attach(owner, { tokenOf, choose, isBusy }) {
   });
   owner.addEventListener("blur", () => setTimeout(() => !menu?.element.contains(document.activeElement) && close(), 0));
 }
+
+/** Whether text is being selected, or is selected: then nothing opens over it. */
+const isSelecting = (event = null) => Boolean(event?.buttons) || !getSelection().isCollapsed;
 
 function leave() {
   clearTimeout(timer);
@@ -144,5 +153,6 @@ document.addEventListener("keydown", (event) => {
     event.stopImmediatePropagation();
   }
 }, true);
+document.addEventListener("selectionchange", () => isSelecting() && close());
 addEventListener("resize", close);
 addEventListener("scroll", close, true);

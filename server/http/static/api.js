@@ -36,6 +36,9 @@ async function request(path, { body, signal, key = getKey() } = {}) {
   throw new ApiError(message, response.status, response.headers.get("x-request-id") ?? "");
 }
 
+/** The JSON that a request is answered with. Raises `ApiError`. */
+export const post = (path, body, options) => get(path, { ...options, body });
+
 /** The JSON at a path. Raises `ApiError`. */
 export async function get(path, options) {
   const response = await request(path, options);

@@ -3,17 +3,21 @@
 import { ApiError, get, setKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { Connection } from "./connection.js";
+import { ConversationList } from "./conversation_list.js";
 import { $, el, keep, recall } from "./dom.js";
 import { ModelView } from "./model.js";
 import { Settings } from "./settings.js";
 import { StateView } from "./state.js";
+import { Store } from "./store.js";
 
 const VIEWS = ["chat", "state", "model"];
 const THEMES = { "": ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
 const STARTERS = ["What does os.path.join do?", "Explain recursion with a short example.", "Write a haiku about rowing.", "What is a KV cache good for?"];
 
 const settings = new Settings($("settings"));
-const chat = new Chat(settings, { askKey, unreachable: () => connection.check() });
+const store = new Store((id) => changedElsewhere(id));
+const chat = new Chat(settings, store, { askKey, unreachable: () => connection.check(), saved: (id) => (id ? list?.refresh() : list?.mark()) });
+const list = new ConversationList(store, { open: (id) => openChat(id), opened: () => chat.tree.id });
 const state = new StateView($("state"), askKey);
 const model = new ModelView($("model"), askKey);
 const connection = new Connection(learn);
@@ -24,6 +28,7 @@ async function learn() {
     const capabilities = await get("v1/capabilities");
     settings.describe(capabilities.models, capabilities.endpoints["/v1/chat/completions"].parameters);
     chat.hasChat = capabilities.features.chat;
+    chat.meter.limit = capabilities.limits.max_model_len;
     chat.question.placeholder = chat.hasChat ? "Write a message" : `This model ${capabilities.pooling ? "writes no texts" : "has no chat template: it serves /v1/completions only"}`;
     $("empty").querySelector("h1").textContent = capabilities.models[0];
     document.title = `${capabilities.models[0]} · Oarlock`;
@@ -36,6 +41,33 @@ async function learn() {
   }
 }
 
+// ------------------------------------------------------------------ conversations
+async function openChat(id) {
+  select("chat");
+  if (isNarrow()) showList(false);
+  await chat.open(id);
+}
+
+/** Another tab has changed what is kept; the one that is open here is shown anew unless an answer is being written. */
+async function changedElsewhere(id) {
+  list.refresh();
+  if (id === chat.tree.id && !chat.running && !chat.list.querySelector(".editor")) await chat.open(id);
+}
+list.renamed = (id, title) => id === chat.tree.id && Object.assign(chat.tree.head, { title, isNamed: true });
+
+const isNarrow = () => matchMedia("(max-width: 60rem)").matches;
+
+function showList(isShown) {
+  $("conversations").hidden = !isShown;
+  $("list-button").setAttribute("aria-expanded", isShown);
+}
+showList(!isNarrow());
+$("list-button").addEventListener("click", () => {
+  showList($("conversations").hidden);
+  if (!$("conversations").hidden) $("search").focus();
+});
+$("new-chat").addEventListener("click", () => openChat(null));
+
 // ------------------------------------------------------------------ tabs
 function select(name, takesFocus = false) {
   for (const view of VIEWS) {
@@ -46,7 +78,7 @@ function select(name, takesFocus = false) {
   if (takesFocus) $(`tab-${name}`).focus();
   state.isShown = name === "state";
   state.restart();
-  history.replaceState(null, "", name === "chat" ? location.pathname + location.search : `#/${name}`);
+  if (!location.hash.includes("?")) history.replaceState(null, "", name === "chat" ? location.pathname + location.search : `#/${name}`);
 }
 
 for (const view of VIEWS) {
@@ -56,15 +88,24 @@ for (const view of VIEWS) {
     if (step) select(VIEWS[(VIEWS.indexOf(view) + step + VIEWS.length) % VIEWS.length], true);
   });
 }
-const named = location.hash.slice(2);
+const named = location.hash.slice(2).split("?")[0];
 select(VIEWS.includes(named) ? named : "chat");
 
 // ------------------------------------------------------------------ settings and theme
-$("settings-button").addEventListener("click", () => {
-  const panel = $("settings");
-  panel.hidden = !panel.hidden;
-  $("settings-button").setAttribute("aria-expanded", !panel.hidden);
-  if (!panel.hidden) panel.querySelector("textarea").focus({ preventScroll: true });
+function showSettings(isShown) {
+  $("settings").hidden = !isShown;
+  $("settings-button").setAttribute("aria-expanded", isShown);
+  if (isShown) $("settings").querySelector("textarea").focus({ preventScroll: true });
+  else $("settings-button").focus();
+}
+$("settings-button").addEventListener("click", () => showSettings($("settings").hidden));
+
+/** Escape closes what is open, and then stops the answer. */
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+  if (!$("settings").hidden && ($("settings").contains(document.activeElement) || isNarrow())) showSettings(false);
+  else if (!$("conversations").hidden && isNarrow()) showList(false), $("list-button").focus();
+  else chat.stop();
 });
 
 function applyTheme(theme) {
@@ -124,7 +165,7 @@ function askKey() {
 }
 
 for (const text of STARTERS) {
-  const begin = () => chat.hasChat && !chat.running && chat.ask(0, text);
+  const begin = () => chat.hasChat && !chat.running && chat.ask("", text);
   $("starters").append(el("li", {}, el("button", { onclick: begin }, text)));
 }
 if (matchMedia("(pointer: fine)").matches) $("question").focus();

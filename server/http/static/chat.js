@@ -1,47 +1,93 @@
 // The chat: sends a conversation, shows its answers as they come, and lets each of them be stopped, edited and branched.
 
-import { attach, close, words } from "./alternatives.js";
-import { ApiError, stream } from "./api.js";
-import { Conversation } from "./conversation.js";
-import { $, announce, copy, count, duration, el, plural } from "./dom.js";
-import { Markdown } from "./markdown.js";
-import { addToken, align, divide, otherPrefix, wholePrefix } from "./tokens.js";
+import { close } from "./alternatives.js";
+import { ApiError, base, stream } from "./api.js";
+import { Attachments } from "./attachments.js";
+import { Conversation, contentOf } from "./conversation.js";
+import { $, announce, el, keep, notice, recall } from "./dom.js";
+import { MessageView, saidOf } from "./message_view.js";
+import { ContextMeter, LiveNumbers } from "./meter.js";
+import { addToken, divide, wholePrefix } from "./tokens.js";
 
-const ENDS = { length: "the token limit ended it", stopped: "stopped", timeout: "the time limit ended it", lost: "the connection was lost" };
-const ROLES = { user: "You", assistant: "Answer", tool: "Result of a function" };
+const OPENED = "oarlock-conversation"; // the id of the one that this tab shows
+const SAVE_EVERY_MS = 3000; // while an answer is written
 
 export class Chat {
-  /** `askKey` asks for a key and says whether there is one; `unreachable` is called when nothing answers. */
-  constructor(settings, { askKey, unreachable }) {
-    Object.assign(this, { settings, askKey, unreachable, tree: new Conversation(), views: new Map(), running: null, hasChat: true });
+  /** `askKey` asks for a key and says whether there is one; `unreachable` is called when nothing answers; `saved` when a
+   * conversation has changed. */
+  constructor(settings, store, { askKey, unreachable, saved }) {
+    Object.assign(this, { settings, store, askKey, unreachable, saved, views: new Map(), running: null, hasChat: true, follows: true });
+    this.tree = new Conversation();
     this.list = $("messages");
     this.question = $("question");
+    this.meter = new ContextMeter();
+    this.attachments = new Attachments(() => this.weigh());
     $("composer").addEventListener("submit", (event) => this.submit(event));
-    this.question.addEventListener("input", () => this.fit());
+    this.question.addEventListener("input", () => {
+      this.fit();
+      this.weigh();
+    });
     this.question.addEventListener("keydown", (event) => {
       const isNewLine = event.shiftKey || event.isComposing || matchMedia("(pointer: coarse)").matches;
       if (event.key !== "Enter" || isNewLine) return;
       event.preventDefault();
       if (!this.running) $("composer").requestSubmit();
     });
-    document.addEventListener("keydown", (event) => event.key === "Escape" && !document.querySelector("dialog[open]") && this.stop());
-    $("new-chat").addEventListener("click", () => this.clear());
     $("scroll").addEventListener("scroll", () => (this.follows = this.isAtEnd()), { passive: true });
-    this.follows = true;
-    this.draw();
+    this.ready = this.restore();
   }
 
-  clear() {
-    this.stop();
-    this.tree.clear();
-    this.tree.save();
+  /** After a reload: what this tab showed before. */
+  async restore() {
     this.draw();
-    this.question.focus();
+    const id = recall(OPENED);
+    if (id) await this.open(id);
+    const asked = new URLSearchParams(location.hash.split("?")[1] ?? "").get("q");
+    if (asked === null) return;
+    if (!this.tree.isEmpty) await this.open(null);
+    this.question.value = asked; // shown and not sent: whoever made the link is not whoever opened it
+    this.fit();
+    this.weigh();
+    history.replaceState(null, "", location.pathname + location.search);
+  }
+
+  /** Show the conversation of this id, or a new one. An answer that is being written ends, and is kept. */
+  async open(id) {
+    if (this.running) {
+      this.stop();
+      await this.ended;
+    }
+    const records = id ? await this.store.load(id) : null;
+    this.tree = new Conversation(records?.conversations.length ? records : null);
+    keep(OPENED, records?.conversations.length ? id : null);
+    this.follows = true;
+    this.draw();
+    this.saved(null);
+    if (!id) this.question.focus();
+  }
+
+  async save() {
+    const records = this.tree.changes();
+    if (!records) return;
+    keep(OPENED, this.tree.id);
+    if (!(await this.store.put(records))) notice("This browser has no room left: the conversation is not kept.");
+    this.saved(this.tree.id);
+  }
+
+  /** The words of an answer that was kept, with their alternatives. */
+  async loadTokens(node) {
+    const found = await this.store.tokens(`${this.tree.id} ${node.id}`);
+    node.tokens = found?.tokens ?? [];
+    node.raw = found?.raw ?? "";
   }
 
   fit() {
     this.question.style.height = "auto";
     this.question.style.height = `${Math.min(this.question.scrollHeight + 2, innerHeight * 0.4)}px`;
+  }
+
+  weigh() {
+    this.meter.weigh(contentOf({ content: this.question.value, files: this.attachments.files }));
   }
 
   isAtEnd() {
@@ -57,43 +103,58 @@ export class Chat {
     event.preventDefault();
     if (this.running) return this.stop();
     const text = this.question.value;
-    if (!text.trim()) return;
+    if (!text.trim() && !this.attachments.files.length) return;
     this.question.value = "";
     this.fit();
-    this.ask(this.tree.end().id, text);
+    this.ask(this.tree.end().id, text, this.attachments.take());
+    this.weigh();
   }
 
   /** A question below the node of this id, and its answer. */
-  ask(parent, text) {
+  ask(parent, text, files = []) {
     this.follows = true;
-    this.answer(this.tree.add(parent, "user", { content: text }).id);
+    return this.answer(this.tree.add(parent, "user", files.length ? { content: text, files } : { content: text }).id);
   }
 
   stop() {
     this.running?.abort();
   }
 
+  async goOn(node) {
+    if (node.hasTokens && !node.tokens) await this.loadTokens(node);
+    this.answer(node.parent, wholePrefix({ ...node, tokens: node.tokens ?? [] }));
+  }
+
   /** An answer below the node of this id; with `prefix` it goes on from there. */
   async answer(parent, prefix = { raw: "", tokens: [], opensThinking: false }) {
     if (this.running) return;
     const start = divide(prefix.raw, prefix.opensThinking);
-    const fields = { ...prefix, reasoning: start.reasoning, content: start.content, calls: [], busy: true, finish: null, error: null, took: null };
+    const fields = { ...prefix, reasoning: start.reasoning, content: start.content, calls: [], busy: true, finish: null, error: null, took: null, live: new LiveNumbers() };
     const node = this.tree.add(parent, "assistant", fields);
     this.running = new AbortController();
     this.draw();
     announce("The answer begins.");
-    await this.fill(node, prefix);
+    const saving = setInterval(() => {
+      this.tree.unsaved.add(node.id);
+      this.save();
+    }, SAVE_EVERY_MS);
+    this.ended = this.fill(node, prefix);
+    await this.ended;
+    clearInterval(saving);
     node.busy = false;
+    node.took = node.live.took();
     this.running = null;
-    this.tree.save();
-    this.render(node);
+    this.tree.unsaved.add(node.id);
+    this.save();
+    this.views.get(node.id)?.render();
     this.controls();
-    announce(node.error ? node.error.message : `The answer is complete, ${plural(node.took?.completion ?? 0, "token")}.`);
+    announce(saidOf(node));
   }
 
   async fill(node, prefix) {
-    const body = this.body(node, prefix);
+    const body = this.body(node.parent, prefix);
     const controller = this.running;
+    await this.save();
     for (;;) {
       try {
         await this.receive(node, body, controller.signal);
@@ -113,10 +174,11 @@ export class Chat {
     }
   }
 
-  body(node, prefix) {
-    const messages = this.tree.messages(node.parent);
+  /** The body of the request for an answer below this node. */
+  body(parent, prefix = { raw: "" }) {
+    const messages = this.tree.messages(parent);
     if (this.settings.system) messages.unshift({ role: "system", content: this.settings.system });
-    const body = { ...this.settings.fields(), messages, stream: true, stream_options: { include_usage: true } };
+    const body = { ...this.settings.fields(), messages, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true }, return_progress: true };
     if (prefix.raw) {
       messages.push({ role: "assistant", content: (prefix.opensThinking ? "<think>\n" : "") + prefix.raw });
       Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
@@ -125,16 +187,12 @@ export class Chat {
   }
 
   async receive(node, body, signal) {
-    const sent = performance.now();
-    let first = 0;
+    node.live = new LiveNumbers();
     for await (const event of stream("v1/chat/completions", body, signal)) {
       const choice = event.choices[0];
-      if (choice) {
-        for (const entry of choice.logprobs?.content ?? []) addToken(node, entry);
-        if (this.take(node, choice.delta)) first ||= performance.now();
-        if (choice.finish_reason) node.finish = choice.finish_reason;
-      }
-      if (event.usage) node.took = times(event.usage, sent, first || performance.now());
+      for (const entry of choice?.logprobs?.content ?? []) addToken(node, entry);
+      node.live.take(event, choice ? this.take(node, choice.delta) : false);
+      if (choice?.finish_reason) node.finish = choice.finish_reason;
       this.later(node);
     }
   }
@@ -158,16 +216,49 @@ export class Chat {
     if (this.frame) return;
     this.frame = requestAnimationFrame(() => {
       this.frame = null;
-      this.render(node);
+      this.views.get(node.id)?.render();
+      this.meter.show(node.busy ? node.live.took() : node.took);
     });
+  }
+
+  /** An answer as the person would have it, beside the one that the model gave. */
+  replaceAnswer(node, content) {
+    this.tree.add(node.parent, "assistant", { content, reasoning: "", calls: [], finish: "edited", error: null, took: null, opensThinking: false });
+    this.save();
+    this.draw();
+  }
+
+  /** Delete a message with all that follows it, until somebody wants it back. */
+  async remove(node) {
+    const tree = this.tree;
+    const gone = tree.remove(node);
+    this.draw();
+    await this.save();
+    const records = await Promise.all(gone.map((each) => this.store.delete(`${tree.id} ${each.id}`)));
+    notice(gone.length > 1 ? "The message and what follows it are deleted." : "The message is deleted.", "Undo", async () => {
+      tree.restore(gone);
+      for (const { tokens } of records) if (tokens.length) await this.store.put({ conversations: [tree.head], nodes: [], tokens });
+      if (this.tree === tree) this.draw();
+      const changes = tree.changes();
+      if (changes) await this.store.put(changes);
+      this.saved(tree.id);
+    });
+  }
+
+  /** The address that opens this page with a question. What follows the # stays in the browser. */
+  linkTo(text) {
+    return `${base.href}#/chat?${new URLSearchParams({ q: text })}`;
   }
 
   // ------------------------------------------------------------------ what is shown
   draw() {
     close();
-    this.views.clear();
-    this.list.replaceChildren(...this.tree.path().map((node) => this.view(node)));
-    $("empty").hidden = this.tree.nodes[0].chosen !== null;
+    for (const view of this.views.values()) view.end();
+    const nodes = this.tree.path();
+    this.views = new Map(nodes.map((node) => [node.id, new MessageView(this, node)]));
+    this.list.replaceChildren(...[...this.views.values()].map((view) => view.item));
+    $("empty").hidden = !this.tree.isEmpty;
+    this.meter.show(nodes.findLast((node) => node.took)?.took ?? null);
     this.controls();
     this.toEnd();
   }
@@ -176,78 +267,9 @@ export class Chat {
     const isBusy = this.running !== null;
     $("send").textContent = isBusy ? "Stop" : "Send";
     $("send").classList.toggle("stop", isBusy);
-    $("new-chat").hidden = this.tree.nodes[0].chosen === null;
     this.question.disabled = !this.hasChat;
     $("send").disabled = !this.hasChat;
     for (const button of this.list.querySelectorAll("[data-idle]")) button.disabled = isBusy;
-  }
-
-  view(node) {
-    const item = el("li", { class: node.role, "aria-label": ROLES[node.role] });
-    this.views.set(node.id, { item });
-    if (node.role === "assistant") this.answerView(node, item);
-    else {
-      const text = el("div", { class: "bubble" }, node.content);
-      const edit = node.role === "user" && this.button("Edit", () => this.edit(node, item));
-      item.append(text, el("div", { class: "row actions" }, this.branches(node), this.button("Copy", (event) => copy(node.content, event.target), false), edit));
-    }
-    return item;
-  }
-
-  answerView(node, item) {
-    const thoughts = el("details", { class: "thoughts", hidden: true }, el("summary", {}, "Thoughts"), el("div", { class: "prose" }));
-    const body = el("div", { class: "prose", role: "group", tabindex: "0", "aria-label": "Text of the answer; the arrow keys go from word to word" });
-    const calls = el("div", { class: "calls" });
-    const problem = el("p", { class: "problem" });
-    const numbers = el("p", { class: "numbers" });
-    const actions = el("div", { class: "row actions" });
-    item.append(thoughts, body, calls, problem, numbers, actions);
-    const view = this.views.get(node.id);
-    const places = () => (view.places ??= align(node) ?? { reasoningAt: 0, contentAt: 0, isLost: true });
-    const pieces = (name) => (text, offsets) => (node.tokens.length && !places().isLost ? words(node.tokens, places()[name], text, offsets) : [text]);
-    const thoughtText = new Markdown(thoughts.lastChild, pieces("reasoningAt"));
-    const answerText = new Markdown(body, pieces("contentAt"));
-    Object.assign(view, { thoughts, calls, problem, numbers, actions, body, thoughtText, answerText });
-    const choosing = {
-      tokenOf: (index) => node.tokens[index] ?? null,
-      choose: (index, other) => this.answer(node.parent, otherPrefix(node, index, other)),
-      isBusy: () => this.running !== null,
-    };
-    attach(body, choosing);
-    attach(thoughts, choosing);
-    this.render(node);
-  }
-
-  render(node) {
-    const view = this.views.get(node.id);
-    if (!view) return;
-    view.places = null;
-    view.item.setAttribute("aria-busy", node.busy);
-    view.thoughts.hidden = !node.reasoning;
-    view.thoughts.firstChild.textContent = node.busy && !node.content ? "Thinking …" : "Thoughts";
-    view.thoughtText.update(node.reasoning);
-    view.answerText.update(node.content);
-    view.body.hidden = !node.content && !node.busy;
-    view.item.classList.toggle("waiting", node.busy && !node.content && !node.reasoning && !node.calls.length);
-    if (node.calls.length) view.calls.replaceChildren(...node.calls.map((call) => callView(call)));
-    view.problem.textContent = node.error?.message ?? "";
-    if (node.error?.requestId) view.problem.append(el("small", {}, ` Request ${node.error.requestId}.`));
-    view.numbers.replaceChildren(...numbersOf(node));
-    if (!node.busy) {
-      view.actions.replaceChildren(...this.answerActions(node));
-      if (node.calls.length && !node.children.length) view.calls.append(this.results(node));
-    }
-    this.toEnd();
-  }
-
-  answerActions(node) {
-    const isCut = !node.calls.length && (node.content || node.reasoning) && (node.error || ["length", "stopped", "timeout", "lost"].includes(node.finish));
-    return [
-      this.branches(node),
-      node.content && this.button("Copy", (event) => copy(node.content, event.target), false),
-      isCut && this.button("Go on", () => this.answer(node.parent, wholePrefix(node))),
-      this.button("Try again", () => this.answer(node.parent)),
-    ].filter(Boolean);
   }
 
   button(label, onclick, isIdleOnly = true) {
@@ -259,28 +281,11 @@ export class Chat {
     if (number === 1) return null;
     const turn = (step) => () => {
       this.tree.turn(node, step);
-      this.tree.save();
+      this.save();
       this.draw();
     };
     const step = (label, sign, by, isEnd) => el("button", { class: "quiet", "aria-label": label, "data-idle": !isEnd, disabled: isEnd || this.running !== null, onclick: turn(by) }, sign);
     return el("span", { class: "branches", role: "group", "aria-label": "Branches" }, step("Branch before", "‹", -1, place === 1), el("span", {}, `${place} / ${number}`), step("Next branch", "›", 1, place === number));
-  }
-
-  edit(node, item) {
-    const area = el("textarea", { "aria-label": "Edit the message", rows: Math.min(12, node.content.split("\n").length + 1) });
-    area.value = node.content;
-    const send = () => {
-      if (area.value.trim()) this.ask(node.parent, area.value);
-    };
-    area.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") this.draw();
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-        event.preventDefault();
-        send();
-      }
-    });
-    item.replaceChildren(area, el("div", { class: "row actions" }, this.button("Cancel", () => this.draw()), el("button", { class: "primary", onclick: send }, "Send")));
-    area.focus();
   }
 
   /** Fields for what the called functions returned. */
@@ -293,40 +298,4 @@ export class Chat {
     };
     return el("div", { class: "results" }, ...areas, this.button(areas.length > 1 ? "Send results" : "Send result", send));
   }
-}
-
-function callView(call) {
-  let text = call.arguments;
-  try {
-    text = JSON.stringify(JSON.parse(text), null, 2);
-  } catch {
-    // still being written, or a model's mistake: shown as it is
-  }
-  return el("div", { class: "call" }, el("div", { class: "code-head" }, el("span", {}, "calls ", el("strong", {}, call.name))), el("pre", { tabindex: "0" }, el("code", {}, text)));
-}
-
-function times(usage, sent, first) {
-  const last = performance.now();
-  const completion = usage.completion_tokens;
-  return {
-    prompt: usage.prompt_tokens,
-    cached: usage.prompt_tokens_details?.cached_tokens ?? 0,
-    completion,
-    first: first - sent,
-    speed: completion > 1 && last - first > 5 ? (1000 * (completion - 1)) / (last - first) : null,
-  };
-}
-
-function numbersOf(node) {
-  const parts = [];
-  const add = (text, title) => parts.push(el("span", { title }, text));
-  if (node.took) {
-    const { completion, speed, first, prompt, cached } = node.took;
-    add(plural(completion, "token"), "tokens of this answer");
-    if (speed) add(`${speed.toFixed(speed < 100 ? 1 : 0)} tokens/s`, "after the first token, as this page received them");
-    add(`first after ${duration(first)}`, "from sending the question to the first token here");
-    add(`${count(cached)} of ${plural(prompt, "prompt token")} cached`, "tokens of the prompt that were in the KV cache already");
-  }
-  if (ENDS[node.finish]) add(ENDS[node.finish]);
-  return parts;
 }

@@ -1,5 +1,7 @@
 // Elements, storage of this tab, and the clipboard. Text only ever becomes text: nothing here parses HTML.
 
+const NOTICE_MS = 12_000;
+
 export const $ = (id) => document.getElementById(id);
 
 /** An element. `on…` properties are listeners, the others attributes; false and null leave an attribute out. */
@@ -63,6 +65,34 @@ function copyBySelection(text) {
 /** Say something to screen readers. */
 export function announce(text) {
   $("announcer").textContent = text;
+}
+
+/** Say something at the foot of the page for a while, with a button where something can be done. */
+export function notice(text, label = null, action = null) {
+  const place = $("notices");
+  const end = () => shown.remove();
+  const button = label && el("button", { onclick: () => (end(), action()) }, label);
+  const shown = el("p", {}, el("span", {}, text), button, el("button", { class: "quiet", "aria-label": "Dismiss", onclick: end }, "×"));
+  place.append(shown);
+  if (place.children.length > 3) place.firstChild.remove();
+  setTimeout(end, NOTICE_MS);
+}
+
+/** Give the person a file. */
+export function download(name, text, type) {
+  const link = el("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+/** Ask the person for a file, or several. */
+export function pickFile(accept = "", multiple = false) {
+  return new Promise((resolve) => {
+    const field = el("input", { type: "file", accept: accept || null, multiple });
+    field.addEventListener("change", () => resolve(multiple ? [...field.files] : field.files[0]));
+    field.addEventListener("cancel", () => resolve(multiple ? [] : null));
+    field.click();
+  });
 }
 
 export const count = (number) => number.toLocaleString("en");

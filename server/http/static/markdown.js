@@ -2,7 +2,10 @@
 // page; links lead to http, https and mailto alone, and nothing is loaded. Every piece of text knows where it stands in the
 // source, so that it can be given to the token it came from.
 
+import { colour } from "./code_colours.js";
 import { copy, el } from "./dom.js";
+import { BLOCK_MATH, formula, mathEnd } from "./math.js";
+import { isInUse, unwatch, watch } from "./windowed.js";
 
 const MAX_DEPTH = 12; // of quotes, lists and emphasis; deeper ones are shown as written
 const MAX_LABEL = 1000;
@@ -15,27 +18,56 @@ const DIVIDER = /^ {0,3}\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
 const LINK = /^(https?:\/\/|mailto:)[^\s]+$/i;
 const BARE = /^https?:\/\/[^\s<>"')\]]*[^\s<>"')\].,;:!?]/i;
 const WORD = /[\p{L}\p{N}]/u;
+const MAX_MATH_LINES = 60;
+const WINDOWED_FROM = 60; // blocks of one text, from which those far away are emptied
 
 /** Shows a growing text in `target`. `pieces(text, offsets)` makes the nodes of a text; offsets[i] is where its character
- * i stands in the source. */
+ * i stands in the source. `isWindowed`: blocks of a long text that are far from what is seen are emptied. */
 export class Markdown {
-  constructor(target, pieces = (text) => [text]) {
-    this.target = target;
-    this.pieces = pieces;
+  constructor(target, pieces = (text) => [text], { isWindowed = false } = {}) {
+    Object.assign(this, { target, pieces, isWindowed });
     this.done = 0; // the source up to here is shown for good
     this.shown = 0; // by so many elements
   }
 
-  /** Show `source`, which begins with what was shown before. Only the last block is made anew. */
-  update(source) {
+  /** Show `source`, which begins with what was shown before. Only the last block is made anew. `isWhole`: there is no more. */
+  update(source, isWhole = false) {
     while (this.target.childNodes.length > this.shown) this.target.lastChild.remove();
-    const blocks = [];
-    new Blocks(this.pieces, source).read(linesOf(source, this.done), (node, start) => blocks.push([node, start]), 0);
+    const blocks = this.blocks(source, linesOf(source, this.done), isWhole);
     this.target.append(...blocks.map(([node]) => node));
     if (blocks.length > 1) {
-      this.shown += blocks.length - 1;
+      const ended = blocks.slice(0, -1);
+      if (this.isWindowed && this.shown + ended.length > WINDOWED_FROM) ended.forEach(([node, start], index) => this.window(source, node, start, blocks[index + 1][1]));
+      this.shown += ended.length;
       this.done = blocks.at(-1)[1];
     }
+  }
+
+  blocks(source, lines, isWhole) {
+    const found = [];
+    new Blocks(this.pieces, source, isWhole).read(lines, (node, start) => found.push([node, start]), 0);
+    return found;
+  }
+
+  /** Empty a block while it is far away. */
+  window(source, node, start, end) {
+    let shown = node;
+    const change = (isNear, height) => {
+      if (isNear !== shown.classList.contains("space") || (!isNear && isInUse(shown))) return;
+      const next = isNear ? this.blocks(source, linesOf(source.slice(0, end), start), true)[0][0] : el("div", { class: "space" });
+      if (!isNear) next.style.height = `${height}px`;
+      unwatch(shown);
+      shown.replaceWith(next);
+      shown = next;
+      watch(shown, change);
+    };
+    watch(shown, change);
+  }
+
+  clear() {
+    for (const block of this.target.children) unwatch(block);
+    this.target.replaceChildren();
+    this.done = this.shown = 0;
   }
 }
 
@@ -52,9 +84,8 @@ function linesOf(source, from) {
 }
 
 class Blocks {
-  constructor(pieces, source) {
-    this.pieces = pieces;
-    this.source = source;
+  constructor(pieces, source, isWhole) {
+    Object.assign(this, { pieces, source, isWhole });
   }
 
   text([start, end]) {
@@ -81,6 +112,8 @@ class Blocks {
     const heading = HEADING.exec(first);
     if (heading) return [this.line(`h${Math.min(6, heading[1].length + 1)}`, lines[at], heading[0].length, /\s+#+\s*$/), at + 1];
     if (RULE.test(first)) return [el("hr"), at + 1];
+    const math = BLOCK_MATH.test(first) && this.math(lines, at);
+    if (math) return math;
     if (depth < MAX_DEPTH && QUOTE.test(first)) return this.quote(lines, at, depth);
     if (depth < MAX_DEPTH && ITEM.test(first)) return this.list(lines, at, depth);
     if (first.includes("|") && at + 1 < lines.length && DIVIDER.test(this.text(lines[at + 1])) && this.text(lines[at + 1]).includes("-")) {
@@ -109,9 +142,22 @@ class Blocks {
     });
     const [text, offsets] = this.joined(inside);
     const code = el("code", {}, ...this.pieces(text, offsets));
+    // Colours wait for the end of a block: a growing one would be read from its beginning with every word.
+    if (end < lines.length || this.isWhole) colour(code, text, offsets, this.pieces, language.toLowerCase());
     const button = el("button", { class: "quiet", onclick: () => copy(text, button) }, "Copy");
     const head = el("div", { class: "code-head" }, el("span", {}, language || "text"), button);
     return [el("div", { class: "code" }, head, el("pre", { tabindex: "0" }, code)), Math.min(end + 1, lines.length)];
+  }
+
+  /** A formula that begins a line and may go on over several, or null where it does not end. */
+  math(lines, at) {
+    const [text, offsets] = this.joined(lines.slice(at, at + MAX_MATH_LINES));
+    const lead = text.length - text.trimStart().length;
+    const end = mathEnd(text, lead, text.length);
+    const rest = end && text.indexOf("\n", end[1]);
+    if (!end || text.slice(end[1], rest < 0 ? undefined : rest).trim()) return null;
+    const node = el("p", {}, formula(text.slice(lead, end[1]), text.slice(...end[0]), true, () => this.pieces(text.slice(lead, end[1]), offsets.slice(lead, end[1]))));
+    return [node, at + text.slice(0, end[1]).split("\n").length];
   }
 
   quote(lines, at, depth) {
@@ -257,6 +303,10 @@ class Inline {
   /** What begins here: [element, range of its inside, where it ends, where the text after it begins], or null. */
   markup(at, end, depth) {
     const character = this.text[at];
+    if (character === "$" || character === "\\") {
+      const math = this.math(at, end);
+      if (math) return math;
+    }
     if (character === "\\" && at + 1 < end && /[!-/:-@[-`{-~]/.test(this.text[at + 1])) return [null, null, at + 2, at + 1];
     if (character === "`") return this.codeSpan(at, end);
     if (depth >= MAX_DEPTH) return null;
@@ -265,6 +315,14 @@ class Inline {
     if (character === "!" && this.text[at + 1] === "[") return this.link(at, at + 1, end);
     if (character === "<" || character === "h") return this.bareLink(at, end, character === "<");
     return null;
+  }
+
+  math(at, end) {
+    const found = mathEnd(this.text, at, end);
+    if (!found) return null;
+    const [inside, next] = found;
+    const whole = this.text.slice(at, next);
+    return [formula(whole, this.text.slice(...inside), /^(\$\$|\\\[)/.test(whole), () => this.pieces(whole, this.offsets.slice(at, next))), null, next];
   }
 
   codeSpan(at, end) {

@@ -19,6 +19,8 @@ def test_a_request_knows_whom_it_waits_for_and_why() -> None:
     driver = Driver(make_config(max_num_seqs=2))
     for number in (1, 2, 3, 4):
         driver.add(make_request(number, [number], max_tokens=3))
+        if number == 4:
+            assert [of(driver, one)["queue_position"] for one in (1, 2, 3, 4)] == [None, None, 0, 1]
         driver.step()
     third, fourth = of(driver, 3), of(driver, 4)
     assert (third["num_running"], third["num_waiting"], third["ahead"]) == (2, 0, [1, 2])

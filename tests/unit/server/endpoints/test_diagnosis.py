@@ -34,6 +34,7 @@ def engine(queued: float = 0.0, prefill: float = 0.1, total: float = 9.9, **fiel
         arrival_s=100.01,
         num_running=4,
         num_waiting=2,
+        queue_position=None,
         ahead=[5],
         without_row=0,
         without_blocks=0,

@@ -1,0 +1,127 @@
+// The list of conversations at the side: searched, renamed, deleted and brought back, taken along as files.
+
+import { $, download, el, notice, pickFile } from "./dom.js";
+import { fromJson, toJson, toMarkdown } from "./transfer.js";
+
+const WAIT_MS = 150; // after the last letter of a search
+
+export class ConversationList {
+  /** `open(id)` shows one; `opened()` is the id of the one that is shown. */
+  constructor(store, { open, opened }) {
+    Object.assign(this, { store, open, opened });
+    this.list = $("conversation-list");
+    this.search = $("search");
+    this.search.addEventListener("input", () => {
+      clearTimeout(this.timer);
+      this.timer = setTimeout(() => this.refresh(), WAIT_MS);
+    });
+    $("export-all").addEventListener("click", () => this.exportAll());
+    $("import").addEventListener("click", async () => this.import(await pickFile(".json,application/json")));
+    const box = $("keep-nothing");
+    box.checked = store.keepsNothing;
+    box.addEventListener("change", async () => {
+      await store.keepNothing(box.checked);
+      notice(box.checked ? "What was kept is deleted. Conversations end with this tab." : "Conversations are kept in this browser again.");
+    });
+    this.refresh();
+  }
+
+  async refresh() {
+    const number = (this.number = (this.number ?? 0) + 1);
+    const wanted = this.search.value.trim();
+    const [all, found] = await Promise.all([this.store.list(), wanted ? this.store.search(wanted) : null]);
+    if (number !== this.number) return; // another refresh began meanwhile
+    const shown = all.filter((head) => !found || found.has(head.id));
+    this.list.replaceChildren(...shown.map((head) => this.row(head)));
+    $("no-conversations").hidden = shown.length > 0;
+    $("no-conversations").textContent = wanted ? "Nothing found." : "None yet.";
+  }
+
+  /** Mark the one that is shown. */
+  mark() {
+    for (const row of this.list.children) row.firstChild.setAttribute("aria-current", row.dataset.id === this.opened());
+  }
+
+  row(head) {
+    const title = head.title || "Untitled";
+    const choose = el("button", { class: "title", "aria-current": head.id === this.opened(), title, onclick: () => this.open(head.id) }, title);
+    const more = el("details", { class: "more" },
+      el("summary", { "aria-label": `More for ${title}` }, "⋯"),
+      el("div", { class: "choices" },
+        el("button", { onclick: () => this.rename(head, row) }, "Rename"),
+        el("button", { onclick: () => this.export(head, "json") }, "As JSON"),
+        el("button", { onclick: () => this.export(head, "md") }, "As Markdown"),
+        el("button", { onclick: () => this.delete(head) }, "Delete")));
+    more.addEventListener("focusout", (event) => more.contains(event.relatedTarget) || setTimeout(() => (more.open = false), 150));
+    more.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || !more.open) return;
+      event.stopPropagation();
+      more.open = false;
+      more.firstChild.focus();
+    });
+    const row = el("li", { "data-id": head.id }, choose, more);
+    return row;
+  }
+
+  rename(head, row) {
+    const field = el("input", { type: "text", "aria-label": "Title", maxlength: "200" });
+    field.value = head.title;
+    let isDone = false;
+    const end = async (isWanted) => {
+      if (isDone) return;
+      isDone = true;
+      const title = field.value.trim();
+      if (isWanted && title) await this.store.put({ conversations: [{ ...head, title, isNamed: true }] });
+      if (isWanted && title) this.renamed?.(head.id, title);
+      await this.refresh();
+    };
+    field.addEventListener("blur", () => end(true));
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") end(true);
+      if (event.key !== "Escape") return;
+      event.stopPropagation();
+      end(false);
+    });
+    row.replaceChildren(field);
+    field.select();
+  }
+
+  async delete(head) {
+    const isOpen = this.opened() === head.id;
+    const gone = await this.store.delete(head.id);
+    if (isOpen) this.open(null);
+    await this.refresh();
+    notice(`“${head.title || "Untitled"}” is deleted.`, "Undo", async () => {
+      await this.store.put(gone);
+      await this.refresh();
+      if (isOpen) this.open(head.id);
+    });
+  }
+
+  async export(head, ending) {
+    const records = await this.store.load(head.id);
+    const name = (head.title || "conversation").replace(/[^\p{L}\p{N} ._-]+/gu, "").trim().slice(0, 60) || "conversation";
+    if (ending === "md") download(`${name}.md`, toMarkdown(records), "text/markdown");
+    else download(`${name}.json`, toJson([records]), "application/json");
+  }
+
+  async exportAll() {
+    const all = await this.store.list();
+    download("conversations.json", toJson(await Promise.all(all.map((head) => this.store.load(head.id)))), "application/json");
+  }
+
+  async import(file) {
+    if (!file) return;
+    let found;
+    try {
+      found = fromJson(await file.text());
+    } catch (error) {
+      notice(`${file.name}: ${error.message}`);
+      return;
+    }
+    for (const records of found) await this.store.put(records);
+    await this.refresh();
+    notice(found.length === 1 ? "One conversation was read." : `${found.length} conversations were read.`);
+    if (found.length === 1) this.open(found[0].conversations[0].id);
+  }
+}

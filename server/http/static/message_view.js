@@ -1,0 +1,210 @@
+// One message of the chat as it is shown: a question or an answer, with what can be done with it.
+
+import { attach, words } from "./alternatives.js";
+import { contentOf } from "./conversation.js";
+import { copy, el, plural } from "./dom.js";
+import { Markdown } from "./markdown.js";
+import { numbersOf } from "./meter.js";
+import { align, otherPrefix } from "./tokens.js";
+import { isInUse, unwatch, watch } from "./windowed.js";
+
+const ROLES = { user: "You", assistant: "Answer", tool: "Result of a function", system: "System" };
+const LONG_CHARACTERS = 1500;
+const LONG_LINES = 16;
+const CAN_GO_ON = ["length", "stopped", "timeout", "lost", "edited"];
+
+export class MessageView {
+  constructor(chat, node) {
+    Object.assign(this, { chat, node, isFilled: false });
+    this.item = el("li", { class: node.role, "aria-label": ROLES[node.role] });
+    if (node.role === "assistant") this.buildAnswer();
+    else this.buildQuestion();
+    this.item.style.minHeight = `${60 + 26 * Math.ceil(node.content.length / 85)}px`; // until it is filled
+    if (node.busy) this.fill();
+    watch(this.item, (isNear, height) => (isNear ? this.fill() : this.release(height)));
+  }
+
+  end() {
+    unwatch(this.item);
+  }
+
+  /** Show the text. */
+  fill() {
+    if (this.isFilled) return;
+    this.isFilled = true;
+    this.item.style.minHeight = "";
+    if (this.node.role === "assistant") {
+      this.render();
+      if (this.node.hasTokens && !this.node.tokens) this.loadTokens();
+    } else this.fillQuestion();
+    this.chat.toEnd();
+  }
+
+  /** Take the text out of the page: the message is far away. */
+  release(height) {
+    if (!this.isFilled || this.node.busy || this.editor || isInUse(this.item)) return;
+    this.isFilled = false;
+    this.item.style.minHeight = `${height}px`;
+    if (this.node.role === "assistant") this.clearTexts();
+    else this.text.replaceChildren();
+  }
+
+  async loadTokens() {
+    await this.chat.loadTokens(this.node);
+    if (!this.isFilled) return;
+    this.clearTexts(); // its words are known now
+    this.render();
+  }
+
+  // ------------------------------------------------------------------ a question
+  buildQuestion() {
+    const { node, chat } = this;
+    this.text = el("div", { class: "prose bubble" });
+    const files = (node.files ?? []).map((file) => el("details", { class: "file" }, el("summary", {}, file.name), el("pre", { tabindex: "0" }, el("code", {}, file.text))));
+    this.fold = el("button", { class: "quiet", hidden: true, "aria-expanded": "false", onclick: () => this.unfold() }, "Show all");
+    this.actions = el("div", { class: "row actions" },
+      chat.branches(node),
+      chat.button("Copy", (event) => copy(contentOf(node), event.target), false),
+      node.role === "user" && chat.button("Copy link", (event) => copy(chat.linkTo(node.content), event.target), false),
+      node.role === "user" && chat.button("Edit", () => this.edit()),
+      chat.button("Delete", () => chat.remove(node)));
+    this.item.append(...files, this.text, this.fold, this.actions);
+    this.text.hidden = !node.content;
+  }
+
+  fillQuestion() {
+    const { content, role } = this.node;
+    if (role === "tool") this.text.replaceChildren(content);
+    else new Markdown(this.text).update(content, true);
+    const isLong = content.length > LONG_CHARACTERS || content.split("\n", LONG_LINES + 1).length > LONG_LINES;
+    this.fold.hidden = !isLong;
+    this.text.classList.toggle("folded", isLong && !this.isUnfolded);
+  }
+
+  unfold() {
+    this.isUnfolded = !this.isUnfolded;
+    this.text.classList.toggle("folded", !this.isUnfolded);
+    this.fold.textContent = this.isUnfolded ? "Show less" : "Show all";
+    this.fold.setAttribute("aria-expanded", this.isUnfolded);
+  }
+
+  // ------------------------------------------------------------------ an answer
+  buildAnswer() {
+    const { node, chat } = this;
+    this.thoughts = el("details", { class: "thoughts", hidden: true }, el("summary", {}, "Thoughts"), el("div", { class: "prose" }));
+    this.body = el("div", { class: "prose", role: "group", tabindex: "0", "aria-label": "Text of the answer; the arrow keys go from word to word" });
+    this.calls = el("div", { class: "calls" });
+    this.problem = el("p", { class: "problem" });
+    this.numbers = el("p", { class: "numbers" });
+    this.actions = el("div", { class: "row actions" });
+    this.item.append(this.thoughts, this.body, this.calls, this.problem, this.numbers, this.actions);
+    const choosing = {
+      tokenOf: (index) => node.tokens?.[index] ?? null,
+      choose: (index, other) => chat.answer(node.parent, otherPrefix(node, index, other)),
+      isBusy: () => chat.running !== null,
+    };
+    attach(this.body, choosing);
+    attach(this.thoughts, choosing);
+    this.newTexts();
+    this.renderAround();
+  }
+
+  newTexts() {
+    const { node } = this;
+    const places = () => (this.places ??= align(node) ?? { reasoningAt: 0, contentAt: 0, isLost: true });
+    const pieces = (name) => (text, offsets) => (node.tokens?.length && !places().isLost ? words(node.tokens, places()[name], text, offsets) : [text]);
+    this.thoughtText = new Markdown(this.thoughts.lastChild, pieces("reasoningAt"), { isWindowed: true });
+    this.answerText = new Markdown(this.body, pieces("contentAt"), { isWindowed: true });
+  }
+
+  clearTexts() {
+    this.thoughtText.clear();
+    this.answerText.clear();
+    this.newTexts();
+  }
+
+  render() {
+    const { node } = this;
+    this.places = null;
+    if (this.isFilled && !this.editor) {
+      this.thoughtText.update(node.reasoning, !node.busy || Boolean(node.content));
+      this.answerText.update(node.content, !node.busy);
+    }
+    this.renderAround();
+    this.chat.toEnd();
+  }
+
+  /** All but the text. */
+  renderAround() {
+    const { node, chat } = this;
+    this.item.setAttribute("aria-busy", Boolean(node.busy));
+    this.thoughts.hidden = !node.reasoning;
+    this.thoughts.firstChild.textContent = node.busy && !node.content ? "Thinking …" : "Thoughts";
+    this.body.hidden = !node.content && !node.busy;
+    this.item.classList.toggle("waiting", Boolean(node.busy) && !node.content && !node.reasoning && !node.calls.length);
+    if (node.calls.length) this.calls.replaceChildren(...node.calls.map(callView));
+    this.problem.textContent = node.error?.message ?? "";
+    if (node.error?.requestId) this.problem.append(el("small", {}, ` Request ${node.error.requestId}.`));
+    this.numbers.replaceChildren(...numbersOf(node));
+    if (node.busy) return;
+    this.actions.replaceChildren(...this.answerActions());
+    if (node.calls.length && !node.children.length) this.calls.append(chat.results(node));
+  }
+
+  answerActions() {
+    const { node, chat } = this;
+    const isCut = !node.calls.length && (node.content || node.reasoning) && (node.error || CAN_GO_ON.includes(node.finish));
+    return [
+      chat.branches(node),
+      node.content && chat.button("Copy", (event) => copy(node.content, event.target), false),
+      isCut && chat.button("Go on", () => chat.goOn(node)),
+      chat.button("Try again", () => chat.answer(node.parent)),
+      chat.button("Edit", () => this.edit()),
+      node.hasTokens || node.tokens?.length ? this.heatButton() : null,
+      chat.button("Delete", () => chat.remove(node)),
+    ].filter(Boolean);
+  }
+
+  /** Colours each word by how likely it was. */
+  heatButton() {
+    const isHot = this.item.classList.contains("heat");
+    const button = el("button", { class: "quiet", "aria-pressed": isHot, title: "Colour each word by how likely it was" }, "Probabilities");
+    button.addEventListener("click", () => button.setAttribute("aria-pressed", this.item.classList.toggle("heat")));
+    return button;
+  }
+
+  // ------------------------------------------------------------------ edited by hand
+  edit() {
+    const { node, chat } = this;
+    const isAnswer = node.role === "assistant";
+    const area = el("textarea", { "aria-label": isAnswer ? "Edit the answer" : "Edit the message", rows: Math.min(16, node.content.split("\n").length + 1) });
+    area.value = node.content;
+    const send = () => {
+      if (area.value.trim() || node.files?.length) (isAnswer ? chat.replaceAnswer(node, area.value) : chat.ask(node.parent, area.value, node.files));
+    };
+    area.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        chat.draw();
+      }
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing || isAnswer) return;
+      event.preventDefault();
+      send();
+    });
+    this.editor = el("div", { class: "editor" }, area, el("div", { class: "row actions" }, chat.button("Cancel", () => chat.draw()), el("button", { class: "primary", onclick: send }, isAnswer ? "Save as a branch" : "Send")));
+    this.item.replaceChildren(this.editor);
+    area.focus();
+  }
+}
+
+function callView(call) {
+  let text = call.arguments;
+  try {
+    text = JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    // still being written, or a model's mistake: shown as it is
+  }
+  return el("div", { class: "call" }, el("div", { class: "code-head" }, el("span", {}, "calls ", el("strong", {}, call.name))), el("pre", { tabindex: "0" }, el("code", {}, text)));
+}
+
+export const saidOf = (node) => (node.error ? node.error.message : `The answer is complete, ${plural(node.took?.completion ?? 0, "token")}.`);

@@ -1,0 +1,73 @@
+// Conversations as files: JSON with every branch, to be read again here or elsewhere, and Markdown of what is shown.
+
+import { Conversation, contentOf } from "./conversation.js";
+
+const FORM = "oarlock-conversations";
+const ROLES = { user: "Question", assistant: "Answer", tool: "Result of a function", system: "System" };
+const IS_TEXT = (value) => typeof value === "string";
+
+/** JSON of conversations, given as records of the store. */
+export function toJson(all) {
+  const conversations = all.map(({ conversations: [head], nodes }) => ({
+    title: head.title, isNamed: head.isNamed, chosen: head.chosen,
+    messages: nodes.map(({ id, parent, role, content, reasoning, calls, callId, files, chosen, finish, took }) => ({ id, parent, role, content, reasoning, calls, callId, files, chosen, finish, took })),
+  }));
+  return JSON.stringify({ form: FORM, version: 1, conversations }, null, 1);
+}
+
+export function toMarkdown(records) {
+  const tree = new Conversation(records);
+  const parts = [`# ${tree.head.title}`];
+  for (const node of tree.path()) {
+    parts.push(`## ${ROLES[node.role]}`, contentOf(node));
+    for (const call of node.calls ?? []) parts.push(`Calls \`${call.name}\`:\n\n\`\`\`json\n${call.arguments}\n\`\`\``);
+  }
+  return parts.join("\n\n") + "\n";
+}
+
+/**
+ * Conversations of a file, as records under ids of their own. A list of messages as the API takes them is one
+ * conversation. Raises an `Error` that says what the file lacks.
+ */
+export function fromJson(text) {
+  let found;
+  try {
+    found = JSON.parse(text);
+  } catch {
+    throw new Error("The file is not JSON.");
+  }
+  const messages = Array.isArray(found) ? found : found?.messages;
+  const list = found?.form === FORM ? found.conversations : Array.isArray(messages) ? [{ messages: chained(messages) }] : null;
+  if (!Array.isArray(list)) throw new Error(`The file has neither "form": "${FORM}" nor a list of messages.`);
+  return list.map((each, index) => recordsOf(each, `Conversation ${index + 1}`));
+}
+
+const chained = (messages) => messages.map((message, index) => ({ ...message, id: String(index), parent: index ? String(index - 1) : "" }));
+
+function recordsOf(given, name) {
+  const tree = new Conversation();
+  const ids = new Map([["", ""]]);
+  const chosen = new Map([["", given.chosen]]);
+  if (!Array.isArray(given.messages)) throw new Error(`${name} has no list "messages".`);
+  for (const [index, message] of given.messages.entries()) {
+    const where = `Message ${index + 1} of ${name.toLowerCase()}`;
+    if (!ids.has(message.parent)) throw new Error(`${where} answers a message that does not stand before it.`);
+    if (!(message.role in ROLES)) throw new Error(`${where} has the role ${JSON.stringify(message.role)}; known are ${Object.keys(ROLES).join(", ")}.`);
+    const content = message.content ?? "";
+    if (!IS_TEXT(content)) throw new Error(`${where} has a content that is not text.`);
+    ids.set(message.id, tree.add(ids.get(message.parent), message.role, fieldsOf(message, content)).id);
+    chosen.set(message.id, message.chosen);
+  }
+  for (const [old, id] of ids) if (ids.has(chosen.get(old))) tree.nodes.get(id).chosen = ids.get(chosen.get(old));
+  if (given.isNamed && IS_TEXT(given.title)) tree.rename(given.title);
+  return tree.changes() ?? { conversations: [], nodes: [], tokens: [] };
+}
+
+function fieldsOf(message, content) {
+  const text = (value) => (IS_TEXT(value) ? value : "");
+  if (message.role === "tool") return { content, callId: text(message.callId ?? message.tool_call_id) };
+  if (message.role !== "assistant") return { content, files: (message.files ?? []).map((file) => ({ name: text(file.name), text: text(file.text) })) };
+  const calls = (message.calls ?? message.tool_calls ?? []).map((call) => ({ id: text(call.id), name: text(call.name ?? call.function?.name), arguments: text(call.arguments ?? call.function?.arguments) }));
+  const took = message.took && Object.fromEntries(Object.entries(message.took).filter(([, value]) => typeof value === "number"));
+  return { content, calls, reasoning: text(message.reasoning ?? message.reasoning_content), finish: text(message.finish) || null, error: null, took: took ?? null, opensThinking: false };
+}
