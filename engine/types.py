@@ -236,6 +236,7 @@ class EngineInfo:
     rank_pids: tuple[int, ...] = field(default=())
     numbers_digest: str = ""  # changes with everything that decides a number
     quantization: str = "none"  # of the weights, in a few words
+    active_parameters: int | None = None  # that one token is computed with; None: all
     input_rounding: str | None = None  # numbers to which products round their inputs, in a few words; None: they do not
     kv_cache_dtype: str = "auto"  # stored form of keys and values: the dtype, int8 or fp8
     step_timeout_s: float = 120.0  # a step that takes longer is a hung rank

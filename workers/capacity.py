@@ -29,6 +29,7 @@ from oarlock.workers.runner.memory_needs import (
     fitted_length,
     kv_shape,
     largest_step_bytes,
+    rank_tensors,
     rank_weight_bytes,
     room_given,
     room_on_device,
@@ -181,6 +182,8 @@ class RankWork:
     sum_bytes: int  # exchanged with the other ranks of the stage for each token, in `num_sums` sums
     num_sums: int
     pass_bytes: int  # of each token, to the next stage
+    expert_bytes: int = 0  # of experts, of which a step reads those that its tokens have
+    expert_share: float = 0.0  # of them that one token has
 
 
 def work_of(model: OpenModel, config: WorkerConfig) -> tuple[RankWork, ...]:
@@ -195,14 +198,19 @@ def _work(spec: DecoderSpec, forms: WeightForms, config: WorkerConfig, stage: in
     layers = layers_of_stage(spec.num_layers, stage, stages)
     branches = [branch for layer in layers for branch in spec.layers[layer].branches]
     inner = [tensor for tensor in tensors_of(spec, layers) if tensor.is_matrix and tensor.cut is not Cut.VOCABULARY]
-    matrices = sum(math.prod(tensor.shape) for tensor in inner)
+    matrices = sum(math.prod(tensor.shape) * tensor.used for tensor in inner)
     is_last, head = stage == stages - 1, spec.vocab_size * spec.hidden_size
-    read = rank_weight_bytes(config, spec, forms, stage)
+    held = list(rank_tensors(config, spec, forms, stage))
+    experts = [(tensor.used, bytes_of) for tensor, bytes_of in held if tensor.expert is not None]
+    expert_bytes = sum(bytes_of for _, bytes_of in experts)
+    read = sum(bytes_of for _, bytes_of in held) - expert_bytes
     if stage == 0 and not (spec.tie_word_embeddings and is_last):  # single rows are read of what is no head
         form = forms.of_head.form_of(EMBEDDING.removesuffix(".weight"))
         read -= form.weight_bytes(spec.vocab_size, spec.hidden_size, item) // size
     return RankWork(
         weight_bytes=read,
+        expert_bytes=expert_bytes,
+        expert_share=max((used for used, _ in experts), default=0.0),
         kv_bytes=kv_shape(config, spec, stage).bytes_per_token,
         token_ops=2 * matrices / size,
         row_ops=2 * head / size if is_last else 0.0,

@@ -183,6 +183,7 @@ class WorkerInfo:
     kv_bytes_per_token_per_rank: int
     load_seconds: float
     quantization: str = "none"  # of the weights, in a few words
+    active_parameters: int | None = None  # that one token is computed with; None: all
     input_rounding: str | None = None  # what products round their inputs to, in a few words; None: they do not
     kv_cache_dtype: str = "auto"  # the dtype, int8 or fp8
     sliding_window: int | None = None  # tokens; the longest, if every layer has one: earlier tokens are never read

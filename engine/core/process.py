@@ -189,6 +189,7 @@ def engine_info(config: EngineConfig, executor: "Executor") -> EngineInfo:
         attention_backend=info.attention_backend,
         architecture=info.architecture,
         num_parameters=info.num_parameters,
+        active_parameters=info.active_parameters,
         weight_bytes_per_rank=info.weight_bytes_per_rank,
         kv_bytes_per_token_per_rank=info.kv_bytes_per_token_per_rank,
         enable_prefix_caching=config.enable_prefix_caching,

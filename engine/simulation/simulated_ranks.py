@@ -208,7 +208,9 @@ class Roofline:
     def _stage_s(self, work: RankWork, load: StepLoad) -> Any:
         speed = self.speed
         crowd = self.ranks * self.replicas if speed.is_shared else 1
-        read_s = (work.weight_bytes + work.kv_bytes * load.context) * crowd / speed.bandwidth
+        # Tokens choose independently: an expert is read unless none has it.
+        experts = work.expert_bytes * (1.0 - (1.0 - work.expert_share) ** load.tokens)
+        read_s = (work.weight_bytes + experts + work.kv_bytes * load.context) * crowd / speed.bandwidth
         ops = work.token_ops * load.tokens + work.row_ops * load.rows + work.pair_ops * load.pairs
         sums_s = work.num_sums * speed.sum_s
         if speed.link:

@@ -104,7 +104,7 @@ def banner(
     lines = [
         f"  URL      {url}",
         *([f"  page     {url}/ in a browser"] if page else []),
-        f"  model    {', '.join(names)} ({info.architecture}, {_count(info.num_parameters)} parameters)",
+        f"  model    {', '.join(names)} ({info.architecture}, {_parameters(info)})",
         f"  compute  {compute}, attention {info.attention_backend}, weights{form} {per_rank} per rank",
         *([f"  numbers  {_rounding(info)}"] if info.input_rounding else []),
         f"  KV       {_kv_size(info)} = {users} at {label}, {_kv_form(info)}"
@@ -157,6 +157,11 @@ def _curl(url: str, form: str, key: bool) -> str:
 
 def _plural(number: int, word: str) -> str:
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def _parameters(info: EngineInfo) -> str:
+    active = "" if info.active_parameters is None else f", {_count(info.active_parameters)} active"
+    return f"{_count(info.num_parameters)} parameters{active}"
 
 
 def _count(number: int) -> str:

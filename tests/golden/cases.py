@@ -92,6 +92,15 @@ CASES: dict[str, Case] = {
     "phi4": Case("phi3", {"hidden_size": 128, "tie_word_embeddings": True, "vocab_size": 307,
                           "num_key_value_heads": 2, **_longrope(6, 16, share=0.75)}, (1, 2, 4),
                  max_shard_size="120KB", max_model_len=512),
+    "mixtral": Case("mixtral", {}, (1, 2, 4)),
+    "qwen3-moe": Case("qwen3_moe", {}, (1, 2, 4, 8)),
+    "qwen3-moe-dense-layers": Case("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": False}, (2,)),
+    "olmoe": Case("olmoe", {}, (1, 2, 4)),
+    "granite-moe": Case("granitemoe", {}, (1, 2, 4)),
+    "granite-moe-shared": Case("granitemoeshared", {"tie_word_embeddings": True}, (1, 2, 4)),
+    "qwen2-moe": Case("qwen2_moe", {}, (1, 2, 4)),
+    "glm4-moe": Case("glm4_moe", {}, (1, 2, 4)),
+    "ernie-moe": Case("ernie4_5_moe", {}, (1, 2, 4)),
 }  # fmt: skip
 # One case per family and size, for tests that need not run on every shape.
 FAMILY_CASES = (

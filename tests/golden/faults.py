@@ -87,6 +87,11 @@ FAULTS = [
         1,
         "0.mid_residual",
     ),
+    Fault("S13", "two experts change places", mutations.two_experts_change_places, "mixtral", 2, "0.experts"),
+    Fault("S13", "weights not normalised", mutations.weights_of_experts_not_normalised, "qwen3-moe", 2, "0.routing"),
+    Fault("S13", "experts of all groups", mutations.experts_of_all_groups, "glm4-moe", 1, "1.routing"),
+    Fault("S13", "correction in the weights", mutations.correction_in_the_weights, "ernie-moe", 1, "1.routing"),
+    Fault("S13", "shared expert dropped", mutations.shared_expert_dropped, "granite-moe-shared", 2, "0.residual"),
     Fault("S13", "logit softcap skipped", mutations.logit_softcap_skipped, "gemma2", 2, "logits"),
 ]
 

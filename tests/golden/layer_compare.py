@@ -17,6 +17,7 @@ from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.verify.rank import RecordingDecoder
 from tests.golden.cases import PROMPT
 from tests.golden.exact_reference import ExactReference
@@ -24,7 +25,8 @@ from tests.golden.paged_run import BLOCK_SIZE, NUM_BLOCKS, PagedRun, load_decode
 
 # In the order of computation. `pages`: the bytes of KV memory, which must be those of KV heads stored once.
 LAYER = ("input_norm", "q", "k", "v", "q_rope", "k_rope", "attention", "o_proj", "mid_residual", "mlp_norm", "gate_up",
-         "mlp", "residual")  # fmt: skip
+         "mlp", "router", "routing", "experts", "shared", "residual")  # fmt: skip
+_DENSE, _EXPERTS, _SHARED = {"gate_up", "mlp"}, {"router", "routing", "experts"}, {"shared"}
 _FIRST_CHUNK = 20
 _ROUNDING = {torch.float32: 2.0**-25, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}
 
@@ -42,7 +44,10 @@ def names_of(spec: DecoderSpec) -> list[str]:
     """Without a norm before them, sublayers read the residual; parallel ones leave one residual."""
     layers = []
     for index, layer in enumerate(spec.layers):
-        without = set()
+        mlp = layer.branches[-1].sublayer
+        without = _EXPERTS | _SHARED
+        if isinstance(mlp, ExpertsSpec):
+            without = _DENSE | (_SHARED if mlp.shared is None else set())
         if layer.branches[0].norm is None:
             without |= {"input_norm", "mlp_norm"}
         if layer.parallel:

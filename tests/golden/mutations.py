@@ -14,11 +14,12 @@ from torch import Tensor
 from oarlock.workers.attention import reference
 from oarlock.workers.attention.backend import KVSpec
 from oarlock.workers.attention.reference import ReferenceBackend
-from oarlock.workers.layers import attention, embedding, linear
+from oarlock.workers.layers import attention, embedding, experts, linear
 from oarlock.workers.layers.attention import Attention
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from oarlock.workers.layers.experts import Experts, ExpertStack
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import RMSNorm
 from oarlock.workers.layers.rotary import RotaryTable, rotate
@@ -178,6 +179,49 @@ def sum_over_ranks_left_out(patch: MonkeyPatch) -> None:
         return self.product(x) + residual
 
     patch.setattr(RowParallelLinear, "__call__", call)
+
+
+# -- experts
+
+
+def two_experts_change_places(patch: MonkeyPatch) -> None:
+    original = ExpertStack.__init__
+
+    def patched(self: ExpertStack, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        if len(self.names) > 1:
+            self.names[:2] = self.names[1::-1]
+
+    patch.setattr(ExpertStack, "__init__", patched)
+
+
+def _with_router(patch: MonkeyPatch, **changes: Any) -> None:
+    route = experts.route
+    patch.setattr(experts, "route", lambda logits, spec, more: route(logits, replace(spec, **changes), more))
+
+
+def weights_of_experts_not_normalised(patch: MonkeyPatch) -> None:
+    _with_router(patch, normalised=False)
+
+
+def experts_of_all_groups(patch: MonkeyPatch) -> None:
+    _with_router(patch, groups=1)
+
+
+def correction_in_the_weights(patch: MonkeyPatch) -> None:
+    route = experts.route
+
+    def patched(logits: Tensor, spec: Any, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        ids, weights = route(logits, replace(spec, normalised=False), correction)
+        assert correction is not None
+        weights = weights + correction[ids.long()]
+        return ids, weights / weights.sum(1, keepdim=True)
+
+    patch.setattr(experts, "route", patched)
+
+
+def shared_expert_dropped(patch: MonkeyPatch) -> None:
+    patch.setattr(Experts, "unrounded", lambda self, x, step: self.sums(x)[0])
 
 
 # -- KV heads and their query heads

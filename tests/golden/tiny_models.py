@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 FAMILIES = ("cohere", "cohere2", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
+MIXTURES = ("ernie4_5_moe", "glm4_moe", "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 # Small and odd on purpose: heads share KV heads, and no size is a power of two by accident of the family's defaults.
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -40,6 +41,20 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "phi3": {},
     "qwen2": {},
     "qwen3": {"head_dim": 24},
+    # Widths that 8 ranks cannot cut into equal slices.
+    "ernie4_5_moe": {"moe_intermediate_size": 36, "moe_num_experts": 6, "moe_k": 3},
+    "glm4_moe": {"moe_intermediate_size": 36, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+                 "topk_group": 2, "routed_scaling_factor": 1.7, "head_dim": 24, "use_qk_norm": True},
+    "granitemoe": {"num_local_experts": 5, "attention_multiplier": 0.4, "embedding_multiplier": 6.0,
+                   "residual_multiplier": 0.6, "logits_scaling": 3.0},
+    "granitemoeshared": {"num_local_experts": 5, "shared_intermediate_size": 52, "attention_multiplier": 0.4,
+                         "embedding_multiplier": 6.0, "residual_multiplier": 0.6, "logits_scaling": 3.0},
+    "mixtral": {"num_local_experts": 5, "intermediate_size": 72},
+    "olmoe": {"num_experts": 9, "num_experts_per_tok": 4},
+    "qwen2_moe": {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 36,
+                  "shared_expert_intermediate_size": 52, "decoder_sparse_step": 2},
+    "qwen3_moe": {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 36, "head_dim": 24,
+                  "norm_topk_prob": True},
 }  # fmt: skip
 
 
@@ -84,6 +99,9 @@ def _random_model(config: Any, seed: int, std: float) -> PreTrainedModel:
                     parameter.normal_(mean=0.0 if config.model_type.startswith("gemma") else 1.0, std=0.1)
                 elif std > 0:
                     parameter.normal_(std=std)
+            for name, buffer in model.named_buffers():
+                if name.endswith("bias"):
+                    buffer.normal_(std=0.1)
     return model.eval()
 
 

@@ -11,9 +11,10 @@ from typing import Protocol
 
 from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
+from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.sharding import LARGEST_TP, SLICES
-from oarlock.workers.layers.tensor_spec import Cut, NormSpec, Tap, TensorSpec
+from oarlock.workers.layers.tensor_spec import Cut, Kept, NormSpec, Tap, TensorSpec
 from oarlock.workers.quantization.formats.form import WeightForms
 from oarlock.workers.quantization.registry import Quantization
 
@@ -174,6 +175,15 @@ class DecoderSpec:
         """Number of parameters of the whole model; a tied head counts once."""
         return sum(math.prod(shape) for shape in tensor_shapes(self).values())
 
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(sublayer, ExpertsSpec) for sublayer in self.sublayers)
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters that one token is computed with: of experts only those that it gets."""
+        return round(sum(math.prod(tensor.shape) * tensor.used for tensor in tensors_of(self)))
+
     def for_length(self, length: int) -> "DecoderSpec":
         """The model as it serves sequences of up to `length` tokens."""
         return self.with_sublayers(lambda sublayer: sublayer.for_length(length))
@@ -199,7 +209,11 @@ def slices_of(spec: DecoderSpec, forms: WeightForms) -> int:
 
 def matrices_of(spec: DecoderSpec) -> list[str]:
     """Modules that have a matrix: those of products, and the embedding."""
-    return [name.removesuffix(".weight") for name, shape in tensor_shapes(spec).items() if len(shape) == 2]
+    return [
+        tensor.name.removesuffix(".weight")
+        for tensor in tensors_of(spec)
+        if tensor.is_matrix and tensor.kept is not Kept.FLOAT32
+    ]
 
 
 def tensors_of(spec: DecoderSpec, layers: range | None = None) -> Iterator[TensorSpec]:

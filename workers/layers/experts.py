@@ -176,12 +176,17 @@ class Experts:
 
     def unrounded(self, x: Tensor, step: LayerStep) -> Tensor:
         """The output without a residual, in float32: [T, hidden]."""
+        routed, shared = self.sums(x)
+        return routed if shared is None else routed + shared
+
+    def sums(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Results of the token's own experts and of the shared one, over all ranks: each float32 [T, hidden]."""
         total = self.routed(x, *self.router(x))
         if self.shared is None:
-            return self.place.tp.all_reduce(total)
+            return self.place.tp.all_reduce(total), None
         # Ranks sum each by itself, in one exchange: a sum of both would add up in another order than one rank does.
         both = self.place.tp.all_reduce(torch.cat((total, self.of_shared(x))))
-        return both[: len(x)] + both[len(x) :]
+        return both[: len(x)], both[len(x) :]
 
     def of_shared(self, x: Tensor) -> Tensor:
         """This rank's share of the shared expert's result: float32 [T, hidden]."""

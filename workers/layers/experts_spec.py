@@ -5,7 +5,7 @@ stores all experts as one tensor is read as if it did not (`weights/expert_tenso
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from oarlock.workers.layers.tensor_spec import Cut, Kept, Made, Tap, TensorSpec
@@ -67,9 +67,11 @@ class ExpertsSpec:
         if router.correction is not None:
             found.append(TensorSpec(router.correction, (self.experts,), kept=Kept.FLOAT32))
         for expert in range(self.experts):
-            found += _mlp(f"experts.{expert}", self.width, hidden, self.bias, expert)
+            used = self.router.top_k / self.experts
+            one = _mlp(f"experts.{expert}", self.width, hidden, self.bias)
+            found += [replace(tensor, expert=expert, used=used) for tensor in one]
         if self.shared is not None:
-            found += _mlp(self.shared.name, self.shared.width, hidden, False, None)
+            found += _mlp(self.shared.name, self.shared.width, hidden, False)
             if self.shared.gate is not None:
                 found.append(TensorSpec(f"{self.shared.gate}.weight", (1, hidden), kept=Kept.FLOAT32))
         return found
@@ -82,7 +84,12 @@ class ExpertsSpec:
     @property
     def taps(self) -> list[Tap]:
         """Tensors that a verification compares, in the order they are computed."""
-        return [Tap("mlp", Made.SUM)]
+        found = [
+            Tap("router", Made.LOGITS, self.router.name, width=self.experts),
+            Tap("routing", Made.ROUTING, self.router.name, width=self.experts),
+            Tap("experts", Made.EXPERTS, "experts"),
+        ]
+        return found if self.shared is None else [*found, Tap("shared", Made.EXPERTS, self.shared.name)]
 
     @property
     def most_ranks(self) -> int:
@@ -122,11 +129,11 @@ class ExpertsSpec:
         return self
 
 
-def _mlp(name: str, width: int, hidden: int, bias: bool, expert: int | None) -> list[TensorSpec]:
+def _mlp(name: str, width: int, hidden: int, bias: bool) -> list[TensorSpec]:
     found: list[TensorSpec] = []
     for part in ("gate", "up"):
-        found.append(TensorSpec(f"{name}.{part}_proj.weight", (width, hidden), Cut.WIDTH_OUTPUTS, expert=expert))
+        found.append(TensorSpec(f"{name}.{part}_proj.weight", (width, hidden), Cut.WIDTH_OUTPUTS))
         if bias:
-            found.append(TensorSpec(f"{name}.{part}_proj.bias", (width,), Cut.WIDTH_OUTPUTS, expert=expert))
-    found.append(TensorSpec(f"{name}.down_proj.weight", (hidden, width), Cut.WIDTH_INPUTS, expert=expert))
-    return [*found, TensorSpec(f"{name}.down_proj.bias", (hidden,), expert=expert)] if bias else found
+            found.append(TensorSpec(f"{name}.{part}_proj.bias", (width,), Cut.WIDTH_OUTPUTS))
+    found.append(TensorSpec(f"{name}.down_proj.weight", (hidden, width), Cut.WIDTH_INPUTS))
+    return [*found, TensorSpec(f"{name}.down_proj.bias", (hidden,))] if bias else found

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from oarlock.workers.layers.sharding import shard_vocab
+from oarlock.workers.layers.sharding import shard_vocab, shard_width
 
 
 class Cut(Enum):
@@ -36,14 +36,19 @@ class TensorSpec:
     parts: int = 1  # equal parts, of which a rank holds whole ones; with fewer than ranks, neighbours hold the same one
     kept: Kept = Kept.AS_MODEL
     expert: int | None = None  # of the routed experts, the one that it belongs to
+    used: float = 1.0  # share of all tokens that are computed with it
 
     @property
     def is_matrix(self) -> bool:
         return len(self.shape) == 2
 
-    def local_shape(self, size: int) -> tuple[int, ...]:
-        """Shape of the part that each of `size` ranks holds."""
+    def local_shape(self, size: int, slices: int = 1, unit: int = 1) -> tuple[int, ...]:
+        """Shape of the part that each of `size` ranks holds. `slices` and `unit`: as `shard_width` has them."""
         first, *rest = self.shape
+        if self.cut is Cut.WIDTH_OUTPUTS:
+            return (shard_width(first, unit, 0, size, slices).count, *rest)
+        if self.cut is Cut.WIDTH_INPUTS:
+            return (first, shard_width(rest[0], unit, 0, size, slices).count)
         held = max(1, self.parts // size)
         if self.cut is Cut.VOCABULARY:
             return (shard_vocab(first, 0, size)[1], *rest)
@@ -65,6 +70,9 @@ class Made(Enum):
     ATTENTION = auto()
     GATED = auto()  # activation(gate) * up
     SUM = auto()  # a product whose inputs ranks share
+    LOGITS = auto()  # of a router, which every rank computes
+    ROUTING = auto()  # the weight of each expert for a token, 0 of one that it does not get
+    EXPERTS = auto()  # the sum over ranks of a token's experts, or of the shared expert
     RESIDUAL = auto()
 
 

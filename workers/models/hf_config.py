@@ -10,6 +10,7 @@ from typing import Any
 from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec
+from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
 from oarlock.workers.models.hf_fields import Fields, unsupported
@@ -25,6 +26,7 @@ BEFORE_AND_AFTER = (
     ("input_layernorm", "post_attention_layernorm"),
     ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 Norms = tuple[tuple[str | None, str | None], tuple[str | None, str | None]]
 
 
@@ -44,6 +46,9 @@ def decoder_spec(
     mlp_bias: bool = False,
     qk_norm: str | None = None,
     activation: str | None = None,
+    experts: ExpertsSpec | None = None,
+    is_sparse: Sequence[bool] | None = None,
+    attention_scale: float | None = None,
     norm: NormSpec | None = None,
     norms: Norms = BEFORE,
     parallel: bool = False,
@@ -54,11 +59,12 @@ def decoder_spec(
     tied: bool = False,
     eps: float = 1e-6,
 ) -> DecoderSpec:
-    """A decoder of attention and a gated MLP in each layer, from the keys that all families share.
+    """A decoder of attention and a gated MLP, or experts, in each layer, from the keys that all families share.
 
     The keyword arguments are the family's defaults and own settings; `rope`, `activation` and `norm` are given where a
     family does not have them under the usual keys. `ropes`: of each layer, where not all have `rope`. `query_scalar`:
-    scores are divided by its root; None: by the root of a head's width. `qk_norm`: over each `head`, or all of a `row`.
+    scores are divided by its root; None: by the root of a head's width; `attention_scale`: they are multiplied by that
+    instead. `qk_norm`: over each `head`, or all of a `row`. `is_sparse`: whether each layer has `experts`; None: all.
     """
     fields.refuse_the_rest()
     heads, kv_heads = _head_counts(fields, kv_heads)
@@ -67,8 +73,9 @@ def decoder_spec(
     norm = norm or NormSpec(eps=fields.number("rms_norm_eps", eps))
     rope = rope or _usual_rope(fields, head_dim, positions)
     activation = activation or activation_name(fields, "hidden_act", "silu")
-    mlp = GatedMLPSpec(fields.count("intermediate_size"), activation, mlp_bias)
-    scale = (query_scalar or head_dim) ** -0.5
+    sparse = is_sparse or [experts is not None] * len(windows)
+    dense = None if all(sparse) else GatedMLPSpec(fields.count("intermediate_size"), activation, mlp_bias)
+    scale = attention_scale or (query_scalar or head_dim) ** -0.5
     plain = SelfAttentionSpec(
         *(heads, kv_heads, head_dim, scale, rope),
         softcap=attention_softcap,
@@ -77,12 +84,14 @@ def decoder_spec(
         qk_norm=norm if qk_norm else None,
         norms_rows=qk_norm == "row",
     )
-    kinds = list(zip(windows, ropes or [rope] * len(windows), strict=True))
-    made: dict[tuple[int | None, RopeSpec | None], LayerSpec] = {}
-    for window, angles in dict.fromkeys(kinds):
+    kinds = list(zip(windows, ropes or [rope] * len(windows), sparse, strict=True))
+    made: dict[tuple[int | None, RopeSpec | None, bool], LayerSpec] = {}
+    for window, angles, has_experts in dict.fromkeys(kinds):
+        mlp = experts if has_experts else dense
+        assert mlp is not None
         sublayers = replace(plain, window=window, rope=angles), mlp
         branches = (BranchSpec(one, *names, residual_scale) for one, names in zip(sublayers, norms, strict=True))
-        made[window, angles] = LayerSpec(tuple(branches), parallel)
+        made[window, angles, has_experts] = LayerSpec(tuple(branches), parallel)
     return DecoderSpec(
         architecture=fields.raw["architectures"][0],
         vocab_size=fields.count("vocab_size"),
@@ -114,6 +123,22 @@ def _head_counts(fields: Fields, default: int | None) -> tuple[int, int]:
 def _usual_rope(fields: Fields, head_dim: int, positions: int) -> RopeSpec:
     trained = fields.raw.get("original_max_position_embeddings")
     return rope_spec(rope_table(fields), head_dim, positions, original=trained)
+
+
+def expert_counts(
+    fields: Fields, default: int, chosen_default: int, chosen_key: str = "num_experts_per_tok"
+) -> tuple[int, int]:
+    """Experts of a layer, and how many of them each token gets. Versions of transformers name the former differently;
+    several names must say the same."""
+    counts = {key: fields.count(key, default) for key in _EXPERT_KEYS if fields.raw.get(key) is not None}
+    if len(set(counts.values())) > 1:
+        raise StartupError(f"config.json: {' and '.join(counts)} differ.", "Repair one of them.")
+    experts, chosen = next(iter(counts.values()), default), fields.count(chosen_key, chosen_default)
+    if chosen > experts:
+        raise StartupError(
+            f"config.json: a token cannot have {chosen} of {experts} experts.", f"Repair {chosen_key} or the other."
+        )
+    return experts, chosen
 
 
 def head_width(fields: Fields, default: int | None) -> int:

@@ -1,7 +1,8 @@
-"""Mistral: Llama's layer with one sliding window for all layers. Torch-free."""
+"""Mistral, and Mixtral, which has experts in place of its MLP: Llama's layer with one sliding window. Torch-free."""
 
 from oarlock.workers.layers.decoder_spec import DecoderSpec
-from oarlock.workers.models.hf_config import decoder_spec
+from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
+from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
 from oarlock.workers.models.hf_fields import Fields, unsupported
 
 _DEFAULT_WINDOW = 4096  # of a config.json that does not mention it; an explicit null switches the window off
@@ -19,4 +20,22 @@ def describe_mistral(fields: Fields) -> DecoderSpec:
         head_dim=None,
         max_positions=4096 * 32,
         windows=(window,) * fields.layers(),
+    )
+
+
+def describe_mixtral(fields: Fields) -> DecoderSpec:
+    """The weights of a token's experts add up to 1."""
+    window = None if fields.raw.get("sliding_window") is None else fields.count("sliding_window")
+    experts, top_k = expert_counts(fields, 8, 2)
+    activation = activation_name(fields, "hidden_act", "silu")
+    router = RouterSpec(top_k, normalised=True)
+    return decoder_spec(
+        fields,
+        kv_heads=8,
+        head_dim=None,
+        max_positions=4096 * 32,
+        windows=(window,) * fields.layers(),
+        experts=ExpertsSpec(experts, fields.count("intermediate_size"), router, activation),
+        activation=activation,
+        eps=1e-5,
     )

@@ -9,26 +9,39 @@ from oarlock.workers.errors import StartupError, shown
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.cohere import GGUF_COHERE, GGUF_COHERE2, describe_cohere, describe_cohere2
 from oarlock.workers.models.encoders.registry import ENCODERS
+from oarlock.workers.models.ernie4_5_moe import describe_ernie4_5_moe
 from oarlock.workers.models.gemma import GGUF_GEMMA2, GGUF_GEMMA3, describe_gemma2, describe_gemma3
+from oarlock.workers.models.glm4_moe import describe_glm4_moe
+from oarlock.workers.models.granite_moe import describe_granite_moe, describe_granite_moe_shared
 from oarlock.workers.models.hf_fields import Fields, read_config
 from oarlock.workers.models.llama import GGUF_LLAMA, describe_llama
-from oarlock.workers.models.mistral import describe_mistral
+from oarlock.workers.models.mistral import describe_mistral, describe_mixtral
 from oarlock.workers.models.olmo2 import GGUF_OLMO2, describe_olmo2
+from oarlock.workers.models.olmoe import describe_olmoe
 from oarlock.workers.models.phi3 import GGUF_PHI3, describe_phi3
 from oarlock.workers.models.qwen import GGUF_QWEN2, GGUF_QWEN3, describe_qwen2, describe_qwen3
+from oarlock.workers.models.qwen_moe import describe_qwen2_moe, describe_qwen3_moe
 from oarlock.workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, head_differs
 
 FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "Cohere2ForCausalLM": describe_cohere2,
     "CohereForCausalLM": describe_cohere,
+    "Ernie4_5_MoeForCausalLM": describe_ernie4_5_moe,
     "Gemma2ForCausalLM": describe_gemma2,
     "Gemma3ForCausalLM": describe_gemma3,
+    "Glm4MoeForCausalLM": describe_glm4_moe,
+    "GraniteMoeForCausalLM": describe_granite_moe,
+    "GraniteMoeSharedForCausalLM": describe_granite_moe_shared,
     "LlamaForCausalLM": describe_llama,
     "MistralForCausalLM": describe_mistral,
+    "MixtralForCausalLM": describe_mixtral,
     "Olmo2ForCausalLM": describe_olmo2,
+    "OlmoeForCausalLM": describe_olmoe,
     "Phi3ForCausalLM": describe_phi3,
     "Qwen2ForCausalLM": describe_qwen2,
+    "Qwen2MoeForCausalLM": describe_qwen2_moe,
     "Qwen3ForCausalLM": describe_qwen3,
+    "Qwen3MoeForCausalLM": describe_qwen3_moe,
 }
 _GGUF = (
     GGUF_LLAMA, GGUF_QWEN2, GGUF_QWEN3, GGUF_PHI3, GGUF_GEMMA2, GGUF_GEMMA3, GGUF_OLMO2, GGUF_COHERE, GGUF_COHERE2,

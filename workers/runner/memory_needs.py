@@ -8,7 +8,7 @@ what it really holds; tests compare the two.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from oarlock.workers.config import WorkerConfig
@@ -19,6 +19,7 @@ from oarlock.workers.layers.tensor_spec import Cut, Kept, TensorSpec
 from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES, KVShape
 from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
+from oarlock.workers.quantization.formats.form import unit_of_width
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.runner.buckets import logits_rows_at_once
 
@@ -49,27 +50,44 @@ def encoder_step_bytes(spec: EncoderSpec, num_ranks: int, num_tokens: int) -> in
 
 
 def rank_weight_bytes(config: WorkerConfig, spec: DecoderSpec, forms: WeightForms = NONE, stage: int = 0) -> int:
-    """Bytes of the weights of any rank of `stage`: all have as many. `config`: with its dtype resolved."""
+    """Bytes of the weights of any rank of `stage`: all have as many, but for whole experts that do not divide evenly,
+    of which the first has the most. `config`: with its dtype resolved."""
+    return sum(size for _, size in rank_tensors(config, spec, forms, stage))
+
+
+def rank_tensors(
+    config: WorkerConfig, spec: DecoderSpec, forms: WeightForms = NONE, stage: int = 0
+) -> Iterator[tuple[TensorSpec, int]]:
+    """Tensors that the first rank of `stage` holds, and the bytes of its part of each."""
     size, on_cpu = config.tensor_parallel_size, config.device != "cuda"
-    slices = slices_of(spec, forms) if on_cpu else 1
-    slices = slices // size if slices % size == 0 else 1  # as `Placement.local_slices`
+    all_slices = slices_of(spec, forms) if on_cpu else 1
+    slices = all_slices // size if all_slices % size == 0 else 1  # as `Placement.local_slices`
     layers = layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)
-    item, total = ITEM_BYTES[config.dtype], 0
+    item = ITEM_BYTES[config.dtype]
     for tensor in tensors_of(spec, layers):
-        shape = tensor.local_shape(size)
+        shape = _local_shape(tensor, forms, size, all_slices)
         if tensor.is_matrix:
-            total += _matrix_bytes(tensor, shape, forms, item, slices)
+            yield tensor, _matrix_bytes(tensor, shape, forms, item, slices)
         else:
             is_wide = tensor.kept is Kept.FLOAT32 or (tensor.kept is Kept.FOR_KERNELS and on_cpu)
-            total += math.prod(shape) * (_FLOAT32 if is_wide else item)
-    return total
+            yield tensor, math.prod(shape) * (_FLOAT32 if is_wide else item)
+
+
+def _local_shape(tensor: TensorSpec, forms: WeightForms, size: int, slices: int) -> tuple[int, ...]:
+    """Shape of the part that each of `size` ranks holds; widths are filled up to `slices` over all ranks."""
+    if tensor.cut not in (Cut.WIDTH_OUTPUTS, Cut.WIDTH_INPUTS):
+        return tensor.local_shape(size)
+    down = f"{tensor.name.rpartition('.')[0].rpartition('.')[0]}.down_proj"  # the product that is cut
+    return tensor.local_shape(size, slices, unit_of_width(forms.form_of(down)))
 
 
 def _matrix_bytes(tensor: TensorSpec, shape: tuple[int, ...], forms: WeightForms, item: int, slices: int) -> int:
     """Bytes of a matrix of `shape`, the whole of `tensor` or a rank's part."""
+    if tensor.kept is Kept.FLOAT32:
+        return math.prod(shape) * _FLOAT32
     own = forms.of_head if tensor.cut is Cut.VOCABULARY else forms
     form = own.form_of(tensor.name.removesuffix(".weight"))
-    return form.weight_bytes(*shape, item, slices if tensor.cut is Cut.INPUTS else 1)
+    return form.weight_bytes(*shape, item, slices if tensor.cut in (Cut.INPUTS, Cut.WIDTH_INPUTS) else 1)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -85,7 +103,7 @@ def weight_bytes(spec: DecoderSpec, dtype: str, forms: WeightForms = NONE) -> in
     item, total, slices = ITEM_BYTES[dtype], 0, slices_of(spec, forms)
     for tensor in tensors_of(spec):
         if tensor.is_matrix:
-            total += _matrix_bytes(tensor, tensor.shape, forms, item, slices)
+            total += _matrix_bytes(tensor, _local_shape(tensor, forms, 1, slices), forms, item, slices)
         else:
             total += math.prod(tensor.shape) * item
     return total

@@ -273,6 +273,7 @@ class ModelRunner:
             attention_backend=self.backend.name,
             architecture=self.spec.architecture,
             num_parameters=self.model.num_parameters,
+            active_parameters=self.spec.active_parameters if self.spec.has_experts else None,
             weight_bytes_per_rank=self.model.weight_bytes,
             kv_bytes_per_token_per_rank=self.kv_spec.bytes_per_token,
             kv_cache_dtype=config.kv_cache_dtype,

@@ -106,7 +106,8 @@ def part_of(tensor: str, spec: DecoderSpec, rank: int, size: int, layer: int | N
         return Part(start, start + real, max(1, real))
     tap = None if layer is None or tensor in ("embedding", "final_norm") else tapped(spec, layer, tensor).tap
     if tap is None or not tap.parts:
-        return Part(0, spec.hidden_size, spec.hidden_size)
+        width = (tap.width if tap is not None else 0) or spec.hidden_size
+        return Part(0, width, width)
     width, first, count = tap.width // tap.parts, rank * tap.parts // size, max(1, tap.parts // size)
     return Part(first * width, (first + count) * width, width if width > 1 else count)
 
@@ -116,6 +117,12 @@ def is_on_all_ranks(tensor: str, spec: DecoderSpec, layer: int | None) -> bool:
     if layer is None:
         return tensor != "logits"
     return not tapped(spec, layer, tensor).tap.parts
+
+
+def dense_routing(ids: Tensor, weights: Tensor, experts: int) -> Tensor:
+    """The weight of every expert, 0 of those that a token does not get: `ids` and `weights` [T, k] -> [T, experts]."""
+    dense = torch.zeros((len(ids), experts), dtype=weights.dtype, device=weights.device)
+    return dense.scatter_(1, ids.long(), weights)
 
 
 class Recorded:

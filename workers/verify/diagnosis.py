@@ -7,13 +7,16 @@ lists what distinguishes one possible cause from another.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, SublayerSpec
+from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.sharding import shard_vocab
 from oarlock.workers.layers.tensor_spec import Made, Tap
@@ -200,6 +203,12 @@ def _cause(fault: _Fault) -> str:
             return _gated(fault, branch.sublayer)
         case Made.SUM:
             return _row_parallel(fault, branch, tap)
+        case Made.LOGITS:
+            return _router(fault, branch.sublayer)
+        case Made.ROUTING:
+            return _routing(fault, branch.sublayer)
+        case Made.EXPERTS:
+            return _experts(fault, branch, tap)
 
 
 def _embedding(fault: _Fault) -> str:
@@ -317,11 +326,80 @@ def _residual(fault: _Fault, branch: BranchSpec) -> str:
     layer = fault.spec.layers[fault.row.layer or 0]
     added = layer.branches if layer.parallel else (branch,)
     norms = "".join(f"{one.post_norm}, or " for one in added if one.post_norm is not None)
-    products = " and ".join(tap.module for one in added for tap in one.sublayer.taps if tap.made is Made.SUM)
+    sums = (Made.SUM, Made.EXPERTS)
+    products = " and ".join(tap.module for one in added for tap in one.sublayer.taps if tap.made in sums)
     return (
         f"{fault.module}: {norms}the addition of the residual after {products} "
         "(or a bias added on the wrong side of the sum)"
     )
+
+
+def _router(fault: _Fault, experts: SublayerSpec) -> str:
+    """Every rank computes all logits; those of some experts are wrong, or all."""
+    assert isinstance(experts, ExpertsSpec)
+    rank = fault.row.wrong_ranks[0]
+    rms = fault.error(rank).square().mean(0).sqrt()  # [E]
+    wrong = (rms > _CLOSE * rms.max()).nonzero().flatten().tolist()
+    which = "" if len(wrong) == experts.experts else f": the rows of {_numbered('expert', wrong)}"
+    return f"{fault.module}.{experts.module}.{experts.router.name}.weight{which}, on {fault.ranks}"
+
+
+def _routing(fault: _Fault, experts: SublayerSpec) -> str:
+    """Logits are right, and what was made of them is not."""
+    assert isinstance(experts, ExpertsSpec)
+    where, router = f"router of layer {fault.row.layer} on {fault.ranks}", experts.router
+    ours, truth = fault.ours(fault.row.wrong_ranks[0]), fault.truth(fault.row.wrong_ranks[0])
+    if torch.equal(ours > 0, truth > 0):
+        of = "normalised or not, their scale" if router.scale != 1.0 else "normalised or not"
+        return f"{where}: the right experts are chosen, with wrong weights ({of}, or the scores of the logits)"
+    corrected = f"{experts.module}.{router.correction}, " if router.correction is not None else ""
+    return f"{where}: other experts are chosen ({corrected}how many, or from which groups)"
+
+
+def _experts(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:
+    """The tokens that are wrong tell the expert, and its weights what it computes instead."""
+    experts = branch.sublayer
+    assert isinstance(experts, ExpertsSpec)
+    name = f"{fault.module}.{experts.module}.{tap.module}"
+    if tap.name == "shared":
+        return f"{name}: its weights, its gate, or the sum over ranks (all-reduce)"
+    routing = Recorded(fault.folder).truth(f"{fault.row.layer}.routing")  # [T, E]
+    rank, chosen = fault.row.wrong_ranks[0], routing > 0
+    rms = fault.error(rank).square().mean(1).sqrt()
+    wrong = rms > 1e-2 * rms.max()  # two experts of a token may have very different weights
+    of = [expert for expert in range(experts.experts) if chosen[:, expert].any() and wrong[chosen[:, expert]].all()]
+    if not of or not bool(chosen[wrong][:, of].any(1).all()):
+        return f"{name}: the sum over a token's experts, or over ranks (all-reduce)"
+    parts = []
+    for expert in of:
+        only = chosen[:, expert] & (chosen[:, of].sum(1) == 1)  # no other wrong one is in the sum
+        parts.append(_expert(fault, branch, experts, expert, only, routing) if only.any() else f"{expert}")
+    return f"{name}: {'expert' if len(of) == 1 else 'experts'} {', '.join(parts)}"
+
+
+def _expert(fault: _Fault, branch: BranchSpec, spec: ExpertsSpec, expert: int, tokens: Tensor, routing: Tensor) -> str:
+    """Its number, and what it computes instead of its result, where that is another's, or a multiple."""
+    rank, module = fault.row.wrong_ranks[0], f"{fault.module}.{spec.module}.experts"
+    x = Recorded(fault.folder).truth(_read_by(fault.spec, fault.row.layer or 0, branch))[tokens]
+    weight = routing[tokens, expert, None]
+
+    def result(other: int) -> Tensor:
+        gate, up, down = (
+            fault.dequantised.weight(f"{module}.{other}.{part}_proj").double() for part in ("gate", "up", "down")
+        )
+        act = F.silu if spec.activation == "silu" else partial(F.gelu, approximate="tanh")
+        return (act(x @ gate.T) * (x @ up.T)) @ down.T
+
+    if spec.bias or spec.activation == "clamped_swiglu":
+        return f"{expert}"
+    right = result(expert)
+    found = fault.error(rank)[tokens] / weight + right
+    for other in range(spec.experts):
+        if other != expert and _distance(found, result(other)) < _CLOSE:
+            return f"{expert} (it holds the numbers of expert {other})"
+    factor = ((found * right).sum() / right.square().sum()).item()
+    is_scaled = _distance(found, factor * right) < _CLOSE
+    return f"{expert} (its result is {factor:.2g} times the right one: a wrong scale)" if is_scaled else f"{expert}"
 
 
 def _gated(fault: _Fault, mlp: SublayerSpec) -> str:
@@ -383,4 +461,8 @@ def _nearest(ours: Tensor, candidates: Sequence[Tensor]) -> int | None:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return _numbered("rank", ranks)
+
+
+def _numbered(what: str, numbers: Sequence[int]) -> str:
+    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -27,6 +27,7 @@ from oarlock.workers.distributed.pipeline_stage import PipelineStage
 from oarlock.workers.distributed.shm_ring import ChannelClosedError
 from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.decoder_spec import SublayerSpec
+from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.tensor_spec import Made, Tap
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.protocol import StepMetadata
@@ -34,7 +35,7 @@ from oarlock.workers.ranks.spawn_ranks import RankArguments, begin
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.runner.worker_process import join, log_to_stderr
-from oarlock.workers.verify.compare import file_of, halves_of, part_of, taps_of
+from oarlock.workers.verify.compare import dense_routing, file_of, halves_of, part_of, taps_of
 from oarlock.workers.verify.halves import RecordedHalves
 from oarlock.workers.verify.request import Request, Text
 
@@ -160,6 +161,10 @@ class RecordingDecoder:
         {i}.mlp_norm         [T, hidden]     input of the MLP, where it has a norm of its own
         {i}.gate_up          [T, I]          activation(gate) * up
         {i}.mlp              [T, hidden]     down_proj, as o_proj
+        {i}.router           [T, E]          logits of a mixture's router, of E experts
+        {i}.routing          [T, E]          weight of each expert, 0 of one that a token does not get
+        {i}.experts          [T, hidden]     sum of a token's experts over ranks, in float32
+        {i}.shared           [T, hidden]     the shared expert's result, likewise
         {i}.residual         [T, hidden]     after the layer
         final_norm           [T, hidden]
         logits               [L, V]          this rank's shard of the vocabulary; only after `compute_logits`
@@ -252,6 +257,9 @@ class RecordingDecoder:
 
     def _hook_sublayer(self, sublayer: Any, spec: SublayerSpec, layer: int) -> None:
         """Installs the hooks on the products of a sublayer; what is between them, the attention backend records."""
+        if isinstance(spec, ExpertsSpec):
+            self._hook_experts(sublayer, spec, layer)
+            return
         taps = [tap for tap in spec.taps if tap.is_compared]
         for whole, parts in spec.fused.items():
             projections = [tap for tap in taps if tap.made is Made.PROJECTION and tap.module in parts]
@@ -265,6 +273,22 @@ class RecordingDecoder:
             elif tap.made is Made.GATED and self._diagnostics:
                 (whole,) = spec.fused
                 self._hook_mirror(sublayer, sublayer.products[whole], f"{layer}.{tap.name}_mirrored")
+
+    def _hook_experts(self, sublayer: Any, spec: ExpertsSpec, layer: int) -> None:
+        """Installs the hooks on the router, and on the sums over ranks of what experts give."""
+
+        def routed(result: tuple[Tensor, Tensor]) -> None:
+            ids, weights = result
+            self._record(f"{layer}.routing", dense_routing(ids, weights, spec.experts))
+
+        def summed(result: tuple[Tensor, Tensor | None]) -> None:
+            for name, total in zip(("experts", "shared"), result, strict=True):
+                if total is not None:
+                    self._record(f"{layer}.{name}", total)
+
+        self._hook(sublayer.router, "logits", after=partial(self._record, f"{layer}.router"))
+        self._hook(sublayer, "router", after=routed)
+        self._hook(sublayer, "sums", after=summed)
 
     def _record_parts(self, layer: int, taps: list[Tap], product: Tensor) -> None:
         """The results of one product [T, columns of all parts], each by its name as [T, parts, columns of one]."""

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,20 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.utils import logging as transformers_logging
 
 from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.layers.decoder_spec import DecoderSpec, SublayerSpec
+from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.tensor_spec import Made, Tap
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.python_child import die_with_parent
 from oarlock.workers.quantization.registry import QUANTIZATIONS
-from oarlock.workers.verify.compare import file_of, taps_of
+from oarlock.workers.verify.compare import dense_routing, file_of, taps_of
 from oarlock.workers.verify.dequantised_reference import (
     DequantisedModel,
     LayerLoss,
@@ -214,8 +218,8 @@ class TransformersRecorder:
         self._model.set_attn_implementation(self._usual_attention)
 
     def record(self, name: str, value: Tensor) -> None:
-        """`value` [1, T, ...]."""
-        rows = value.detach()[0]
+        """`value` [1, T, ...], or [T, columns]."""
+        rows = value.detach() if value.dim() == 2 else value.detach()[0]
         self._parts.setdefault(name, []).append(rows.reshape(rows.shape[0], -1).to(self._keep, copy=True).cpu())
 
     def _hook_layer(self, index: int, layer: Any) -> None:
@@ -230,6 +234,8 @@ class TransformersRecorder:
                 else:
                     following = taps[number + 1].branch
                     self._before(getattr(layer, following.norm or following.sublayer.module), name)
+            elif isinstance(branch.sublayer, ExpertsSpec):
+                self._hook_experts(name, layer, branch.sublayer, one.tap)
             elif one.tap.made is not Made.ROTATION:  # those are arguments of the attention function
                 self._hook_sublayer(index, getattr(layer, branch.sublayer.module), branch.sublayer, one.tap)
 
@@ -248,6 +254,27 @@ class TransformersRecorder:
                 break
             start += rows[f"{part}.weight"]
         self._after(getattr(module, fused), name, slice(start, start + rows[f"{tap.module}.weight"]))
+
+    def _hook_experts(self, name: str, layer: Any, spec: ExpertsSpec, tap: Tap) -> None:
+        """`layer`: transformers', which may have the shared expert beside the others."""
+        sublayer = getattr(layer, spec.module)
+        part = getattr(sublayer, tap.module, None) or getattr(layer, tap.module)
+        if tap.made is not Made.ROUTING:
+            self._after(part, name)
+            gate = spec.shared.gate if spec.shared is not None and tap.name == "shared" else None
+            if gate is not None:  # comes after the expert that it scales
+                self._handles.append(getattr(sublayer, gate).register_forward_hook(partial(self._scale, name)))
+            return
+
+        def hook(module: nn.Module, args: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:
+            self.record(name, dense_routing(result[2], result[1], spec.experts))
+
+        self._handles.append(part.register_forward_hook(hook))
+
+    def _scale(self, name: str, module: nn.Module, args: tuple[Any, ...], result: Tensor) -> None:
+        """Scales the newest rows of `name` by the sigmoid of `result` [T, 1]."""
+        newest = self._parts[name].pop()
+        self.record(name, newest.to(result.device) * torch.sigmoid(result.to(newest.dtype)))
 
     def _before(self, module: nn.Module, name: str) -> None:
         def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -298,7 +325,53 @@ def in_float64(model: nn.Module) -> Generator[None]:
             del module.forward
 
 
-def _exact_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+class _Widened(TorchFunctionMode):
+    """Whatever asks for float32 gets float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func: Any = Tensor.double if func is Tensor.float else func
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        named = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*args, **named)
+
+
+class _WithoutHooks(nn.Module):
+    """A module's own forward, without what is hooked to it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return type(self.inner).forward(self.inner, x)
+
+
+def _exact_router(module: nn.Module, x: Tensor) -> Any:
+    """The router's own forward, on its weights in float64."""
+    plain = _WithoutHooks(module)
+    with _Widened():
+        return functional_call(plain, {name: each.double() for name, each in plain.named_parameters()}, (x,))
+
+
+def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """`x` [T, hidden], `ids` and `weights` [T, k]: one expert after the other, each widened by itself."""
+    total = torch.zeros_like(x)
+    for expert in ids.unique().tolist():
+        rows, places = (ids == expert).nonzero(as_tuple=True)
+        gate_up, down = (weight[expert].double() for weight in (module.gate_up_proj, module.down_proj))
+        if not module.is_transposed:
+            gate_up, down = gate_up.T, down.T
+        both = x[rows] @ gate_up
+        if module.has_bias:
+            both = both + module.gate_up_proj_bias[expert].double()
+        result = module._apply_gate(both) @ down
+        if module.has_bias:
+            result = result + module.down_proj_bias[expert].double()
+        total.index_add_(0, rows, weights[rows, places, None] * result)
+    return total
+
+
+def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
     """The float64 form of a module with weights; None for one that has none and computes in the dtype it is given."""
     if isinstance(module, nn.Linear):
         return lambda x: _linear(module, x)
@@ -307,6 +380,10 @@ def _exact_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         if hasattr(module, "embed_scale"):  # Gemma's, which it rounds to the dtype: that is part of what it means
             scale = torch.as_tensor(module.embed_scale).to(module.weight.dtype).item()
         return lambda ids: F.embedding(ids, module.weight).double() * scale
+    if type(module).__name__.endswith("Router"):
+        return partial(_exact_router, module)
+    if type(module).__name__.endswith("Experts"):
+        return partial(_exact_experts, module)
     if type(module).__name__.endswith("LayerNorm"):
         return lambda x: _norm(module, x - x.mean(-1, keepdim=True), 0.0)
     if type(module).__name__.endswith("RMSNorm"):
@@ -316,7 +393,8 @@ def _exact_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         )  # tells whether it scales by the weight, or by 1 + weight as Gemma's do
         offset = round((scaled - weight).double().mean().item())
         return lambda x: _norm(module, x, offset)
-    if any(True for _ in module.parameters(recurse=False)):
+    is_part = type(module).__name__.endswith("MoeStatics")  # of a router, by which it is widened
+    if not is_part and any(True for _ in module.parameters(recurse=False)):
         raise NotImplementedError(f"no float64 form of {type(module).__name__} is known")
     return None
 

@@ -10,11 +10,12 @@ import json
 import os
 import stat
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from oarlock.workers.errors import StartupError, shown
+from oarlock.workers.weights.expert_tensors import apart
+from oarlock.workers.weights.located import Located, TensorEntry
 
 MOST_BYTES = 64 << 20  # of a description: the longest known, an index of a hundred thousand tensors, has 20 MB
 _FIX = "Fetch that file of the checkpoint again."
@@ -119,16 +120,6 @@ _LFS_MARK = b"version https://git-lfs"
 _DOWNLOAD_AGAIN = "Download the file again; it is damaged or incomplete."
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One tensor as its file describes it."""
-
-    dtype: str  # the format's name: BF16, F16, F32, ...
-    shape: tuple[int, ...]
-    begin: int  # bytes, counted from the end of the header; in a GGUF file from its beginning
-    end: int
-
-
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Name -> entry of every tensor in the file. Raises `StartupError` naming the file, and the tensor if one is wrong.
 
@@ -225,14 +216,6 @@ INDEX_FILE = "model.safetensors.index.json"
 _LONGEST_NAME = 255  # bytes of a file's name, on all usual file systems
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
-    """A tensor and the file it is in."""
-
-    path: Path
-    entry: TensorEntry
-
-
 class Checkpoint:
     """The tensors of one model directory. Files are found as transformers finds them: one file first, then an index."""
 
@@ -245,9 +228,9 @@ class Checkpoint:
         """Read and check every header. Raises `StartupError` naming the file, and the tensor where one is at fault."""
         single = directory / SINGLE_FILE
         if is_there(single):
-            return Checkpoint(directory, {name: Located(single, e) for name, e in read_header(single).items()})
+            return Checkpoint(directory, apart({name: Located(single, e) for name, e in read_header(single).items()}))
         if is_there(directory / INDEX_FILE):
-            return Checkpoint(directory, _open_sharded(directory))
+            return Checkpoint(directory, apart(_open_sharded(directory)))
         raise _no_weights(str(directory), {entry.name for entry in directory.iterdir()})
 
     def find(self, name: str) -> Located | None:

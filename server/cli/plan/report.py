@@ -21,7 +21,11 @@ def as_json(
 ) -> dict[str, Any]:
     """Plan as JSON. `found`: the best first. `command`: None where nothing fits; then `helps` says what would."""
     return {
-        "model": {"architecture": model.spec.architecture, "parameters": model.spec.num_parameters},
+        "model": {
+            "architecture": model.spec.architecture,
+            "parameters": model.spec.num_parameters,
+            "active_parameters": model.spec.active_parameters,
+        },
         "machine": {
             "device": machine.memory.device,
             "count": machine.count,
@@ -82,8 +86,9 @@ def model_line(model: OpenModel, best: Layout) -> str:
     form = config.dtype if config.quantization == "none" else f"{config.quantization} and {config.dtype}"
     form += ", dequantised" if config.dequantize else ""
     kv = "" if config.kv_cache_dtype == config.dtype else f", keys and values in {config.kv_cache_dtype}"
+    active = f" ({parameters(model.spec.active_parameters)} active)" if model.spec.has_experts else ""
     return (
-        f"{model.spec.architecture}, {parameters(model.spec.num_parameters)} parameters in {form}{kv}, "
+        f"{model.spec.architecture}, {parameters(model.spec.num_parameters)} parameters{active} in {form}{kv}, "
         f"context {config.max_model_len:,} tokens"
     )
 

@@ -78,6 +78,10 @@ WEIGHTS = [
     ("cohere2", f"{L1}.input_layernorm.weight", rows(0, 8), f"{L1}.input_layernorm"),
     ("cohere2", f"{L1}.mlp.up_proj.weight", rows(48, 96), f"{L1}.mlp.up_proj.weight: the rows of rank 1"),
     ("cohere2", f"{L1}.mlp.down_proj.weight", columns(0, 48), f"{L1}.mlp.down_proj.weight: the columns of rank 0"),
+    ("qwen2_moe", f"{L1}.mlp.gate.weight", rows(2, 3), f"{L1}.mlp.gate.weight: the rows of expert 2"),
+    ("qwen2_moe", f"{L1}.mlp.experts.3.down_proj.weight", rows(0, 64), "expert 3 (its result is 0.5 times the right"),
+    ("qwen2_moe", f"{L1}.mlp.experts.1.gate_proj.weight", rows(0, 8), f"{L1}.mlp.experts: expert 1"),
+    ("qwen2_moe", f"{L1}.mlp.shared_expert.up_proj.weight", rows(0, 8), f"{L1}.mlp.shared_expert: its weights"),
 ]
 
 

@@ -1,14 +1,17 @@
 """A planted fault is named: the layer, the projection, the rank. Each fault is one that a real server could have."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.experts import Experts
 from oarlock.workers.models.registry import read_spec
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.verify.cases import PROMPTS, VerifyCase, altered, reconfigured
@@ -26,6 +29,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VerifyCas
         "mistral": ("mistral", {"sliding_window": 12}),
         "olmo2": ("olmo2", {}),
         "cohere2": ("cohere2", {}),
+        "qwen2_moe": ("qwen2_moe", {}),
     }
 
     def case(name: str) -> VerifyCase:
@@ -45,6 +49,35 @@ def test_a_damaged_tensor_is_named(cases, tmp_path: Path, name: str, tensor: str
     comparison, causes = case.run(SIZE, altered(case.model, tmp_path / "copy", tensor, change))
     assert not comparison.ok
     assert len(causes) == 1
+    assert cause in causes[0]
+
+
+@pytest.mark.slow
+def test_an_expert_with_the_weights_of_another_is_named(cases, tmp_path: Path) -> None:
+    copy, stored = tmp_path / "copy", "model.layers.1.mlp.experts"
+    shutil.copytree(cases("qwen2_moe").model, copy)
+    tensors = load_file(copy / "model.safetensors")
+    for part in ("gate", "up", "down"):
+        tensors[f"{stored}.0.{part}_proj.weight"] = tensors[f"{stored}.4.{part}_proj.weight"].clone()
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    _, causes = cases("qwen2_moe").run(SIZE, copy)
+    assert causes == ["model.layers.1.mlp.experts: expert 0 (it holds the numbers of expert 4)"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "change", "cause"),
+    [
+        ("unrounded", lambda self, x, step: self.sums(x)[0], "the residual after experts and shared_expert"),
+        ("of_shared", lambda self, x: torch.zeros_like(x), "model.layers.1.mlp.shared_expert: its weights, its gate"),
+    ],
+    ids=["left out of the sum", "not computed"],
+)
+def test_a_shared_expert_that_is_dropped_is_named(
+    cases, monkeypatch: pytest.MonkeyPatch, method, change, cause
+) -> None:
+    monkeypatch.setattr(Experts, method, change)
+    _, causes = cases("qwen2_moe").run(SIZE)
     assert cause in causes[0]
 
 

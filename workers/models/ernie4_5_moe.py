@@ -1,0 +1,50 @@
+"""Ernie 4.5's mixtures of experts: experts chosen by corrected softmax scores, and a shared expert. Torch-free."""
+
+from dataclasses import replace
+
+from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
+from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width
+from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.models.hf_rope import rope_spec, rope_table
+
+_POSITIONS = 131072
+
+
+def describe_ernie4_5_moe(fields: Fields) -> DecoderSpec:
+    """Neighbours are rotated. Layers from `moe_layer_start_index` to `moe_layer_end_index` have experts, every
+    `moe_layer_interval`-th."""
+    layers = fields.layers()
+    if fields.flag("use_bias", False):
+        raise unsupported("use_bias", True, "Ernie 4.5 has no biases.")
+    first, step = fields.count("moe_layer_start_index", 1, least=0), fields.count("moe_layer_interval", 1)
+    last = fields.count("moe_layer_end_index", -1, least=-1)
+    last = layers - 1 if last == -1 else last
+    is_sparse = [(index + 1) % step == 0 and first <= index <= last for index in range(layers)]
+    if not any(is_sparse):
+        raise StartupError("config.json: no layer has experts.", "Repair moe_layer_start_index or moe_layer_interval.")
+    experts, top_k = expert_counts(fields, 64, 6, "moe_k")
+    activation = activation_name(fields, "hidden_act", "silu")
+    width, shared = fields.count("moe_intermediate_size", 1536), fields.count("moe_num_shared_experts", 2, least=0)
+    router = RouterSpec(
+        top_k,
+        normalised=True,
+        least_sum=fields.number("moe_norm_min", 1e-12),
+        correction="moe_statics.e_score_correction_bias",
+    )
+    positions = fields.count("max_position_embeddings", _POSITIONS)
+    rope = rope_spec(rope_table(fields), head_width(fields, None), positions)
+    return decoder_spec(
+        fields,
+        kv_heads=4,
+        head_dim=None,
+        max_positions=_POSITIONS,
+        windows=(None,) * layers,
+        rope=replace(rope, interleaved=True),
+        experts=ExpertsSpec(experts, width, router, activation, shared=SharedSpec(shared * width) if shared else None),
+        is_sparse=is_sparse,
+        activation=activation,
+        tied=True,
+        eps=1e-5,
+    )

@@ -1,0 +1,56 @@
+"""GLM-4.5 and its like: sigmoid routing with a correction, a shared expert, and dense first layers. Torch-free."""
+
+from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
+from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width
+from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_rope import rope_spec, rope_table
+
+_POSITIONS = 131072
+
+
+def describe_glm4_moe(fields: Fields) -> DecoderSpec:
+    """Layers beyond `num_hidden_layers`, which predict several tokens, are not served."""
+    layers, dense = fields.layers(), fields.count("first_k_dense_replace", 1, least=0)
+    if dense >= layers:
+        raise StartupError("config.json: no layer has experts.", "Repair first_k_dense_replace.")
+    table, head_dim = rope_table(fields), head_width(fields, None)
+    share = table.pop("partial_rotary_factor", None) or fields.number("partial_rotary_factor", 0.5)
+    positions = fields.count("max_position_embeddings", _POSITIONS)
+    activation = activation_name(fields, "hidden_act", "silu")
+    return decoder_spec(
+        fields,
+        kv_heads=8,
+        head_dim=None,
+        max_positions=_POSITIONS,
+        windows=(None,) * layers,
+        rope=rope_spec(table, head_dim, positions, share=share),
+        qkv_bias=fields.flag("attention_bias", False),
+        qk_norm="head" if fields.flag("use_qk_norm", False) else None,
+        experts=_experts(fields, activation),
+        is_sparse=[index >= dense for index in range(layers)],
+        activation=activation,
+        eps=1e-5,
+    )
+
+
+def _experts(fields: Fields, activation: str) -> ExpertsSpec:
+    experts, top_k = expert_counts(fields, 128, 8)
+    groups, top_groups = fields.count("n_group", 1), fields.count("topk_group", 1)
+    if experts % groups or top_groups > groups or top_k > experts // groups * top_groups or experts // groups < 2:
+        raise StartupError(
+            f"config.json: {top_k} of {experts} experts cannot be chosen from {top_groups} of {groups} groups.",
+            "Repair n_group, topk_group or num_experts_per_tok.",
+        )
+    width, shared = fields.count("moe_intermediate_size", 1408), fields.count("n_shared_experts", 1)
+    router = RouterSpec(
+        top_k,
+        "sigmoid",
+        normalised=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        groups=groups,
+        top_groups=top_groups,
+        correction="gate.e_score_correction_bias",
+    )
+    return ExpertsSpec(experts, width, router, activation, shared=SharedSpec(shared * width))

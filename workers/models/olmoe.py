@@ -1,0 +1,26 @@
+"""OLMoE: norms before attention and experts, and of q and k over all heads. Torch-free."""
+
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
+from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
+from oarlock.workers.models.hf_fields import Fields
+
+
+def describe_olmoe(fields: Fields) -> DecoderSpec:
+    bias = fields.flag("attention_bias", False)
+    experts, top_k = expert_counts(fields, 64, 8)
+    activation = activation_name(fields, "hidden_act", "silu")
+    router = RouterSpec(top_k, normalised=fields.flag("norm_topk_prob", False))
+    return decoder_spec(
+        fields,
+        kv_heads=None,
+        head_dim=None,
+        max_positions=4096,
+        windows=(None,) * fields.layers(),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="row",
+        experts=ExpertsSpec(experts, fields.count("intermediate_size", 2048), router, activation),
+        activation=activation,
+        eps=1e-5,
+    )

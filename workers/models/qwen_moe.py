@@ -1,0 +1,74 @@
+"""Qwen2-MoE, with a shared expert behind a gate, and Qwen3-MoE. Torch-free."""
+
+from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
+from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, layer_kinds
+from oarlock.workers.models.hf_fields import Fields, unsupported
+
+
+def describe_qwen2_moe(fields: Fields) -> DecoderSpec:
+    """Qwen1.5-MoE and Qwen2-57B-A14B: biases as Qwen2 has them, and every other layer with a window, where there is
+    one."""
+    shared = SharedSpec(fields.count("shared_expert_intermediate_size", 5632), "shared_expert", "shared_expert_gate")
+    experts, activation = _experts(fields, 60, 4, 1408, shared)
+    layers, window, most = fields.layers(), _window(fields), fields.count("max_window_layers", 28, least=0)
+    kinds = layer_kinds(fields) or [
+        "full_attention" if index % 2 or index >= most else "sliding_attention" for index in range(layers)
+    ]
+    return decoder_spec(
+        fields,
+        kv_heads=16,
+        head_dim=None,
+        max_positions=32768,
+        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        qkv_bias=fields.flag("qkv_bias", True),
+        experts=experts,
+        is_sparse=_is_sparse(fields),
+        activation=activation,
+    )
+
+
+def describe_qwen3_moe(fields: Fields) -> DecoderSpec:
+    """RMSNorm on each head of q and k; a window, where there is one, is that of all layers."""
+    bias = fields.flag("attention_bias", False)
+    experts, activation = _experts(fields, 128, 8, 768, None)
+    return decoder_spec(
+        fields,
+        kv_heads=4,
+        head_dim=None,
+        max_positions=32768,
+        windows=(_window(fields),) * fields.layers(),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="head",
+        experts=experts,
+        is_sparse=_is_sparse(fields),
+        activation=activation,
+    )
+
+
+def _experts(fields: Fields, count: int, chosen: int, width: int, shared: SharedSpec | None) -> tuple[ExpertsSpec, str]:
+    """The experts by their usual numbers, and the activation."""
+    experts, top_k = expert_counts(fields, count, chosen)
+    activation = activation_name(fields, "hidden_act", "silu")
+    router = RouterSpec(top_k, normalised=fields.flag("norm_topk_prob", False))
+    width = fields.count("moe_intermediate_size", width)
+    return ExpertsSpec(experts, width, router, activation, shared=shared), activation
+
+
+def _is_sparse(fields: Fields) -> list[bool]:
+    """Whether each layer has experts: every `decoder_sparse_step`-th, but for those that the config lists."""
+    layers, step = fields.layers(), fields.count("decoder_sparse_step", 1)
+    dense = fields.raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(index) is int and 0 <= index < layers for index in dense):
+        raise unsupported("mlp_only_layers", dense, f"A list of numbers of its {layers} layers.")
+    found = [index not in dense and (index + 1) % step == 0 for index in range(layers)]
+    if not any(found):
+        raise StartupError("config.json: no layer has experts.", "Repair mlp_only_layers or decoder_sparse_step.")
+    return found
+
+
+def _window(fields: Fields) -> int | None:
+    used = fields.flag("use_sliding_window", False) and fields.raw.get("sliding_window", 4096) is not None
+    return fields.count("sliding_window", 4096) if used else None

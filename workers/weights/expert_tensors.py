@@ -1,0 +1,77 @@
+"""Experts' tensors under the names that `layers/experts_spec.py` gives them, whatever a checkpoint calls and joins.
+
+Checkpoints store each expert by itself, or those of all experts as one tensor; transformers writes both. A tensor of
+all experts is cut into views here, of which each is a range of bytes, so that nothing else
+knows the difference. Torch-free.
+"""
+
+import re
+from collections.abc import Iterator
+
+from oarlock.workers.errors import StartupError
+from oarlock.workers.weights.located import Located
+
+# Names that say the same, by patterns that the first part of a name is replaced by.
+_RENAMED = (
+    # Mixtral: the products of an expert have numbers.
+    (re.compile(r"(.*\.)block_sparse_moe\.(experts\.\d+\.)w1\."), r"\1mlp.\2gate_proj."),
+    (re.compile(r"(.*\.)block_sparse_moe\.(experts\.\d+\.)w2\."), r"\1mlp.\2down_proj."),
+    (re.compile(r"(.*\.)block_sparse_moe\.(experts\.\d+\.)w3\."), r"\1mlp.\2up_proj."),
+    (re.compile(r"(.*\.)block_sparse_moe\.gate\."), r"\1mlp.gate."),
+    # Granite: modules that hold a tensor of all experts, and a shared expert beside them.
+    (re.compile(r"(.*\.)input_linear\.weight$"), r"\1experts.gate_up_proj"),
+    (re.compile(r"(.*\.)output_linear\.weight$"), r"\1experts.down_proj"),
+    (re.compile(r"(.*\.)block_sparse_moe\.router\.layer\."), r"\1block_sparse_moe.router."),
+    # Ernie: transformers keeps the correction in the router.
+    (re.compile(r"(.*\.)gate\.moe_statics\."), r"\1moe_statics."),
+)
+_OF_ALL = re.compile(r"(?P<module>.*\.)experts\.(?P<part>gate_up_proj|down_proj)(\.weight)?")
+
+
+def apart(tensors: dict[str, Located]) -> dict[str, Located]:
+    """`tensors` by the names of a checkpoint whose experts are stored apart."""
+    if not any("experts" in name or "input_linear" in name for name in tensors):
+        return tensors
+    found: dict[str, Located] = {}
+    for stored, located in tensors.items():
+        for name, one in _apart(_renamed(stored), located):
+            if name in found:
+                raise StartupError(
+                    f"tensor {name!r} is stored twice, the second time as {stored!r} in {located.path.name}.",
+                    "Use a checkpoint that holds each expert once.",
+                )
+            found[name] = one
+    return found
+
+
+def _renamed(name: str) -> str:
+    for pattern, replacement in _RENAMED:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def _apart(name: str, located: Located) -> Iterator[tuple[str, Located]]:
+    match, shape = _OF_ALL.fullmatch(name), located.entry.shape
+    if name.endswith("e_score_correction_bias") and len(shape) == 2 and shape[0] == 1:
+        yield name, located.part(0)
+    elif match is None:
+        yield name, located
+    elif len(shape) == 2 and match["module"].endswith("shared_mlp."):
+        inside = match["module"].removesuffix("shared_mlp.") + "block_sparse_moe.shared_mlp"
+        yield from _halves(inside, match["part"], located)
+    elif len(shape) != 3:
+        yield name, located
+    else:
+        for expert in range(shape[0]):
+            yield from _halves(f"{match['module']}experts.{expert}", match["part"], located.part(expert))
+
+
+def _halves(module: str, part: str, located: Located) -> Iterator[tuple[str, Located]]:
+    """A matrix, or gate and up of one that has both, one above the other."""
+    rows, *rest = located.entry.shape
+    if part == "down_proj" or rows % 2:
+        yield f"{module}.{part}.weight", located
+        return
+    both = located.shaped(2, rows // 2, *rest)
+    yield f"{module}.gate_proj.weight", both.part(0)
+    yield f"{module}.up_proj.weight", both.part(1)
