@@ -23,7 +23,10 @@ def describe_ernie4_5_moe(fields: Fields) -> DecoderSpec:
     last = layers - 1 if last == -1 else last
     is_sparse = [(index + 1) % step == 0 and first <= index <= last for index in range(layers)]
     if not any(is_sparse):
-        raise StartupError("config.json: no layer has experts.", "Repair moe_layer_start_index or moe_layer_interval.")
+        raise StartupError(
+            f"config.json: of num_hidden_layers = {layers} none has experts.",
+            "Repair moe_layer_start_index, moe_layer_end_index or moe_layer_interval.",
+        )
     experts, top_k = expert_counts(fields, 64, 6, "moe_k")
     activation = activation_name(fields, "hidden_act", "silu")
     width, shared = fields.count("moe_intermediate_size", 1536), fields.count("moe_num_shared_experts", 2, least=0)

@@ -4,7 +4,7 @@ from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width
-from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_fields import Fields, positive_number
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
 
 _POSITIONS = 131072
@@ -14,9 +14,12 @@ def describe_glm4_moe(fields: Fields) -> DecoderSpec:
     """Layers beyond `num_hidden_layers`, which predict several tokens, are not served."""
     layers, dense = fields.layers(), fields.count("first_k_dense_replace", 1, least=0)
     if dense >= layers:
-        raise StartupError("config.json: no layer has experts.", "Repair first_k_dense_replace.")
+        raise StartupError(
+            f"config.json: of num_hidden_layers = {layers} none has experts.", "Repair first_k_dense_replace."
+        )
     table, head_dim = rope_table(fields), head_width(fields, None)
-    share = table.pop("partial_rotary_factor", None) or fields.number("partial_rotary_factor", 0.5)
+    outer = fields.number("partial_rotary_factor", 0.5)
+    share = positive_number("partial_rotary_factor", table.get("partial_rotary_factor"), outer)
     positions = fields.count("max_position_embeddings", _POSITIONS)
     activation = activation_name(fields, "hidden_act", "silu")
     return decoder_spec(
@@ -41,7 +44,8 @@ def _experts(fields: Fields, activation: str) -> ExpertsSpec:
     if experts % groups or top_groups > groups or top_k > experts // groups * top_groups or experts // groups < 2:
         raise StartupError(
             f"config.json: {top_k} of {experts} experts cannot be chosen from {top_groups} of {groups} groups.",
-            "Repair n_group, topk_group or num_experts_per_tok.",
+            "Repair n_routed_experts, num_experts, num_local_experts, moe_num_experts, n_group, topk_group or "
+            "num_experts_per_tok.",
         )
     width, shared = fields.count("moe_intermediate_size", 1408), fields.count("n_shared_experts", 1)
     router = RouterSpec(

@@ -26,6 +26,7 @@ BEFORE_AND_AFTER = (
     ("input_layernorm", "post_attention_layernorm"),
     ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
+_MOST_EXPERTS = 4096  # of a layer; the most that is known is 512
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 Norms = tuple[tuple[str | None, str | None], tuple[str | None, str | None]]
 
@@ -130,13 +131,16 @@ def expert_counts(
 ) -> tuple[int, int]:
     """Experts of a layer, and how many of them each token gets. Versions of transformers name the former differently;
     several names must say the same."""
-    counts = {key: fields.count(key, default) for key in _EXPERT_KEYS if fields.raw.get(key) is not None}
+    counts = {
+        key: fields.count(key, default, most=_MOST_EXPERTS) for key in _EXPERT_KEYS if fields.raw.get(key) is not None
+    }
     if len(set(counts.values())) > 1:
         raise StartupError(f"config.json: {' and '.join(counts)} differ.", "Repair one of them.")
     experts, chosen = next(iter(counts.values()), default), fields.count(chosen_key, chosen_default)
     if chosen > experts:
         raise StartupError(
-            f"config.json: a token cannot have {chosen} of {experts} experts.", f"Repair {chosen_key} or the other."
+            f"config.json: a token cannot have {chosen} of {experts} experts.",
+            f"Repair {' or '.join([chosen_key, *(counts or _EXPERT_KEYS[:1])])}.",
         )
     return experts, chosen
 

@@ -65,7 +65,10 @@ def _is_sparse(fields: Fields) -> list[bool]:
         raise unsupported("mlp_only_layers", dense, f"A list of numbers of its {layers} layers.")
     found = [index not in dense and (index + 1) % step == 0 for index in range(layers)]
     if not any(found):
-        raise StartupError("config.json: no layer has experts.", "Repair mlp_only_layers or decoder_sparse_step.")
+        raise StartupError(
+            f"config.json: of num_hidden_layers = {layers} none has experts.",
+            "Repair mlp_only_layers or decoder_sparse_step.",
+        )
     return found
 
 

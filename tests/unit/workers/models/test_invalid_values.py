@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, tensor_shapes
+from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.rotary import RotaryTable
 from oarlock.workers.models.hf_fields import MOST, MOST_LAYERS
 from oarlock.workers.models.registry import FAMILIES, describe
@@ -37,7 +38,8 @@ _KEYS = {
     "sliding_window_pattern", "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
     "original_max_position_embeddings", "partial_rotary_factor", "query_pre_attn_scalar", "attn_logit_softcapping",
     "final_logit_softcapping", "quantization_config", "num_experts", "logits_scaling", "layer_norm_eps",
-    "logit_scale", "use_qk_norm", "use_parallel_block",
+    "logit_scale", "use_qk_norm", "use_parallel_block", "num_experts_per_tok", "mlp_only_layers", "decoder_sparse_step",
+    "n_group", "topk_group", "routed_scaling_factor", "moe_layer_end_index", "moe_norm_min", "residual_multiplier",
 }  # fmt: skip
 _ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -51,6 +53,7 @@ _ROPE_KEYS = {
     "rope_theta", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor", "rope_type", "type",
     "unknown", *(key for table in _ROPES.values() for key in table),
 }  # fmt: skip
+_MIXTURES = ("Moe", "MoeShared", "Mixtral", "Olmoe")
 # Keys whose invalid value may be reported under another key, which is derived from it.
 _FOLLOWS = {
     "hidden_size": "head_dim",
@@ -69,7 +72,9 @@ _FOLLOWS = {
 
 
 def base(architecture: str) -> dict[str, Any]:
-    return {**_SHAPE, "architectures": [architecture], "sliding_window": 16, "use_sliding_window": True}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2, "partial_rotary_factor": 1.0}
+    own = experts if architecture.removesuffix("ForCausalLM").endswith(_MIXTURES) else {}
+    return {**_SHAPE, **own, "architectures": [architecture], "sliding_window": 16, "use_sliding_window": True}
 
 
 def check(config: dict[str, Any]) -> StartupError | None:
@@ -93,7 +98,9 @@ def assert_usable(spec: DecoderSpec) -> None:
         spec.attention.num_kv_heads,
         spec.attention.head_dim,
     )
-    for count in (*counts, spec.layers[0].mlp.intermediate_size, spec.default_length, spec.longest_length):
+    mlp = spec.layers[-1].branches[-1].sublayer
+    width = mlp.width if isinstance(mlp, ExpertsSpec) else spec.layers[-1].mlp.intermediate_size
+    for count in (*counts, width, spec.default_length, spec.longest_length):
         assert type(count) is int and 0 < count <= MOST
     assert spec.longest_length >= spec.default_length
     assert spec.num_layers <= MOST_LAYERS
