@@ -38,6 +38,7 @@ def describe_ernie4_5_moe(fields: Fields) -> DecoderSpec:
     )
     positions = fields.count("max_position_embeddings", _POSITIONS)
     rope = rope_spec(rope_table(fields), head_width(fields, None), positions)
+    mixture = ExpertsSpec(experts, width, router, activation, shared=SharedSpec(shared * width) if shared else None)
     return decoder_spec(
         fields,
         kv_heads=4,
@@ -45,8 +46,7 @@ def describe_ernie4_5_moe(fields: Fields) -> DecoderSpec:
         max_positions=_POSITIONS,
         windows=(None,) * layers,
         rope=replace(rope, interleaved=True),
-        experts=ExpertsSpec(experts, width, router, activation, shared=SharedSpec(shared * width) if shared else None),
-        is_sparse=is_sparse,
+        experts=[mixture if sparse else None for sparse in is_sparse],
         activation=activation,
         tied=True,
         eps=1e-5,

@@ -31,8 +31,7 @@ def describe_glm4_moe(fields: Fields) -> DecoderSpec:
         rope=rope_spec(table, head_dim, positions, share=share),
         qkv_bias=fields.flag("attention_bias", False),
         qk_norm="head" if fields.flag("use_qk_norm", False) else None,
-        experts=_experts(fields, activation),
-        is_sparse=[index >= dense for index in range(layers)],
+        experts=[None] * dense + [_experts(fields, activation)] * (layers - dense),
         activation=activation,
         eps=1e-5,
     )

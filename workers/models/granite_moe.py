@@ -1,6 +1,9 @@
 """Granite's mixtures of experts, with and without a shared expert: four factors for embedding, attention, residual and
 logits. Torch-free."""
 
+from dataclasses import replace
+
+from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
@@ -22,18 +25,20 @@ def _described(fields: Fields, shared: SharedSpec | None) -> DecoderSpec:
     activation = activation_name(fields, "hidden_act", "silu")
     router = RouterSpec(top_k, normalised=True, name="router")
     width = fields.count("intermediate_size", 11008)
-    return decoder_spec(
+    mixture = ExpertsSpec(experts, width, router, activation, shared=shared, module="block_sparse_moe")
+    scale = fields.number("attention_multiplier", 1.0)
+    spec = decoder_spec(
         fields,
         kv_heads=None,
         head_dim=None,
         max_positions=2048,
         windows=(None,) * fields.layers(),
-        attention_scale=fields.number("attention_multiplier", 1.0),
         qkv_bias=bias,
         o_bias=bias,
-        experts=ExpertsSpec(experts, width, router, activation, shared=shared, module="block_sparse_moe"),
+        experts=(mixture,) * fields.layers(),
         activation=activation,
         residual_scale=fields.number("residual_multiplier", 1.0),
         embedding_scale=fields.number("embedding_multiplier", 1.0),
         logit_scale=1.0 / fields.number("logits_scaling", 1.0),
     )
+    return spec.with_sublayers(lambda one: replace(one, scale=scale) if isinstance(one, SelfAttentionSpec) else one)

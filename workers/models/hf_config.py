@@ -5,11 +5,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.attention_spec import RopeSpec, SelfAttentionSpec
-from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec
+from oarlock.workers.layers.decoder_spec import BranchSpec, DecoderSpec, LayerSpec, SublayerSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec
 from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.tensor_spec import NormSpec
@@ -47,9 +48,7 @@ def decoder_spec(
     mlp_bias: bool = False,
     qk_norm: str | None = None,
     activation: str | None = None,
-    experts: ExpertsSpec | None = None,
-    is_sparse: Sequence[bool] | None = None,
-    attention_scale: float | None = None,
+    experts: Sequence[ExpertsSpec | None] = (),
     norm: NormSpec | None = None,
     norms: Norms = BEFORE,
     parallel: bool = False,
@@ -64,19 +63,18 @@ def decoder_spec(
 
     The keyword arguments are the family's defaults and own settings; `rope`, `activation` and `norm` are given where a
     family does not have them under the usual keys. `ropes`: of each layer, where not all have `rope`. `query_scalar`:
-    scores are divided by its root; None: by the root of a head's width; `attention_scale`: they are multiplied by that
-    instead. `qk_norm`: over each `head`, or all of a `row`. `is_sparse`: whether each layer has `experts`; None: all.
+    scores are divided by its root; None: by the root of a head's width. `qk_norm`: over each `head`, or all of a `row`.
+    `experts`: of each layer, None where it has an MLP; empty: all have.
     """
     fields.refuse_the_rest()
-    heads, kv_heads = _head_counts(fields, kv_heads)
-    head_dim = head_width(fields, head_dim)
+    (heads, kv_heads), head_dim = _head_counts(fields, kv_heads), head_width(fields, head_dim)
     positions = fields.count("max_position_embeddings", max_positions)
     norm = norm or NormSpec(eps=fields.number("rms_norm_eps", eps))
     rope = rope or _usual_rope(fields, head_dim, positions)
     activation = activation or activation_name(fields, "hidden_act", "silu")
-    sparse = is_sparse or [experts is not None] * len(windows)
-    dense = None if all(sparse) else GatedMLPSpec(fields.count("intermediate_size"), activation, mlp_bias)
-    scale = attention_scale or (query_scalar or head_dim) ** -0.5
+    mlps: Sequence[SublayerSpec | None] = experts or [None] * len(windows)
+    dense = GatedMLPSpec(fields.count("intermediate_size"), activation, mlp_bias) if None in mlps else None
+    scale = (query_scalar or head_dim) ** -0.5
     plain = SelfAttentionSpec(
         *(heads, kv_heads, head_dim, scale, rope),
         softcap=attention_softcap,
@@ -85,19 +83,16 @@ def decoder_spec(
         qk_norm=norm if qk_norm else None,
         norms_rows=qk_norm == "row",
     )
-    kinds = list(zip(windows, ropes or [rope] * len(windows), sparse, strict=True))
-    made: dict[tuple[int | None, RopeSpec | None, bool], LayerSpec] = {}
-    for window, angles, has_experts in dict.fromkeys(kinds):
-        mlp = experts if has_experts else dense
-        assert mlp is not None
-        sublayers = replace(plain, window=window, rope=angles), mlp
-        branches = (BranchSpec(one, *names, residual_scale) for one, names in zip(sublayers, norms, strict=True))
-        made[window, angles, has_experts] = LayerSpec(tuple(branches), parallel)
+    turned = zip(windows, ropes or [rope] * len(windows), strict=True)
+    attentions = [replace(plain, window=window, rope=angles) for window, angles in turned]
     return DecoderSpec(
         architecture=fields.raw["architectures"][0],
         vocab_size=fields.count("vocab_size"),
         hidden_size=fields.count("hidden_size"),
-        layers=tuple(made[kind] for kind in kinds),
+        layers=tuple(
+            _layer(pair, norms, residual_scale, parallel)
+            for pair in zip(attentions, [mlp or dense for mlp in mlps], strict=True)
+        ),
         norm=norm,
         default_length=rope.default_length(positions),
         longest_length=rope.longest_length(positions),
@@ -107,6 +102,12 @@ def decoder_spec(
         logit_scale=logit_scale,
         logit_softcap=logit_softcap,
     )
+
+
+@cache
+def _layer(sublayers: tuple[SublayerSpec, ...], norms: Norms, scale: float, parallel: bool) -> LayerSpec:
+    branches = [BranchSpec(one, *names, scale) for one, names in zip(sublayers, norms, strict=True)]
+    return LayerSpec(tuple(branches), parallel)
 
 
 def _head_counts(fields: Fields, default: int | None) -> tuple[int, int]:

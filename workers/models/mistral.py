@@ -29,13 +29,14 @@ def describe_mixtral(fields: Fields) -> DecoderSpec:
     experts, top_k = expert_counts(fields, 8, 2)
     activation = activation_name(fields, "hidden_act", "silu")
     router = RouterSpec(top_k, normalised=True)
+    mixture = ExpertsSpec(experts, fields.count("intermediate_size"), router, activation)
     return decoder_spec(
         fields,
         kv_heads=8,
         head_dim=None,
         max_positions=4096 * 32,
         windows=(window,) * fields.layers(),
-        experts=ExpertsSpec(experts, fields.count("intermediate_size"), router, activation),
+        experts=(mixture,) * fields.layers(),
         activation=activation,
         eps=1e-5,
     )

@@ -11,6 +11,7 @@ def describe_olmoe(fields: Fields) -> DecoderSpec:
     experts, top_k = expert_counts(fields, 64, 8)
     activation = activation_name(fields, "hidden_act", "silu")
     router = RouterSpec(top_k, normalised=fields.flag("norm_topk_prob", False))
+    mixture = ExpertsSpec(experts, fields.count("intermediate_size", 2048), router, activation)
     return decoder_spec(
         fields,
         kv_heads=None,
@@ -20,7 +21,7 @@ def describe_olmoe(fields: Fields) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         qk_norm="row",
-        experts=ExpertsSpec(experts, fields.count("intermediate_size", 2048), router, activation),
+        experts=(mixture,) * fields.layers(),
         activation=activation,
         eps=1e-5,
     )

@@ -23,8 +23,7 @@ def describe_qwen2_moe(fields: Fields) -> DecoderSpec:
         max_positions=32768,
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
         qkv_bias=fields.flag("qkv_bias", True),
-        experts=experts,
-        is_sparse=_is_sparse(fields),
+        experts=[experts if sparse else None for sparse in _is_sparse(fields)],
         activation=activation,
     )
 
@@ -42,8 +41,7 @@ def describe_qwen3_moe(fields: Fields) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         qk_norm="head",
-        experts=experts,
-        is_sparse=_is_sparse(fields),
+        experts=[experts if sparse else None for sparse in _is_sparse(fields)],
         activation=activation,
     )
 

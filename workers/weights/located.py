@@ -24,7 +24,7 @@ class Located:
     entry: TensorEntry
 
     def shaped(self, *shape: int) -> Located:
-        """The same bytes, in other lengths."""
+        """A tensor of the same bytes in other lengths."""
         return replace(self, entry=replace(self.entry, shape=shape))
 
     def part(self, number: int) -> Located:
