@@ -60,7 +60,7 @@ $(TOOLS): $(SERVER) requirements-dev.txt
 	@touch $@
 
 serve: $(SERVER)
-	@exec $(BIN)/oarlock serve $(ARGS)
+	@exec $(BIN)/oarlock serve $(ARGS) </dev/null
 
 dev: $(TOOLS)
 	@$(BIN)/pre-commit install

@@ -1,14 +1,15 @@
-"""`oarlock models`: what the cache of the hub's models holds, and which of them can be served."""
+"""`oarlock models`: the models on this machine, and which of them can be served."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 
 from oarlock.server.cli.arguments import add_settings, loaded_settings
 from oarlock.server.config.settings import OPTIONS
 
-HELP = "list the models that were fetched, and which of them can be served"
+HELP = "list the models on this machine, and which of them can be served"
 EXAMPLE = "oarlock models"
 _NAME_SIZE = 48  # characters of a name that others are aligned to
 _SHORT = 8  # characters of a commit
@@ -16,8 +17,9 @@ _SHORT = 8  # characters of a commit
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "List the models in the cache of the hub, with their sizes, and whether this version serves them: as far as "
-        "config.json and the headers of the weights tell. Loads nothing and fetches nothing."
+        "List the models in the cache of the hub, and the GGUF files of Ollama and llama.cpp. Each has its size, and "
+        "whether this version serves it, as far as config.json and the headers of the weights tell. Loads nothing and "
+        "fetches nothing."
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     add_settings(parser, positional=False, without=OPTIONS.keys() - {"download_dir"})
@@ -30,22 +32,25 @@ def run(arguments: argparse.Namespace) -> int:
     from huggingface_hub import constants
 
     from oarlock.server.config.options import format_size
-    from oarlock.server.hub.cached import cached_models, disk_usage
+    from oarlock.server.hub.cached import cached_models, disk_usage, gguf_models
 
     settings = loaded_settings(arguments).settings
     cache = Path(settings.download_dir or constants.HF_HUB_CACHE).expanduser()
-    found = list(cached_models(cache, settings.engine_config("")))
+    found = [*cached_models(cache, settings.engine_config("")), *gguf_models()]
     if arguments.json:
-        models = [asdict(model) | {"is_served": model.is_served} for model in found]
+        models = [asdict(model) | {"is_served": model.is_served, "argument": model.argument} for model in found]
         print(json.dumps({"cache": str(cache), "bytes": disk_usage(cache), "models": models}, indent=1))
         return 0
     if not found:
-        print(f"There are no models in {cache}. `oarlock pull MODEL` fetches one.")
+        print(f"There are no models in {cache}, nor of Ollama or llama.cpp. `oarlock pull MODEL` fetches one.")
         return 0
     width = min(_NAME_SIZE, max(len(model.name) for model in found))
     for model in found:
-        revision = ", ".join(model.revisions) or model.commit[:_SHORT] or "-"
+        revision = ", ".join(model.revisions) or model.commit[:_SHORT] or model.source
         verdict = f"served ({model.architecture})" if model.is_served else f"not served: {model.why_not}"
         print(f"{model.name:<{width}}  {revision:<{_SHORT}}  {format_size(model.size):>10}  {verdict}")
     print(f"{format_size(disk_usage(cache))} in {cache}")
+    for model in found:
+        if model.is_served and model.argument != model.name:
+            print(f"oarlock serve {shlex.quote(model.argument)}  # {model.name}")
     return 0

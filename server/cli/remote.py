@@ -1,4 +1,4 @@
-"""A server that a command asks over HTTP: address, key, errors that say what to do, text fit for a terminal.
+"""Both ends of a command: the server that it asks over HTTP, with address, key and errors, and the terminal.
 
 The key is read from the environment, where other users of the machine cannot see it: OPENAI_API_KEY.
 """
@@ -8,7 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from typing import Any
+import termios
+import tty
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, TextIO
 
 from oarlock.engine.errors import StartupError
 from oarlock.server.bench.http_stream import (
@@ -160,3 +164,14 @@ def _picture(match: re.Match[str]) -> str:
     if number < 0x20:
         return chr(0x2400 + number)
     return "␡" if number == 0x7F else "\N{REPLACEMENT CHARACTER}"
+
+
+@contextmanager
+def single_keys(terminal: TextIO) -> Generator[None]:
+    """Keys typed at `terminal` arrive one by one meanwhile, and are not shown; Ctrl-C is still a signal."""
+    before = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)

@@ -1,11 +1,18 @@
-"""`oarlock serve [MODEL]`: serve a model over HTTP."""
+"""`oarlock serve [MODEL]`: serve a model over HTTP.
+
+Without MODEL it is the demo model; a person at a terminal is offered those on this machine first, and waited for only a
+few seconds: where a script, `make` or a container runs it, nothing is asked, or the demo model starts after them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import gc
 import os
+import select
+import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +28,8 @@ if TYPE_CHECKING:
 
 HELP = "serve a model over HTTP"
 EXAMPLE = "oarlock serve Qwen/Qwen2.5-0.5B-Instruct --max-model-len 2048"
+_MOST_OFFERED = 9  # as there are digits
+_ANSWER_S = 15.0
 _EXIT_CODES = """exit codes:
   0  stopped in order                     5  a worker process died
   2  wrong command line                   6  a worker hung (--step-timeout)
@@ -52,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         return serve_node(settings, nodes)
     if not on_ray:
-        return _serve(settings, nodes)
+        return _serve(settings if nodes is not None or settings.model is not None else _offered(settings), nodes)
     from oarlock.server.launch.ray_group import RayGroup
 
     group = RayGroup(loaded)
@@ -76,6 +85,40 @@ def _serve(settings: Settings, nodes: NodesConfig | None, ray: RayGroup | None =
         gc.enable()
         for engine in engines:
             engine.discard()
+
+
+def _offered(settings: Settings) -> Settings:
+    """The settings with the model that the user chooses of those on this machine, if there are any and they do."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()) or os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
+        return settings  # nobody who could answer: a pipe, or a job in the background
+    from huggingface_hub import constants
+
+    from oarlock.server.cli.remote import single_keys
+    from oarlock.server.config.options import format_size
+    from oarlock.server.hub.cached import cached_models, gguf_models
+
+    cache = Path(settings.download_dir or constants.HF_HUB_CACHE).expanduser()
+    found = [*cached_models(cache, settings.engine_config("")), *gguf_models()]
+    found = [model for model in found if model.is_served][:_MOST_OFFERED]
+    if not found:
+        return settings
+    width = max(len(model.name) for model in found)
+    rows = [
+        f"  {number}  {model.name:<{width}}  {format_size(model.size):>10}  {model.source}"
+        for number, model in enumerate(found, 1)
+    ]
+    question = f"Press a digit to serve one. Any other key serves the demo model, as {_ANSWER_S:.0f} seconds do."
+    with single_keys(sys.stdin):  # keys of before are no answer
+        sys.stderr.write("\n".join(["There is no MODEL. On this machine are:", *rows, question, ""]))
+        sys.stderr.flush()
+        key = os.read(sys.stdin.fileno(), 1) if select.select([sys.stdin], [], [], _ANSWER_S)[0] else b""
+    if not (key.isdigit() and 1 <= int(key) <= len(found)):
+        return settings
+    chosen = found[int(key) - 1]
+    named = () if chosen.argument == chosen.name or chosen.argument.endswith(".gguf") else (chosen.name,)
+    words = ["oarlock", "serve", chosen.argument, *(["--served-model-name", *named] if named else [])]
+    sys.stderr.write(f"The same without a question: {shlex.join(words)}\n")
+    return replace(settings, model=chosen.argument, served_model_name=settings.served_model_name or named)
 
 
 def _check_model_was_not_swallowed(arguments: argparse.Namespace, settings: Settings) -> None:

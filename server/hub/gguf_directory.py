@@ -31,10 +31,11 @@ _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p":
 def gguf_model(path: Path) -> Path | None:
     """The GGUF file that the MODEL argument `path` means: itself, or the only model in a directory without others.
 
-    Raises `StartupError` where a directory holds several.
+    Ollama gives files no name that tells what they are; their first bytes do. Raises `StartupError` where a directory
+    holds several.
     """
     if not path.is_dir():
-        return path if path.suffix == ".gguf" else None
+        return path if path.suffix == ".gguf" or _begins_as_gguf(path) else None
     names = sorted(path.glob("*.gguf"))
     if not names or any(path.glob("*.safetensors")):
         return None
@@ -46,6 +47,14 @@ def gguf_model(path: Path) -> Path | None:
             "Name one of these files.",
         )
     return names[0]
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def described(path: Path) -> Path:
@@ -93,7 +102,7 @@ def _write(directory: Path, files: dict[str, dict[str, Any]], links: tuple[Path,
             for name, content in files.items():
                 (unfinished / name).write_text(json.dumps(content, ensure_ascii=False), "utf-8")
             for path in links:
-                (unfinished / path.name).symlink_to(path)
+                (unfinished / (path.name if path.suffix == ".gguf" else f"{path.name}.gguf")).symlink_to(path)
             unfinished.rename(directory)
         except OSError:
             shutil.rmtree(unfinished)

@@ -1,4 +1,7 @@
-"""The output of a start: progress on one line, then URL, model, memory and a command to try."""
+"""The output of a start: progress on one line, then URL, model, memory and a command to try.
+
+Other commands show their progress in the same way.
+"""
 
 import json
 import shlex
@@ -9,6 +12,7 @@ from typing import Any, TextIO
 
 from oarlock.engine.types import EngineInfo
 from oarlock.server.config.options import format_size
+from oarlock.server.hub.transfer import in_words
 from oarlock.server.observability.logs import event, logger
 
 _log = logger("start")
@@ -25,6 +29,7 @@ _TRIALS: dict[str, tuple[str, dict[str, Any]]] = {
     "score": ("/v1/rerank", {"query": "What is blue?", "documents": ["The sea is blue", "Grass is green"]}),
 }
 _PLAIN_STEP = 0.25  # without a terminal, a line per quarter is enough
+_REDRAW_S = 0.1  # between two looks at what is counted
 _PLAIN_S = 30.0  # and one as often for what a start waits for
 
 
@@ -77,6 +82,40 @@ class Progress:
         if self._phase:
             self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
         self._since = now
+
+
+class Counted:
+    """Progress of a number of equal things: how many are done, how fast, and how long it takes still.
+
+    As a context manager: its line is gone at the end. `total`: None where only the end of a time is known. `is_shown`:
+    None is on a terminal.
+    """
+
+    def __init__(self, what: str, total: int | None, *, is_shown: bool | None = None) -> None:
+        self._what = what
+        self._total = total
+        self._progress = Progress() if (sys.stderr.isatty() if is_shown is None else is_shown) else None
+        self._began = self._shown_at = time.monotonic()
+        self.done = 0
+
+    def add(self, count: int = 1, note: str = "") -> None:
+        """So many more are done; `note` stands beside the figures."""
+        self.done += count
+        now = time.monotonic()
+        if self._progress is None or (now - self._shown_at < _REDRAW_S and self.done != self._total):
+            return
+        self._shown_at, rate = now, self.done / max(now - self._began, 1e-9)
+        fraction = 0.0 if self._total is None else self.done / self._total
+        parts = [str(self.done) if self._total is None else f"{self.done}/{self._total}", f"{rate:.3g}/s"]
+        parts += [f"{in_words((self._total - self.done) / rate)} left"] if self._total and rate and fraction < 1 else []
+        self._progress(self._what, fraction, ", ".join([*parts, *([note] if note else [])]))
+
+    def __enter__(self) -> Counted:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._progress is not None:
+            self._progress.finish()
 
 
 def banner(

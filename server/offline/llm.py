@@ -10,13 +10,12 @@ asynchronous form. The engine is driven by an event loop in a thread of its own.
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
-
-from tqdm import tqdm
 
 from oarlock.engine.errors import StartupError
 from oarlock.engine.types import EngineInfo
@@ -27,6 +26,7 @@ from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.endpoints.completions.schema import CompletionRequest
 from oarlock.server.http.request_body import parse
 from oarlock.server.json_text import dumps
+from oarlock.server.launch.banner import Counted
 from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.offline import outputs
 from oarlock.server.offline.inputs import (
@@ -318,20 +318,18 @@ class LLM:
     async def _all(self, answers: Sequence[Answer[list[_T]]], count: int, use_tqdm: bool | None) -> list[_T]:
         """Run `answers`, which return `count` outputs together. The first failure ends the others."""
         limit = asyncio.Semaphore(self._engine.num_at_once)
-        is_off = not use_tqdm if use_tqdm is not None else True if count == 1 else None  # None: no terminal
-        num_tokens = 0
+        is_shown = False if use_tqdm is None and count == 1 else use_tqdm
+        num_tokens, began = 0, time.perf_counter()
 
         async def one(answer: Answer[list[_T]]) -> list[_T]:
             nonlocal num_tokens
             async with limit:
                 done = await answer()
             num_tokens += done.num_tokens
-            elapsed = bar.format_dict["elapsed"]
-            bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s" if elapsed else "", refresh=False)
-            bar.update(len(done.outputs))
+            bar.add(len(done.outputs), f"{num_tokens / (time.perf_counter() - began):.0f} tokens/s")
             return done.outputs
 
-        with tqdm(total=count, unit=" prompts", disable=is_off) as bar:
+        with Counted("prompts", count, is_shown=is_shown) as bar:
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(one(answer)) for answer in answers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from oarlock.engine.errors import StartupError
 from oarlock.server.hub.gguf_directory import described
 from oarlock.workers.kernels.cpu.build import cache_directory
-from tests.e2e.running import DEMO, RunningServer, command, environment
+from tests.e2e.running import DEMO, RunningServer, command, environment, free_port
+from tests.e2e.terminal import CTRL_C, Terminal
 from tests.golden.gguf_writer import all_of, q4_k_m, write_gguf
 
 QUESTION = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0, "max_tokens": 60}
@@ -71,6 +73,35 @@ def test_the_text_is_that_of_the_checkpoint(
         assert own_text == text
     else:
         assert own_text[:40] == text[:40]
+
+
+def test_a_person_at_a_terminal_is_offered_what_ollama_has(tmp_path: Path, cache: str) -> None:
+    models = tmp_path / "models"
+    digest, manifest = "sha256:" + "0" * 64, models / "manifests" / "registry.ollama.ai" / "library" / "demo" / "latest"
+    for folder in (models / "blobs", manifest.parent):
+        folder.mkdir(parents=True)
+    write_gguf(DEMO, tmp_path / "demo.gguf", all_of("Q8_0"), tokenizer__ggml__pre="qwen2")
+    (tmp_path / "demo.gguf").rename(models / "blobs" / digest.replace(":", "-"))
+    layer = {"mediaType": "application/vnd.ollama.image.model", "digest": digest}
+    manifest.write_text(json.dumps({"layers": [{"mediaType": "x", "digest": "y"}, layer]}))
+    port = free_port()
+    env = environment(XDG_CACHE_HOME=cache, HF_HOME=str(tmp_path), OLLAMA_MODELS=str(models), PS1="shell: ")
+    with Terminal(command("serve", "--port", port), env) as terminal:
+        terminal.expect("1  demo:latest .* ollama\nPress a digit")
+        terminal.type("1")
+        terminal.expect("oarlock serve .*sha256-0{64} --served-model-name demo:latest")
+        terminal.expect("model +demo:latest")
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=QUESTION, timeout=60).json()
+        assert answer["choices"][0]["message"]["content"].startswith("Join two or more pathname")
+        terminal.type(CTRL_C)
+        assert terminal.wait() == 0
+    with Terminal(["sh", "-i"], env) as terminal:  # a job in the background is asked nothing, and stops for nobody
+        terminal.expect("shell: ")
+        terminal.type(shlex.join(command("serve", "--port", port)) + " &\n")
+        terminal.expect("model +oarlock-demo")
+        terminal.type("kill $!; wait; exit\n")
+        terminal.wait()
+        assert "Press a digit" not in terminal.text
 
 
 def test_a_directory_with_several_files_is_refused(tmp_path: Path, cache: str) -> None:

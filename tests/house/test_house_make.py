@@ -77,7 +77,7 @@ def test_a_second_install_does_nothing(folder):
 def test_serve_passes_its_arguments_on(folder):
     install_by_hand(folder, ".oarlock-installed")
     assert run(folder, "make", "-n", "serve", "ARGS=some/model -tp 2").stdout.strip() == (
-        "exec .venv/bin/oarlock serve some/model -tp 2"
+        "exec .venv/bin/oarlock serve some/model -tp 2 </dev/null"
     )
 
 

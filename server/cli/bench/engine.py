@@ -81,10 +81,9 @@ class EngineMeasure:
         settings = loaded_settings(arguments).settings
         for note in arguments.notes:
             sys.stderr.write(f"note: {note}\n")
-        from tqdm import tqdm
-
         from oarlock.server.bench.result import Result
         from oarlock.server.bench.workload import IdPrompts
+        from oarlock.server.launch.banner import Counted
         from oarlock.server.offline.inputs import SamplingParams
         from oarlock.server.offline.llm import LLM
 
@@ -93,7 +92,7 @@ class EngineMeasure:
         series: dict[str, list[float]] = {}
         interrupted = False
         with (
-            tqdm(total=arguments.warmup + arguments.rounds, unit=" rounds", disable=None, leave=False) as bar,
+            Counted("rounds", arguments.warmup + arguments.rounds) as bar,
             LLM(**options) as llm,
         ):
             info = llm.info
@@ -105,7 +104,7 @@ class EngineMeasure:
                     outputs = llm.generate(prompts, params, use_tqdm=False)
                     took = time.perf_counter() - began
                     produced = sum(output.num_tokens for output in outputs)
-                    bar.update()
+                    bar.add()
                     if number >= 0:
                         tokens_in = arguments.prompts * arguments.input_tokens
                         for name, value in self.figures(took, tokens_in, produced).items():

@@ -124,9 +124,21 @@ def run(arguments: argparse.Namespace) -> int:
     from oarlock.server.bench.report import as_html
     from oarlock.server.bench.result import write, write_text
     from oarlock.server.bench.serve import measure
+    from oarlock.server.launch.banner import Counted
 
-    with _Bar(plan, arguments.disable_tqdm) as bar:
-        result = measure(plan, bar.add)
+    schedule = plan.make_schedule()
+    count = schedule.count if schedule.times_s is None else len(schedule.times_s)
+    with Counted(
+        "requests", count and count * plan.turns_each, is_shown=False if arguments.disable_tqdm else None
+    ) as bar:
+        failed = 0
+
+        def add(sample: Sample) -> None:
+            nonlocal failed
+            failed += sample.failure is not None
+            bar.add(note=f"{failed} failed" if failed else "")
+
+        result = measure(plan, add)
     print(report.as_text(result))
     if arguments.output is not None:
         write(result, arguments.output)
@@ -135,30 +147,6 @@ def run(arguments: argparse.Namespace) -> int:
     if result.is_interrupted:
         return 130
     return 1 if result.summary["failed"] else 0
-
-
-class _Bar:
-    """A progress bar on standard error, if that is a terminal."""
-
-    def __init__(self, plan: ServePlan, is_off: bool) -> None:
-        from tqdm import tqdm
-
-        schedule = plan.make_schedule()
-        count = schedule.count if schedule.times_s is None else len(schedule.times_s)
-        self._bar = tqdm(total=count and count * plan.turns_each, unit=" requests", disable=is_off or None, leave=False)
-        self._failed = 0
-
-    def add(self, sample: Sample) -> None:
-        self._failed += sample.failure is not None
-        if self._failed:
-            self._bar.set_postfix(failed=self._failed, refresh=False)
-        self._bar.update()
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
 
 
 def make_plan(arguments: argparse.Namespace) -> ServePlan:

@@ -34,6 +34,7 @@ from oarlock.server.cli.arguments import UsageError
 from oarlock.server.cli.plan.layouts import Layout, layout
 from oarlock.server.cli.plan.machine import Machine
 from oarlock.server.cli.plan.report import aligned, rate
+from oarlock.server.launch.banner import Counted
 
 _EXIT_CODE = 2
 _ALL_UP_TO = 8  # so many sizes of a range are all simulated; of more, powers of two and what --slo asks for
@@ -194,12 +195,10 @@ class Fleets:
 
     def report(self, size: int) -> FleetReport:
         if size not in self.reports:
-            from tqdm import tqdm
-
-            with tqdm(total=100, desc=f"{size} replica(s)", unit="%", disable=None, leave=False) as bar:
+            with Counted(f"{size} replica(s)", 100) as bar:
 
                 def show(share: float) -> None:
-                    bar.update(round(100 * share) - bar.n)
+                    bar.add(round(100 * share) - bar.done)
 
                 self.reports[size] = simulate_fleet(self._trace, size, self._model, self._routing, show)
         return self.reports[size]

@@ -6,16 +6,12 @@ The page has the map of KV blocks. It is pure: the same state gives the same pag
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import re
 import signal
 import sys
-import termios
 import time
-import tty
-from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from oarlock.server.cli.remote import Remote, ServerError, fit
+from oarlock.server.cli.remote import Remote, ServerError, fit, single_keys
 from oarlock.server.launch.child_process import signals_handled
 
 _RUNS = re.compile(r"([hcf])(\d+)")
@@ -409,7 +405,7 @@ class _Display:
     def _take(self) -> None:
         loop = asyncio.get_running_loop()
         if sys.stdin.isatty():
-            self._taken.enter_context(_single_keys())
+            self._taken.enter_context(single_keys(sys.stdin))
             loop.add_reader(sys.stdin, self._read_keys)
             self._taken.callback(loop.remove_reader, sys.stdin)
         self._live = self._taken.enter_context(Live(console=self._console, screen=True, auto_refresh=False))
@@ -427,14 +423,3 @@ class _Display:
         keys = os.read(sys.stdin.fileno(), 64).decode("utf-8", "replace")
         for key in keys or [""]:  # an empty one: the terminal is gone
             self._keys.put_nowait(key)
-
-
-@contextlib.contextmanager
-def _single_keys() -> Generator[None]:
-    """Keys arrive one by one and are not shown."""
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import shutil
+import threading
 
 import pytest
 from huggingface_hub import constants
 
 from oarlock.server.cli import main as cli
+from oarlock.server.cli import serve
+from oarlock.server.config.settings import make_settings
+from tests.golden.gguf_writer import all_of, write_gguf
+from tests.golden.tiny_encoders import make_encoder
 from tests.house.rules import ROOT
 from tests.unit.server.hub.fake_hub import etag
 
@@ -40,8 +47,11 @@ class Cache:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    return Cache(tmp_path)
+    folder = tmp_path / "hub"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
+    monkeypatch.setenv("LLAMA_CACHE", str(tmp_path / "llama.cpp"))
+    return Cache(folder)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +84,7 @@ def test_why_the_others_are_not(cache, demo, capsys):
     mamba = json.dumps(config | {"architectures": ["MambaForCausalLM"]}).encode()
     cache.add("owner/mamba", demo | {"config.json": mamba})
     cache.add("owner/words", {"tokenizer.json": demo["tokenizer.json"]})
-    cache.add("owner/gguf", {"model.gguf": b"GGUF"})
+    cache.add("owner/gguf", {"model.gguf": b"GGUF", "mmproj-model.gguf": b"GGUF"})
     bare = {name: content for name, content in demo.items() if not name.startswith("tokenizer")}
     cache.add("owner/bare", bare)
     cut = demo | {"model.safetensors": demo["model.safetensors"][:-100]}
@@ -91,7 +101,7 @@ def test_why_the_others_are_not(cache, demo, capsys):
     for name, reason in (
         ("mamba", "MambaForCausalLM"),
         ("words", "It has no config.json."),
-        ("gguf", "It holds GGUF files"),
+        ("gguf/model.gguf", "model.gguf has only 4 bytes."),
         ("bare", "It has no tokenizer; --tokenizer names another."),
         ("cut", "model.safetensors"),
         ("begun", "Its download was interrupted."),
@@ -100,6 +110,80 @@ def test_why_the_others_are_not(cache, demo, capsys):
         assert reason in reasons.pop(f"owner/{name}")
     assert not reasons
     assert models["owner/nothing", ""]["size"] == 1000
+
+
+def test_what_ollama_and_llama_cpp_have(cache, tmp_path, capsys):
+    models, own = tmp_path / "ollama", tmp_path / "llama.cpp"
+    (models / "blobs").mkdir(parents=True)
+    own.mkdir()
+    write_gguf(DEMO, own / "demo.gguf", all_of("F16"), part_bytes=4_000_000)
+    size = sum(path.stat().st_size for path in own.glob("*.gguf"))
+    assert len(list(own.glob("demo-0*"))) > 1
+    blob = models / "blobs" / "sha256-1"
+    write_gguf(DEMO, tmp_path / "one.gguf", all_of("Q8_0")).rename(blob)
+    for place, digest in (
+        ("registry.ollama.ai/library/demo/latest", "sha256:1"),
+        ("registry.ollama.ai/somebody/demo/q8", "sha256:1"),
+        ("hf.co/owner/demo/q8", "sha256:1"),
+        ("registry.ollama.ai/library/gone/latest", "sha256:2"),
+        ("registry.ollama.ai/library/wrong/latest", None),
+    ):
+        path = models / "manifests" / place
+        path.parent.mkdir(parents=True)
+        layers = [{"mediaType": "application/vnd.ollama.image.model", "digest": digest}]
+        path.write_text("{}" if digest is None else json.dumps({"layers": layers}))
+    found, _ = _listed(capsys)
+    shown = {name: (model["source"], model["size"], model["argument"]) for (name, _), model in found.items()}
+    of_ollama = ("ollama", blob.stat().st_size, str(blob))
+    (first,) = own.glob("demo-00001*")
+    assert shown == {
+        "demo:latest": of_ollama, "somebody/demo:q8": of_ollama, "hf.co/owner/demo:q8": of_ollama,
+        first.name: ("llama.cpp", size, str(first)),
+    }  # fmt: skip
+    assert all(model["is_served"] for model in found.values())
+    assert cli.main(["models"]) == 0
+    assert f"oarlock serve {blob}  # demo:latest\n" in capsys.readouterr().out
+
+
+def test_an_encoder_is_served(cache, tmp_path, capsys):
+    directory = make_encoder(tmp_path, "bert", tokenizer=True)
+    files = {path.name: path.read_bytes() for path in directory.iterdir()}
+    cache.add("owner/bert", files)
+    cache.add("owner/empty", {name: content for name, content in files.items() if "safetensors" not in name})
+    models, _ = _listed(capsys)
+    verdicts = {name: (model["is_served"], model["why_not"]) for (name, _), model in models.items()}
+    assert verdicts["owner/bert"] == (True, "")
+    assert "weights" in verdicts["owner/empty"][1]
+
+
+@pytest.mark.parametrize(("typed", "chosen"), [("2", "owner/b"), ("3", None), ("\n", None), ("", None)])
+def test_a_model_is_offered_only_where_somebody_can_answer(cache, demo, monkeypatch, typed, chosen):
+    terminal, stream = pty.openpty()
+    monkeypatch.setattr("sys.stdin", open(os.dup(stream)))  # noqa: SIM115
+    monkeypatch.setattr("sys.stderr", open(os.dup(stream), "w"))  # noqa: SIM115
+    monkeypatch.setattr("os.tcgetpgrp", lambda number: os.getpgrp())
+    monkeypatch.setattr(serve, "_ANSWER_S", 5.0 if typed else 0.2)
+    assert serve._offered(make_settings({})).model is None, "nothing is found, so nothing is asked"
+    for name in ("owner/a", "owner/b"):
+        cache.add(name, demo)
+    shown = b""
+
+    def type_the_answer():
+        nonlocal shown
+        while b"Press a digit" not in shown:
+            shown += os.read(terminal, 1000)
+        os.write(terminal, typed.encode())
+
+    typist = threading.Thread(target=type_the_answer)
+    typist.start()
+    assert serve._offered(make_settings({})).model == chosen
+    monkeypatch.setattr("os.tcgetpgrp", lambda number: os.getpgrp() + 1)
+    assert serve._offered(make_settings({})).model is None, "a job in the background"
+    typist.join()
+    os.write(stream, b"end")
+    shown += os.read(terminal, 10_000)
+    assert shown.count(b"1  owner/a") == shown.count(b"Press a digit") == 1
+    assert (b"oarlock serve owner/b" in shown) == (chosen is not None)
 
 
 def test_two_commits_of_one_model_share_files(cache, demo, capsys):
@@ -113,7 +197,7 @@ def test_two_commits_of_one_model_share_files(cache, demo, capsys):
 
 def test_an_empty_cache_and_one_elsewhere(cache, demo, tmp_path, capsys):
     assert cli.main(["models", "--download-dir", str(tmp_path / "none")]) == 0
-    assert f"There are no models in {tmp_path / 'none'}." in capsys.readouterr().out
+    assert f"There are no models in {tmp_path / 'none'}, nor of Ollama" in capsys.readouterr().out
     Cache(tmp_path / "other").add("owner/model", demo)
     assert cli.main(["models", "--download-dir", str(tmp_path / "other")]) == 0
     assert "owner/model" in capsys.readouterr().out
