@@ -1,4 +1,4 @@
-"""`make screenshots`: the pictures of the web page in docs/, taken of a real server with the demo model.
+"""`make screenshots`: the pictures of the web page and the terminal in docs/, of a real server with the demo model.
 
 The chat shows the least certain word of an answer and what else might have stood there; the state is a busy server's.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from tests.contract import chromium
+from tests.e2e import recorded_chat
 from tests.e2e.running import DEMO, ROOT, RunningServer
 
 QUESTION = "What does itertools.chain do?"
@@ -31,6 +32,7 @@ def main() -> None:
     with RunningServer(DEMO, "-tp", 2, "--kv-cache-memory", "64MiB") as server, chromium.running() as browser:
         take_chat(browser, server.url)
         take_state(browser, server.url)
+        recorded_chat.main(server.url)
 
 
 def take_chat(browser: Any, url: str) -> None:

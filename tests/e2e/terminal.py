@@ -77,7 +77,7 @@ class Terminal:
             if match is not None:
                 self._seen = match.end()
                 return match
-            if time.monotonic() > deadline or not self._read():
+            if time.monotonic() > deadline or not self.look(0.2):
                 raise AssertionError(
                     f"{pattern!r} was not shown after:\n{self.text[self._seen :]}\n--- all:\n{self.text}"
                 )
@@ -90,18 +90,18 @@ class Terminal:
             self.type(CTRL_C)
             patience = time.monotonic() + 5.0
             while not re.search(pattern, self.text[self._seen :]) and time.monotonic() < patience:
-                self._read()
+                self.look(0.2)
         self.expect(pattern)
 
     def wait(self) -> int:
         """Wait for the end of the program; return its exit status."""
-        while self._read():
+        while self.look(0.2):
             pass
         return self.process.wait(WITHIN_S)
 
-    def _read(self) -> bool:
-        """Take in what is there; False once the program has closed the terminal."""
-        ready, _, _ = select.select([self._master], [], [], 0.2)
+    def look(self, seconds: float) -> bool:
+        """Take in what is there, or comes soon; False once the program has closed the terminal."""
+        ready, _, _ = select.select([self._master], [], [], seconds)
         if not ready:
             return self.process.poll() is None
         try:

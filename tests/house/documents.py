@@ -88,10 +88,11 @@ def measured(what: str) -> str:
 
 
 def charts() -> dict[Path, str]:
-    """Charts of these results, by their files."""
+    """Charts of these results, and what `tests/house/pictures.py` draws, by their files."""
     from benchmarks import page
+    from tests.house import pictures
 
-    return {ROOT / "docs" / name: svg for name, svg in page.pictures().items()}
+    return {ROOT / "docs" / name: svg for name, svg in page.pictures().items()} | pictures.pictures()
 
 
 MADE_PART = re.compile(r"<!-- made from the code: (.*?) -->.*?<!-- end: \1 -->", re.DOTALL)

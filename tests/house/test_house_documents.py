@@ -1,8 +1,11 @@
 """The documents match the code: generated parts are up to date, and no route, field, metric or status is missing."""
 
 import importlib
+import json
 import pkgutil
 import re
+import tomllib
+from xml.etree import ElementTree
 
 import pytest
 from fastapi import APIRouter
@@ -15,8 +18,9 @@ from oarlock.server.endpoints.responses.schema import ResponsesRequest
 from oarlock.server.http.pages import router as page_router
 from oarlock.server.http.request_body import NEUTRAL_VALUES
 from oarlock.server.observability import metrics
-from tests.house import documents
-from tests.house.rules import ROOT
+from tests.e2e import recorded_chat
+from tests.house import documents, requirements_table
+from tests.house.rules import PACKAGES, ROOT, imports, place, python_files
 
 API = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("api", "embeddings", "observability"))
 MAX_PAGE_WORDS = 4_000  # without what is made from the code
@@ -33,7 +37,29 @@ def test_what_is_made_from_the_code_is_up_to_date(page, marker, make):
 def test_charts_are_up_to_date():
     charts = documents.charts()
     assert charts and {path: path.read_text() for path in charts} == charts, "run `make docs`"
-    assert set((ROOT / "docs").glob("*.svg")) == set(charts), "a chart that no result makes"
+    assert set((ROOT / "docs").glob("*.svg")) == {*charts, recorded_chat.FILE}, "a chart that no result makes"
+
+
+def test_the_recorded_chat_is_the_answer_of_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    answer = json.loads(readme.partition("```json\n")[2].partition("```")[0])["choices"][0]["text"].strip()
+    picture = recorded_chat.FILE.read_text()
+    texts = ElementTree.fromstring(picture).findall(".//{*}text")
+    last = [node.text for node in texts if "gone" not in node.get("class", "")]
+    assert f"> {recorded_chat.TYPED[0]} {answer}" in " ".join(" ".join(last).split())
+    assert len(picture) < 40_000 and f"](docs/{recorded_chat.FILE.name})" in readme
+
+
+def test_every_requirement_has_its_row_and_its_user():
+    page = (ROOT / requirements_table.PAGE).read_text()
+    rows = re.findall(r"^\| `([\w-]+)` ([\w.]+) \| ([^|]+) \| [\d.]+ MiB \| [^|]+ \| \[[\w./-]+\]\(https:", page, re.M)
+    pins = requirements_table.pins()
+    assert [(name, pin, requirements_table.PURPOSES[name]) for name, pin in pins.items()] == rows
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert [re.split("[<>=]", line)[0] for line in declared] == list(pins)
+    files = [*python_files(*PACKAGES, "oarlock")]
+    used = {item.module.split(".")[0] for path in files for item in imports(path.read_text(), place(path))}
+    assert {name for name in pins if name.replace("-", "_") not in used} == set()
 
 
 def test_no_page_has_more_than_4000_words_written_by_hand():

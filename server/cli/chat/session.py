@@ -363,8 +363,9 @@ def figures(session: Session) -> str:
         parts.append(f"of a prompt of {usage['prompt_tokens']} tokens {_cached(usage)} were cached")
     return (
         f"Last answer ({last.request_id}): {', '.join(parts)}.\n"
-        f"This chat: {totals.answers} answers, {totals.prompt_tokens} prompt tokens, {totals.cached_tokens} of them "
-        f"cached, {totals.output_tokens} tokens generated. Model {session.model} at {session.remote.url}."
+        f"This chat: {totals.answers} answer{'' if totals.answers == 1 else 's'}, {totals.prompt_tokens} prompt tokens"
+        f", {totals.cached_tokens} of them cached, {totals.output_tokens} tokens generated. "
+        f"Model {session.model} at {session.remote.url}."
     )
 
 
