@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from oarlock.engine.types import EngineInfo
 from oarlock.server.config.options import format_size
@@ -110,7 +110,7 @@ class Counted:
         parts += [f"{in_words((self._total - self.done) / rate)} left"] if self._total and rate and fraction < 1 else []
         self._progress(self._what, fraction, ", ".join([*parts, *([note] if note else [])]))
 
-    def __enter__(self) -> Counted:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
