@@ -139,7 +139,7 @@ def sanitizer(where: Where) -> Iterator[Row]:
 def sums(where: Where) -> Iterator[Row]:
     """How two ranks sum, with the times of each way, as every start measures it."""
     from oarlock.workers.config import WorkerConfig
-    from oarlock.workers.doctor.device_sums import all_reduce_choice
+    from oarlock.workers.doctor.cuda import all_reduce_choice
 
     found = all_reduce_choice(WorkerConfig("", device=where.device, tensor_parallel_size=2))
     yield Row("all-reduce", ok=not found.fix, note=f"{found.text} {found.fix}".strip())
