@@ -122,6 +122,7 @@ UNITS = (
     (
         "attention/*.cpp",
         "elementwise/*.cpp",
+        "gemm/experts.cpp",
         "gemm/gemm.cpp",
         "gemm/pack.cpp",
         "layer/*.cpp",

@@ -26,6 +26,7 @@ class Epilogue(IntEnum):
     FLOAT = 2
     SILU_GATE = 3
     GELU_TANH_GATE = 4
+    CLAMPED_GATE = 5
 
 
 GATES = {"silu": Epilogue.SILU_GATE, "gelu_tanh": Epilogue.GELU_TANH_GATE}

@@ -13,7 +13,7 @@ using namespace simd;
 template <class T>
 inline void finish(const Product &p, long row, long panel, Vec low, Vec high) {
   const long column = panel * kPanel;
-  const bool gated = p.epilogue == kSiluGate || p.epilogue == kGeluTanhGate;
+  const bool gated = p.epilogue >= kSiluGate;
   const long count = gated ? kPanel : p.columns - column;  // a gated bias is padded to whole panels, as the weight is
   const long left = std::min<long>(count, kLanes), right = std::max<long>(std::min<long>(count - kLanes, kLanes), 0);
   if (p.bias) {
@@ -24,7 +24,15 @@ inline void finish(const Product &p, long row, long panel, Vec low, Vec high) {
   const long at = row * p.y_stride + column;
   if (gated) {
     const long half = panel * kLanes;
-    const Vec gate = p.epilogue == kSiluGate ? silu(low) : gelu_tanh(low);
+    Vec gate = low;
+    if (p.epilogue == kClampedGate) {
+      const Vec most = broadcast(p.limit), one = broadcast(1.0f);
+      gate = min(most, low);  // NaN stays NaN, as the second operand
+      high = one + max(broadcast(-p.limit), min(most, high));
+      gate = gate * sigmoid(gate * broadcast(p.alpha));
+    } else {
+      gate = p.epilogue == kSiluGate ? silu(low) : gelu_tanh(low);
+    }
     store(static_cast<T *>(p.y) + row * p.y_stride + half, gate * high, std::min<long>(kLanes, p.columns / 2 - half));
     return;
   }

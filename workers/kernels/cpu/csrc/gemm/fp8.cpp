@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "gemm/epilogue.h"
+#include "gemm/panel_rows.h"
 #include "gemm/shares.h"
 #include "gemm/slices.h"
 #include "runtime/arena.h"
@@ -84,15 +85,20 @@ struct FloatRows {
   template <class T>
   void pack(const T *x, long stride) {
 #pragma omp parallel for if (size() > kSerialRows)
-    for (long strip = 0; strip < strips; strip++)
-      for (long slice = 0; slice < form.slices; slice++)
-        for (long piece = 0; piece < form.pieces(); piece++)
-          for (long r = 0; r < count(strip); r++) {
-            const long first = form.begin(piece), length = form.end(piece) - first;
-            const T *from = x + (begin(strip) + r) * stride + slice * form.length + first;
-            float *to = at(strip, slice * form.pieces() + piece) + r * kPieceStride;
-            for (long k = 0; k < length; k += kLanes) store(to + k, load(from + k, length - k));
-          }
+    for (long strip = 0; strip < strips; strip++) pack_strip(strip, [&](long row) { return x + row * stride; });
+  }
+
+  // `row_at(r)`: row number r of x.
+  template <class RowAt>
+  void pack_strip(long strip, const RowAt &row_at) {
+    for (long slice = 0; slice < form.slices; slice++)
+      for (long piece = 0; piece < form.pieces(); piece++)
+        for (long r = 0; r < count(strip); r++) {
+          const long first = form.begin(piece), length = form.end(piece) - first;
+          const auto *from = row_at(begin(strip) + r) + slice * form.length + first;
+          float *to = at(strip, slice * form.pieces() + piece) + r * kPieceStride;
+          for (long k = 0; k < length; k += kLanes) store(to + k, load(from + k, length - k));
+        }
   }
 };
 
@@ -218,15 +224,36 @@ void read_row(const Float8Form &form, long id, T *row) {
     }
 }
 
+template <class T>
+struct Float8Rows final : PanelRows {
+  FloatRows x;
+
+  explicit Float8Rows(const FloatRows &of) : PanelRows(of.rows, of.strips), x(of) {
+    x.packed = arena().take<float>(x.size());
+  }
+  void pack(long strip, const void *from, long stride, const int32_t *row_of) override {
+    x.pack_strip(strip, [&](long row) { return static_cast<const T *>(from) + row_of[row] * stride; });
+  }
+  void multiply(long panel, long slice, float *sums) const override { sum(x, panel, slice, sums); }
+};
+
 }  // namespace
 }  // namespace fp8
+
+template <class T>
+PanelRows *fp8_panel_rows(const Product &p) {
+  const auto &form = *static_cast<const fp8::Float8Form *>(p.weight);
+  return new (arena().take<fp8::Float8Rows<T>>(1)) fp8::Float8Rows<T>(fp8::FloatRows(form, p.rows));
+}
 
 template <class T>
 void multiply_fp8(const Product &p) {
   fp8::multiply<T>(p);
 }
 
-#define OARLOCK_MULTIPLY_FP8(T) template void multiply_fp8<T>(const Product &);
+#define OARLOCK_MULTIPLY_FP8(T)                   \
+  template void multiply_fp8<T>(const Product &); \
+  template PanelRows *fp8_panel_rows<T>(const Product &);
 OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY_FP8)
 
 }  // namespace gemm

@@ -15,6 +15,7 @@
 #include <type_traits>
 
 #include "gemm/epilogue.h"
+#include "gemm/panel_rows.h"
 #include "gemm/shares.h"
 #include "gemm/slices.h"
 #include "gemm/tile.h"
@@ -73,11 +74,16 @@ struct Rows {
 
   void pack(const T *x, long stride) {
 #pragma omp parallel for if (size() > kSerial)
-    for (long strip = 0; strip < strips; strip++)
-      for (long block = 0; block < blocks; block++)
-        for (long r = 0; r < count(strip); r++)
-          copy(x + (begin(strip) + r) * stride + inputs.first_input(block), inputs.inputs_of(block),
-               at(strip, block) + r * kRowStride<S>);
+    for (long strip = 0; strip < strips; strip++) pack_strip(strip, [&](long row) { return x + row * stride; });
+  }
+
+  // `row_at(r)`: row number r of x.
+  template <class RowAt>
+  void pack_strip(long strip, const RowAt &row_at) {
+    for (long block = 0; block < blocks; block++)
+      for (long r = 0; r < count(strip); r++)
+        copy(row_at(begin(strip) + r) + inputs.first_input(block), inputs.inputs_of(block),
+             at(strip, block) + r * kRowStride<S>);
   }
 
   static void copy(const T *from, long elements, X *to) {
@@ -151,6 +157,11 @@ struct Chunk {
       finish<T>(p, first_row + r, panel, load(totals + r * kPanel), load(totals + r * kPanel + kLanes));
   }
 
+  // sums [rows][kPanel] of one panel and slice.
+  void sum_slice(long panel, long slice, float *sums) const {
+    sum(panel, slice * x.inputs.blocks, (slice + 1) * x.inputs.blocks, sums);
+  }
+
   // Threads take panels.
   void by_panels(long panels) const {
     const Arena::Mark mark = arena().mark();
@@ -161,8 +172,7 @@ struct Chunk {
       const long size = x.rows * kPanel;
       shares.visit([&](long panel) {
         for (long slice = 0; slice < p.slices; slice++) {
-          const long begin = slice * x.inputs.blocks;
-          sum(panel, begin, begin + x.inputs.blocks, totals + pending_before(slice) * size);
+          sum_slice(panel, slice, totals + pending_before(slice) * size);
           add_slice(totals, slice, size);
         }
         finish_rows(panel, totals);
@@ -201,13 +211,37 @@ struct Chunk {
   }
 };
 
+template <class T>
+Slices slices_of(const Product &p) {
+  return Slices(p.inputs, p.slices, TypeOf<T>::Tiles::kBlock).even(kFullTile);
+}
+
+template <class T>
+struct DenseRows final : PanelRows {
+  Product p;
+  Rows<T> x;
+
+  DenseRows(const Product &product, const Rows<T> &of) : PanelRows(of.rows, of.strips), p(product), x(of) {
+    x.packed = arena().take<typename Rows<T>::X>(x.size());
+  }
+  void pack(long strip, const void *from, long stride, const int32_t *row_of) override {
+    x.pack_strip(strip, [&](long row) { return static_cast<const T *>(from) + row_of[row] * stride; });
+  }
+  void multiply(long panel, long slice, float *sums) const override { Chunk<T>{p, x, 0}.sum_slice(panel, slice, sums); }
+};
+
 }  // namespace
+
+template <class T>
+PanelRows *dense_panel_rows(const Product &p) {
+  return new (arena().take<DenseRows<T>>(1)) DenseRows<T>(p, Rows<T>(p.rows, slices_of<T>(p)));
+}
 
 template <class T>
 void multiply(const Product &p) {
   const long columns_per_panel = kPanel;
   const long panels = (p.columns + columns_per_panel - 1) / columns_per_panel;
-  const Slices inputs = Slices(p.inputs, p.slices, TypeOf<T>::Tiles::kBlock).even(kFullTile);
+  const Slices inputs = slices_of<T>(p);
   for (long row = 0; row < p.rows; row += kChunk) {
     Rows<T> x(std::min(kChunk, p.rows - row), inputs);
     const Arena::Mark mark = arena().mark();
@@ -220,7 +254,9 @@ void multiply(const Product &p) {
   }
 }
 
-#define OARLOCK_MULTIPLY(T) template void multiply<T>(const Product &);
+#define OARLOCK_MULTIPLY(T)                   \
+  template void multiply<T>(const Product &); \
+  template PanelRows *dense_panel_rows<T>(const Product &);
 OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY)
 
 }  // namespace gemm

@@ -4,7 +4,7 @@
 
 namespace gemm {
 
-enum Epilogue { kPlain = 0, kAdd = 1, kFloat = 2, kSiluGate = 3, kGeluTanhGate = 4 };
+enum Epilogue { kPlain = 0, kAdd = 1, kFloat = 2, kSiluGate = 3, kGeluTanhGate = 4, kClampedGate = 5 };
 
 // T is the type of x, weight, bias and residual, and of y unless the epilogue is kFloat.
 struct Product {
@@ -16,6 +16,7 @@ struct Product {
   long rows, columns, inputs, x_stride, y_stride;
   int epilogue;
   long slices = 1;  // of equal length along the inputs, which are added up as slices.h says: a power of two
+  float alpha = 0.0f, limit = 0.0f;  // of kClampedGate: g sigmoid(alpha g) (u + 1) with gate and up kept within the limit
 };
 
 constexpr int kPanel = 2 * simd::kLanes;  // outputs side by side in a packed weight: two registers

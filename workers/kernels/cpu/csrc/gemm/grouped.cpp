@@ -10,6 +10,7 @@
 
 #include "gemm/epilogue.h"
 #include "gemm/grouped_tile.h"
+#include "gemm/panel_rows.h"
 #include "gemm/shares.h"
 #include "gemm/slices.h"
 #include "runtime/arena.h"
@@ -41,15 +42,18 @@ struct GroupSums {
 
   void compute(const Rows &x, int base) {
 #pragma omp parallel for if (x.size() > kSerialRows)
-    for (long strip = 0; strip < x.strips; strip++)
-      for (long r = 0; r < x.count(strip); r++)
-        for (long block = 0; block < x.blocks; block++) {
-          const long count = x.slices.inputs_of(block), groups = (count + form.group - 1) / form.group;
-          uint8_t *row = x.at(strip, block) + r * kRowBytes;
-          memset(row + count, 0, groups * form.group - count);
-          if (form.group == 32) compute_groups<32>(row, groups, base, at(x.begin(strip) + r, block, x.slices));
-          else compute_groups<16>(row, groups, base, at(x.begin(strip) + r, block, x.slices));
-        }
+    for (long strip = 0; strip < x.strips; strip++) compute_strip(x, strip, base);
+  }
+
+  void compute_strip(const Rows &x, long strip, int base) {
+    for (long r = 0; r < x.count(strip); r++)
+      for (long block = 0; block < x.blocks; block++) {
+        const long count = x.slices.inputs_of(block), groups = (count + form.group - 1) / form.group;
+        uint8_t *row = x.at(strip, block) + r * kRowBytes;
+        memset(row + count, 0, groups * form.group - count);
+        if (form.group == 32) compute_groups<32>(row, groups, base, at(x.begin(strip) + r, block, x.slices));
+        else compute_groups<16>(row, groups, base, at(x.begin(strip) + r, block, x.slices));
+      }
   }
 
   template <int kGroup>
@@ -82,13 +86,31 @@ void sum(const PackedForm &form, const char *from, long slice, const Rows &x, co
   }
 }
 
-// Rows of x with their inputs in the order of the packed weight, and zeros where it has none.
+// The same times their scales.
+void sum_scaled(const PackedForm &form, long panel, long slice, const Rows &x, const GroupSums &of,
+                const MultiplyTile *tiles, float *sums) {
+  const float *factors = reinterpret_cast<const float *>(form.panel(panel));
+  const char *weights = reinterpret_cast<const char *>(factors + kPanel);
+  sum(form, weights + slice * form.slice_bytes(), slice, x, of, tiles, sums);
+  const Vec left = load(factors), right = load(factors + kLanes);
+  for (long r = 0; r < x.rows; r++, sums += kPanel) {
+    const Vec scale = broadcast(x.scales[r * form.slices + slice]);
+    store(sums, rounded_product(rounded_product(load(sums), left), scale));
+    store(sums + kLanes, rounded_product(rounded_product(load(sums + kLanes), right), scale));
+  }
+}
+
+// A row of x with its inputs in the order of the packed weight, and zeros where it has none.
+template <class T>
+void move_in_order(const T *x, const int32_t *order, long count, T *moved) {
+  for (long k = 0; k < count; k++) moved[k] = order[k] < 0 ? T{} : x[order[k]];
+}
+
 template <class T>
 const T *in_order(const T *x, long stride, long rows, const int32_t *order, long count) {
   T *moved = arena().take<T>(rows * count);
 #pragma omp parallel for if (rows * count > kSerialRows)
-  for (long row = 0; row < rows; row++)
-    for (long k = 0; k < count; k++) moved[row * count + k] = order[k] < 0 ? T{} : x[row * stride + order[k]];
+  for (long row = 0; row < rows; row++) move_in_order(x + row * stride, order, count, moved + row * count);
   return moved;
 }
 
@@ -114,17 +136,8 @@ void multiply(const Product &p) {
     {
       alignas(64) float sums[kPending * kChunk * kPanel];
       shares.visit([&](long panel) {
-        const float *factors = reinterpret_cast<const float *>(form.panel(panel));
-        const char *weights = reinterpret_cast<const char *>(factors + kPanel);
-        const Vec left = load(factors), right = load(factors + kLanes);
         for (long slice = 0; slice < form.slices; slice++) {
-          float *here = sums + pending_before(slice) * x.rows * kPanel;
-          sum(form, weights + slice * form.slice_bytes(), slice, x, of, tiles, here);
-          for (long r = 0; r < x.rows; r++, here += kPanel) {
-            const Vec scale = broadcast(x.scales[r * form.slices + slice]);
-            store(here, rounded_product(rounded_product(load(here), left), scale));
-            store(here + kLanes, rounded_product(rounded_product(load(here + kLanes), right), scale));
-          }
+          sum_scaled(form, panel, slice, x, of, tiles, sums + pending_before(slice) * x.rows * kPanel);
           add_slice(sums, slice, x.rows * kPanel);
         }
         for (long r = 0; r < x.rows; r++)
@@ -135,8 +148,48 @@ void multiply(const Product &p) {
   }
 }
 
+template <class T, class Dot>
+struct GroupedRows final : PanelRows {
+  const PackedForm &form;
+  const long inputs;
+  Rows x;
+  GroupSums of;
+  T *moved;  // [rows][inputs]  where the weight has an order of its own; or null
+
+  GroupedRows(const PackedForm &form, const Rows &rows)
+      : PanelRows(rows.rows, rows.strips), form(form), inputs(form.slices * form.length), x(rows), of(form, rows.rows) {
+    x.packed = arena().take<uint8_t>(x.size());
+    x.scales = arena().take<float>(x.rows * form.slices);
+    moved = form.order() ? arena().take<T>(x.rows * inputs) : nullptr;
+  }
+  void pack(long strip, const void *from, long stride, const int32_t *row_of) override {
+    x.pack_strip(strip, [&](long row) {
+      const T *there = static_cast<const T *>(from) + row_of[row] * stride;
+      if (!moved) return there;
+      move_in_order(there, form.order(), inputs, moved + row * inputs);
+      return static_cast<const T *>(moved + row * inputs);
+    });
+    of.compute_strip(x, strip, base_of<Dot>(form.bits));
+  }
+  void multiply(long panel, long slice, float *sums) const override {
+    sum_scaled(form, panel, slice, x, of, tiles_for<Dot>(form), sums);
+  }
+};
+
+template <class T, class Dot>
+PanelRows *rows_by(const Product &p) {
+  const PackedForm &form = *static_cast<const PackedForm *>(p.weight);
+  const Rows rows(p.rows, form.slices * form.length, form.slices);
+  return new (arena().take<GroupedRows<T, Dot>>(1)) GroupedRows<T, Dot>(form, rows);
+}
+
 }  // namespace
 }  // namespace grouped
+
+template <class T>
+PanelRows *grouped_panel_rows(const Product &p, int kind) {
+  return kind == kGroupedDot ? grouped::rows_by<T, Dot>(p) : grouped::rows_by<T, PlainDot>(p);
+}
 
 template <class T>
 void multiply_grouped(const Product &p, int kind) {
@@ -144,7 +197,9 @@ void multiply_grouped(const Product &p, int kind) {
   else grouped::multiply<T, PlainDot>(p);
 }
 
-#define OARLOCK_MULTIPLY_GROUPED(T) template void multiply_grouped<T>(const Product &, int);
+#define OARLOCK_MULTIPLY_GROUPED(T)                        \
+  template void multiply_grouped<T>(const Product &, int); \
+  template PanelRows *grouped_panel_rows<T>(const Product &, int);
 OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY_GROUPED)
 
 }  // namespace gemm

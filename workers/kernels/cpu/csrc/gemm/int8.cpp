@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "gemm/epilogue.h"
+#include "gemm/panel_rows.h"
 #include "gemm/rounded_rows.h"
 #include "gemm/shares.h"
 #include "runtime/arena.h"
@@ -106,10 +107,9 @@ struct Chunk {
     }
   }
 
-  // totals [kPending][rows][kPanel]: sums [rows][kPanel] of one slice times their scales, added to those of slices before.
-  void add_scaled(const Panel &at, long slice, const int32_t *sums, float *totals) const {
+  // totals [rows][kPanel]: sums [rows][kPanel] of one slice times their scales.
+  void scale(const Panel &at, long slice, const int32_t *sums, float *to) const {
     const Vec left = load(at.scales), right = load(at.scales + kLanes);
-    float *to = totals + pending_before(slice) * x.rows * kPanel;
     for (long r = 0; r < x.rows; r++, to += kPanel) {
       const Vec scale = broadcast(x.scales[r * p.slices + slice]);
       const Vec low = rounded_product(to_floats(load_ints(sums + r * kPanel)), left);
@@ -117,7 +117,15 @@ struct Chunk {
       store(to, rounded_product(low, scale));
       store(to + kLanes, rounded_product(high, scale));
     }
-    add_slice(totals, slice, x.rows * kPanel);
+  }
+
+  // The totals [rows][kPanel] of one panel and slice.
+  void sum_slice(long panel, long slice, float *totals) const {
+    alignas(64) int32_t sums[kChunk * kPanel];
+    const Panel at(p.weight, panel, p.inputs, p.slices);
+    const long begin = slice * x.slices.blocks;
+    sum(at, begin, begin + x.slices.blocks, sums, at.first + slice * kPanel);
+    scale(at, slice, sums, totals);
   }
 
   void finish_rows(long panel, const float *totals) const {
@@ -131,14 +139,12 @@ struct Chunk {
     const Shares shares(panels);
 #pragma omp parallel
     {
-      alignas(64) int32_t sums[kChunk * kPanel];
       alignas(64) float totals[kPending * kChunk * kPanel];
+      const long size = x.rows * kPanel;
       shares.visit([&](long panel) {
-        const Panel at(p.weight, panel, p.inputs, p.slices);
         for (long slice = 0; slice < p.slices; slice++) {
-          const long begin = slice * x.slices.blocks;
-          sum(at, begin, begin + x.slices.blocks, sums, at.first + slice * kPanel);
-          add_scaled(at, slice, sums, totals);
+          sum_slice(panel, slice, totals + pending_before(slice) * size);
+          add_slice(totals, slice, size);
         }
         finish_rows(panel, totals);
       });
@@ -169,7 +175,8 @@ struct Chunk {
           for (long block = 1; block < x.slices.blocks; block++)
             for (long i = 0; i < size; i += kLanes)
               store_ints(total + i, add(load_ints(total + i), load_ints(total + block * size + i)));
-          add_scaled(at, slice, total, totals);
+          scale(at, slice, total, totals + pending_before(slice) * size);
+          add_slice(totals, slice, size);
         }
         finish_rows(panel, totals);
       }
@@ -177,6 +184,30 @@ struct Chunk {
     arena().release(mark);
   }
 };
+
+template <class T, class Dot>
+struct Int8Rows final : PanelRows {
+  using Rounded = RoundedRows<Dot::kRows, Dot::kOffset>;
+  Product p;
+  Rounded x;
+
+  Int8Rows(const Product &product, const Rounded &of) : PanelRows(of.rows, of.strips), p(product), x(of) {
+    x.packed = arena().take<uint8_t>(x.size());
+    x.scales = arena().take<float>(x.rows * p.slices);
+  }
+  void pack(long strip, const void *from, long stride, const int32_t *row_of) override {
+    x.pack_strip(strip, [&](long row) { return static_cast<const T *>(from) + row_of[row] * stride; });
+  }
+  void multiply(long panel, long slice, float *sums) const override {
+    Chunk<T, Dot>{p, x, 0}.sum_slice(panel, slice, sums);
+  }
+};
+
+template <class T, class Dot>
+PanelRows *rows_by(const Product &p) {
+  using Rows = Int8Rows<T, Dot>;
+  return new (arena().take<Rows>(1)) Rows(p, typename Rows::Rounded(p.rows, p.inputs, p.slices));
+}
 
 template <class T, class Dot>
 void multiply_by(const Product &p) {
@@ -248,7 +279,14 @@ void multiply_int8(const Product &p, int kind) {
   else multiply_by<T, PlainDot>(p);
 }
 
-#define OARLOCK_MULTIPLY_INT8(T) template void multiply_int8<T>(const Product &, int);
+template <class T>
+PanelRows *int8_panel_rows(const Product &p, int kind) {
+  return kind == kInt8Dot ? rows_by<T, Dot>(p) : rows_by<T, PlainDot>(p);
+}
+
+#define OARLOCK_MULTIPLY_INT8(T)                        \
+  template void multiply_int8<T>(const Product &, int); \
+  template PanelRows *int8_panel_rows<T>(const Product &, int);
 OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY_INT8)
 
 }  // namespace gemm

@@ -40,10 +40,15 @@ struct RoundedRows {
   template <class T>
   void pack(const T *x, long stride) {
 #pragma omp parallel for if (size() > kSerialRows)
-    for (long strip = 0; strip < strips; strip++)
-      for (long r = 0; r < count(strip); r++)
-        for (long slice = 0; slice < slices.count; slice++)
-          pack_row(x + (begin(strip) + r) * stride + slice * slices.length, strip, r, slice);
+    for (long strip = 0; strip < strips; strip++) pack_strip(strip, [&](long row) { return x + row * stride; });
+  }
+
+  // `row_at(r)`: row number r of x.
+  template <class RowAt>
+  void pack_strip(long strip, const RowAt &row_at) {
+    for (long r = 0; r < count(strip); r++)
+      for (long slice = 0; slice < slices.count; slice++)
+        pack_row(row_at(begin(strip) + r) + slice * slices.length, strip, r, slice);
   }
 
   // x [inputs of a slice].

@@ -1,0 +1,220 @@
+// y = for each row the sum over its experts of weight * down(activation(gate x) * (up x)).
+//
+// Rows are sorted by expert: one block has up to kMostPanelRows rows of one expert, so that only weights of experts in use
+// are read, each panel once for all rows of a block. First threads take panels of gate and up, of one block after the
+// other, as their weights lie in memory. Then they take panels of outputs, and add up what all blocks give there: a row's
+// experts come in ascending order whoever takes which panel. Each product has the bits of its form (panel_rows.h), so the
+// bits of a row depend on that row, its experts and their weights alone.
+//
+// The sum over the experts is taken by itself for each slice of the width, or for each group of experts where ranks hold
+// whole ones, and slices or groups are added up in a tree (slices.h).
+#include "gemm/experts.h"
+
+#include <new>
+#include <type_traits>
+
+#include "gemm/epilogue.h"
+#include "gemm/panel_rows.h"
+#include "gemm/shares.h"
+#include "runtime/arena.h"
+#include "simd/int8.h"
+
+namespace gemm {
+namespace {
+
+constexpr long kMostPairs = 8192;  // of a row and one of its experts, whose rows between the products lie in the caches
+
+template <class T>
+PanelRows *panel_rows(const Product &p, int kind) {
+  if (kind == kDense) return dense_panel_rows<T>(p);
+  if (kind == kInt8 || kind == kInt8Dot) return int8_panel_rows<T>(p, kind);
+  if (kind == kFloat8) return fp8_panel_rows<T>(p);
+  return grouped_panel_rows<T>(p, kind);
+}
+
+// Rows of x sorted by expert, and by row of each expert.
+struct Sorted {
+  struct Block {
+    long expert, begin, rows;  // the expert's number on this rank, and its pairs
+  };
+  long count, pairs;
+  Block *blocks;
+  int32_t *row_of, *own;  // [pairs]   the row of x; the pair's number
+  float *weight_of;       // [pairs]
+
+  Sorted(const Experts &e, const int32_t *ids, const float *weights, long rows, long per_row) : count(0), pairs(0) {
+    long *next = arena().take<long>(e.count + 1);
+    std::fill(next, next + e.count + 1, 0);
+    for (long i = 0; i < rows * per_row; i++)
+      if (const long expert = ids[i] - e.first; expert >= 0 && expert < e.count) next[expert + 1]++, pairs++;
+    long most = 0;
+    for (long expert = 0; expert < e.count; expert++) most += (next[expert + 1] + kMostPanelRows - 1) / kMostPanelRows;
+    blocks = arena().take<Block>(most);
+    for (long expert = 0; expert < e.count; expert++) {
+      const long all = next[expert + 1], parts = (all + kMostPanelRows - 1) / kMostPanelRows;
+      for (long part = 0; part < parts; part++) {
+        const long begin = all * part / parts;
+        blocks[count++] = {expert, next[expert] + begin, all * (part + 1) / parts - begin};
+      }
+      next[expert + 1] += next[expert];
+    }
+    row_of = arena().take<int32_t>(pairs);
+    own = arena().take<int32_t>(pairs);
+    weight_of = arena().take<float>(pairs);
+    for (long i = 0; i < rows * per_row; i++)
+      if (const long expert = ids[i] - e.first; expert >= 0 && expert < e.count) {
+        const long pair = next[expert]++;
+        row_of[pair] = i / per_row;
+        own[pair] = pair;
+        weight_of[pair] = weights[i];
+      }
+  }
+};
+
+// The product of every block with its expert's weight.
+struct BlockProducts {
+  const Sorted &sorted;
+  PanelRows **of;
+  long *strips_before, strips = 0;  // [blocks]
+
+  // T is the type of x.
+  template <class T>
+  BlockProducts(const Sorted &sorted, const Experts &e, bool is_down, const T *)
+      : sorted(sorted), of(arena().take<PanelRows *>(sorted.count)), strips_before(arena().take<long>(sorted.count)) {
+    for (long block = 0; block < sorted.count; block++) {
+      const Expert &expert = e.of[sorted.blocks[block].expert];
+      Product p{};
+      p.weight = is_down ? expert.down : expert.gate_up;
+      p.rows = sorted.blocks[block].rows;
+      p.columns = is_down ? e.hidden : 2 * e.width;
+      p.inputs = is_down ? e.width : e.hidden;
+      p.slices = is_down ? e.slices : 1;
+      of[block] = panel_rows<T>(p, is_down ? expert.down_kind : expert.gate_up_kind);
+      strips_before[block] = strips;
+      strips += of[block]->strips;
+    }
+  }
+
+  // By all threads: packs rows of x.
+  template <class T>
+  void pack(const T *x, long stride, const int32_t *row_of) const {
+#pragma omp for schedule(static)
+    for (long strip = 0; strip < strips; strip++) {
+      const long block = std::upper_bound(strips_before, strips_before + sorted.count, strip) - strips_before - 1;
+      of[block]->pack(strip - strips_before[block], x, stride, row_of + sorted.blocks[block].begin);
+    }
+  }
+};
+
+template <class T>
+struct Step {
+  const Experts &e;
+  const Sorted &sorted;
+  const BlockProducts &gate_up, &down;
+  T *gated;  // [pairs, width]
+  float *y;  // [rows, hidden]
+  long rows;
+
+  // Panels of gate and up of a block.
+  void multiply_gate_up(long block, long panel) const {
+    alignas(64) float sums[kMostPanelRows * kPanel];
+    const Sorted::Block &of = sorted.blocks[block];
+    gate_up.of[block]->multiply(panel, 0, sums);
+    Product p{};
+    p.bias = e.of[of.expert].gate_up_bias;
+    p.y = gated;
+    p.columns = 2 * e.width;
+    p.y_stride = e.width;
+    p.epilogue = e.activation;
+    p.alpha = e.alpha;
+    p.limit = e.limit;
+    for (long r = 0; r < of.rows; r++)
+      finish<T>(p, of.begin + r, panel, load(sums + r * kPanel), load(sums + r * kPanel + kLanes));
+  }
+
+  long parts() const { return e.slices * e.groups; }
+
+  // One panel of outputs of all blocks: totals [parts][rows][kPanel].
+  void multiply_down(long panel, float *totals) const {
+    alignas(64) float sums[kMostPanelRows * kPanel];
+    const long size = rows * kPanel, left = e.hidden - panel * kPanel;
+    std::fill(totals, totals + parts() * size, 0.0f);
+    for (long block = 0; block < sorted.count; block++) {
+      const Sorted::Block &of = sorted.blocks[block];
+      const T *bias = static_cast<const T *>(e.of[of.expert].down_bias);
+      for (long slice = 0; slice < e.slices; slice++) {
+        down.of[block]->multiply(panel, slice, sums);
+        float *part = totals + (of.expert / e.group + slice) * size;
+        const bool adds = bias && slice == 0;
+        const Vec low = adds ? load(bias + panel * kPanel, left) : zero();
+        const Vec high = adds ? load(bias + panel * kPanel + kLanes, left - kLanes) : zero();
+        for (long r = 0; r < of.rows; r++) {
+          const Vec weight = broadcast(sorted.weight_of[of.begin + r]);
+          const float *from = sums + r * kPanel;
+          float *to = part + sorted.row_of[of.begin + r] * kPanel;
+          store(to, load(to) + rounded_product(load(from) + low, weight));
+          store(to + kLanes, load(to + kLanes) + rounded_product(load(from + kLanes) + high, weight));
+        }
+      }
+    }
+    for (long span = 1; span < parts(); span *= 2)
+      for (long part = 0; part + span < parts(); part += 2 * span)
+        for (long at = 0; at < size; at += kLanes) {
+          float *to = totals + part * size + at;
+          store(to, load(to) + load(to + span * size));
+        }
+    for (long row = 0; row < rows; row++)
+      for (int at = 0; at < kPanel && at < left; at += kLanes)
+        store(y + row * e.hidden + panel * kPanel + at, load(totals + row * kPanel + at), left - at);
+  }
+};
+
+// Rows whose pairs are at most kMostPairs, or one row.
+template <class T>
+void multiply_some(const Experts &e, const T *x, long x_stride, const int32_t *ids, const float *weights, long rows,
+                   long per_row, float *y) {
+  const Arena::Mark mark = arena().mark();
+  const Sorted sorted(e, ids, weights, rows, per_row);
+  T *gated = arena().take<T>(sorted.pairs * e.width);
+  const BlockProducts gate_up(sorted, e, false, x), down(sorted, e, true, x);
+  const Step<T> step{e, sorted, gate_up, down, gated, y, rows};
+  const long gate_panels = (e.width + kLanes - 1) / kLanes, size = step.parts() * rows * kPanel;
+  float *totals = arena().take<float>(omp_get_max_threads() * size);
+  const Shares of_gate_up(sorted.count * gate_panels), of_down((e.hidden + kPanel - 1) / kPanel);
+#pragma omp parallel
+  {
+    gate_up.pack(x, x_stride, sorted.row_of);
+    of_gate_up.visit([&](long piece) { step.multiply_gate_up(piece / gate_panels, piece % gate_panels); });
+#pragma omp barrier
+    down.pack(gated, e.width, sorted.own);
+    float *mine = totals + omp_get_thread_num() * size;
+    of_down.visit([&](long panel) { step.multiply_down(panel, mine); });
+  }
+  arena().release(mark);
+}
+
+}  // namespace
+
+template <class T>
+void multiply_experts(const Experts &e, const T *x, long x_stride, const int32_t *ids, const float *weights, long rows,
+                      long per_row, float *y) {
+  const long most = std::max(1L, kMostPairs / per_row);
+  for (long row = 0; row < rows; row += most)
+    multiply_some(e, x + row * x_stride, x_stride, ids + row * per_row, weights + row * per_row,
+                  std::min(most, rows - row), per_row, y + row * e.hidden);
+}
+
+#define OARLOCK_MULTIPLY_EXPERTS(T)                                                                             \
+  template void multiply_experts<T>(const Experts &, const T *, long, const int32_t *, const float *, long, long, \
+                                    float *);
+OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY_EXPERTS)
+
+}  // namespace gemm
+
+extern "C" void oarlock_experts(const gemm::Experts *experts, const void *x, long x_stride, const int32_t *ids,
+                                const float *weights, long rows, long per_row, float *y, int type) {
+  with_type(type, [&](auto *of) {
+    using T = std::remove_pointer_t<decltype(of)>;
+    gemm::multiply_experts(*experts, static_cast<const T *>(x), x_stride, ids, weights, rows, per_row, y);
+  });
+}
