@@ -12,6 +12,7 @@ that it has every form of weights. What all forms of it keep:
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Protocol
 
 import torch
@@ -19,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.distributed.all_reduce import tree_sum
+from oarlock.workers.kernels.cpu.experts import CppExpertMatmul, can_stack
+from oarlock.workers.quantization.matmul import GatedMatmul, Matmul
 from oarlock.workers.quantization.method import LinearWeight
 
 
@@ -121,6 +124,22 @@ def gate_of(both: Tensor, shape: ExpertsShape) -> Tensor:
     return (gate * up).float()
 
 
+def cpp_expert_matmul(shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> CppExpertMatmul:
+    """The product of the C++ kernel."""
+    return CppExpertMatmul(shape, (_for_kernel(shape, one) for one in experts))
+
+
+def _for_kernel(shape: ExpertsShape, one: ExpertWeights) -> tuple[GatedMatmul, Matmul, Tensor | None]:
+    # The kernel has activations of its own: of this product it takes the order of the packed weight.
+    gated = one.gate_up.gated_matmul(one.gate_up_bias, "silu")
+    return gated, one.down.matmul(float32_output=True, slices=shape.slices), one.down_bias
+
+
 def expert_matmul(shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> ExpertMatmul:
     """The fastest product for these experts; the caller should not keep their weights."""
-    return TorchExpertMatmul(shape, experts)
+    left = iter(experts)
+    first = list(islice(left, 1))
+    # A rank may have no expert, and a form no kernel.
+    has_kernel = bool(first) and can_stack(*_for_kernel(shape, first[0])[:2])
+    kind = cpp_expert_matmul if has_kernel else TorchExpertMatmul
+    return kind(shape, chain(first, left))

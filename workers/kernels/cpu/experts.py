@@ -87,6 +87,11 @@ class Shape(Protocol):
     def limit(self) -> float: ...
 
 
+def can_stack(gated: object, product: object) -> bool:
+    """Whether the kernel multiplies the weights of these products."""
+    return isinstance(gated, GatedProduct) and isinstance(product, Product)
+
+
 class _Stack:
     """Packed weights one after the other in huge pages: one expert alone often has less than one of these."""
 
@@ -111,9 +116,9 @@ class _Stack:
 class CppExpertMatmul:
     """`ExpertMatmul` by the C++ kernel."""
 
-    def __init__(self, shape: Shape, experts: Iterable[tuple[GatedProduct, Product, Tensor | None]]) -> None:
+    def __init__(self, shape: Shape, experts: Iterable[tuple[object, object, Tensor | None]]) -> None:
         """`experts`: of each, in order, the gated product, the one after it in `shape.slices`, and the latter's bias
-        [hidden]; only their weights are kept."""
+        [hidden]; only their weights are kept. Each is dropped before the next one is taken."""
         self.shape = shape
         self.kernels = _declared(library.library(shape.dtype))
         gate_up, down = _Stack(shape.count), _Stack(shape.count)
@@ -121,6 +126,7 @@ class CppExpertMatmul:
         self._of = (CExpert * max(1, shape.count))()
         number = -1
         for number, (gated, product, down_bias) in enumerate(experts):
+            assert isinstance(gated, GatedProduct) and isinstance(product, Product)
             first, second = gate_up.add(gated), down.add(product)
             self._alive += (gated.bias, down_bias)
             self._of[number] = CExpert(first[0], second[0], _at(gated.bias), _at(down_bias), first[1], second[1])
@@ -135,8 +141,8 @@ class CppExpertMatmul:
         assert expert_ids.is_contiguous() and weights.is_contiguous() and weights.dtype == torch.float32
         y = torch.empty((len(x), self.shape.hidden), dtype=torch.float32)
         self.kernels.oarlock_experts(
-            ctypes.addressof(self.experts), x.data_ptr(), x.stride(0), expert_ids.data_ptr(), weights.data_ptr(), len(x),
-            expert_ids.shape[1], y.data_ptr(), ELEMENT_TYPES[x.dtype],
+            ctypes.addressof(self.experts), x.data_ptr(), x.stride(0), expert_ids.data_ptr(), weights.data_ptr(),
+            len(x), expert_ids.shape[1], y.data_ptr(), ELEMENT_TYPES[x.dtype],
         )  # fmt: skip
         return y
 
@@ -149,5 +155,8 @@ def _at(tensor: Tensor | None) -> int | None:
 def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """The library, with the types of its function for experts declared."""
     function = kernels.oarlock_experts
-    function.restype, function.argtypes = None, [_pointer, _pointer, _number, _pointer, _pointer, *[_number] * 2, _pointer, _flag]
+    function.restype, function.argtypes = (
+        None,
+        [_pointer, _pointer, _number, _pointer, _pointer, *[_number] * 2, _pointer, _flag],
+    )
     return kernels

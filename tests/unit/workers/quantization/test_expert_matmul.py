@@ -7,18 +7,27 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.all_reduce import tree_sum
+from oarlock.workers.kernels.cpu.build import Level
+from oarlock.workers.kernels.cpu.experts import CppExpertMatmul
 from oarlock.workers.quantization.expert_matmul import (
     ExpertMatmul,
     ExpertsShape,
     ExpertWeights,
     TorchExpertMatmul,
+    cpp_expert_matmul,
     gate_of,
 )
-from oarlock.workers.quantization.method import StoredRows, WeightShard
+from oarlock.workers.quantization.fp8 import Fp8Weight
+from oarlock.workers.quantization.grouped import GroupedWeight
+from oarlock.workers.quantization.int4 import round_groups, rounded
+from oarlock.workers.quantization.int8 import Int8Weight, round_rows
+from oarlock.workers.quantization.method import DenseWeight, LinearWeight, StoredRows, WeightShard
 from oarlock.workers.quantization.registry import QUANTIZATIONS
+from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, threads, using
 
 HIDDEN, WIDTH, EXPERTS = 72, 128, 5
-PRODUCTS: dict[str, Callable[..., ExpertMatmul]] = {"torch": TorchExpertMatmul}
+MAKERS: dict[str, Callable[..., ExpertMatmul]] = {"torch": TorchExpertMatmul, "cpp": cpp_expert_matmul}
+PRODUCTS = [kind for kind in MAKERS if kind != "cpp" or NO_KERNELS is None]
 # Form of weights and type of x -> how far results may be from float64, as a share of their size. int8 and int4 round
 # inputs to 8 bits, and weights are compared as they were before they were rounded.
 FORMS = {
@@ -70,11 +79,11 @@ class Experts:
         """The part of `rank` of `size`, with `slices` over all ranks."""
         count = WIDTH // size
         shape = ExpertsShape(0, EXPERTS, HIDDEN, count, self.dtype, slices // size, **self.shape)  # ty: ignore[invalid-argument-type]
-        return PRODUCTS[kind](shape, (self._weights(expert, rank, count, slices // size) for expert in range(EXPERTS)))
+        return MAKERS[kind](shape, (self._weights(expert, rank, count, slices // size) for expert in range(EXPERTS)))
 
     def dealt(self, kind: str, first: int, count: int, groups: int, group: int) -> ExpertMatmul:
         shape = ExpertsShape(first, count, HIDDEN, WIDTH, self.dtype, 1, groups, group)
-        return PRODUCTS[kind](shape, (self._weights(expert, 0, WIDTH, 1) for expert in range(first, first + count)))
+        return MAKERS[kind](shape, (self._weights(expert, 0, WIDTH, 1) for expert in range(first, first + count)))
 
     def _weights(self, expert: int, rank: int, count: int, slices: int) -> ExpertWeights:
         source, method = Source(self.tensors), QUANTIZATIONS[self.form].method()
@@ -183,3 +192,60 @@ def test_bits_of_a_token_depend_on_that_token_alone(kind: str, form: str, dtype:
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
     assert torch.equal(product(x[order], ids[order], weights[order]), together[order])
     assert product(x[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
+
+
+def grouped(weight: Tensor) -> GroupedWeight:
+    """`weight` [N, K] in groups of 32, each with an offset, its inputs in another order."""
+    inputs = weight.shape[1]
+    order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+    values, scales = round_groups(weight[:, order])
+    scales = scales.float()
+    return GroupedWeight(values, scales, 32, weight.dtype, offsets=scales * 3, bits=4, order=order)
+
+
+def float8(weight: Tensor) -> Fp8Weight:
+    scales = torch.rand((len(weight), -(-weight.shape[1] // 128)), generator=torch.Generator().manual_seed(0)) + 0.5
+    return Fp8Weight(weight.to(torch.float8_e4m3fn), scales, 128, weight.dtype)
+
+
+# Weights [N, K] as each kind of packed weight holds them.
+STORED: dict[str, Callable[[Tensor], LinearWeight]] = {
+    "dense": DenseWeight,
+    "int8": lambda weight: Int8Weight(*round_rows(weight), weight.dtype),
+    "int4": rounded,
+    "offsets, another order": grouped,
+    "fp8": float8,
+}
+
+
+@pytest.mark.parametrize("level", PARAMETERS)
+@pytest.mark.parametrize(
+    ("stored", "slices"), [*((stored, 1) for stored in STORED), ("dense", 2), ("int8", 2), ("fp8", 2)]
+)
+def test_the_kernel_has_the_bits_of_separate_products(level: Level, stored: str, slices: int) -> None:
+    """With any number of threads and tokens; the first expert is stored in another form than the rest."""
+    draw = torch.Generator().manual_seed(1)
+    hidden, width, dtype = 136, 160, torch.float16 if stored == "dense" else torch.bfloat16
+    shape = ExpertsShape(0, EXPERTS, hidden, width, dtype, slices)
+    products = []
+    with using(level):
+        for expert in range(EXPERTS):
+            form = DenseWeight if expert == 0 else STORED[stored]
+            up, down = (
+                form(torch.randn(size, generator=draw).div_(12).to(dtype))
+                for size in ((2 * width, hidden), (hidden, width))
+            )
+            products.append((up.gated_matmul(None, "silu"), down.matmul(float32_output=True, slices=slices), None))
+        kernel = CppExpertMatmul(shape, products)
+    for tokens, count in ((700, 2), (9, 2), (1, 1)):
+        x = torch.randn((tokens, hidden), generator=draw).to(dtype)
+        ids, weights = routed(tokens, 3)
+        sums = torch.zeros((slices, tokens, hidden))
+        for expert, (up, down, _) in enumerate(products):
+            rows, places = (ids == expert).nonzero(as_tuple=True)
+            for number, part in enumerate(up(x[rows]).chunk(slices, 1)):
+                alone = torch.zeros((len(rows), width), dtype=dtype)
+                alone[:, number * part.shape[1] : (number + 1) * part.shape[1]] = part
+                sums[number, rows] += weights[rows, places, None] * down(alone)
+        with threads(count):
+            assert torch.equal(kernel(x, ids, weights), tree_sum(list(sums)))

@@ -19,6 +19,7 @@ Arena::~Arena() {
 void *Arena::take_bytes(size_t bytes) {
   bytes = rounded_up(bytes);
   size_t held = 0;
+  for (int chunk = 0; chunk < current_; chunk++) held += chunks_[chunk].bytes;
   for (;;) {
     Chunk &chunk = chunks_[current_];
     if (chunk.memory && used_ + bytes <= chunk.bytes) {
