@@ -10,16 +10,22 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.attention.backend import LayerKV, LayerStep
-from oarlock.workers.kernels.cpu.fused_layer import Rows
+from oarlock.workers.kernels.cpu import library
+from oarlock.workers.kernels.cpu.experts import CppRouter
+from oarlock.workers.kernels.cpu.fused_layer import CMixture, Rows
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
-from oarlock.workers.layers.fused_layer import CannotPrepare, Program
-from oarlock.workers.layers.linear import RowParallelLinear
+from oarlock.workers.layers.fused_layer import Program
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.sharding import ExpertShard, shard_experts, shard_width
 from oarlock.workers.quantization.expert_matmul import ExpertsShape, ExpertWeights, expert_matmul
 from oarlock.workers.quantization.matmul import matmul
 from oarlock.workers.quantization.method import StoredRows, WeightShard
 from oarlock.workers.weights.source import FilledUp, WeightSource
+
+
+def has_kernel(place: Placement) -> bool:
+    """Whether routers run in the C++ kernel; else in torch's operations, which are its judge."""
+    return place.device.type == "cpu" and library.why_not(place.dtype) is None
 
 
 class Router:
@@ -32,6 +38,7 @@ class Router:
         self.experts, self.hidden = spec.experts, hidden
         self.place = place
         self.correction: Tensor | None = None
+        self.kernel: CppRouter | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -40,9 +47,13 @@ class Router:
     def load(self, weights: WeightSource) -> None:
         spec, before = self.spec, f"{self.name}.{self.spec.name}"
         bias = self._taken(weights, f"{before}.bias", self.experts) if spec.bias else None
-        self.product = matmul(self._taken(weights, f"{before}.weight", self.experts, self.hidden), bias)
+        weight = self._taken(weights, f"{before}.weight", self.experts, self.hidden)
         if spec.correction is not None:
             self.correction = self._taken(weights, f"{self.name}.{spec.correction}", self.experts)
+        if has_kernel(self.place):
+            self.kernel = CppRouter(weight, self.place.dtype, bias, self.correction, spec)
+        else:
+            self.product = matmul(weight, bias)
 
     def _taken(self, weights: WeightSource, name: str, *shape: int) -> Tensor:
         into = torch.empty(shape, device=self.place.device)
@@ -51,11 +62,12 @@ class Router:
 
     def logits(self, x: Tensor) -> Tensor:
         """`x` [T, hidden] -> float32 [T, experts]."""
-        return self.product(x.float())
+        return self.product(x.float()) if self.kernel is None else self.kernel.logits(x)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x` [T, hidden] -> (ids int32 [T, k], ascending in each row; their weights float32 [T, k])."""
-        return route(self.logits(x), self.spec, self.correction)
+        logits = self.logits(x)
+        return route(logits, self.spec, self.correction) if self.kernel is None else self.kernel.route(logits)
 
 
 def route(logits: Tensor, spec: RouterSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -195,9 +207,15 @@ class Experts:
         scale = torch.ones((len(x), 1), device=x.device) if self.shared_gate is None else self.shared_gate(x)
         return self.shared(x, ids, scale)
 
-    def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[RowParallelLinear, Rows]:
-        """Raises `CannotPrepare`."""
-        raise CannotPrepare("experts are computed by separate operations")
+    def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[CMixture, Rows]:
+        """The mixture of `source`, as one operation, and where its rows are."""
+        mixture = program.mixture(
+            program.take(self, "router", Router),
+            program.take(self, "routed", ExpertStack),
+            program.take_optional(self, "shared", ExpertStack),
+            program.take_optional(self, "shared_gate", _SharedGate),
+        )
+        return mixture, source
 
 
 class _SharedGate:
@@ -205,6 +223,7 @@ class _SharedGate:
 
     def __init__(self, name: str, hidden: int, place: Placement) -> None:
         self.name, self.hidden, self.place = name, hidden, place
+        self.kernel: CppRouter | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -213,7 +232,11 @@ class _SharedGate:
     def load(self, weights: WeightSource) -> None:
         into = torch.empty((1, self.hidden), device=self.place.device)
         weights.take(f"{self.name}.weight", into, shape=(1, self.hidden))
-        self.product = matmul(into)
+        if has_kernel(self.place):
+            self.kernel = CppRouter(into, self.place.dtype)
+        else:
+            self.product = matmul(into)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(self.product(x.float()).double()).float()
+        logits = self.product(x.float()) if self.kernel is None else self.kernel.logits(x)
+        return torch.sigmoid(logits.double()).float()

@@ -22,12 +22,14 @@ from oarlock.workers.attention.backend import AttentionBackend, LayerKV, LayerSt
 from oarlock.workers.attention.cpp import CppBackend, CppPlan
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.kernels.cpu.experts import CppExpertMatmul, CppRouter
 from oarlock.workers.kernels.cpu.fused_layer import (
     ALL_CAME,
     MOST_ROTARIES,
     CAddition,
     CBranch,
     CLayerStep,
+    CMixture,
     CNorm,
     COperation,
     CPackedWeight,
@@ -145,23 +147,57 @@ class Program:
         at = None if shift is None else shift.data_ptr()
         return CNorm(scale.data_ptr(), at, norm.size, norm.eps, isinstance(norm, LayerNorm))
 
+    def mixture(self, router: object, routed: object, shared: object, shared_gate: object) -> CMixture:
+        """The mixture of experts of a sublayer's parts; the last two may be None.
+
+        Raises `CannotPrepare` unless kernels compute it.
+        """
+
+        def address(owner: object, name: str, kind: type[CppRouter] | type[CppExpertMatmul]) -> int | None:
+            if owner is None:
+                return None
+            part = self.take(owner, name, kind)
+            if part.kernels is not self.kernels:
+                raise CannotPrepare("experts are packed for other kernels")
+            return ctypes.addressof(part.structure)
+
+        self._sums = 1 if shared is None else 2
+        return CMixture(
+            address(router, "kernel", CppRouter),
+            address(routed, "product", CppExpertMatmul),
+            address(shared, "product", CppExpertMatmul),
+            address(shared_gate, "kernel", CppRouter),
+        )
+
     def finish(
-        self, output: RowParallelLinear, source: Rows, post_norm: Norm | None, scale: float, *, is_shared: bool
+        self,
+        output: RowParallelLinear | CMixture,
+        source: Rows,
+        post_norm: Norm | None,
+        scale: float,
+        *,
+        is_shared: bool,
     ) -> None:
-        """Ends a branch: the product `output` of `source`, and what becomes of its result. `is_shared`: the ranks' are
-        added up first."""
-        product = self._weight(self.take(output, "product", *PRODUCTS))
-        bias = self.take_optional(output, "bias", Tensor)  # with several ranks it is not the product's
-        product.bias = None if bias is None else bias.data_ptr()
+        """Ends a branch: `output` of `source`, and what becomes of its result. `is_shared`: the ranks' are added up
+        first."""
+        is_mixture = isinstance(output, CMixture)
+        first, total = OperationKind.MULTIPLY, OperationKind.TOTAL
+        if is_mixture:
+            first, total, of = OperationKind.MIX, OperationKind.MIX_TOTAL, output
+        else:
+            of = self._weight(self.take(output, "product", *PRODUCTS))
+            bias = self.take_optional(output, "bias", Tensor)  # with several ranks it is not the product's
+            of.bias = None if bias is None else bias.data_ptr()
+            self._sums = int(is_shared)
         is_plain = post_norm is None and scale == 1.0
         other = Rows.SCRATCH_TOO if source is Rows.SCRATCH else Rows.SCRATCH
         target, before = Rows.RESIDUAL if is_plain else other, None
-        if is_shared:
-            self.add(OperationKind.MULTIPLY, source, Rows.PARTIAL, product, self.hidden)
-            before = len(self._operations)
-            self.add(OperationKind.TOTAL, Rows.PARTIAL, target, product, self.hidden)
+        if is_shared or is_mixture:
+            self.add(first, source, Rows.PARTIAL, of, self.hidden)
+            before = len(self._operations) if is_shared else None
+            self.add(total, Rows.PARTIAL, target, of, self.hidden)
         else:
-            self.add(OperationKind.MULTIPLY, source, target, product, self.hidden)
+            self.add(first, source, target, of, self.hidden)
         if not is_plain:
             norm = None if post_norm is None else self.keep(self.norm(post_norm))
             self.add(OperationKind.ADD_ROWS, other, Rows.RESIDUAL, CAddition(norm, self.hidden, scale), self.hidden)
@@ -174,12 +210,15 @@ class Program:
         self._alive.append(operations)
         widths = (ctypes.c_long * 2)(*self._widths)
         before = count if before_sum is None else before_sum
-        self.branches.append(CBranch(ctypes.addressof(operations), count, before, self.rows_at_once, widths))
+        self.branches.append(
+            CBranch(ctypes.addressof(operations), count, before, self.rows_at_once, widths, self._sums)
+        )
         self._begin()
 
     def _begin(self) -> None:
         self._operations: list[COperation] = []
         self._widths = [0, 0]
+        self._sums = 0  # of a row, that lie in `partial`
         self.rows_at_once = 0  # so that scratch memory stays small; 0: all
 
     def _weight(self, product: Product | GatedProduct) -> CPackedWeight:
@@ -235,6 +274,7 @@ class PreparedLayers:
         self._run, self._finish = kernels.oarlock_run_branches, kernels.oarlock_finish_branch
         self._branches = (CBranch * len(program.branches))(*program.branches)
         self._at = ctypes.addressof(self._branches)
+        self._sums = max((branch.sums for branch in program.branches), default=0)
         # For checks: gets the number of each branch and what it left in `hidden`.
         self.after_branch: Callable[[int, Tensor], None] | None = None
 
@@ -251,22 +291,24 @@ class PreparedLayers:
         program = self._program
         assert hidden.is_contiguous() and hidden.dtype == program.dtype and hidden.shape[1] == program.hidden
         kept = [torch.empty_like(hidden) for _ in range(self._kept)]
-        partial = torch.empty(hidden.shape, dtype=torch.float32) if self._is_shared else None
+        rows = len(hidden)
+        partial = torch.empty((self._sums * rows, program.hidden), dtype=torch.float32) if self._sums else None
         group = self.tp.group_for_kernels
         step = CLayerStep(
             hidden.data_ptr(), tuple([rows.data_ptr() for rows in kept]),
-            None if partial is None else partial.data_ptr(), len(hidden), program.hidden,
+            None if partial is None else partial.data_ptr(), rows, program.hidden,
             ELEMENT_TYPES[program.dtype], batch.positions.data_ptr(), batch.slot_mapping.data_ptr(),
             tuple([(table.data_ptr(), table.shape[1]) for table in tables]), ctypes.addressof(plan.step),
             None if group is None else group.address,
         )  # fmt: skip
-        if self.after_branch is None and (group is not None or partial is None):
+        if self.after_branch is None and (group is not None or not self._is_shared):
             self._run_some(0, len(self._branches), step)
             return
         for number in range(len(self._branches)):
             self._run_some(number, number + 1, step)
-            if group is None and partial is not None and number in self._adding:
-                total = self.tp.all_reduce(partial)
+            if group is None and self._is_shared and number in self._adding:
+                assert partial is not None
+                total = self.tp.all_reduce(partial[: self._branches[number].sums * rows])
                 assert total.is_contiguous() and total.dtype == torch.float32
                 step.partial = total.data_ptr()
                 self._finish(self._at + number * ctypes.sizeof(CBranch), ctypes.addressof(step))

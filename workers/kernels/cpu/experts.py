@@ -1,4 +1,5 @@
-"""The experts of a mixture in one call: `csrc/gemm/experts.cpp` multiplies the packed weights of those in use."""
+"""The router of a mixture of experts (`csrc/layer/router.cpp`), and the experts in use in one call
+(`csrc/gemm/experts.cpp`)."""
 
 import ctypes
 from collections.abc import Iterable
@@ -26,7 +27,28 @@ _ACTIVATIONS = {**GATES, "clamped_swiglu": Epilogue.CLAMPED_GATE}
 
 GatedProduct = CppGatedMatmul | CppPackedGatedMatmul
 Product = CppMatmul | CppPackedMatmul
-_pointer, _number, _flag, _real = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+_pointer, _number, _flag, _real, _double = (
+    ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float, ctypes.c_double,
+)  # fmt: skip
+
+
+class CRouter(ctypes.Structure):
+    """`Router` in csrc/layer/router.h."""
+
+    _fields_ = (
+        ("weight", _pointer),
+        ("bias", _pointer),
+        ("correction", _pointer),
+        ("outputs", _number),
+        ("hidden", _number),
+        ("top_k", _number),
+        ("groups", _number),
+        ("top_groups", _number),
+        ("is_sigmoid", _flag),
+        ("is_normalised", _flag),
+        ("least_sum", _double),
+        ("scale", _double),
+    )
 
 
 class CExpert(ctypes.Structure):
@@ -58,6 +80,83 @@ class CExperts(ctypes.Structure):
         ("alpha", _real),
         ("limit", _real),
     )
+
+
+class Routing(Protocol):
+    """How experts are chosen, as `RouterSpec` has it."""
+
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def scores(self) -> str: ...
+    @property
+    def normalised(self) -> bool: ...
+    @property
+    def least_sum(self) -> float: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def top_groups(self) -> int: ...
+
+
+class CppRouter:
+    """A router by the C++ kernel: its logits, and the experts that these choose."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        correction: Tensor | None = None,
+        spec: Routing | None = None,
+    ) -> None:
+        """`weight` float32 [experts, hidden] is not kept, `bias` and `correction` float32 [experts]; `dtype` of x.
+
+        `spec`: None for what has logits alone.
+        """
+        assert weight.dtype == torch.float32
+        self.kernels = _declared(library.library(dtype))
+        self.dtype = dtype
+        self.outputs, hidden = weight.shape
+        self.top_k = 1 if spec is None else spec.top_k
+        panel = self.kernels.oarlock_panel()
+        filled_up = weight.new_zeros((-(-self.outputs // panel) * panel, hidden))
+        filled_up[: self.outputs] = weight
+        packed = filled_up.view(-1, panel, hidden).transpose(1, 2).contiguous()  # [panels, hidden, panel]
+        self._alive = (packed, bias, correction)
+        how = (1, 1, 1, False, False, 1.0, 1.0)
+        if spec is not None:
+            how = (
+                spec.top_k, spec.groups, spec.top_groups, spec.scores == "sigmoid", spec.normalised, spec.least_sum,
+                spec.scale,
+            )  # fmt: skip
+        self.structure = CRouter(packed.data_ptr(), _at(bias), _at(correction), self.outputs, hidden, *how)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """`x` [T, hidden] -> float32 [T, experts]."""
+        assert x.stride(1) == 1 and x.dtype == self.dtype
+        logits = torch.empty((len(x), self.outputs))
+        self.kernels.oarlock_router_logits(
+            ctypes.addressof(self.structure),
+            x.data_ptr(),
+            x.stride(0),
+            len(x),
+            logits.data_ptr(),
+            ELEMENT_TYPES[x.dtype],
+        )
+        return logits
+
+    def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """`logits` float32 [T, experts] -> (ids int32 [T, k], ascending in each row; their weights float32 [T, k])."""
+        assert logits.is_contiguous() and logits.dtype == torch.float32
+        ids = torch.empty((len(logits), self.top_k), dtype=torch.int32)
+        weights = torch.empty((len(logits), self.top_k))
+        self.kernels.oarlock_route(
+            ctypes.addressof(self.structure), logits.data_ptr(), len(logits), ids.data_ptr(), weights.data_ptr()
+        )
+        return ids, weights
 
 
 class Shape(Protocol):
@@ -131,7 +230,7 @@ class CppExpertMatmul:
             self._alive += (gated.bias, down_bias)
             self._of[number] = CExpert(first[0], second[0], _at(gated.bias), _at(down_bias), first[1], second[1])
         assert number + 1 == shape.count
-        self.experts = CExperts(
+        self.structure = CExperts(
             ctypes.addressof(self._of), shape.first, shape.count, shape.hidden, shape.width, shape.slices, shape.groups,
             shape.group or max(1, shape.count), _ACTIVATIONS[shape.activation], shape.alpha, shape.limit,
         )  # fmt: skip
@@ -141,7 +240,7 @@ class CppExpertMatmul:
         assert expert_ids.is_contiguous() and weights.is_contiguous() and weights.dtype == torch.float32
         y = torch.empty((len(x), self.shape.hidden), dtype=torch.float32)
         self.kernels.oarlock_experts(
-            ctypes.addressof(self.experts), x.data_ptr(), x.stride(0), expert_ids.data_ptr(), weights.data_ptr(),
+            ctypes.addressof(self.structure), x.data_ptr(), x.stride(0), expert_ids.data_ptr(), weights.data_ptr(),
             len(x), expert_ids.shape[1], y.data_ptr(), ELEMENT_TYPES[x.dtype],
         )  # fmt: skip
         return y
@@ -153,10 +252,13 @@ def _at(tensor: Tensor | None) -> int | None:
 
 @cache
 def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, with the types of its function for experts declared."""
-    function = kernels.oarlock_experts
-    function.restype, function.argtypes = (
-        None,
-        [_pointer, _pointer, _number, _pointer, _pointer, *[_number] * 2, _pointer, _flag],
-    )
+    """The library, with the types of its functions for experts declared."""
+    for name, result, arguments in (
+        ("oarlock_experts", None, [*[_pointer] * 2, _number, *[_pointer] * 2, *[_number] * 2, _pointer, _flag]),
+        ("oarlock_router_logits", None, [*[_pointer] * 2, *[_number] * 2, _pointer, _flag]),
+        ("oarlock_route", None, [*[_pointer] * 2, _number, *[_pointer] * 2]),
+        ("oarlock_panel", _number, []),
+    ):
+        function = getattr(kernels, name)
+        function.restype, function.argtypes = result, arguments
     return kernels

@@ -28,6 +28,8 @@ class OperationKind(IntEnum):
     ATTEND = 3
     TOTAL = 4
     ADD_ROWS = 5
+    MIX = 6
+    MIX_TOTAL = 7
 
 
 class CPackedWeight(ctypes.Structure):
@@ -77,6 +79,12 @@ class CAddition(ctypes.Structure):
     _fields_ = (("norm", _pointer), ("width", _number), ("scale", _real))
 
 
+class CMixture(ctypes.Structure):
+    """`Mixture`."""
+
+    _fields_ = (("router", _pointer), ("routed", _pointer), ("shared", _pointer), ("shared_gate", _pointer))
+
+
 class COperation(ctypes.Structure):
     """`Operation`."""
 
@@ -92,6 +100,7 @@ class CBranch(ctypes.Structure):
         ("before_sum", _number),
         ("rows_at_once", _number),
         ("widths", _number * 2),
+        ("sums", _number),
     )
 
 

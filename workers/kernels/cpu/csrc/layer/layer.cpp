@@ -153,6 +153,48 @@ void add_rows(const Turn<T> &turn, const Operation &op) {
   }
 }
 
+template <class T>
+void mix(const Turn<T> &turn, const Operation &op) {
+  const Mixture &of = *static_cast<const Mixture *>(op.of);
+  const Router &router = *of.router;
+  const long rows = turn.rows;
+  const T *x = turn.at(op.from);
+  const Arena::Mark mark = arena().mark();
+  float *logits = arena().take<float>(rows * router.outputs), *weights = arena().take<float>(rows * router.top_k);
+  int32_t *ids = arena().take<int32_t>(rows * router.top_k);
+  router_logits(router, x, router.hidden, rows, logits);
+  route(router, logits, rows, ids, weights);
+  gemm::multiply_experts(*of.routed, x, router.hidden, ids, weights, rows, router.top_k, turn.step.partial);
+  if (of.shared) {
+    std::fill_n(ids, rows, 0);
+    if (of.shared_gate) router_logits(*of.shared_gate, x, router.hidden, rows, weights);
+    for (long row = 0; row < rows; row++) weights[row] = of.shared_gate ? sigmoid_of(weights[row]) : 1.0f;
+    float *sums = turn.step.partial + rows * router.hidden;
+    gemm::multiply_experts(*of.shared, x, router.hidden, ids, weights, rows, 1, sums);
+  }
+  arena().release(mark);
+}
+
+template <class T>
+void take_mix_total(const Turn<T> &turn, const Operation &op) {
+  using namespace simd;
+  const Mixture &of = *static_cast<const Mixture *>(op.of);
+  const long width = of.router->hidden;
+  const bool adds = op.to == kResidual;
+  T *y = turn.at(op.to);
+#pragma omp parallel for if (turn.rows * width > kSerial)
+  for (long row = 0; row < turn.rows; row++) {
+    const float *from = turn.step.partial + row * width, *shared = from + turn.rows * width;
+    T *to = y + row * width;
+    for (long d = 0; d < width; d += kLanes) {
+      Vec sum = load(from + d, width - d);
+      if (of.shared) sum = sum + load(shared + d, width - d);
+      if (adds) sum = sum + load(to + d, width - d);
+      store(to + d, sum, width - d);
+    }
+  }
+}
+
 // kAllCame, or the rank that did not reach a sum in time.
 template <class T>
 int run_operation(const Turn<T> &turn, const Operation &op) {
@@ -162,6 +204,8 @@ int run_operation(const Turn<T> &turn, const Operation &op) {
     case kTurnHeads: return turn_heads(turn, op);
     case kAttend: attend_rows(turn, op); break;
     case kTotal: take_total(turn, op); break;
+    case kMix: mix(turn, op); break;
+    case kMixTotal: take_mix_total(turn, op); break;
     case kAddRows: add_rows(turn, op); break;
   }
   return kAllCame;
@@ -188,7 +232,7 @@ int run_branches(const Branch *branches, long first, long last, const LayerStep 
   for (const Branch *branch = branches + first; branch < branches + last; branch++) {
     if (const int missing = run<T>(*branch, step, 0, branch->before_sum); missing != kAllCame) return missing;
     if (branch->before_sum == branch->count || !step.group) continue;
-    const int missing = all_reduce(*step.group, step.partial, step.rows * step.width);
+    const int missing = all_reduce(*step.group, step.partial, branch->sums * step.rows * step.width);
     if (missing != kAllCame) return missing;
     run<T>(*branch, step, branch->before_sum, branch->count);
   }

@@ -7,8 +7,10 @@
 #include "attention/attention.h"
 #include "runtime/collective.h"
 #include "elementwise/norm.h"
+#include "gemm/experts.h"
 #include "gemm/fp8.h"
 #include "gemm/grouped.h"
+#include "layer/router.h"
 
 struct PackedWeight {
   const void *weight, *bias;  // as in gemm::Product
@@ -42,6 +44,13 @@ struct Addition {
   float scale;
 };
 
+// A mixture of experts. The results of a row's own experts and of the shared one are summed over the ranks side by side.
+struct Mixture {
+  const Router *router;
+  const gemm::Experts *routed, *shared;  // shared: one expert, which every row has; or null
+  const Router *shared_gate;             // one logit, whose sigmoid scales the shared expert's result; or null
+};
+
 // Where rows of an operation come from and go to. Rows of scratch lie in the arena, as many as the branch takes at once.
 enum Rows { kResidual = 0, kKept = 1, kKeptToo = 2, kPartial = 3, kScratch = 4, kScratchToo = 5 };
 
@@ -52,6 +61,8 @@ enum OperationKind {
   kAttend = 3,     // writes keys and values, `to` = attention of `from`; all rows at once  of: a HeadsAndPages
   kTotal = 4,      // `to` = the ranks' sum in `partial`, and the bias; added to a residual of: the PackedWeight
   kAddRows = 5,    // residual += scale * norm(`from`), whose contents are lost             of: an Addition
+  kMix = 6,        // partial = the experts' results of `from`; all rows at once            of: a Mixture
+  kMixTotal = 7,   // `to` = the sums in `partial`; added to a residual                     of: the Mixture
 };
 
 struct Operation {
@@ -64,6 +75,7 @@ struct Branch {
   long count, before_sum;  // operations in all, and before what the ranks have in `partial` is added up
   long rows_at_once;       // so that scratch memory stays small; 0: all
   long widths[2];          // elements of a row of each scratch
+  long sums;               // of a row in `partial`, one after the other
 };
 
 struct RotaryRows {
@@ -77,7 +89,7 @@ constexpr int kMostRotaries = 4;
 struct LayerStep {
   void *hidden;               // [T, hidden size]   the residual, to which each branch adds
   void *kept[2];              // [T, hidden size]   normed rows that several branches of a layer read; or null
-  float *partial;             // [T, hidden size]   with several ranks: this rank's share of a branch's result
+  float *partial;             // [sums, T, hidden size]   with several ranks: this rank's share of a branch's result
   long rows;                  // T
   long width;                 // hidden size
   int type;                   // an ElementType: of weights, pages and `hidden`
