@@ -88,7 +88,9 @@ class Branch:
         result = self.sublayer(normed, None, step)
         if self.post_norm is not None:
             result = self.post_norm(result)
-        return result.add_(residual) if self.scale == 1.0 else residual.add(result, alpha=self.scale)
+        if self.scale == 1.0:
+            return result.add_(residual)
+        return (residual.float() + result.float() * self.scale).to(residual.dtype)  # `add` would round the scale
 
 
 class DecoderLayer:

@@ -27,7 +27,7 @@ from oarlock.workers.quantization.registry import QUANTIZATIONS, Quantization
 from oarlock.workers.weights.source import WeightSource
 from tests.golden import paged_run
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
-from tests.golden.tiny_models import FAMILIES, make_tiny
+from tests.golden.tiny_models import FAMILIES, MIXTURES, make_tiny
 from tests.unit.workers.gloo_groups import gloo_groups
 from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS
 
@@ -41,6 +41,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "cohere": {"hidden_size": 256},
     "cohere2": {"hidden_size": 256, "num_key_value_heads": 2},
     "phi3": {"hidden_size": 128, "partial_rotary_factor": 0.5},
+    **{family: {"num_attention_heads": 4, "num_key_value_heads": 2} for family in MIXTURES},
+    "glm4_moe": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32},
     "llama": {"head_dim": 48, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
 }
 
@@ -96,11 +99,11 @@ def test_both_forms_give_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", [family for family in CHECKPOINTS if family != "olmo2"])
+@pytest.mark.parametrize("family", [family for family in CHECKPOINTS if not family.startswith("olmo")])
 def test_both_forms_give_the_same_bits_on_two_ranks(
     checkpoints: dict[str, Path], family: str, dtype: torch.dtype
 ) -> None:
-    """OLMo 2's other sum is inside the kernels, or the layers are not prepared."""
+    """The other sum of OLMo is inside the kernels, or the layers are not prepared."""
     check_equal(checkpoints[family], 2, dtype)
 
 

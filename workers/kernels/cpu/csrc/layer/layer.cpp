@@ -8,6 +8,7 @@
 #include "elementwise/norm.h"
 #include "elementwise/rotary.h"
 #include "runtime/arena.h"
+#include "simd/int8.h"
 
 namespace {
 
@@ -149,7 +150,7 @@ void add_rows(const Turn<T> &turn, const Operation &op) {
       else rms_norm_row(from, norm->scale, from, width, norm->eps);
     }
     for (long d = 0; d < width; d += kLanes)
-      store(to + d, fma(load(from + d, width - d), scale, load(to + d, width - d)), width - d);
+      store(to + d, load(to + d, width - d) + rounded_product(load(from + d, width - d), scale), width - d);
   }
 }
 
