@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import ssl
 import time
 from collections.abc import Callable
@@ -128,7 +129,8 @@ class HttpClient:
         try:
             _, connection = await loop.create_connection(_Connection, target.host, target.port, ssl=self._tls)
         except OSError as error:  # refused, unreachable, an unknown name, or a certificate that is not accepted
-            raise ConnectError(str(error)) from None
+            is_plain = isinstance(error, ConnectionError) and error.errno  # asyncio says more than a person reads
+            raise ConnectError(os.strerror(error.errno or 0) if is_plain else str(error)) from None
         return connection
 
 

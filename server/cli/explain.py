@@ -9,12 +9,15 @@ import sys
 from typing import Any
 
 from oarlock.engine.errors import StartupError
-from oarlock.server.cli.arguments import UsageError
 
 HELP = "tell what happened to one of a server's last requests, and what would make it faster"
-EXAMPLE = "oarlock explain cmpl-bf5fdae34de7111919b618f3"
-_TIMEOUT_S = 30.0
+EXAMPLE = "oarlock explain cmpl-bf5fdae34de7111919b618f3 http://127.0.0.1:8000"
 _KEY = "OARLOCK_ADMIN_API_KEY"
+_FIXES = {  # by HTTP status
+    401: f"Set {_KEY} to the key of the server's --admin-api-key.",
+    403: "Start the server with --admin-api-key KEY, and give the same key here.",
+    404: "Give the X-Request-Id or the id of one of the server's last thousand answers, and its address.",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,51 +27,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "tells it to everybody here, any other wants the key of its --admin-api-key."
     )
     parser.add_argument("request_id", metavar="REQUEST_ID", help="the X-Request-Id of an answer, or its id")
-    parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", metavar="URL", help="of the server (default: %(default)s)"
-    )
+    parser.add_argument("url", nargs="?", metavar="URL", help="default http://127.0.0.1:8000")
     parser.add_argument("--admin-api-key", metavar="KEY", help=f"the admin key; better in {_KEY}")
     parser.add_argument("--json", action="store_true", help="the server's whole answer, for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    key = arguments.admin_api_key or os.environ.get(_KEY) or None
-    answer = _ask(arguments.url.rstrip("/").removesuffix("/v1"), arguments.request_id, key)
+    import asyncio
+    from urllib.parse import quote
+
+    from oarlock.server.cli.remote import DEFAULT_URL, Remote, ServerError
+
+    remote = Remote(arguments.url or DEFAULT_URL, arguments.admin_api_key or os.environ.get(_KEY) or None)
+    try:
+        answer = asyncio.run(remote.get_json(f"/v1/requests/{quote(arguments.request_id, safe='')}"))
+    except ServerError as error:
+        raise StartupError(error.cause, _FIXES.get(error.status or 0, error.fix)) from None
     sys.stdout.write(json.dumps(answer, indent=1) + "\n" if arguments.json else text_of(answer))
     return 0
-
-
-def _ask(url: str, request_id: str, key: str | None) -> dict[str, Any]:
-    """Ask the server what happened to a request. Raises `StartupError`."""
-    from urllib.error import HTTPError, URLError
-    from urllib.parse import quote
-    from urllib.request import Request, urlopen
-
-    if not url.startswith(("http://", "https://")):
-        raise UsageError(f"{url} is not the URL of a server.", "For example: --url http://127.0.0.1:8000")
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    request = Request(f"{url}/v1/requests/{quote(request_id, safe='')}", headers=headers)
-    try:
-        with urlopen(request, timeout=_TIMEOUT_S) as answer:
-            return json.load(answer)
-    except HTTPError as error:
-        raise _refusal(error.code, error.read()) from None
-    except (URLError, OSError, ValueError) as error:
-        cause = getattr(error, "reason", error)
-        raise StartupError(f"No answer from {url}: {cause}.", "Is the server running there? Give its --url.") from None
-
-
-def _refusal(status: int, body: bytes) -> StartupError:
-    try:
-        message = str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return StartupError(f"The server answered with status {status}.", "Is it an Oarlock server? Give its --url.")
-    fixes = {
-        401: f"Set {_KEY} to the key of the server's --admin-api-key.",
-        403: "Start the server with --admin-api-key KEY, and give the same key here.",
-        404: "Give the X-Request-Id or the id of one of the server's last thousand answers.",
-    }
-    return StartupError(message, fixes.get(status, "See the server's log."))
 
 
 def text_of(answer: dict[str, Any]) -> str:

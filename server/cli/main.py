@@ -53,6 +53,8 @@ def _run_explained(words: list[str]) -> int:
 
 
 def _run(words: list[str]) -> int:
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     name = next((word for word in words if not word.startswith("-")), None)
     if name is not None and name not in COMMANDS:
         near = nearest(name, COMMANDS)

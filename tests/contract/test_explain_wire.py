@@ -197,10 +197,10 @@ def running(make_server, monkeypatch):
 
 def test_the_command_shows_the_timeline_and_the_diagnosis(running, capsys):
     httpx.post(f"{running.url}/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "one"}, timeout=60)
-    assert cli.main(["explain", "one", "--url", f"{running.url}/v1"]) == 0
+    assert cli.main(["explain", "one", f"{running.url}/v1"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("cmpl-one  /v1/completions, ended with status 200\n")
-    assert cli.main(["explain", "cmpl-one", "--url", running.url, "--json"]) == 0
+    assert cli.main(["explain", "cmpl-one", running.url, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["id"] == "cmpl-one"
     assert "sent to the engine" in shown and found["diagnosis"] in shown
@@ -211,8 +211,8 @@ UNREAD = [
     "config show",
     "models",
     "snippets URL",
-    "explain one --url URL --json",
-    "explain nobody --url URL 2>&1",
+    "explain one URL --json",
+    "explain nobody URL 2>&1",
     "top URL",
     "nonsense 2>&1",
     "doctor",
@@ -253,13 +253,13 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_word(running):
         (["nobody"], "boss", "None of the last 1000"),
         (["one"], "other", "not the admin key"),
         (["one"], "", "The admin key is required"),
-        (["one", "--url", "http://127.0.0.1:1"], "boss", "No answer from http://127.0.0.1:1"),
-        (["one", "--url", "ftp://x"], "boss", "is not the URL of a server"),
+        (["one", "http://127.0.0.1:1"], "boss", "No server answers at http://127.0.0.1:1 (Connection refused)"),
+        (["one", "ftp://x"], "boss", "ftp://x is no address of a server"),
     ],
 )
 def test_what_is_wrong_is_one_line_with_its_fix(running, monkeypatch, capsys, words, key, cause):
     monkeypatch.setenv("OARLOCK_ADMIN_API_KEY", key)
-    url = [] if "--url" in words else ["--url", running.url]
+    url = [] if len(words) == 2 else [running.url]
     assert cli.main(["explain", *words, *url]) in (2, 3)
     error, fix = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ") and cause in error and fix.startswith("fix: ")

@@ -24,7 +24,7 @@ def test_a_request_is_the_same_in_logs_traces_and_its_explanation():
         body = {"prompt": "Q: What does os.path.join do?\nA:", "max_tokens": 12, "ignore_eos": True}
         answer = server.client.post("/v1/completions", json=body, headers=headers).json()
         refused = server.client.post("/v1/completions", json={"prompt": "x", "max_tokens": -1})
-        explain = command("explain", answer["id"], "--url", server.url, "--json")
+        explain = command("explain", answer["id"], server.url, "--json")
         explained = subprocess.run(explain, env=environment(**ADMIN), capture_output=True, text=True, timeout=60)
         state = server.client.get("/v1/state").json()
         server.stop()  # the spans that wait are sent

@@ -248,6 +248,8 @@ class Session:
             conversation.messages.pop()
             says_fix = problem.status in (None, 401, 403)
             self.screen.problem(f"{problem.cause} {problem.fix}" if says_fix else problem.cause)
+            if self.attached:
+                self.screen.notice(f"{', '.join(self.attached)}: still attached; /attach alone takes it back.")
             return None
         if answer.is_stopped and not answer.text:
             conversation.messages.pop()

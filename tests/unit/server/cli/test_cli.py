@@ -182,6 +182,15 @@ def test_no_command_says_what_to_type_first(capsys):
     assert max(map(len, shown.splitlines())) <= 100
 
 
+@pytest.mark.parametrize(
+    ("words", "usage"), [([], "usage: oarlock ["), (["bench", "compare"], "usage: oarlock bench compare")]
+)
+def test_help_is_a_command_too(capsys, words, usage):
+    with pytest.raises(SystemExit):
+        main(["help", *words])
+    assert usage in capsys.readouterr().out
+
+
 def every_command() -> dict[str, Parser]:
     parsers = _parsers()[1]
     return parsers | {f"bench {name}": child for name, child in parsers["bench"].children.items()}
