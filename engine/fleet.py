@@ -33,7 +33,7 @@ from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.sequence import ModelRunnerOutput, SchedulerOutput
 from oarlock.engine.scheduler.step_cost import REMEMBERED
-from oarlock.engine.simulation.simulated_ranks import StepLoad, StepTime, replica_info
+from oarlock.engine.simulated_ranks import StepLoad, StepTime, replica_info
 from oarlock.engine.spec_decode.drafter import Candidate, Drafter, RowCosts
 from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenEvents
 from oarlock.workers.capacity import Capacity, step_tokens

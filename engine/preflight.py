@@ -4,7 +4,7 @@ Torch-free. The engine checks the same again when it starts.
 """
 
 from oarlock.engine.config import EngineConfig
-from oarlock.engine.simulation.simulated_ranks import (
+from oarlock.engine.simulated_ranks import (
     Measured,
     Roofline,
     Speed,

@@ -31,8 +31,7 @@ from oarlock.server.endpoints.tokenize.route import OpenAIServingTokenization
 from oarlock.server.errors import HttpError, answer_of
 from oarlock.server.http import pages
 from oarlock.server.http.api_keys import load_admin_key, load_keys
-from oarlock.server.http.cors import Cors
-from oarlock.server.http.middleware import METRICS, PROBES, ApiMiddleware, RootPath
+from oarlock.server.http.middleware import METRICS, PROBES, ApiMiddleware, Cors, RootPath
 from oarlock.server.http.openapi import build, with_defaults
 from oarlock.server.http.pages import MadeOnce
 from oarlock.server.http.server_state import ServerState

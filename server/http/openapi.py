@@ -1,6 +1,6 @@
 """The OpenAPI document: request bodies, response schemas, and an example of each.
 
-Request schemas are made from the wire types that check requests.
+Request schemas are made from the wire types that check requests; a test validates real responses against theirs.
 """
 
 import copy
@@ -14,7 +14,420 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from oarlock.server.http.api_route import ANY_QUERY, QUERY_PARAMETERS
 from oarlock.server.http.request_body import REQUEST_BODIES
-from oarlock.server.http.response_schemas import BATCH_SCHEMAS, SCHEMAS
+
+STRING = {"type": "string"}
+NUMBER = {"type": "number"}
+COUNT = {"type": "integer", "minimum": 0}
+IDS = {"type": "array", "items": COUNT}
+
+
+def nullable(shape: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [shape, {"type": "null"}]}
+
+
+def list_of(shape: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": shape}
+
+
+def object_of(required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"type": "object", "properties": {**required, **(optional or {})}, "required": list(required)}
+
+
+def ref(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_HEAD = {"id": STRING, "object": STRING, "created": COUNT, "model": STRING, "system_fingerprint": STRING}
+_FINISH = {"type": "string", "enum": ["stop", "length", "tool_calls", "timeout", "abort"]}
+_STOP = {"anyOf": [STRING, {"type": "integer"}, {"type": "null"}]}
+_PROMPT_SCORE = nullable(
+    {
+        "type": "object",
+        "additionalProperties": object_of({"logprob": NUMBER, "rank": COUNT, "decoded_token": STRING}),
+    }
+)
+_PROMPT_EXTRAS = {"prompt_token_ids": IDS, "prompt_logprobs": list_of(_PROMPT_SCORE)}
+_IDS_OF_CHOICE = {"token_ids": IDS}
+_LOGPROBS = object_of(
+    {
+        "tokens": list_of(STRING),
+        "token_logprobs": list_of(nullable(NUMBER)),
+        "top_logprobs": list_of(nullable({"type": "object", "additionalProperties": NUMBER})),
+        "text_offset": IDS,
+    }
+)
+_CHAT_TOKEN = {"token": STRING, "logprob": NUMBER, "bytes": IDS}
+_CHAT_LOGPROBS = object_of(
+    {
+        "content": list_of(object_of({**_CHAT_TOKEN, "top_logprobs": list_of(object_of(_CHAT_TOKEN))})),
+        "refusal": {"type": "null"},
+    }
+)
+_CALL = object_of(
+    {
+        "id": STRING,
+        "type": {"const": "function"},
+        "function": object_of({"name": STRING, "arguments": {**STRING, "description": "JSON"}}),
+    }
+)
+_MESSAGE = object_of(
+    {"role": {"const": "assistant"}, "content": nullable(STRING), "refusal": {"type": "null"}},
+    {"tool_calls": {**list_of(_CALL), "minItems": 1}, "reasoning_content": STRING, "reasoning": STRING},
+)
+_OUTPUT_ITEM = object_of(
+    {"id": STRING, "type": {"enum": ["message", "reasoning", "function_call"]}, "status": STRING},
+    {
+        "role": {"const": "assistant"},
+        "content": list_of(object_of({"type": {"enum": ["output_text", "reasoning_text"]}, "text": STRING})),
+        "call_id": STRING,
+        "name": STRING,
+        "arguments": {**STRING, "description": "JSON"},
+    },
+)
+
+_CONTENT_BLOCK = object_of(
+    {"type": {"enum": ["text", "thinking", "tool_use"]}},
+    {
+        "text": STRING,
+        "thinking": STRING,
+        "signature": STRING,
+        "id": STRING,
+        "name": STRING,
+        "input": {"type": "object"},
+    },
+)
+_WINDOW_FULL = "model_context_window_exceeded"
+_POOLED_USAGE = object_of(
+    {"prompt_tokens": COUNT, "total_tokens": COUNT, "prompt_tokens_details": object_of({"cached_tokens": COUNT})}
+)
+_POOLED_HEAD = {"id": STRING, "object": {"const": "list"}, "created": COUNT, "model": STRING, "usage": _POOLED_USAGE}
+_VECTOR = {"anyOf": [list_of(NUMBER), {**STRING, "description": "base64 of little-endian float32"}]}
+
+_ENGINE = object_of(
+    {
+        "engine": COUNT,
+        "status": {"enum": ["ready", "down"]},
+        "running": COUNT,
+        "waiting": COUNT,
+        "kv": object_of(
+            {
+                "block_size": COUNT,
+                "total": COUNT,
+                "held": COUNT,
+                "cached": COUNT,
+                "free": COUNT,
+                "cells_of": {**COUNT, "description": "blocks for each cell of the map, which shows the first of them"},
+                "map": {**STRING, "pattern": "^([hcf][0-9]+)*$", "description": "runs: held, cached, free"},
+            }
+        ),
+        "step": object_of(
+            {
+                "count": COUNT,
+                "last_ms": NUMBER,
+                "median_ms": NUMBER,
+                "p99_ms": NUMBER,
+                "ranks": list_of(object_of({"rank": COUNT, "last_ms": NUMBER, "median_ms": NUMBER})),
+            }
+        ),
+        "slowest": list_of(
+            object_of(
+                {
+                    "id": STRING,
+                    "state": {"enum": ["running", "waiting"]},
+                    "age_s": NUMBER,
+                    "prompt_tokens": COUNT,
+                    "cached_tokens": COUNT,
+                    "output_tokens": COUNT,
+                }
+            )
+        ),
+    }
+)
+
+SCHEMAS: dict[str, Any] = {
+    "Error": object_of(
+        {"error": object_of({"message": STRING, "type": STRING, "param": nullable(STRING), "code": nullable(STRING)})}
+    ),
+    "Usage": object_of(
+        {"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT},
+        {
+            "prompt_tokens_details": object_of({"cached_tokens": COUNT}),
+            "completion_tokens_details": object_of({"reasoning_tokens": COUNT}),
+        },
+    ),
+    "Aborted": object_of({"aborted": COUNT}),
+    "CacheReset": object_of({"reset": {"type": "boolean"}, "blocks": COUNT}),
+    "Draining": object_of({"status": STRING, "open": COUNT}),
+    "Completion": object_of(
+        {
+            **_HEAD,
+            "choices": list_of(
+                object_of(
+                    {
+                        "index": COUNT,
+                        "text": STRING,
+                        "logprobs": nullable(_LOGPROBS),
+                        "finish_reason": _FINISH,
+                        "stop_reason": _STOP,
+                    },
+                    _PROMPT_EXTRAS | _IDS_OF_CHOICE,
+                )
+            ),
+            "usage": ref("Usage"),
+        }
+    ),
+    "ChatCompletion": object_of(
+        {
+            **_HEAD,
+            "choices": list_of(
+                object_of(
+                    {
+                        "index": COUNT,
+                        "message": _MESSAGE,
+                        "logprobs": nullable(_CHAT_LOGPROBS),
+                        "finish_reason": _FINISH,
+                        "stop_reason": _STOP,
+                    },
+                    _IDS_OF_CHOICE,
+                )
+            ),
+            "usage": ref("Usage"),
+        },
+        _PROMPT_EXTRAS,
+    ),
+    "Response": object_of(
+        {
+            "id": STRING,
+            "object": {"const": "response"},
+            "created_at": COUNT,
+            "model": STRING,
+            "status": {"enum": ["in_progress", "completed", "incomplete", "cancelled", "failed"]},
+            "error": nullable(object_of({"code": STRING, "message": STRING})),
+            "incomplete_details": nullable(object_of({"reason": {"enum": ["max_output_tokens", "timeout"]}})),
+            "output": list_of(_OUTPUT_ITEM),
+            "store": {"type": "boolean"},
+            "usage": nullable(
+                object_of(
+                    {
+                        "input_tokens": COUNT,
+                        "input_tokens_details": object_of({"cached_tokens": COUNT, "cache_write_tokens": COUNT}),
+                        "output_tokens": COUNT,
+                        "output_tokens_details": object_of({"reasoning_tokens": COUNT}),
+                        "total_tokens": COUNT,
+                    }
+                )
+            ),
+        }
+    ),
+    "Message": object_of(
+        {
+            "id": STRING,
+            "type": {"const": "message"},
+            "role": {"const": "assistant"},
+            "model": STRING,
+            "content": list_of(_CONTENT_BLOCK),
+            "stop_reason": {
+                "enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn", _WINDOW_FULL],
+            },
+            "stop_sequence": nullable(STRING),
+            "usage": object_of(
+                {
+                    "input_tokens": COUNT,
+                    "cache_creation_input_tokens": {"const": 0},
+                    "cache_read_input_tokens": COUNT,
+                    "output_tokens": COUNT,
+                    "output_tokens_details": object_of({"thinking_tokens": COUNT}),
+                    "service_tier": {"const": "standard"},
+                }
+            ),
+        }
+    ),
+    "MessageTokensCount": object_of({"input_tokens": COUNT}),
+    "MessageError": object_of(
+        {
+            "type": {"const": "error"},
+            "error": object_of({"type": STRING, "message": STRING}),
+            "request_id": STRING,
+        }
+    ),
+    "InputTokens": object_of({"object": {"const": "response.input_tokens"}, "input_tokens": COUNT}),
+    "DeletedResponse": object_of({"id": STRING, "object": STRING, "deleted": {"const": True}}),
+    "InputItems": object_of(
+        {"object": {"const": "list"}, "data": list_of({"type": "object"}), "has_more": {"type": "boolean"}}
+    ),
+    "Rendered": object_of(
+        {
+            "object": STRING,
+            "request_id": STRING,
+            "model": STRING,
+            "text": STRING,
+            "token_ids": IDS,
+            "num_tokens": COUNT,
+            "choices_per_prompt": COUNT,
+            "max_model_len": COUNT,
+            "parameters": {"type": "object"},
+            "features": {"type": "null"},
+        }
+    ),
+    "RenderedPrompts": list_of(ref("Rendered")),
+    "Tokens": object_of(
+        {"count": COUNT, "max_model_len": COUNT, "tokens": IDS, "token_strs": nullable(list_of(STRING))}
+    ),
+    "Text": object_of({"prompt": STRING}),
+    "Model": object_of(
+        {"id": STRING, "object": STRING, "created": COUNT, "owned_by": STRING, "max_model_len": COUNT},
+    ),
+    "Embeddings": object_of(
+        {
+            **_POOLED_HEAD,
+            "data": list_of(object_of({"object": {"const": "embedding"}, "index": COUNT, "embedding": _VECTOR})),
+        }
+    ),
+    "PooledVectors": object_of(
+        {
+            **_POOLED_HEAD,
+            "data": list_of(
+                object_of(
+                    {
+                        "object": {"const": "pooling"},
+                        "index": COUNT,
+                        "data": {"anyOf": [{**list_of(_VECTOR), "description": "one for each token"}, _VECTOR]},
+                    }
+                )
+            ),
+        }
+    ),
+    "Reranking": object_of(
+        {
+            "id": STRING,
+            "model": STRING,
+            "usage": _POOLED_USAGE,
+            "results": list_of(
+                object_of({"index": COUNT, "relevance_score": NUMBER}, {"document": object_of({"text": STRING})})
+            ),
+        }
+    ),
+    "Scores": object_of(
+        {
+            **_POOLED_HEAD,
+            "data": list_of(object_of({"index": COUNT, "object": {"const": "score"}, "score": NUMBER})),
+        }
+    ),
+    "ModelList": object_of({"object": STRING, "data": list_of(ref("Model"))}),
+    "Load": object_of(
+        {
+            "server_load": COUNT,
+            "requests_running": COUNT,
+            "requests_waiting": COUNT,
+            "tokens_waiting": COUNT,
+            "kv_cache_usage": NUMBER,
+        }
+    ),
+    "State": object_of(
+        {
+            "model": STRING,
+            "version": STRING,
+            "time": NUMBER,
+            "uptime_s": NUMBER,
+            "status": {"enum": ["starting", "loading", "ok", "degraded", "stalled", "draining", "dead"]},
+            "requests": object_of(dict.fromkeys(("running", "waiting", "finished", "refused", "invalid"), COUNT)),
+            "tokens_per_second": object_of({"prompt": NUMBER, "generation": NUMBER}),
+            "engines": list_of(_ENGINE),
+        },
+        {"loading": object_of({"step": STRING, "progress": NUMBER, "detail": STRING})},
+    ),
+    "ExplainedRequest": object_of(
+        {
+            "id": STRING,
+            "request_id": STRING,
+            "route": STRING,
+            "key": nullable(STRING),
+            "received": NUMBER,
+            "state": {"enum": ["processing", "waiting", "running", "ended"]},
+            "status": nullable(COUNT),
+            "error": nullable(object_of({"status": COUNT, "code": nullable(STRING), "param": nullable(STRING)})),
+            "choices": COUNT,
+            "finish_reasons": list_of(nullable(STRING)),
+            "prompt_tokens": COUNT,
+            "cached_tokens": COUNT,
+            "completion_tokens": COUNT,
+            "diagnosis": STRING,
+            "flag": nullable(STRING),
+            "seconds": {"type": "object", "additionalProperties": NUMBER},
+            "timeline": list_of(object_of({"at_s": NUMBER, "event": STRING})),
+            "engine": list_of({"type": "object", "description": "what the engine knows of each of the first choices"}),
+        }
+    ),
+    "Health": object_of(
+        {"status": STRING, "state": STRING},
+        {"reason": STRING, "step": STRING, "progress": NUMBER, "replicas": list_of(STRING)},
+    ),
+    "Version": object_of({"version": STRING}),
+    "Capabilities": object_of(
+        {
+            "object": STRING,
+            "version": STRING,
+            "models": list_of(STRING),
+            "limits": {"type": "object"},
+            "features": {"type": "object"},
+            "endpoints": {"type": "object"},
+        }
+    ),
+}
+
+# With --batch-dir.
+_FILE = object_of(
+    {
+        "id": STRING,
+        "object": {"const": "file"},
+        "bytes": COUNT,
+        "created_at": COUNT,
+        "expires_at": nullable(COUNT),
+        "filename": STRING,
+        "purpose": {"enum": ["batch", "batch_output"]},
+        "status": {"const": "processed"},
+    }
+)
+_BATCH_STATES = ["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
+_BATCH = object_of(
+    {
+        "id": STRING,
+        "object": {"const": "batch"},
+        "endpoint": STRING,
+        "input_file_id": STRING,
+        "completion_window": STRING,
+        "status": {"enum": _BATCH_STATES},
+        "created_at": COUNT,
+        "expires_at": COUNT,
+        "request_counts": object_of({"total": COUNT, "completed": COUNT, "failed": COUNT}),
+        "output_file_id": nullable(STRING),
+        "error_file_id": nullable(STRING),
+        "errors": nullable(
+            object_of(
+                {
+                    "object": {"const": "list"},
+                    "data": list_of(object_of({"code": STRING, "message": STRING, "line": nullable(COUNT)})),
+                }
+            )
+        ),
+        "usage": nullable(object_of({"input_tokens": COUNT, "output_tokens": COUNT, "total_tokens": COUNT})),
+    }
+)
+
+
+def _page(shape: dict[str, Any]) -> dict[str, Any]:
+    ends = {"first_id": nullable(STRING), "last_id": nullable(STRING)}
+    return object_of({"object": {"const": "list"}, "data": list_of(shape), **ends, "has_more": {"type": "boolean"}})
+
+
+BATCH_SCHEMAS: dict[str, Any] = {
+    "File": _FILE,
+    "FileList": _page(_FILE),
+    "DeletedFile": object_of({"id": STRING, "object": {"const": "file"}, "deleted": {"const": True}}),
+    "Batch": _BATCH,
+    "BatchList": _page(_BATCH),
+}
+
 
 _REF = "#/components/schemas/"
 _ABOUT = (

@@ -2,6 +2,11 @@
 
 The server, the engine and the ranks read such a directory as they read any other; it holds links to the model's files.
 It is made once for each file, in the user's cache.
+
+`tokenizer.json` is made from the model's vocabulary: byte-level BPE (`gpt2`), or SentencePiece's BPE with a score for
+each token and bytes for what is in no token (`llama`). Others are refused by name. Byte-level tokenizers cut a text
+into words by patterns, which GGUF files name: they are those of the original tokenizers, as llama.cpp's
+src/llama-vocab.cpp quotes them; where it has only its own form, that one.
 """
 
 import hashlib
@@ -9,12 +14,267 @@ import json
 import os
 import shutil
 import tempfile
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import GGUFModel, Settings, hf_config, parts_of
-from oarlock.server.hub.gguf_tokenizer import Vocabulary, read_vocabulary, tokenizer_json
+
+_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_QWEN2 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_SEED_CODER = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|%s"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+_GPT4O = _WORDS % (f"{_ENDINGS}?", f"{_ENDINGS}?", r"\p{N}{1,3}")
+_TEKKEN = _WORDS % ("", "", r"\p{N}")
+_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """One kind of byte-level tokenizer."""
+
+    patterns: tuple[str, ...] = ()  # each cuts what the one before left; none: GPT-2's
+    digits: bool = False  # each digit is a word, before the patterns
+    normal_form: str | None = None  # of Unicode, to which a text is brought first
+    ignores_merges: bool = False  # a word that is a token needs no merges
+    adds_bos: bool = False  # where the file does not say it
+
+    def steps(self) -> dict[str, Any]:
+        """The `pre_tokenizer` of a `tokenizer.json`."""
+        steps: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if self.digits else []
+        steps += [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            for pattern in self.patterns
+        ]
+        plain = {"add_prefix_space": False, "trim_offsets": True, "use_regex": not self.patterns}
+        return {"type": "Sequence", "pretokenizers": [*steps, {"type": "ByteLevel", **plain}]}
+
+
+_GPT2 = PreTokenizer()
+_SMOLLM = PreTokenizer(digits=True)
+_LIKE_LLAMA3 = PreTokenizer((_LLAMA3,))
+_LIKE_QWEN2 = PreTokenizer((_QWEN2,))
+_BY_KIND = {
+    # What llama.cpp does where a converter did not know the tokenizer.
+    PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]")): "default",
+    replace(_LIKE_LLAMA3, ignores_merges=True, adds_bos=True): "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0",
+    _LIKE_LLAMA3: "dbrx smaug-bpe",
+    replace(_LIKE_QWEN2, normal_form="NFC"): "qwen2 megrez",
+    _LIKE_QWEN2: "deepseek-r1-qwen kormo hunyuan",
+    PreTokenizer((_GPT4O,)): "gpt-4o kanana2",
+    PreTokenizer((_TEKKEN,), ignores_merges=True, adds_bos=True): "tekken",
+    PreTokenizer((_SEED_CODER,)): "seed-coder",
+    PreTokenizer(_DEEPSEEK_CODER): "deepseek-coder",
+    _GPT2: "gpt-2 phi-2 mellum a.x-4.0 gigachat olmo mpt trillion",
+    _SMOLLM: "smollm starcoder refact codeshell minerva-7b",
+    replace(_SMOLLM, normal_form="NFC"): "command-r",
+}
+PRE_TOKENIZERS = {name: kind for kind, names in _BY_KIND.items() for name in names.split()}
+
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # the types of tokens
+_SPACE = "▁"
+# Of Phi-3's special tokens, those that do not take the white space behind them. The file does not say it.
+_PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens of a model, and the special ones among them."""
+
+    tokens: Sequence[str]
+    types: Sequence[int]
+    special: Mapping[str, int]  # "bos", "eos" and others that the file names -> id
+    adds_bos: bool
+    adds_eos: bool
+
+    def name(self, kind: str) -> str | None:
+        """The token of this kind, as written."""
+        return self.tokens[self.special[kind]] if kind in self.special else None
+
+    def ids(self) -> dict[str, int]:
+        """Token -> id, without those that nothing is ever written as."""
+        found: dict[str, int] = {}
+        for index, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)):
+            if kind != _UNUSED:
+                found.setdefault(token, index)
+        return found
+
+
+def read_vocabulary(settings: Settings) -> Vocabulary:
+    """Read the vocabulary. Raises `StartupError` for a kind of tokenizer that is not served, and for a damaged one."""
+    tokens = settings.texts("tokenizer.ggml.tokens")
+    types = array("i", [_NORMAL] * len(tokens))
+    if settings.has("tokenizer.ggml.token_type"):
+        types = settings.numbers("tokenizer.ggml.token_type", len(tokens))
+    special = {}
+    for kind in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+        key = f"tokenizer.ggml.{kind}_token_id"
+        if settings.has(key):
+            special[kind] = settings.count(key)
+            if special[kind] >= len(tokens):
+                raise StartupError(
+                    f"{settings.model.path}: {key} is {special[kind]}, and there are {len(tokens)} tokens.",
+                    "Use a file that llama.cpp's converter wrote.",
+                )
+    bos = True if _kind(settings) == "llama" else _pre_tokenizer(settings).adds_bos
+    return Vocabulary(
+        tokens,
+        types,
+        special,
+        adds_bos=settings.flag("tokenizer.ggml.add_bos_token", bos) and "bos" in special,
+        adds_eos=settings.flag("tokenizer.ggml.add_eos_token", False) and "eos" in special,
+    )
+
+
+def tokenizer_json(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]:
+    """The object that `tokenizer.json` holds."""
+    parts = _sentencepiece if _kind(settings) == "llama" else _byte_level
+    strips = settings.architecture == "phi3" and _kind(settings) == "llama"
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added_tokens(vocabulary, strips),
+        **parts(settings, vocabulary),
+        "post_processor": _template(vocabulary),
+    }
+
+
+def _kind(settings: Settings) -> str:
+    kind = settings.text("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise StartupError(
+            f"{settings.model.path}: a tokenizer of the kind {kind[:80]!r} is not supported.", "Supported: gpt2, llama."
+        )
+    return kind
+
+
+def _pre_tokenizer(settings: Settings) -> PreTokenizer:
+    name = settings.text("tokenizer.ggml.pre", "default")
+    if name not in PRE_TOKENIZERS:
+        raise StartupError(
+            f"{settings.model.path}: the pre-tokenizer {name[:80]!r} is not known here.",
+            f"Known: {', '.join(PRE_TOKENIZERS)}.",
+        )
+    return PRE_TOKENIZERS[name]
+
+
+def _byte_level(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]:
+    kind, ids = _pre_tokenizer(settings), vocabulary.ids()
+    pairs = [merge.partition(" ")[::2] for merge in settings.texts("tokenizer.ggml.merges")]
+    # A merge to what is no token gives none; the library would refuse it.
+    merges = [[left, right] for left, right in pairs if left in ids and right in ids and left + right in ids]
+    return {
+        "normalizer": {"type": kind.normal_form} if kind.normal_form else None,
+        "pre_tokenizer": kind.steps(),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": kind.ignores_merges,
+            "vocab": ids,
+            "merges": merges,
+        },
+    }
+
+
+def _sentencepiece(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]:
+    scores = settings.numbers("tokenizer.ggml.scores", len(vocabulary.tokens))
+    has_prefix = settings.flag("tokenizer.ggml.add_space_prefix", True)
+    to_spaces = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    from_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    prefix = [{"type": "Prepend", "prepend": _SPACE}] if has_prefix else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
+    unknown = vocabulary.name("unknown") or next(
+        (token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == _UNKNOWN), None
+    )
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*prefix, from_spaces]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": [to_spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": unknown,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": vocabulary.ids(),
+            "merges": merges_of_scores(vocabulary, scores),
+        },
+    }
+
+
+def merges_of_scores(vocabulary: Vocabulary, scores: Sequence[float]) -> list[list[str]]:
+    """Every pair of tokens that makes a third, in the order of its score: what transformers' converter makes of a
+    SentencePiece model (`generate_merges` in convert_slow_tokenizer.py)."""
+    kinds = enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
+    normal = {token: index for index, (token, kind) in kinds if kind == _NORMAL}
+    merges = []
+    for token, index in normal.items():
+        halves = [(token[:at], token[at:]) for at in range(1, len(token))]
+        pairs = [(left, right) for left, right in halves if left in normal and right in normal]
+        pairs.sort(key=lambda pair: (normal[pair[0]], normal[pair[1]]))
+        merges += [(scores[index], len(left), len(right), left, right) for left, right in pairs]
+    merges.sort(key=lambda merge: merge[:3], reverse=True)
+    return [[left, right] for *_, left, right in merges]
+
+
+def _added_tokens(vocabulary: Vocabulary, strips: bool) -> list[dict[str, Any]]:
+    """The tokens that are found in a text before anything else is."""
+    ids = vocabulary.ids()
+    return [
+        {
+            "id": index,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": strips and token not in _PHI3_PLAIN,
+            "normalized": False,
+            "special": kind != _USER_DEFINED,
+        }
+        for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and ids[token] == index and token
+    ]
+
+
+def _template(vocabulary: Vocabulary) -> dict[str, Any] | None:
+    """Post-processor that puts the special tokens around a text; None if the model adds none."""
+    before = [vocabulary.name("bos")] if vocabulary.adds_bos else []
+    behind = [vocabulary.name("eos")] if vocabulary.adds_eos else []
+    if not before and not behind:
+        return None
+
+    def around(*letters: str) -> list[dict[str, Any]]:
+        tokens = [[{"SpecialToken": {"id": token, "type_id": 0}} for token in side] for side in (before, behind)]
+        return [*tokens[0], *({"Sequence": {"id": letter, "type_id": 0}} for letter in letters), *tokens[1]]
+
+    ids = {"bos": before, "eos": behind}
+    special = {
+        token: {"id": token, "ids": [vocabulary.special[kind]], "tokens": [token]}
+        for kind, tokens in ids.items()
+        for token in tokens
+    }
+    return {"type": "TemplateProcessing", "single": around("A"), "pair": around("A", "B"), "special_tokens": special}
+
 
 _FORM = 1  # of what is written; a new number makes it be written anew
 # Tokens that end an answer, by the names that published models give them. Files name only one or two of a model's.

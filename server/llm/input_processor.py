@@ -1,13 +1,15 @@
 """A checked request becomes engine requests: prompts to token ids, limits, sampling parameters, one seed per choice.
 
-Seeds are the only randomness of the whole server: a choice without one gets one here. Knows nothing of HTTP, JSON, or
-conversations.
+Seeds are the only randomness of the whole server: a choice without one gets one here. `constraint_of` makes one grammar
+of all fields that constrain an answer; the engine compiles it, and refuses one by its `Grammar.param`. Knows nothing of
+HTTP or conversations.
 """
 
 import asyncio
 import hashlib
+import json
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +23,6 @@ from oarlock.server.llm.detokenizer import StopStrings
 from oarlock.server.llm.generation import Engine
 from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.output_processor import ChoiceOutput, OutputOptions
-from oarlock.server.llm.structured_output import constraint_of
 from oarlock.server.llm.tokenizer import Tokenizer, TooManyTokensError
 
 MAX_SCORES = 8_000_000  # log-probabilities of prompts in one answer, kept until it is complete: 64 MB
@@ -346,3 +347,73 @@ def _choice_seed(seed: int | None, index: int) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def constraint_of(request: SamplingFields) -> Grammar | None:
+    """The one grammar that the fields of `request` ask for. Raises `RequestError` when they ask for two."""
+    found = list(_constraints(request))
+    if len(found) > 1:
+        first, second = found[0].param, found[1].param
+        if first == second:
+            problem = f"'{first}' holds more than one constraint"
+        else:
+            problem = f"'{second}' cannot be combined with '{first}'"
+        raise RequestError(f"{problem}: the whole answer matches one. Leave one of them out.", second)
+    return found[0] if found else None
+
+
+def _constraints(request: SamplingFields) -> Iterator[Grammar]:
+    yield from _of_response_format(request)
+    yield from _of_structured_outputs(request)
+    aliases = (
+        ("guided_json", request.guided_json, "json_schema"),
+        ("guided_regex", request.guided_regex, "regex"),
+        ("guided_choice", request.guided_choice, "choice"),
+        ("guided_grammar", request.guided_grammar, "lark"),
+    )
+    for name, value, kind in aliases:
+        if value is not None:
+            yield _grammar(kind, value, name)
+
+
+def _of_response_format(request: SamplingFields) -> Iterator[Grammar]:
+    wanted = request.response_format
+    if wanted is None or wanted.type == "text":
+        return
+    if wanted.json_schema is None:
+        yield Grammar("json_object", "", "response_format")
+    else:
+        schema = wanted.json_schema.schema_
+        yield _grammar("json_schema", True if schema is None else schema, "response_format")
+
+
+def _of_structured_outputs(request: SamplingFields) -> Iterator[Grammar]:
+    wanted, name = request.structured_outputs, "structured_outputs"
+    if wanted is None:
+        return
+    found = [
+        _grammar(kind, value, name)
+        for value, kind in (
+            (wanted.json_, "json_schema"),
+            (wanted.regex, "regex"),
+            (wanted.choice, "choice"),
+            (wanted.grammar, "lark"),
+        )
+        if value is not None
+    ]
+    if wanted.json_object:
+        found.append(Grammar("json_object", "", name))
+    if not found:
+        message = (
+            f"'{name}' holds no constraint. Give one of json, regex, choice, grammar, json_object, or leave it out."
+        )
+        raise RequestError(message, name)
+    yield from found
+
+
+def _grammar(kind: str, value: Any, param: str) -> Grammar:
+    """Text is taken as it is; what is JSON is written without needless space, its order kept."""
+    if isinstance(value, str):
+        return Grammar(kind, value, param)
+    plain: Any = {} if value is True else value
+    return Grammar(kind, json.dumps(plain, ensure_ascii=False, separators=(",", ":")), param)

@@ -45,9 +45,10 @@ ORDER: dict[str, Order] = {
     },
     "engine": {
         "fleet.py": entries(
-            "simulation scheduler spec_decode replicas.py kv_cache config.py types.py sampling_params.py errors.py"
+            "simulated_ranks.py scheduler spec_decode replicas.py kv_cache"
+            " config.py types.py sampling_params.py errors.py"
         ),
-        "simulation": entries("config.py"),
+        "simulated_ranks.py": entries("config.py"),
         "core": entries(
             "input_batch scheduler kv_cache structured_output replay ipc"
             " config.py log_format.py stats.py types.py errors.py"
@@ -64,7 +65,7 @@ ORDER: dict[str, Order] = {
         ),
         "engine_process.py": entries(""),
         "ipc": entries("kv_cache config.py stats.py types.py sampling_params.py errors.py"),
-        "preflight.py": entries("simulation config.py"),
+        "preflight.py": entries("simulated_ranks.py config.py"),
         "config.py": entries(""),
         "stats.py": entries("types.py"),
         "types.py": entries("sampling_params.py"),

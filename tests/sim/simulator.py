@@ -16,7 +16,7 @@ from oarlock.engine.config import EngineConfig
 from oarlock.engine.core.engine_core import EngineCore
 from oarlock.engine.errors import QueueFullError, RequestError
 from oarlock.engine.sampling_params import SamplingParams
-from oarlock.engine.simulation.simulated_ranks import (
+from oarlock.engine.simulated_ranks import (
     END_TOKEN,
     CostModel,
     SimulatedExecutor,

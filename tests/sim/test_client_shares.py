@@ -8,7 +8,7 @@ import pytest
 
 from oarlock.engine.config import EngineConfig, WorkerConfig
 from oarlock.engine.sampling_params import Grammar
-from oarlock.engine.simulation.simulated_ranks import CostModel
+from oarlock.engine.simulated_ranks import CostModel
 from oarlock.engine.structured_output.manager import CompileJobs
 from tests.sim.simulator import Arrival, SimulationConfig, Watch, simulate
 

@@ -10,7 +10,7 @@ import pytest
 
 from oarlock.engine.config import EngineConfig, WorkerConfig
 from oarlock.engine.scheduler.scheduler import PRIORITY_STEP_S
-from oarlock.engine.simulation.simulated_ranks import CostModel
+from oarlock.engine.simulated_ranks import CostModel
 from tests.sim.simulator import Arrival, SimulationConfig, Watch, simulate
 
 BLOCK = 32

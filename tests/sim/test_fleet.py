@@ -16,7 +16,7 @@ from oarlock.engine.fleet import (
     simulate_fleet,
 )
 from oarlock.engine.preflight import Roofline, Speed, StepLoad
-from oarlock.engine.simulation.simulated_ranks import CostModel, replica_info
+from oarlock.engine.simulated_ranks import CostModel, replica_info
 from oarlock.workers.capacity import RankWork
 from tests.sim.simulator import Arrival, SimulationConfig, Watch, simulate
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from oarlock.engine.config import EngineConfig, WorkerConfig
-from oarlock.engine.simulation.simulated_ranks import CostModel
+from oarlock.engine.simulated_ranks import CostModel
 from tests.sim.simulator import Arrival, Report, SimulationConfig, make_trace, simulate
 
 WHOLE = CostModel()  # of a model that is one stage

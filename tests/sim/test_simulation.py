@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from oarlock.engine.config import EngineConfig, WorkerConfig
-from oarlock.engine.simulation.simulated_ranks import CostModel
+from oarlock.engine.simulated_ranks import CostModel
 from oarlock.engine.types import KINDS, PoolingParams
 from tests.sim.simulator import Arrival, Percentiles, SimulationConfig, make_trace, simulate
 

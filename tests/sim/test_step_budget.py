@@ -6,7 +6,7 @@ import pytest
 from oarlock.engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
 from oarlock.engine.core.engine_core import EngineCore
 from oarlock.engine.sampling_params import SamplingParams
-from oarlock.engine.simulation.simulated_ranks import CostModel, SimulatedExecutor, VirtualClock, replica_info
+from oarlock.engine.simulated_ranks import CostModel, SimulatedExecutor, VirtualClock, replica_info
 from oarlock.engine.spec_decode.drafter import Drafter
 from oarlock.engine.types import Request
 from oarlock.workers.protocol import StepMetadata, StepOutput

@@ -12,7 +12,7 @@ from oarlock.engine.ipc.frames import FrameReader
 from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.sequence import ModelRunnerOutput
-from oarlock.engine.simulation.simulated_ranks import replica_info
+from oarlock.engine.simulated_ranks import replica_info
 from oarlock.engine.types import Request
 from oarlock.workers.protocol import StepOutput
 

@@ -13,7 +13,7 @@ import torch
 
 from oarlock.workers.config import NodesConfig, WorkerConfig
 from oarlock.workers.distributed.topology import Topology
-from oarlock.workers.doctor import cuda, machine, measure, model
+from oarlock.workers.doctor import cuda, machine, model
 from oarlock.workers.doctor.finding import NOTE, WARNING, Finding, as_json, as_text, is_fine
 from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu import library
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     else:
         found += model.findings(config) if config.model_path else [model.missing(arguments.missing)]
     if arguments.memory:
-        found.append(measure.memory_speed())
+        found.append(machine.memory_speed())
     if arguments.all_reduce:
         found.append(_all_reduce(config))
     if arguments.json:
@@ -100,7 +100,7 @@ def _all_reduce(config: WorkerConfig) -> Finding:
     except KernelsUnavailable as reason:
         fix = "See the line about kernels."
         return Finding("all-reduce", f"not measured: {reason}; gloo sums, which is slower", WARNING, fix)
-    return measure.all_reduce_time(config.tensor_parallel_size)
+    return machine.all_reduce_time(config.tensor_parallel_size)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,25 +1,38 @@
-"""Checks of the machine: its processor and kernels, what the system allows this user, its place among other hosts."""
+"""Checks of the machine: its processor and kernels, what the system allows this user, its place among other hosts.
+
+python -m oarlock.workers.doctor.machine DESCRIPTOR RANK RANKS     # another rank of a sum that is measured
+"""
 
 import os
 import platform
 import resource
 import shutil
 import socket
+import statistics
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
+import torch
 
 from oarlock.workers.config import NodesConfig
+from oarlock.workers.distributed.all_reduce import SharedMemoryGroup
+from oarlock.workers.distributed.shm_layout import total_bytes
+from oarlock.workers.distributed.shm_ring import anonymous_memory
 from oarlock.workers.doctor.finding import ERROR, NOTE, WARNING, Finding
 from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu import build
 from oarlock.workers.kernels.cpu.build import KernelsUnavailable
+from oarlock.workers.kernels.cpu.fused_layer import ALL_CAME, all_reduce_of
+from oarlock.workers.kernels.cpu.library import library
 from oarlock.workers.node import check_network
 from oarlock.workers.platform import processor
 from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
 from oarlock.workers.platform.huge_pages import why_not as why_no_huge_pages
 from oarlock.workers.platform.processor import allowed_cpus, fast_cores, format_cpu_list, physical_cores, within_quota
+from oarlock.workers.python_child import start_python
 from oarlock.workers.ranks.nodes import own_interface
 
 _LEAST_SHARED_MEMORY = 1 << 30  # NCCL's buffers of a few ranks; Docker gives a container 64 MiB
@@ -217,3 +230,68 @@ def reachable(nodes: NodesConfig) -> Finding:
 def wrong_nodes(cause: str, fix: str) -> Finding:
     """The settings of several hosts are not complete, or do not fit this one."""
     return Finding("hosts", cause, ERROR, fix)
+
+
+_READ_BYTES = 1 << 30  # more than any cache holds
+_PASSES = 7
+_SUMS = 300  # of one size in one round
+_ROUNDS = 9
+_TIMEOUT_S = 60.0  # for a rank to start, too
+_SIZES = (4 << 10, 16 << 10, 64 << 10, 1 << 20)  # bytes of float32
+
+
+def memory_speed() -> Finding:
+    """Reading memory once from start to end with all threads: what a decode step cannot be faster than."""
+    memory = torch.ones(_READ_BYTES // 8, dtype=torch.float64)
+    best = 0.0
+    for _ in range(_PASSES):
+        started = time.perf_counter()
+        memory.sum()
+        best = max(best, _READ_BYTES / (time.perf_counter() - started))
+    text = f"{best / 1e9:.1f} GB/s read by {torch.get_num_threads()} threads, the best of {_PASSES} passes"
+    return Finding("memory speed", text, facts={"bytes_per_s": best, "threads": torch.get_num_threads()})
+
+
+def all_reduce_time(ranks: int) -> Finding:
+    """Microseconds of one sum over `ranks` processes in shared memory, by its size: two of them are in every layer."""
+    library()  # compiled before a rank waits for another
+    memory_fd = anonymous_memory(total_bytes(ranks, max(_SIZES)))
+    module = "oarlock.workers.doctor.machine"
+    peers = [
+        start_python(["-m", module, str(memory_fd), str(rank), str(ranks)], pass_fds=[memory_fd])
+        for rank in range(1, ranks)
+    ]
+    try:
+        found = _times(memory_fd, 0, ranks)
+        for peer in peers:
+            peer.wait(_TIMEOUT_S)
+    finally:
+        for peer in peers:
+            peer.kill()
+    parts = [f"{size >> 10} KiB {seconds * 1e6:.0f} us" for size, seconds in found.items()]
+    text = f"{', '.join(parts)}, over {ranks} ranks in shared memory"
+    return Finding("all-reduce", text, facts={"seconds_by_bytes": {str(size): found[size] for size in found}})
+
+
+def _times(memory_fd: int, rank: int, ranks: int) -> dict[int, float]:
+    """Seconds of a sum by its bytes, as one rank sees it: the median over rounds of a round's mean."""
+    torch.set_num_threads(1)
+    group = SharedMemoryGroup(memory_fd, rank, ranks, max(_SIZES), timeout_s=_TIMEOUT_S)
+    add = all_reduce_of(library())
+    found = {}
+    for size in _SIZES:
+        x = torch.zeros(size // 4)
+        means = []
+        for _ in range(_ROUNDS):
+            started = time.perf_counter()
+            for _ in range(_SUMS):
+                missing = add(group.address, x.data_ptr(), len(x))
+                if missing != ALL_CAME:
+                    raise group.lost(missing)
+            means.append((time.perf_counter() - started) / _SUMS)
+        found[size] = statistics.median(means[1:])
+    return found
+
+
+if __name__ == "__main__":
+    _times(*map(int, sys.argv[1:]))

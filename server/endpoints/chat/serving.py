@@ -15,9 +15,8 @@ from oarlock.server.endpoints.response_writer import ResponseHead, ResponseOptio
 from oarlock.server.http.server_sent_events import AnswerWriter
 from oarlock.server.json_text import dumps, json_text
 from oarlock.server.llm.generation import Generation
-from oarlock.server.llm.input_processor import ProcessedRequest
+from oarlock.server.llm.input_processor import ProcessedRequest, constraint_of
 from oarlock.server.llm.output_processor import Delta, Scores, TokenScore
-from oarlock.server.llm.structured_output import constraint_of
 from oarlock.server.llm.tokenizer import Tokenizer
 
 

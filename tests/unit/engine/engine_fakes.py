@@ -17,7 +17,7 @@ from oarlock.engine.input_batch.sampling_metadata import GrammarBitmask
 from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.sequence import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
-from oarlock.engine.simulation.simulated_ranks import replica_info
+from oarlock.engine.simulated_ranks import replica_info
 from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
 from oarlock.workers.config import WorkerInfo
 from oarlock.workers.protocol import (

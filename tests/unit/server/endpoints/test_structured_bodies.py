@@ -16,7 +16,7 @@ from oarlock.server.endpoints.schema import (
     MAX_SCHEMA_DEPTH,
 )
 from oarlock.server.http.request_body import parse
-from oarlock.server.llm.structured_output import constraint_of
+from oarlock.server.llm.input_processor import constraint_of
 
 ENDPOINTS = [(CompletionRequest, {"prompt": "a"}), (ChatRequest, {"messages": [{"role": "user", "content": "a"}]})]
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "ü"}}}

@@ -16,8 +16,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import GGUFModel, Settings
-from oarlock.server.hub.gguf_directory import _generation_config, _tokenizer_config
-from oarlock.server.hub.gguf_tokenizer import read_vocabulary, tokenizer_json
+from oarlock.server.hub.gguf_directory import _generation_config, _tokenizer_config, read_vocabulary, tokenizer_json
 from oarlock.server.llm.tokenizer import Tokenizer
 from tests.unit.server.llm.chat_templates import rendered
 

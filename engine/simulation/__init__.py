@@ -1,1 +1,0 @@
-"""Simulates the scheduler in virtual time: no ranks, no tensors."""
