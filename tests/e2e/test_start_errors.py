@@ -68,8 +68,8 @@ def test_the_port_is_taken():
     assert status == CONFIGURATION and str(port) in cause and "--port" in fix
 
 
-def test_ranks_that_do_not_divide_the_heads():
-    status, cause, fix = start(DEMO, "-tp", 3, "--port", free_port())
+def test_ranks_that_do_not_divide_the_heads(start_here):
+    status, cause, fix = start_here(DEMO, "-tp", 3, "--port", free_port())
     assert status == CONFIGURATION
     assert "3" in cause and "8" in cause  # the ranks and the heads
     assert all(size in fix for size in ("1", "2", "4", "8"))
@@ -119,10 +119,10 @@ def test_a_pickled_checkpoint_is_not_opened(copy, start_here):
     assert status == CONFIGURATION and "safetensors" in fix
 
 
-def test_a_missing_tokenizer(copy):
+def test_a_missing_tokenizer(copy, start_here):
     for file in copy.glob("*token*"):
         file.unlink()
-    status, cause, _ = start(copy, "--port", free_port())
+    status, cause, _ = start_here(copy, "--port", free_port())
     assert status == CONFIGURATION and "tokenizer" in cause
 
 

@@ -73,7 +73,7 @@ def check_nothing_is_kept(server, file, seconds):
 def test_disconnects(tmp_path):
     server, file = counted(tmp_path, "-tp", 2, "--async-scheduling")
     with server:
-        check_nothing_is_kept(server, file, seconds=3)
+        check_nothing_is_kept(server, file, seconds=2)
 
 
 @pytest.mark.soak

@@ -79,6 +79,7 @@ LONGER = (
     "bench latency",
     "--workload",
     "--backend vllm",
+    "make serve",
 )
 
 

@@ -52,7 +52,10 @@ def bound_of(name: str) -> float:
     return EXACT if name.startswith(("float", "fp8", "nf4", "fp4")) else ROUNDED
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+# The bits at every number of ranks are those of one: the next test.
+@pytest.mark.parametrize(
+    "size", [pytest.param(1, marks=pytest.mark.product), pytest.param(2, marks=pytest.mark.product), 4]
+)
 @pytest.mark.parametrize("name", FORMS)
 def test_every_tensor_is_near_that_of_the_numbers_written_out(
     made_of: Callable[[str], Made], name: str, size: int
@@ -77,7 +80,7 @@ def test_every_number_of_ranks_has_the_same_bits(made_of: Callable[[str], Made],
         assert all(torch.equal(single, other) for other in on_ranks(size, logits)), f"{size} ranks"
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.product), 2])
 @pytest.mark.parametrize("name", [name for name in FORMS if bound_of(name) == ROUNDED])
 def test_written_out_weights_are_multiplied_exactly(made_of: Callable[[str], Made], name: str, size: int) -> None:
     quantised, reference = made_of(name)
