@@ -130,7 +130,7 @@ UNITS = (
         "sampling/*.cpp",
     ),
 )
-_COMPILE_TIMEOUT_S = 120
+_COMPILE_TIMEOUT_S = 600
 _NO_COMPILER = "there is no C++ compiler: install g++, name one in CXX, or install a wheel of `make wheel`"
 
 
