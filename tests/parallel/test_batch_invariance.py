@@ -1,6 +1,6 @@
 """Batch invariance: a request's tokens and logprobs have the same bits whatever else the engine computes.
 
-Up to 80 prompts on the demo model through the real scheduler, step builder and ranks, in every regime that cuts or
+40 prompts on the demo model through the real scheduler, step builder and ranks, in every regime that cuts or
 mixes steps otherwise. Reference: each request alone.
 """
 
@@ -17,17 +17,15 @@ from oarlock.engine.types import Request
 from oarlock.workers.attention.kv_format import ROUNDED
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.executor import Executor, start_executor
-from oarlock.workers.preflight import this_cpu
 from tests.parallel.direct_engine import Answer, DirectEngine
 from tests.parallel.rank_threads import ThreadExecutor
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 SHARED = "Q: What does os.getcwd do?\nA: Return a string representing the current working directory.\n\nQ: "
-# Where bfloat16 is emulated, which is not what is served there by default, a token takes ten times as long.
 NUMBERS = [("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8"), ("float32", "fp8")]  # and of the KV cache
 PARAMETERS = [pytest.param(each, id=" ".join(each)) for each in NUMBERS[:3]]
 PARAMETERS.append(pytest.param(NUMBERS[3], id=" ".join(NUMBERS[3]), marks=pytest.mark.soak))
-COUNTS = {"bfloat16": 80 if this_cpu().multiplies("bfloat16") else 40, "float32": 80}
+COUNT = 40
 
 
 def start(dtype: str, size: int = 1, cache: str = "auto") -> Executor:
@@ -82,9 +80,8 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
 
 
 @pytest.fixture(scope="module")
-def requests(executor: Executor) -> list[Request]:
-    config = executor.config
-    return make_requests(COUNTS[config.dtype] if config.kv_cache_dtype == config.dtype else 40)
+def requests() -> list[Request]:
+    return make_requests(COUNT)
 
 
 @pytest.fixture(scope="module")

@@ -169,7 +169,14 @@ def test_the_shape_of_a_real_model_on_processes(tmp_path: Path, form: str) -> No
     assert differences(*answers) == []
 
 
-@pytest.mark.parametrize("form", ["bfloat16", "float16", "float32", "float32-int8", "float32-int4"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "bfloat16",
+        *(pytest.param(form, marks=pytest.mark.product) for form in ("float16", "float32", "float32-int8")),
+        "float32-int4",
+    ],
+)
 def test_ranks_in_another_order_are_found(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
