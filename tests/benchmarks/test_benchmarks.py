@@ -64,6 +64,7 @@ def test_the_parts_of_an_engine_step(tmp_path):
     assert printed.count("| this |") == 1
 
 
+@pytest.mark.soak
 def test_the_way_of_a_token(tmp_path):
     out = tmp_path / "result.json"
     printed = run_module("token_path", "--tokens", 24, "--functions", "--json", out).stdout

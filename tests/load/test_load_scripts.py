@@ -19,12 +19,14 @@ def run_module(name, *arguments):
     return result
 
 
+@pytest.mark.soak
 def test_the_cost_of_forms():
     result = run_module("structured_cost", "--quick", "--rounds", 1, "--concurrency", 4, "--output-tokens", 12)
     assert result.stdout.count("of a free token's time") == 3
 
 
 @pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
+@pytest.mark.soak
 def test_attention_backends_side_by_side():
     printed = run_module("attention_bench", "--threads", 1, "--rounds", 1, "--only", "1 x 160").stdout
     assert "cpp" in printed and "torch" in printed

@@ -33,7 +33,6 @@ class BadInput:
     node_model: str | None = None  # of `test_bad_inputs.py`
     node_oarlock: str | None = None  # of `test_bad_inputs.py`: `another version` or `another source`
     listens: str | None = None  # what has the head's port before: `nothing that answers` or `a web server`
-    is_quick: bool = False  # whether it is part of `make test`
 
 
 def of_both(name: str, cause: str, **fields: Any) -> BadInput:
@@ -47,7 +46,6 @@ BAD_INPUTS = (
         r"differ in the setting dtype: bfloat16 on node 0 \(head, .*\), float32 on node 1 \(node1",
         head_flags=("--dtype", "bfloat16"),
         node_flags=("--dtype", "float32"),
-        is_quick=True,
     ),
     BadInput(
         "a secret, which there is no more", head="OARLOCK_NODE_SECRET", node=None, head_env={"OARLOCK_NODE_SECRET": "x"}

@@ -17,7 +17,9 @@ from tests.multihost.hosts import hosts_for_test
 
 CONFIGURATION, USAGE = 3, 2
 WITHIN_S = 60.0
-ROWS = [pytest.param(row, id=row.name, marks=[] if row.is_quick else pytest.mark.soak) for row in BAD_INPUTS]
+ROWS = [pytest.param(row, id=row.name) for row in BAD_INPUTS]
+
+pytestmark = pytest.mark.soak  # what differs between hosts: tests/unit/workers/ranks
 
 
 @pytest.fixture(scope="module")

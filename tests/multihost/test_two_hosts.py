@@ -41,7 +41,6 @@ def expected():
     ("size", "kind", "launcher"),
     [
         ("TP 2", "loopback", "flags"),
-        ("PP 2", "loopback", "flags"),
         *(pytest.param(size, "switch", "flags", marks=pytest.mark.soak) for size in SIZES),
         pytest.param("PP 2", "switch", "LeaderWorkerSet", marks=pytest.mark.soak),
         pytest.param("TP 2 x PP 2", "switch", "torchrun", marks=pytest.mark.soak),
