@@ -91,9 +91,10 @@ class MadeOnce:
 
 _FOLDER = Path(__file__).resolve().parent / "static"
 _MEDIA = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_HEADERS = page_headers(  # only this server's own scripts, styles and answers
-    {"script-src": "'self'", "style-src": "'self'", "img-src": "'self'", "connect-src": "'self'"}
-)
+_SOURCES = {"script-src": "'self'", "style-src": "'self'", "img-src": "'self'", "connect-src": "'self'"}
+_HEADERS = page_headers(_SOURCES)  # only this server's own scripts, styles and answers
+# The page that compares servers may ask those that its reader names: a document of its own, so that the chat may not.
+_COMPARING = page_headers(_SOURCES | {"connect-src": "'self' http: https:"})
 
 # What only readers of the source need. No text of the page spans lines or has braces, so none of it looks like this.
 _COMMENTS = re.compile(r"^ *(?:/\*\*.*?\*/|//[^\n]*)\n", re.MULTILINE | re.DOTALL)
@@ -110,20 +111,22 @@ def _read(path: Path) -> ConstantDocument:
         elif path.suffix == ".css":
             text = _SPACES.sub("", text)
         text = _INDENTATION.sub("", text)
-    return ConstantDocument.of(text.encode(), f"{_MEDIA[path.suffix]}; charset=utf-8", _HEADERS)
+    headers = _COMPARING if path.name == "compare.html" else _HEADERS
+    return ConstantDocument.of(text.encode(), f"{_MEDIA[path.suffix]}; charset=utf-8", headers)
 
 
 _PARTS = {path.relative_to(_FOLDER).as_posix(): _read(path) for path in _FOLDER.rglob("*") if path.suffix in _MEDIA}
-_PAGE = _PARTS.pop("index.html")
-PATHS = frozenset(f"/static/{name}" for name in _PARTS) | {"/"}
+_PAGES = {"/": _PARTS.pop("index.html"), "/compare": _PARTS.pop("compare.html")}
+PATHS = frozenset(f"/static/{name}" for name in _PARTS) | _PAGES.keys()
 
 router = APIRouter(route_class=ErrorHandlingRoute, include_in_schema=False)
 
 
 @router.get("/")
+@router.get("/compare")
 async def page(request: Request) -> Response:
-    """The page itself."""
-    return _PAGE.answer(request)
+    """The page itself, or the one that compares answers."""
+    return _PAGES["/" + request.url.path.rpartition("/")[2]].answer(request)
 
 
 @router.get("/static/{name:path}")

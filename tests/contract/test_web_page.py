@@ -350,50 +350,6 @@ def test_the_model_and_its_limits(serve, window, expect):
         expect(panel.get_by_text(text).first).to_be_visible()
 
 
-def test_the_live_state_is_drawn_and_told(serve, window, expect):
-    state = {
-        "running": 2,
-        "waiting": 1,
-        "tokens_per_second": {"prompt": 12.0, "generation": 345.6},
-        "kv": {
-            "block_size": 16,
-            "total": 2052,
-            "held": 12,
-            "cached": 40,
-            "free": 2000,
-            "cells_of": 1,
-            "map": "h12c40f2000",
-        },
-        "step": {
-            "count": 1234,
-            "last_ms": 5.25,
-            "median_ms": 4.0,
-            "p99_ms": 20.0,
-            "ranks": [{"rank": rank, "last_ms": 5.0 + rank, "median_ms": 3.5} for rank in range(2)],
-        },
-        "slowest": [],
-    }
-    server = serve(TEXT, live_state=state)
-    page = window(server.url, "/#/state")
-    panel = page.get_by_role("tabpanel", name="State")
-    expect(panel.get_by_role("img", name="2,052 KV blocks: 12 held, 40 cached, 2000 free")).to_be_visible()
-    for text in ("346", "1,234 steps", "median 4.0 ms", "6.0 ms", "None: the server is idle."):
-        expect(panel.get_by_text(text).first).to_be_visible()
-    shades = panel.locator("canvas.map").evaluate("""map => {
-        const data = map.getContext('2d').getImageData(0, 0, map.width, map.height).data;
-        const found = {};
-        for (let at = 0; at < data.length; at += 4) {
-            const shade = data.slice(at, at + 3).join();
-            if (data[at + 3] === 255) found[shade] = (found[shade] ?? 0) + 1;
-        }
-        return Object.values(found).sort((a, b) => a - b);
-    }""")
-    each = shades[0] / 12  # pixels of one square
-    assert shades == [12 * each, 40 * each, 2000 * each]
-    server.stop()
-    expect(page.locator("#state.stale")).to_be_visible()
-
-
 @pytest.mark.parametrize("width", [340, 1200])
 def test_it_fits_its_window_and_everything_has_a_name(serve, window, expect, width):
     page = window(serve(f"{TEXT}\n\n```\n{'x' * 400}\n```\n").url, viewport={"width": width, "height": 700})

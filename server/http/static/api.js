@@ -18,14 +18,15 @@ export class ApiError extends Error {
 export const getKey = () => recall(KEY) ?? "";
 export const setKey = (key) => keep(KEY, key);
 
-async function request(path, { body, signal, key = getKey() } = {}) {
+/** `root`: the address of another server; its key is not this one's. */
+async function request(path, { body, signal, key = getKey(), root = base } = {}) {
   const headers = body ? { "Content-Type": "application/json" } : {};
   if (key) headers.Authorization = `Bearer ${key}`;
   const options = { method: body ? "POST" : "GET", headers, signal, cache: "no-store" };
   if (body) options.body = JSON.stringify(body);
   let response;
   try {
-    response = await fetch(new URL(path, base), options);
+    response = await fetch(new URL(path, root), options);
   } catch (error) {
     if (signal?.aborted) throw error;
     throw new ApiError("The server does not answer.", 0);
@@ -61,8 +62,8 @@ export async function health() {
 }
 
 /** The events of a streamed answer. Raises `ApiError`, also when the stream ends before its `[DONE]`. */
-export async function* stream(path, body, signal) {
-  const response = await request(path, { body, signal });
+export async function* stream(path, body, signal, options = {}) {
+  const response = await request(path, { body, signal, ...options });
   const requestId = response.headers.get("x-request-id") ?? "";
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ; ) {

@@ -14,7 +14,7 @@ const VIEWS = ["chat", "state", "model"];
 const THEMES = { "": ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
 const STARTERS = ["What does os.path.join do?", "Explain recursion with a short example.", "Write a haiku about rowing.", "What is a KV cache good for?"];
 
-const settings = new Settings($("settings"));
+const settings = new Settings($("settings"), { close: () => showSettings(false), showCode });
 const store = new Store((id) => changedElsewhere(id));
 const chat = new Chat(settings, store, { askKey, unreachable: () => connection.check(), saved: (id) => (id ? list?.refresh() : list?.mark()) });
 const list = new ConversationList(store, { open: (id) => openChat(id), opened: () => chat.tree.id });
@@ -95,10 +95,18 @@ select(VIEWS.includes(named) ? named : "chat");
 function showSettings(isShown) {
   $("settings").hidden = !isShown;
   $("settings-button").setAttribute("aria-expanded", isShown);
-  if (isShown) $("settings").querySelector("textarea").focus({ preventScroll: true });
+  if (isShown) $("set-system").focus({ preventScroll: true });
   else $("settings-button").focus();
 }
 $("settings-button").addEventListener("click", () => showSettings($("settings").hidden));
+
+async function showCode() {
+  const { show } = await import("./request_code.js");
+  const draft = $("question").value.trim();
+  const body = chat.body(chat.tree.end().id);
+  if (draft) body.messages.push({ role: "user", content: draft });
+  show({ model: settings.models[0], ...body });
+}
 
 /** Escape closes what is open, and then stops the answer. */
 document.addEventListener("keydown", (event) => {

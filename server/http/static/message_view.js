@@ -11,14 +11,13 @@ import { isInUse, unwatch, watch } from "./windowed.js";
 const ROLES = { user: "You", assistant: "Answer", tool: "Result of a function", system: "System" };
 const LONG_CHARACTERS = 1500;
 const LONG_LINES = 16;
+const WINDOWED_FROM = 40; // messages, from which those far away are emptied
 const CAN_GO_ON = ["length", "stopped", "timeout", "lost", "edited"];
 
 export class MessageView {
   constructor(chat, node) {
     Object.assign(this, { chat, node, isFilled: false });
     this.item = el("li", { class: node.role, "aria-label": ROLES[node.role] });
-    if (node.role === "assistant") this.buildAnswer();
-    else this.buildQuestion();
     this.item.style.minHeight = `${60 + 26 * Math.ceil(node.content.length / 85)}px`; // until it is filled
     if (node.busy) this.fill();
     watch(this.item, (isNear, height) => (isNear ? this.fill() : this.release(height)));
@@ -28,31 +27,36 @@ export class MessageView {
     unwatch(this.item);
   }
 
-  /** Show the text. */
+  /** Show the message. */
   fill() {
     if (this.isFilled) return;
     this.isFilled = true;
     this.item.style.minHeight = "";
     if (this.node.role === "assistant") {
+      this.buildAnswer();
       this.render();
       if (this.node.hasTokens && !this.node.tokens) this.loadTokens();
-    } else this.fillQuestion();
+    } else this.buildQuestion();
     this.chat.toEnd();
   }
 
-  /** Take the text out of the page: the message is far away. */
+  /** Take what it holds out of the page: the message is far away. */
   release(height) {
-    if (!this.isFilled || this.node.busy || this.editor || isInUse(this.item)) return;
+    const isFew = this.chat.views.size < WINDOWED_FROM; // then the browser's own search finds all of it
+    if (!this.isFilled || isFew || this.node.busy || this.editor || isInUse(this.item)) return;
     this.isFilled = false;
     this.item.style.minHeight = `${height}px`;
-    if (this.node.role === "assistant") this.clearTexts();
-    else this.text.replaceChildren();
+    this.thoughtText?.clear();
+    this.answerText?.clear();
+    this.item.replaceChildren();
   }
 
   async loadTokens() {
     await this.chat.loadTokens(this.node);
-    if (!this.isFilled) return;
-    this.clearTexts(); // its words are known now
+    if (!this.isFilled || this.editor) return;
+    this.thoughtText.clear(); // its words are known now
+    this.answerText.clear();
+    this.newTexts();
     this.render();
   }
 
@@ -70,10 +74,7 @@ export class MessageView {
       chat.button("Delete", () => chat.remove(node)));
     this.item.append(...files, this.text, this.fold, this.actions);
     this.text.hidden = !node.content;
-  }
-
-  fillQuestion() {
-    const { content, role } = this.node;
+    const { content, role } = node;
     if (role === "tool") this.text.replaceChildren(content);
     else new Markdown(this.text).update(content, true);
     const isLong = content.length > LONG_CHARACTERS || content.split("\n", LONG_LINES + 1).length > LONG_LINES;
@@ -106,7 +107,6 @@ export class MessageView {
     attach(this.body, choosing);
     attach(this.thoughts, choosing);
     this.newTexts();
-    this.renderAround();
   }
 
   newTexts() {
@@ -117,26 +117,12 @@ export class MessageView {
     this.answerText = new Markdown(this.body, pieces("contentAt"), { isWindowed: true });
   }
 
-  clearTexts() {
-    this.thoughtText.clear();
-    this.answerText.clear();
-    this.newTexts();
-  }
-
   render() {
-    const { node } = this;
-    this.places = null;
-    if (this.isFilled && !this.editor) {
-      this.thoughtText.update(node.reasoning, !node.busy || Boolean(node.content));
-      this.answerText.update(node.content, !node.busy);
-    }
-    this.renderAround();
-    this.chat.toEnd();
-  }
-
-  /** All but the text. */
-  renderAround() {
     const { node, chat } = this;
+    if (!this.isFilled || this.editor) return;
+    this.places = null;
+    this.thoughtText.update(node.reasoning, !node.busy || Boolean(node.content));
+    this.answerText.update(node.content, !node.busy);
     this.item.setAttribute("aria-busy", Boolean(node.busy));
     this.thoughts.hidden = !node.reasoning;
     this.thoughts.firstChild.textContent = node.busy && !node.content ? "Thinking …" : "Thoughts";
@@ -146,9 +132,9 @@ export class MessageView {
     this.problem.textContent = node.error?.message ?? "";
     if (node.error?.requestId) this.problem.append(el("small", {}, ` Request ${node.error.requestId}.`));
     this.numbers.replaceChildren(...numbersOf(node));
-    if (node.busy) return;
-    this.actions.replaceChildren(...this.answerActions());
-    if (node.calls.length && !node.children.length) this.calls.append(chat.results(node));
+    if (!node.busy) this.actions.replaceChildren(...this.answerActions());
+    if (!node.busy && node.calls.length && !node.children.length) this.calls.append(chat.results(node));
+    chat.toEnd();
   }
 
   answerActions() {

@@ -1,28 +1,15 @@
 // The panel of settings: system prompt and sampling parameters, within the ranges that the server itself states.
 
-import { el, keep, recall } from "./dom.js";
+import { $, el, keep, notice, recall } from "./dom.js";
+import { FIELDS, read, requestFields } from "./settings_fields.js";
+import { placeOfPresets, PRESETS } from "./store.js";
 
 const NAME = "oarlock-settings";
-const NUMBERS = [
-  ["temperature", "Temperature", "0 always takes the most likely word"],
-  ["top_p", "Top p", "keep the likeliest words that hold this much probability"],
-  ["top_k", "Top k", "keep so many words"],
-  ["min_p", "Min p", "keep words at least so likely, beside the likeliest"],
-  ["top_n_sigma", "Top n sigma", "keep words whose logit lies within so many standard deviations of the largest"],
-  ["max_completion_tokens", "Longest answer", "tokens, thoughts included"],
-  ["seed", "Seed", "the same seed, the same answer"],
-  ["presence_penalty", "Presence penalty", ""],
-  ["frequency_penalty", "Frequency penalty", ""],
-  ["repetition_penalty", "Repetition penalty", ""],
-];
 
 export class Settings {
-  constructor(panel) {
-    this.panel = panel;
-    this.values = { alternatives: true, ...recall(NAME) };
-    this.known = {};
-    this.models = [];
-    this.judges = []; // of what is typed: each looks at its field again
+  /** `close` hides the panel; `showCode` shows the request as a program. */
+  constructor(panel, { close, showCode }) {
+    Object.assign(this, { panel, close, showCode, known: {}, models: [], texts: recall(NAME) ?? {} });
     this.draw();
   }
 
@@ -31,104 +18,134 @@ export class Settings {
   describe(models, known) {
     this.models = models;
     this.known = known;
-    this.offerModels();
-    for (const judge of this.judges) judge();
+    this.judge();
   }
 
-  offerModels() {
-    this.select.replaceChildren(...this.models.map((name) => el("option", { value: name }, name)));
-    this.select.value = this.models.includes(this.values.model) ? this.values.model : this.models[0];
-    for (const part of [this.select, this.select.previousSibling]) part.hidden = this.models.length < 2;
-  }
-
-  set(name, value) {
-    if (value === "" || value === null) delete this.values[name];
-    else this.values[name] = value;
-    keep(NAME, this.values);
+  set(name, text) {
+    if (text === "" || text === undefined) delete this.texts[name];
+    else this.texts[name] = text;
+    keep(NAME, this.texts);
+    this.judge();
   }
 
   draw() {
-    const values = this.values;
-    const system = el("textarea", { id: "set-system", rows: "4", placeholder: "You are …", oninput: (event) => this.set("system", event.target.value) });
-    system.value = values.system ?? "";
-    const rows = [el("label", { for: "set-system" }, "System prompt"), system];
+    this.inputs = new Map(FIELDS.map((field) => [field.name, this.input(field)]));
+    const rows = FIELDS.map((field) => this.row(field));
+    const isNumber = (row, index) => FIELDS[index].isNumber;
     this.select = el("select", { id: "set-model", onchange: (event) => this.set("model", event.target.value) });
-    this.judges = [];
-    rows.push(el("label", { for: "set-model" }, "Model"), this.select);
-    rows.push(el("div", { class: "grid" }, ...NUMBERS.map((entry) => this.number(...entry))));
-    rows.push(...this.area("stop", "Stop strings", "one on each line", 2));
-    rows.push(...this.area("tools", "Tools", 'JSON: [{"type": "function", "function": {…}}]', 3, true));
-    rows.push(...this.area("more", "More parameters", 'JSON: {"reasoning_effort": "low"}', 2, true));
-    const box = el("input", { type: "checkbox", id: "set-alternatives", onchange: (event) => this.set("alternatives", event.target.checked) });
-    box.checked = values.alternatives;
-    rows.push(el("label", { class: "check" }, box, el("span", {}, "Ask for the alternatives of every word")));
-    rows.push(el("button", { class: "quiet", onclick: () => this.reset() }, "Back to the server's defaults"));
-    this.panel.replaceChildren(el("h2", {}, "Settings"), ...rows);
-    this.offerModels();
+    this.box = el("input", { type: "checkbox", onchange: (event) => this.set("alternatives", event.target.checked ? "" : false) });
+    this.panel.replaceChildren(
+      el("div", { class: "panel-head" }, el("h2", {}, "Settings"), el("button", { class: "icon", "aria-label": "Close", onclick: () => this.close() }, "×")),
+      this.presets(),
+      rows[0],
+      el("label", { for: "set-model" }, "Model"), this.select,
+      el("div", { class: "grid" }, ...rows.filter(isNumber)),
+      ...rows.slice(1).filter((row, index) => !FIELDS[index + 1].isNumber),
+      el("label", { class: "check" }, this.box, el("span", {}, "Ask for the alternatives of every word")),
+      el("div", { class: "row" },
+        el("button", { class: "quiet", onclick: () => this.load({}) }, "Back to the server's defaults"),
+        el("button", { class: "quiet", onclick: () => this.showCode() }, "As code")),
+    );
+    this.judge();
   }
 
-  reset() {
-    this.values = { alternatives: true };
-    keep(NAME, this.values);
-    this.draw();
+  input(field) {
+    const shared = { id: `set-${field.name}`, "aria-describedby": `why-${field.name}`, oninput: (event) => this.set(field.name, event.target.value) };
+    const isCode = !["system", "stop"].includes(field.name);
+    const input = field.rows
+      ? el("textarea", { ...shared, rows: field.rows, placeholder: field.hint, spellcheck: isCode ? "false" : null, class: isCode ? "mono" : "" })
+      : el("input", { ...shared, type: "text", inputmode: "decimal", autocomplete: "off" });
+    input.value = this.texts[field.name] ?? "";
+    return input;
   }
 
-  number(name, label, hint) {
-    const judge = () => {
-      const known = this.known[name] ?? {};
-      const range = ["minimum", "maximum"].every((bound) => Math.abs(known[bound] ?? Infinity) < 1e6) ? `${known.minimum} to ${known.maximum}` : "";
+  row(field) {
+    return el("div", {}, el("label", { for: `set-${field.name}` }, field.label), this.inputs.get(field.name), el("small", { id: `why-${field.name}`, class: "why", role: "status" }));
+  }
+
+  /** Look at all that is typed: what is wrong says why, and what is not the server's default has a mark. */
+  judge() {
+    for (const field of FIELDS) {
+      const input = this.inputs.get(field.name);
+      const known = this.known[field.name] ?? {};
+      const found = read(field, this.texts[field.name], this.known);
+      const why = input.parentElement.lastChild;
+      input.setAttribute("aria-invalid", Boolean(found?.why));
+      if (why.textContent !== (found?.why ?? "")) why.textContent = found?.why ?? "";
+      input.parentElement.classList.toggle("changed", found !== null);
+      if (!field.isNumber) continue;
+      const hasRange = ["minimum", "maximum"].every((bound) => Math.abs(known[bound] ?? Infinity) < 1e6);
       input.placeholder = String(known.default ?? "");
-      input.title = [hint, range].filter(Boolean).join("; ");
-      const text = input.value.trim();
-      const value = Number(text.replace(",", "."));
-      const isWrong = text !== "" && !(Number.isFinite(value) && value >= (known.minimum ?? -Infinity) && value <= (known.maximum ?? Infinity));
-      input.setAttribute("aria-invalid", isWrong);
-      this.set(name, isWrong || text === "" ? "" : value);
-    };
-    const input = el("input", { type: "text", inputmode: "decimal", id: `set-${name}`, autocomplete: "off", oninput: judge });
-    input.value = this.values[name] ?? "";
-    judge();
-    this.judges.push(judge);
-    return el("div", {}, el("label", { for: `set-${name}` }, label), input);
+      input.title = [field.hint, hasRange && `${known.minimum} to ${known.maximum}`].filter(Boolean).join("; ");
+    }
+    if (this.select.options.length !== this.models.length) this.select.replaceChildren(...this.models.map((name) => el("option", { value: name }, name)));
+    this.select.value = this.models.includes(this.texts.model) ? this.texts.model : this.models[0];
+    for (const part of [this.select, this.select.previousSibling]) part.hidden = this.models.length < 2;
+    this.box.checked = this.texts.alternatives !== false;
+    const changed = this.changed;
+    const label = changed ? `Settings, ${changed} changed` : "Settings";
+    $("settings-button").dataset.changed = changed || "";
+    $("settings-button").setAttribute("aria-label", label);
+    $("settings-button").title = label;
   }
 
-  area(name, label, placeholder, rows, isJson = false) {
-    const id = `set-${name}`;
-    const area = el("textarea", {
-      id, rows, placeholder, spellcheck: "false", class: isJson ? "mono" : "",
-      oninput: () => {
-        const isWrong = isJson && area.value.trim() !== "" && parsed(area.value) === undefined;
-        area.setAttribute("aria-invalid", isWrong);
-        if (!isWrong) this.set(name, area.value.trim() === "" ? "" : area.value);
-      },
+  /** How many are not the server's defaults. */
+  get changed() {
+    return Object.keys(this.texts).filter((name) => name !== "model" || this.texts.model !== this.models[0]).length;
+  }
+
+  /** Take these texts, as a preset has them. */
+  load(texts) {
+    this.texts = { ...texts };
+    keep(NAME, this.texts);
+    for (const field of FIELDS) this.inputs.get(field.name).value = this.texts[field.name] ?? "";
+    this.judge();
+  }
+
+  // ------------------------------------------------------------------ presets
+  presets() {
+    const select = el("select", { id: "set-preset", "aria-label": "Preset" });
+    const name = el("input", { type: "text", "aria-label": "Name of the preset", placeholder: "Save these as …", autocomplete: "off", maxlength: "60" });
+    const saved = () => recall(PRESETS, placeOfPresets()) ?? {};
+    const fill = (chosen = "") => {
+      select.replaceChildren(el("option", { value: "" }, "Presets …"), ...Object.keys(saved()).sort().map((each) => el("option", { value: each }, each)));
+      select.value = chosen;
+      remove.disabled = !chosen;
+    };
+    const write = (all, chosen) => {
+      keep(PRESETS, all, placeOfPresets());
+      fill(chosen);
+    };
+    const remove = el("button", { class: "quiet", onclick: () => {
+      const all = saved();
+      const [gone, texts] = [select.value, all[select.value]];
+      delete all[gone];
+      write(all, "");
+      notice(`The preset “${gone}” is deleted.`, "Undo", () => write({ ...saved(), [gone]: texts }, gone));
+    } }, "Delete");
+    select.addEventListener("change", () => {
+      remove.disabled = !select.value;
+      if (select.value) this.load(saved()[select.value]);
     });
-    area.value = this.values[name] ?? "";
-    return [el("label", { for: id }, label), area];
+    const add = () => {
+      const wanted = name.value.trim();
+      if (!wanted) return name.focus();
+      write({ ...saved(), [wanted]: this.texts }, wanted);
+      name.value = "";
+    };
+    name.addEventListener("keydown", (event) => event.key === "Enter" && add());
+    fill();
+    return el("div", { class: "presets" }, select, remove, name, el("button", { class: "quiet", onclick: add }, "Save"));
   }
 
   /** The fields of a request. What is left empty is the server's to choose. */
   fields() {
-    const found = {};
-    for (const [name] of NUMBERS) if (name in this.values) found[name] = this.values[name];
-    if (this.models.includes(this.values.model)) found.model = this.values.model;
-    const stops = (this.values.stop ?? "").split("\n").filter(Boolean);
-    if (stops.length) found.stop = stops;
-    const tools = parsed(this.values.tools);
-    if (tools) found.tools = tools;
-    if (this.values.alternatives) Object.assign(found, { logprobs: true, top_logprobs: 5 });
-    return { ...found, ...parsed(this.values.more) };
+    const found = requestFields(this.texts, this.known);
+    if (this.models.includes(this.texts.model)) found.model = this.texts.model;
+    return found;
   }
 
   get system() {
-    return this.values.system ?? "";
-  }
-}
-
-function parsed(text) {
-  if (!text) return null;
-  try {
-    return JSON.parse(text);
-  } catch {
-    return undefined;
+    return this.texts.system ?? "";
   }
 }

@@ -5,12 +5,14 @@ import { count, duration, el, seconds } from "./dom.js";
 
 const EVERY_MS = 1000;
 const HISTORY = 120; // points of a curve: two minutes
+const KEPT = 60; // states that can be looked at again: the last minute
+const BATCHES_EVERY = 5; // states
 const TILES = [["generation", "generated tokens/s"], ["prompt", "prompt tokens/s"], ...["running", "waiting", "finished", "refused", "invalid"].map((n) => [n, n]), ["uptime", "up"]];
 const BLOCKS = { h: ["held", "used by requests that run"], c: ["cached", "prompt beginnings kept for others"], f: ["free", "empty"] };
 
 export class StateView {
   constructor(panel, askKey) {
-    Object.assign(this, { panel, askKey, isShown: false, timer: null, history: { prompt: [], generation: [] }, parts: null });
+    Object.assign(this, { panel, askKey, isShown: false, timer: null, history: { prompt: [], generation: [] }, parts: null, kept: [], at: null, batches: null });
     document.addEventListener("visibilitychange", () => document.hidden || this.restart());
     addEventListener("resize", () => this.paint());
   }
@@ -25,8 +27,14 @@ export class StateView {
     try {
       const state = await get("v1/state");
       if (number !== this.number) return;
-      this.last = state;
-      this.draw(state);
+      this.kept.push(state);
+      if (this.kept.length > KEPT) {
+        this.kept.shift();
+        if (this.at) this.at--; // the one that is looked at moves with the others
+      }
+      this.record(state);
+      if (this.rounds++ % BATCHES_EVERY === 0) this.loadBatches();
+      this.draw(this.kept[this.at ?? this.kept.length - 1]);
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       if (number !== this.number) return;
@@ -48,15 +56,50 @@ export class StateView {
     if (!this.parts || this.parts.engines.length !== state.engines.length) this.build(state);
     this.panel.classList.remove("stale");
     const { tiles, engines } = this.parts;
+    this.last = state;
+    this.showTime(state);
     const { requests, tokens_per_second: speed } = state;
+    const shown = { ...requests, generation: rate(speed.generation), prompt: rate(speed.prompt), uptime: seconds(state.uptime_s) };
+    for (const [name, tile] of Object.entries(tiles)) tile.firstChild.textContent = typeof shown[name] === "number" ? count(shown[name]) : shown[name];
+    state.engines.forEach((engine, index) => update(engines[index], engine));
+    this.parts.replicas.replaceChildren(...state.engines.map(replicaRow));
+    this.paint();
+  }
+
+  /** A new state's points of the curves. */
+  record({ tokens_per_second: speed }) {
     for (const name of ["prompt", "generation"]) {
       this.history[name].push(speed[name]);
       if (this.history[name].length > HISTORY) this.history[name].shift();
     }
-    const shown = { ...requests, generation: rate(speed.generation), prompt: rate(speed.prompt), uptime: seconds(state.uptime_s) };
-    for (const [name, tile] of Object.entries(tiles)) tile.firstChild.textContent = typeof shown[name] === "number" ? count(shown[name]) : shown[name];
-    state.engines.forEach((engine, index) => update(engines[index], engine));
-    this.paint();
+  }
+
+  /** Look at a state of the last minute again; null: at the present one. */
+  look(at) {
+    this.at = at;
+    this.draw(this.kept[at ?? this.kept.length - 1]);
+  }
+
+  showTime(state) {
+    const { slider, when, live } = this.parts;
+    slider.max = this.kept.length - 1;
+    slider.value = this.at ?? this.kept.length - 1;
+    const age = Math.round(this.kept.at(-1).time - state.time);
+    const text = this.at === null ? "now" : `${age} s ago`;
+    when.textContent = text;
+    slider.setAttribute("aria-valuetext", text);
+    live.hidden = this.at === null;
+  }
+
+  async loadBatches() {
+    try {
+      const { data } = await get("v1/batches?limit=20");
+      this.batches.hidden = !data.length;
+      this.batches.querySelector("tbody").replaceChildren(...data.map(batchRow));
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      this.batches.hidden = true; // a server without a directory of batches, or with none for this key
+    }
   }
 
   build(state) {
@@ -66,8 +109,16 @@ export class StateView {
       tiles[name] = el("div", { class: "tile" }, el("strong"), el("span", {}, label), canvas);
     }
     const engines = state.engines.map((engine) => build(engine, state.engines.length > 1));
-    this.panel.replaceChildren(el("div", { class: "tiles" }, ...Object.values(tiles)), ...engines.map((parts) => parts.element));
-    this.parts = { tiles, engines };
+    const slider = el("input", { type: "range", min: 0, max: 0, "aria-label": "The last minute", oninput: () => this.look(Number(slider.value) === this.kept.length - 1 ? null : Number(slider.value)) });
+    const when = el("span", { class: "soft" });
+    const live = el("button", { class: "quiet", hidden: true, onclick: () => this.look(null) }, "Back to now");
+    const replicas = el("tbody");
+    const many = el("section", { class: "card", hidden: state.engines.length < 2 }, el("h2", {}, "Replicas"), table("Replicas", ["Replica", "State", "Running", "Waiting", "Blocks held", "Cached", "Median step"], replicas));
+    this.batches = el("section", { class: "card", hidden: true }, el("h2", {}, "Batches"), table("Batches", ["Batch", "State", "Done", "Failed", "Of", ""], el("tbody")));
+    this.panel.replaceChildren(el("div", { class: "time row" }, slider, when, live), el("div", { class: "tiles" }, ...Object.values(tiles)), many, ...engines.map((parts) => parts.element), this.batches);
+    this.parts = { tiles, engines, slider, when, live, replicas };
+    this.rounds = 1;
+    this.loadBatches();
   }
 
   /** A colour of the style sheet as a canvas can read it. */
@@ -86,6 +137,14 @@ export class StateView {
     for (const canvas of this.panel.querySelectorAll("[data-curve]")) curve(canvas, this.history[canvas.dataset.curve], colours.h);
     this.last?.engines.forEach((engine, index) => map(this.parts.engines[index].map, engine.kv, colours));
   }
+}
+
+const cells = (...texts) => texts.map((text) => el("td", {}, text));
+const replicaRow = ({ engine, status, running, waiting, kv, step }) => el("tr", {}, ...cells(String(engine), status, count(running), count(waiting), count(kv.held), count(kv.cached), time(step.median_ms)));
+
+function batchRow({ id, status, request_counts: counts }) {
+  const bar = el("progress", { max: Math.max(1, counts.total), value: counts.completed + counts.failed, "aria-label": `Progress of ${id}` });
+  return el("tr", {}, el("td", { class: "mono" }, id), ...cells(status.replaceAll("_", " "), count(counts.completed), count(counts.failed), count(counts.total)), el("td", {}, bar));
 }
 
 const rate = (value) => (value < 100 ? value.toFixed(1) : count(Math.round(value)));
@@ -123,7 +182,8 @@ function update(parts, engine) {
     return el("tr", {}, ...[String(rank.rank), time(rank.last_ms), time(rank.median_ms)].map((text) => el("td", {}, text)), el("td", {}, bar));
   }));
   parts.ranks.parentElement.hidden = !ranks.length;
-  const rows = slowest.map((request) => el("tr", {}, el("td", { class: "mono" }, request.id), ...[request.state, seconds(request.age_s), count(request.prompt_tokens), count(request.cached_tokens), count(request.output_tokens)].map((text) => el("td", {}, text))));
+  const explained = async (id) => (await import("./explain.js")).explain(id);
+  const rows = slowest.map((request) => el("tr", {}, el("td", {}, el("button", { class: "quiet mono", title: "Explain this request", onclick: () => explained(request.id) }, request.id)), ...[request.state, seconds(request.age_s), count(request.prompt_tokens), count(request.cached_tokens), count(request.output_tokens)].map((text) => el("td", {}, text))));
   parts.oldest.replaceChildren(...(rows.length ? rows : [el("tr", {}, el("td", { colspan: "6", class: "soft" }, "None: the server is idle."))]));
 }
 

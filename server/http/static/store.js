@@ -5,7 +5,11 @@ import { base } from "./api.js";
 import { keep, recall } from "./dom.js";
 
 const TABLES = ["conversations", "nodes", "tokens"];
+export const PRESETS = "oarlock-presets"; // of settings
 const SWITCH = "oarlock-keeps-nothing";
+
+/** Where presets of settings are kept: with the tab alone where nothing is to be kept. */
+export const placeOfPresets = () => (recall(SWITCH, "localStorage") ? "sessionStorage" : "localStorage");
 
 const settled = (request) => new Promise((resolve, reject) => {
   request.onsuccess = () => resolve(request.result);
@@ -92,7 +96,10 @@ export class Store {
   async keepNothing(wanted) {
     const before = await this.records;
     const all = Object.fromEntries(await Promise.all(TABLES.map(async (name) => [name, await before.read(name)])));
+    const presets = recall(PRESETS, placeOfPresets());
+    keep(PRESETS, null, placeOfPresets());
     keep(SWITCH, wanted || null, "localStorage");
+    keep(PRESETS, presets, placeOfPresets());
     this.records = this.open();
     await (await this.records).put(all);
     if (wanted) await before.delete("");

@@ -1,0 +1,79 @@
+// The fields of the settings: what each is called, and how what is typed becomes a field of a request or a reason why not.
+
+const json = (text) => {
+  try {
+    return { value: JSON.parse(text) };
+  } catch (error) {
+    return { why: `Not JSON: ${error.message}` };
+  }
+};
+const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+
+function number(text, known = {}) {
+  const value = Number(text.replace(",", "."));
+  const { minimum = -Infinity, maximum = Infinity, type } = known;
+  if (!Number.isFinite(value)) return { why: "Not a number." };
+  if (value < minimum) return { why: `At least ${minimum}.` };
+  if (value > maximum) return { why: `At most ${maximum}.` };
+  if (type === "integer" && !Number.isInteger(value)) return { why: "A whole number." };
+  return { value };
+}
+
+/** A list of tools; one definition alone, or a function without the wrapping around it, is taken too. */
+function tools(text) {
+  const { value, why } = json(text);
+  if (why) return { why };
+  const list = (Array.isArray(value) ? value : [value]).map((tool) => (isObject(tool) && !tool.function && tool.name ? { type: "function", function: tool } : tool));
+  const wrong = list.findIndex((tool) => typeof tool?.function?.name !== "string");
+  return wrong < 0 ? { value: list } : { why: `Tool ${wrong + 1} has no name: {"type": "function", "function": {"name": …, "parameters": {…}}}.` };
+}
+
+function schema(text) {
+  const { value, why } = json(text);
+  if (why) return { why };
+  if (!isObject(value)) return { why: 'A schema is an object, such as {"type": "object", "properties": {…}}.' };
+  const inner = value.json_schema ?? value; // a whole response_format is taken too
+  return { value: { type: "json_schema", json_schema: inner.schema ? { name: "answer", ...inner } : { name: "answer", schema: value } } };
+}
+
+function more(text) {
+  const { value, why } = json(text);
+  if (why) return { why };
+  return isObject(value) ? { value } : { why: 'An object, such as {"reasoning_effort": "low"}.' };
+}
+
+const FIELD = (name, label, hint, read = number, rows = 0) => ({ name, label, hint, read, rows, isNumber: read === number });
+
+export const FIELDS = [
+  FIELD("system", "System prompt", "You are …", (text) => ({ value: text }), 4),
+  FIELD("temperature", "Temperature", "0 always takes the most likely word"),
+  FIELD("top_p", "Top p", "keep the likeliest words that hold this much probability"),
+  FIELD("top_k", "Top k", "keep so many words"),
+  FIELD("min_p", "Min p", "keep words at least so likely, beside the likeliest"),
+  FIELD("top_n_sigma", "Top n sigma", "keep words whose logit lies within so many standard deviations of the largest"),
+  FIELD("max_completion_tokens", "Longest answer", "tokens, thoughts included"),
+  FIELD("seed", "Seed", "the same seed, the same answer"),
+  FIELD("presence_penalty", "Presence penalty", ""),
+  FIELD("frequency_penalty", "Frequency penalty", ""),
+  FIELD("repetition_penalty", "Repetition penalty", ""),
+  FIELD("stop", "Stop strings", "one on each line", (text) => ({ value: text.split("\n").filter(Boolean) }), 2),
+  FIELD("response_format", "JSON schema of the answer", '{"type": "object", "properties": {…}}', schema, 3),
+  FIELD("tools", "Tools", '{"name": "f", "parameters": {…}}', tools, 3),
+  FIELD("more", "More parameters", '{"reasoning_effort": "low"}', more, 2),
+];
+
+/** What is typed in a field: {value}, {why} it is wrong, or null where there is nothing. */
+export const read = (field, text, known) => ((text ?? "").trim() === "" ? null : field.read(text, known[field.name]));
+
+/** The fields of a request for what is typed in all of them. What is empty or wrong is left to the server. */
+export function requestFields(texts, known) {
+  const found = {};
+  for (const field of FIELDS) {
+    const { value } = read(field, texts[field.name], known) ?? {};
+    if (value === undefined || field.name === "system") continue;
+    if (field.name === "more") Object.assign(found, value);
+    else found[field.name] = value;
+  }
+  if (texts.alternatives !== false) Object.assign(found, { logprobs: true, top_logprobs: 5 });
+  return found;
+}
