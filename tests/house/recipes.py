@@ -191,7 +191,7 @@ SERVICE_KEYS = {
         "stop_signal",
         "tmpfs",
     ),
-    *("ulimits", "volumes"),
+    *("devices", "group_add", "ulimits", "volumes"),
 }
 BUILD_KEYS = {"context", "target", "args"}
 

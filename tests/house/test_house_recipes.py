@@ -90,6 +90,9 @@ def test_services():
     assert recipes.service_faults(services["oarlock-cpu"], gpus=0) == []
     assert services["oarlock-1gpu"]["profiles"] == ["1gpu"] and services["oarlock-cpu"]["profiles"] == ["cpu"]
     assert "profiles" not in services["oarlock"]  # `docker compose up` starts this one and no other
+    rocm = services["oarlock-rocm"]
+    assert rocm["profiles"] == ["rocm"] and rocm["devices"] == ["/dev/kfd", "/dev/dri"] and not rocm["deploy"]
+    assert "/whl/rocm" in rocm["build"]["args"][0] and rocm["image"] == "oarlock:rocm"
     for service in built(services):
         assert service["build"]["target"] in recipes.stages(DOCKERFILE)
         # A named volume takes its owner from the image's folder: without one it would belong to root.
@@ -131,7 +134,8 @@ def test_the_compose_file_is_one():
     for service in built(recipes.compose(COMPOSE)["services"]):
         assert recipes.mounts(service)["/models"] == "${MODELS_DIR:-./models}"
         assert service["env_file"] == [{"path": ".env", "required": False}]
-        assert service["build"]["args"] == ["TORCH_INDEX", "PYTHON_IMAGE"]
+        index, image = service["build"]["args"]
+        assert index.partition("=")[0] == "TORCH_INDEX" and image == "PYTHON_IMAGE"
         environment = recipes.environment(recipes.stages(DOCKERFILE), service["build"]["target"])
         assert environment["HF_HOME"] in recipes.mounts(service)
 

@@ -53,8 +53,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     ),
     "graphs": (
         "tests/unit/workers/runner/test_step_inputs.py",
-        "tests/unit/workers/runner/test_cuda_graphs.py",
-        "tests/unit/workers/runner/test_captured_memory.py",
+        "tests/parallel/test_made_up_cuda.py",
     ),
     "sampling": (
         "tests/unit/workers/sampling",

@@ -29,6 +29,7 @@ from oarlock.workers.distributed.all_reduce import (
 )
 from oarlock.workers.distributed.shm_layout import Flags
 from oarlock.workers.distributed.topology import RendezvousInfo
+from oarlock.workers.errors import StartupError
 from oarlock.workers.platform.network import interface_with
 
 LOOPBACK = "127.0.0.1"
@@ -105,11 +106,17 @@ class TensorParallel:
         def agree(number: float) -> float:
             return float(self.all_gather(torch.tensor([number], dtype=torch.float64, device=device)).max())
 
+        whole = torch.arange(SIZES[0] // 4, dtype=torch.float32, device=device)
+        if agree(float(not torch.equal(self._nccl_sum(whole.clone()), self.size * whole))):
+            raise StartupError(f"NCCL's sums over {self.size} devices are wrong.", WITHOUT_PEERS)
         self._device_sum, self.sums_by = choose_device_sum(
             lambda: OneShot(max(SIZES), device, self._group), self._nccl_sum, device, agree, seconds_on_device
         )
-        if self.rank == 0:
-            logger.info("event=all_reduce ranks=%d chosen=%r", self.size, self.sums_by)
+        apart = [other for other in range(torch.cuda.device_count()) if not _reads(device, other)]
+        if apart:
+            names = ", ".join(map(str, apart))
+            logger.warning("event=no_peer_access device=%s others=%r fix=%r", device.index, names, WITHOUT_PEERS)
+        logger.info("event=all_reduce ranks=%d chosen=%r", self.size, self.sums_by)
 
     def destroy(self) -> None:
         """Destroy the process group and close its sockets. It cannot be used afterwards."""
@@ -125,6 +132,14 @@ class TensorParallel:
         self._collectives += 1
         if self._record is not None:
             self._record(self._collectives)
+
+
+# Some drivers of consumer cards offer peer access that then hangs, or copies wrong numbers.
+WITHOUT_PEERS = "If the start hangs or sums are wrong, set NCCL_P2P_DISABLE=1."
+
+
+def _reads(device: torch.device, other: int) -> bool:
+    return other == device.index or torch.cuda.can_device_access_peer(device.index, other)
 
 
 def open_store(info: RendezvousInfo) -> dist.Store:

@@ -13,7 +13,7 @@ import torch
 
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.control_channel import Control
-from oarlock.workers.distributed.parallel_state import nccl_version
+from oarlock.workers.distributed.parallel_state import WITHOUT_PEERS, nccl_version
 from oarlock.workers.distributed.shm_ring import ChannelClosedError
 from oarlock.workers.doctor.finding import ERROR, NOTE, WARNING, Finding
 from oarlock.workers.platform import cuda_driver
@@ -32,6 +32,9 @@ def findings(asked: str, ranks: int) -> list[Finding]:
     facts = {"driver": driver, "torch": built}
     if asked == "cpu":
         return [Finding("CUDA", "not asked for", NOTE, facts=facts)]
+    if torch.version.hip is not None and torch.cuda.is_available():
+        text = f"torch is built for ROCm {torch.version.hip}, on which nothing has been tried yet"
+        return [Finding("CUDA", text, WARNING, "make gpu-check shows what works.", facts), *_devices(ranks), _triton()]
     wanted = ERROR if asked == "cuda" else NOTE
     if driver is None:
         fix = "Install NVIDIA's driver (in a container: the container toolkit and --gpus all), or use --device cpu."
@@ -95,7 +98,9 @@ def _links(ranks: int) -> Finding:
         return Finding("NCCL", "torch has none", ERROR, "Install torch's CUDA build for Linux.", facts)
     if apart:
         pairs = ", ".join(f"{a}-{b}" for a, b in apart)
-        fix = "Use GPUs behind one switch or with NVLink; NCCL goes through the host's memory otherwise."
+        fix = (
+            f"Use GPUs behind one switch or with NVLink; NCCL goes through the host's memory otherwise. {WITHOUT_PEERS}"
+        )
         return Finding("NCCL", f"{version}; no peer access between devices {pairs}", WARNING, fix, facts)
     return Finding("NCCL", f"{version}; every device reads every other's memory", facts=facts)
 

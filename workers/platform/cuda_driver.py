@@ -3,6 +3,9 @@ seconds.
 
 A program built for CUDA M.n runs on every driver that supports CUDA M.0 or later ("minor version compatibility" in
 NVIDIA's guide to CUDA compatibility), so only the major version decides.
+
+A torch that was built for ROCm calls AMD's devices `cuda` as well; its HIP library has the functions of CUDA's driver
+under other names. What is asked of it here is how many devices there are. Nothing of it has been tried on one.
 """
 
 import ctypes
@@ -30,15 +33,20 @@ def driver_version() -> str | None:
     return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
-def built_for() -> str | None:
-    """The CUDA version that the installed torch was built for, as `13.0`; None if it was built for CPUs."""
-    torch = importlib.util.find_spec("torch")
-    for folder in (torch.submodule_search_locations or []) if torch is not None else []:
-        version = Path(folder) / "version.py"
-        found = re.search(r"^cuda\b.*= *'([\d.]+)'", version.read_text("utf-8") if version.exists() else "", re.M)
+def built_for(platform: str = "cuda") -> str | None:
+    """The version of CUDA, or of `hip`, that the installed torch was built for, as `13.0`; None if for neither."""
+    for folder in _torch_folders():
+        version = folder / "version.py"
+        text = version.read_text("utf-8") if version.exists() else ""
+        found = re.search(rf"^{platform}\b.*= *'([\d.]+)", text, re.M)
         if found is not None:
             return found[1]
     return None
+
+
+def _torch_folders() -> list[Path]:
+    torch = importlib.util.find_spec("torch")
+    return [Path(folder) for folder in (torch.submodule_search_locations or [] if torch is not None else [])]
 
 
 def why_too_old(driver: str, built: str) -> tuple[str, str] | None:
@@ -55,23 +63,32 @@ def why_too_old(driver: str, built: str) -> tuple[str, str] | None:
 
 
 def device_count() -> int:
-    """Devices the CUDA driver offers and the installed torch can use; 0 without driver, device or CUDA build."""
-    torch = importlib.util.find_spec("torch")
-    folders = list(torch.submodule_search_locations or []) if torch is not None else []
-    if not any((Path(folder) / "lib" / "libtorch_cuda.so").exists() for folder in folders):
-        return 0
+    """Devices that a driver offers and the installed torch can use; 0 without driver, device or a build for them."""
+    for folder in _torch_folders():
+        if (folder / "lib" / "libtorch_cuda.so").exists():
+            return _counted("libcuda.so.1", "cuInit", "cuDeviceGetCount")
+        if (folder / "lib" / "libtorch_hip.so").exists():
+            bundled = folder / "lib" / "libamdhip64.so"
+            return _counted(str(bundled) if bundled.exists() else "libamdhip64.so", "hipInit", "hipGetDeviceCount")
+    return 0
+
+
+def _counted(library: str, begin: str, count_devices: str) -> int:
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        driver = ctypes.CDLL(library)
     except OSError:  # no driver on this machine
         return 0
     count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+    if driver[begin](0) != 0 or driver[count_devices](ctypes.byref(count)) != 0:
         return 0
     return count.value
 
 
 def lowest_capability(count: int) -> tuple[int, int]:
-    """The lowest compute capability, as (8, 0), of the first `count` devices, which there must be."""
+    """The lowest compute capability, as (8, 0), of the first `count` devices, which there must be. AMD's have none, and
+    are taken to suffice."""
+    if built_for("hip") is not None:
+        return LEAST_CAPABILITY
     driver, number, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), []
     for device in range(count):
         pair = []

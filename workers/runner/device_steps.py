@@ -300,18 +300,16 @@ def device_steps(
     )
 
 
-def capture(
-    steps: DeviceSteps, maker: GraphMaker, config: WorkerConfig, backend: AttentionBackend, rank: int = 0
-) -> None:
-    """Capture the graphs of a rank, unless it cannot or must not have any."""
+def capture(steps: DeviceSteps, maker: GraphMaker, config: WorkerConfig, backend: AttentionBackend) -> int:
+    """Capture the graphs of a rank, unless it cannot or must not have any. Returns how many there are."""
     reason, sizes, begun = _why_none(config, backend), graph_sizes(config), time.monotonic()
     if reason is not None:
         logger.info("event=no_graphs reason=%r", reason)
-        return
+        return 0
     count = steps.capture(maker, sizes)
-    if rank == 0:
-        seconds = time.monotonic() - begun
-        logger.info("event=graphs_captured count=%d largest=%d seconds=%.1f", count, sizes[-1], seconds)
+    seconds = time.monotonic() - begun
+    logger.info("event=graphs_captured count=%d largest=%d seconds=%.1f", count, sizes[-1], seconds)
+    return count
 
 
 def bytes_of_graphs(

@@ -213,9 +213,20 @@ class ModelRunner:
                 facts = {"backend": self.backend.name, "kernels": kernels_in_use(self.device), "kv": str(self.kv_spec)}
                 rank = self.stage.number * self.tp.size + self.tp.rank
                 self.kv_offload = RankOffload(self.config, self.kv, facts, rank)
+        graphs = 0
         if self._device_steps is not None:
             with self._memory_for("capturing graphs"):
-                capture(self._device_steps, self._graph_maker, self.config, self.backend, self.tp.rank)
+                graphs = capture(self._device_steps, self._graph_maker, self.config, self.backend)
+        if self.device.type == "cuda":
+            logger.info(
+                "event=device index=%d name=%r free=%r attention=%s graphs=%d sums=%r",
+                self.device.index,
+                kernels_in_use(self.device),
+                human_bytes(free_bytes(self.device)),
+                self.backend.name,
+                graphs,
+                self.tp.sums_by if self.tp.size > 1 else "no other rank",
+            )
 
     def time_steps(self) -> StepCost:
         """Measure what steps cost in this stage. Every rank of it must call this at the same point after `allocate`,

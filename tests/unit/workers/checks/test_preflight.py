@@ -459,6 +459,33 @@ def test_the_lowest_capability_of_the_devices_that_serve_counts(monkeypatch: pyt
     assert [cuda_driver.lowest_capability(count) for count in (1, 2, 3)] == [(9, 0), (8, 9), (7, 5)]
 
 
+def test_where_torch_is_built_for_rocm_nothing_asks_for_the_driver_of_cuda(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spec = importlib.machinery.ModuleSpec("torch", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(cuda_driver.importlib.util, "find_spec", lambda name: spec)
+    (tmp_path / "version.py").write_text("cuda: Optional[str] = None\nhip: Optional[str] = '7.2.26015-fc0010cf'\n")
+    (tmp_path / "lib").mkdir()
+    assert cuda_driver.device_count() == 0
+    (tmp_path / "lib" / "libtorch_hip.so").touch()
+    asked = []
+
+    def count_devices(count: Any) -> int:
+        count._obj.value = 2
+        return 0
+
+    def opened(name: str) -> dict[str, Any]:
+        asked.append(name)
+        return {"hipInit": lambda flags: 0, "hipGetDeviceCount": count_devices}
+
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", opened)
+    assert cuda_driver.device_count() == 2
+    assert cuda_driver.built_for() is None and cuda_driver.built_for("hip") == "7.2.26015"
+    assert cuda_driver.lowest_capability(2) == cuda_driver.LEAST_CAPABILITY
+    assert asked == ["libamdhip64.so"]
+
+
 def test_devices_are_counted_as_torch_counts_them() -> None:
     assert cuda_driver.device_count() == (torch.cuda.device_count() if torch.version.cuda else 0)
 

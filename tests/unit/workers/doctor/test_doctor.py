@@ -143,6 +143,21 @@ def test_cuda_that_is_not_there_or_does_not_fit(driver, built, asked, state, mon
         assert "CUDA 11.4" in found.text and "525.60.13" in found.fix
 
 
+def test_torch_for_rocm_is_said_to_be_untried(monkeypatch):
+    properties = namedtuple("Properties", "name major minor")("AMD Instinct MI300X", 9, 4)
+    monkeypatch.setattr(cuda.torch.version, "hip", "7.2")
+    fake = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "get_device_properties": lambda index: properties,
+        "mem_get_info": lambda index: (190 << 30, 192 << 30),
+    }
+    for name, value in fake.items():
+        monkeypatch.setattr(cuda.torch.cuda, name, value)
+    first, device, _ = cuda.findings("auto", 1)
+    assert first.state == WARNING and "nothing has been tried" in first.text and device.state == OK
+
+
 def test_devices_of_two_ranks(monkeypatch):
     properties = namedtuple("Properties", "name major minor")
     of = {0: properties("NVIDIA H200", 9, 0), 1: properties("Tesla T4", 7, 5)}
@@ -161,7 +176,7 @@ def test_devices_of_two_ranks(monkeypatch):
     found = {finding.check: finding for finding in cuda.findings("auto", 2)}
     assert found["device 0"].state == OK and "130.0 GiB free of 139.0 GiB" in found["device 0"].text
     assert found["device 1"].state == WARNING and "7.5" in found["device 1"].text
-    assert found["NCCL"].state == WARNING and "0-1" in found["NCCL"].text
+    assert found["NCCL"].state == WARNING and "0-1" in found["NCCL"].text and "NCCL_P2P_DISABLE" in found["NCCL"].fix
     assert {finding.check: finding.state for finding in cuda.findings("cuda", 4)}["devices"] == ERROR
     monkeypatch.setattr(cuda, "nccl_version", lambda: None)
     assert {finding.check: finding.state for finding in cuda.findings("cuda", 2)}["NCCL"] == ERROR

@@ -1,0 +1,341 @@
+"""Ranks on made-up CUDA devices: the real graphs, staging, sampling, offload and sums, and a fault of each kind.
+
+Kernels run in Triton's interpreter. Judges: the same without graphs, bit by bit, and torch's sampler with the reference
+attention on the CPU, token by token.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from oarlock.engine.sampling_params import Grammar, SamplingParams
+from oarlock.engine.types import Request
+from oarlock.workers.attention.backend import LayerKV
+from oarlock.workers.config import WorkerConfig
+from oarlock.workers.distributed import parallel_state
+from oarlock.workers.distributed.all_reduce import DeviceSum
+from oarlock.workers.distributed.parallel_state import OneShot, TensorParallel
+from oarlock.workers.errors import StartupError
+from oarlock.workers.kv_tiers.rank_offload import make_slots
+from oarlock.workers.preflight import preflight
+from oarlock.workers.protocol import StepMetadata, StepOutput
+from oarlock.workers.runner.cuda_graphs import CudaGraph, CudaGraphs
+from oarlock.workers.runner.device import use_device
+from oarlock.workers.runner.model_runner import ModelRunner
+from oarlock.workers.runner.pending_output import AnsweringThread, wait_for
+from oarlock.workers.runner.step_inputs import StagingBuffer
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
+from tests.golden.paged_run import RankThreads, ThreadRank, on_ranks
+from tests.golden.tiny_models import make_tiny
+from tests.parallel import made_up_cuda
+from tests.parallel.made_up_cuda import MadeUpCuda
+from tests.parallel.made_up_memory import Fault, Stream, of_thread
+from tests.parallel.rank_threads import ThreadExecutor
+from tests.parallel.test_pipeline_depth import answers
+
+cuda = made_up_cuda.cuda  # the fixture
+DEVICE = torch.device("cuda", 0)
+
+
+# Faults: each is planted, and found.
+
+
+def test_captured_work_whose_memory_is_not_kept(cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def captured() -> Any:
+        scratch, out = torch.full((3,), 7.0, device=DEVICE), torch.zeros(3, device=DEVICE)
+        return CudaGraphs().capture(partial(out.copy_, scratch)), out
+
+    graph, out = captured()
+    graph.replay()
+    assert out.tolist() == [7.0, 7.0, 7.0]
+    monkeypatch.setattr(CudaGraph, "__init__", lambda self, graph, work: setattr(self, "_graph", graph))
+    graph, _ = captured()
+    with pytest.raises(Fault, match="names memory that was freed"):
+        graph.replay()
+
+
+def test_results_that_stay_in_the_pool_of_a_graph(cuda: MadeUpCuda) -> None:
+    x, made, kept = torch.ones(3, device=DEVICE), [], torch.zeros(3, device=DEVICE)
+    CudaGraphs().capture(lambda: made.append(x + 1.0))
+    CudaGraphs().capture(lambda: kept.copy_(x + 1.0))
+    assert kept.tolist() == [2.0, 2.0, 2.0]
+    for use in (made[1].tolist, lambda: made[1] * 2.0, lambda: CudaGraphs().capture(lambda: kept.copy_(made[1]))):
+        with pytest.raises(Fault, match="a graph's pool from outside"):
+            use()
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.cpu(),
+        lambda x: x[x > 0.0],
+        lambda x: torch.cuda.synchronize(),
+        lambda x: torch.cuda.Event().record().synchronize(),
+        lambda x: torch.empty(3, pin_memory=True),
+        lambda x: torch.from_numpy(np.ones(3, np.float32)).to(DEVICE),
+        lambda x: torch.cuda.empty_cache(),
+    ],
+)
+def test_a_host_that_waits_or_allocates_while_it_captures(cuda: MadeUpCuda, work: Callable[[Tensor], object]) -> None:
+    x, is_warm = torch.ones(3, device=DEVICE), []
+
+    def captured() -> None:
+        if is_warm:
+            work(x)
+        is_warm.append(True)
+
+    with pytest.raises(Fault, match=r"while a graph is captured|from the host"):
+        CudaGraphs().capture(captured)
+
+
+def test_a_buffer_that_is_written_before_its_copy_is_over(cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def send_three(buffer: StagingBuffer) -> list[int]:
+        for number in (1, 2, 3):
+            buffer.turn()
+            buffer.on_host[:4] = number
+            buffer.to_device(4)
+        return buffer.on_device[:4].tolist()
+
+    assert send_three(StagingBuffer(8, DEVICE)) == [3, 3, 3, 3]
+    copied = StagingBuffer(8, DEVICE).to_host(4)
+    assert copied()[:4].tolist() == [0, 0, 0, 0]
+    buffer = StagingBuffer(8, DEVICE)
+    buffer.to_host(4)
+    assert buffer.on_host[0] == made_up_cuda._GARBAGE  # nothing has arrived
+    monkeypatch.setattr(StagingBuffer, "turn", lambda self: setattr(self, "_current", 1 - self._current))
+    with pytest.raises(Fault, match="written before its copy was over"):
+        send_three(StagingBuffer(8, DEVICE))
+    cuda._copies.clear()
+
+
+def test_a_thread_on_another_device(cuda: MadeUpCuda) -> None:
+    on_second = torch.ones(3, device=torch.device("cuda", 0))
+    cuda.set_device(1)
+    with pytest.raises(Fault, match="on device 0, while device 1 is the thread's own"):
+        on_second + 1.0
+    with pytest.raises(Fault, match=r"tensors of devices \[0, 1\]"):
+        torch.ones(3, device=torch.device("cuda", 1)) + on_second
+    with pytest.raises(Fault, match="tensors of a device and of the host"):
+        torch.ones(3, device=torch.device("cuda", 1)) + torch.ones(3)
+    event = torch.cuda.Event(blocking=True)
+    event.record()
+    failures = []
+    for begin in (lambda: cuda.set_device(1), lambda: None):
+        thread = AnsweringThread(lambda output: None, lambda step, error: failures.append(str(error)), begin)
+        thread.add(1, SimpleNamespace(wait=lambda: event.synchronize() or StepOutput(1, np.empty(0), np.empty(0))))
+        thread.close(10.0)
+    assert len(failures) == 1 and "device 0 is the thread's own" in failures[0]
+
+
+def test_a_capture_that_does_not_wait_for_what_came_before(cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(3, device=DEVICE)
+    CudaGraphs().capture(lambda: x.add_(1.0))
+    x.add_(1.0)
+    monkeypatch.setattr(Stream, "wait_stream", lambda self, other: None)
+    with pytest.raises(Fault, match="memory of another stream without waiting"):
+        CudaGraphs().capture(lambda: x.add_(1.0))
+
+
+@pytest.fixture
+def thread_ranks(cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch) -> MadeUpCuda:
+    """`TensorParallel` over NCCL and symmetric memory, both of which are made up of threads."""
+    ranks = RankThreads(2)
+
+    def parts(x: Tensor) -> list[Tensor]:
+        return ThreadRank(of_thread.device, ranks)._exchange(x)
+
+    def gathered(into: list[Tensor], x: Tensor, group: object) -> None:
+        for there, part in zip(into, parts(x), strict=True):
+            there.copy_(part)
+
+    stand_in = SimpleNamespace(
+        all_reduce=lambda x, group: x.copy_(sum(parts(x))),
+        all_gather=gathered,
+        group=SimpleNamespace(WORLD=SimpleNamespace(group_name="ranks")),
+    )
+    monkeypatch.setattr(parallel_state, "dist", stand_in)
+    from torch.distributed import _symmetric_memory
+
+    monkeypatch.setattr(_symmetric_memory, "empty", torch.empty)
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda memory, group: None)
+    monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce", lambda x, kind, group: sum(parts(x)))
+    return cuda
+
+
+def test_sums_of_two_devices_are_captured_whatever_way_they_take(thread_ranks: MadeUpCuda) -> None:
+    def sums(tp: TensorParallel) -> list[list[float]]:
+        thread_ranks.set_device(tp.rank)
+        device = torch.device("cuda", tp.rank)
+        real = TensorParallel(tp.rank, 2)
+        real.choose_all_reduce(device)
+        found = []
+        for way in (real._device_sum, DeviceSum(OneShot(1 << 10, device), real._nccl_sum, 64)):
+            real._device_sum = way
+            for count in (4, 64):
+                x, out = torch.zeros(count, device=device), torch.zeros(count, device=device)
+                graph = CudaGraphs().capture(lambda x=x, out=out: out.copy_(real.all_reduce(x.clone())))
+                x.fill_(float(tp.rank + 1))
+                graph.replay()
+                found.append(out[-1:].tolist())
+        return found
+
+    assert on_ranks(2, sums) == [[[3.0]] * 4] * 2
+
+
+def test_devices_without_peer_access_are_named_and_wrong_sums_are_refused(
+    thread_ranks: MadeUpCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    def chosen(tp: TensorParallel) -> None:
+        thread_ranks.set_device(tp.rank)
+        TensorParallel(tp.rank, 2).choose_all_reduce(torch.device("cuda", tp.rank))
+
+    thread_ranks.has_peers = False
+    on_ranks(2, chosen)
+    lines = [record.getMessage() for record in caplog.records if "no_peer_access" in record.getMessage()]
+    assert len(lines) == 2 and all("NCCL_P2P_DISABLE=1" in line for line in lines)
+    parallel_state.dist.all_reduce = lambda x, group: x.mul_(3.0)
+    with pytest.raises(StartupError, match=r"sums over 2 devices are wrong.*NCCL_P2P_DISABLE=1"):
+        on_ranks(2, chosen)
+
+
+def test_ranks_that_capture_collectives_in_another_order(thread_ranks: MadeUpCuda) -> None:
+    def captured(tp: TensorParallel) -> None:
+        thread_ranks.set_device(tp.rank)
+        real, x = TensorParallel(tp.rank, 2), torch.ones(4, device=torch.device("cuda", tp.rank))
+        sizes = (4, 2) if tp.rank else (2, 4)
+        for size in sizes:
+            CudaGraphs().capture(lambda size=size: real.all_reduce(x[:size].clone()))
+
+    with pytest.raises(Fault, match="ranks do not meet in collective 0"):
+        on_ranks(2, captured)
+
+
+def test_blocks_go_to_the_host_and_back(cuda: MadeUpCuda) -> None:
+    pages = [LayerKV(*(torch.randn(6, 2, 8, device=DEVICE) for _ in range(2))) for _ in range(2)]
+    before = pages[1].v.clone()
+    slots = make_slots(pages, 4)
+    slots.save([1, 3], [0, 2])
+    pages[1].v.zero_()
+    slots.load([2, 0], [3, 5])
+    assert torch.equal(pages[1].v[3], before[3]) and torch.equal(pages[1].v[5], before[1])
+    assert not (slots.memory[2] == made_up_cuda._GARBAGE).all()  # it was waited for
+
+
+# The real runner.
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("model"), "qwen2", num_hidden_layers=1)
+
+
+KINDS = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.8, "logprobs": 2},
+    {"temperature": 0.0, "frequency_penalty": 0.9, "logit_bias": ((7, -100.0), (9, 2.0))},
+    {"temperature": 1.1},
+    {"temperature": 0.0, "grammar": Grammar("lark", "even, then odd")},
+)
+
+
+class DeviceRunner(ModelRunner):
+    """A rank whose steps may come on any thread of the executor."""
+
+    def launch(self, step: StepMetadata, await_masks: Callable[[], None] | None = None) -> Any:
+        use_device(self.config, self.tp.rank)
+        return super().launch(step, await_masks)
+
+
+def config_of(model: Path, **options: Any) -> WorkerConfig:
+    config = WorkerConfig(
+        str(model), device="cuda", dtype="float32", max_model_len=32, block_size=8, max_num_seqs=2, num_threads=1,
+        max_num_batched_tokens=8, num_kv_blocks=20,
+    )  # fmt: skip
+    return config.with_(**options)
+
+
+def requests_of(kinds: tuple[dict, ...], count: int, tokens: int) -> list[Request]:
+    draw = np.random.default_rng(3)
+    made = []
+    for number in range(count):
+        params = SamplingParams(max_tokens=tokens - number % 3, seed=number, **kinds[number % len(kinds)])
+        made.append(Request(number, tuple(draw.integers(2, 90, 2 + number % 4).tolist()), params))
+    return made
+
+
+def run(executor: ThreadExecutor, requests: list[Request], depth: int) -> dict:
+    found, _ = answers(executor, requests, depth, 20)
+    executor.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_captured_steps_are_those_of_the_host(size: int, model: Path, cuda: MadeUpCuda) -> None:
+    config = config_of(model, tensor_parallel_size=size)
+    requests = requests_of(KINDS, len(KINDS), 4)
+    got = run(ThreadExecutor(config, DeviceRunner), requests, 2)
+    assert sum(graph.num_replays > 0 for graph in cuda.graphs) > 3 * size
+    eager = run(ThreadExecutor(config.with_(enforce_eager=True), DeviceRunner), requests, 1)
+    judge = run(ThreadExecutor(config.with_(device="cpu", attention_backend="reference")), requests, 1)
+    for number, answer in judge.items():
+        assert got[number] == eager[number]
+        assert got[number].token_ids == answer.token_ids
+        for ours, wanted in zip(got[number].logprobs, answer.logprobs, strict=True):
+            assert ours.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_steps_in_flight_do_not_touch_each_others_buffers(
+    model: Path, cuda: MadeUpCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three decodes that follow from the one before, the next always launched before the output is awaited."""
+    caplog.set_level("INFO", "oarlock.runner")
+    runner = ModelRunner(preflight(config_of(model)), TensorParallel.solo())
+    with torch.inference_mode():
+        runner.load(lambda share: None)
+        runner.allocate(20)
+    (line,) = [record.getMessage() for record in caplog.records if "event=device" in record.getMessage()]
+    assert "index=0" in line and "attention=triton graphs=12" in line
+
+    def steps() -> list[StepMetadata]:
+        prompt = [SequenceChunk([5, 6, 7], 0, [1]), SequenceChunk([8, 9], 0, [2])]
+        after = [[SequenceChunk([-1 - row], 3 - row + n, [1 + row]) for row in range(2)] for n in range(3)]
+        made = [greedy_step(prompt, 8, [2, 4], step_id=1)]
+        return made + [greedy_step(chunks, 8, range(2), step_id=2 + n) for n, chunks in enumerate(after)]
+
+    one_by_one = [wait_for(runner.launch(step)) for step in steps()]
+    ahead, pending = [], None
+    for step in steps():
+        following = runner.launch(step)
+        ahead += [] if pending is None else [wait_for(pending)]
+        pending = following
+    ahead.append(wait_for(pending))
+    runner.close()
+    assert [out.token_ids.tolist() for out in ahead] == [out.token_ids.tolist() for out in one_by_one]
+    assert len({tuple(out.token_ids.tolist()) for out in ahead}) > 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("cache", ["auto", "int8"])
+def test_padding_changes_no_bit_where_batches_must_not(cache: str, model: Path, cuda: MadeUpCuda) -> None:
+    """`--batch-invariant`: three requests in graphs of four rows, and each alone in one of one row, step by step."""
+    config = config_of(model, max_num_seqs=4, batch_invariant=True, kv_cache_dtype=cache)
+    requests = requests_of(({"temperature": 0.0, "logprobs": 2}, {"temperature": 0.9, "logprobs": 2}), 3, 5)
+    executor = ThreadExecutor(config, DeviceRunner)
+    padded = next(graph for graph in cuda.graphs if not graph.is_reset)  # the model's, of four rows
+    got = run(executor, requests, 2)
+    assert padded.num_replays > 0
+    for request in requests:
+        alone = run(ThreadExecutor(config.with_(enforce_eager=True), DeviceRunner), [request], 1)
+        assert got[request.request_id] == alone[request.request_id]
