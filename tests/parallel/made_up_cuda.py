@@ -76,6 +76,7 @@ class MadeUpCuda:
         self.graphs: list[MadeUpGraph] = []  # all that were made
         self.num_pools, self.dead_pools = 0, set[int | None]()
         self.launches = 0
+        self.variants: set[tuple[Any, ...]] = set()  # of kernels: what Triton would have compiled
         self._host_seen: dict[Stream, int] = {}
         self._allocated: dict[int, list[Memory]] = {device: [] for device in range(num_devices)}
         self._peaks = [0] * num_devices
@@ -406,7 +407,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Generator[MadeUpCuda]:
 
 def install(cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch, Triton's interpreter and thread ranks use `cuda` until undone."""
-    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
     from oarlock.workers.kernels.triton import availability
     from oarlock.workers.platform import cuda_driver
@@ -433,7 +434,11 @@ def install(cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability, "missing_to_launch", list)
     monkeypatch.setattr(availability, "can_serve", lambda device: device.type == "cuda")
     one_kernel_at_a_time(monkeypatch)
-    launch, exchange = GridExecutor.__call__, ThreadRank._exchange
+    launch, exchange, begin = GridExecutor.__call__, ThreadRank._exchange, InterpretedFunction.run
+
+    def begun(function: InterpretedFunction, *args: Any, **kwargs: Any) -> None:
+        cuda.variants.add(_variant(function, args, kwargs))
+        begin(function, *args, **kwargs)
 
     def launched(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
         named = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -447,5 +452,30 @@ def install(cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch) -> None:
             return exchange(rank, x)
         return cuda.collective(rank._threads, rank.rank, "a sum or gather", x, lambda inner: exchange(rank, inner))
 
+    monkeypatch.setattr(InterpretedFunction, "run", begun)
     monkeypatch.setattr(GridExecutor, "__call__", launched)
     monkeypatch.setattr(ThreadRank, "_exchange", exchanged)
+
+
+_ALIGNED = 16  # bytes or units: Triton compiles a kernel again for arguments that are multiples of it, and for 1
+
+
+def _variant(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Kernel, and what of its arguments Triton compiles into it."""
+    given = dict(zip(function.arg_names, args, strict=False)) | kwargs
+    plain = function.kwargs.get("do_not_specialize") or ()
+    unaligned = {*plain, *(function.kwargs.get("do_not_specialize_on_alignment") or ())}
+    found = []
+    for name, value in sorted(given.items()):
+        if name in ("grid", "warmup"):
+            continue
+        if isinstance(value, DeviceTensor):
+            kind = str(value.dtype), name in unaligned or value.inner.storage_offset() * value.itemsize % _ALIGNED == 0
+        elif name not in function.arg_names or "constexpr" in str(function.fn.__annotations__.get(name)):
+            kind = repr(value)
+        elif isinstance(value, int) and not isinstance(value, bool) and name not in plain:
+            kind = "1" if value == 1 else "aligned" if name not in unaligned and value % _ALIGNED == 0 else "int"
+        else:
+            kind = type(value).__name__
+        found.append((name, kind))
+    return (function.fn.__name__, *found)

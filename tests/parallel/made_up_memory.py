@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Fault(AssertionError):
-    """What a device would have answered with wrong numbers, an error or a hang."""
+    """Error in place of what a device would have answered: wrong numbers, an error of its own, or a hang."""
 
 
 @dataclass(eq=False)

@@ -295,6 +295,37 @@ def test_captured_steps_are_those_of_the_host(size: int, model: Path, cuda: Made
             assert ours.logprob == pytest.approx(wanted.logprob, abs=1e-4)
 
 
+# Compiles in whether the keys of a span are 1 or a multiple of 16, and whether an array of tiles is aligned.
+COMPILED_LATE = ("attend",)
+
+
+@pytest.mark.soak
+def test_no_kernel_is_compiled_while_requests_wait(model: Path, cuda: MadeUpCuda) -> None:
+    """Prompts in one piece and in chunks, beside decodes and alone, of each kind of sampling."""
+    config = config_of(model, max_num_seqs=3, max_num_batched_tokens=24, num_kv_blocks=30)
+    executor = ThreadExecutor(config, DeviceRunner)
+    known = set(cuda.variants)
+    draw = np.random.default_rng(5)
+    prompts = [tuple(draw.integers(2, 90, length).tolist()) for length in (1, 26, 3, 16, 9, 20, 2)]
+    requests = [
+        Request(number, prompt, SamplingParams(max_tokens=3, seed=number, **KINDS[number % len(KINDS)]))
+        for number, prompt in enumerate(prompts)
+    ]
+    run(executor, requests, 2)
+    late = {variant for variant in cuda.variants - known if variant[0] not in COMPILED_LATE}
+    assert named(late, known) == []
+
+
+def named(late: set[tuple[Any, ...]], known: set[tuple[Any, ...]]) -> list[str]:
+    """Kernels of `late`, and how each differs from the nearest one that is known."""
+    found = []
+    for kernel, *arguments in sorted(late, key=str):
+        same = [set(other) for name, *other in known if name == kernel]
+        missing = min((set(arguments) - other for other in same), key=len, default=set(arguments))
+        found.append(f"{kernel}: {sorted(missing)}")
+    return found
+
+
 @pytest.mark.slow
 def test_steps_in_flight_do_not_touch_each_others_buffers(
     model: Path, cuda: MadeUpCuda, caplog: pytest.LogCaptureFixture
