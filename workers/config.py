@@ -71,6 +71,7 @@ class WorkerConfig:
     dequantize: bool = False  # weights whose products would round inputs are written out at load
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1  # groups of neighbouring layers, each of `tensor_parallel_size` ranks
+    enable_expert_parallel: bool = False  # ranks hold whole experts; else a part of each
     nnodes: int = 1  # hosts that the ranks are dealt to
     data_parallel_size: int = 1  # replicas on this host, each with an engine and ranks of its own; all else is of one
     data_parallel_rank: int = 0  # which of them these ranks are

@@ -293,6 +293,10 @@ class DeviceSettings:
         limits=(1, 64),
         help="number of stages, each with its part of the layers and --tensor-parallel-size ranks",
     )
+    enable_expert_parallel: bool = option(
+        False,
+        help="of a mixture of experts each rank holds whole experts; else every rank holds a part of each",
+    )
     data_parallel_size: int = option(
         1,
         example="2",

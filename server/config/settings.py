@@ -95,6 +95,7 @@ class Settings(LogSettings, SchedulingSettings, NodeSettings, DeviceSettings, Ht
             dequantize=self.dequantize,
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
+            enable_expert_parallel=self.enable_expert_parallel,
             nnodes=self.nnodes,
             data_parallel_size=self.data_parallel_size,
             load_format=self.load_format,

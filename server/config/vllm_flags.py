@@ -89,7 +89,6 @@ FLAGS: dict[str, Flag] = {
     **_refused("--kv-cache-memory sets the memory of the KV cache.", "num-gpu-blocks-override"),
     **_refused("sliding windows are used as the model defines them.", "disable-sliding-window"),
     **_refused("nothing is compiled by torch.compile.", "compilation-config"),
-    **_refused("models with experts are not served.", "enable-expert-parallel"),
     **_refused("the log has one level for all: --log-level.", "uvicorn-log-level"),
     **_switches("a renewed certificate is always taken over.", "enable-ssl-refresh"),
     **_refused("clients are known by their API keys; certificates of theirs a proxy can ask for.", "ssl-ca-certs"),

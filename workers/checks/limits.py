@@ -79,6 +79,10 @@ def check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
             f"pipeline_parallel_size {stages} does not fit this model: it has {spec.num_layers} layers.",
             f"Use --pipeline-parallel-size {spec.num_layers} at most, so that every stage has a layer.",
         )
+    if config.enable_expert_parallel and not spec.has_experts:
+        raise StartupError(
+            f"--enable-expert-parallel deals experts to ranks, and {spec.architecture} has none.", "Leave it out."
+        )
     size = config.tensor_parallel_size
     working, sublayers = spec.tp_sizes, spec.sublayers
     if size not in working:

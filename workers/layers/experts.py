@@ -112,7 +112,7 @@ class ExpertStack:
         rank, size = (place.tp.rank, place.tp.size) if dealt is None else (0, 1)
         unit = place.unit_of_width(f"{names[0]}.down_proj")
         self.cut = cut = shard_width(width, unit, rank, size, place.slices if dealt is None else 1)
-        self.is_filled_up = cut.whole > width
+        self.width = width
         held = ExpertShard(0, len(names), 0, 1) if dealt is None else dealt
         self.names = names[held.first : held.first + held.count]
         self.hidden, self.bias, self.place = hidden, bias, place
@@ -140,7 +140,7 @@ class ExpertStack:
         )
 
     def load(self, weights: WeightSource) -> None:
-        source = FilledUp(weights) if self.is_filled_up else weights
+        source = weights if self.cut.whole == self.width else FilledUp(weights, self.cut.whole, self.width)
         self.product = expert_matmul(self.shape, self._loaded(source))
 
     def _loaded(self, weights: WeightSource) -> Iterator[ExpertWeights]:

@@ -69,7 +69,7 @@ class ExpertsSpec:
         for expert in range(self.experts):
             used = self.router.top_k / self.experts
             one = _mlp(f"experts.{expert}", self.width, hidden, self.bias)
-            found += [replace(tensor, expert=expert, used=used) for tensor in one]
+            found += [replace(tensor, expert=expert, experts=self.experts, used=used) for tensor in one]
         if self.shared is not None:
             found += _mlp(self.shared.name, self.shared.width, hidden, False)
             if self.shared.gate is not None:

@@ -35,7 +35,8 @@ class TensorSpec:
     cut: Cut = Cut.NONE
     parts: int = 1  # equal parts, of which a rank holds whole ones; with fewer than ranks, neighbours hold the same one
     kept: Kept = Kept.AS_MODEL
-    expert: int | None = None  # of the routed experts, the one that it belongs to
+    expert: int | None = None  # of the routed experts, the one that it belongs to, of
+    experts: int = 0
     used: float = 1.0  # share of all tokens that are computed with it
 
     @property

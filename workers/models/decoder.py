@@ -134,14 +134,16 @@ class Decoder:
         device: torch.device,
         quantization: WeightForms = NONE,
         stage: range | None = None,
+        *,
+        deals_experts: bool = False,
     ) -> None:
-        """`stage`: the layers of a pipeline stage; None: all."""
+        """`stage`: the layers of a pipeline stage; None: all. `deals_experts`: ranks hold whole experts."""
         self.spec = spec
         self.stage = stage = stage or range(spec.num_layers)
         self.is_first, self.is_last = stage.start == 0, stage.stop == spec.num_layers
         # On other devices libraries compute the sums over ranks, and slices would only cost time.
         slices = slices_of(spec, quantization) if device.type == "cpu" else 1
-        self.place = place = Placement(tp, dtype, device, quantization, slices)
+        self.place = place = Placement(tp, dtype, device, quantization, slices, deals_experts=deals_experts)
         vocab, hidden = spec.vocab_size, spec.hidden_size
         words = replace(place, quantization=quantization.of_head)
         self.embedding = VocabParallelEmbedding("model.embed_tokens", vocab, hidden, words, spec.embedding_scale)

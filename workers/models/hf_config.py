@@ -74,9 +74,8 @@ def decoder_spec(
     activation = activation or activation_name(fields, "hidden_act", "silu")
     mlps: Sequence[SublayerSpec | None] = experts or [None] * len(windows)
     dense = GatedMLPSpec(fields.count("intermediate_size"), activation, mlp_bias) if None in mlps else None
-    scale = (query_scalar or head_dim) ** -0.5
     plain = SelfAttentionSpec(
-        *(heads, kv_heads, head_dim, scale, rope),
+        *(heads, kv_heads, head_dim, (query_scalar or head_dim) ** -0.5, rope),
         softcap=attention_softcap,
         qkv_bias=qkv_bias,
         o_bias=o_bias,

@@ -15,6 +15,7 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.topology import Topology
 from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, slices_of, tensors_of
+from oarlock.workers.layers.sharding import shard_experts
 from oarlock.workers.layers.tensor_spec import Cut, Kept, TensorSpec
 from oarlock.workers.models.encoders.encoder_spec import EncoderSpec
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES, KVShape
@@ -65,9 +66,14 @@ def rank_tensors(
     layers = layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)
     item = ITEM_BYTES[config.dtype]
     for tensor in tensors_of(spec, layers):
-        shape = _local_shape(tensor, forms, size, all_slices)
+        cut = size, all_slices
+        if tensor.expert is not None and config.enable_expert_parallel:
+            if tensor.expert >= shard_experts(tensor.experts, 0, size, all_slices).count:
+                continue
+            cut = 1, 1
+        shape = _local_shape(tensor, forms, *cut)
         if tensor.is_matrix:
-            yield tensor, _matrix_bytes(tensor, shape, forms, item, slices)
+            yield tensor, _matrix_bytes(tensor, shape, forms, item, slices if cut[0] == size else 1)
         else:
             is_wide = tensor.kept is Kept.FLOAT32 or (tensor.kept is Kept.FOR_KERNELS and on_cpu)
             yield tensor, math.prod(shape) * (_FLOAT32 if is_wide else item)

@@ -120,7 +120,10 @@ class ModelRunner:
         if self.device.type == "cpu" and self.tp.rank == 0:
             log_kernels(self.dtype, self._input_rounding is not None)
 
-        self.model = Decoder(self.spec, self.tp, self.dtype, self.device, self.forms, self.layers)
+        self.model = Decoder(
+            self.spec, self.tp, self.dtype, self.device, self.forms, self.layers,
+            deals_experts=self.config.enable_expert_parallel,
+        )  # fmt: skip
         load_weights(
             self.model.load,
             self._checkpoint,

@@ -31,11 +31,13 @@ class WeightSource(Protocol):
 
 
 class FilledUp:
-    """`WeightSource` of tensors that are longer than they are stored, and zero there: for widths that ranks cannot cut
-    into equal slices."""
+    """`WeightSource` of gated MLPs whose width is larger than it is stored, with zeros there: for widths that ranks
+    cannot cut into equal slices."""
 
-    def __init__(self, weights: WeightSource) -> None:
+    def __init__(self, weights: WeightSource, whole: int, width: int) -> None:
+        """`whole`: the width as layers ask for it. `width`: as it is stored."""
         self._weights = weights
+        self._whole, self._width = whole, width
 
     def has(self, name: str) -> bool:
         return self._weights.has(name)
@@ -48,8 +50,8 @@ class FilledUp:
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         """As `WeightSource.take`; `shape` may be longer than the stored tensor's."""
-        stored = self._weights.shape_of(name)
-        if stored is None or len(stored) != len(shape) or all(a >= b for a, b in zip(stored, shape, strict=True)):
+        stored = self._weights.shape_of(name) or self._of_every_shape(name, shape)
+        if len(stored) != len(shape) or all(a >= b for a, b in zip(stored, shape, strict=True)):
             return self._weights.take(name, into, shape=shape, dim=dim, start=start)
         lengths = [min(length, into.shape[place]) for place, length in enumerate(stored)]
         start = min(start, stored[dim])
@@ -57,6 +59,11 @@ class FilledUp:
         here = into[tuple(slice(length) for length in lengths)]
         into.zero_()
         return self._weights.take(name, here, shape=stored, dim=dim, start=start)
+
+    def _of_every_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a tensor that any shape would do for, such as dummy weights."""
+        place = 1 if ".down_proj." in name else 0
+        return tuple(self._width if at == place and n == self._whole else n for at, n in enumerate(shape))
 
 
 def check_slice(name: str, into: Tensor, shape: Sequence[int], dim: int, start: int) -> None:
