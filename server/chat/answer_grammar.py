@@ -34,7 +34,7 @@ def answer_grammar(own: Grammar | None, prompt: ChatPrompt, special_ids: Special
     if own is None or not (tools or prompt.may_think or prompt.is_thinking or prompt.harmony is not None):
         return own
     rules = _rule("answer", own)
-    if prompt.harmony:  # the answer has begun, and goes on
+    if prompt.harmony:  # the answer has begun, and is continued
         return Grammar("lark", f"start: answer\n{rules}", own.param)
     if prompt.harmony is not None:
         rules = f"{_rule('text', own)}\nanswer: {final_head(special_ids)} text"

@@ -1,9 +1,9 @@
-"""Runs batches behind the server's other requests, and goes on with them after a restart.
+"""Runs batches behind the server's other requests, and resumes them after a restart.
 
 The answers on the disk are the truth: a batch that a kill has ended is read again from its file of requests, what has
 an answer is left alone, and each request has one line in the end. Descriptions only say how far a batch has come. A
-server may start while the one before it still finishes its requests: it serves all else, and goes on with the batches
-when the other has ended, however it did.
+server may start while the one before it still finishes its requests: it serves all else, and resumes the batches when
+the other has ended, however it did.
 """
 
 import asyncio
@@ -120,7 +120,7 @@ class BatchRunner:
                 self._begin(batch)
 
     async def stop(self) -> None:
-        """Answer nothing more: what is open goes on with the next start."""
+        """Answer nothing more: the next start resumes what is open."""
         self._is_stopping = True
         for job in self._jobs.values():
             job.is_wanted = False
@@ -208,7 +208,7 @@ class BatchRunner:
                     {"code": error.code, "line": error.line, "message": f"{error.cause} {error.fix}", "param": None}
                 ]
                 await self._end(batch, "failed")
-            except EngineDeadError:  # the next start goes on
+            except EngineDeadError:  # the next start resumes it
                 _log.warning(event("batch_interrupted", batch=batch.id))
             except OSError as error:
                 code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "disk_error"

@@ -279,7 +279,7 @@ def _error(record: RequestRecord) -> dict[str, Any] | None:
 
 def _seconds(record: RequestRecord, history: RequestHistory | None, now: float) -> dict[str, float]:
     """Seconds from the request to the last byte of its answer, by what they went to. Parts of `decode` are in it: time
-    without its blocks, and stalls. Waiting for the client goes on beside all."""
+    without its blocks, and stalls. Waiting for the client overlaps all of them."""
     end_s = record.ended_s or now
     found = {"total": end_s - record.received_s, "before_engine": (record.started_s or end_s) - record.received_s}
     if history is not None:

@@ -60,7 +60,7 @@ class StoredResponse:
 
     @property
     def conversation(self) -> list[Item]:
-        """The items that a next request goes on from."""
+        """The conversation that the next request continues."""
         return [*self.input, *(_parsed(from_json(item)) for item in self.output.values())]
 
 

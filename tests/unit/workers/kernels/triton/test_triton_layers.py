@@ -158,7 +158,7 @@ def test_a_sum_over_ranks_is_rounded_once(
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 @pytest.mark.slow
-def test_joined_halves_do_what_layers_do(tmp_path: Path, family: str, as_on_cuda: None) -> None:
+def test_fused_layers_do_what_layers_do(tmp_path: Path, family: str, as_on_cuda: None) -> None:
     """All kernels of a layer on CUDA, with attention, against torch's operations one after the other."""
     model = load_decoder(make_tiny(tmp_path, family), TensorParallel.solo())
     assert model.joins_halves and model.norm.triton is not None
