@@ -235,6 +235,7 @@ def _without_reader(words: str, url: str) -> subprocess.Popen[bytes]:
     return started
 
 
+@pytest.mark.slow
 def test_a_command_whose_output_nobody_reads_ends_without_a_word(running):
     """Commands run as before `| head -1`, side by side, since each takes a while to start."""
     httpx.post(f"{running.url}/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "one"}, timeout=60)

@@ -195,6 +195,7 @@ def _children(pid: int) -> list[int]:
     return [int(name) for name in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 def test_no_process_or_descriptor_is_left_of_what_was_stopped_cancelled_or_lost():
     rendered(ChatTemplate("{{ messages[0].content }}", {}), [USER], True, 100)
     parent = template_renderers.processes._process.pid

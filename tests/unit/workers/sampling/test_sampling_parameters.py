@@ -68,15 +68,26 @@ def with_torch(logits: Tensor, step: StepMetadata) -> StepOutput:
 
 
 @named
-@pytest.mark.parametrize("sample", [with_kernels, with_ranks, with_torch, with_triton], ids=lambda one: one.__name__)
-def test_every_path_uses_a_parameter(row: Parameter, sample: Callable[[Tensor, StepMetadata], StepOutput]) -> None:
-    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)).expand(ROWS, VOCAB).contiguous()
+@pytest.mark.parametrize(
+    ("sample", "rows"),
+    [
+        (with_kernels, ROWS),
+        (with_ranks, ROWS),
+        (with_torch, ROWS),
+        pytest.param(with_triton, 8, marks=pytest.mark.slow),  # its interpreter takes seconds
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_every_path_uses_a_parameter(
+    row: Parameter, sample: Callable[[Tensor, StepMetadata], StepOutput], rows: int
+) -> None:
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)).expand(rows, VOCAB).contiguous()
 
     def tokens(value: float) -> list[int]:
         if row.stage == "penalties":
             of_row = Penalties(dict.fromkeys(range(VOCAB // 2), 1), **{row.column: value})
-            return sample(logits, step_of(ROWS, penalties=dict.fromkeys(range(ROWS), of_row))).token_ids.tolist()
-        return sample(logits, step_of(ROWS, **{row.column: value})).token_ids.tolist()
+            return sample(logits, step_of(rows, penalties=dict.fromkeys(range(rows), of_row))).token_ids.tolist()
+        return sample(logits, step_of(rows, **{row.column: value})).token_ids.tolist()
 
     off = 1.0 if row.name == "temperature" else row.off
     assert tokens(USED[row.name]) != tokens(off)

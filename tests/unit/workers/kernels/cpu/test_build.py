@@ -164,6 +164,7 @@ def test_every_source_is_compiled() -> None:
 
 
 @needs_kernels
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",
     [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.soak) for dtype in (torch.float16, torch.float32))],
