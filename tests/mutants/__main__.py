@@ -24,7 +24,7 @@ from tests.house.rules import ROOT
 from tests.mutants.table import CONCERNS, FAULTS, Fault
 
 TIMEOUT_S = 600  # for the tests of one fault
-TEST_TIMEOUT_S = 60  # a fault that makes a test hang is found
+TEST_TIMEOUT_S = 120  # a fault that makes a test hang is found
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+\.py(?:::.*?)?)(?: - .*)?$", re.MULTILINE)
 
 
