@@ -119,6 +119,12 @@ _PARTS = {path.relative_to(_FOLDER).as_posix(): _read(path) for path in _FOLDER.
 _PAGES = {"/": _PARTS.pop("index.html"), "/compare": _PARTS.pop("compare.html")}
 PATHS = frozenset(f"/static/{name}" for name in _PARTS) | _PAGES.keys()
 
+
+def document_at(path: str) -> ConstantDocument | None:
+    """The page, or the part of it, at this path of the server; None: there is none."""
+    return _PAGES.get(path) or _PARTS.get(path.removeprefix("/static/"))
+
+
 router = APIRouter(route_class=ErrorHandlingRoute, include_in_schema=False)
 
 

@@ -1,0 +1,156 @@
+"""Scrolls and streams a conversation of 100,000 tokens on the web page in Chromium, and shows how long its frames take.
+
+    python -m benchmarks.web_page [--tokens 100000] [--seconds 8]
+
+The page is the server's own; the answers come from a stub that sends a token every five milliseconds, with five
+alternatives each, so that the browser alone is measured. Frames are the times between calls of `requestAnimationFrame`,
+in milliseconds; the longest work is the most processor time that the page's thread took in one task, which does not
+depend on what else the machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from oarlock.server.http import pages
+from tests.contract import chromium
+
+TURN = "A paragraph of an answer, with *emphasis* and `code`, as models write them. " * 15 + "\n\n- one\n- two\n\n"
+TURN_TOKENS = 300
+TOKEN_S = 0.005
+CAPABILITIES = {
+    "models": ["stub"],
+    "version": "",
+    "endpoints": {"/v1/chat/completions": {"parameters": {}}},
+    "features": {"chat": True, "prefix_caching": True, "unknown_parameters": "ignored"},
+    "limits": {"max_model_len": 200_000},
+    "generation_config": {"sampling": {}, "source": None},
+}
+FRAMES = """(seconds) => new Promise((resolve) => {
+    const times = [];
+    let last = performance.now();
+    const end = last + 1000 * seconds;
+    const next = (now) => {
+        times.push(now - last);
+        last = now;
+        if (now < end) requestAnimationFrame(next); else resolve(times.slice(1));
+    };
+    requestAnimationFrame(next);
+})"""
+SCROLL = """() => {
+    const box = document.getElementById('scroll');
+    box.scrollTop = 0;
+    const step = () => {
+        box.scrollTop += 120;
+        if (box.scrollTop + box.clientHeight < box.scrollHeight) requestAnimationFrame(step);
+    };
+    requestAnimationFrame(step);
+}"""
+
+
+class Stub(BaseHTTPRequestHandler):
+    """The page's files, and an endless answer."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""
+
+    def do_GET(self) -> None:
+        """Send a file of the page, or what it asks of the API at its start."""
+        path = self.path.split("?")[0]
+        answers = {
+            "/health": {"status": "ok", "state": "ready"},
+            "/v1/capabilities": CAPABILITIES,
+            "/v1/models": {"data": [{"id": "stub"}]},
+        }
+        document = pages.document_at(path)
+        if document is None and path not in answers:
+            self.send_error(404)
+            return
+        body = json.dumps(answers[path]).encode() if document is None else document.body
+        self.send_response(200)
+        for name, value in ({} if document is None else document.headers).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        """Stream tokens until the client leaves."""
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        words = TURN.replace(" ", "\x00 ").split("\x00")
+        try:
+            for number in range(1_000_000):
+                text = words[number % len(words)]
+                top = [{"token": text, "logprob": -0.1 - other, "bytes": None} for other in range(5)]
+                entry = {"token": text, "logprob": -0.1, "bytes": None, "top_logprobs": top}
+                choice = {
+                    "index": 0,
+                    "delta": {"content": text},
+                    "logprobs": {"content": [entry]},
+                    "finish_reason": None,
+                }
+                self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+                self.wfile.flush()
+                time.sleep(TOKEN_S)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+
+def measured(browser: Any, page: Any, name: str, seconds: float) -> None:
+    """Print a line of the table: the frames of so many seconds, and the work of the page's thread in them."""
+    browser.start_tracing(
+        page=page, categories=["toplevel", "devtools.timeline", "disabled-by-default-devtools.timeline"]
+    )
+    times = sorted(page.evaluate(FRAMES, seconds))
+    events = json.loads(browser.stop_tracing())["traceEvents"]
+    threads = {(one["pid"], one["tid"]) for one in events if one.get("args", {}).get("name") == "CrRendererMain"}
+    work = [one["tdur"] / 1000 for one in events if "tdur" in one and (one["pid"], one["tid"]) in threads]
+    late, p99 = sum(time > 50 for time in times), times[int(0.99 * (len(times) - 1))]
+    numbers = f"{statistics.median(times):>8.1f} {p99:>8.1f} {times[-1]:>8.1f} {late:>11}"
+    print(f"{name:<10} {len(times):>7} {numbers} {max(work):>13.1f}")
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=100_000, help="of the conversation")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    arguments = parser.parse_args()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    roles = [("user", "assistant")[number % 2] for number in range(arguments.tokens // TURN_TOKENS)]
+    with tempfile.TemporaryDirectory() as folder, chromium.running() as browser:
+        path = Path(folder, "long.json")
+        path.write_text(json.dumps([{"role": role, "content": TURN} for role in roles]))
+        page = chromium.Window(browser, viewport={"width": 1200, "height": 800}).open(
+            f"http://127.0.0.1:{server.server_address[1]}/"
+        )
+        with page.expect_file_chooser() as chooser:
+            page.get_by_role("button", name="Import").click()
+        chooser.value.set_files(path)
+        page.locator("#messages > li").nth(len(roles) - 1).wait_for()
+        print(f"{'':<10} {'frames':>7} {'median':>8} {'p99':>8} {'longest':>8} {'over 50 ms':>11} {'longest work':>13}")
+        measured(browser, page, "idle", arguments.seconds)
+        page.evaluate(SCROLL)
+        measured(browser, page, "scrolling", arguments.seconds)
+        page.get_by_label("Message").fill("Go on")
+        page.get_by_label("Message").press("Enter")
+        page.locator(".word").nth(50).wait_for()
+        measured(browser, page, "streaming", arguments.seconds)
+        print("elements:", page.evaluate("document.querySelectorAll('*').length"))
+    server.shutdown()
+
+
+if __name__ == "__main__":
+    main()
