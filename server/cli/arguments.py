@@ -15,7 +15,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Container, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from oarlock.engine.errors import StartupError
 from oarlock.server.config import vllm_flags
@@ -124,11 +124,20 @@ class Command(Protocol):
     @property
     def EXAMPLE(self) -> str: ...
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def add_arguments(self, parser: argparse.ArgumentParser, /) -> None: ...
 
-    def run(self, arguments: argparse.Namespace) -> int:
+    def run(self, arguments: argparse.Namespace, /) -> int:
         """Returns the exit code. Raises `UsageError`, `OptionError` or `StartupError`."""
         ...
+
+
+class OneCommand(NamedTuple):
+    """A command whose module has others beside it."""
+
+    HELP: str
+    EXAMPLE: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
 
 
 class Parser(argparse.ArgumentParser):

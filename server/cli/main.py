@@ -17,11 +17,13 @@ from oarlock.server.cli.arguments import Command, Parser, UsageError, add_comman
 from oarlock.server.config.options import OptionError, nearest
 from oarlock.server.version import VERSION
 
-# In the order of the help. Each is a module of this folder.
+# In the order of the help. Each is a module of this folder, or stands beside another in one.
 COMMANDS = (
     "serve", "config", "batch", "bench", "chat", "completion", "doctor", "explain", "migrate", "models", "plan", "pull",
     "replay", "snippets", "top", "verify",
 )  # fmt: skip
+# Commands that share a module, where they are `OneCommand`s.
+_SHARED = {"models": "models", "pull": "models", "verify": "verify", "replay": "verify"}
 EXIT_USAGE = 2
 _ABOUT = "Oarlock serves language models over the OpenAI API, on as many processes as it is given."
 _FIRST = f"""{_ABOUT} Type first:
@@ -84,7 +86,8 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
 
 
 def _load(name: str) -> Command:
-    return cast(Command, importlib.import_module(f"oarlock.server.cli.{name}"))
+    module = importlib.import_module(f"oarlock.server.cli.{_SHARED.get(name, name)}")
+    return cast(Command, getattr(module, name.upper()) if name in _SHARED else module)
 
 
 def _explain(cause: str, fix: str, code: int) -> int:

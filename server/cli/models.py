@@ -1,21 +1,21 @@
-"""`oarlock models`: the models on this machine, and which of them can be served."""
+"""`oarlock models` and `oarlock pull MODEL`: the models on this machine, which can be served, and fetching another."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shlex
+import sys
 
-from oarlock.server.cli.arguments import add_settings, loaded_settings
+from oarlock.server.cli.arguments import OneCommand, UsageError, add_settings, loaded_settings
 from oarlock.server.config.settings import OPTIONS
 
-HELP = "list the models on this machine, and which of them can be served"
-EXAMPLE = "oarlock models"
+_PULLED_SETTINGS = {"model", "revision", "download_dir", "offline", "load_format", "runner"}
 _NAME_SIZE = 48  # characters of a name that others are aligned to
 _SHORT = 8  # characters of a commit
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "List the models in the cache of the hub, and the GGUF files of Ollama and llama.cpp. Each has its size, and "
         "whether this version serves it, as far as config.json and the headers of the weights tell. Loads nothing and "
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_settings(parser, positional=False, without=OPTIONS.keys() - {"download_dir"})
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _list_models(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
     from pathlib import Path
 
@@ -54,3 +54,48 @@ def run(arguments: argparse.Namespace) -> int:
         if model.is_served and model.argument != model.name:
             print(f"oarlock serve {shlex.quote(model.argument)}  # {model.name}")
     return 0
+
+
+def _add_pull(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Fetch a model from the hub into its cache. What arrived before is kept, also of a file that was interrupted. "
+        "The digest of every file is checked, and what is damaged is fetched again. A model that cannot be served is "
+        "refused before its weights are fetched."
+    )
+    add_settings(parser, positional=True, without=OPTIONS.keys() - _PULLED_SETTINGS)
+
+
+def _pull(arguments: argparse.Namespace) -> int:
+    import asyncio
+    from pathlib import Path
+
+    from oarlock.server.config.options import format_size
+    from oarlock.server.hub.model_path import pull
+    from oarlock.server.launch.banner import Progress
+
+    settings = loaded_settings(arguments).settings
+    if settings.model is None:
+        raise UsageError("There is no MODEL.", "Name one of the hub: oarlock pull Qwen/Qwen2.5-0.5B-Instruct")
+    progress = Progress()
+    try:
+        directory = Path(asyncio.run(pull(settings, progress)))
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted: what has arrived is kept, and the same command goes on\n")
+        raise
+    finally:
+        progress.finish()
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    print(f"{settings.model}: {format_size(size)} in {len(files)} files, digests checked\n{directory}")
+    return 0
+
+
+MODELS = OneCommand(
+    "list the models on this machine, and which of them can be served", "oarlock models", _add_models, _list_models
+)
+PULL = OneCommand(
+    "fetch a model from the hub, and check what is here of it",
+    "oarlock pull Qwen/Qwen2.5-0.5B-Instruct",
+    _add_pull,
+    _pull,
+)

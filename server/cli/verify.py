@@ -1,19 +1,18 @@
-"""`oarlock verify MODEL`: compare every layer with transformers, on as many ranks as serve, and name what differs.
+"""`oarlock verify MODEL` and `oarlock replay FILE`: numbers compared with transformers', and with a recording's.
 
-Finds or fetches the model; the rest is done by `oarlock.workers.verify`, a program of its own.
+A model is found or fetched here; the rest is done by `oarlock.workers.verify` and `oarlock.engine.replay`, programs of
+their own.
 """
 
 from __future__ import annotations
 
 import argparse
 
+from oarlock.server.cli.arguments import OneCommand
 from oarlock.server.launch.child_process import run_program
 
-HELP = "compare a model's numbers, layer by layer, with transformers' own"
-EXAMPLE = "oarlock verify Qwen/Qwen2.5-0.5B-Instruct --tensor-parallel-size 2"
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", nargs="?", help="hub id or directory of the checkpoint (default: the demo model)"
     )
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="FILE.json", help="write the whole report, every tensor of every layer")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _verify(arguments: argparse.Namespace) -> int:
     import asyncio
 
     from oarlock.engine.errors import StartupError
@@ -70,3 +69,48 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.model is not None and arguments.model.endswith(".gguf"):  # its description has another name
         words.append(f"--name={arguments.model}")
     return run_program("oarlock.workers.verify", [*words, "--", model])
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a recording that `oarlock serve --record FILE` wrote")
+    parser.add_argument(
+        "-tp", "--tensor-parallel-size", type=int, metavar="N", help="ranks to replay with (default: as recorded)"
+    )
+    parser.add_argument(
+        "-pp",
+        "--pipeline-parallel-size",
+        type=int,
+        metavar="N",
+        help="stages to replay with; their number changes no bit (default: as recorded)",
+    )
+    parser.add_argument("--model", metavar="PATH", help="where the same checkpoint lies here (default: as recorded)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="largest difference of a logprob that passes (default: 0 where these ranks have the same bits as the "
+        "recorded ones; elsewhere logprobs are reported but not limited)",
+    )
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    options = []
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "model", "tolerance"):
+        value = getattr(arguments, name)
+        if value is not None:
+            options.append(f"--{name.replace('_', '-')}={value}")
+    return run_program("oarlock.engine.replay", [*options, "--", arguments.file])
+
+
+VERIFY = OneCommand(
+    "compare a model's numbers, layer by layer, with transformers' own",
+    "oarlock verify Qwen/Qwen2.5-0.5B-Instruct --tensor-parallel-size 2",
+    _add_verify,
+    _verify,
+)
+REPLAY = OneCommand(
+    "replay a recording of `serve --record` and compare every token",
+    "oarlock replay steps.oarlock --tensor-parallel-size 2",
+    _add_replay,
+    _replay,
+)

@@ -3,14 +3,46 @@
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 
-from oarlock.server.cli.arguments import Command, Parser, UsageError, add_command
-from oarlock.server.cli.bench import compare, engine, serve
+from oarlock.server.cli.arguments import Command, OneCommand, Parser, UsageError, add_command, below_one
+from oarlock.server.cli.bench import engine, serve
 
 HELP = "measure a server or the engine, and compare results"
 EXAMPLE = "oarlock bench serve http://127.0.0.1:8000 --concurrency 8"
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", metavar="A.json", type=Path, help="a result of `bench serve`, `throughput` or `latency`")
+    parser.add_argument("b", metavar="B.json", type=Path, help="another of the same command; ratios are B / A")
+    parser.add_argument(
+        "--confidence", type=below_one, default=0.95, metavar="X", help="of the intervals (default 0.95)"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the rows there as well")
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    if not arguments.confidence:
+        raise UsageError("--confidence 0 gives no interval.", "Give a number above 0 and below 1, such as 0.95.")
+    from oarlock.server.bench.compare import as_text, compare
+    from oarlock.server.bench.result import read, write_text
+
+    comparison = compare(read(arguments.a), read(arguments.b), arguments.confidence)
+    print(as_text(comparison))
+    if arguments.output is not None:
+        write_text(arguments.output, json.dumps(comparison.as_json(), indent=1) + "\n", "--output")
+    return 0
+
+
+COMPARE = OneCommand(
+    "compare two results: ratios with confidence intervals",
+    "oarlock bench compare before.json after.json",
+    _add_compare,
+    _compare,
+)
 MEASURES: dict[str, Command] = {
-    "serve": serve, "throughput": engine.THROUGHPUT, "latency": engine.LATENCY, "compare": compare,
+    "serve": serve, "throughput": engine.THROUGHPUT, "latency": engine.LATENCY, "compare": COMPARE,
 }  # fmt: skip
 
 
