@@ -130,9 +130,16 @@ class MadeUpCuda:
         return self.graphs[-1]
 
     @contextmanager
-    def graph(self, graph: MadeUpGraph, pool: int, stream: Stream, capture_error_mode: str) -> Generator[None]:
+    def graph(
+        self,
+        graph: MadeUpGraph,
+        pool: int | None = None,
+        stream: Stream | None = None,
+        capture_error_mode: str = "global",
+    ) -> Generator[None]:
         """Capture a graph; like torch, first give unused memory back to the driver."""
         assert pool not in self.dead_pools and capture_error_mode == "thread_local"
+        stream, pool = stream or self.current_stream(), pool or self.graph_pool_handle()
         graph.pool, graph.device = pool, of_thread.device
         self.empty_cache()
         self.said.append(f"capture in pool {pool}")

@@ -21,13 +21,18 @@ from oarlock.engine.sampling_params import Grammar, SamplingParams
 from oarlock.engine.types import Request
 from oarlock.workers.attention.backend import LayerKV
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.distributed import parallel_state
+from oarlock.workers.distributed import parallel_state, rank_groups
 from oarlock.workers.distributed.all_reduce import DeviceSum
-from oarlock.workers.distributed.parallel_state import OneShot, TensorParallel
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.distributed.topology import RendezvousInfo
 from oarlock.workers.errors import StartupError
 from oarlock.workers.kv_tiers.rank_offload import make_slots
+from oarlock.workers.layers.linear import RowParallelLinear
+from oarlock.workers.layers.placement import Placement
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import StepMetadata, StepOutput
+from oarlock.workers.ranks.spawn_ranks import RankArguments
+from oarlock.workers.runner import worker_process
 from oarlock.workers.runner.cuda_graphs import CudaGraph, CudaGraphs
 from oarlock.workers.runner.device import use_device
 from oarlock.workers.runner.model_runner import ModelRunner
@@ -41,6 +46,7 @@ from tests.parallel.made_up_cuda import MadeUpCuda
 from tests.parallel.made_up_memory import Fault, Stream, of_thread
 from tests.parallel.rank_threads import ThreadExecutor
 from tests.parallel.test_pipeline_depth import answers
+from tests.unit.workers.weights_in_memory import MemoryWeights
 
 cuda = made_up_cuda.cuda  # the fixture
 DEVICE = torch.device("cuda", 0)
@@ -166,9 +172,12 @@ def thread_ranks(cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch) -> MadeUpCud
     monkeypatch.setattr(parallel_state, "dist", stand_in)
     from torch.distributed import _symmetric_memory
 
+    handle = SimpleNamespace(multicast_ptr=0)
     monkeypatch.setattr(_symmetric_memory, "empty", torch.empty)
-    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda memory, group: None)
-    monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce", lambda x, kind, group: sum(parts(x)))
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda memory, group: handle)
+    kernels = torch.ops.symm_mem
+    monkeypatch.setattr(kernels, "one_shot_all_reduce", lambda x, kind, group: sum(parts(x)), raising=False)
+    monkeypatch.setattr(kernels, "two_shot_all_reduce_", lambda x, kind, group: x.copy_(sum(parts(x))), raising=False)
     return cuda
 
 
@@ -177,19 +186,55 @@ def test_sums_of_two_devices_are_captured_whatever_way_they_take(thread_ranks: M
         thread_ranks.set_device(tp.rank)
         device = torch.device("cuda", tp.rank)
         real = TensorParallel(tp.rank, 2)
-        real.choose_all_reduce(device)
+        real.choose_all_reduce(device, torch.float16)
+        assert "no multimem: the devices have no multicast" in real.sums_by
+        assert "one-shot" in real.sums_by and "two-shot" in real.sums_by
         found = []
-        for way in (real._device_sum, DeviceSum(OneShot(1 << 10, device), real._nccl_sum, 64)):
-            real._device_sum = way
-            for count in (4, 64):
-                x, out = torch.zeros(count, device=device), torch.zeros(count, device=device)
-                graph = CudaGraphs().capture(lambda x=x, out=out: out.copy_(real.all_reduce(x.clone())))
-                x.fill_(float(tp.rank + 1))
-                graph.replay()
-                found.append(out[-1:].tolist())
+        chosen = real._device_sum
+        assert isinstance(chosen, DeviceSum) and set(chosen._ways) == {"NCCL", "one-shot", "two-shot"}
+        for way in chosen._ways:
+            chosen._fastest = [way]
+            x, out = torch.zeros(64, device=device).half(), torch.zeros(64, device=device).half()
+            graph = CudaGraphs().capture(lambda x=x, out=out: out.copy_(real.all_reduce(x.clone())))
+            x.fill_(float(tp.rank + 1))
+            graph.replay()
+            found.append(out[-1:].tolist())
         return found
 
-    assert on_ranks(2, sums) == [[[3.0]] * 4] * 2
+    assert on_ranks(2, sums) == [[[3.0]] * 3] * 2
+
+
+def test_sums_in_the_models_type_lose_no_more_than_one_ranks_rounding(cuda: MadeUpCuda) -> None:
+    draw = torch.Generator().manual_seed(3)
+    weight, x = (torch.randn(64, 256, generator=draw).bfloat16() for _ in range(2))
+
+    def product(tp: TensorParallel) -> Tensor:
+        cuda.set_device(tp.rank)
+        device = torch.device("cuda", tp.rank)
+        linear = RowParallelLinear("down", 256, 64, False, Placement(tp, torch.bfloat16, device))
+        linear.load(MemoryWeights({"down.weight": weight}))
+        sent = linear.unrounded(x.chunk(2, 1)[tp.rank].contiguous().to(device))
+        assert sent.dtype == torch.bfloat16
+        return sent.cpu()
+
+    first, second = on_ranks(2, product)
+    assert torch.equal(first, second)
+    exact = x.double() @ weight.double().T
+    ours, alone = ((found.double() - exact).square().mean().sqrt() for found in (first, x @ weight.T))
+    assert ours < 2.0 * alone
+
+
+def test_a_rank_joins_the_others_on_its_own_device(cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def joined(info: object, device: torch.device, dtype: torch.dtype, **_: bool) -> Any:
+        return device.index, torch.cuda.current_device(), dtype
+
+    monkeypatch.setattr(rank_groups, "join_groups", joined)
+    for rank, options in ((0, {}), (1, {}), (0, {"data_parallel_size": 2, "data_parallel_rank": 1})):
+        config = WorkerConfig("", device="cuda", dtype="float16", cpu_affinity="none", num_threads=1).with_(**options)
+        config = config.with_(tensor_parallel_size=1 if options else 2)
+        own = 1 if options else rank
+        arguments = RankArguments(RendezvousInfo(rank, 2, -1, 4096, timeout_s=60.0, shares_cores=True), config)
+        assert worker_process.join(arguments) == (own, own, torch.float16)
 
 
 def test_devices_without_peer_access_are_named_and_wrong_sums_are_refused(
@@ -197,7 +242,7 @@ def test_devices_without_peer_access_are_named_and_wrong_sums_are_refused(
 ) -> None:
     def chosen(tp: TensorParallel) -> None:
         thread_ranks.set_device(tp.rank)
-        TensorParallel(tp.rank, 2).choose_all_reduce(torch.device("cuda", tp.rank))
+        TensorParallel(tp.rank, 2).choose_all_reduce(torch.device("cuda", tp.rank), torch.float16)
 
     thread_ranks.has_peers = False
     on_ranks(2, chosen)

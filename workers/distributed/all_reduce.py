@@ -9,8 +9,8 @@ import ctypes
 import mmap
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -291,80 +291,77 @@ def _bytes_of(x: Tensor) -> Tensor:
 
 Sum = Callable[[Tensor], Tensor]
 
-SIZES = (
-    4 << 10,
-    16 << 10,
-    64 << 10,
-    256 << 10,
-)  # bytes of float32; beyond the last NCCL is used without a question
-_ALIGN = 16  # bytes, which the one-shot kernel reads at once
-_WARM, _TIMED = 10, 50  # sums
-
-
-class Choice(NamedTuple):
-    """The chosen ways: one-shot up to `one_shot_bytes`, NCCL above."""
-
-    one_shot_bytes: int
-    seconds: Mapping[int, tuple[float, float]]  # by size: one-shot, NCCL
-
-    def __str__(self) -> str:
-        chosen = f"one-shot to {self.one_shot_bytes >> 10} KiB, NCCL above" if self.one_shot_bytes else "NCCL"
-        found = [f"{size >> 10} KiB {a * 1e6:.0f} and {b * 1e6:.0f} us" for size, (a, b) in self.seconds.items()]
-        return f"{chosen}; one-shot and NCCL take: {', '.join(found)}"
+SIZES = tuple(4 << 10 << 2 * power for power in range(6))  # bytes, to 4 MiB; beyond the last as at the last
+_ALIGN = 16  # bytes, which a kernel of one rank reads at once
+_WARM, _TIMED = 3, 20  # sums
 
 
 class DeviceSum:
-    """The sum over ranks by the way that its size takes.
+    """The sum over ranks by the way that was the fastest at the next larger of `SIZES`.
 
-    One-shot: each rank copies its input to where the others read it, then each adds all inputs in the order of ranks;
-    so all get the same bits. For a decode step's few kilobytes that takes less than NCCL's protocol, for much it takes
-    more. Not measured on a GPU yet.
+    Of symmetric memory, which each rank copies its input to: one-shot, where each then adds all inputs; two-shot, where
+    each adds its part and hands it on; multimem, the same with additions by the switch. For a decode step's few
+    kilobytes one-shot takes less than NCCL's protocol. Not measured on a GPU yet.
     """
 
-    def __init__(self, one_shot: Sum | None, nccl: Sum, one_shot_bytes: int) -> None:
-        self._one_shot, self._nccl, self._one_shot_bytes = one_shot, nccl, one_shot_bytes
+    def __init__(self, ways: Mapping[str, Sum], fastest: Sequence[str], dtype: torch.dtype, ranks: int) -> None:
+        """`ways`: by name, NCCL's among them. `fastest`: for each of `SIZES`. `dtype`: that symmetric memory holds."""
+        self._ways, self._fastest, self._dtype, self._unit = ways, fastest, dtype, _ALIGN * ranks
 
     def __call__(self, x: Tensor) -> Tensor:
-        fits = x.dtype == torch.float32 and x.nbytes <= self._one_shot_bytes and x.nbytes % _ALIGN == 0
-        return self._one_shot(x) if self._one_shot is not None and fits else self._nccl(x)
+        place = bisect_left(SIZES, x.nbytes)
+        fits = place < len(self._fastest) and x.dtype == self._dtype and x.nbytes % self._unit == 0
+        return self._ways[self._fastest[place] if fits else NCCL](x)
+
+
+NCCL = "NCCL"
 
 
 def choose_device_sum(
-    make_one_shot: Callable[[], Sum],
     nccl: Sum,
-    device: torch.device,
+    others: Mapping[str, Sum | str],
+    x: Tensor,
+    ranks: int,
     agree: Callable[[float], float],
     seconds_of: Callable[[Sum, Tensor], float],
 ) -> tuple[DeviceSum, str]:
-    """The faster way by size, and a line that says so. `agree`: the largest of all ranks' numbers, so that all choose
-    the same. One-shot must give NCCL's sums of whole numbers, and is used from the smallest size up to the first at
-    which it is not faster."""
-    reason, one_shot = "", None
-    try:
-        one_shot = make_one_shot()
-    except (RuntimeError, ImportError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if agree(float(one_shot is None)) or one_shot is None:
-        return DeviceSum(None, nccl, 0), f"NCCL; no symmetric memory: {reason or 'on another rank'}"
-    seconds, limit, is_faster = {}, 0, True
-    for size in SIZES:
-        x = torch.arange(size // 4, dtype=torch.float32, device=device)
-        if agree(float(not torch.equal(one_shot(x.clone()), nccl(x.clone())))):
-            return DeviceSum(None, nccl, 0), f"NCCL; one-shot sums of {size} bytes were wrong"
-        seconds[size] = agree(seconds_of(one_shot, x)), agree(seconds_of(nccl, x))
-        is_faster = is_faster and seconds[size][0] < seconds[size][1]
-        limit = size if is_faster else limit
-    return DeviceSum(one_shot, nccl, limit), str(Choice(limit, seconds))
+    """The fastest way by size, and a line that says so.
+
+    `others`: ways by name, or why there is none; they must give NCCL's sums. `x`: as many small whole numbers as the
+    largest sum has. `agree`: the largest of all ranks' numbers, so that all choose the same.
+    """
+    there, notes = {NCCL: nccl}, []
+    for name, way in others.items():
+        if agree(float(isinstance(way, str))) or isinstance(way, str):
+            notes.append(f"no {name}: {way if isinstance(way, str) else 'on another rank'}")
+        elif agree(float(not torch.equal(way(x.clone()), nccl(x.clone())))):
+            notes.append(f"no {name}: its sums are wrong")
+        else:
+            there[name] = way
+    fastest, times = [], []
+    for size in SIZES if len(there) > 1 else ():
+        part = x[: size // x.itemsize]
+        seconds = {name: agree(seconds_of(way, part)) for name, way in there.items()}
+        fastest.append(min(seconds, key=seconds.__getitem__))
+        each = ", ".join(f"{name} {taken * 1e6:.0f}" for name, taken in seconds.items())
+        times.append(f"{size >> 10} KiB by {fastest[-1]} ({each} us)")
+    line = "; ".join([*(times or [NCCL]), *notes])
+    return DeviceSum(there, fastest, x.dtype, ranks), line
 
 
 def seconds_on_device(add: Sum, x: Tensor) -> float:
-    """Seconds of one sum among many, one after the other."""
+    """Seconds of one sum among many in a graph, as the steps of a decode launch them."""
     x = torch.zeros_like(x)
     for _ in range(_WARM):
         add(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(_TIMED):
+            add(x)
     torch.cuda.synchronize(x.device)
     begun = time.perf_counter()
-    for _ in range(_TIMED):
-        add(x)
+    graph.replay()
     torch.cuda.synchronize(x.device)
-    return (time.perf_counter() - begun) / _TIMED
+    seconds = (time.perf_counter() - begun) / _TIMED
+    graph.reset()
+    return seconds

@@ -100,17 +100,19 @@ class TensorParallel:
         dist.all_gather(list(out.unbind(0)), x.contiguous(), self._group)
         return out
 
-    def choose_all_reduce(self, device: torch.device) -> None:
-        """Measure the ways a sum may take on a CUDA device, and log the choice. Every rank must call this."""
+    def choose_all_reduce(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Measure the ways that sums of `dtype` may take on a CUDA device, and log the choice. All ranks must call."""
 
         def agree(number: float) -> float:
             return float(self.all_gather(torch.tensor([number], dtype=torch.float64, device=device)).max())
 
-        whole = torch.arange(SIZES[0] // 4, dtype=torch.float32, device=device)
+        most = max(SIZES) // dtype.itemsize
+        whole = (torch.arange(most, device=device) % (256 // self.size)).to(dtype)
         if agree(float(not torch.equal(self._nccl_sum(whole.clone()), self.size * whole))):
             raise StartupError(f"NCCL's sums over {self.size} devices are wrong.", WITHOUT_PEERS)
+        others = symmetric_sums(most, dtype, device, self._group)
         self._device_sum, self.sums_by = choose_device_sum(
-            lambda: OneShot(max(SIZES), device, self._group), self._nccl_sum, device, agree, seconds_on_device
+            self._nccl_sum, others, whole, self.size, agree, seconds_on_device
         )
         apart = [other for other in range(torch.cuda.device_count()) if not _reads(device, other)]
         if apart:
@@ -182,9 +184,14 @@ def subgroups(groups: Iterable[Sequence[int]], rank: int) -> dist.ProcessGroup |
 
 
 def stage_group(
-    info: RendezvousInfo, device: torch.device, *, share_device: bool = False, in_order: bool = False
+    info: RendezvousInfo,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    *,
+    share_device: bool = False,
+    in_order: bool = False,
 ) -> TensorParallel:
-    """The ranks of one stage, by torch's collectives. `in_order`: see `TensorParallel`."""
+    """The ranks of one stage, by torch's collectives. `dtype`: the model's. `in_order`: see `TensorParallel`."""
     topology = info.topology
     rank, size = topology.tensor_rank(info.rank), topology.tensor_parallel_size
     group = None
@@ -195,27 +202,48 @@ def stage_group(
     tp = TensorParallel(rank, size, None, record, group, over_host=share_device, in_order=in_order)
     on_nccl = device.type == "cuda" and not share_device
     if on_nccl and not in_order and 1 < size <= topology.ranks_per_node:  # devices of one host
-        tp.choose_all_reduce(device)
+        tp.choose_all_reduce(device, dtype)
     return tp
 
 
-class OneShot:
-    """Sums of up to `most_bytes` of float32. Every rank must make one, and the same calls."""
+_SYMMETRIC = {
+    "one-shot": "one_shot_all_reduce",
+    "two-shot": "two_shot_all_reduce_",
+    "multimem": "multimem_all_reduce_",
+}
 
-    def __init__(self, most_bytes: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        """`group`: None: all ranks. Raises `RuntimeError` where devices cannot read each other's memory."""
+
+def symmetric_sums(
+    most: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
+) -> dict[str, Sum | str]:
+    """Sums of up to `most` numbers by symmetric memory, by name, or why there is none. Every rank must call this.
+
+    `group`: None: all ranks.
+    """
+    try:
         from torch.distributed import _symmetric_memory as symmetric  # only CUDA ranks need it
 
         group = group or dist.group.WORLD
         assert group is not None, "the group has been formed"
-        self._group = group.group_name
-        self._inputs = symmetric.empty(most_bytes // 4, dtype=torch.float32, device=device)
-        symmetric.rendezvous(self._inputs, self._group)
+        inputs = symmetric.empty(most, dtype=dtype, device=device)
+        handle = symmetric.rendezvous(inputs, group.group_name)
+    except (RuntimeError, ImportError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return dict.fromkeys(_SYMMETRIC, reason)
+    found: dict[str, Sum | str] = {
+        name: partial(_symmetric_sum, kernel, inputs, group.group_name) for name, kernel in _SYMMETRIC.items()
+    }
+    if not handle.multicast_ptr:
+        found["multimem"] = "the devices have no multicast"
+    return found
 
-    def __call__(self, x: Tensor) -> Tensor:
-        mine = self._inputs[: x.numel()]
-        mine.copy_(x.reshape(-1))
-        return torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", self._group).view(x.shape)
+
+def _symmetric_sum(kernel: str, inputs: Tensor, group: str, x: Tensor) -> Tensor:
+    """The sum of `x` over ranks, not in the memory of `inputs`, which the next sum takes."""
+    mine = inputs[: x.numel()]
+    mine.copy_(x.reshape(-1))
+    total = getattr(torch.ops.symm_mem, kernel)(mine, "sum", group)
+    return x.copy_(mine.view(x.shape)) if kernel.endswith("_") else total.view(x.shape)
 
 
 def follows_from_peer(error: Exception) -> bool:

@@ -36,6 +36,7 @@ class RankGroups:
 def join_groups(
     info: RendezvousInfo,
     device: torch.device,
+    dtype: torch.dtype = torch.float32,
     *,
     share_device: bool = False,
     in_order: bool = False,
@@ -43,8 +44,8 @@ def join_groups(
     """Blocks until all ranks of all nodes are there, at most `info.timeout_s`; ranks of one x86 host that compute on
     its processor wait for nobody, and have no process group.
 
-    `share_device`: several ranks have one CUDA device, which NCCL refuses; so their sums go over the host. `in_order`:
-    see `TensorParallel`. Raises what torch raises.
+    `dtype`: the model's. `share_device`: several ranks have one CUDA device, which NCCL refuses; so their sums go over
+    the host. `in_order`: see `TensorParallel`. Raises what torch raises.
     """
     if info.size == 1:
         return RankGroups.solo()
@@ -67,7 +68,7 @@ def join_groups(
         shared = (over_nodes or local) if topology.tensor_parallel_size > 1 else None
         tp = TensorParallel(topology.tensor_rank(info.rank), topology.tensor_parallel_size, shared)
     else:
-        tp = stage_group(info, device, share_device=share_device, in_order=in_order)
+        tp = stage_group(info, device, dtype, share_device=share_device, in_order=in_order)
     votes = None
     if topology.tensor_parallel_size > 1:
         agree = over_nodes.all_agree if over_nodes is not None else None

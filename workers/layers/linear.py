@@ -95,11 +95,13 @@ class RowParallelLinear:
     def load(self, weights: WeightSource) -> None:
         weight = self.place.load(self.weight_shard, weights)
         self.bias = self.weight_shard.take_bias(weights, self.place.empty) if self.has_bias else None
-        # Partial sums are exchanged in float32 where the product supports it: rounding each of them would add an error
-        # that a single rank does not have. What a single rank adds to the sum before it rounds is then added here.
+        # On the host partial sums are exchanged in float32 where the product supports it: to round each of them would
+        # add an error that a single rank does not have. What a single rank adds before it rounds is then added here.
         alone = self.place.tp.size == 1
         self.product = weight.matmul(
-            self.bias if alone else None, float32_output=not alone, slices=self.place.local_slices
+            self.bias if alone else None,
+            float32_output=not alone and self.place.sums_in_float32,
+            slices=self.place.local_slices,
         )
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.platform.huge_pages import StagingMemory
+from oarlock.workers.quantization.fixed_order import FIXED_ORDER
 from oarlock.workers.quantization.formats.form import Form, WeightForms, unit_of_width
 from oarlock.workers.quantization.method import LinearWeight, StackedWeight, WeightShard
 from oarlock.workers.quantization.registry import NONE
@@ -29,6 +30,12 @@ class Placement:
     def local_slices(self) -> int:
         """Number of slices of one rank's inputs: one where the number of ranks does not divide all slices."""
         return self.slices // self.tp.size if self.slices % self.tp.size == 0 else 1
+
+    @property
+    def sums_in_float32(self) -> bool:
+        """Whether partial sums of products are exchanged before they are rounded. Those of devices are rounded, which
+        halves the bytes: each loses no more than a product of one rank does."""
+        return runs_on_host(self.device) or self.quantization is FIXED_ORDER
 
     def unit_of_width(self, module: str) -> int:
         """Numbers that slices of an expert's width have a multiple of. `module`: of the product that reads them."""

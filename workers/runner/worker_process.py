@@ -110,6 +110,8 @@ def join(arguments: RankArguments) -> RankGroups:
     """Joins this rank's groups, and returns once all ranks have. First puts this process on its CPUs and its device: on
     a CUDA device the ranks try sums as they join."""
     # Imported late: a parent that is already gone should be noticed before.
+    import torch
+
     from oarlock.workers.distributed.rank_groups import join_groups
     from oarlock.workers.runner.device import use_device
 
@@ -117,6 +119,7 @@ def join(arguments: RankArguments) -> RankGroups:
     return join_groups(
         arguments.rendezvous,
         use_device(arguments.config, arguments.local_rank),
+        getattr(torch, arguments.config.dtype),
         share_device=arguments.config.share_device,
         in_order=arguments.config.batch_invariant,
     )

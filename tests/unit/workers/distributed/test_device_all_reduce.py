@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from oarlock.workers.distributed.all_reduce import SIZES, DeviceSum, Sum, choose_device_sum
+from oarlock.workers.distributed.all_reduce import NCCL, SIZES, DeviceSum, Sum, choose_device_sum
 
-CPU = torch.device("cpu")
+MOST = torch.ones(SIZES[-1] // 2, dtype=torch.bfloat16)
 
 
 class Way:
@@ -20,53 +20,53 @@ class Way:
         return x * self.factor
 
 
-def chosen(one_shot: Way, nccl: Way, others: float = 0.0) -> tuple[DeviceSum, str]:
-    """`others`: the largest number of the other ranks."""
+def chosen(nccl: Way, **ways: Way | str) -> tuple[DeviceSum, str]:
+    """Chosen on a rank with whose numbers all others agree."""
 
     def seconds_of(add: Sum, x: Tensor) -> float:
         assert isinstance(add, Way)
         return add.seconds[x.nbytes]
 
-    return choose_device_sum(lambda: one_shot, nccl, CPU, lambda number: max(number, others), seconds_of)
+    return choose_device_sum(nccl, ways, MOST, 2, float, seconds_of)
+
+
+def test_each_size_takes_the_way_that_was_fastest_at_the_next_larger_one() -> None:
+    ways = {NCCL: Way((3, 3, 3, 3, 3, 1)), "one": Way((1, 1, 1, 9, 9, 9)), "two": Way((2, 2, 2, 2, 2, 9))}
+    add, line = chosen(ways[NCCL], one=ways["one"], two=ways["two"])
+    assert line.startswith("4 KiB by one (NCCL 3000000, one 1000000, two 2000000 us); ")
+    for size, name in ((32, "one"), (4096, "one"), (SIZES[2], "one"), (SIZES[2] + 32, "two"), (SIZES[-1], NCCL)):
+        for way in ways.values():
+            way.sizes.clear()
+        x = torch.ones(size // 2, dtype=torch.bfloat16)
+        assert torch.equal(add(x), 2 * x)
+        assert {name: way.sizes for name, way in ways.items() if way.sizes} == {name: [size]}
+
+
+def test_what_symmetric_memory_does_not_hold_goes_to_nccl() -> None:
+    nccl = Way((3, 4, 5, 6, 7, 8))
+    add, _ = chosen(nccl, one=Way((1, 1, 1, 1, 1, 1)))
+    nccl.sizes.clear()
+    for x in (torch.ones(8), torch.ones(8, dtype=torch.bfloat16), torch.ones(SIZES[-1], dtype=torch.bfloat16)):
+        add(x)  # of another type; not the same bytes for each rank; too large
+    assert nccl.sizes == [32, 16, 2 * SIZES[-1]]
 
 
 @pytest.mark.parametrize(
-    ("one_shot", "limit"),
+    ("way", "said"),
     [
-        ((1, 2, 9, 99), SIZES[1]),
-        ((9, 1, 1, 1), 0),
-        ((1, 9, 1, 1), SIZES[0]),
-        ((1, 1, 1, 1), SIZES[3]),
+        (Way((1, 1, 1, 1, 1, 1), factor=3.0), "NCCL; no one: its sums are wrong"),
+        ("no peer access", "NCCL; no one: no peer access"),
     ],
 )
-def test_one_shot_up_to_the_first_size_at_which_it_is_not_faster(one_shot: tuple[float, ...], limit: int) -> None:
-    first, second = Way(one_shot), Way((3, 4, 5, 6))
-    add, line = chosen(first, second)
-    assert line.startswith(f"one-shot to {limit >> 10} KiB, NCCL above" if limit else "NCCL")
-    for size in (64, *SIZES, 1 << 20):
-        first.sizes, second.sizes = [], []
-        x = torch.ones(size // 4)
-        assert torch.equal(add(x), 2 * x)
-        assert (first.sizes, second.sizes) == (([size], []) if size <= limit else ([], [size]))
+def test_a_way_that_is_wrong_or_missing_is_not_taken(way: Way | str, said: str) -> None:
+    nccl = Way((3, 4, 5, 6, 7, 8))
+    add, line = chosen(nccl, one=way)
+    assert line == said
+    nccl.sizes.clear()
+    add(torch.ones(16, dtype=torch.bfloat16))
+    assert nccl.sizes == [32]
 
 
-def test_what_the_one_shot_kernel_cannot_read_goes_to_nccl() -> None:
-    first, second = Way((1, 1, 1, 1)), Way((3, 4, 5, 6))
-    add, _ = chosen(first, second)
-    first.sizes, second.sizes = [], []
-    add(torch.ones(3))
-    add(torch.ones(8, dtype=torch.bfloat16))
-    assert first.sizes == [] and second.sizes == [12, 16]
-
-
-def test_a_way_that_is_wrong_or_missing_is_not_taken() -> None:
-    _, line = chosen(Way((1, 1, 1, 1), factor=3.0), Way((3, 4, 5, 6)))
-    assert line == "NCCL; one-shot sums of 4096 bytes were wrong"
-    _, line = chosen(Way((1, 1, 1, 1)), Way((3, 4, 5, 6)), others=1.0)
-    assert line == "NCCL; no symmetric memory: on another rank"
-
-    def missing() -> Sum:
-        raise RuntimeError("no peer access\nbetween devices")
-
-    _, line = choose_device_sum(missing, Way((3, 4, 5, 6)), CPU, float, lambda add, x: 1.0)
-    assert line == "NCCL; no symmetric memory: no peer access"
+def test_a_way_that_another_rank_lacks_is_not_taken() -> None:
+    _, line = choose_device_sum(Way((3,) * 6), {"one": Way((1,) * 6)}, MOST, 2, lambda number: 1.0, lambda add, x: 1.0)
+    assert line == "NCCL; no one: on another rank"

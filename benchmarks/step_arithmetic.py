@@ -1,0 +1,104 @@
+"""Launches, bytes and expected milliseconds of decode steps on a CUDA device, by arithmetic: nothing is measured.
+
+    python -m benchmarks.step_arithmetic                      # the table in docs/gpu.md
+    python -m benchmarks.step_arithmetic --bandwidth 900e9 --products 160e12 --context 2048
+
+A step takes the longer of its bytes at the bandwidth and its operations at the rate of products, and in a graph about a
+microsecond for each launch that cannot begin before the one ahead of it has ended. Launches are those of a graph as the
+made-up CUDA records it. With two ranks each sum takes a latency and its bytes over the link. `before`: sums in float32
+by NCCL; `after`: in the model's type, by symmetric memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from benchmarks.gpu_check import models
+from benchmarks.gpu_check.part import Where
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.models.registry import read_spec
+
+BATCHES = (1, 32, 256)
+OF_LAYER, OF_STEP = 11, 21  # launches of a graph without sums: of each layer, and before and behind the layers
+OF_SAMPLING = 5  # of drawn tokens with filters
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device as it is assumed to be, and the link between two."""
+
+    bytes_s: float
+    flop_s: float
+    launch_s: float
+    link_bytes_s: float
+    sum_s: tuple[float, float]  # latency of a sum by NCCL, and by symmetric memory
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one rank does in one decode step."""
+
+    launches: int
+    read_bytes: float
+    operations: float
+    sums: int
+    sum_bytes: float  # of one sum
+    gathered_bytes: float  # logits of the other ranks
+
+    def seconds(self, device: Device, sum_s: float) -> float:
+        work = max(self.read_bytes / device.bytes_s, self.operations / device.flop_s)
+        over_link = self.sums * (sum_s + self.sum_bytes / device.link_bytes_s) + self.gathered_bytes / device.link_bytes_s
+        return work + self.launches * device.launch_s + over_link
+
+
+def step_of(spec: DecoderSpec, batch: int, context: int, ranks: int, sum_item: int) -> Step:
+    """A step of one token for each of `batch` sequences. `sum_item`: bytes of a number that is summed over ranks."""
+    inner, head = models.inner_parameters(spec), spec.vocab_size * spec.hidden_size
+    heads, width = spec.attention, spec.attention.head_dim
+    cached = batch * context * 2 * spec.num_layers * heads.num_kv_heads * width * 2
+    several = ranks > 1
+    return Step(
+        launches=spec.num_layers * (OF_LAYER + 2 * several) + OF_STEP + OF_SAMPLING + 2 * several,
+        read_bytes=(2 * (inner + head) + cached) / ranks + batch * spec.vocab_size * 4 * 2,
+        operations=2 * batch * (inner + head) / ranks,
+        sums=(2 * spec.num_layers + 1) * several,
+        sum_bytes=batch * spec.hidden_size * sum_item,
+        gathered_bytes=batch * spec.vocab_size * 4 * (ranks - 1) / ranks,
+    )
+
+
+def table(device: Device, context: int) -> list[str]:
+    """Rows of a table in Markdown."""
+    rows = ["| model | sequences | launches | GB read | GB over the link, before → after | ms, before → after |"]
+    rows.append("|---|---|---|---|---|---|")
+    for shape, ranks in (("0.6b", 1), ("8b", 1), ("8b", 2)):
+        with models.described(shape, Where("cuda")) as folder:
+            spec = read_spec(folder)
+        for batch in BATCHES:
+            before, after = (step_of(spec, batch, context, ranks, item) for item in (4, 2))
+            link = [step.sums * step.sum_bytes + step.gathered_bytes for step in (before, after)]
+            times = [step.seconds(device, s) * 1e3 for step, s in zip((before, after), device.sum_s, strict=True)]
+            name = shape.upper() + (f", {ranks} ranks" if ranks > 1 else "")
+            each = f"{link[0] / 1e9:.3f} → {link[1] / 1e9:.3f}" if ranks > 1 else "-"
+            took = f"{times[0]:.2f} → {times[1]:.2f}" if ranks > 1 else f"{times[0]:.2f}"
+            rows.append(f"| {name} | {batch} | {after.launches} | {after.read_bytes / 1e9:.2f} | {each} | {took} |")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step_arithmetic")
+    parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes per second of memory (an H200)")
+    parser.add_argument("--products", type=float, default=790e12, help="operations per second in bfloat16")
+    parser.add_argument("--launch-us", type=float, default=1.0, help="of one launch in a graph")
+    parser.add_argument("--link", type=float, default=300e9, help="bytes per second between two devices")
+    parser.add_argument("--sum-us", type=float, nargs=2, default=(17.0, 9.0), help="latency: NCCL, symmetric memory")
+    parser.add_argument("--context", type=int, default=512, help="tokens of each sequence")
+    given = parser.parse_args()
+    latencies = given.sum_us[0] * 1e-6, given.sum_us[1] * 1e-6
+    device = Device(given.bandwidth, given.products, given.launch_us * 1e-6, given.link, latencies)
+    print("\n".join(table(device, given.context)))
+
+
+if __name__ == "__main__":
+    main()
