@@ -5,6 +5,7 @@ Apart from the reader that it judges: it takes no name and no layout from there.
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,22 @@ _ARCHITECTURES = {
     "Olmo2ForCausalLM": gguf.MODEL_ARCH.OLMO2,
     "CohereForCausalLM": gguf.MODEL_ARCH.COMMAND_R,
     "Cohere2ForCausalLM": gguf.MODEL_ARCH.COHERE2,
+    "MixtralForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "Qwen2MoeForCausalLM": gguf.MODEL_ARCH.QWEN2MOE,
+    "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
+    "OlmoeForCausalLM": gguf.MODEL_ARCH.OLMOE,
+    "GraniteMoeForCausalLM": gguf.MODEL_ARCH.GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": gguf.MODEL_ARCH.GRANITE_MOE,
 }
+_PERMUTED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE_MOE)
+_EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names
 KindOf = Callable[[str, tuple[int, ...]], str]
 
 
 def all_of(kind: str) -> KindOf:
     """Matrices as `kind`, vectors as F32."""
-    return lambda name, shape: kind if len(shape) == 2 else "F32"
+    return lambda name, shape: kind if len(shape) >= 2 else "F32"
 
 
 def q4_k_m(name: str, shape: tuple[int, ...]) -> str:
@@ -65,7 +75,7 @@ def write_gguf(directory: Path, path: Path, kind_of: KindOf, *, part_bytes: int 
         tensors |= load_file(file)
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
-    for name, tensor in tensors.items():
+    for name, tensor in _with_joined_experts(tensors).items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         numbers = _as_stored(name, tensor.float(), config, arch).numpy()
@@ -78,6 +88,26 @@ def write_gguf(directory: Path, path: Path, kind_of: KindOf, *, part_bytes: int 
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _with_joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One tensor for gate, up and down of all experts of a layer."""
+    found: dict[str, torch.Tensor] = {}
+    apart: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        layer, _, module = name.partition("block_sparse_moe.") if "moe" in name else name.partition("shared_mlp.")
+        inside = "mlp.shared_expert." if "shared_mlp" in name else "mlp.experts."
+        if match := _EXPERT.fullmatch(name):
+            part = _NUMBERED.get(match[3], match[3])
+            apart.setdefault(f"{match[1]}mlp.experts.{part}.weight", {})[int(match[2])] = tensor
+        elif module == "input_linear.weight":
+            for part, half in zip(("gate", "up"), tensor.chunk(2, -2), strict=True):
+                found[f"{layer}{inside}{part}_proj.weight"] = half
+        elif module == "output_linear.weight":
+            found[f"{layer}{inside}down_proj.weight"] = tensor
+        else:
+            found[name] = tensor.squeeze(0) if name.endswith("shared_expert_gate.weight") else tensor
+    return found | {name: torch.stack([of[index] for index in sorted(of)]) for name, of in apart.items()}
 
 
 def _set(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -135,6 +165,16 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
         ("final_logit_softcapping", writer.add_final_logit_softcapping),
         ("sliding_window", writer.add_sliding_window),
         ("logit_scale", writer.add_logit_scale),
+        ("logits_scaling", writer.add_logit_scale),
+        ("attention_multiplier", writer.add_attention_scale),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("num_experts", writer.add_expert_count),
+        ("num_local_experts", writer.add_expert_count),
+        ("num_experts_per_tok", writer.add_expert_used_count),
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("shared_intermediate_size", writer.add_expert_shared_feed_forward_length),
     ):
         if config.get(key):
             add(config[key])
@@ -174,7 +214,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, vocab_size: int) -> 
 def _as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any], arch: gguf.MODEL_ARCH) -> torch.Tensor:
     if arch in (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3) and name.endswith("norm.weight"):
         return tensor + 1
-    if arch is gguf.MODEL_ARCH.LLAMA and (".q_proj." in name or ".k_proj." in name):
+    if arch in _PERMUTED and (".q_proj." in name or ".k_proj." in name):
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
         return halves.swapaxes(1, 2).reshape(tensor.shape)

@@ -15,14 +15,16 @@ import torch
 from safetensors.torch import load_file
 
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
-from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.decoder_spec import DecoderSpec, tensor_shapes
 from oarlock.workers.layers.rotary import RotaryTable
 from oarlock.workers.models.gguf_config import gguf_checkpoint, hf_config
 from oarlock.workers.models.registry import describe, read_spec
 from oarlock.workers.verify.dequantise import dequantised_gguf
+from oarlock.workers.weights.checkpoint import Checkpoint
 from oarlock.workers.weights.gguf_header import GROUP_FORMS, SERVED, GroupForm
 from oarlock.workers.weights.gguf_model import GGUFCheckpoint, GGUFModel
 from oarlock.workers.weights.gguf_reader import GGUFReader, Groups
+from oarlock.workers.weights.reader import WeightReader
 from tests.golden.cases import CASES
 from tests.golden.gguf_blocks import dequantized, quantized
 from tests.golden.gguf_writer import all_of, write_gguf
@@ -114,6 +116,33 @@ def test_a_file_describes_the_same_model_and_holds_the_same_numbers(tmp_path: Pa
             plain = dequantised_gguf(checkpoint.tensors[tensor_name].path, tensor_name)
             torch.testing.assert_close(plain.float(), tensor, rtol=0, atol=tolerance)
         reader.finish(lambda _: False)
+
+
+@pytest.mark.parametrize(
+    ("family", "special"),
+    [
+        ("mixtral", {}),
+        ("qwen2_moe", {"decoder_sparse_step": 1}),
+        ("qwen3_moe", {}),
+        ("olmoe", {}),
+        ("granitemoe", {}),
+        ("granitemoeshared", {}),
+    ],
+)
+def test_experts_that_a_file_holds_in_one_tensor(tmp_path: Path, family: str, special: dict[str, Any]) -> None:
+    directory = make_tiny(tmp_path, family, seed=5, **special)
+    spec, checkpoint = opened(write_gguf(directory, tmp_path / "model.gguf", all_of("F32")))
+    original = read_spec(str(directory))
+    assert replace(spec, dtype=None) == replace(original, dtype=None)
+    stored = Checkpoint.open(directory)
+    tensors = tensor_shapes(spec)
+    assert checkpoint.tensors.keys() == tensors.keys() == stored.tensors.keys()
+    with GGUFReader(checkpoint) as ours, WeightReader(stored) as theirs:
+        for name, shape in tensors.items():
+            found, wanted = torch.empty(shape), torch.empty(shape)
+            ours.take(name, found, shape=shape)
+            theirs.take(name, wanted, shape=shape)
+            assert torch.equal(found, wanted), name
 
 
 def with_rope(spec: DecoderSpec, change: Callable[[Any], Any]) -> DecoderSpec:

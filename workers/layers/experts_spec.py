@@ -78,8 +78,14 @@ class ExpertsSpec:
 
     @property
     def gguf(self) -> Mapping[str, str]:
-        """Names in GGUF of parts: none yet."""
-        return {}
+        """Names in GGUF of parts; a star stands for the number of an expert, of which the file has one tensor."""
+        parts = ("gate", "up", "down")
+        found = {f"experts.*.{part}_proj": f"ffn_{part}_exps" for part in parts} | {self.router.name: "ffn_gate_inp"}
+        if self.shared is not None:
+            found |= {f"{self.shared.name}.{part}_proj": f"ffn_{part}_shexp" for part in parts}
+            if self.shared.gate is not None:
+                found[self.shared.gate] = "ffn_gate_inp_shexp"
+        return found
 
     @property
     def taps(self) -> list[Tap]:

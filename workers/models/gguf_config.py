@@ -34,11 +34,6 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
     settings = Settings(model)
     family = _family(settings)
     missing = family.missing
-    if settings.count(".expert_count", 0) > 0:
-        raise StartupError(
-            f"{model.path} is a mixture of {settings.count('.expert_count')} experts, which is not supported.",
-            "Use a dense model.",
-        )
     heads = settings.count(".attention.head_count", missing.get("heads"))
     hidden = settings.count(".embedding_length")
     if not heads:
@@ -66,7 +61,14 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
     for key, setting in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         if settings.has(f"tokenizer.ggml.{setting}_token_id"):
             config[f"{key}_token_id"] = settings.count(f"tokenizer.ggml.{setting}_token_id")
-    return config | family.own(settings, config)
+    experts = settings.count(".expert_count", 0)
+    own = family.own(settings, config)
+    if experts and not family.has_experts:
+        raise StartupError(
+            f"{model.path} is a mixture of {experts} experts, which {family.name} models are not.", "Use another model."
+        )
+    used = {"num_experts": experts, "num_experts_per_tok": settings.count(".expert_used_count")} if experts else {}
+    return config | used | own
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
@@ -89,6 +91,12 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
             continue
         module, _, kind = name.rpartition(".")
         module = names.get(module, module)
+        if "*" in module:
+            count = found.entry.shape[0]
+            tensors |= {f"{module.replace('*', str(expert))}.{kind}": found.part(expert) for expert in range(count)}
+            continue
+        if name.endswith(".ffn_gate_inp_shexp.weight"):  # a row, which the converter stores as a vector
+            found = found.shaped(1, found.entry.shape[-1])
         tensors[f"{module}.{kind}"] = found
         if module in layouts:
             placed[f"{module}.{kind}"] = layouts[module]

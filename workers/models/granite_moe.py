@@ -2,12 +2,14 @@
 logits. Torch-free."""
 
 from dataclasses import replace
+from typing import Any
 
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
 from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 
 def describe_granite_moe(fields: Fields) -> DecoderSpec:
@@ -42,3 +44,17 @@ def _described(fields: Fields, shared: SharedSpec | None) -> DecoderSpec:
         logit_scale=1.0 / fields.number("logits_scaling", 1.0),
     )
     return spec.with_sublayers(lambda one: replace(one, scale=scale) if isinstance(one, SelfAttentionSpec) else one)
+
+
+def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    settings.check_whole_heads(config["head_dim"])
+    names = {"attention": ".attention.scale", "embedding": ".embedding_scale", "residual": ".residual_scale"}
+    own: dict[str, Any] = {f"{of}_multiplier": settings.number(name, 1.0) for of, name in names.items()}
+    own |= {"logits_scaling": settings.number(".logit_scale", 1.0)}
+    if width := settings.count(".expert_shared_feed_forward_length", 0):
+        shared = {"architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared"}
+        own |= {**shared, "shared_intermediate_size": width}
+    return own
+
+
+GGUF_GRANITE_MOE = GGUFFamily("granitemoe", "GraniteMoeForCausalLM", _own, has_experts=True, pairs_neighbours=True)

@@ -28,8 +28,10 @@ def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_up.bias" in settings.model.tensors,
     }
     settings.check_whole_heads(config["head_dim"])
+    if settings.count(".expert_count", 0):
+        return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
     window = settings.count(".attention.sliding_window", 0)
     return own | ({"architectures": ["MistralForCausalLM"], "sliding_window": window} if window else {})
 
 
-GGUF_LLAMA = GGUFFamily("llama", "LlamaForCausalLM", _own, pairs_neighbours=True)
+GGUF_LLAMA = GGUFFamily("llama", "LlamaForCausalLM", _own, has_experts=True, pairs_neighbours=True)

@@ -1,9 +1,12 @@
 """OLMoE: norms before attention and experts, and of q and k over all heads. Torch-free."""
 
+from typing import Any
+
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
 from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 
 def describe_olmoe(fields: Fields) -> DecoderSpec:
@@ -25,3 +28,12 @@ def describe_olmoe(fields: Fields) -> DecoderSpec:
         activation=activation,
         eps=1e-5,
     )
+
+
+def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    settings.check_whole_heads(config["head_dim"])
+    clamp = {"clip_qkv": settings.number(".attention.clamp_kqv")} if settings.has(".attention.clamp_kqv") else {}
+    return {"norm_topk_prob": False, **clamp}
+
+
+GGUF_OLMOE = GGUFFamily("olmoe", "OlmoeForCausalLM", _own, has_experts=True)

@@ -1,10 +1,13 @@
 """Qwen2-MoE, with a shared expert behind a gate, and Qwen3-MoE. Torch-free."""
 
+from typing import Any
+
 from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, layer_kinds
 from oarlock.workers.models.hf_fields import Fields, unsupported
+from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 
 def describe_qwen2_moe(fields: Fields) -> DecoderSpec:
@@ -73,3 +76,20 @@ def _is_sparse(fields: Fields) -> list[bool]:
 def _window(fields: Fields) -> int | None:
     used = fields.flag("use_sliding_window", False) and fields.raw.get("sliding_window", 4096) is not None
     return fields.count("sliding_window", 4096) if used else None
+
+
+def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """The file does not say whether weights add up to 1: of each architecture all models are alike in it."""
+    settings.check_whole_heads(config["head_dim"])
+    own: dict[str, Any] = {
+        "use_sliding_window": False,
+        "moe_intermediate_size": settings.count(".expert_feed_forward_length"),
+        "norm_topk_prob": settings.architecture == "qwen3moe",
+    }
+    if settings.architecture == "qwen2moe":
+        own["shared_expert_intermediate_size"] = settings.count(".expert_shared_feed_forward_length")
+    return own
+
+
+GGUF_QWEN2_MOE = GGUFFamily("qwen2moe", "Qwen2MoeForCausalLM", _own, "qwen2_moe", has_experts=True)
+GGUF_QWEN3_MOE = GGUFFamily("qwen3moe", "Qwen3MoeForCausalLM", _own, "qwen3_moe", has_experts=True)

@@ -12,15 +12,15 @@ from oarlock.workers.models.encoders.registry import ENCODERS
 from oarlock.workers.models.ernie4_5_moe import describe_ernie4_5_moe
 from oarlock.workers.models.gemma import GGUF_GEMMA2, GGUF_GEMMA3, describe_gemma2, describe_gemma3
 from oarlock.workers.models.glm4_moe import describe_glm4_moe
-from oarlock.workers.models.granite_moe import describe_granite_moe, describe_granite_moe_shared
+from oarlock.workers.models.granite_moe import GGUF_GRANITE_MOE, describe_granite_moe, describe_granite_moe_shared
 from oarlock.workers.models.hf_fields import Fields, read_config
 from oarlock.workers.models.llama import GGUF_LLAMA, describe_llama
 from oarlock.workers.models.mistral import describe_mistral, describe_mixtral
 from oarlock.workers.models.olmo2 import GGUF_OLMO2, describe_olmo2
-from oarlock.workers.models.olmoe import describe_olmoe
+from oarlock.workers.models.olmoe import GGUF_OLMOE, describe_olmoe
 from oarlock.workers.models.phi3 import GGUF_PHI3, describe_phi3
 from oarlock.workers.models.qwen import GGUF_QWEN2, GGUF_QWEN3, describe_qwen2, describe_qwen3
-from oarlock.workers.models.qwen_moe import describe_qwen2_moe, describe_qwen3_moe
+from oarlock.workers.models.qwen_moe import GGUF_QWEN2_MOE, GGUF_QWEN3_MOE, describe_qwen2_moe, describe_qwen3_moe
 from oarlock.workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, head_differs
 
 FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
@@ -45,6 +45,7 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
 }
 _GGUF = (
     GGUF_LLAMA, GGUF_QWEN2, GGUF_QWEN3, GGUF_PHI3, GGUF_GEMMA2, GGUF_GEMMA3, GGUF_OLMO2, GGUF_COHERE, GGUF_COHERE2,
+    GGUF_GRANITE_MOE, GGUF_OLMOE, GGUF_QWEN2_MOE, GGUF_QWEN3_MOE,
 )  # fmt: skip
 GGUF_FAMILIES = {family.name: family for family in _GGUF}
 

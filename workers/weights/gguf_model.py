@@ -209,6 +209,7 @@ class GGUFFamily:
     model_type: str | None = None  # None: `name`
     # What early files leave out: `heads`, `kv_heads`, `positions`, `theta`.
     missing: Mapping[str, int] = field(default_factory=dict)
+    has_experts: bool = False  # or may have
     pairs_neighbours: bool = False  # it rotates neighbours, so that rows of q and k lie in another order
 
 
