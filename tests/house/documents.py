@@ -87,6 +87,12 @@ def measured(what: str) -> str:
     return page.sections(what)
 
 
+def kernel_costs() -> str:
+    from benchmarks import kernel_costs
+
+    return kernel_costs.as_markdown()
+
+
 def charts() -> dict[Path, str]:
     """Charts of these results, and what `tests/house/pictures.py` draws, by their files."""
     from benchmarks import page
@@ -108,6 +114,7 @@ MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/accuracy.md", "golden-faults", golden_faults),
     ("docs/accuracy.md", "verify-faults", verify_faults),
     ("docs/scaling.md", "node-faults", node_faults),
+    ("docs/gpu.md", "kernel-costs", kernel_costs),
     *(("docs/performance.md", f"benchmarks-{what}", partial(measured, what)) for what in ("peers", "scaling")),
 ]
 

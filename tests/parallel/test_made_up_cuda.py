@@ -340,10 +340,6 @@ def test_captured_steps_are_those_of_the_host(size: int, model: Path, cuda: Made
             assert ours.logprob == pytest.approx(wanted.logprob, abs=1e-4)
 
 
-# Compiles in whether the keys of a span are 1 or a multiple of 16, and whether an array of tiles is aligned.
-COMPILED_LATE = ("attend",)
-
-
 @pytest.mark.soak
 def test_no_kernel_is_compiled_while_requests_wait(model: Path, cuda: MadeUpCuda) -> None:
     """Prompts in one piece and in chunks, beside decodes and alone, of each kind of sampling."""
@@ -357,8 +353,7 @@ def test_no_kernel_is_compiled_while_requests_wait(model: Path, cuda: MadeUpCuda
         for number, prompt in enumerate(prompts)
     ]
     run(executor, requests, 2)
-    late = {variant for variant in cuda.variants - known if variant[0] not in COMPILED_LATE}
-    assert named(late, known) == []
+    assert named(cuda.variants - known, known) == []
 
 
 def named(late: set[tuple[Any, ...]], known: set[tuple[Any, ...]]) -> list[str]:

@@ -1,6 +1,7 @@
 """Attention on CUDA devices by kernels in Triton, which read pages in place (`kernels/triton/paged_attention.py`).
 
-Plans tiles of query tokens and how keys are split, and launches the kernels. Nothing is read back from the device.
+Plans tiles of query tokens, and by which rule their keys are split; the kernels do the rest. Nothing is read back from
+the device.
 
 With a fixed span (`KVSpec.fixed_span`) a row has the same bits in every batch: tiles of all queries have one shape, and
 spans begin at multiples of a number of keys, counted from the sequence's first token. Blocks of keys do so anyway, and
@@ -25,7 +26,9 @@ _LEAST_SPAN = 256  # keys: shorter ones cost more to merge than they gain
 _WRITTEN = 16  # tokens that one program writes
 _FIXED_SPANS = 16  # of the longest sequence, where they are fixed
 _FIXED_SCRATCH = 128 << 20  # bytes; more tiles are computed one part after another
-_WAVES = 2  # programs for each multiprocessor, before splitting keys gains no more
+NO_WINDOW = 1 << 30  # more keys than any sequence has
+_PLANNED_AT_ONCE = 128  # tiles of one step of `plan_spans`
+_WAVES = 4  # programs for each multiprocessor, before dividing keys gains no more
 
 
 def power_of_2(count: int) -> int:
@@ -49,19 +52,22 @@ class TileShape:
     stages: int
 
 
-def tile_shapes(head_dim: int, dtype: torch.dtype, form: str = "") -> tuple[TileShape, TileShape]:
-    """Tile shapes for few query rows, and for many. `form`: of pages in 8 bits.
+def tile_shapes(
+    head_dim: int, dtype: torch.dtype, form: str = "", *, wide: bool = False
+) -> tuple[TileShape, TileShape]:
+    """Tile shapes for few query rows, and for many. `form`: of pages in 8 bits. `wide`: products take factors from
+    shared memory (compute capabilities 9 and 10), which leaves registers for wider tiles.
 
-    float32 takes so many registers that large tiles gain nothing.
+    Few rows take as long as reading keys takes, of which more are on their way with more stages: one is the wait for
+    block tables. float32 takes so many registers that large tiles gain nothing.
     """
     if dtype == torch.float32:
-        small = TileShape(16, 32, 4 if head_dim <= 128 else 8, 3 if head_dim <= 64 else 2)
+        small = TileShape(16, 32, 4 if head_dim <= 64 else 8, 3 if head_dim <= 64 else 2)
         return small, small
     if head_dim <= 128 and form == "int8":
         return TileShape(16, 32, 4, 3), TileShape(64, 32, 4, 2)
     if head_dim <= 128:
-        stages = 2 if head_dim <= 64 else 3
-        return TileShape(16, 64, 4, stages), TileShape(64, 64, 4, stages)
+        return TileShape(16, 64, 4, 5), TileShape(128, 64 if wide else 32, 8, 3)
     return TileShape(16, 32, 4, 3), TileShape(64, 32, 8, 2)
 
 
@@ -72,27 +78,44 @@ class Tiles:
     shape: TileShape
     seqs: Tensor  # int32 [tiles]
     first_rows: Tensor  # int32 [tiles]
-    longest: int  # context, of all tiles' sequences
+    ends: np.ndarray  # int64 [tiles]   keys that the last token of each sees; at most, where lengths are live
+    first_positions: np.ndarray  # int64 [tiles]
+
+    def some(self, part: slice) -> "Tiles":
+        seqs, rows, ends, first = self.seqs[part], self.first_rows[part], self.ends[part], self.first_positions[part]
+        return Tiles(self.shape, seqs, rows, ends, first)
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
-    """Division of the keys of a launch's tiles among programs."""
+class Shares:
+    """Division of the keys of a launch's tiles among programs, which `plan_spans` carries out."""
 
-    keys: int  # of one program; at least, where they are live
-    parts: int  # programs of one tile
-    is_split: bool  # results are merged afterwards
-    is_live: bool = False  # programs divide what there is, rather than beginning at multiples of `keys`
+    least: int  # keys of one program, the fewest
+    extra: int  # programs beyond one for each tile, by which all keys are divided
+    places: int  # programs
+    is_split: bool  # several may share a tile: their results are merged afterwards
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Division of one launch on the device, and scratch memory: the same for all layers with a window."""
+
+    tiles: Tiles
+    shares: Shares
+    layer: int  # the first of them, at which it is computed in each step
+    programs: Tensor  # int32 [PLANNED, places]
+    of_tiles: Tensor  # int32 [2, tiles]
+    partial: tuple[Tensor, Tensor] | None
 
 
 @dataclass(slots=True)
 class TritonPlan:
-    """A step's tiles, and scratch memory that its layers share."""
+    """A step's tiles, and what its layers share."""
 
     batch: ForwardBatch
     tiles: list[Tiles]
     is_live: bool = False  # contexts change: those of the batch are bounds
-    scratch: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    planned: dict[int, list[Planned]] = field(default_factory=dict)  # by window
 
 
 class TritonBackend:
@@ -107,11 +130,14 @@ class TritonBackend:
         self._fused: Any = kv_pages
         self._kernels: Any = paged_attention  # a kernel's call compiles it: no annotation describes its arguments
         self._form = spec.cache_dtype if spec.is_rounded else ""
-        self.processors, self.native_fp8 = 1, False
+        self._amd = availability.amd_architecture()
+        self.processors, self.native_fp8, self.is_wide = 1, False, False
         self.least_span = _LEAST_SPAN
         if spec.device.type == "cuda":
             self.processors = torch.cuda.get_device_properties(spec.device).multi_processor_count
-            self.native_fp8 = torch.cuda.get_device_capability(spec.device) >= (8, 9)
+            capability = torch.cuda.get_device_capability(spec.device)
+            self.native_fp8 = self._amd is None and capability >= (8, 9)
+            self.is_wide = self._amd is None and capability[0] in (9, 10)
         self._fixed_scratch = None
         if spec.fixed_span is not None:  # one piece for all steps and graphs, which run one after another
             self._fixed_scratch = torch.empty(_FIXED_SCRATCH // 4, dtype=torch.float32, device=spec.device)
@@ -182,13 +208,18 @@ class TritonBackend:
 
     def attend(self, q: Tensor, kv: LayerKV, plan: TritonPlan, layer: AttentionSpec) -> Tensor:
         rows, heads, width = q.shape
-        assert q.stride(2) == 1 and q.stride(1) == width
+        assert q.stride(2) == 1 and q.stride(1) == width and layer.scale > 0
         out = torch.empty((rows, heads * width), dtype=q.dtype, device=q.device)
         out[plan.batch.num_tokens :] = 0.0  # rows that pad the batch
         if not plan.tiles:
             plan.tiles = self._tiles(plan.batch, heads // self.spec.num_kv_heads)
-        for tiles in plan.tiles:
-            self._launch(q, kv, plan, layer, tiles, out)
+        window = layer.sliding_window or NO_WINDOW
+        if window not in plan.planned:
+            plan.planned[window] = [part for tiles in plan.tiles for part in self._planned(plan, tiles, window, layer)]
+        for part in plan.planned[window]:
+            if part.layer == layer.layer:
+                self._divide(plan.batch, part, window, heads // self.spec.num_kv_heads)
+            self._compute(q, kv, plan.batch, layer, part, out)
         return out
 
     def _tiles(self, batch: ForwardBatch, group: int) -> list[Tiles]:
@@ -197,7 +228,7 @@ class TritonBackend:
         # A group of query heads that is larger than a tile gets a tile of its size.
         small, large = (
             replace(shape, rows=max(shape.rows, power_of_2(group)))
-            for shape in tile_shapes(self.spec.head_dim, self.spec.dtype, self._form)
+            for shape in tile_shapes(self.spec.head_dim, self.spec.dtype, self._form, wide=self.is_wide)
         )
         if self.spec.fixed_span is not None:
             large = small
@@ -209,85 +240,110 @@ class TritonBackend:
                 continue
             queries = shape.rows // group
             counts = -(-lengths[seqs] // queries)
-            ends = np.cumsum(counts)
-            number = np.arange(ends[-1]) - np.repeat(ends - counts, counts)  # of each tile within its sequence
-            both = np.stack([np.repeat(seqs, counts), number * queries]).astype(np.int32)
-            moved = torch.from_numpy(both).to(batch.seq_lens.device, non_blocking=True)
-            found.append(Tiles(shape, moved[0], moved[1], int(contexts[seqs].max())))
+            of_seq, behind = np.repeat(seqs, counts), np.cumsum(counts)
+            rows = (np.arange(behind[-1]) - np.repeat(behind - counts, counts)) * queries  # within the sequence
+            first = contexts[of_seq] - lengths[of_seq] + rows
+            ends = np.minimum(first + queries, contexts[of_seq])
+            moved = torch.from_numpy(_aligned(of_seq, rows)).to(batch.seq_lens.device, non_blocking=True)
+            found.append(Tiles(shape, moved[0], moved[1], ends, first))
         return found
 
-    def spans(self, programs: int, longest: int, window: int | None, rows: int, keys: int) -> tuple[int, int]:
-        """Number of keys that one program reads, and number of programs that share a tile's `longest` context.
-
-        Enough to occupy the device, by its multiprocessors and the length of the contexts: a rule that looks at the
-        number of sequences alone leaves most of it idle when a few of them are long.
-        """
-        seen = longest if window is None else min(longest, window + rows)
-        parts = max(1, min(-(-_WAVES * self.processors // programs), seen // self.least_span))
-        if parts == 1:
-            return longest, 1
-        span = -(-seen // (parts * keys)) * keys
-        return span, -(-longest // span)
-
-    def _launch(
-        self, q: Tensor, kv: LayerKV, plan: TritonPlan, layer: AttentionSpec, tiles: Tiles, out: Tensor
-    ) -> None:
-        spec, shape_of = self.spec, tiles.shape
-        programs = len(tiles.seqs) * spec.num_kv_heads
+    def _planned(self, plan: TritonPlan, tiles: Tiles, window: int, layer: AttentionSpec) -> list[Planned]:
+        """One launch; or several, where spans are fixed and their results would take more than the scratch memory."""
+        spec, at_once = self.spec, len(tiles.ends)
         if spec.fixed_span is not None:
-            parts = -(-tiles.longest // spec.fixed_span)
-            bytes_each = 4 * parts * spec.num_kv_heads * shape_of.rows * (spec.head_dim + 2)
-            at_once = max(1, _FIXED_SCRATCH // bytes_each)
-            for first in range(0, len(tiles.seqs), at_once):
-                some = slice(first, first + at_once)
-                part = replace(tiles, seqs=tiles.seqs[some], first_rows=tiles.first_rows[some])
-                self._compute(q, kv, plan, layer, part, out, Spans(spec.fixed_span, parts, is_split=True))
-            return
-        span, parts = self.spans(programs, tiles.longest, layer.sliding_window, shape_of.rows, shape_of.keys)
-        if plan.is_live:
-            span = -(-self.least_span // shape_of.keys) * shape_of.keys
-        self._compute(q, kv, plan, layer, tiles, out, Spans(span, parts, parts > 1, plan.is_live and parts > 1))
+            bytes_each = 4 * spec.num_kv_heads * tiles.shape.rows * (spec.head_dim + 2)
+            at_once = max(1, _FIXED_SCRATCH // (bytes_each * -(-int(tiles.ends.max()) // spec.fixed_span)))
+        found = []
+        for first in range(0, len(tiles.ends), at_once):
+            part = tiles.some(slice(first, first + at_once))
+            shares = self.shares(part, window, is_live=plan.is_live)
+            numbers, device = self._kernels.PLANNED, tiles.seqs.device
+            found.append(
+                Planned(
+                    part,
+                    shares,
+                    layer.layer,
+                    torch.empty((numbers, shares.places), dtype=torch.int32, device=device),
+                    torch.empty((2, len(part.ends)), dtype=torch.int32, device=device),
+                    self._scratch(shares, part) if shares.is_split else None,
+                )
+            )
+        return found
+
+    def shares(self, tiles: Tiles, window: int, *, is_live: bool) -> Shares:
+        """How the keys of `tiles` are divided, by the number of programs that occupy the device.
+
+        By all keys of all tiles, so that one long context among short ones is shared by many: a rule that looks at the
+        number of sequences, or at the longest, leaves most of the device idle when a few of them are long.
+        """
+        keys, count = tiles.shape.keys, len(tiles.ends)
+        first = np.maximum(tiles.first_positions - window + 1, 0) // keys * keys
+        if is_live:  # a window's first key may lie anywhere in a block of keys
+            first = np.maximum(tiles.ends - (window + tiles.shape.rows + keys), 0)
+        seen = tiles.ends - first  # [tiles]
+        if self.spec.fixed_span is not None:
+            span = self.spec.fixed_span
+            parts = -(-tiles.ends // span) if is_live else -(-tiles.ends // span) - first // span
+            return Shares(span, 1, int(parts.sum()), is_split=True)
+        least = -(-self.least_span // keys) * keys
+        wanted = -(-_WAVES * self.processors // self.spec.num_kv_heads)
+        extra = max(1, min(wanted, int((seen // least).sum())))
+        if is_live:  # lengths may be any up to the bounds
+            is_split = int(seen.max()) > least and extra > 1
+            return Shares(least if is_split else NO_WINDOW, extra, count + extra if is_split else count, is_split)
+        span = max(least, -(-int((-(-seen // extra)).sum()) // keys) * keys)
+        parts = -(-seen // span)
+        return Shares(least, extra, int(parts.sum()), bool((parts > 1).any()))
+
+    def _divide(self, batch: ForwardBatch, part: Planned, window: int, group: int) -> None:
+        self._kernels.plan_spans[(1,)](
+            part.tiles.seqs, part.tiles.first_rows, batch.query_start_loc, batch.seq_lens, batch.rows, part.programs,
+            part.of_tiles, window, part.shares.least, part.shares.extra, len(part.tiles.ends), part.shares.places,
+            part.tiles.shape.rows // group, part.tiles.shape.keys, FIXED=self.spec.fixed_span is not None,
+            SIZE=_PLANNED_AT_ONCE,
+        )  # fmt: skip
 
     def _compute(
-        self, q: Tensor, kv: LayerKV, plan: TritonPlan, layer: AttentionSpec, tiles: Tiles, out: Tensor, spans: Spans
+        self, q: Tensor, kv: LayerKV, batch: ForwardBatch, layer: AttentionSpec, part: Planned, out: Tensor
     ) -> None:
-        spec, batch = self.spec, plan.batch
-        group = layer.num_heads // layer.num_kv_heads
-        partial_out, partial_stats = self._scratch(plan, spans, tiles, out)
-        window = layer.sliding_window or 0
-        shape = {
+        spec, tiles, places = self.spec, part.tiles, part.shares.places
+        group, shape = layer.num_heads // layer.num_kv_heads, tiles.shape
+        partial_out, partial_stats = part.partial or (out, out)
+        sizes = {
             "KV_HEADS": spec.num_kv_heads,
             "GROUP": group,
             "HEAD_DIM": spec.head_dim,
-            "BLOCK_M": tiles.shape.rows,
-            "BLOCK_N": tiles.shape.keys,
             "BLOCK_D": max(16, power_of_2(spec.head_dim)),
-            "WINDOW": window > 0,
-            "LIVE": spans.is_live,
         }
-        where = (batch.query_start_loc, batch.seq_lens, tiles.seqs, tiles.first_rows)
         tables = batch.block_tables
-        self._kernels.attend[(len(tiles.seqs), spec.num_kv_heads, spans.parts)](
-            q, *self._pages(kv), out, partial_out, partial_stats, tables, batch.rows, *where,
-            q.stride(0), tables.stride(0), layer.scale, layer.softcap or 0.0, window, spans.keys,
-            BLOCK_SIZE=spec.block_size, SOFTCAP=layer.softcap is not None, SPANS=spans.is_split,
-            num_warps=tiles.shape.warps, num_stages=tiles.shape.stages, NATIVE_FP8=self.native_fp8,
-            FORM=self._form, **shape,
+        self._kernels.attend[(places, spec.num_kv_heads)](
+            q, *self._pages(kv), out, partial_out, partial_stats, tables, part.programs, q.stride(0), tables.stride(0),
+            layer.scale, layer.softcap or 0.0, layer.sliding_window or 0, places,
+            BLOCK_SIZE=spec.block_size, BLOCK_M=shape.rows, BLOCK_N=shape.keys, SOFTCAP=layer.softcap is not None,
+            WINDOW=layer.sliding_window is not None, FIXED=spec.fixed_span is not None, NATIVE_FP8=self.native_fp8,
+            FORM=self._form, PRECISION=availability.float32_products(self._amd),
+            **availability.options(shape.warps, shape.stages, self._amd), **sizes,
         )  # fmt: skip
-        if spans.is_split:
-            self._kernels.merge_spans[(len(tiles.seqs), spec.num_kv_heads, tiles.shape.rows // group * group)](
-                partial_out, partial_stats, out, *where, window, spans.keys, spans.parts, **shape
-            )
+        if part.shares.is_split:
+            self._kernels.merge_spans[(len(tiles.ends), spec.num_kv_heads, shape.rows // group * group)](
+                partial_out, partial_stats, out, part.programs, part.of_tiles, len(tiles.ends), places, shape.rows,
+                **sizes,
+            )  # fmt: skip
 
-    def _scratch(self, plan: TritonPlan, spans: Spans, tiles: Tiles, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory for the results of spans; any tensors where they are not split."""
-        if not spans.is_split:
-            return out, out
-        shape = (spans.parts, len(tiles.seqs), self.spec.num_kv_heads, tiles.shape.rows)
+    def _scratch(self, shares: Shares, tiles: Tiles) -> tuple[Tensor, Tensor]:
+        """Memory for the results of spans."""
+        shape = (shares.places, self.spec.num_kv_heads, tiles.shape.rows)
         if self._fixed_scratch is not None:
             results = prod(shape) * self.spec.head_dim
             return self._fixed_scratch[:results], self._fixed_scratch[results : results + 2 * prod(shape)]
-        if shape not in plan.scratch:
-            results = torch.empty((*shape, self.spec.head_dim), dtype=torch.float32, device=out.device)
-            plan.scratch[shape] = results, torch.empty((*shape, 2), dtype=torch.float32, device=out.device)
-        return plan.scratch[shape]
+        device = tiles.seqs.device
+        results = torch.empty((*shape, self.spec.head_dim), dtype=torch.float32, device=device)
+        return results, torch.empty((*shape, 2), dtype=torch.float32, device=device)
+
+
+def _aligned(*arrays: np.ndarray) -> np.ndarray:
+    """Arrays of one length as rows of int32, each of which begins at a multiple of 16 bytes."""
+    rows = np.zeros((len(arrays), -(-len(arrays[0]) // 4) * 4), np.int32)
+    rows[:, : len(arrays[0])] = arrays
+    return rows

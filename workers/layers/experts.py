@@ -17,9 +17,10 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.layers.fused_layer import Program
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.sharding import ExpertShard, shard_experts, shard_width
-from oarlock.workers.quantization.expert_matmul import ExpertsShape, ExpertWeights, expert_matmul
+from oarlock.workers.quantization.expert_matmul import ExpertsShape, ExpertWeights
 from oarlock.workers.quantization.matmul import matmul
 from oarlock.workers.quantization.method import StoredRows, WeightShard
+from oarlock.workers.quantization.triton_experts import expert_matmul
 from oarlock.workers.weights.source import FilledUp, WeightSource
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oarlock.workers.kernels.triton import availability
 from oarlock.workers.quantization import weight_only
 from oarlock.workers.quantization.matmul import GatedMatmul, Matmul
 from oarlock.workers.quantization.method import Empty, LinearWeight, UnquantizedLinearMethod, WeightShard
@@ -35,8 +36,9 @@ class ProductTile:
     def constants(self) -> dict[str, int]:
         return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.inputs}
 
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.warps, "num_stages": self.stages}
+    def options(self, amd: str | None) -> dict[str, Any]:
+        precision = availability.float32_products(amd)
+        return {"PRECISION": precision, **availability.options(self.warps, self.stages, amd)}
 
 
 def product_tile(dtype: torch.dtype) -> ProductTile:
@@ -92,8 +94,9 @@ class FixedOrderMatmul:
         tile, rows, (columns, inputs) = self.tile, len(x), self.weight.shape
         partial = torch.empty((self.spans, rows, columns), dtype=torch.float32, device=x.device)
         kernel[(-(-columns // tile.columns), self.spans, -(-rows // tile.rows))](
-            x, self.weight, partial, rows, columns, inputs, x.stride(0), self.span, **tile.constants(), **tile.options()
-        )
+            x, self.weight, partial, rows, columns, inputs, x.stride(0), self.span,
+            **tile.constants(), **tile.options(availability.amd_architecture()),
+        )  # fmt: skip
         return partial
 
 

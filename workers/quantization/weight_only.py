@@ -1,8 +1,9 @@
 """Weights of 4 or 8 bits on a CUDA device, by kernels in Triton (`kernels/triton/weight_only.py`).
 
-At the few rows of a decoding step a product takes as long as reading its weight, and rows of x are not rounded, in no
-form. Many rows are multiplied by the weight written out in the type of x, some outputs at a time, by torch; or in
-float8, where the weight is, the checkpoint means it so and the device can (`scaled_float8.py`).
+At the rows of a decoding step a product takes as long as reading its weight, and rows of x are not rounded, in no form.
+Programs that need the same part of the weight, for other rows, run at the same time: memory is read once. More rows are
+multiplied by the weight written out in the type of x, some outputs at a time, by torch; or in float8, where the weight
+is, the checkpoint means it so and the device can (`scaled_float8.py`).
 """
 
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oarlock.workers.kernels.triton import availability
 from oarlock.workers.quantization import scaled_float8
 from oarlock.workers.quantization.matmul import GatedMatmul, Matmul, gated
 
-MOST_ROWS = 64  # of x, that are multiplied by the stored numbers
+MOST_ROWS = 256  # of x, that are multiplied by the stored numbers
+BLOCKS = (16, 64, 128)  # rows of x of one program
 UNITS = (16, 32)  # inputs that are stored together
 _STEP_BYTES = {4: 64, 8: 128}  # bits -> bytes of a row of weights in one step: 128 inputs
 _BLOCK_N = 64
@@ -31,13 +34,13 @@ class StoredWeight:
     """A weight [N, K] as the kernels read it (`kernels/triton/weight_only.py`)."""
 
     values: Tensor  # uint8 [N, units * unit * bits / 8]
-    scales: Tensor | None  # float16 or float32 [groups, N]
+    scales: Tensor | None  # float16, float32, or uint8 (exponents of powers of 2, 127 more) [groups, N]
     zeros: Tensor | None  # float16 [groups, N]
     factors: Tensor  # float32 [N]
     inputs: int
     group: int  # inputs; of one without scales: any
     bits: int
-    is_float8: bool = False
+    is_float: bool = False  # e4m3, or e2m1 of 4 bits
     rounds_rows: bool = False  # of x, many of them, to float8
 
     @property
@@ -61,7 +64,7 @@ class StoredWeight:
         """Constants that kernels are compiled for."""
         return {
             "BITS": self.bits,
-            "FLOAT8": self.is_float8,
+            "FLOAT": self.is_float,
             "UNIT": self.unit,
             "GROUP_UNITS": 0 if self.scales is None else self.group // self.unit,
             "ZEROS": self.zeros is not None,
@@ -87,12 +90,13 @@ class StoredWeight:
         """`x @ weight.T` of x [T, K] by spans of inputs: float32 [spans, T, N]."""
         assert x.stride(1) == 1 and x.shape[1] == self.inputs
         rows = len(x)
-        block = max(16, 1 << (rows - 1).bit_length())
+        block = next((block for block in BLOCKS if rows <= block), BLOCKS[-1])
         span, spans = self.spans()
         partial = torch.empty((spans, rows, self.columns), dtype=torch.float32, device=x.device)
-        _kernels().multiply[(-(-self.columns // _BLOCK_N), spans, 1)](
+        _kernels().multiply[(-(-rows // block), -(-self.columns // _BLOCK_N), spans)](
             x, *self._arguments(), partial, rows, self.columns, self.inputs, self.units, x.stride(0),
-            self.values.stride(0), span, BLOCK_M=block, **multiply_options(block), **self.constants(),
+            self.values.stride(0), span, BLOCK_M=block,
+            **multiply_options(block, availability.amd_architecture()), **self.constants(),
         )  # fmt: skip
         return partial
 
@@ -226,9 +230,11 @@ def merged(
     return out
 
 
-def multiply_options(block: int) -> dict[str, int]:
+def multiply_options(block: int, amd: str | None) -> dict[str, Any]:
     """Compile options of a product in blocks of `block` rows: more stages keep more of the weight on its way."""
-    return {"num_warps": 4, "num_stages": 4 if block < MOST_ROWS else 3}
+    warps, stages = (4, 4) if block == BLOCKS[0] else (4, 3) if block < BLOCKS[-1] else (8, 3)
+    options = availability.options(warps, stages, amd)
+    return {"PRECISION": availability.float32_products(amd), **options}
 
 
 def unit_of(group: int) -> int:
@@ -266,7 +272,19 @@ def of_float8(values: Tensor, scales: Tensor, group: int, *, rounds_rows: bool =
     else:
         stored, factors, unit = _by_group(scales, device), torch.ones(len(values), device=device), unit_of(group)
     padded = F.pad(values.view(torch.uint8), (0, -inputs % unit))
-    return StoredWeight(padded, stored, None, factors, inputs, group, 8, is_float8=True, rounds_rows=rounds_rows)
+    return StoredWeight(padded, stored, None, factors, inputs, group, 8, is_float=True, rounds_rows=rounds_rows)
+
+
+def of_mxfp4(values: Tensor, scales: Tensor) -> StoredWeight:
+    """Stores numbers in MXFP4: uint8 [N, K / 2], of which each has two in e2m1, the first in its low half; and uint8
+    [N, K / 32], the exponents of their scales, 127 more. On the device of `values`."""
+    columns, inputs = len(values), 2 * values.shape[1]
+    assert scales.shape == (columns, inputs // UNITS[-1])
+    numbers = torch.stack([values & 15, values >> 4], 2).view(columns, -1, 2, UNITS[-1] // 2)
+    low, high = numbers.unbind(2)
+    factors = torch.ones(columns, device=values.device)
+    packed = (low | high << 4).flatten(1)
+    return StoredWeight(packed, _by_group(scales, values.device), None, factors, inputs, UNITS[-1], 4, is_float=True)
 
 
 def _integers(values: Tensor, bits: int, unit: int) -> Tensor:

@@ -27,9 +27,10 @@ from oarlock.workers.runner.buckets import bucket_of, graph_sizes, logits_rows_a
 from oarlock.workers.runner.cuda_graphs import Graph, GraphMaker
 from oarlock.workers.runner.device import graph_bytes
 from oarlock.workers.runner.memory_needs import MemoryMeter
-from oarlock.workers.runner.pending_output import Launched
+from oarlock.workers.runner.pending_output import Launched, wait_for
 from oarlock.workers.runner.pooler import PooledOutput, Pooler
 from oarlock.workers.runner.step_inputs import InputPlace, Layout, Shape, StagingBuffer, StepInputs
+from oarlock.workers.runner.trial_steps import null_step
 from oarlock.workers.sampling.columns import Variant
 from oarlock.workers.sampling.device_sampler import DeviceOutputs, DeviceSampler, output_of, output_sections
 from oarlock.workers.sampling.token_histories import DenseHistories
@@ -300,8 +301,22 @@ def device_steps(
     )
 
 
+def warm_up_sizes(most: int) -> list[int]:
+    """Numbers of tokens of steps, up to `most`, in which each kernel has every form: they depend on powers of 2."""
+    return [*(size for size in (2**power for power in range(1, 32)) if size < most), most]
+
+
+def warm_up(steps: DeviceSteps, config: WorkerConfig) -> None:
+    """Run steps without graphs, so that no kernel is compiled while requests wait. Every rank must call this at the
+    same point."""
+    assert config.max_model_len is not None
+    for tokens in warm_up_sizes(min(config.max_num_batched_tokens, config.max_model_len)):
+        wait_for(steps.launch(null_step(tokens, tokens, 1, config.block_size)))
+
+
 def capture(steps: DeviceSteps, maker: GraphMaker, config: WorkerConfig, backend: AttentionBackend) -> int:
-    """Capture the graphs of a rank, unless it cannot or must not have any. Returns how many there are."""
+    """Warm up, and capture the graphs of a rank, unless it cannot or must not have any. Returns how many there are."""
+    warm_up(steps, config)
     reason, sizes, begun = _why_none(config, backend), graph_sizes(config), time.monotonic()
     if reason is not None:
         logger.info("event=no_graphs reason=%r", reason)

@@ -27,3 +27,20 @@ def why_not(device: torch.device) -> str | None:
 def can_serve(device: torch.device) -> bool:
     """Whether layers on `device` use them: never in the interpreter, which is for tests."""
     return device.type == "cuda" and why_not(device) is None
+
+
+@cache
+def amd_architecture() -> str | None:
+    """Name of an AMD device's architecture, such as gfx942; None: devices are NVIDIA's."""
+    return None if torch.version.hip is None else torch.cuda.get_device_properties(0).gcnArchName.split(":")[0]
+
+
+def float32_products(amd: str | None) -> str:
+    """How kernels multiply float32 with no more than its own loss: TensorFloat-32 is of NVIDIA alone."""
+    return "tf32x3" if amd is None else "ieee"
+
+
+def options(warps: int, stages: int, amd: str | None) -> dict[str, int]:
+    """Compile options of a kernel that has `stages` steps of its loop under way: AMD's devices hide more by waves, and
+    have 64 KiB of shared memory."""
+    return {"num_warps": warps, "num_stages": stages if amd is None else min(stages, 2)}

@@ -2,12 +2,14 @@
 
 The online softmax of FlashAttention-2 (arXiv 2307.08691), with the query heads of one KV head as rows of one product,
 and keys split over programs whose results are merged afterwards, as in Flash-Decoding. A program computes one tile:
-some query tokens of one sequence, for one KV head and one span of its keys.
+some query tokens of one sequence, for one KV head and one span of its keys. How keys are divided is computed on the
+device, once a step, from lengths that the host need not know.
 
 Sizes in the shapes below: T query tokens, S sequences, H query heads, D head_dim; a tile has `BLOCK_M` rows, of which
 row r is query token r // GROUP of the tile, and query head r % GROUP of the KV head's.
 
-Products of float32 take three passes over TensorFloat-32 parts (`tf32x3`), which loses no more than float32 itself.
+Products of float32 take three passes over TensorFloat-32 parts (`tf32x3`), which loses no more than float32 itself,
+where the device has them.
 """
 
 import triton
@@ -16,7 +18,7 @@ import triton.language as tl
 from oarlock.workers.kernels.triton.kv_pages import numbers, row_at, scales_of, store_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def write_kv(
     k,  # [T, KV_HEADS, D], tokens `k_stride` elements apart
     v,
@@ -49,24 +51,98 @@ def write_kv(
     store_rows(v_pages, v_scales, x, page, slot, column, inside, is_row, HEAD_DIM, BLOCK_SIZE, FORM)
 
 
+# Rows of the table that `plan_spans` writes: what a program of `attend` must know, one column each.
+TOKEN: tl.constexpr = tl.constexpr(0)  # the tile's first query token, in the batch
+COUNT: tl.constexpr = tl.constexpr(1)  # of its query tokens
+POSITION: tl.constexpr = tl.constexpr(2)  # of the first
+BEGIN: tl.constexpr = tl.constexpr(3)  # of the program's keys
+STOP: tl.constexpr = tl.constexpr(4)
+TABLE: tl.constexpr = tl.constexpr(5)  # row of `block_tables`
+PARTS: tl.constexpr = tl.constexpr(6)  # programs that share the tile's keys
+PLANNED = 7  # rows
+
+
 @triton.jit
-def _tile(tile, tile_seqs, tile_rows, query_start_loc, seq_lens, QUERIES: tl.constexpr):
-    """A tile's sequence, its first token in the batch, the number of its tokens, and the first one's position."""
-    seq = tl.load(tile_seqs + tile)
-    row = tl.load(tile_rows + tile)
+def _tiles(
+    at, tile_seqs, tile_rows, query_start_loc, seq_lens, window, tiles, QUERIES, BLOCK_N, SIZE: tl.constexpr
+):  # fmt: skip
+    """Some tiles from number `at` on: sequence, first token in the batch, tokens, position of the first, and the keys
+    that they see: the first one, at the start of a block, and the end."""
+    tile = at + tl.arange(0, SIZE)
+    is_tile = tile < tiles
+    seq = tl.load(tile_seqs + tile, mask=is_tile, other=0)
+    row = tl.load(tile_rows + tile, mask=is_tile, other=0)
     start = tl.load(query_start_loc + seq)
     length = tl.load(query_start_loc + seq + 1) - start
     position = tl.load(seq_lens + seq) - length + row
-    return seq, start + row, tl.minimum(length - row, QUERIES), position
+    count = tl.where(is_tile, tl.maximum(tl.minimum(length - row, QUERIES), 0), 0)
+    first = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
+    end = tl.where(count > 0, position + count, first)
+    return seq, start + row, count, position, first, end
 
 
-@triton.jit
-def _first_key(position, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """The first key that the query at `position` sees, and the start of the block of keys that holds it."""
-    first = position * 0
-    if WINDOW:
-        first = tl.maximum(position - window + 1, 0)
-    return first, first // BLOCK_N * BLOCK_N
+_OF_ARRAYS = ["tile_seqs", "tile_rows", "query_start_loc", "seq_lens", "table_rows"]
+_PLAN_NUMBERS = ["window", "least", "extra", "tiles", "places", "QUERIES", "BLOCK_N"]
+
+
+@triton.jit(do_not_specialize=_PLAN_NUMBERS, do_not_specialize_on_alignment=_OF_ARRAYS)
+def plan_spans(
+    tile_seqs,  # int32 [tiles]
+    tile_rows,  # int32 [tiles]   the tile's first token, counted from its sequence's first in the batch
+    query_start_loc,  # int32 [S + 1]
+    seq_lens,  # int32 [S]
+    table_rows,  # int32 [S]   of `block_tables`
+    planned,  # int32 [PLANNED, places]
+    of_tiles,  # int32 [2, tiles]   a tile's first program, and how many it has
+    window,  # more than there are keys: none
+    least,  # keys of a program, the fewest; a multiple of BLOCK_N
+    extra,  # programs beyond one for each tile
+    tiles,
+    places,  # programs: at least `tiles + extra`
+    QUERIES,  # tokens of a tile
+    BLOCK_N,
+    FIXED: tl.constexpr,  # spans are `least` keys and begin at multiples of it
+    SIZE: tl.constexpr,
+):
+    """Divides the keys of all tiles among programs, evenly whatever the lengths: a long sequence among short ones gets
+    as many programs as its keys are of all. One program; the places that remain get no keys."""
+    span = least
+    if not FIXED:
+        keys = tl.zeros([SIZE], tl.int32)
+        for at in range(0, tiles, SIZE):
+            _, _, _, _, first, end = _tiles(
+                at, tile_seqs, tile_rows, query_start_loc, seq_lens, window, tiles, QUERIES, BLOCK_N, SIZE
+            )
+            keys += (end - first + extra - 1) // extra  # of all: a sum would not fit
+        span = tl.maximum(least, (tl.sum(keys, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
+    place = 0
+    for at in range(0, tiles, SIZE):
+        seq, token, count, position, first, end = _tiles(
+            at, tile_seqs, tile_rows, query_start_loc, seq_lens, window, tiles, QUERIES, BLOCK_N, SIZE
+        )
+        tile, origin = at + tl.arange(0, SIZE), first
+        if FIXED:
+            origin = first // span * span
+        parts = tl.where(count > 0, (end - origin + span - 1) // span, 0)
+        behind = place + tl.cumsum(parts, 0)
+        tl.store(of_tiles + tile, behind - parts, mask=tile < tiles)
+        tl.store(of_tiles + tiles + tile, parts, mask=tile < tiles)
+        row = tl.load(table_rows + seq)
+        for part in range(tl.max(parts, 0)):
+            into, here = planned + behind - parts + part, part < parts
+            tl.store(into + TOKEN * places, token, mask=here)
+            tl.store(into + COUNT * places, count, mask=here)
+            tl.store(into + POSITION * places, position, mask=here)
+            tl.store(into + BEGIN * places, tl.maximum(first, origin + part * span), mask=here)
+            tl.store(into + STOP * places, tl.minimum(end, origin + (part + 1) * span), mask=here)
+            tl.store(into + TABLE * places, row, mask=here)
+            tl.store(into + PARTS * places, parts, mask=here)
+        place += tl.sum(parts, 0)
+    nothing = tl.zeros([SIZE], tl.int32)
+    for at in range(place, places, SIZE):
+        left = at + tl.arange(0, SIZE)
+        tl.store(planned + BEGIN * places + left, nothing, mask=left < places)
+        tl.store(planned + STOP * places + left, nothing, mask=left < places)
 
 
 @triton.jit
@@ -100,137 +176,147 @@ def _unit(scales):
 
 @triton.jit
 def _add_keys(
-    scores, visible, values, scales, softcap, largest, weights, sums, SOFTCAP: tl.constexpr, SCALED: tl.constexpr
-):
+    scores, visible, values, scales, scale, softcap, largest, weights, sums,
+    SOFTCAP: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One step of the online softmax: some more keys. `largest` and `weights` [BLOCK_M], `sums` [BLOCK_M, BLOCK_D].
 
-    With SCALED, `values` are to be multiplied by `scales` [BLOCK_N]; weights are instead, in a unit that keeps them
-    from vanishing in float16. It depends on the other keys, but no rounding does, unless numbers get too small for
-    their type.
+    `scale` is positive. Without MASKED every row sees every key. With SCALED, `values` are to be multiplied by `scales`
+    [BLOCK_N]; weights are instead, in a unit that keeps them from vanishing in float16. It depends on the other keys,
+    but no rounding does, unless numbers get too small for their type.
     """
-    if SOFTCAP:
-        scores = _capped(scores, softcap)
     # Weights are powers of 2: log2(e) = 1.4427.
-    scores = tl.where(visible, scores * 1.4426950408889634, float("-inf"))
-    highest = tl.maximum(largest, tl.max(scores, 1))
-    finite = tl.where(highest == float("-inf"), 0.0, highest)  # of rows that have seen no key yet
+    factor = scale * 1.4426950408889634
+    if SOFTCAP:
+        scores, factor = _capped(scores * scale, softcap), 1.4426950408889634
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    highest = tl.maximum(largest, tl.max(scores, 1) * factor)
+    finite = highest
+    if MASKED:
+        finite = tl.where(highest == float("-inf"), 0.0, highest)  # of rows that have seen no key yet
     shrink = tl.exp2(largest - finite)
-    weight = tl.exp2(scores - finite[:, None])
+    weight = tl.exp2(scores * factor - finite[:, None])
     weights = weights * shrink + tl.sum(weight, 1)
     if SCALED:
         unit, through = _unit(scales)
         weight = weight * (scales * through)[None, :]
-        more = tl.dot(weight.to(values.dtype), values, input_precision="tf32x3")
+        more = tl.dot(weight.to(values.dtype), values, input_precision=PRECISION)
         sums = sums * shrink[:, None] + more * unit
     else:
-        sums = tl.dot(weight.to(values.dtype), values, sums * shrink[:, None], input_precision="tf32x3")
+        sums = tl.dot(weight.to(values.dtype), values, sums * shrink[:, None], input_precision=PRECISION)
     return highest, weights, sums
 
 
 @triton.jit
-def _spans(first, end, span, parts, BLOCK_N: tl.constexpr, LIVE: tl.constexpr):
-    """Begin of the first span, and keys in each span, of a tile that sees keys `first` to `end`.
-
-    Spans begin at multiples of `span`, whatever the sequence. With LIVE they divide what the tile sees, so that the
-    launch need not know how much that is.
-    """
-    origin = first * 0
-    if LIVE:
-        origin = first
-        span = tl.maximum(span, tl.cdiv(tl.cdiv(end - first, parts), BLOCK_N) * BLOCK_N)
-    return origin, span
-
-
-@triton.jit
-def _keys_of(part, first, end, span, parts, BLOCK_N: tl.constexpr, LIVE: tl.constexpr):
-    """The keys of one span of a tile that sees keys `first` to `end`: from the first result to the second."""
-    origin, span = _spans(first, end, span, parts, BLOCK_N, LIVE)
-    return tl.maximum(first, origin + part * span), tl.minimum(end, origin + (part + 1) * span)
-
-
-@triton.jit
 def _keys_and_values(
-    k_pages, v_pages, k_scales, v_scales, table, key, is_key, kv_head, columns, is_column, like,
+    k_pages, v_pages, k_scales, v_scales, table, key, is_key, kv_head, columns, like,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORM: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Keys [BLOCK_D, BLOCK_N] and values [BLOCK_N, BLOCK_D] in the type of `like`, and what they are to be multiplied
-    by, float32 [BLOCK_N]: of int8 alone, anything otherwise. Zeros where `is_key` is not set."""
-    page = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64) * KV_HEADS + kv_head
+    by, float32 [BLOCK_N]: of int8 alone, anything otherwise. Zeros where `is_key` is not set, with MASKED."""
+    if MASKED:
+        page = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64) * KV_HEADS + kv_head
+    else:
+        page = tl.load(table + key // BLOCK_SIZE).to(tl.int64) * KV_HEADS + kv_head
     slot = key % BLOCK_SIZE
     row = row_at(page, slot, HEAD_DIM, BLOCK_SIZE, FORM)
-    is_part = is_column[:, None] & is_key[None, :]
-    keys = tl.load(k_pages + row[None, :] + columns[:, None], mask=is_part, other=0)
-    values = tl.load(v_pages + row[:, None] + columns[None, :], mask=tl.trans(is_part), other=0)
-    of_keys, of_values = key, key
+    of_keys, of_values = k_pages + row[None, :] + columns[:, None], v_pages + row[:, None] + columns[None, :]
+    if MASKED or columns.shape[0] != HEAD_DIM:
+        is_part = (columns < HEAD_DIM)[:, None] & is_key[None, :]
+        keys, values = tl.load(of_keys, mask=is_part, other=0), tl.load(of_values, mask=tl.trans(is_part), other=0)
+    else:
+        keys, values = tl.load(of_keys), tl.load(of_values)
+    key_scales, value_scales = key, key
     if FORM == "int8":
-        of_keys = scales_of(k_scales, page, slot, is_key, HEAD_DIM, BLOCK_SIZE)
-        of_values = scales_of(v_scales, page, slot, is_key, HEAD_DIM, BLOCK_SIZE)
-    return numbers(keys, like, FORM, NATIVE_FP8), numbers(values, like, FORM, NATIVE_FP8), of_keys, of_values
+        key_scales = scales_of(k_scales, page, slot, is_key, HEAD_DIM, BLOCK_SIZE)
+        value_scales = scales_of(v_scales, page, slot, is_key, HEAD_DIM, BLOCK_SIZE)
+    return numbers(keys, like, FORM, NATIVE_FP8), numbers(values, like, FORM, NATIVE_FP8), key_scales, value_scales
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["places", "window"])
 def attend(
     q,  # [T, H, D], tokens `q_stride` elements apart
     k_pages,  # [blocks, KV_HEADS] pages, as `kv_pages.py` describes them
     v_pages,
     k_scales, v_scales,
-    out,  # [T, H, D]; of one span per tile
-    partial_out,  # float32 [spans, tiles, KV_HEADS, BLOCK_M, D]; of several
-    partial_stats,  # float32 [spans, tiles, KV_HEADS, 2, BLOCK_M]   largest score (of base 2) and sum of weights
+    out,  # [T, H, D]
+    partial_out,  # float32 [places, KV_HEADS, BLOCK_M, D]; of tiles that several programs share
+    partial_stats,  # float32 [places, KV_HEADS, 2, BLOCK_M]   largest score (of base 2) and sum of weights
     block_tables,  # int32 [R, table_stride]
-    table_rows,  # int32 [S]   of `block_tables`
-    query_start_loc,  # int32 [S + 1]
-    seq_lens,  # int32 [S]
-    tile_seqs,  # int32 [tiles]
-    tile_rows,  # int32 [tiles]   the tile's first token, counted from its sequence's first in the batch
-    q_stride, table_stride, scale, softcap, window,
-    span,  # keys for one program: a multiple of BLOCK_N
+    planned,  # int32 [PLANNED, places], of `plan_spans`
+    q_stride, table_stride, scale, softcap,
+    window,  # with WINDOW
+    places,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of one KV head
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # the power of 2 from HEAD_DIM on
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    SPANS: tl.constexpr,  # whether there are several
-    LIVE: tl.constexpr,  # whether all programs share a tile's keys, `span` being the fewest of one
+    FIXED: tl.constexpr,  # all blocks of keys are computed alike
     FORM: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    PRECISION: tl.constexpr,  # of products of float32, as the device has them
 ):  # fmt: skip
-    """One tile for one KV head and one span of keys."""
-    tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seq, token, count, first_position = _tile(tile, tile_seqs, tile_rows, query_start_loc, seq_lens, BLOCK_M // GROUP)
-    first_key, start = _first_key(first_position, window, BLOCK_N, WINDOW)
-    end = first_position + count
-    if SPANS:
-        start, end = _keys_of(part, start, end, span, tl.num_programs(2), BLOCK_N, LIVE)
-        if start >= end:
-            return
+    """One tile for one KV head and one span of keys. Blocks of keys that all rows see are computed without masks."""
+    plan, kv_head = planned + tl.program_id(0), tl.program_id(1)
+    begin, stop = tl.load(plan + BEGIN * places), tl.load(plan + STOP * places)
+    if begin >= stop:
+        return
+    token, count = tl.load(plan + TOKEN * places), tl.load(plan + COUNT * places)
+    first_position, parts = tl.load(plan + POSITION * places), tl.load(plan + PARTS * places)
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    table = block_tables + tl.load(table_rows + seq).to(tl.int64) * table_stride
+    table = block_tables + tl.load(plan + TABLE * places).to(tl.int64) * table_stride
     head, position = kv_head * GROUP + rows % GROUP, first_position + rows // GROUP
     place = (token + rows // GROUP).to(tl.int64)
-    is_row, is_column = rows // GROUP < count, columns < HEAD_DIM
-    inside = is_row[:, None] & is_column[None, :]
+    is_row = rows // GROUP < count
+    inside = is_row[:, None] & (columns < HEAD_DIM)[None, :]
     queries = tl.load(q + (place * q_stride + head * HEAD_DIM)[:, None] + columns[None, :], mask=inside, other=0.0)
     largest, weights = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for at in range(start, end, BLOCK_N):
+    # All rows see the keys from `full` to `edge`: none is later than the first row, nor left by the last one's window.
+    first_key, full = begin * 0, begin
+    if WINDOW:
+        first_key = tl.maximum(first_position - window + 1, 0)
+        full = tl.minimum(tl.maximum(begin, tl.cdiv(first_position + count - window, BLOCK_N) * BLOCK_N), stop)
+    edge = tl.maximum(full, tl.minimum(first_position + 1, stop) // BLOCK_N * BLOCK_N)
+    if FIXED:
+        full, edge = begin, begin
+    for at in range(full, edge, BLOCK_N):
+        key = at + tl.arange(0, BLOCK_N)
+        keys, values, key_scales, value_scales = _keys_and_values(
+            k_pages, v_pages, k_scales, v_scales, table, key, key < edge, kv_head, columns, queries,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, FORM, NATIVE_FP8, False,
+        )  # fmt: skip
+        scores = tl.dot(queries, keys, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if FORM == "int8":
+            scores *= key_scales[None, :]
+        largest, weights, sums = _add_keys(
+            scores, scores, values, value_scales, scale, softcap, largest, weights, sums, SOFTCAP, FORM == "int8",
+            False, PRECISION,
+        )  # fmt: skip
+    # Those before and those behind.
+    before = full - begin
+    for done in range(0, before + stop - edge, BLOCK_N):
+        at = tl.where(done < before, begin + done, edge + done - before)
         key = at + tl.arange(0, BLOCK_N)
         # Other keys may lie in pages that were freed, or that hold what another sequence left.
-        is_key = (key >= first_key) & (key < end)
+        is_key = (key >= first_key) & (key < stop)
         keys, values, key_scales, value_scales = _keys_and_values(
-            k_pages, v_pages, k_scales, v_scales, table, key, is_key, kv_head, columns, is_column, queries,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, FORM, NATIVE_FP8,
+            k_pages, v_pages, k_scales, v_scales, table, key, is_key, kv_head, columns, queries,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, FORM, NATIVE_FP8, True,
         )  # fmt: skip
-        scores = tl.dot(queries, keys, input_precision="tf32x3") * scale  # [BLOCK_M, BLOCK_N]
+        scores = tl.dot(queries, keys, input_precision=PRECISION)
         if FORM == "int8":
             scores *= key_scales[None, :]
         visible = is_key[None, :] & _is_seen(key[None, :], position[:, None], window, WINDOW)
         largest, weights, sums = _add_keys(
-            scores, visible, values, value_scales, softcap, largest, weights, sums, SOFTCAP, FORM == "int8"
-        )
-    if SPANS:
-        spot = ((part * tl.num_programs(0) + tile).to(tl.int64) * KV_HEADS + kv_head) * BLOCK_M
+            scores, visible, values, value_scales, scale, softcap, largest, weights, sums, SOFTCAP, FORM == "int8",
+            True, PRECISION,
+        )  # fmt: skip
+    if parts > 1:
+        spot = (tl.program_id(0).to(tl.int64) * KV_HEADS + kv_head) * BLOCK_M
         tl.store(partial_out + (spot + rows)[:, None] * HEAD_DIM + columns[None, :], sums, mask=inside)
         tl.store(partial_stats + spot * 2 + rows, largest, mask=is_row)
         tl.store(partial_stats + spot * 2 + BLOCK_M + rows, weights, mask=is_row)
@@ -239,43 +325,35 @@ def attend(
         tl.store(into, sums / tl.where(is_row, weights, 1.0)[:, None], mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "places", "BLOCK_M"])
 def merge_spans(
     partial_out,
     partial_stats,
     out,
-    query_start_loc,
-    seq_lens,
-    tile_seqs,
-    tile_rows,
-    window,
-    span,
-    parts,  # programs of `attend` for a tile
+    planned,
+    of_tiles,  # int32 [2, tiles], of `plan_spans`
+    tiles,
+    places,
+    BLOCK_M,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    WINDOW: tl.constexpr,
-    LIVE: tl.constexpr,
 ):
-    """Merges what `attend` left of one row, span by span. Arguments are those of `attend`."""
+    """Merges what several programs of `attend` left of one row, span by span. Arguments are those of `attend`."""
     tile, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    QUERIES: tl.constexpr = BLOCK_M // GROUP
-    _, token, count, first_position = _tile(tile, tile_seqs, tile_rows, query_start_loc, seq_lens, QUERIES)
-    if row // GROUP >= count:
+    first, parts = tl.load(of_tiles + tile), tl.load(of_tiles + tiles + tile)
+    if parts < 2:
         return
-    _, start = _first_key(first_position, window, BLOCK_N, WINDOW)
+    if row // GROUP >= tl.load(planned + COUNT * places + first):
+        return
     columns = tl.arange(0, BLOCK_D)
     is_column = columns < HEAD_DIM
-    largest = start * 0.0 - float("inf")
-    weights = start * 0.0
+    largest = first * 0.0 - float("inf")
+    weights = first * 0.0
     sums = tl.zeros([BLOCK_D], tl.float32)
-    end = first_position + count
-    origin, span = _spans(start, end, span, parts, BLOCK_N, LIVE)
-    for part in range((start - origin) // span, (end - 1 - origin) // span + 1):
-        spot = ((part * tl.num_programs(0) + tile).to(tl.int64) * KV_HEADS + kv_head) * BLOCK_M
+    for number in range(parts):
+        spot = ((first + number).to(tl.int64) * KV_HEADS + kv_head) * BLOCK_M
         highest_here = tl.load(partial_stats + spot * 2 + row)
         weights_here = tl.load(partial_stats + spot * 2 + BLOCK_M + row)
         sums_here = tl.load(partial_out + (spot + row) * HEAD_DIM + columns, mask=is_column, other=0.0)
@@ -285,5 +363,6 @@ def merge_spans(
         weights = weights * before + weights_here * here
         sums = sums * before + sums_here * here
         largest = highest
-    place = (token + row // GROUP).to(tl.int64) * KV_HEADS * GROUP + kv_head * GROUP + row % GROUP
+    token = tl.load(planned + TOKEN * places + first) + row // GROUP
+    place = token.to(tl.int64) * KV_HEADS * GROUP + kv_head * GROUP + row % GROUP
     tl.store(out + place * HEAD_DIM + columns, sums / weights, mask=is_column)

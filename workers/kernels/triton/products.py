@@ -2,7 +2,8 @@
 
 A weight [N, K] is stored in rows of bytes. Inputs are stored in units of 16 or 32: with 8 bits a unit is as many bytes;
 with 4 bits byte number i has input i of the unit in its low half and input i + UNIT / 2 in its high one. Whole numbers
-are stored with the middle of their range added, so that none is negative; float8 is e4m3, without NaN.
+are stored with the middle of their range added, so that none is negative; float8 is e4m3, without NaN, and
+floats of 4 bits are e2m1 as in MXFP4, whose scales are powers of 2.
 
     weight[n, k] = (number[n, k] + zero[group of k, n]) * scale[group of k, n] * factor[n]
 
@@ -18,9 +19,14 @@ import triton.language as tl
 
 
 @triton.jit
-def _numbers(words, HALF: tl.constexpr, BITS: tl.constexpr, FLOAT8: tl.constexpr):
+def numbers_of(words, HALF: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr):
     """Bytes as float32: exact."""
-    if FLOAT8:
+    if FLOAT and BITS == 4:
+        four = (words.to(tl.uint16) >> (4 * HALF)) & 15
+        # As float16 the bits of e2m1, subnormal ones too, are 2 ** -14 of the number.
+        bits = ((four & 7) << 9) | ((four & 8) << 12)
+        return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    if FLOAT:
         wide = words.to(tl.uint16)
         # As float16 the bits of e4m3, subnormal ones too, are 2 ** -8 of the number.
         bits = ((wide & 0x7F) << 7) | ((wide & 0x80) << 8)
@@ -33,11 +39,15 @@ def _numbers(words, HALF: tl.constexpr, BITS: tl.constexpr, FLOAT8: tl.constexpr
 
 
 @triton.jit
-def _scaled(numbers, scales, zeros, factors, spot, inside, ZEROS: tl.constexpr):
+def scaled(numbers, scales, zeros, factors, spot, inside, ZEROS: tl.constexpr):
     """Numbers [N, units, bytes] of groups at `spot` [N, units, 1]."""
     if ZEROS:
         numbers += tl.load(zeros + spot, mask=inside, other=0.0).to(tl.float32)
-    return numbers * (tl.load(scales + spot, mask=inside, other=0.0).to(tl.float32) * factors)
+    if scales.dtype.element_ty == tl.uint8:  # exponents of powers of 2
+        scale = (tl.load(scales + spot, mask=inside, other=0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.load(scales + spot, mask=inside, other=0.0).to(tl.float32)
+    return numbers * (scale * factors)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -56,20 +66,21 @@ def multiply(
     row_bytes,
     span,  # units of one program: a multiple of UNITS
     BITS: tl.constexpr,
-    FLOAT8: tl.constexpr,
+    FLOAT: tl.constexpr,
     UNIT: tl.constexpr,  # inputs
     GROUP_UNITS: tl.constexpr,  # units of a group; 0: no groups
     ZEROS: tl.constexpr,
     BLOCK_M: tl.constexpr,  # rows of x
     BLOCK_N: tl.constexpr,
     UNITS: tl.constexpr,  # of one step
+    PRECISION: tl.constexpr,  # of products of float32, as the device has them
 ):
     """`x @ weight.T` over one span of inputs. The weight is the left side of the product, as its tile has many rows."""
     BYTES: tl.constexpr = UNIT * BITS // 8
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_column, is_row = column < columns, row < rows
-    begin = tl.program_id(1) * span
+    begin = tl.program_id(2) * span
     end = tl.minimum(begin + span, units)
     factor = tl.load(factors + column, mask=is_column, other=0.0)
     stored = values + column.to(tl.int64)[:, None, None] * row_bytes + tl.arange(0, BYTES)[None, None, :]
@@ -82,18 +93,18 @@ def multiply(
         words = tl.load(stored + (unit * BYTES)[None, :, None], mask=inside, other=0)  # [BLOCK_N, UNITS, BYTES]
         of_place = at + place // BYTES
         for half in tl.static_range(8 // BITS):
-            numbers = _numbers(words, half, BITS, FLOAT8)
+            numbers = numbers_of(words, half, BITS, FLOAT)
             if GROUP_UNITS:
                 spot = (unit // GROUP_UNITS)[None, :, None] * columns + column[:, None, None]
-                numbers = _scaled(numbers, scales, zeros, factor[:, None, None], spot, inside, ZEROS)
+                numbers = scaled(numbers, scales, zeros, factor[:, None, None], spot, inside, ZEROS)
             weight = tl.reshape(numbers.to(x.dtype.element_ty), [BLOCK_N, UNITS * BYTES])
             k = of_place * UNIT + place % BYTES + half * BYTES
             is_input = (of_place < end) & (k < inputs)
             part = tl.load(x_rows + k[:, None], mask=is_input[:, None] & is_row[None, :], other=0.0)
-            sums = tl.dot(weight, part, sums, input_precision="tf32x3")
+            sums = tl.dot(weight, part, sums, input_precision=PRECISION)
     if GROUP_UNITS == 0:
         sums *= factor[:, None]
-    into = partial + (tl.program_id(1) * rows + row).to(tl.int64)[None, :] * columns + column[:, None]
+    into = partial + (tl.program_id(2) * rows + row).to(tl.int64)[None, :] * columns + column[:, None]
     tl.store(into, sums, mask=is_column[:, None] & is_row[None, :])
 
 
@@ -159,7 +170,7 @@ def write_out(
     row_bytes,
     IDS: tl.constexpr,
     BITS: tl.constexpr,
-    FLOAT8: tl.constexpr,
+    FLOAT: tl.constexpr,
     UNIT: tl.constexpr,
     GROUP_UNITS: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -180,10 +191,10 @@ def write_out(
     at = column.to(tl.int64)[:, None, None] * row_bytes + (unit * BYTES)[None, :, None] + byte
     words = tl.load(values + at, mask=inside, other=0)
     for half in tl.static_range(8 // BITS):
-        numbers = _numbers(words, half, BITS, FLOAT8)
+        numbers = numbers_of(words, half, BITS, FLOAT)
         if GROUP_UNITS:
             spot = (unit // GROUP_UNITS)[None, :, None] * columns + column[:, None, None]
-            numbers = _scaled(numbers, scales, zeros, factor, spot, inside, ZEROS)
+            numbers = scaled(numbers, scales, zeros, factor, spot, inside, ZEROS)
         else:
             numbers *= factor
         k = (unit * UNIT)[None, :, None] + byte + half * BYTES
@@ -204,6 +215,7 @@ def multiply_in_order(
     BLOCK_M: tl.constexpr,  # rows of x
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,  # of products of float32, as the device has them
 ):
     """`x @ weight.T` over one span of inputs. Products of float32 take three passes over TensorFloat-32 parts.
 
@@ -225,7 +237,7 @@ def multiply_in_order(
         is_input = k < end
         left = tl.load(weight_rows + k[None, :], mask=is_column[:, None] & is_input[None, :], other=0.0)
         right = tl.load(x_rows + k[:, None], mask=is_input[:, None] & is_row[None, :], other=0.0)
-        sums = tl.dot(left, right, sums, input_precision="tf32x3")
+        sums = tl.dot(left, right, sums, input_precision=PRECISION)
     into = partial + (tl.program_id(1) * rows + row).to(tl.int64)[None, :] * columns + column[:, None]
     tl.store(into, sums, mask=is_column[:, None] & is_row[None, :])
 

@@ -1,6 +1,7 @@
 """Every product with experts against a loop in float64, in every form of weights, and what a token's bits depend on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu.build import Level
 from oarlock.workers.kernels.cpu.experts import CppExpertMatmul
+from oarlock.workers.kernels.triton import availability
 from oarlock.workers.quantization.expert_matmul import (
     ExpertMatmul,
     ExpertsShape,
@@ -21,13 +23,34 @@ from oarlock.workers.quantization.fp8 import Fp8Weight
 from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.int4 import round_groups, rounded
 from oarlock.workers.quantization.int8 import Int8Weight, round_rows
-from oarlock.workers.quantization.method import DenseWeight, LinearWeight, StoredRows, WeightShard
+from oarlock.workers.quantization.method import DenseWeight, LinearWeight, StackedWeight, StoredRows, WeightShard
 from oarlock.workers.quantization.registry import QUANTIZATIONS
+from oarlock.workers.quantization.triton_experts import TritonExpertMatmul, expert_matmul, why_not
+from oarlock.workers.quantization.weight_only import WeightOnly, of_mxfp4
 from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, threads, using
 
 HIDDEN, WIDTH, EXPERTS = 72, 128, 5
-MAKERS: dict[str, Callable[..., ExpertMatmul]] = {"torch": TorchExpertMatmul, "cpp": cpp_expert_matmul}
-PRODUCTS = [kind for kind in MAKERS if kind != "cpp" or NO_KERNELS is None]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # of products in Triton, else interpreted
+
+
+def in_triton(shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> ExpertMatmul:
+    """The product on a device; inputs and results are on the host."""
+
+    def placed(one: ExpertWeights) -> ExpertWeights:
+        biases = (None if bias is None else bias.to(DEVICE) for bias in (one.gate_up_bias, one.down_bias))
+        return ExpertWeights(one.gate_up.on(DEVICE), one.down.on(DEVICE), *biases)
+
+    product = TritonExpertMatmul(shape, map(placed, experts))
+    return lambda *inputs: product(*(part.to(DEVICE) for part in inputs)).cpu()
+
+
+MAKERS: dict[str, Callable[..., ExpertMatmul]] = {
+    "torch": TorchExpertMatmul,
+    "cpp": cpp_expert_matmul,
+    "triton": in_triton,
+}
+MISSING = {"cpp": NO_KERNELS is not None, "triton": find_spec("triton") is None}
+PRODUCTS = [kind for kind in MAKERS if not MISSING.get(kind)]
 # Form of weights and type of x -> how far results may be from float64, as a share of their size. int8 and int4 round
 # inputs to 8 bits, and weights are compared as they were before they were rounded.
 FORMS = {
@@ -35,8 +58,15 @@ FORMS = {
     ("none", torch.bfloat16): 1e-2,
     ("none", torch.float16): 2e-3,
     ("int8", torch.bfloat16): 5e-2,
+    ("int8", torch.float16): 5e-2,
     ("int4", torch.bfloat16): 0.25,
+    ("int4", torch.float16): 0.25,
 }
+
+
+def skip_what_is_not_interpreted(kind: str, dtype: torch.dtype) -> None:
+    if kind == "triton" and dtype == torch.bfloat16 and DEVICE.type == "cpu":
+        pytest.skip("Triton's interpreter multiplies bfloat16 otherwise than devices do")
 
 
 class Source:
@@ -139,6 +169,7 @@ def inputs(tokens: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("tokens", [1, 3, 17, 130])
 @pytest.mark.parametrize(("form", "dtype"), FORMS)
 def test_results_are_those_of_a_loop_in_float64(kind: str, tokens: int, form: str, dtype: torch.dtype) -> None:
+    skip_what_is_not_interpreted(kind, dtype)
     experts, x = Experts(form, dtype), inputs(tokens, dtype)
     product = experts.rank(kind)
     for chosen in (routed(tokens), routed(tokens, 4), routed(tokens, only=EXPERTS - 1)):
@@ -162,6 +193,7 @@ def test_activations_and_biases(kind: str, shape: dict[str, object]) -> None:
     ("form", "dtype"), [("none", torch.float32), ("none", torch.bfloat16), ("int8", torch.bfloat16)]
 )
 def test_ranks_of_every_number_add_up_to_the_same_bits(kind: str, form: str, dtype: torch.dtype) -> None:
+    skip_what_is_not_interpreted(kind, dtype)
     experts, x, chosen = Experts(form, dtype, bias=True), inputs(5, dtype), routed(5)
     alone = experts.rank(kind, slices=4)(x, *chosen)
     for size in (2, 4):
@@ -172,7 +204,8 @@ def test_ranks_of_every_number_add_up_to_the_same_bits(kind: str, form: str, dty
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_whole_experts_dealt_to_ranks_add_up_to_the_same_bits(kind: str) -> None:
     """In groups of two, of which the third has one and the last none: every number of ranks has the same four."""
-    experts, x, chosen = Experts("none", torch.bfloat16), inputs(5, torch.bfloat16), routed(5, 4)
+    dtype = torch.float16 if kind == "triton" else torch.bfloat16
+    experts, x, chosen = Experts("none", dtype), inputs(5, dtype), routed(5, 4)
     alone = experts.dealt(kind, 0, EXPERTS, 4, 2)(x, *chosen)
     halves = [experts.dealt(kind, first, count, 2, 2)(x, *chosen) for first, count in ((0, 4), (4, 1))]
     quarters = [experts.dealt(kind, *part, 1, 2)(x, *chosen) for part in ((0, 2), (2, 2), (4, 1), (5, 0))]
@@ -183,6 +216,9 @@ def test_whole_experts_dealt_to_ranks_add_up_to_the_same_bits(kind: str) -> None
 @pytest.mark.parametrize("kind", PRODUCTS)
 @pytest.mark.parametrize(("form", "dtype"), FORMS)
 def test_bits_of_a_token_depend_on_that_token_alone(kind: str, form: str, dtype: torch.dtype) -> None:
+    skip_what_is_not_interpreted(kind, dtype)
+    if kind == "triton" and dtype != torch.float32:
+        pytest.skip("blocks of pairs, which differ with their number, add up in another order on devices")
     product = Experts(form, dtype).rank(kind, slices=2)
     x, (ids, weights) = inputs(40, dtype), routed(40)
     together = product(x, ids, weights)
@@ -249,3 +285,38 @@ def test_the_kernel_has_the_bits_of_separate_products(level: Level, stored: str,
                 sums[number, rows] += weights[rows, places, None] * down(alone)
         with threads(count):
             assert torch.equal(kernel(x, ids, weights), tree_sum(list(sums)))
+
+
+@pytest.mark.skipif("triton" not in PRODUCTS, reason="Triton is not installed")
+def test_numbers_of_mxfp4_are_multiplied_as_they_are_stored() -> None:
+    """Every number of e2m1, with scales of 2 ** -3 to 2 ** 2, beside the same experts written out."""
+    draw = torch.Generator().manual_seed(2)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat([table, -table])
+    hidden, width, dtype = 64, 32, torch.float32
+    stored, dense = [], []
+    for _ in range(3):
+        parts = []
+        for outputs, length in ((2 * width, hidden), (hidden, width)):
+            codes = torch.randint(0, 16, (outputs, length), generator=draw)
+            exponents = torch.randint(124, 130, (outputs, length // 32), generator=draw).to(torch.uint8)
+            packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+            numbers = table[codes] * (2.0 ** (exponents.float() - 127)).repeat_interleave(32, 1)
+            parts.append((WeightOnly(of_mxfp4(packed, exponents), dtype), DenseWeight(numbers)))
+        stored.append(ExpertWeights(parts[0][0], parts[1][0]))
+        dense.append(ExpertWeights(parts[0][1], parts[1][1]))
+    shape = ExpertsShape(0, 3, hidden, width, dtype, activation="clamped_swiglu")
+    x = torch.randn((20, hidden), generator=draw)
+    ids, weights = torch.tensor([[0, 2]] * 20, dtype=torch.int32), torch.rand((20, 2), generator=draw)
+    found, wanted = TritonExpertMatmul(shape, stored)(x, ids, weights), TorchExpertMatmul(shape, dense)(x, ids, weights)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.skipif("triton" not in PRODUCTS, reason="Triton is not installed")
+def test_experts_on_a_device_are_multiplied_by_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = ExpertsShape(0, 1, 4, 2, torch.float32)
+    weights = [DenseWeight(torch.zeros(4, 4)), DenseWeight(torch.zeros(4, 2))]
+    assert not isinstance(expert_matmul(shape, [ExpertWeights(*weights)]), TritonExpertMatmul)
+    monkeypatch.setattr(availability, "can_serve", lambda _: True)
+    assert isinstance(expert_matmul(shape, [ExpertWeights(*weights)]), TritonExpertMatmul)
+    assert why_not(ExpertWeights(StackedWeight(weights, [4, 4]), weights[1])) == "no kernel reads a StackedWeight"

@@ -12,22 +12,22 @@ import torch
 
 from oarlock.workers.kernels.triton.products import multiply_in_order
 from oarlock.workers.quantization.fixed_order import product_tile
-from tests.unit.workers.kernels.triton.triton_resources import resources
+from tests.unit.workers.kernels.triton.triton_resources import amd_of, resources
 
 _NUMBERS = dict.fromkeys(("rows", "columns", "inputs", "x_stride", "span"), "i32")
 
 
-def main(capabilities: list[str]) -> None:
+def main(kinds: list[str]) -> None:
     found = {}
-    for capability in map(int, capabilities):
+    for kind in kinds:
         for dtype, name in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
             tile, types = product_tile(dtype), _NUMBERS | {"x": name, "weight": name, "partial": "*fp32"}
-            found[f"{capability} {dtype}"] = resources(
+            found[f"{kind} {dtype}"] = resources(
                 multiply_in_order,
-                capability,
+                kind,
                 tile.constants(),
                 types,
-                tile.options(),
+                tile.options(amd_of(kind)),
                 ("columns", "inputs", "x_stride", "span"),
             )
     print(json.dumps(found))

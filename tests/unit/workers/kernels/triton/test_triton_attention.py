@@ -3,13 +3,12 @@
 In the interpreter, products of bfloat16 are not those of a device, so that type is left to devices.
 """
 
-import json
-import os
+import itertools
 import random
-import subprocess
-import sys
 from dataclasses import replace
+from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,14 +17,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from oarlock.workers.attention.backend import AttentionSpec, KVSpec
 from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.attention.reference import ReferenceBackend
-from oarlock.workers.attention.triton_backend import TritonBackend, TritonPlan
+from oarlock.workers.attention.triton_backend import Tiles, TileShape, TritonBackend, TritonPlan
 from tests.unit.workers.attention_cases import Case, Seq
+from tests.unit.workers.kernels.triton.triton_resources import of_program
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# Compute capability -> bytes of shared memory that one program may take.
-LIMITS = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 # All types on a device; in the interpreter, which is slow, each shape with one type and number of multiprocessors.
 RUNS = [(dtype, processors) for dtype in TYPES for processors in (1, 16)]
 if DEVICE.type == "cpu":
@@ -113,18 +111,52 @@ def test_blocks_outside_the_window_are_never_read(window, processors):
 
 
 @pytest.mark.parametrize(
-    ("processors", "programs", "longest", "expected"),
+    ("processors", "contexts", "is_live", "places", "is_split"),
     [
-        (1, 4, 1024, (1024, 1)),
-        (132, 4, 1024, (256, 4)),
-        (132, 4, 200, (200, 1)),
-        (132, 64, 100_000, (20_032, 5)),
+        (1, [1024] * 2, False, 2, False),
+        (66, [1024] * 2, False, 8, True),
+        (66, [200] * 2, False, 2, False),
+        (66, [131_072] + [512] * 63, False, 166, True),
+        (66, [131_072] * 64, True, 196, True),
+        (66, [256] * 64, True, 64, False),
     ],
 )
-def test_long_contexts_are_split_by_processors_and_length(processors, programs, longest, expected):
-    """Few programs over long contexts occupy the device; many programs, or short contexts, are not split."""
+def test_keys_are_divided_by_processors_and_all_lengths(processors, contexts, is_live, places, is_split):
+    """Short contexts are not split; one long context among them is, finely, also where lengths are not known."""
     backend = backend_of(KVSpec(1, 2, 64, 16, torch.float16, DEVICE), processors, least_span=256)
-    assert backend.spans(programs, longest, window=None, rows=16, keys=64) == expected
+    ends = np.array(contexts)
+    tiles = Tiles(TileShape(16, 64, 4, 3), torch.empty(0), torch.empty(0), ends, ends - 1)
+    shares = backend.shares(tiles, 1 << 30, is_live=is_live)
+    assert (shares.places, shares.is_split) == (places, is_split)
+
+
+@pytest.mark.parametrize("bounds", [None, 5000])
+def test_one_long_context_among_short_ones_is_shared_by_many_programs(bounds):
+    """Known lengths, and a plan that holds for all up to 5000: its last programs have no keys, and leave at once."""
+    spec = KVSpec(1, 1, 32, 16, torch.float32, DEVICE)
+    contexts = [4000, 0, 70, 1, 300]
+    backend = backend_of(spec, 4, least_span=64)
+    lens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, 1, 1, 2, 3, 4], dtype=torch.int32, device=DEVICE)
+    host = [contexts[i] if bounds is None else bounds for i in range(5)]
+    lengths = [1, 0, 1, 1, 1] if bounds is None else [1] * 5
+    nothing = torch.empty(0)
+    batch = ForwardBatch(
+        4, 0, lengths, host, *[nothing] * 3, starts, lens, torch.arange(5, dtype=torch.int32), nothing, nothing
+    )
+    plan = TritonPlan(batch, backend._tiles(batch, 1), is_live=bounds is not None)
+    (part,) = backend._planned(plan, plan.tiles[0], 1 << 30, AttentionSpec(0, 1, 1, 32, 1.0))
+    backend._divide(batch, part, 1 << 30, 1)
+    table = part.programs.cpu().numpy()
+    begins, stops = table[3], table[4]
+    used = stops > begins
+    assert used[: used.sum()].all() and len(used) == (18 if bounds is None else 21)
+    of_long = (table[2] == 3999) & used
+    spans = list(zip(begins[of_long].tolist(), stops[of_long].tolist(), strict=True))
+    assert spans[0][0] == 0 and spans[-1][1] == 4000 and len(spans) == 14
+    assert all(one[1] == other[0] and one[1] == one[0] + 288 for one, other in itertools.pairwise(spans))
+    assert sorted((stops - begins)[used & ~of_long].tolist()) == [1, 12, 70, 288]
+    assert set(table[6][of_long].tolist()) == {14}
 
 
 class Decoding(TritonBackend):
@@ -149,20 +181,40 @@ def test_a_plan_of_decodes_holds_for_every_length(window, processors):
 
 
 @pytest.mark.parametrize(
-    ("form", "capabilities"),
+    ("form", "kinds"),
     [
         pytest.param("model", ["80", "89", "90", "100"], marks=SOAK),
         pytest.param("int8", ["80", "89", "90", "100"], marks=SOAK),
         pytest.param("fp8", ["80", "89", "90", "100"], marks=SOAK),
     ],
 )
-def test_kernels_fit_every_kind_of_device(form, capabilities):
+def test_kernels_fit_every_kind_of_device(form, kinds):
     """Compiled for each, without a device: shared memory and registers suffice, so that none are spilled."""
-    program = [sys.executable, "-m", "tests.unit.workers.kernels.triton.triton_resources", form, *capabilities]
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    found = json.loads(subprocess.run(program, env=kept, capture_output=True, text=True, check=True).stdout)
-    assert len(found) == len(capabilities) * (15 if form == "model" else 5)
-    for name, taken in found.items():
-        assert taken["shared"] <= LIMITS[int(name.split()[0])], name
-        assert taken["registers"] <= 255, name
-        assert taken["stack"] == 0, name
+    found = of_program("triton_resources", form, *kinds)
+    assert len(found) == len(kinds) * (15 if form == "model" else 5)
+    of_attention = [
+        taken["waits"] for name, taken in found.items() if form == "model" and name.endswith(("few", "many"))
+    ]
+    assert not any(of_attention), "keys, values and block tables are copied ahead"
+
+
+@pytest.mark.skipif(find_spec("triton.backends.amd") is None, reason="this Triton does not compile for AMD's devices")
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(
+            pytest.param(program, marks=[SOAK, pytest.mark.timeout(1200)])
+            for program in (
+                ("fixed_order_resources",),
+                ("triton_resources", "model"),
+                ("weight_only_resources", "largest"),
+                ("expert_resources", "largest"),
+                ("triton_sampling_resources",),
+            )
+        ),
+    ],
+    ids=" ".join,
+)
+def test_kernels_compile_for_devices_of_amd(program):
+    found = of_program(*program, "gfx942", "gfx1100")
+    assert {name.split()[0] for name in found} == {"gfx942", "gfx1100"}

@@ -1,10 +1,6 @@
 """The sampler of Triton kernels against torch's: on a CUDA device, or else on the CPU in Triton's interpreter."""
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -25,6 +21,7 @@ from oarlock.workers.sampling.columns import sections as column_sections
 from oarlock.workers.sampling.device_sampler import DeviceOutputs, DeviceSampler, output_of
 from oarlock.workers.sampling.noise import gumbel as judged_gumbel
 from oarlock.workers.sampling.token_histories import DenseHistories
+from tests.unit.workers.kernels.triton.triton_resources import of_program
 from tests.unit.workers.kernels.triton.triton_sampling_resources import launches_of, recording_sampler
 from tests.unit.workers.sampling.test_sampling import MODES, ROWS, VOCAB, flat, peaked, tied
 from tests.unit.workers.sampling.test_token_histories import ROWS as SCENE_ROWS
@@ -231,13 +228,11 @@ def test_all_forms_of_kernels_are_compiled_before_they_are_needed() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("capabilities", [["80", "89", "90", "100"]])
-def test_launches_fit_devices(capabilities: list[str]) -> None:
+@pytest.mark.parametrize("kinds", [["80", "89", "90", "100"]])
+def test_launches_fit_devices(kinds: list[str]) -> None:
     """Compiled without a device: no more registers and shared memory than it has, and nothing spilled."""
-    program = [sys.executable, "-m", "tests.unit.workers.kernels.triton.triton_sampling_resources", *capabilities]
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    found = json.loads(subprocess.run(program, env=kept, capture_output=True, text=True, check=True).stdout)
-    assert len(found) == 10 * len(capabilities)
+    found = of_program("triton_sampling_resources", *kinds)
+    assert len(found) == 10 * len(kinds)
     for name, taken in found.items():
         assert taken["shared"] <= 8 << 10, name
         assert taken["registers"] <= (128 if "kept" in name else 255), name

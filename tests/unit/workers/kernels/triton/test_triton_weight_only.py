@@ -3,11 +3,7 @@
 In the interpreter, products of bfloat16 are not those of a device, so that type is left to devices.
 """
 
-import json
-import os
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -24,12 +20,12 @@ from oarlock.workers.quantization.int8 import Int8Weight
 from oarlock.workers.quantization.matmul import ACTIVATIONS, gated_with_torch
 from oarlock.workers.quantization.method import DenseWeight, LinearWeight, StackedWeight
 from oarlock.workers.quantization.weight_only import MOST_ROWS, WeightOnly
+from tests.unit.workers.kernels.triton.triton_resources import of_program
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 TYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
 # of the sum of the sizes of what is added: weights, sums and results are rounded
 ROUNDING = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-LIMITS = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory of one program
 FINITE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 FINITE = FINITE[FINITE.float().isfinite()]  # every number, subnormals as well
 
@@ -290,18 +286,20 @@ def test_hundreds_of_shapes_at_random(first):
 
 
 @pytest.mark.parametrize(
-    ("forms", "capabilities"),
+    ("forms", "kinds"),
     [
         ("largest", ["89"]),
         pytest.param("all", ["80", "89", "90", "100"], marks=[pytest.mark.soak, pytest.mark.timeout(1200)]),
     ],
 )
-def test_kernels_fit_every_kind_of_device(forms, capabilities):
+def test_kernels_fit_every_kind_of_device(forms, kinds):
     """Compiled for each, without a device: shared memory and registers suffice, and none is spilled."""
-    program = [sys.executable, "-m", "tests.unit.workers.kernels.triton.weight_only_resources", forms, *capabilities]
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    found = json.loads(subprocess.run(program, env=kept, capture_output=True, text=True, check=True).stdout)
-    assert {name.split()[0] for name in found} == set(capabilities)
-    for name, taken in found.items():
-        assert taken["shared"] <= LIMITS[int(name.split()[0])], name
-        assert taken["registers"] <= 255 and taken["stack"] == 0, name
+    found = of_program("weight_only_resources", forms, *kinds)
+    assert {name.split()[0] for name in found} == set(kinds)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_kernels_of_experts_fit_every_kind_of_device():
+    kinds = {"80", "89", "90", "100"}
+    assert {name.split()[0] for name in of_program("expert_resources", "all", *kinds)} == kinds

@@ -64,8 +64,8 @@ def main() -> None:
             for argument, value in zip(kernel.arg_names, args, strict=False)
         }
         assert set(kernel.arg_names) == set(types) | set(options), name
-        for capability in map(int, sys.argv[1:]):
-            found[f"{capability} {name}"] = resources(kernel, capability, options, types, warps)
+        for kind in sys.argv[1:]:
+            found[f"{kind} {name}"] = resources(kernel, kind, options, types, warps)
     print(json.dumps(found))
 
 

@@ -1,0 +1,131 @@
+"""Kernels are compiled before requests wait: steps of every kind launch no variant that a start has not launched.
+
+Triton compiles a kernel anew for each set of constants, types, integers that are 1 or that 16 divides, and addresses
+that 16 divides. Launches are only noted here.
+"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton.runtime.interpreter import InterpretedFunction
+
+from oarlock.workers.attention.backend import AttentionSpec, KVSpec
+from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
+from oarlock.workers.attention.triton_backend import TritonBackend
+from oarlock.workers.quantization.expert_matmul import ExpertsShape, ExpertWeights
+from oarlock.workers.quantization.fixed_order import FixedOrderMatmul
+from oarlock.workers.quantization.int8 import Int8Weight
+from oarlock.workers.quantization.triton_experts import TritonExpertMatmul
+from oarlock.workers.runner.device_steps import warm_up_sizes
+from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
+
+CPU = torch.device("cpu")
+MOST = 2048  # tokens of a step
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are noted in Triton's interpreter")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple]:
+    """The variants that have been launched; nothing is computed."""
+    found: set[tuple] = set()
+
+    def run(function: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        found.add(variant(function, args, kwargs))
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    return found
+
+
+def variant(function: InterpretedFunction, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """What of a launch Triton compiles a kernel for."""
+    plain, unaligned = (function.kwargs.get(f"do_not_specialize{rest}") or () for rest in ("", "_on_alignment"))
+    annotations = function.fn.__annotations__
+    key: list[Any] = [function.fn.__name__]
+    for name, value in {**dict(zip(function.arg_names, args, strict=False)), **kwargs}.items():
+        if isinstance(value, torch.Tensor):
+            key.append((name, value.dtype, name in unaligned or value.data_ptr() % 16 == 0))
+        elif isinstance(value, float) and name not in annotations:
+            key.append((name, "float"))
+        elif isinstance(value, int) and name in function.arg_names and "constexpr" not in str(annotations.get(name)):
+            key.append((name, value.bit_length() > 31, None if name in plain else (value == 1, value % 16 == 0)))
+        else:
+            key.append((name, value))
+    return tuple(key)
+
+
+@pytest.mark.parametrize("fixed", [None, 256])
+@pytest.mark.parametrize("form", ["auto", "int8"])
+def test_attention(form: str, fixed: int | None, launched: set[tuple]) -> None:
+    spec = KVSpec(2, 2, 64, 16, torch.float32 if fixed else torch.float16, CPU, form, fixed)
+    layers = [AttentionSpec(0, 8, 2, 64, 0.1), AttentionSpec(1, 8, 2, 64, 0.1, 100)]
+    backend = TritonBackend(spec)
+    backend.processors = 132
+    pages, tables = backend.allocate(2), BlockTables(64, 300, CPU)
+
+    def step(seqs: list[tuple[int, int]], bound: int | None = None) -> None:
+        chunks = [SequenceChunk([0] * query, context - query, [0] * -(-context // 16)) for query, context in seqs]
+        made = greedy_step(chunks, 16, step_id=1)
+        tables.write(made)
+        batch = ForwardBatch.from_step(made, tables)
+        if bound is not None:
+            batch.context_lens = [bound] * len(seqs)
+        plan = backend.prepare(batch) if bound is None else backend.prepare_decode(batch)
+        tokens = len(batch.token_ids)
+        for layer, kv in zip(layers, pages, strict=True):
+            qkv = torch.empty(tokens, 12, 64, dtype=spec.dtype)
+            q = backend.rotate_and_write(kv, qkv, None, *[torch.empty(tokens, 1, 64)] * 2, batch)
+            backend.write(kv, qkv[:, 8:10], qkv[:, 10:], batch)
+            backend.attend(q, kv, plan, layer)
+
+    for tokens in warm_up_sizes(MOST):
+        step([(tokens, tokens)])
+    for bucket in (1, 8):
+        step([(1, 1)] * bucket, 4096)
+    warm = set(launched)
+    draw = random.Random(1)
+    for _ in range(60):
+        seqs = []
+        for _ in range(draw.choice([1, 2, 3, 7])):
+            context = draw.choice([1, 3, 16, 17, 100, 4000])
+            seqs.append((draw.choice([1, 1, min(5, context), min(context, 600)]), context))
+        step(seqs)
+        step([(1, context) for _, context in seqs], draw.choice([4096, 4097]))
+    assert launched == warm, sorted(map(str, launched - warm))
+
+
+def test_products(launched: set[tuple]) -> None:
+    int8 = Int8Weight(torch.zeros(64, 96, dtype=torch.int8), torch.ones(64), torch.float16).on(CPU)
+    products = [int8.matmul(), int8.gated_matmul(None, "silu"), FixedOrderMatmul(torch.zeros(64, 96).half(), None)]
+
+    def step(tokens: int) -> None:
+        for product in products:
+            product(torch.zeros(tokens, 96, dtype=torch.float16))
+
+    for tokens in warm_up_sizes(MOST):
+        step(tokens)
+    warm = set(launched)
+    for tokens in (1, 3, 15, 16, 17, 33, 64, 65, 100, 129, 200, 256, 257, 600):
+        step(tokens)
+    assert launched == warm, sorted(map(str, launched - warm))
+
+
+def test_experts(launched: set[tuple]) -> None:
+    weights = [torch.zeros(rows, columns, dtype=torch.int8) for rows, columns in ((64, 96), (96, 32))]
+    gate_up, down = (Int8Weight(part, torch.ones(len(part)), torch.float16).on(CPU) for part in weights)
+    experts = TritonExpertMatmul(ExpertsShape(0, 8, 96, 32, torch.float16), [ExpertWeights(gate_up, down)] * 8)
+
+    def step(tokens: int) -> None:
+        experts(torch.zeros(tokens, 96).half(), torch.zeros(tokens, 3, dtype=torch.int32), torch.zeros(tokens, 3))
+
+    for tokens in warm_up_sizes(MOST):
+        step(tokens)
+    warm = set(launched)
+    for tokens in (1, 2, 5, 16, 33, 48, 150, 171, 300, 400, 1999):
+        step(tokens)
+    assert launched == warm, sorted(map(str, launched - warm))

@@ -1,0 +1,192 @@
+"""Products with experts on a CUDA device, by kernels in Triton (`kernels/triton/experts.py`).
+
+Four launches a layer, whose grids follow from the numbers of tokens and experts alone, so that graphs can record them.
+`TorchExpertMatmul` is the judge.
+"""
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oarlock.workers.distributed.all_reduce import tree_sum
+from oarlock.workers.kernels.triton import availability
+from oarlock.workers.quantization import expert_matmul as on_host
+from oarlock.workers.quantization.expert_matmul import ExpertMatmul, ExpertsShape, ExpertWeights
+from oarlock.workers.quantization.fixed_order import FixedOrderWeight
+from oarlock.workers.quantization.method import DenseWeight, LinearWeight
+from oarlock.workers.quantization.weight_only import UNITS, WeightOnly
+
+# Pairs of a token and an expert in a block: the fewest, of decodes, and those of prompts.
+BLOCKS = (16, 64, 128)
+_SORTED = 1024  # pairs at a time
+_ADDED = 1024  # outputs of one program that adds experts up
+_PARTIAL_BYTES = 128 << 20  # of results before they are added up; more tokens are multiplied one part after another
+
+
+def options(block: int, dtype: torch.dtype, amd: str | None, *, is_packed: bool) -> dict[str, Any]:
+    """Rows of the weight and compile options of a product in blocks of `block` pairs. `is_packed`: the weight has 4 or
+    8 bits, whose scales take registers."""
+    many = block > BLOCKS[0] and dtype != torch.float32
+    compiled = availability.options(8 if block == BLOCKS[-1] and many else 4, 3 if many else 4, amd)
+    return {
+        "BLOCK_N": 128 if many and not is_packed else 64,
+        "PRECISION": availability.float32_products(amd),
+        **compiled,
+    }
+
+
+class _Product:
+    """One weight [N, K] of each of `count` experts, all of one form: each part of all is one tensor; and the biases."""
+
+    def __init__(self, count: int, first: LinearWeight, bias: Tensor | None) -> None:
+        self.stored = first.stored if isinstance(first, WeightOnly) else None
+        self.parts = [part if part is None else part.new_empty((count, *part.shape)) for part in _parts(first)]
+        self.bias = None if bias is None else bias.new_empty((count, len(bias)))
+        values = _parts(first)[0]
+        assert values is not None
+        self.columns, self.inputs = len(values), values.shape[1] if self.stored is None else self.stored.inputs
+
+    def put(self, expert: int, weight: LinearWeight, bias: Tensor | None) -> None:
+        if self.bias is not None and bias is not None:
+            self.bias[expert] = bias
+        for into, part in zip(self.parts, _parts(weight), strict=True):
+            assert (into is None) == (part is None), "experts of several forms"
+            if into is not None and part is not None:
+                into[expert] = part
+
+    def constants(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Constants that kernels are compiled for, but for those of `options`."""
+        if self.stored is None:
+            units = 1 if dtype == torch.float32 else 2
+            return {"BITS": 16, "FLOAT": False, "UNIT": UNITS[-1], "GROUP_UNITS": 0, "ZEROS": False, "UNITS": units}
+        return {name: value for name, value in self.stored.constants().items() if name != "BLOCK_N"}
+
+    def arguments(self) -> tuple[Tensor, ...]:
+        values = self.parts[0]
+        assert values is not None
+        return tuple(values if part is None else part for part in self.parts)
+
+
+def _parts(weight: LinearWeight) -> tuple[Tensor | None, ...]:
+    """Values, scales, zeros and factors."""
+    if isinstance(weight, WeightOnly):
+        stored = weight.stored
+        return stored.values, stored.scales, stored.zeros, stored.factors
+    assert isinstance(weight, (DenseWeight, FixedOrderWeight))
+    return weight.tensor, None, None, None
+
+
+class TritonExpertMatmul:
+    """`ExpertMatmul` on a device."""
+
+    def __init__(self, shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> None:
+        self.shape = shape
+        self.gate_up: _Product | None = None
+        self.down: _Product | None = None
+        number = -1
+        for number, one in enumerate(experts):
+            if self.gate_up is None or self.down is None:
+                self.gate_up = _Product(shape.count, one.gate_up, one.gate_up_bias)
+                self.down = _Product(shape.count, one.down, one.down_bias)
+                self.is_fixed = isinstance(one.gate_up, FixedOrderWeight)
+            self.gate_up.put(number, one.gate_up, one.gate_up_bias)
+            self.down.put(number, one.down, one.down_bias)
+        assert number + 1 == shape.count
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        shape, top_k = self.shape, expert_ids.shape[1]
+        if not shape.count or not len(x):
+            return torch.zeros((len(x), shape.hidden), device=x.device)
+        at_once = max(1, _PARTIAL_BYTES // (4 * shape.slices * top_k * shape.hidden))
+        parts = [
+            self._some(x[rows], expert_ids[rows].contiguous(), weights[rows].contiguous())
+            for rows in (slice(first, first + at_once) for first in range(0, len(x), at_once))
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _some(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        from oarlock.workers.kernels.triton import experts as kernels_of  # Triton is on some machines only
+
+        kernels: Any = kernels_of  # a kernel's call compiles it: no annotation describes its arguments
+        shape, (tokens, top_k), device = self.shape, ids.shape, x.device
+        pairs = tokens * top_k
+        block = self.block(pairs)
+        # Blocks at most: one that is not full for each expert in use.
+        blocks = min(pairs, shape.count + pairs // block)
+        power = 1 << shape.count.bit_length()
+        starts, pairs_of = (torch.empty(count, dtype=torch.int32, device=device) for count in (power, pairs))
+        table = torch.empty((3, blocks), dtype=torch.int32, device=device)
+        kernels.sort_pairs[(1,)](
+            ids, starts, pairs_of, table, pairs, blocks, shape.first, EXPERTS=shape.count, E_POW=power, BLOCK_M=block,
+            SIZE=_SORTED, num_warps=8,
+        )  # fmt: skip
+        inner = torch.empty((pairs, shape.width), dtype=shape.dtype, device=device)
+        partial = torch.empty((shape.slices, pairs, shape.hidden), dtype=torch.float32, device=device)
+        sorted_pairs, kernel = (pairs_of, table, block, top_k), kernels.multiply_experts
+        self._multiply(kernel, x, self.gate_up, inner, *sorted_pairs, shape.activation)
+        self._multiply(kernel, inner, self.down, partial, *sorted_pairs, "")
+        lanes = shape.slices * shape.groups
+        out = torch.empty((lanes, tokens, shape.hidden), dtype=torch.float32, device=device)
+        kernels.add_experts[(tokens, -(-shape.hidden // _ADDED), lanes)](
+            partial, ids, weights, out, tokens, shape.hidden, shape.first, EXPERTS=shape.count, TOP_K=top_k,
+            GROUP=shape.group if shape.groups > 1 else 0, BLOCK=_ADDED, num_warps=4,
+        )  # fmt: skip
+        return tree_sum(list(out))
+
+    def _multiply(
+        self,
+        kernel: Any,
+        x: Tensor,
+        weight: _Product | None,
+        out: Tensor,
+        pairs_of: Tensor,
+        table: Tensor,
+        block: int,
+        top_k: int,
+        activation: str,
+    ) -> None:
+        assert weight is not None and x.stride(1) == 1 and x.shape[1] == weight.inputs
+        shape, slices = self.shape, 1 if activation else self.shape.slices
+        chosen = options(block, x.dtype, availability.amd_architecture(), is_packed=weight.stored is not None)
+        outputs = weight.columns // 2 if activation else weight.columns
+        rows = chosen["BLOCK_N"] // 2 if activation else chosen["BLOCK_N"]
+        values, scales, zeros, factors = weight.arguments()
+        groups = 0 if weight.stored is None or weight.stored.scales is None else scales.shape[1]
+        kernel[(-(-outputs // rows), table.shape[1], slices)](
+            x, values, scales, zeros, factors, values if weight.bias is None else weight.bias, out, pairs_of, table,
+            table.shape[1], len(pairs_of), weight.columns, weight.inputs, weight.inputs // slices, groups, x.stride(0),
+            values.stride(1), shape.alpha, shape.limit, TOP_K=top_k, ACTIVATION=activation,
+            BIAS=weight.bias is not None, BLOCK_M=block, **chosen, **weight.constants(x.dtype),
+        )  # fmt: skip
+
+    def block(self, pairs: int) -> int:
+        """Pairs of a block: as many as experts get on the average; one number where bits must not depend on that."""
+        if self.is_fixed or self.shape.dtype == torch.float32:
+            return BLOCKS[0]
+        return next((block for block in BLOCKS if pairs <= block * self.shape.count), BLOCKS[-1])
+
+
+def why_not(first: ExpertWeights) -> str | None:
+    """The reason why experts like the first one have no such products; None: they have."""
+    for weight in (first.gate_up, first.down):
+        if not isinstance(weight, (WeightOnly, DenseWeight, FixedOrderWeight)):
+            return f"no kernel reads a {type(weight).__name__}"
+        if isinstance(weight, WeightOnly) and weight.order is not None:
+            return "the order of inputs (act-order) differs from expert to expert"
+        values = weight.stored.values if isinstance(weight, WeightOnly) else weight.tensor
+        if not availability.can_serve(values.device):
+            return f"it computes on CUDA devices, and the weights are on {values.device.type}"
+    return None
+
+
+def expert_matmul(shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> ExpertMatmul:
+    """The fastest product for these experts where they are; the caller should not keep their weights."""
+    left = iter(experts)
+    first = next(left, None)
+    whole = left if first is None else chain([first], left)
+    if first is not None and why_not(first) is None:
+        return TritonExpertMatmul(shape, whole)
+    return on_host.expert_matmul(shape, whole)
