@@ -48,7 +48,9 @@ class Step:
 
     def seconds(self, device: Device, sum_s: float) -> float:
         work = max(self.read_bytes / device.bytes_s, self.operations / device.flop_s)
-        over_link = self.sums * (sum_s + self.sum_bytes / device.link_bytes_s) + self.gathered_bytes / device.link_bytes_s
+        over_link = (
+            self.sums * (sum_s + self.sum_bytes / device.link_bytes_s) + self.gathered_bytes / device.link_bytes_s
+        )
         return work + self.launches * device.launch_s + over_link
 
 
