@@ -7,6 +7,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,9 +88,15 @@ def imports_past_the_package(source: str, file: str) -> list[str]:
     ]
 
 
+@lru_cache(maxsize=2)
+def _nodes(source: str) -> list[ast.AST]:
+    """Every node of the syntax tree, the module first; kept for the next rule for the same file."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def _written_imports(source: str, file: str) -> Iterator[Import]:
     package = file.split("/")[:-1]
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(source):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(node.lineno, alias.name)
@@ -139,7 +146,7 @@ def unsafe_code(source: str, file: str) -> list[str]:
         if any(name.startswith(HARMLESS_SUBMODULES) for name in siblings):
             continue  # `from multiprocessing import shared_memory`
         findings.append(f"{file}:{item.line}: imports {item.module}")
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(source):
         if not isinstance(node, ast.Call):
             continue
         name = _called(node)
@@ -159,7 +166,7 @@ def direct_spawns(source: str, file: str) -> list[str]:
         return []
     return [
         f"{file}:{node.lineno}: starts Python by itself instead of through {INTERPRETER_FILE}"
-        for node in ast.walk(ast.parse(source))
+        for node in _nodes(source)
         if isinstance(node, ast.Attribute) and node.attr == "executable"
     ]
 
@@ -170,7 +177,7 @@ def unsearchable_docstrings(source: str, file: str) -> list[str]:
         return []  # libraries send docstrings of models there to the server, as descriptions
     nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     findings = []
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(source):
         if isinstance(node, nodes) and UNSEARCHABLE.match(ast.get_docstring(node) or ""):
             findings.append(f"{file}:{getattr(node, 'lineno', 1)}: name the thing first: a noun and a verb")
     return findings
@@ -183,7 +190,7 @@ def sizes(source: str, file: str) -> list[str]:
     limit = MAX_TEST_FILE_LINES if file.startswith("tests/") else MAX_FILE_LINES
     if lines >= limit:
         findings.append(f"{file}: {lines} lines, the limit is {limit}")
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length >= MAX_FUNCTION_LINES:
@@ -193,9 +200,10 @@ def sizes(source: str, file: str) -> list[str]:
 
 def docstrings_and_handlers(source: str, file: str) -> list[str]:
     """Modules without an opening docstring, and broad handlers that swallow what they catch."""
-    tree = ast.parse(source)
-    findings = [] if ast.get_docstring(tree) else [f"{file}: opens without a docstring"]
-    for node in ast.walk(tree):
+    module, *nodes = _nodes(source)
+    assert isinstance(module, ast.Module)
+    findings = [] if ast.get_docstring(module) else [f"{file}: opens without a docstring"]
+    for node in nodes:
         if not isinstance(node, ast.ExceptHandler):
             continue
         broad = node.type is None or (
