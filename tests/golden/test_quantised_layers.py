@@ -27,6 +27,7 @@ from tests.golden.tiny_models import make_tiny
 pytestmark = pytest.mark.slow
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 192, "mlp_only_layers": [0]}
 ROUNDED, EXACT = 0.04, 2e-6  # of a tensor's size: with rows of x in 8 bits, and in float32
 # One of each way of storing and of multiplying, with the tensor that a fault in a scale spoils first.
 FORMS = ("gptq-4-64-asym", "gptq-4-64-sym-act-v2", "gptq-8-64-sym", "awq-64-fused", "packed-4-64-asym",
@@ -40,9 +41,10 @@ def made_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     tokens = random.Random(3).choices(range(300), k=TOTAL)
 
     @cache
-    def made(name: str) -> Made:
+    def made(name: str, family: str | None = None) -> Made:
         case, folder = CASES[name], tmp_path_factory.mktemp(name)
-        found = write(make_tiny(folder, "phi3" if case.fused else "qwen2", **SHAPE), folder, case)
+        family, more = family or ("phi3" if case.fused else "qwen2"), EXPERTS if family else {}
+        found = write(make_tiny(folder, family, **SHAPE, **more), folder, case)
         return found, ExactReference(found.meaning, tokens)
 
     return made
@@ -61,6 +63,15 @@ def test_every_tensor_is_near_that_of_the_numbers_written_out(
     made_of: Callable[[str], Made], name: str, size: int
 ) -> None:
     quantised, reference = made_of(name)
+    found = findings(reference, size, path=quantised.path, relative=bound_of(name))
+    assert not found, f"first of {len(found)}: {found[0]}"
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(4, marks=pytest.mark.product)])
+@pytest.mark.parametrize("name", ["gptq-4-64-asym", "packed-4-64-asym", "integers-channel", "fp8-block", "nf4-nested"])
+def test_every_tensor_of_experts_is_near_too(made_of: Callable[..., Made], name: str, size: int) -> None:
+    """Of a width that is filled up to whole slices. Every token has all experts: none is chosen by a rounding."""
+    quantised, reference = made_of(name, "qwen3_moe")
     found = findings(reference, size, path=quantised.path, relative=bound_of(name))
     assert not found, f"first of {len(found)}: {found[0]}"
 

@@ -51,7 +51,9 @@ class FilledUp:
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         """As `WeightSource.take`; `shape` may be longer than the stored tensor's."""
         stored = self._weights.shape_of(name) or self._of_every_shape(name, shape)
-        if len(stored) != len(shape) or all(a >= b for a, b in zip(stored, shape, strict=True)):
+        if len(stored) != len(shape) or (
+            all(a >= b for a, b in zip(stored, shape, strict=True)) and start + into.shape[dim] <= stored[dim]
+        ):
             return self._weights.take(name, into, shape=shape, dim=dim, start=start)
         lengths = [min(length, into.shape[place]) for place, length in enumerate(stored)]
         start = min(start, stored[dim])
