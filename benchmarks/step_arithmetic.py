@@ -6,7 +6,7 @@
 A step takes the longer of its bytes at the bandwidth and its operations at the rate of products, and in a graph about a
 microsecond for each launch that cannot begin before the one ahead of it has ended. Launches are those of a graph as the
 made-up CUDA records it. With two ranks each sum takes a latency and its bytes over the link. `before`: sums in float32
-by NCCL; `after`: in the model's type, by symmetric memory.
+by NCCL; `after`: in the model's type, by symmetric memory, which takes a copy more.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.registry import read_spec
 
 BATCHES = (1, 32, 256)
-OF_LAYER, OF_STEP = 11, 21  # launches of a graph without sums: of each layer, and before and behind the layers
-OF_SAMPLING = 5  # of drawn tokens with filters
+OF_LAYER, OF_STEP = 10, 14  # launches of a graph on one rank: of each layer, and before and behind all layers
+OF_SAMPLING = 5  # of tokens that are drawn
+OF_RANKS = 8  # beside the sums of layers: ids of other ranks are masked, rows are summed, logits are gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one rank does in one decode step."""
+    """Work of one rank in one decode step."""
 
     launches: int
     read_bytes: float
@@ -54,14 +55,15 @@ class Step:
         return work + self.launches * device.launch_s + over_link
 
 
-def step_of(spec: DecoderSpec, batch: int, context: int, ranks: int, sum_item: int) -> Step:
-    """A step of one token for each of `batch` sequences. `sum_item`: bytes of a number that is summed over ranks."""
+def step_of(spec: DecoderSpec, batch: int, context: int, ranks: int, sum_item: int, of_sum: int) -> Step:
+    """A step of one token for each of `batch` sequences. `sum_item`: bytes of a number that is summed over ranks; such
+    a sum takes `of_sum` launches."""
     inner, head = models.inner_parameters(spec), spec.vocab_size * spec.hidden_size
     heads, width = spec.attention, spec.attention.head_dim
     cached = batch * context * 2 * spec.num_layers * heads.num_kv_heads * width * 2
-    several = ranks > 1
+    several, sums = ranks > 1, 2 * of_sum if ranks > 1 else 0
     return Step(
-        launches=spec.num_layers * (OF_LAYER + 2 * several) + OF_STEP + OF_SAMPLING + 2 * several,
+        launches=spec.num_layers * (OF_LAYER + sums) + OF_STEP + OF_SAMPLING + OF_RANKS * several,
         read_bytes=(2 * (inner + head) + cached) / ranks + batch * spec.vocab_size * 4 * 2,
         operations=2 * batch * (inner + head) / ranks,
         sums=(2 * spec.num_layers + 1) * several,
@@ -78,17 +80,18 @@ def table(device: Device, context: int) -> list[str]:
         with models.described(shape, Where("cuda")) as folder:
             spec = read_spec(folder)
         for batch in BATCHES:
-            before, after = (step_of(spec, batch, context, ranks, item) for item in (4, 2))
+            before, after = (step_of(spec, batch, context, ranks, item, of_sum) for item, of_sum in ((4, 1), (2, 2)))
             link = [step.sums * step.sum_bytes + step.gathered_bytes for step in (before, after)]
             times = [step.seconds(device, s) * 1e3 for step, s in zip((before, after), device.sum_s, strict=True)]
+            counts = f"{before.launches} → {after.launches}" if ranks > 1 else str(after.launches)
             name = shape.upper() + (f", {ranks} ranks" if ranks > 1 else "")
             each = f"{link[0] / 1e9:.3f} → {link[1] / 1e9:.3f}" if ranks > 1 else "-"
             took = f"{times[0]:.2f} → {times[1]:.2f}" if ranks > 1 else f"{times[0]:.2f}"
-            rows.append(f"| {name} | {batch} | {after.launches} | {after.read_bytes / 1e9:.2f} | {each} | {took} |")
+            rows.append(f"| {name} | {batch} | {counts} | {after.read_bytes / 1e9:.2f} | {each} | {took} |")
     return rows
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_arithmetic")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes per second of memory (an H200)")
     parser.add_argument("--products", type=float, default=790e12, help="operations per second in bfloat16")
@@ -96,11 +99,14 @@ def main() -> None:
     parser.add_argument("--link", type=float, default=300e9, help="bytes per second between two devices")
     parser.add_argument("--sum-us", type=float, nargs=2, default=(17.0, 9.0), help="latency: NCCL, symmetric memory")
     parser.add_argument("--context", type=int, default=512, help="tokens of each sequence")
-    given = parser.parse_args()
+    return parser
+
+
+def lines(given: argparse.Namespace) -> list[str]:
+    """Lines of the table for the assumptions that are given."""
     latencies = given.sum_us[0] * 1e-6, given.sum_us[1] * 1e-6
-    device = Device(given.bandwidth, given.products, given.launch_us * 1e-6, given.link, latencies)
-    print("\n".join(table(device, given.context)))
+    return table(Device(given.bandwidth, given.products, given.launch_us * 1e-6, given.link, latencies), given.context)
 
 
 if __name__ == "__main__":
-    main()
+    print("\n".join(lines(arguments().parse_args())))

@@ -11,6 +11,7 @@ import zipfile
 import numpy as np
 import pytest
 
+from benchmarks import step_arithmetic
 from benchmarks.gpu_check import __main__ as check
 from benchmarks.gpu_check import correctness, demo_answers, graphs, models, results, wheels
 from benchmarks.gpu_check.part import NotHere, Part, Row, Where
@@ -196,6 +197,11 @@ def test_what_settles_most_comes_first():
     )
     first = names[: names.index("sanitizer") + 1]
     assert all(PARTS[name].needs_devices == 1 for name in first)
+
+
+def test_the_table_of_expected_steps_is_what_its_command_prints():
+    found = step_arithmetic.lines(step_arithmetic.arguments().parse_args([]))
+    assert "\n".join(found) in (correctness.ROOT / "docs" / "gpu.md").read_text("utf-8")
 
 
 def test_ten_cases_try_every_value_of_every_parameter():

@@ -17,6 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from benchmarks import step_arithmetic
 from oarlock.engine.sampling_params import Grammar, SamplingParams
 from oarlock.engine.types import Request
 from oarlock.workers.attention.backend import LayerKV
@@ -364,6 +365,21 @@ def named(late: set[tuple[Any, ...]], known: set[tuple[Any, ...]]) -> list[str]:
         missing = min((set(arguments) - other for other in same), key=len, default=set(arguments))
         found.append(f"{kernel}: {sorted(missing)}")
     return found
+
+
+@pytest.mark.slow
+def test_launches_of_a_graph_are_those_that_the_arithmetic_counts(model: Path, cuda: MadeUpCuda) -> None:
+    runner = ModelRunner(preflight(config_of(model, max_num_seqs=1)), TensorParallel.solo())
+    with torch.inference_mode():
+        runner.load(lambda share: None)
+    steps, before = runner._device_steps, len(cuda.graphs)
+    assert steps is not None
+    steps.kv = runner.backend.allocate(4)
+    steps.capture(CudaGraphs(), [1])
+    nothing = ("empty", "fill_")  # memory, and rows of padding, of which there are none
+    names = [name for name in cuda.graphs[before].launches if not any(word in name for word in nothing)]
+    spans = 2  # launches that plan and merge them, where contexts are long enough to be split
+    assert abs(len(names) - step_arithmetic.OF_STEP - step_arithmetic.OF_LAYER) <= spans, names
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def join(arguments: RankArguments) -> RankGroups:
     return join_groups(
         arguments.rendezvous,
         use_device(arguments.config, arguments.local_rank),
-        getattr(torch, arguments.config.dtype),
+        getattr(torch, arguments.config.dtype, torch.bfloat16),  # `auto` where there is no model, as in the doctor
         share_device=arguments.config.share_device,
         in_order=arguments.config.batch_invariant,
     )
