@@ -109,11 +109,15 @@ class Ceilings:
         try:
             products = {f"torch {dtype}": self._torch_product(dtype) for dtype in ("float32", "bfloat16")}
             if not self._programs:
-                return others | {"read_gb_s": self._torch_read(), "gemm_gflops": products}
+                return others | {"read_gb_s": self.read_rate(), "gemm_gflops": products}
         finally:
             torch.set_num_threads(before)
         products |= {f"loop {dtype}": rate for dtype, rate in self._run("gemm", *self.shape).items()}
-        return others | {"read_gb_s": self._run("stream_read", self.gibibytes)["best"], "gemm_gflops": products}
+        return others | {"read_gb_s": self.read_rate(), "gemm_gflops": products}
+
+    def read_rate(self) -> float:
+        """The rate of streaming reads in GB/s, by the program where there is one."""
+        return self._run("stream_read", self.gibibytes)["best"] if self._programs else self._torch_read()
 
     def _torch_product(self, dtype: str) -> float:
         rows, outputs, inputs = self.shape

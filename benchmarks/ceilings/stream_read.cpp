@@ -4,9 +4,18 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <omp.h>
 
 typedef long long Vector __attribute__((vector_size(32)));
+
+// One thread is timed by the processor's time that it had, so that a busy machine matters less.
+double now() {
+  if (omp_get_max_threads() > 1) return omp_get_wtime();
+  timespec time;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return time.tv_sec + time.tv_nsec * 1e-9;
+}
 
 int main(int argc, char **argv) {
   const long page = 4096, ahead = 2048;
@@ -18,7 +27,7 @@ int main(int argc, char **argv) {
   double rate[9];
   long long sum = 0;
   for (double &one : rate) {
-    const double start = omp_get_wtime();
+    const double start = now();
 #pragma omp parallel reduction(+ : sum)
     {
       const long threads = omp_get_num_threads(), number = omp_get_thread_num(), pages = bytes / page;
@@ -32,7 +41,7 @@ int main(int argc, char **argv) {
       a += b + c + d;
       sum += a[0] + a[1] + a[2] + a[3];
     }
-    one = bytes / (omp_get_wtime() - start) / 1e9;
+    one = bytes / (now() - start) / 1e9;
   }
   std::sort(rate, rate + 9);
   fprintf(stderr, "%lld\n", sum); // the sum is used, so the reads stay

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import engine_step, page
 from tests.e2e.running import ROOT
+from tests.unit.workers.kernel_levels import NO_KERNELS
 
 FIGURES = {"output_tokens_per_s", "decode_tokens_per_s", "ttft_ms", "tpot_ms", "itl_ms", "e2el_ms"}
 
@@ -94,3 +95,12 @@ def test_products(tmp_path):
             assert list(parts) == ["q, k, v", "attention out", "gate, up", "down", "head", "step"]
             assert min(parts.values()) > 0
     assert "of streaming read" in printed
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
+def test_experts():
+    printed = run_module("experts", "--shapes", "quick", "--rows", 1, 3, "--rounds", 1, "--threads", 1).stdout
+    assert [line.split("|")[2:4] for line in printed.splitlines()[2:]] == [
+        [f" {form} ", f" {rows} "] for form in ("bfloat16", "int8", "int4") for rows in (1, 3)
+    ]

@@ -197,6 +197,7 @@ class _Stack:
     def __init__(self, count: int) -> None:
         self._count = count
         self._alive: list[Tensor] = []
+        self.bytes = 0  # of the first weight
 
     def add(self, product: GatedProduct | Product) -> tuple[int, int]:
         """The address and the kind of the product's weight, which is copied."""
@@ -205,7 +206,8 @@ class _Stack:
         size, number = -(-len(packed) // _LINE) * _LINE, len(self._alive)
         if number == 0:
             self._all = huge_page_empty((self._count, size), torch.uint8)
-        fits = size == self._all.shape[1]  # experts of another form have memory of their own
+            self.bytes = size
+        fits = size == self.bytes  # experts of another form have memory of their own
         place = self._all[number] if fits else huge_page_empty((size,), torch.uint8)
         place[: len(packed)] = packed
         self._alive.append(place)
@@ -221,7 +223,8 @@ class CppExpertMatmul:
         self.shape = shape
         self.kernels = _declared(library.library(shape.dtype))
         gate_up, down = _Stack(shape.count), _Stack(shape.count)
-        self._alive: list[object] = [gate_up, down]
+        self._stacks = (gate_up, down)
+        self._alive: list[Tensor | None] = []  # biases
         self._of = (CExpert * max(1, shape.count))()
         number = -1
         for number, (gated, product, down_bias) in enumerate(experts):
@@ -234,6 +237,11 @@ class CppExpertMatmul:
             ctypes.addressof(self._of), shape.first, shape.count, shape.hidden, shape.width, shape.slices, shape.groups,
             shape.group or max(1, shape.count), _ACTIVATIONS[shape.activation], shape.alpha, shape.limit,
         )  # fmt: skip
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's packed weights, where all are of one form."""
+        return self._stacks[0].bytes + self._stacks[1].bytes
 
     def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         assert x.stride(1) == 1 and x.dtype == self.shape.dtype and expert_ids.dtype == torch.int32
