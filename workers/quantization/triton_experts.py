@@ -157,8 +157,8 @@ class TritonExpertMatmul:
         groups = 0 if weight.stored is None or weight.stored.scales is None else scales.shape[1]
         kernel[(-(-outputs // rows), table.shape[1], slices)](
             x, values, scales, zeros, factors, values if weight.bias is None else weight.bias, out, pairs_of, table,
-            table.shape[1], len(pairs_of), weight.columns, weight.inputs, weight.inputs // slices, groups, x.stride(0),
-            values.stride(1), shape.alpha, shape.limit, TOP_K=top_k, ACTIVATION=activation,
+            table.shape[1], len(pairs_of), weight.columns, weight.inputs, weight.inputs // slices, groups, shape.alpha,
+            shape.limit, x.stride(0), values.stride(1), TOP_K=top_k, ACTIVATION=activation,
             BIAS=weight.bias is not None, BLOCK_M=block, **chosen, **weight.constants(x.dtype),
         )  # fmt: skip
 

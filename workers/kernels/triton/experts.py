@@ -70,6 +70,39 @@ def _activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     return gate * tl.sigmoid(inner) * up
 
 
+@triton.jit
+def _step(
+    at, begin, stop, stored, scales, zeros, factor, x_rows, sums, column, columns, is_column, is_row,
+    BITS: tl.constexpr, FLOAT: tl.constexpr, UNIT: tl.constexpr, GROUP_UNITS: tl.constexpr, ZEROS: tl.constexpr,
+    UNITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds the products of some inputs, from unit `at` on: those from `begin` to `stop`."""
+    BYTES: tl.constexpr = UNIT * (8 if BITS == 16 else BITS) // 8
+    place = tl.arange(0, UNITS * BYTES)
+    if BITS == 16:
+        k = at * UNIT + place
+        is_input = (k >= begin) & (k < stop)
+        weight = tl.load(stored[:, None] + k[None, :], mask=is_column[:, None] & is_input[None, :], other=0.0)
+        right = tl.load(x_rows + k[:, None], mask=is_input[:, None] & is_row[None, :], other=0.0)
+        sums = tl.dot(weight, right, sums, input_precision=PRECISION)
+    else:
+        unit = at + tl.arange(0, UNITS)
+        inside = is_column[:, None, None] & (unit * UNIT < stop)[None, :, None]
+        at_byte = (unit * BYTES)[None, :, None] + tl.arange(0, BYTES)[None, None, :]
+        words = tl.load(stored[:, None, None] + at_byte, mask=inside, other=0)
+        for half in tl.static_range(8 // BITS):
+            numbers = numbers_of(words, half, BITS, FLOAT)
+            if GROUP_UNITS:
+                spot = (unit // GROUP_UNITS)[None, :, None] * columns + column[:, None, None]
+                numbers = scaled(numbers, scales, zeros, factor[:, None, None], spot, inside, ZEROS)
+            weight = tl.reshape(numbers.to(x_rows.dtype.element_ty), [sums.shape[0], UNITS * BYTES])
+            k = (at + place // BYTES) * UNIT + place % BYTES + half * BYTES
+            is_input = (k >= begin) & (k < stop)
+            right = tl.load(x_rows + k[:, None], mask=is_input[:, None] & is_row[None, :], other=0.0)
+            sums = tl.dot(weight, right, sums, input_precision=PRECISION)
+    return sums
+
+
 @triton.jit(do_not_specialize=["blocks", "pairs"])
 def multiply_experts(
     x,  # [T, K]; without ACTIVATION [T * k, K]
@@ -82,38 +115,31 @@ def multiply_experts(
     pairs_of, table,  # of `sort_pairs`
     blocks, pairs,
     columns,  # N: with ACTIVATION 2 * width, gate above up
-    inputs,  # K
-    slice_inputs,  # of K, that one program adds up
-    groups,
-    x_stride, row_bytes,  # or elements of a dense row
-    alpha, limit,
-    TOP_K: tl.constexpr,
+    inputs, slice_inputs,  # K, and those of it that one program adds up
+    groups, alpha, limit, x_stride,
+    row_bytes,  # or elements of a dense row
+    TOP_K: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,  # "": none
-    BIAS: tl.constexpr,
     BITS: tl.constexpr,  # 16: dense
     FLOAT: tl.constexpr, UNIT: tl.constexpr, GROUP_UNITS: tl.constexpr, ZEROS: tl.constexpr,
     BLOCK_M: tl.constexpr,  # pairs
     BLOCK_N: tl.constexpr,  # rows of the weight: with ACTIVATION half of them of the gate
-    UNITS: tl.constexpr,  # of one step
-    PRECISION: tl.constexpr,
+    UNITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of pairs times some rows of their expert's weight, over one slice of inputs."""
-    BYTES: tl.constexpr = UNIT * (8 if BITS == 16 else BITS) // 8
     block = tl.program_id(1)
     count = tl.load(table + 2 * blocks + block)
     if count == 0:
         return
     expert = tl.load(table + block).to(tl.int64)
-    lane = tl.arange(0, BLOCK_M)
+    lane, local = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     is_row = lane < count
     pair = tl.load(pairs_of + tl.load(table + blocks + block) + lane, mask=is_row, other=0)
-    local = tl.arange(0, BLOCK_N)
     if ACTIVATION != "":
         HALF: tl.constexpr = BLOCK_N // 2
         width = columns // 2
-        result_column = tl.program_id(0) * HALF + local % HALF
-        is_column = result_column < width
-        column = result_column + local // HALF * width
+        is_column = tl.program_id(0) * HALF + local % HALF < width
+        column = tl.program_id(0) * HALF + local % HALF + local // HALF * width
         x_rows = x + (pair // TOP_K).to(tl.int64)[None, :] * x_stride
     else:
         column = tl.program_id(0) * BLOCK_N + local
@@ -128,29 +154,11 @@ def multiply_experts(
         scales += expert * groups * columns
         zeros += expert * groups * columns
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    place = tl.arange(0, UNITS * BYTES)
     for at in range(begin // UNIT, tl.cdiv(stop, UNIT), UNITS):
-        if BITS == 16:
-            k = at * UNIT + place
-            is_input = (k >= begin) & (k < stop)
-            weight = tl.load(stored[:, None] + k[None, :], mask=is_column[:, None] & is_input[None, :], other=0.0)
-            right = tl.load(x_rows + k[:, None], mask=is_input[:, None] & is_row[None, :], other=0.0)
-            sums = tl.dot(weight, right, sums, input_precision=PRECISION)
-        else:
-            unit = at + tl.arange(0, UNITS)
-            inside = is_column[:, None, None] & (unit * UNIT < stop)[None, :, None]
-            at_byte = (unit * BYTES)[None, :, None] + tl.arange(0, BYTES)[None, None, :]
-            words = tl.load(stored[:, None, None] + at_byte, mask=inside, other=0)
-            for half in tl.static_range(8 // BITS):
-                numbers = numbers_of(words, half, BITS, FLOAT)
-                if GROUP_UNITS:
-                    spot = (unit // GROUP_UNITS)[None, :, None] * columns + column[:, None, None]
-                    numbers = scaled(numbers, scales, zeros, factor[:, None, None], spot, inside, ZEROS)
-                weight = tl.reshape(numbers.to(x.dtype.element_ty), [BLOCK_N, UNITS * BYTES])
-                k = (at + place // BYTES) * UNIT + place % BYTES + half * BYTES
-                is_input = (k >= begin) & (k < stop)
-                right = tl.load(x_rows + k[:, None], mask=is_input[:, None] & is_row[None, :], other=0.0)
-                sums = tl.dot(weight, right, sums, input_precision=PRECISION)
+        sums = _step(
+            at, begin, stop, stored, scales, zeros, factor, x_rows, sums, column, columns, is_column, is_row,
+            BITS, FLOAT, UNIT, GROUP_UNITS, ZEROS, UNITS, PRECISION,
+        )  # fmt: skip
     if BITS != 16 and GROUP_UNITS == 0:
         sums *= factor[:, None]
     if BIAS:

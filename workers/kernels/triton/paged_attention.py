@@ -235,6 +235,32 @@ def _keys_and_values(
     return numbers(keys, like, FORM, NATIVE_FP8), numbers(values, like, FORM, NATIVE_FP8), key_scales, value_scales
 
 
+@triton.jit
+def _block(
+    at, queries, position, first_key, stop, k_pages, v_pages, k_scales, v_scales, table, kv_head, columns,
+    scale, softcap, window, largest, weights, sums,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, FORM: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One block of keys from `at` on, of those from `first_key` to `stop`: others may lie in pages that were freed, or
+    that hold what another sequence left."""
+    key = at + tl.arange(0, BLOCK_N)
+    is_key = (key >= first_key) & (key < stop)
+    keys, values, key_scales, value_scales = _keys_and_values(
+        k_pages, v_pages, k_scales, v_scales, table, key, is_key, kv_head, columns, queries,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE, FORM, NATIVE_FP8, MASKED,
+    )  # fmt: skip
+    scores = tl.dot(queries, keys, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    if FORM == "int8":
+        scores *= key_scales[None, :]
+    visible = is_key[None, :] & _is_seen(key[None, :], position[:, None], window, WINDOW)
+    return _add_keys(
+        scores, visible, values, value_scales, scale, softcap, largest, weights, sums, SOFTCAP, FORM == "int8",
+        MASKED, PRECISION,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["places", "window"])
 def attend(
     q,  # [T, H, D], tokens `q_stride` elements apart
@@ -246,13 +272,10 @@ def attend(
     partial_stats,  # float32 [places, KV_HEADS, 2, BLOCK_M]   largest score (of base 2) and sum of weights
     block_tables,  # int32 [R, table_stride]
     planned,  # int32 [PLANNED, places], of `plan_spans`
-    q_stride, table_stride, scale, softcap,
-    window,  # with WINDOW
-    places,
+    q_stride, table_stride, scale, softcap, window, places,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of one KV head
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # the power of 2 from HEAD_DIM on
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     FIXED: tl.constexpr,  # all blocks of keys are computed alike
@@ -284,36 +307,19 @@ def attend(
     if FIXED:
         full, edge = begin, begin
     for at in range(full, edge, BLOCK_N):
-        key = at + tl.arange(0, BLOCK_N)
-        keys, values, key_scales, value_scales = _keys_and_values(
-            k_pages, v_pages, k_scales, v_scales, table, key, key < edge, kv_head, columns, queries,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, FORM, NATIVE_FP8, False,
-        )  # fmt: skip
-        scores = tl.dot(queries, keys, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        if FORM == "int8":
-            scores *= key_scales[None, :]
-        largest, weights, sums = _add_keys(
-            scores, scores, values, value_scales, scale, softcap, largest, weights, sums, SOFTCAP, FORM == "int8",
-            False, PRECISION,
+        largest, weights, sums = _block(
+            at, queries, position, first_key, edge, k_pages, v_pages, k_scales, v_scales, table, kv_head, columns,
+            scale, softcap, window, largest, weights, sums, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SOFTCAP, WINDOW,
+            FORM, NATIVE_FP8, PRECISION, False,
         )  # fmt: skip
     # Those before and those behind.
     before = full - begin
     for done in range(0, before + stop - edge, BLOCK_N):
         at = tl.where(done < before, begin + done, edge + done - before)
-        key = at + tl.arange(0, BLOCK_N)
-        # Other keys may lie in pages that were freed, or that hold what another sequence left.
-        is_key = (key >= first_key) & (key < stop)
-        keys, values, key_scales, value_scales = _keys_and_values(
-            k_pages, v_pages, k_scales, v_scales, table, key, is_key, kv_head, columns, queries,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, FORM, NATIVE_FP8, True,
-        )  # fmt: skip
-        scores = tl.dot(queries, keys, input_precision=PRECISION)
-        if FORM == "int8":
-            scores *= key_scales[None, :]
-        visible = is_key[None, :] & _is_seen(key[None, :], position[:, None], window, WINDOW)
-        largest, weights, sums = _add_keys(
-            scores, visible, values, value_scales, scale, softcap, largest, weights, sums, SOFTCAP, FORM == "int8",
-            True, PRECISION,
+        largest, weights, sums = _block(
+            at, queries, position, first_key, stop, k_pages, v_pages, k_scales, v_scales, table, kv_head, columns,
+            scale, softcap, window, largest, weights, sums, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SOFTCAP, WINDOW,
+            FORM, NATIVE_FP8, PRECISION, True,
         )  # fmt: skip
     if parts > 1:
         spot = (tl.program_id(0).to(tl.int64) * KV_HEADS + kv_head) * BLOCK_M

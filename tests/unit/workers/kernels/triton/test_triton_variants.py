@@ -43,7 +43,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple]:
 
 
 def variant(function: InterpretedFunction, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """What of a launch Triton compiles a kernel for."""
+    """Kernel of a launch, and what Triton compiles it for."""
     plain, unaligned = (function.kwargs.get(f"do_not_specialize{rest}") or () for rest in ("", "_on_alignment"))
     annotations = function.fn.__annotations__
     key: list[Any] = [function.fn.__name__]

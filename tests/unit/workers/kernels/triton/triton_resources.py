@@ -47,8 +47,11 @@ def amd_of(kind: str) -> str | None:
 
 
 def of_program(name: str, *arguments: str) -> dict[str, dict[str, int]]:
-    """What a program of this folder prints, outside of Triton's interpreter. Asserts that it fits into each kind of
-    device: shared memory and registers suffice, so that none are spilled (gfx1100: untested)."""
+    """Resources that a program of this folder prints, outside of Triton's interpreter.
+
+    Asserts that they fit into each kind of device: shared memory and registers suffice, so that none are spilled; on
+    gfx1100 some are.
+    """
     program = [sys.executable, "-m", f"tests.unit.workers.kernels.triton.{name}", *arguments]
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = json.loads(subprocess.run(program, env=kept, capture_output=True, text=True, check=True).stdout)
