@@ -53,6 +53,10 @@ CASES: dict[str, tuple[str, dict[str, Any], KindOf]] = {
     "qwen3-q6_k": ("qwen3", _WIDE | {"head_dim": 32}, all_of("Q6_K")),
     "llama-q8_0-half-blocks": ("llama", _HALF_BLOCK, all_of("Q8_0")),  # borders of slices in the middle of blocks
     "qwen2-q4_0-odd-borders": ("qwen2", _HALF_BLOCK | {"intermediate_size": 288}, all_of("Q4_0")),  # within 16 inputs
+    # Widths of experts that are filled up to whole slices. Every token has all: none is chosen by a rounding.
+    "qwen3-moe-q8_0": ("qwen3_moe", {"hidden_size": 128, "num_hidden_layers": 2, "moe_intermediate_size": 96,
+                                     "num_experts": 3, "num_experts_per_tok": 3},
+                       lambda name, shape: "F32" if len(shape) == 1 or "gate_inp" in name else "Q8_0"),
     "qwen2-q5_1-and-f16": ("qwen2", _WIDE, lambda name, shape: "F32" if len(shape) == 1 else
                            "F16" if "attn_k" in name or "ffn_down" in name else "Q5_1"),
 }  # fmt: skip

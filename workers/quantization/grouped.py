@@ -25,7 +25,7 @@ from oarlock.workers.quantization.method import DenseWeight, Empty, LinearWeight
 from oarlock.workers.quantization.weight_only import WeightOnly, of_groups
 from oarlock.workers.weights.gguf_header import GroupForm
 from oarlock.workers.weights.gguf_reader import GGUFReader, Groups
-from oarlock.workers.weights.source import WeightSource
+from oarlock.workers.weights.source import FilledUp, WeightSource
 
 # The largest scale of an output lies below 2 ** 15, so that it can be rounded up. Just below 2 ** 16 it could not, and
 # a rank that holds other inputs of the output, and so has another largest scale, would round it differently.
@@ -201,9 +201,10 @@ class GGUFLinearMethod:
         self._form = form
 
     def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> LinearWeight:
+        assert isinstance(weights, GGUFReader | FilledUp), "only a GGUF file has weights of this form"
         form = self._form
         group = group_of_blocks(form.group, shard.local_inputs, shard.slices)
-        if group is None or not isinstance(weights, GGUFReader):  # widths of experts that are filled up
+        if group is None:
             return self.dequantised(shard, weights, empty)
         groups = Groups.empty(shard.rows, shard.local_inputs, group, offsets=form.has_offsets)
         first = 0

@@ -45,6 +45,18 @@ class Groups:
             self.values[part], self.scales[part], None if self.offsets is None else self.offsets[part], self.group
         )
 
+    def inputs(self, count: int) -> "Groups":
+        """A view of the first `count` inputs, which end with a group."""
+        groups = slice(-(-count // self.group))
+        offsets = None if self.offsets is None else self.offsets[:, groups]
+        return Groups(self.values[:, :count], self.scales[:, groups], offsets, self.group)
+
+    def clear(self) -> None:
+        """Makes all of it zero."""
+        for part in (self.values, self.scales, self.offsets):
+            if part is not None:
+                part.zero_()
+
     def dequantised(self) -> Tensor:
         """float32 [N, K]."""
         group_of = torch.arange(self.values.shape[1]) // self.group

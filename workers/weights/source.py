@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -61,6 +61,18 @@ class FilledUp:
         here = into[tuple(slice(length) for length in lengths)]
         into.zero_()
         return self._weights.take(name, here, shape=stored, dim=dim, start=start)
+
+    def take_groups(
+        self, name: str, into: Any, *, shape: Sequence[int], first_row: int = 0, first_input: int = 0
+    ) -> None:
+        """As `GGUFReader.take_groups`."""
+        rows, inputs = self._weights.shape_of(name) or shape
+        into.clear()
+        rows = max(0, min(rows - first_row, len(into.values)))
+        inputs = max(0, min(inputs - first_input, into.values.shape[1]))
+        where = {"first_row": first_row, "first_input": first_input} if rows and inputs else {}
+        reader: Any = self._weights
+        reader.take_groups(name, into.rows(0, rows).inputs(inputs), shape=self._weights.shape_of(name), **where)
 
     def _of_every_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a tensor that any shape would do for, such as dummy weights."""
