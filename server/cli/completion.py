@@ -3,8 +3,6 @@
 shtab makes the script from the parsers, so it knows what they know; nothing is run while the user types.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

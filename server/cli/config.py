@@ -1,7 +1,5 @@
 """`oarlock config`: every setting, its value and where that comes from."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -3,8 +3,6 @@
 Reads the settings and finds the model; the rest is done by `oarlock.workers.doctor`, a program of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

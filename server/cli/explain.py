@@ -1,7 +1,5 @@
 """`oarlock explain REQUEST_ID`: what happened to one of a running server's last requests, and what would help."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ Exit codes: 2 for a wrong command line, 3 for a wrong file or environment, 141 w
 else the command's own.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`oarlock models` and `oarlock pull MODEL`: the models on this machine, which can be served, and fetching another."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

@@ -3,8 +3,6 @@
 The key is read from the environment, where other users of the machine cannot see it: OPENAI_API_KEY.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ Texts have places for the address (`@URL@`, ending in /v1), the model and the ke
 text, in the quotes of its language.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

@@ -4,8 +4,6 @@ A model is found or fetched here; the rest is done by `oarlock.workers.verify` a
 their own.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from oarlock.server.cli.arguments import OneCommand

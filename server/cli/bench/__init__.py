@@ -1,7 +1,5 @@
 """`oarlock bench`: measure a server over HTTP, measure the engine without it, and compare results."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Turns flags of `vllm bench serve` into those of `oarlock bench serve`: renamed, combined, noted or refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

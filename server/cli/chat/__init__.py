@@ -1,7 +1,5 @@
 """`oarlock chat [URL|MODEL]`: talk to a model in the terminal, or pass one question through a pipe."""
 
-from __future__ import annotations
-
 import argparse
 
 from oarlock.server.cli.arguments import not_negative, positive, whole

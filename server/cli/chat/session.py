@@ -1,7 +1,5 @@
 """A chat with one server: its conversation, each streamed answer, the figures of both, and the slash commands."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Starts a chat: finds or starts its server, then answers one question of a pipe, or goes on until the user leaves."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

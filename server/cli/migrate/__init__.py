@@ -1,7 +1,5 @@
 """`oarlock migrate "vllm serve …"`: another server's command line as ours, and what has no equivalent."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -1,7 +1,5 @@
 """Finds which server a command line starts, also inside `docker run … IMAGE …`, and has its flags translated."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Translates command lines of llama-server."""
 
-from __future__ import annotations
-
 from oarlock.server.cli.migrate.translation import (
     KnownServer,
     Theirs,

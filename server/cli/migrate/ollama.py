@@ -1,7 +1,5 @@
 """Translates Ollama's commands and variables."""
 
-from __future__ import annotations
-
 import re
 
 from oarlock.server.cli.migrate.translation import (

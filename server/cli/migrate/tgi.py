@@ -1,7 +1,5 @@
 """Translates command lines of Text Generation Inference, whose variables have the names of its flags."""
 
-from __future__ import annotations
-
 from oarlock.server.cli.migrate.translation import (
     KnownServer,
     Theirs,

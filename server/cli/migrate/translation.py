@@ -1,7 +1,5 @@
 """A line of another server as it becomes ours: flags of that server in tables, and the reading of a line by them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """vLLM's flags into ours: most have the same name, and `server/config/vllm_flags.py` knows the others."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

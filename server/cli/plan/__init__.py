@@ -3,8 +3,6 @@
 Reads the model's description and the headers of its weights; loads nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

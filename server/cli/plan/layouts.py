@@ -3,8 +3,6 @@
 Of the model the description is enough, and of its weights the headers where they are on this machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The machine that a plan is for: GPUs as their data sheets say, or a CPU whose memory is measured in a moment."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

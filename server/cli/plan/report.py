@@ -3,8 +3,6 @@
 Sizes in JSON are in bytes, of one rank where nothing else is said; rates are per second.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from collections.abc import Mapping, Sequence

@@ -11,8 +11,6 @@ Bailian     the same with "chat_id": seconds, blocks of 16 (github.com/alibaba-e
 bench       the file that `oarlock bench serve --output` wrote
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """`oarlock top [URL]`: what a server does now, in a terminal or as JSON."""
 
-from __future__ import annotations
-
 import argparse
 
 from oarlock.server.cli.arguments import finite

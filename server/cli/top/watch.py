@@ -3,8 +3,6 @@
 The page has the map of KV blocks. It is pure: the same state gives the same page. `--json` writes what it is made of.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
