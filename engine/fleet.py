@@ -15,8 +15,6 @@ steps of all replicas have been simulated up to the arrival, and returns the pla
 prompt it knows to be cached there. It sees present loads and caches; a real one learns of them a little later.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -115,7 +113,7 @@ class Quantiles:
     p99: float
 
     @staticmethod
-    def of(values: Sequence[float] | np.ndarray) -> Quantiles | None:
+    def of(values: Sequence[float] | np.ndarray) -> "Quantiles | None":
         if not len(values):
             return None
         return Quantiles(*(float(value) for value in np.percentile(np.asarray(values), PERCENTILES)))

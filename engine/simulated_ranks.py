@@ -6,8 +6,6 @@ numpy arrays can stand for the numbers of many steps. For simulations, benchmark
 know requests.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -187,7 +185,7 @@ class Speed:
     is_shared: bool  # by all ranks
 
     @staticmethod
-    def reached(device: str, bandwidth: float, ops: float, link: float, sum_s: float) -> Speed:
+    def reached(device: str, bandwidth: float, ops: float, link: float, sum_s: float) -> "Speed":
         """Speed that steps reach, from a data sheet or a measurement."""
         kept = BANDWIDTH_REACHED[device] * bandwidth, OPS_REACHED[device] * ops
         return Speed(*kept, link, sum_s, STEP_S[device], device == "cpu")

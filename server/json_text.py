@@ -3,8 +3,6 @@
 A piece takes about a millisecond, so that the event loop can run between two.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator
 from json.encoder import encode_basestring
@@ -37,7 +35,7 @@ LONG_TEXT = 1 << 16  # characters of a text that take as long
 _PIECE_CHARACTERS = 1 << 12
 
 
-def numbers(items: Iterable[int]) -> InPieces:
+def numbers(items: Iterable[int]) -> "InPieces":
     """A long list of numbers, as they are."""
     return InPieces(lambda number: number, items, lambda number: 1)
 

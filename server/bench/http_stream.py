@@ -4,8 +4,6 @@ Made for many streams on one core: bytes go from the event loop through llhttp (
 or queue between. It follows no redirect and uses no proxy.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -53,7 +51,7 @@ class Target:
     path: str
 
     @classmethod
-    def parse(cls, url: str) -> Target:
+    def parse(cls, url: str) -> "Target":
         """Parse a URL such as `http://127.0.0.1:8000`, with or without `/v1` at its end. Raises `ValueError`."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -124,7 +122,7 @@ class HttpClient:
                     connection.close()
             return
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self) -> "_Connection":
         loop, target = asyncio.get_running_loop(), self._target
         try:
             _, connection = await loop.create_connection(_Connection, target.host, target.port, ssl=self._tls)

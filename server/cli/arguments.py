@@ -6,8 +6,6 @@ sentence of each option, by groups; `--help=all` shows all, and `--help=WORD` a 
 name or text has the word, as vLLM's does.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math
@@ -152,7 +150,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **options)
         self.children: dict[str, Parser] = {}  # of a command that has commands of its own
 
-    def chosen(self, words: Sequence[str]) -> Parser:
+    def chosen(self, words: Sequence[str]) -> "Parser":
         """This parser, or the child that the words name."""
         name = next((word for word in words if not word.startswith("-")), None)
         if not self.children or name is None:

@@ -1,7 +1,5 @@
 """The class of all routes: it checks the names in a query, makes exceptions error responses, and answers HEAD."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
@@ -103,7 +101,7 @@ class ListQuery:
     purpose: str | None = None
 
     @staticmethod
-    def of(given: Mapping[str, str], *, limit: int, max_limit: int) -> ListQuery:
+    def of(given: Mapping[str, str], *, limit: int, max_limit: int) -> "ListQuery":
         """From parameters whose names were checked. Raises `RequestError`."""
         text = given.get("limit", str(limit))
         if not (text.isascii() and text.isdigit() and len(text) < 7 and 1 <= int(text) <= max_limit):

@@ -5,8 +5,6 @@ and the body is kept; every state but answering has a deadline; a refusal reache
 Requests that are sent ahead wait unparsed: each has a turn of the loop of its own, and others have theirs in between.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable
@@ -45,7 +43,7 @@ class Connections(ServerState):
         self.limit = limit
         self.waiting: dict[BoundedProtocol, None] = {}  # those that wait for a request head, the longest wait first
 
-    def make_room(self, newcomer: BoundedProtocol) -> bool:
+    def make_room(self, newcomer: "BoundedProtocol") -> bool:
         """Close the connection that has waited longest for a request. False if that frees no place: all are busy."""
         for oldest in self.waiting:
             if oldest is not newcomer and not oldest.transport.get_write_buffer_size():

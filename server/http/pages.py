@@ -4,8 +4,6 @@ The web page at `GET /` is such a document, with its parts below `/static/`. It 
 any other client.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import re
@@ -54,7 +52,7 @@ class ConstantDocument:
     headers: dict[str, str]
 
     @staticmethod
-    def of(body: bytes, media_type: str, headers: Mapping[str, str] | None = None) -> ConstantDocument:
+    def of(body: bytes, media_type: str, headers: Mapping[str, str] | None = None) -> "ConstantDocument":
         """A document with its ETag. `headers`: more that every answer with it carries."""
         digest = hashlib.blake2b(body, digest_size=12).hexdigest()
         own = {

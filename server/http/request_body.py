@@ -6,8 +6,6 @@ memory to small ones. Errors of the content are a `RequestError` of one sentence
 a large input.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -113,7 +111,7 @@ class BodyMemory:
         self.max_bytes = max_bytes
         self.num_bytes = 0
 
-    def open(self) -> HeldBody:
+    def open(self) -> "HeldBody":
         """A body that begins to come. It counts until the context that it opens is left."""
         return HeldBody(self)
 

@@ -4,8 +4,6 @@ Contexts come and go as W3C `traceparent` headers. The libraries are those of th
 where traces are asked for, and send in a thread of their own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -44,7 +42,7 @@ class RequestTracer:
         self._tasks: set[asyncio.Task[None]] = set()
         _log.info(event("traces", endpoint=endpoint))
 
-    def begin(self, record: RequestRecord, traceparent: bytes | None, tracestate: bytes | None) -> RequestSpan:
+    def begin(self, record: RequestRecord, traceparent: bytes | None, tracestate: bytes | None) -> "RequestSpan":
         """The span of a request that has come in, below the one that its headers name."""
         headers = {"traceparent": traceparent, "tracestate": tracestate}
         carrier = {name: value.decode("latin-1") for name, value in headers.items() if value is not None}
@@ -53,7 +51,7 @@ class RequestTracer:
         span = self._tracer.start_span("llm_request", context=parent, kind=SpanKind.SERVER, start_time=start)
         return RequestSpan(span)
 
-    def end(self, request: RequestSpan, record: RequestRecord, async_llm: AsyncLLM | None) -> None:
+    def end(self, request: "RequestSpan", record: RequestRecord, async_llm: AsyncLLM | None) -> None:
         """`record` has ended. The engine is asked for the rest, without anybody waiting for it."""
         task = asyncio.create_task(self._end(request.span, record, async_llm), name="trace")
         self._tasks.add(task)

@@ -4,8 +4,6 @@ They are kept in the cache layout of `huggingface_hub`, so files that other prog
 other way round. It blocks, and so runs in a process of its own (`oarlock.server.launch.fetch_model`).
 """
 
-from __future__ import annotations
-
 import fcntl
 import fnmatch
 import os
@@ -93,7 +91,7 @@ class Snapshot:
         temporary.replace(path)
 
     @staticmethod
-    def remembered(cache: Path, model: str, revision: str) -> Snapshot | None:
+    def remembered(cache: Path, model: str, revision: str) -> "Snapshot | None":
         """The snapshot that an earlier download of `revision` left, if any."""
         commit = revision
         if not _HASH.fullmatch(revision):

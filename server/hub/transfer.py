@@ -3,8 +3,6 @@
 The cache names files by the digests of their contents: SHA-256, or git's hash of a blob.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import threading
@@ -82,7 +80,7 @@ class Digest:
     def update(self, data: bytes) -> None:
         self._hash.update(data)
 
-    def read(self, file: BinaryIO, size: int, on_bytes: Callable[[int], None] = lambda count: None) -> Digest:
+    def read(self, file: BinaryIO, size: int, on_bytes: Callable[[int], None] = lambda count: None) -> "Digest":
         """Take in the next `size` bytes of a file, or as many as there are."""
         while size and (data := file.read(min(size, _AT_ONCE))):
             self._hash.update(data)

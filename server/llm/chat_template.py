@@ -3,8 +3,6 @@
 A template is foreign code, so it is compiled and rendered in processes of its own (`template_renderers.py`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,7 +53,7 @@ class ChatTemplate:
             _compile(self._renderers, f"The chat template {source_file}", _MEND)
 
     @staticmethod
-    def from_config(config: dict[str, Any], names: dict[str, str], template_file: Path | None = None) -> ChatTemplate:
+    def from_config(config: dict[str, Any], names: dict[str, str], template_file: Path | None = None) -> "ChatTemplate":
         """The template in a tokenizer configuration: a text, or several with names (`default`, `tool_use`).
 
         `template_file`: where it was read from, if not from `tokenizer_config.json`. Raises `StartupError` for what is

@@ -4,8 +4,6 @@
 `vllm` leaves the sampling neutral. End tokens count in each case. Values have the ranges of requests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +37,7 @@ class GenerationConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     @staticmethod
-    def load(model: str | Path, choice: str = AUTO) -> GenerationConfig:
+    def load(model: str | Path, choice: str = AUTO) -> "GenerationConfig":
         """Read the defaults of the model in this directory. Raises `StartupError`."""
         folder = Path(model) if choice in (AUTO, NEUTRAL) else Path(choice).expanduser()
         file = folder / FILE

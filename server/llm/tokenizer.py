@@ -4,8 +4,6 @@ Reads `tokenizer.json` with the `tokenizers` library alone, so that the frontend
 a checkpoint without that file is converted by transformers. Never runs Python code of the checkpoint.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -99,7 +97,7 @@ class Tokenizer:
     @staticmethod
     def load(
         directory: str | Path, chat_template: str | Path | None = None, parsers: Mapping[str, str] | None = None
-    ) -> Tokenizer:
+    ) -> "Tokenizer":
         """The tokenizer of a checkpoint's folder, with its chat template or that of a file. Raises `StartupError`.
 
         `parsers`: what `ChatTemplate.parsers` is.

@@ -3,8 +3,6 @@
 `answer_all` has it answer a file of requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable
@@ -64,7 +62,7 @@ class OfflineEngine:
         self.endpoints = BatchEndpoints(self.completions, self.chat_completions, responses, self.embeddings)
 
     @staticmethod
-    async def start(settings: Settings, on_progress: OnProgress) -> OfflineEngine:
+    async def start(settings: Settings, on_progress: OnProgress) -> "OfflineEngine":
         """Load the model. Raises `StartupError`. The engine ends with the thread that called this."""
         # The engine and its ranks import their libraries while the tokenizer is read here.
         processes = engine_processes(settings)

@@ -4,8 +4,6 @@ CPU ranks of an x86 host use shared memory, of several hosts gloo besides (`all_
 other processors gloo alone; CUDA ranks use NCCL, or symmetric memory for small sums.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -71,7 +69,7 @@ class TensorParallel:
         self._device_sum: Sum = self._nccl_sum
 
     @staticmethod
-    def solo() -> TensorParallel:
+    def solo() -> "TensorParallel":
         """A group of one rank: every collective is the identity."""
         return TensorParallel()
 

@@ -4,8 +4,6 @@ Only the separate operations show every tensor, and so are compared with transfo
 that serve (`workers/layers/fused_layer.py`), unless their hidden states after each half are those of the operations.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -52,7 +50,7 @@ class Halves:
     differences: tuple[HalfDifference, ...] = ()  # in the order in which they are computed
 
     @staticmethod
-    def read(folder: Path, size: int, stages: int = 1) -> Halves | None:
+    def read(folder: Path, size: int, stages: int = 1) -> "Halves | None":
         """Merges the results of all `size` ranks of each of `stages`; None where no tensors were recorded."""
         files = [_file(folder, rank, stage) for stage in range(stages) for rank in range(size)]
         if not all(file.is_file() for file in files):

@@ -1,7 +1,5 @@
 """Where a tensor is: its description, its bytes and its file; and parts of it that are read as tensors. Torch-free."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,11 +21,11 @@ class Located:
     path: Path
     entry: TensorEntry
 
-    def shaped(self, *shape: int) -> Located:
+    def shaped(self, *shape: int) -> "Located":
         """A tensor of the same bytes in other lengths."""
         return replace(self, entry=replace(self.entry, shape=shape))
 
-    def part(self, number: int) -> Located:
+    def part(self, number: int) -> "Located":
         """One of the tensors along the first dimension, without that dimension."""
         entry = self.entry
         size = (entry.end - entry.begin) // entry.shape[0]

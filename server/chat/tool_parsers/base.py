@@ -5,8 +5,6 @@ that never became a call. A character is looked at a bounded number of times (`s
 into pieces does not matter.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -27,7 +25,7 @@ class ToolFormat:
     name: str  # vLLM's, where it has the format
     models: str  # that write it
     example: str  # a call
-    parser: type[ToolParser]
+    parser: "type[ToolParser]"
     delimiters: tuple[str, ...]  # kept in the text that the parser reads, even where they are special tokens
     matches: Callable[[str], bool]  # whether a chat template, given its source, is written for this format
     # (tools, most calls, special ids) -> rules for `calls`: one call of one of the tools, or several where the format

@@ -3,8 +3,6 @@
 As a program it is that server: `python -m oarlock.server.cli.chat.own_server --parent PID serve …`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets
@@ -44,7 +42,7 @@ class OwnServer:
             environment={"OARLOCK_API_KEY": self.key},
         )
 
-    def __enter__(self) -> OwnServer:
+    def __enter__(self) -> "OwnServer":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:

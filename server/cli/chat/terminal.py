@@ -7,8 +7,6 @@ spoil the count of rows to go back: keys that the terminal itself shows between 
 made narrower, which breaks lines that are there already.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -93,7 +91,7 @@ class LineEditor:
         self._history = history
         self._last = ""
 
-    def __enter__(self) -> LineEditor:
+    def __enter__(self) -> "LineEditor":
         if readline is not None:
             readline.set_completer(self._complete)
             readline.set_completer_delims(" \t\n")

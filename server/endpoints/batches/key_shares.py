@@ -1,7 +1,5 @@
 """API keys among the batches: how the disk names them, how much each may hold, and how many of its requests run."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections import Counter, OrderedDict, deque
@@ -157,7 +155,7 @@ class BatchLimiter(FairLimiter):
         self._num_bytes = 0
         self._until_idle: asyncio.Task[None] | None = None
 
-    def for_key(self, owner: str | None) -> KeyLimiter:
+    def for_key(self, owner: str | None) -> "KeyLimiter":
         """This limiter, as one key asks it."""
         return KeyLimiter(self, owner)
 

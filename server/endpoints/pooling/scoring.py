@@ -1,7 +1,5 @@
 """`/v1/rerank` and `/v1/score`: how well texts go together, by a reranker's answer or by the angle of two vectors."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence
@@ -171,7 +169,7 @@ class PairPrompt:
         self.closing = closing
 
     @staticmethod
-    async def of(template: ChatTemplate, pooler: PoolerConfig, instruction: str | None) -> PairPrompt:
+    async def of(template: ChatTemplate, pooler: PoolerConfig, instruction: str | None) -> "PairPrompt":
         """Prompts for a model. `instruction`: of the request; None: the model's. Raises `RequestError`."""
         default = pooler.prompts.get(pooler.default_prompt) if pooler.default_prompt is not None else None
         if not await template.takes_pairs():

@@ -1,7 +1,5 @@
 """An encoder as plain values: everything that determines what it computes, and the names of its tensors. Torch-free."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,7 +98,7 @@ class EncoderSpec:
     def layer_prefix(self, layer: int) -> str:
         return f"{self.prefix}{self.names.layers}.{layer}."
 
-    def with_prefix(self, prefix: str) -> EncoderSpec:
+    def with_prefix(self, prefix: str) -> "EncoderSpec":
         return replace(self, prefix=prefix)
 
     def has_attention_norm(self, layer: int) -> bool:
