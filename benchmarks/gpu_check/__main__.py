@@ -90,18 +90,20 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="oarlock-wheels-") as unpacked:
         if arguments.wheels is not None:
             print("unpacked:", ", ".join(wheels.unpack(arguments.wheels, Path(unpacked))), file=sys.stderr)
-        _environment(unpacked, arguments.json)
+        _environment(unpacked, arguments.json, arguments.device)
         found = run_all(chosen, machine, kept, arguments, until)
     print(results.page(found))
     print(f"\nwrote {arguments.json} and {arguments.json.with_suffix('.txt')}")
     return 0 if results.is_fine(found) else 1
 
 
-def _environment(unpacked: str, file: Path) -> None:
+def _environment(unpacked: str, file: Path, device: str) -> None:
     """Sets the variables that all parts inherit. Kernels are compiled once for all of them, and for the next run."""
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), unpacked, os.environ.get("PYTHONPATH"))))
     os.environ.setdefault("TRITON_CACHE_DIR", str(file.with_suffix(".kernels").absolute()))
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def run_all(
