@@ -54,6 +54,7 @@ def test_they_are_kept_found_renamed_and_brought_back(serve, window, expect):
     expect(answers(page)).to_have_count(0)
     answered(page, expect, "What is a keel?")
     expect(rows(page)).to_have_count(2)
+    expect(rows(page).first.locator(".title")).to_have_attribute("aria-current", "true")
     page.get_by_label("Search conversations").fill("pathname OARS")  # in the answer, and in the title
     expect(rows(page)).to_have_count(1)
     choose(page, "A question about oars", "Rename")

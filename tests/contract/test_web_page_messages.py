@@ -46,7 +46,7 @@ def test_what_is_shown_while_it_works(serve, window, expect, tokenizer):
     engine.known[1] = timeline.history(0)
     expect(numbers).to_contain_text("prompt: 356 of")
     expect(numbers.get_by_role("progressbar")).to_have_attribute("value", "356")
-    expect(numbers).to_contain_text("100 cached")
+    expect(numbers).to_contain_text("100 of them in the cache")
     engine.resume.set()
     expect(numbers).to_contain_text("tokens/s")  # while it is written
     expect(answers(page)).to_have_attribute("aria-busy", "true")

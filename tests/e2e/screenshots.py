@@ -18,13 +18,19 @@ QUESTION = "What does itertools.chain do?"
 NUM_CLIENTS = 12
 SIZE = {"width": 1000, "height": 640}
 # The index of the answer's token that was taken with the least probability, of those that begin a word.
-LEAST_CERTAIN = """() => {
-    const nodes = JSON.parse(sessionStorage['oarlock-conversation']).nodes;
-    const { tokens, raw } = nodes.findLast((node) => node.role === 'assistant');
-    const p = (token) => token.others.find((other) => other.isTaken).p;
-    const words = tokens.map((token, index) => [p(token), index, raw[token.start]]);
-    return words.filter(([, , first]) => first === ' ').sort(([a], [b]) => a - b)[0][1];
-}"""
+LEAST_CERTAIN = """() => new Promise((resolve) => {
+    const request = indexedDB.open('oarlock /');
+    request.onsuccess = () => {
+        const records = request.result.transaction('tokens').objectStore('tokens').getAll();
+        records.onsuccess = () => {
+            if (!records.result.length) return resolve(null); // it is not kept yet
+            const { tokens, raw } = records.result.at(-1);
+            const p = (token) => token.others.find((other) => other.isTaken).p;
+            const words = tokens.map((token, index) => [p(token), index, raw[token.start]]);
+            resolve(String(words.filter(([, , first]) => first === ' ').sort(([a], [b]) => a - b)[0][1]));
+        };
+    };
+})"""
 
 
 def main() -> None:
@@ -39,12 +45,14 @@ def take_chat(browser: Any, url: str) -> None:
     page = chromium.Window(browser, viewport=SIZE, color_scheme="light").open(url)
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Temperature").fill("0")
-    page.get_by_role("button", name="Settings").click()
+    page.keyboard.press("Escape")
     page.get_by_label("Message").fill(QUESTION)
     page.get_by_label("Message").press("Enter")
-    page.get_by_text("cached").wait_for()
     last = page.get_by_role("listitem", name="Answer").last
-    last.locator(f".word[data-token='{page.evaluate(LEAST_CERTAIN)}']").first.hover()
+    last.get_by_text("cached").wait_for()
+    while (token := page.evaluate(LEAST_CERTAIN)) is None:
+        page.wait_for_timeout(100)
+    last.locator(f".word[data-token='{token}']").first.hover()
     page.get_by_role("menu").wait_for()
     page.screenshot(path=ROOT / "docs" / "web-page-chat.png")
 

@@ -44,7 +44,7 @@ export class ConversationList {
 
   row(head) {
     const title = head.title || "Untitled";
-    const choose = el("button", { class: "title", "aria-current": head.id === this.opened(), title, onclick: () => this.open(head.id) }, title);
+    const choose = el("button", { class: "title", "aria-current": String(head.id === this.opened()), title, onclick: () => this.open(head.id) }, title);
     const more = el("details", { class: "more" },
       el("summary", { "aria-label": `More for ${title}` }, "⋯"),
       el("div", { class: "choices" },

@@ -154,7 +154,7 @@ export class MessageView {
   /** Colours each word by how likely it was. */
   heatButton() {
     const isHot = this.item.classList.contains("heat");
-    const button = el("button", { class: "quiet", "aria-pressed": isHot, title: "Colour each word by how likely it was" }, "Probabilities");
+    const button = el("button", { class: "quiet", "aria-pressed": String(isHot), title: "Colour each word by how likely it was" }, "Probabilities");
     button.addEventListener("click", () => button.setAttribute("aria-pressed", this.item.classList.toggle("heat")));
     return button;
   }

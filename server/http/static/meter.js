@@ -51,7 +51,7 @@ export function numbersOf(node) {
     add(plural(completion, "token"), "tokens of this answer");
     if (speed) add(`${speed.toFixed(speed < 100 ? 1 : 0)} tokens/s`, "after the first token, as this page received them");
     add(`first after ${duration(first)}`, "from sending the question to the first token here");
-    add(`${count(cached)} of ${plural(prompt, "prompt token")} cached`, "tokens of the prompt that were in the KV cache already");
+    if (!node.busy) add(`${count(cached)} of ${plural(prompt, "prompt token")} cached`, "tokens of the prompt that were in the KV cache already");
   }
   if (ENDS[node.finish]) add(ENDS[node.finish]);
   return parts;
@@ -63,7 +63,7 @@ function waitingFor({ progress }) {
   const { queue_position: place, processed, total, cache } = progress;
   if (place !== null && place !== undefined) return [el("span", {}, place ? `waits behind ${plural(place, "request")}` : "is next in the queue")];
   const bar = el("progress", { max: total, value: processed, "aria-label": "Prompt" });
-  return [el("span", {}, bar, ` prompt: ${count(processed)} of ${plural(total, "token")}`), cache ? el("span", {}, `${count(cache)} cached`) : null].filter(Boolean);
+  return [el("span", {}, bar, ` prompt: ${count(processed)} of ${plural(total, "token")}`), cache ? el("span", {}, `${count(cache)} of them in the cache`) : null].filter(Boolean);
 }
 
 /** How full the context is: what the last answer took, and what the message that is being written would add. */
