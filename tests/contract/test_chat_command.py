@@ -99,6 +99,7 @@ def test_a_conversation_at_a_terminal(make_server, tokenizer, tmp_path, wait_for
         terminal.expect("This chat: 3 answers")
 
         type_commands(terminal, server, tokenizer, saved)
+        terminal.expect("\n> ")  # a Ctrl-D before that is nobody's end of a line
         terminal.type(CTRL_D)
         assert terminal.wait() == 0
     messages = json.loads(saved.read_text())["messages"]
@@ -137,6 +138,7 @@ def test_files_pastes_and_comparisons_and_what_is_kept_for_the_next_chat(make_se
         assert prompt_of(server, tokenizer).count("/one\ntwo") == 1, "the last question is asked again"
         terminal.type(f"/save {saved}\n")
         terminal.expect("2 messages are in")
+        terminal.expect("\n> ")
         terminal.type(CTRL_D)
         assert terminal.wait() == 0
     assert saved.read_text().startswith("## User\n\nnotes.txt:\n")

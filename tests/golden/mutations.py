@@ -195,9 +195,15 @@ def two_experts_change_places(patch: MonkeyPatch) -> None:
     patch.setattr(ExpertStack, "__init__", patched)
 
 
+def _with_route(patch: MonkeyPatch, route: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """`route` in place of the router's, which the kernel would not call."""
+    patch.setattr(experts, "has_kernel", lambda place: False)
+    patch.setattr(experts, "route", route)
+
+
 def _with_router(patch: MonkeyPatch, **changes: Any) -> None:
     route = experts.route
-    patch.setattr(experts, "route", lambda logits, spec, more: route(logits, replace(spec, **changes), more))
+    _with_route(patch, lambda logits, spec, more: route(logits, replace(spec, **changes), more))
 
 
 def weights_of_experts_not_normalised(patch: MonkeyPatch) -> None:
@@ -217,7 +223,7 @@ def correction_in_the_weights(patch: MonkeyPatch) -> None:
         weights = weights + correction[ids.long()]
         return ids, weights / weights.sum(1, keepdim=True)
 
-    patch.setattr(experts, "route", patched)
+    _with_route(patch, patched)
 
 
 def shared_expert_dropped(patch: MonkeyPatch) -> None:

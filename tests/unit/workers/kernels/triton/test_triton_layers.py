@@ -22,9 +22,9 @@ from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import RMSNorm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.quantization.fixed_order import FIXED_ORDER
 from oarlock.workers.quantization.matmul import gated_with_torch
 from oarlock.workers.quantization.registry import QUANTIZATIONS
-from oarlock.workers.quantization.weight_only import WeightOnlyMatmul
 from oarlock.workers.verify.rank import RecordingDecoder
 from tests.golden.paged_run import PagedRun, load_decoder
 from tests.golden.tiny_models import make_tiny
@@ -126,27 +126,31 @@ def logits(model: Decoder, backend: type[AttentionBackend] = ReferenceBackend) -
     return torch.cat([rows for step in steps for rows in step.values()])
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+FORMS = {"int8": QUANTIZATIONS["int8"], "int4": QUANTIZATIONS["int4"], "in one order": FIXED_ORDER}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "with bias"])
-def test_a_sum_over_ranks_is_rounded_once(
+def test_a_sum_over_ranks_meets_the_residual_in_the_kernel_of_the_norm(
     monkeypatch: pytest.MonkeyPatch, as_on_cuda: None, form: str, with_bias: bool
 ) -> None:
-    """Behind the residual: a quantised product gives its share in float32, and the norm's kernel takes the sum so."""
+    """In the model's type; where bits must not depend on the batch, in float32, so that it is rounded once."""
     monkeypatch.setattr(placement, "runs_on_host", lambda device: False)
     rank = RecordingRank(1, 2)
-    place = Placement(rank, torch.float16, torch.device("cpu"), QUANTIZATIONS[form])
+    place = Placement(rank, torch.float16, torch.device("cpu"), FORMS[form])
     shapes = {"down.weight": (48, 256), "down.bias": (48,), "norm.weight": (48,)}
     weights = MemoryWeights({name: tensor.half() for name, tensor in random_weights(shapes).items()})
     down, norm = RowParallelLinear("down", 256, 48, with_bias, place), RMSNorm("norm", 48, EPS, place)
     down.load(weights)
     norm.load(weights)
-    assert isinstance(down.product, WeightOnlyMatmul) and norm.triton is not None
+    assert norm.triton is not None
     x, residual = noise(5, 128, dtype=torch.float16), noise(5, 48, dtype=torch.float16, seed=1)
     total = down.unrounded(x)
     (sent,) = rank.sent
-    assert sent.dtype == total.dtype == torch.float32
+    is_rounded = form != "in one order"
+    assert sent.dtype == total.dtype == (torch.float16 if is_rounded else torch.float32)
     assert torch.equal(total, sent + down.bias if with_bias else sent)
-    assert not torch.equal(total, total.half().float()), "there is something to round"
+    assert torch.equal(total, total.half().float()) == is_rounded
     found, normed_sum = norm.of_sum(residual, total)
     assert found.dtype == normed_sum.dtype == torch.float16
     assert torch.equal(found, (total + residual).half()) and torch.equal(found, down(x, residual))
