@@ -176,7 +176,7 @@ def test_a_stopped_answer_is_on_the_screen_once(make_server, tokenizer, tmp_path
         terminal.type(typed + CTRL_C)
         terminal.expect("\\(stopped\\)")
         terminal.expect("\n> ")
-        wait_for(lambda: terminal.raw.endswith("> ") and not terminal.is_echoing)  # readline shows keys itself
+        wait_for(lambda: terminal.look(0.05) and terminal.raw.endswith("> ") and not terminal.is_echoing)  # readline's
         rows.feed(terminal.raw[len(seen) :])
         _, question, answer = rows.text.partition("> Tell me.\n")
         words = " ".join(answer.split())
