@@ -42,6 +42,7 @@ from oarlock.workers.runner.step_inputs import StagingBuffer
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from tests.golden.paged_run import RankThreads, ThreadRank, on_ranks
 from tests.golden.tiny_models import make_tiny
+from tests.interpreted_products import multiply_row_by_row
 from tests.parallel import made_up_cuda
 from tests.parallel.made_up_cuda import MadeUpCuda
 from tests.parallel.made_up_memory import Fault, Stream, of_thread
@@ -415,8 +416,11 @@ def test_steps_in_flight_do_not_touch_each_others_buffers(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("cache", ["auto", "int8"])
-def test_padding_changes_no_bit_where_batches_must_not(cache: str, model: Path, cuda: MadeUpCuda) -> None:
+def test_padding_changes_no_bit_where_batches_must_not(
+    cache: str, model: Path, cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`--batch-invariant`: three requests in graphs of four rows, and each alone in one of one row, step by step."""
+    multiply_row_by_row(monkeypatch)
     config = config_of(model, max_num_seqs=4, batch_invariant=True, kv_cache_dtype=cache)
     requests = requests_of(({"temperature": 0.0, "logprobs": 2}, {"temperature": 0.9, "logprobs": 2}), 3, 5)
     executor = ThreadExecutor(config, DeviceRunner)

@@ -6,15 +6,12 @@ Judges: the reference attention and torch's products within rounding; the same r
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
-
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from oarlock.workers.attention import triton_backend
 from oarlock.workers.attention.backend import AttentionSpec, KVSpec
@@ -30,6 +27,7 @@ from oarlock.workers.quantization.matmul import ACTIVATIONS, ReadableMatmul
 from oarlock.workers.runner import invariance
 from oarlock.workers.weights.source import DummyWeights
 from tests.golden.tiny_models import make_tiny
+from tests.interpreted_products import multiply_row_by_row
 from tests.unit.workers.attention_cases import Case, Seq
 from tests.unit.workers.kernels.triton.triton_resources import of_program
 
@@ -43,17 +41,8 @@ each_dtype = pytest.mark.parametrize("dtype", TYPES, ids=str)
 
 @pytest.fixture(autouse=True)
 def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of the interpreter in one order for every row, as on a device: numpy's are not on every processor."""
-    if DEVICE.type == "cuda":
-        return
-
-    def create_dot(builder: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object) -> TensorHandle:
-        sums = np.zeros_like(d.data)
-        for k in range(a.data.shape[-1]):
-            sums += a.data[..., k, None].astype(sums.dtype) * b.data[..., k, None, :].astype(sums.dtype)
-        return TensorHandle(sums + d.data, d.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+    if DEVICE.type != "cuda":
+        multiply_row_by_row(monkeypatch)
 
 
 class Decoding(TritonBackend):

@@ -49,8 +49,8 @@ def amd_of(kind: str) -> str | None:
 def of_program(name: str, *arguments: str) -> dict[str, dict[str, int]]:
     """Resources that a program of this folder prints, outside of Triton's interpreter.
 
-    Asserts that they fit into each kind of device: shared memory and registers suffice, so that none are spilled; on
-    gfx1100 some are.
+    Asserts that they fit into each kind of device: shared memory and registers suffice, so that no more than two are
+    spilled; on gfx1100 some are.
     """
     program = [sys.executable, "-m", f"tests.unit.workers.kernels.triton.{name}", *arguments]
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -59,7 +59,7 @@ def of_program(name: str, *arguments: str) -> dict[str, dict[str, int]]:
         kind = what.split()[0]
         assert taken["shared"] <= LIMITS[kind], what
         assert taken["registers"] <= (512 if kind == "gfx942" else 256), what
-        assert taken["stack"] == 0 or kind == "gfx1100", what
+        assert taken["stack"] <= 8 or kind == "gfx1100", what
     return found
 
 
