@@ -95,7 +95,7 @@ class FairLimiter:
             raise
 
     def release(self, owner: str | None, num_bytes: int = 0) -> None:
-        """Give a place back, to whoever is next."""
+        """Give a place back, to the next in line."""
         self._count(owner, -1, -num_bytes)
         self.hand_out()
 

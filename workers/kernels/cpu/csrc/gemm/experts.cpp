@@ -3,7 +3,7 @@
 // Rows are sorted by expert: one block has up to kMostPanelRows rows of one expert, so that only weights of experts in use
 // are read, each panel once for all rows of a block. First threads take panels of gate and up, of one block after the
 // other, as their weights lie in memory. Then they take panels of outputs, and add up what all blocks give there: a row's
-// experts come in ascending order whoever takes which panel. Each product has the bits of its form (panel_rows.h), so the
+// experts ascend, whichever thread takes a panel. Each product has the bits of its form (panel_rows.h), so the
 // bits of a row depend on that row, its experts and their weights alone.
 //
 // The sum over the experts is taken by itself for each slice of the width, or for each group of experts where ranks hold
