@@ -105,7 +105,7 @@ def test_a_long_conversation_holds_what_can_be_seen(serve, window, expect, token
     elements = "document.querySelectorAll('*').length"
     for share in (1, 0.5, 0):
         page.locator("#scroll").evaluate(f"box => (box.scrollTop = box.scrollHeight * {share})")
-        page.wait_for_function("document.querySelectorAll('#messages p').length > 4")
+        expect(page.locator("#messages p").nth(4)).to_be_attached()
         assert page.evaluate(elements) < 2500
     page.get_by_role("button", name="New chat").click()
     ask(page, "A long one")  # one answer of many blocks
