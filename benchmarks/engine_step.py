@@ -102,10 +102,9 @@ def milliseconds(
     from oarlock.engine.input_batch.input_batch import InputBatch
     from oarlock.engine.ipc import messages
     from oarlock.engine.ipc.frames import FrameReader
-    from oarlock.engine.sampling_params import SamplingParams
     from oarlock.engine.scheduler.scheduler import Scheduler
     from oarlock.engine.scheduler.sequence import ModelRunnerOutput
-    from oarlock.engine.types import Request
+    from oarlock.engine.types import Request, SamplingParams
     from oarlock.workers.config import WorkerInfo
     from oarlock.workers.protocol import StepOutput, pack_step, step_bytes, unpack_step
 

@@ -19,8 +19,7 @@ from statistics import median
 from benchmarks.checkpoint import SHAPES, ensure
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.core.engine_core import EngineCore
-from oarlock.engine.sampling_params import SamplingParams
-from oarlock.engine.types import Request
+from oarlock.engine.types import Request, SamplingParams
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.executor import Executor, start_executor
 from oarlock.workers.kv_tiers.directory import SUFFIX

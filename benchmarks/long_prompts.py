@@ -19,8 +19,7 @@ import numpy as np
 from benchmarks.checkpoint import ensure, prompts
 from oarlock.engine.config import EngineConfig, WorkerConfig
 from oarlock.engine.core.engine_core import EngineCore
-from oarlock.engine.sampling_params import SamplingParams
-from oarlock.engine.types import Request
+from oarlock.engine.types import Request, SamplingParams
 from oarlock.workers.executor import Executor, start_executor
 
 PROMPT = 64  # tokens of a stream's prompt

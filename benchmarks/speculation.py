@@ -36,8 +36,7 @@ import numpy as np
 from benchmarks.checkpoint import ensure
 from oarlock.engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
 from oarlock.engine.core.engine_core import EngineCore
-from oarlock.engine.sampling_params import Grammar, SamplingParams
-from oarlock.engine.types import Request
+from oarlock.engine.types import Grammar, Request, SamplingParams
 from oarlock.server.config.json_options import parse_speculative_config
 from oarlock.workers.executor import Executor, start_executor
 

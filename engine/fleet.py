@@ -27,13 +27,12 @@ from oarlock.engine.errors import QueueFullError, RequestError
 from oarlock.engine.kv_cache.events import BlockChanges, BlockEventLog
 from oarlock.engine.kv_cache.manager import KVCacheManager
 from oarlock.engine.replicas import Load, PrefixIndex, choose
-from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.sequence import ModelRunnerOutput, SchedulerOutput
 from oarlock.engine.scheduler.step_cost import REMEMBERED
 from oarlock.engine.simulated_ranks import StepLoad, StepTime, replica_info
 from oarlock.engine.spec_decode.drafter import Candidate, Drafter, RowCosts
-from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenEvents
+from oarlock.engine.types import FinishReason, Request, SamplingParams, TokenEvent, TokenEvents
 from oarlock.workers.capacity import Capacity, step_tokens
 from oarlock.workers.config import StepCost, WorkerInfo
 from oarlock.workers.protocol import FINITE, StepOutput

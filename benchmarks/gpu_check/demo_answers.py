@@ -11,8 +11,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.gpu_check import correctness
 from benchmarks.gpu_check.part import NotHere, Row, Where
-from oarlock.engine.sampling_params import SamplingParams
-from oarlock.engine.types import Request
+from oarlock.engine.types import Request, SamplingParams
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
 from oarlock.workers.executor import Executor, start_executor

@@ -14,8 +14,7 @@ import time
 from typing import Any
 
 from oarlock.engine.client import EngineClient
-from oarlock.engine.sampling_params import SamplingParams
-from oarlock.engine.types import Request
+from oarlock.engine.types import Request, SamplingParams
 from oarlock.server.config.settings import make_settings
 
 

@@ -14,8 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from oarlock.engine.config import EngineConfig
-from oarlock.engine.core.engine_core import EngineCore
-from oarlock.engine.core.live_state import history, live_state
+from oarlock.engine.core.engine_core import EngineCore, history, live_state
 from oarlock.engine.errors import (
     EXIT_BUG,
     EXIT_OK,

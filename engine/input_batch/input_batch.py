@@ -19,9 +19,8 @@ from oarlock.engine.input_batch.sampling_metadata import (
     wanted_until,
 )
 from oarlock.engine.kv_cache.offload import Copies
-from oarlock.engine.sampling_params import penalises
 from oarlock.engine.scheduler.sequence import NOT_KNOWN, Decodes, ScheduledTokens, SchedulerOutput, Sequence
-from oarlock.engine.types import KINDS
+from oarlock.engine.types import KINDS, penalises
 from oarlock.workers.kv_offload import DIGEST_BYTES
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
 from oarlock.workers.sampling_parameters import ROWS, columns_off

@@ -24,8 +24,8 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from oarlock.engine.sampling_params import BAN, FORCE, banned_always, penalises
 from oarlock.engine.scheduler.sequence import GrammarMatcherProtocol, Sequence, Status
+from oarlock.engine.types import BAN, FORCE, banned_always, penalises
 from oarlock.workers.protocol import mask_words
 from oarlock.workers.sampling_parameters import PENALTIES
 

@@ -27,13 +27,14 @@ from oarlock.engine.errors import (
 )
 from oarlock.engine.ipc.frames import Frame, FrameError, encode, head_text, join
 from oarlock.engine.kv_cache.events import HASH_BYTES, BlockChanges
-from oarlock.engine.sampling_params import Grammar, SamplingParams
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import (
     EngineInfo,
     FinishReason,
+    Grammar,
     PoolingParams,
     Request,
+    SamplingParams,
     ScoredTokens,
     TokenEvent,
     TokenEvents,

@@ -9,8 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oarlock.engine.errors import ContextLengthError, RequestError
-from oarlock.engine.sampling_params import SamplingParams, banned_always
-from oarlock.engine.types import KINDS, MAX_PRIORITY, MIN_PRIORITY, POOLS, PoolingParams, Request
+from oarlock.engine.types import (
+    KINDS,
+    MAX_PRIORITY,
+    MIN_PRIORITY,
+    POOLS,
+    PoolingParams,
+    Request,
+    SamplingParams,
+    banned_always,
+)
 from oarlock.workers.config import WorkerInfo
 from oarlock.workers.protocol import MAX_BIAS_PER_ROW, MAX_LOGPROBS, MAX_POOLED_IDS
 

@@ -16,7 +16,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from oarlock.engine.sampling_params import Grammar
+from oarlock.engine.types import Grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

@@ -26,11 +26,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from oarlock.engine.errors import INTERNAL, EngineError, QueueFullError, RequestError, UnavailableError
-from oarlock.engine.sampling_params import Grammar
 from oarlock.engine.structured_output.compiler import Compiled, Compiler, GrammarError
 from oarlock.engine.structured_output.matcher import GrammarMatcher, MaskBatch, Rows
 from oarlock.engine.structured_output.sandbox import TOO_LONG, CompileSandbox, SandboxLostError
-from oarlock.engine.types import Request
+from oarlock.engine.types import Grammar, Request
 
 MAX_JOBS = 128
 MAX_CHARACTERS = 8 << 20

@@ -24,8 +24,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from oarlock.engine.sampling_params import Grammar
 from oarlock.engine.structured_output.compiler import Compiler, GrammarError
+from oarlock.engine.types import Grammar
 from oarlock.workers.python_child import die_with_parent, leave_signals_to_parent, start_python
 
 logger = logging.getLogger("oarlock.engine")

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from oarlock.engine.errors import StartupError
-from oarlock.server.bench.metrics import LATENCIES, Sample, latencies_ms
+from oarlock.server.bench.metrics import LATENCIES, Result, Sample, latencies_ms
 from oarlock.server.bench.report import aligned
-from oarlock.server.bench.result import Result
 
 Statistic = Callable[[np.ndarray], np.ndarray]  # indices of requests, shape [draws, n] -> a figure per draw: [draws]
 DRAWS = 2000

@@ -8,8 +8,14 @@ from html import escape
 import numpy as np
 
 from oarlock.server.bench import serve
-from oarlock.server.bench.metrics import LATENCIES, latencies_ms, tokens_per_second, unasked_lengths
-from oarlock.server.bench.result import Result, lateness_ms
+from oarlock.server.bench.metrics import (
+    LATENCIES,
+    Result,
+    latencies_ms,
+    lateness_ms,
+    tokens_per_second,
+    unasked_lengths,
+)
 
 COLUMNS = ("mean", "std", "p50", "p90", "p99")
 _LATE_MS = 10.0

@@ -20,8 +20,7 @@ import uvloop
 from oarlock.server.bench import metrics, workload
 from oarlock.server.bench.client import Asking, RequestForm, choose_prompts, listed
 from oarlock.server.bench.http_stream import EventReader, HttpClient, Target
-from oarlock.server.bench.metrics import Cause, Sample
-from oarlock.server.bench.result import Result
+from oarlock.server.bench.metrics import Cause, Result, Sample
 from oarlock.server.bench.workload import (
     IdPrompts,
     Lengths,

@@ -8,26 +8,24 @@ from starlette.types import ASGIApp
 
 from oarlock.server.config.allowed_hosts import AllowedHosts
 from oarlock.server.config.settings import Settings
-from oarlock.server.endpoints.batches import route as batches
+from oarlock.server.endpoints import completions, models, tokenize
+from oarlock.server.endpoints.batches import serving as batches
 from oarlock.server.endpoints.batches.serving import OpenAIServingBatches, open_batches
-from oarlock.server.endpoints.chat import route as chat
+from oarlock.server.endpoints.chat import serving as chat
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
-from oarlock.server.endpoints.completions import route as completions
-from oarlock.server.endpoints.completions.route import OpenAIServingCompletion
+from oarlock.server.endpoints.completions import OpenAIServingCompletion
 from oarlock.server.endpoints.messages import route as messages
 from oarlock.server.endpoints.messages.route import AnthropicServingMessages
-from oarlock.server.endpoints.models import route as models
 from oarlock.server.endpoints.operations import route as operations
 from oarlock.server.endpoints.operations.explain import OpenAIServingExplain
 from oarlock.server.endpoints.operations.live_state import OpenAIServingLiveState
 from oarlock.server.endpoints.pooling import route as pooling
 from oarlock.server.endpoints.pooling.embedding import OpenAIServingEmbedding
 from oarlock.server.endpoints.pooling.scoring import OpenAIServingScoring
-from oarlock.server.endpoints.responses import route as responses
+from oarlock.server.endpoints.responses import serving as responses
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.serving import OpenAIServing
-from oarlock.server.endpoints.tokenize import route as tokenize
-from oarlock.server.endpoints.tokenize.route import OpenAIServingTokenization
+from oarlock.server.endpoints.tokenize import OpenAIServingTokenization
 from oarlock.server.errors import HttpError, answer_of
 from oarlock.server.http import pages
 from oarlock.server.http.api_keys import load_admin_key, load_keys

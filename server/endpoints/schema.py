@@ -1,4 +1,4 @@
-"""Request fields that the generating endpoints share: sampling, stops, structured output, streaming.
+"""Request fields that the generating endpoints share, and the requests of `/v1/completions` and `/admin/abort`.
 
 Every range and limit is part of the schema. Each field's description is one sentence: the OpenAPI document,
 `/v1/capabilities` and the parameter table of the documentation are made from it. Unknown keys of structured output are
@@ -8,7 +8,7 @@ refused: each could be a constraint that the answer would not keep.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -21,8 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from oarlock.engine.sampling_params import SamplingParams
-from oarlock.engine.types import MAX_PRIORITY, MIN_PRIORITY
+from oarlock.engine.types import MAX_PRIORITY, MIN_PRIORITY, SamplingParams
 from oarlock.server.strict_model import (
     ACCEPTED,
     INT32_MAX,
@@ -39,6 +38,7 @@ from oarlock.server.strict_model import (
     Bias,
     DecimalId,
     FieldError,
+    Prompt,
     Stop,
     StrictModel,
     TokenId,
@@ -325,3 +325,84 @@ class SamplingFields(_ScalarFields):
     def num_generated(self) -> int:
         """Choices to generate for each prompt; the answer may keep fewer."""
         return self.n or 1
+
+
+class CompletionRequest(SamplingFields):
+    """`POST /v1/completions`."""
+
+    prompt: Prompt = Field(description="text, texts, token ids, or lists of token ids; choices go prompt by prompt")
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = Field(
+        16,
+        description="a ceiling: cut to what the context has room for; 0 scores the prompt, with `echo` or "
+        "`prompt_logprobs` only, and costs no decoding",
+    )
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = Field(
+        None,
+        description="generate so many, answer with the `n` of the best mean log-probability; not with `stream`; "
+        "usage counts all",
+    )
+    echo: bool | None = Field(False, description="the text begins with the prompt, and so do the logprobs")
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
+        None,
+        description="natural logarithms of the raw distribution, before temperature, penalties and filters: each "
+        "token's own and the so many best",
+    )
+    suffix: str | None = Field(
+        None, description="text behind the answer; only for models with fill-in-the-middle tokens, not with `echo`"
+    )
+    add_special_tokens: bool | None = Field(True, description="false: no beginning-of-sequence token before a text")
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise FieldError("max_tokens", "may be 0 only with echo or prompt_logprobs, where the prompt is the answer")
+        if (self.min_tokens or 0) > (self.max_tokens or 0):
+            raise FieldError("min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.max_tokens})")
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise FieldError("best_of", f"is {self.best_of}, less than n ({self.n})")
+        if self.num_generated > (self.n or 1) and self.stream:
+            raise FieldError("best_of", "is above n, which a stream cannot wait for; leave one of them out")
+        if self.num_prompts * self.num_generated > MAX_SEQUENCES:
+            name = "n" if self.best_of is None else "best_of"
+            raise FieldError(
+                name,
+                f"times the number of prompts ({self.num_prompts}) is above {MAX_SEQUENCES}; send several requests",
+            )
+        if self.suffix and self.echo:
+            raise FieldError("suffix", "cannot be combined with echo")
+        return self
+
+    @property
+    def num_generated(self) -> int:
+        return self.best_of or self.n or 1
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts in the request."""
+        return len(self.prompts)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt, whatever the form."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):  # the first decides the form of them all
+            return [cast(list[int], self.prompt)]
+        return cast(list[str | list[int]], self.prompt)
+
+
+class AbortRequest(StrictModel):
+    """`POST /admin/abort`."""
+
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
+        None, description="the `X-Request-Id` of the requests to end, or the `id` of their answer"
+    )
+    all: bool | None = Field(False, description="true: every open request; this or `request_id`, not both")
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> AbortRequest:
+        if self.request_id is None and not self.all:
+            raise FieldError("request_id", "is missing: say which request to end, or all: true")
+        if self.request_id is not None and self.all:
+            raise FieldError("all", "cannot be combined with request_id")
+        return self

@@ -21,13 +21,11 @@ from starlette.requests import ClientDisconnect, Request
 
 from oarlock.engine.errors import RequestError
 from oarlock.server.endpoints.batches.schema import CreateBatchRequest
-from oarlock.server.endpoints.chat.schema import ChatRequest
-from oarlock.server.endpoints.completions.schema import CompletionRequest
+from oarlock.server.endpoints.chat.schema import ChatRequest, DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from oarlock.server.endpoints.messages.schema import CountTokensRequest, MessagesRequest
-from oarlock.server.endpoints.operations.schema import AbortRequest
 from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from oarlock.server.endpoints.responses.schema import ResponsesRequest
-from oarlock.server.endpoints.tokenize.schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from oarlock.server.endpoints.schema import AbortRequest, CompletionRequest
 from oarlock.server.errors import ClientGoneError, HttpError, retry_after
 from oarlock.server.strict_model import FieldError, StrictModel
 

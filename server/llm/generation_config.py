@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_mod
 
 from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import is_there
-from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.types import SamplingParams
 from oarlock.server.endpoints.schema import SamplingFields
 from oarlock.server.hub.model_path import read_json
 from oarlock.server.strict_model import INT32_MAX, WHOLE, StrictModel

@@ -15,10 +15,8 @@ from functools import partial
 from typing import Any
 
 from oarlock.engine.errors import ContextLengthError, RequestError
-from oarlock.engine.sampling_params import Grammar, SamplingParams
-from oarlock.engine.types import Request
-from oarlock.server.endpoints.completions.schema import CompletionRequest
-from oarlock.server.endpoints.schema import SamplingFields
+from oarlock.engine.types import Grammar, Request, SamplingParams
+from oarlock.server.endpoints.schema import CompletionRequest, SamplingFields
 from oarlock.server.llm.detokenizer import StopStrings
 from oarlock.server.llm.generation import Engine
 from oarlock.server.llm.generation_config import GenerationConfig

@@ -23,7 +23,7 @@ from oarlock.server.config import vllm_flags
 from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import SERVER_ONLY, make_settings
 from oarlock.server.endpoints.chat.schema import ChatRequest
-from oarlock.server.endpoints.completions.schema import CompletionRequest
+from oarlock.server.endpoints.schema import CompletionRequest
 from oarlock.server.http.request_body import parse
 from oarlock.server.json_text import dumps
 from oarlock.server.launch.banner import Counted

@@ -17,7 +17,7 @@ from oarlock.server.endpoints.batches.batch import BatchEndpoints, BatchRun
 from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
 from oarlock.server.endpoints.batches.key_shares import FairLimiter, KeyLimiter
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
-from oarlock.server.endpoints.completions.route import OpenAIServingCompletion
+from oarlock.server.endpoints.completions import OpenAIServingCompletion
 from oarlock.server.endpoints.pooling.embedding import OpenAIServingEmbedding
 from oarlock.server.endpoints.pooling.scoring import OpenAIServingScoring
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses

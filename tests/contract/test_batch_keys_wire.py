@@ -8,7 +8,7 @@ import hashlib
 import openai
 import pytest
 
-from oarlock.server.endpoints.completions.route import OpenAIServingCompletion
+from oarlock.server.endpoints.completions import OpenAIServingCompletion
 from tests.contract.batch_server import COMPLETION, jsonl, request_line, serving
 from tests.contract.conftest import wait_for
 

@@ -8,7 +8,7 @@ import math
 import anyio
 import pytest
 
-from oarlock.server.endpoints.tokenize.schema import TokenizeRequest
+from oarlock.server.endpoints.chat.schema import TokenizeRequest
 from oarlock.server.http.docs_page import parameters
 from oarlock.server.http.request_body import NEUTRAL_VALUES
 

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from oarlock.engine.errors import StartupError
-from oarlock.server.endpoints.completions.schema import CompletionRequest
+from oarlock.server.endpoints.schema import CompletionRequest
 from oarlock.server.http.api_keys import load_keys
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -304,7 +304,7 @@ def test_counters_reconcile_with_usage_and_aborted_streams_count_what_came(make_
 
 
 def test_a_text_with_more_tokens_than_are_listed(make_stage, monkeypatch):
-    monkeypatch.setattr("oarlock.server.endpoints.tokenize.route.MAX_PROMPT_IDS", 30_000)
+    monkeypatch.setattr("oarlock.server.endpoints.tokenize.MAX_PROMPT_IDS", 30_000)
     words = "some words " * 20_000
     for body, param in (
         ({"prompt": words}, "prompt"),

@@ -45,17 +45,16 @@ ORDER: dict[str, Order] = {
     },
     "engine": {
         "fleet.py": entries(
-            "simulated_ranks.py scheduler spec_decode replicas.py kv_cache"
-            " config.py types.py sampling_params.py errors.py"
+            "simulated_ranks.py scheduler spec_decode replicas.py kv_cache config.py types.py errors.py"
         ),
         "simulated_ranks.py": entries("config.py"),
         "core": entries(
             "input_batch scheduler kv_cache structured_output replay ipc"
             " config.py log_format.py stats.py types.py errors.py"
         ),
-        "input_batch": entries("scheduler kv_cache types.py sampling_params.py"),
-        "scheduler": entries("kv_cache spec_decode config.py stats.py types.py sampling_params.py errors.py"),
-        "structured_output": entries("types.py sampling_params.py errors.py"),
+        "input_batch": entries("scheduler kv_cache types.py"),
+        "scheduler": entries("kv_cache spec_decode config.py stats.py types.py errors.py"),
+        "structured_output": entries("types.py errors.py"),
         "kv_cache": entries("config.py stats.py types.py errors.py"),
         "spec_decode": entries("config.py"),
         "replay": entries("errors.py"),
@@ -64,12 +63,11 @@ ORDER: dict[str, Order] = {
             "ipc kv_cache client.py config.py engine_process.py preflight.py stats.py types.py errors.py"
         ),
         "engine_process.py": entries(""),
-        "ipc": entries("kv_cache config.py stats.py types.py sampling_params.py errors.py"),
+        "ipc": entries("kv_cache config.py stats.py types.py errors.py"),
         "preflight.py": entries("simulated_ranks.py config.py"),
         "config.py": entries(""),
         "stats.py": entries("types.py"),
-        "types.py": entries("sampling_params.py"),
-        "sampling_params.py": entries(""),
+        "types.py": entries(""),
         "errors.py": entries(""),
         "python_child.py": entries(""),
         "log_format.py": entries(""),

@@ -12,9 +12,9 @@ from fastapi import APIRouter
 
 from oarlock.server.endpoints import __path__ as folder
 from oarlock.server.endpoints.chat.schema import ChatRequest
-from oarlock.server.endpoints.completions.schema import CompletionRequest
 from oarlock.server.endpoints.messages.schema import MessagesRequest
 from oarlock.server.endpoints.responses.schema import ResponsesRequest
+from oarlock.server.endpoints.schema import CompletionRequest
 from oarlock.server.http.pages import router as page_router
 from oarlock.server.http.request_body import NEUTRAL_VALUES
 from oarlock.server.observability import metrics

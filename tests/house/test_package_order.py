@@ -129,7 +129,7 @@ def test_a_line_of_the_table_without_a_folder_is_noticed(gone):
         ),
         ("server/endpoints/app.py", "from oarlock.engine.scheduler.scheduler import Scheduler"),
         ("server/endpoints/app.py", "from oarlock.workers.config import WorkerConfig"),
-        ("server/endpoints/chat/route.py", "from ....engine.scheduler.scheduler import Scheduler"),
+        ("server/endpoints/chat/serving.py", "from ....engine.scheduler.scheduler import Scheduler"),
     ],
 )
 def test_an_import_of_another_packages_inside_is_noticed(file, source):

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from oarlock.engine.sampling_params import SamplingParams
-from oarlock.engine.types import Request
+from oarlock.engine.types import Request, SamplingParams
 from oarlock.workers.attention.kv_format import ROUNDED
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.executor import Executor, start_executor

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oarlock.engine.sampling_params import Grammar, SamplingParams
-from oarlock.engine.types import Request
+from oarlock.engine.types import Grammar, Request, SamplingParams
 from oarlock.workers.errors import WorkerError
 from oarlock.workers.executor import Executor
 from oarlock.workers.protocol import StepMetadata, mask_words

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oarlock.engine.sampling_params import SamplingParams
-from oarlock.engine.types import Request
+from oarlock.engine.types import Request, SamplingParams
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
 from oarlock.workers.executor import Executor, start_executor

@@ -18,8 +18,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks import step_arithmetic
-from oarlock.engine.sampling_params import Grammar, SamplingParams
-from oarlock.engine.types import Request
+from oarlock.engine.types import Grammar, Request, SamplingParams
 from oarlock.workers.attention.backend import LayerKV
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed import parallel_state, rank_groups

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from oarlock.engine.errors import OUT_OF_MEMORY
-from oarlock.engine.sampling_params import SamplingParams
-from oarlock.engine.types import Request
+from oarlock.engine.types import Request, SamplingParams
 from oarlock.workers.executor import Executor
 from tests.parallel.direct_engine import DirectEngine
 from tests.parallel.faulty_rank import TRIGGER

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from oarlock.engine.sampling_params import Grammar, SamplingParams
-from oarlock.engine.types import Request
+from oarlock.engine.types import Grammar, Request, SamplingParams
 from oarlock.workers.executor import Executor
 from tests.parallel.direct_engine import Answer, DirectEngine
 from tests.parallel.test_multiproc_executor import start, step_of

@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from oarlock.engine.errors import NOT_FINITE
-from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.types import KINDS as ALL_KINDS
-from oarlock.engine.types import POOLS, PoolingParams, Request
+from oarlock.engine.types import POOLS, PoolingParams, Request, SamplingParams
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.verify.reference import in_float64
 from tests.golden.exact_reference import ExactReference

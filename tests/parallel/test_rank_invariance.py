@@ -12,8 +12,7 @@ import pytest
 from transformers import AutoConfig
 
 from benchmarks.checkpoint import SHAPES
-from oarlock.engine.sampling_params import SamplingParams
-from oarlock.engine.types import Request
+from oarlock.engine.types import Request, SamplingParams
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.executor import start_executor

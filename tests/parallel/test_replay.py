@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from oarlock.engine.replay.__main__ import main
 from oarlock.engine.replay.recording import Recording, RecordingExecutor, RecordingWriter
-from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.types import KINDS as ALL_KINDS
-from oarlock.engine.types import POOLS, PoolingParams, Request
+from oarlock.engine.types import POOLS, PoolingParams, Request, SamplingParams
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.executor import start_executor
 from tests.golden.tiny_models import make_tiny

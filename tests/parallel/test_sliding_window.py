@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from oarlock.engine.sampling_params import SamplingParams
-from oarlock.engine.types import Request
+from oarlock.engine.types import Request, SamplingParams
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.executor import Executor
 from tests.golden.tiny_models import make_tiny

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from oarlock.engine.config import SpeculativeConfig
-from oarlock.engine.sampling_params import Grammar, SamplingParams
-from oarlock.engine.types import Request
+from oarlock.engine.types import Grammar, Request, SamplingParams
 from tests.parallel.direct_engine import Answer, DirectEngine
 from tests.parallel.rank_threads import ThreadExecutor
 from tests.parallel.test_multiproc_executor import config_for

@@ -15,7 +15,6 @@ import numpy as np
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.core.engine_core import EngineCore
 from oarlock.engine.errors import QueueFullError, RequestError
-from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.simulated_ranks import (
     END_TOKEN,
     CostModel,
@@ -23,7 +22,7 @@ from oarlock.engine.simulated_ranks import (
     VirtualClock,
     replica_info,
 )
-from oarlock.engine.types import POOLS, FinishReason, PoolingParams, Request, TokenEvent
+from oarlock.engine.types import POOLS, FinishReason, PoolingParams, Request, SamplingParams, TokenEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from oarlock.engine.config import EngineConfig, WorkerConfig
-from oarlock.engine.sampling_params import Grammar
 from oarlock.engine.simulated_ranks import CostModel
 from oarlock.engine.structured_output.manager import CompileJobs
+from oarlock.engine.types import Grammar
 from tests.sim.simulator import Arrival, SimulationConfig, Watch, simulate
 
 BLOCK = 32

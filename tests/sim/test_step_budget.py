@@ -5,10 +5,9 @@ import pytest
 
 from oarlock.engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
 from oarlock.engine.core.engine_core import EngineCore
-from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.simulated_ranks import CostModel, SimulatedExecutor, VirtualClock, replica_info
 from oarlock.engine.spec_decode.drafter import Drafter
-from oarlock.engine.types import Request
+from oarlock.engine.types import Request, SamplingParams
 from oarlock.workers.protocol import StepMetadata, StepOutput
 
 NUM_DRAFTS, SEQS, OUTPUT = 8, 15, 1000

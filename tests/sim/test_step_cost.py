@@ -9,11 +9,10 @@ from oarlock.engine.config import EngineConfig, WorkerConfig
 from oarlock.engine.input_batch.input_batch import InputBatch
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import FrameReader
-from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.sequence import ModelRunnerOutput
 from oarlock.engine.simulated_ranks import replica_info
-from oarlock.engine.types import Request
+from oarlock.engine.types import Request, SamplingParams
 from oarlock.workers.protocol import StepOutput
 
 BLOCK_SIZE, PROMPT, MAX_LEN, VOCAB = 32, 500, 1024, 151_936

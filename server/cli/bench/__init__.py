@@ -24,7 +24,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     if not arguments.confidence:
         raise UsageError("--confidence 0 gives no interval.", "Give a number above 0 and below 1, such as 0.95.")
     from oarlock.server.bench.compare import as_text, compare
-    from oarlock.server.bench.result import read, write_text
+    from oarlock.server.bench.metrics import read, write_text
 
     comparison = compare(read(arguments.a), read(arguments.b), arguments.confidence)
     print(as_text(comparison))

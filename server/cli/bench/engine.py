@@ -14,7 +14,7 @@ from oarlock.server.cli.arguments import add_settings, loaded_settings, whole
 from oarlock.server.config.settings import OPTIONS, SERVER_ONLY
 
 if TYPE_CHECKING:
-    from oarlock.server.bench.result import Result
+    from oarlock.server.bench.metrics import Result
 
 _UNUSED = SERVER_ONLY | {"runner", "classifier_from_token"}  # what is measured is texts
 
@@ -60,8 +60,8 @@ class EngineMeasure:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Measure, print the table, write the file, and choose the exit code."""
+        from oarlock.server.bench.metrics import write
         from oarlock.server.bench.report import aligned
-        from oarlock.server.bench.result import write
 
         result = self._measure(arguments)
         for name in ("model", "compute", "prompts"):
@@ -81,7 +81,7 @@ class EngineMeasure:
         settings = loaded_settings(arguments).settings
         for note in arguments.notes:
             sys.stderr.write(f"note: {note}\n")
-        from oarlock.server.bench.result import Result
+        from oarlock.server.bench.metrics import Result
         from oarlock.server.bench.workload import IdPrompts
         from oarlock.server.launch.banner import Counted
         from oarlock.server.offline.inputs import SamplingParams

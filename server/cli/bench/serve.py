@@ -121,8 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
     from oarlock.server.bench import report
+    from oarlock.server.bench.metrics import write, write_text
     from oarlock.server.bench.report import as_html
-    from oarlock.server.bench.result import write, write_text
     from oarlock.server.bench.serve import measure
     from oarlock.server.launch.banner import Counted
 

@@ -25,7 +25,7 @@ from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import StartupError
 from oarlock.engine.fleet import FleetReport, ReplicaModel, TracedRequest, replica_model, simulate_fleet
 from oarlock.engine.preflight import Measured, OpenModel, StepLoad, StepTime
-from oarlock.server.bench import result
+from oarlock.server.bench import metrics as result
 from oarlock.server.bench.metrics import Sample
 from oarlock.server.bench.workload import BLOCK_TOKENS
 from oarlock.server.cli.arguments import UsageError

@@ -15,13 +15,12 @@ from oarlock.server.endpoints.batches.key_shares import KeyLimiter
 from oarlock.server.endpoints.batches.schema import BatchRequest
 from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
-from oarlock.server.endpoints.completions.route import OpenAIServingCompletion
-from oarlock.server.endpoints.completions.schema import CompletionRequest
+from oarlock.server.endpoints.completions import OpenAIServingCompletion
 from oarlock.server.endpoints.pooling.embedding import OpenAIServingEmbedding
 from oarlock.server.endpoints.pooling.schema import EmbeddingRequest
 from oarlock.server.endpoints.responses.schema import ResponsesRequest
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
-from oarlock.server.endpoints.schema import SamplingFields
+from oarlock.server.endpoints.schema import CompletionRequest, SamplingFields
 from oarlock.server.errors import describe, error_bytes
 from oarlock.server.http.large_body import LargeBodies, takes_long
 from oarlock.server.http.request_body import parse, unknown_parameters

@@ -5,13 +5,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from oarlock.server.chat.answer_grammar import answer_grammar
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
 from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart, merged
 from oarlock.server.chat.message_parser import AnswerShape, MessageParser
-from oarlock.server.chat.prompt import render_prompt
+from oarlock.server.chat.prompt import answer_grammar, render_prompt
 from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.endpoints.generate import OpenAIServingGenerate
 from oarlock.server.endpoints.response_writer import ResponseHead, ResponseOptions, ResponseWriter, finite, usage
+from oarlock.server.http.api_route import ErrorHandlingRoute
+from oarlock.server.http.openapi import describe
 from oarlock.server.http.server_sent_events import AnswerWriter
 from oarlock.server.json_text import dumps, json_text
 from oarlock.server.llm.generation import Generation
@@ -197,3 +202,38 @@ def _message(events: Sequence[MessageEvent]) -> dict[str, Any]:
     if thoughts:
         message |= {"reasoning_content": thoughts, "reasoning": thoughts}
     return message | ({"tool_calls": calls} if calls else {})
+
+
+router = APIRouter(route_class=ErrorHandlingRoute)
+rendering = APIRouter(route_class=ErrorHandlingRoute)
+_OPENAPI = describe(
+    "Create chat completion",
+    "ChatCompletion",
+    bodies=("ChatRequest",),
+    examples={
+        "plain": {"messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 20},
+        "stream": {"messages": [{"role": "user", "content": "Hi"}], "stream": True},
+    },
+    streams=True,
+)
+_RENDER = describe(
+    "Render chat prompt",
+    "Rendered",
+    bodies=("ChatRequest",),
+    examples={"plain": {"messages": [{"role": "user", "content": "Hi"}]}},
+)
+
+
+@router.post("/v1/chat/completions", openapi_extra=_OPENAPI)
+async def create_chat_completion(request: Request) -> Response:
+    serving = OpenAIServingChatCompletion.of(request)
+    body, headers = await serving.read(request, ChatRequest)
+    return await serving.create(request, body, headers)
+
+
+@rendering.post("/v1/chat/completions/render", openapi_extra=_RENDER)
+async def render_chat(request: Request) -> Response:
+    """The prompt and the resolved parameters of a chat completion, without generating."""
+    serving = OpenAIServingChatCompletion.of(request)
+    body, headers = await serving.read(request, ChatRequest)
+    return await serving.render(request, body, headers, each=False)

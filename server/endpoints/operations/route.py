@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from oarlock.server.endpoints.operations.capabilities import capabilities
 from oarlock.server.endpoints.operations.explain import OpenAIServingExplain
 from oarlock.server.endpoints.operations.live_state import OpenAIServingLiveState
-from oarlock.server.endpoints.operations.schema import AbortRequest
+from oarlock.server.endpoints.schema import AbortRequest
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.errors import HttpError, retry_after
 from oarlock.server.http.api_route import ErrorHandlingRoute

@@ -14,11 +14,10 @@ from oarlock.engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
 from oarlock.engine.errors import INTERNAL, WorkerError
 from oarlock.engine.input_batch.input_batch import InputBatch
 from oarlock.engine.input_batch.sampling_metadata import GrammarBitmask
-from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.sequence import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from oarlock.engine.simulated_ranks import replica_info
-from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
+from oarlock.engine.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from oarlock.workers.config import WorkerInfo
 from oarlock.workers.protocol import (
     ALL_BANNED,

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 
-from oarlock.engine.sampling_params import Grammar, SamplingParams
+from oarlock.engine.types import Grammar, SamplingParams
 from oarlock.workers.protocol import StepMetadata
 
 VOCAB = 64

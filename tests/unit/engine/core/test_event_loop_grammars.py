@@ -12,9 +12,8 @@ from oarlock.engine.errors import QueueFullError, RequestError, UnavailableError
 from oarlock.engine.input_batch.sampling_metadata import fill_one_by_one
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import FrameReader, FrameSocket
-from oarlock.engine.sampling_params import Grammar
 from oarlock.engine.structured_output.manager import Outcome
-from oarlock.engine.types import FinishReason
+from oarlock.engine.types import FinishReason, Grammar
 from tests.unit.engine.engine_fakes import FakeExecutor, expected_tokens, make_config, make_info, make_request
 from tests.unit.engine.sampling_fakes import CountingGrammar
 

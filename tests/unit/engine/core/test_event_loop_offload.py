@@ -14,8 +14,7 @@ from oarlock.engine.errors import EXIT_OK
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import FrameReader, FrameSocket
 from oarlock.engine.kv_cache.events import extend_hashes
-from oarlock.engine.sampling_params import SamplingParams
-from oarlock.engine.types import Request, TokenEvent
+from oarlock.engine.types import Request, SamplingParams, TokenEvent
 from oarlock.workers.kv_offload import Copy, KVOffloadInfo, KVReports, KVReportSender, Report
 from tests.unit.engine.kv_cache.chained_ranks import ChainedRanks, Files
 from tests.unit.engine.kv_cache.test_kv_offload import CONFIG, FAST, files_of, info_of, prompt_of, texts_without

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from oarlock.engine.core.live_state import MAX_CELLS, MAX_SLOWEST, live_state, run_lengths
+from oarlock.engine.core.engine_core import MAX_CELLS, MAX_SLOWEST, live_state, run_lengths
 from oarlock.engine.kv_cache.manager import KVCacheManager
 from oarlock.engine.scheduler.step_cost import StepLog
 from tests.unit.engine.engine_fakes import Driver, make_config, make_request

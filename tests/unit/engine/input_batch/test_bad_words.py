@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from oarlock.engine.input_batch import sampling_metadata
 from oarlock.engine.input_batch.sampling_metadata import BadWords, Constraints
-from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.scheduler.sequence import Sequence
-from oarlock.engine.types import Request
+from oarlock.engine.types import Request, SamplingParams
 
 _IDS = st.integers(0, 2)
 _WORDS = st.lists(st.lists(_IDS, min_size=1, max_size=5).map(tuple), max_size=12).map(tuple)

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oarlock.engine.input_batch.sampling_metadata import build_sampling_metadata, history_sections
-from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.scheduler.sequence import Sequence
-from oarlock.engine.types import Request
+from oarlock.engine.types import Request, SamplingParams
 
 _TOKENS = st.lists(st.integers(0, 300), max_size=400)
 

@@ -5,8 +5,8 @@ import random
 import numpy as np
 
 from oarlock.engine.input_batch.sampling_metadata import Constraints, GrammarBitmask, MaskedRows
-from oarlock.engine.sampling_params import Grammar
 from oarlock.engine.scheduler.sequence import Sequence, Status
+from oarlock.engine.types import Grammar
 from tests.unit.engine.engine_fakes import make_request
 from tests.unit.engine.sampling_fakes import VOCAB, CountingGrammar, allowed_ids
 

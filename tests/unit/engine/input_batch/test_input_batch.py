@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from oarlock.engine.input_batch.input_batch import InputBatch
-from oarlock.engine.sampling_params import Grammar
 from oarlock.engine.scheduler.sequence import ScheduledTokens, SchedulerOutput, Sequence, Status
+from oarlock.engine.types import Grammar
 from oarlock.workers.protocol import StepMetadata, max_step_bytes, pack_step, unpack_step
 from tests.unit.engine.engine_fakes import EOS, VOCAB, make_config, make_request
 from tests.unit.engine.sampling_fakes import CountingGrammar

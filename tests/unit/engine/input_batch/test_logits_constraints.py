@@ -4,8 +4,7 @@ import pytest
 
 from oarlock.engine.core.engine_core import EngineCore
 from oarlock.engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE
-from oarlock.engine.sampling_params import Grammar
-from oarlock.engine.types import FinishReason
+from oarlock.engine.types import FinishReason, Grammar
 from tests.unit.engine.engine_fakes import (
     Driver,
     FakeExecutor,

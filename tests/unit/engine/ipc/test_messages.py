@@ -11,15 +11,16 @@ from oarlock.engine.config import EngineConfig, WorkerConfig
 from oarlock.engine.errors import ContextLengthError, QueueFullError, RequestError, StartupError
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import Frame, FrameError, FrameReader
-from oarlock.engine.sampling_params import Grammar, SamplingParams
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import (
     POOLS,
     EngineInfo,
     FinishReason,
+    Grammar,
     PoolingParams,
     Request,
     SampledTokens,
+    SamplingParams,
     ScoredTokens,
     TokenEvent,
     TokenEvents,

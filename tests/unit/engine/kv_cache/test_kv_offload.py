@@ -10,9 +10,8 @@ import pytest
 from oarlock.engine.core.engine_core import EngineCore
 from oarlock.engine.kv_cache.events import BlockEventLog
 from oarlock.engine.kv_cache.offload import LOAD_TIMEOUT_S, STEP_LOAD_BYTES, Flush, HostTier, KVOffload
-from oarlock.engine.sampling_params import SamplingParams
 from oarlock.engine.stats import EngineStats
-from oarlock.engine.types import Request
+from oarlock.engine.types import Request, SamplingParams
 from oarlock.workers.config import StepCost, WorkerInfo
 from oarlock.workers.kv_offload import Copy, KVOffloadInfo, KVReport, Report
 from oarlock.workers.protocol import StepMetadata

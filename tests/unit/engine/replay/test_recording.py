@@ -29,7 +29,7 @@ from oarlock.engine.replay.recording import (
     RecordingWriter,
     end_of_killed,
 )
-from oarlock.engine.sampling_params import Grammar
+from oarlock.engine.types import Grammar
 from oarlock.workers.errors import WorkerError
 from oarlock.workers.protocol import pack_step, unpack_output, unpack_step
 from tests.unit.engine.engine_fakes import FakeExecutor, Faults, make_config, make_info, make_request

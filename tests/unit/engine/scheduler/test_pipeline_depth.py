@@ -13,8 +13,7 @@ import pytest
 
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE
-from oarlock.engine.sampling_params import Grammar
-from oarlock.engine.types import FinishReason, Request
+from oarlock.engine.types import FinishReason, Grammar, Request
 from tests.unit.engine.engine_fakes import EOS, Driver, Faults, make_config, make_request
 
 D = TypeVar("D", bound=Driver)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from oarlock.engine.core.live_state import history
+from oarlock.engine.core.engine_core import history
 from oarlock.engine.scheduler.step_cost import Stall, StepLog, between
 from oarlock.engine.scheduler.timeline import _MAX_CHUNKS, MAX_ENDED
 from oarlock.engine.stats import RequestHistory

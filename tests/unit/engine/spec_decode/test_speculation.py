@@ -9,11 +9,10 @@ import random
 import pytest
 
 from oarlock.engine.config import SpeculativeConfig
-from oarlock.engine.sampling_params import Grammar
 from oarlock.engine.scheduler.sequence import SchedulerOutput
 from oarlock.engine.scheduler.step_cost import StepCosts
 from oarlock.engine.spec_decode.drafter import Candidate, Drafter
-from oarlock.engine.types import FinishReason, Request
+from oarlock.engine.types import FinishReason, Grammar, Request
 from tests.unit.engine.engine_fakes import EOS, Driver, Faults, make_config, make_request
 from tests.unit.engine.sampling_fakes import VOCAB
 from tests.unit.engine.scheduler.test_pipeline_depth import KINDS, Scene, answer, make_scene, run_scene

@@ -7,9 +7,9 @@ import jsonschema
 import numpy as np
 import pytest
 
-from oarlock.engine.sampling_params import Grammar
 from oarlock.engine.structured_output.compiler import MAX_OBJECT_DEPTH, Compiler, GrammarError
 from oarlock.engine.structured_output.matcher import MAX_DIGITS, BrokenGrammarError, GrammarMatcher
+from oarlock.engine.types import Grammar
 from tests.unit.engine.structured_output.grammar_fakes import (
     DEMO_TOKENIZER,
     END,

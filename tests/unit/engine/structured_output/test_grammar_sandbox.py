@@ -3,8 +3,8 @@
 import time
 from pathlib import Path
 
-from oarlock.engine.sampling_params import Grammar
 from oarlock.engine.structured_output import sandbox
+from oarlock.engine.types import Grammar
 
 
 class Waiting:

@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 from oarlock.engine.errors import INTERNAL, EngineError, QueueFullError, RequestError, UnavailableError
-from oarlock.engine.sampling_params import Grammar
 from oarlock.engine.structured_output import manager as manager_module
 from oarlock.engine.structured_output import sandbox
 from oarlock.engine.structured_output.compiler import GrammarError
 from oarlock.engine.structured_output.manager import TOO_LONG_KEPT_S, Outcome, StructuredOutputManager
 from oarlock.engine.structured_output.sandbox import TOO_LONG
+from oarlock.engine.types import Grammar
 from tests.unit.engine.engine_fakes import make_request
 from tests.unit.engine.structured_output.grammar_fakes import DEMO, END, allowed, encode
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from oarlock.server.bench import metrics
-from oarlock.server.bench.metrics import Sample
-from oarlock.server.bench.result import Result
+from oarlock.server.bench.metrics import Result, Sample
 
 TOKENS = 5
 SETTINGS = {"url": "http://x", "model": "m", "load": "closed loop", "prompts": "random", "goodput": {}}

@@ -16,8 +16,7 @@ from oarlock.server.bench.compare import (
     ratio_interval,
     verdict,
 )
-from oarlock.server.bench.metrics import Sample
-from oarlock.server.bench.result import Result
+from oarlock.server.bench.metrics import Result, Sample
 from tests.unit.server.bench.runs import closed_loop, noisy
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from oarlock.engine.errors import StartupError
+from oarlock.server.bench import metrics as results
 from oarlock.server.bench import report, serve
-from oarlock.server.bench import result as results
 from oarlock.server.bench.metrics import Sample
 from oarlock.server.bench.report import as_html
 from tests.unit.server.bench.runs import CLIENT, closed_loop, noisy

@@ -5,15 +5,15 @@ import json
 import pytest
 
 from oarlock.engine.errors import RequestError
-from oarlock.engine.sampling_params import Grammar
+from oarlock.engine.types import Grammar
 from oarlock.server.endpoints.chat.schema import ChatRequest
-from oarlock.server.endpoints.completions.schema import CompletionRequest
 from oarlock.server.endpoints.schema import (
     MAX_ALTERNATIVES,
     MAX_GRAMMAR_CHARACTERS,
     MAX_PATTERN_CHARACTERS,
     MAX_SCHEMA_CHARACTERS,
     MAX_SCHEMA_DEPTH,
+    CompletionRequest,
 )
 from oarlock.server.http.request_body import parse
 from oarlock.server.llm.input_processor import constraint_of

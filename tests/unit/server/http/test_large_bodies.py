@@ -13,11 +13,10 @@ from oarlock.engine.errors import RequestError
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.app import application
 from oarlock.server.endpoints.batches.schema import CreateBatchRequest
-from oarlock.server.endpoints.chat.schema import ChatRequest
-from oarlock.server.endpoints.completions.schema import CompletionRequest
+from oarlock.server.endpoints.chat.schema import ChatRequest, DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from oarlock.server.endpoints.responses.schema import ResponsesRequest
-from oarlock.server.endpoints.tokenize.schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from oarlock.server.endpoints.schema import CompletionRequest
 from oarlock.server.http.docs_page import body_schemas
 from oarlock.server.http.large_body import LargeBodies, takes_long
 from oarlock.server.http.request_body import REQUEST_BODIES, parse_any, unknown_parameters

@@ -2,8 +2,7 @@
 
 import pytest
 
-from oarlock.engine.sampling_params import SamplingParams
-from oarlock.engine.types import Request, TokenEvent
+from oarlock.engine.types import Request, SamplingParams, TokenEvent
 from oarlock.server.llm.detokenizer import StopStrings
 from oarlock.server.llm.output_processor import ChoiceOutput
 

@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from oarlock.engine.config import EngineConfig, WorkerConfig
 from oarlock.engine.core.engine_core import EngineCore
-from oarlock.engine.sampling_params import SamplingParams
-from oarlock.engine.types import FinishReason, Request, TokenEvent
+from oarlock.engine.types import FinishReason, Request, SamplingParams, TokenEvent
 from oarlock.workers.executor import Executor
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oarlock.engine.sampling_params import SamplingParams
+from oarlock.engine.types import SamplingParams
 from oarlock.server.endpoints.schema import SamplingFields
 from oarlock.server.offline.inputs import SamplingParams as OfflineParams
 from oarlock.workers.kernels.cpu import library

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oarlock.engine.sampling_params import Grammar
-from oarlock.server.chat.answer_grammar import answer_grammar
+from oarlock.engine.types import Grammar
 from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, ReasoningDelta, ToolCallStart, merged
 from oarlock.server.chat.message_parser import AnswerShape, MessageParser
-from oarlock.server.chat.prompt import ChatPrompt
+from oarlock.server.chat.prompt import ChatPrompt, answer_grammar
 from oarlock.server.chat.tool_choice import resolve_tool_choice
 from oarlock.server.chat.tool_parsers.harmony import HARMONY, HarmonyParser
 from oarlock.server.endpoints.chat.schema import ChatRequest

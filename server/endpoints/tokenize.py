@@ -8,14 +8,14 @@ from starlette.responses import Response
 
 from oarlock.engine.errors import RequestError
 from oarlock.server.chat.prompt import render_prompt
-from oarlock.server.endpoints.serving import OpenAIServing
-from oarlock.server.endpoints.tokenize.schema import (
+from oarlock.server.endpoints.chat.schema import (
     DetokenizeRequest,
     TokenFields,
     TokenizeChatRequest,
     TokenizeRequest,
     as_chat,
 )
+from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.openapi import describe
 from oarlock.server.http.server_sent_events import until_disconnect, whole_response

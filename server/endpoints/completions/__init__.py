@@ -1,1 +1,0 @@
-"""Completions: `/v1/completions` and the rendering of its prompts."""

@@ -1,1 +1,0 @@
-"""The served names: `/v1/models`."""

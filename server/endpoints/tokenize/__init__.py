@@ -1,1 +1,0 @@
-"""Tokens of texts and conversations, and texts of tokens: `/tokenize` and `/detokenize`."""
