@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from oarlock.engine.types import POOLS, PoolingParams, Request
 from oarlock.server.llm.admission_queue import AdmissionQueue
-from oarlock.server.llm.generation import Engine, Generation
+from oarlock.server.llm.generation import Engine, Generation, PooledChoice, PooledOutput, Pooling
 from oarlock.server.llm.generation_config import GenerationConfig
 from oarlock.server.llm.input_processor import InputProcessor, ProcessedRequest
 from oarlock.server.llm.pooler_config import PoolerConfig
-from oarlock.server.llm.pooling import PooledChoice, PooledOutput, Pooling
 from oarlock.server.llm.tokenizer import Tokenizer
 
 

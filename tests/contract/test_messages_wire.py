@@ -27,7 +27,7 @@ from anthropic.types.message_create_params import MessageCreateParamsBase
 from pydantic import TypeAdapter
 
 from oarlock.server.endpoints.messages import schema
-from oarlock.server.endpoints.messages.writer import ContentBlocks
+from oarlock.server.endpoints.messages.translate import ContentBlocks
 from tests.contract.conftest import INFO
 from tests.unit.server.llm import chat_templates as templates
 

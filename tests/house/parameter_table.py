@@ -10,7 +10,7 @@ from typing import Any
 
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.app import application
-from oarlock.server.endpoints.operations.capabilities import endpoints
+from oarlock.server.endpoints.operations.route import endpoints
 from oarlock.server.http.docs_page import behaviour, default_text, range_text
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.observability.metrics import HttpCounters

@@ -10,8 +10,7 @@ from oarlock.server.chat.tool_parsers.base import ToolFormat
 from oarlock.server.chat.tool_parsers.gemma import FUNCTIONGEMMA, GEMMA_4
 from oarlock.server.chat.tool_parsers.harmony import HARMONY
 from oarlock.server.chat.tool_parsers.hermes import GENERIC, HERMES, UNKNOWN
-from oarlock.server.chat.tool_parsers.json_list import GRANITE, MISTRAL, MISTRAL_NAMED, PHI4_MINI, PHI4_MINI_JSON
-from oarlock.server.chat.tool_parsers.llama import LLAMA
+from oarlock.server.chat.tool_parsers.json_list import GRANITE, LLAMA, MISTRAL, MISTRAL_NAMED, PHI4_MINI, PHI4_MINI_JSON
 from oarlock.server.chat.tool_parsers.named import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2
 from oarlock.server.chat.tool_parsers.pythonic import PYTHONIC
 from oarlock.server.chat.tool_parsers.xml import GLM45, QWEN3_CODER, SEED_OSS

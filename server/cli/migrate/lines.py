@@ -5,8 +5,7 @@ import shlex
 from dataclasses import dataclass, field
 
 from oarlock.server.cli.arguments import UsageError
-from oarlock.server.cli.migrate.llama_server import LLAMA_SERVER
-from oarlock.server.cli.migrate.ollama import COMMANDS, OLLAMA
+from oarlock.server.cli.migrate.llama_server import LLAMA_SERVER, OLLAMA, OLLAMA_COMMANDS
 from oarlock.server.cli.migrate.sglang import SGLANG
 from oarlock.server.cli.migrate.tgi import TGI
 from oarlock.server.cli.migrate.translation import KnownServer, Translation
@@ -221,7 +220,7 @@ def _program(words: list[str]) -> tuple[str, list[str]] | None:
             return program, rest
         if program == "text-generation-launcher":
             return "tgi", rest
-        if program == "ollama" and rest and rest[0] in COMMANDS:
+        if program == "ollama" and rest and rest[0] in OLLAMA_COMMANDS:
             return program, rest
     return None
 

@@ -8,8 +8,7 @@ from oarlock.engine.errors import RequestError
 from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion, ProcessedChat
 from oarlock.server.endpoints.messages.schema import CountTokensRequest, MessagesRequest
-from oarlock.server.endpoints.messages.translate import MessagesTurn, renamed, turn_of
-from oarlock.server.endpoints.messages.writer import MessagesWriter
+from oarlock.server.endpoints.messages.translate import MessagesTurn, MessagesWriter, renamed, turn_of
 from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.openapi import describe
 from oarlock.server.http.server_sent_events import AnswerWriter, until_disconnect

@@ -16,8 +16,8 @@ from oarlock.server.endpoints.pooling.serving import OpenAIServingPooling, Promp
 from oarlock.server.http.request_record import request_id_of
 from oarlock.server.http.server_sent_events import whole_response
 from oarlock.server.json_text import InPieces, pieces_of
+from oarlock.server.llm.generation import PooledOutput
 from oarlock.server.llm.pooler_config import Task
-from oarlock.server.llm.pooling import PooledOutput
 
 MAX_NUMBERS = 1 << 24  # of tokens' vectors in one answer, kept until it is complete: 64 MiB
 

@@ -19,8 +19,8 @@ from oarlock.server.http.request_record import request_id_of
 from oarlock.server.http.server_sent_events import whole_response
 from oarlock.server.json_text import InPieces, pieces_of
 from oarlock.server.llm.chat_template import ChatTemplate
+from oarlock.server.llm.generation import PooledOutput
 from oarlock.server.llm.pooler_config import LABELS, PoolerConfig, Task
-from oarlock.server.llm.pooling import PooledOutput
 
 _TEXTS = ("text_1", "text_2")  # the fields of a request for scores
 

@@ -23,7 +23,7 @@ from oarlock.server.llm.pooler_config import PoolerConfig, Task
 from oarlock.server.llm.tokenizer import TooManyTokensError
 
 if TYPE_CHECKING:
-    from oarlock.server.llm.pooling import PooledOutput, Pooling
+    from oarlock.server.llm.generation import PooledOutput, Pooling
 
 
 _ALL_THAT_FIT = -1  # of truncate_prompt_tokens

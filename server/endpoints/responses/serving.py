@@ -14,8 +14,7 @@ from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion, ProcessedChat, token_logprobs
 from oarlock.server.endpoints.responses.schema import ItemReference, MessageItem, ResponsesRequest, UnreadItem
 from oarlock.server.endpoints.responses.store import ResponseStore, StoredResponse
-from oarlock.server.endpoints.responses.translate import Item, ResponsesTurn, renamed, turn_of
-from oarlock.server.endpoints.responses.writer import ResponsesWriter
+from oarlock.server.endpoints.responses.translate import Item, ResponsesTurn, ResponsesWriter, renamed, turn_of
 from oarlock.server.errors import HttpError
 from oarlock.server.http.api_route import ErrorHandlingRoute, ListQuery
 from oarlock.server.http.openapi import describe

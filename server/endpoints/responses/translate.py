@@ -1,11 +1,18 @@
-"""A request of `/v1/responses` as one chat turn: the same prompt, grammar and tool parsers serve both."""
+"""Translates requests of `/v1/responses` into chat turns, and writes what comes back as responses and their streams.
 
-from collections.abc import Iterable, Sequence
+The same prompt, grammar and tool parsers serve both. On the wire an answer is a `response` object, or numbered events
+that end with one.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from pydantic import PrivateAttr, ValidationError
 
 from oarlock.engine.errors import RequestError
+from oarlock.server.chat.message_parser import AnswerShape
 from oarlock.server.endpoints.chat.schema import CalledFunction, ChatMessage, ChatRequest, ToolCall
 from oarlock.server.endpoints.responses.schema import (
     ChosenTool,
@@ -16,10 +23,15 @@ from oarlock.server.endpoints.responses.schema import (
     ResponsesAllowedTools,
     ResponsesRequest,
     ToolChoice,
+    sealed,
     text_of,
 )
 from oarlock.server.endpoints.schema import SamplingFields
+from oarlock.server.endpoints.streamed_items import Event, ItemsWriter, Kind, StreamedItems
+from oarlock.server.errors import HttpError, error_object
 from oarlock.server.http.request_body import request_error, with_fields_renamed
+from oarlock.server.llm.generation import Generation
+from oarlock.server.llm.output_processor import ABORT, TIMEOUT, Delta, TokenScore
 from oarlock.server.strict_model import FieldError
 
 Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
@@ -165,3 +177,181 @@ def _add(item: Item, answer: ChatMessage) -> None:
         answer.reasoning_content = (answer.reasoning_content or "") + item.text
     elif isinstance(item, MessageItem):
         answer.content = _text(item)
+
+
+class OutputItems(StreamedItems):
+    """Output items: thoughts (`reasoning`), text (`message`) and calls (`function_call`)."""
+
+    shows_nothing = True
+
+    def __init__(self, *, with_encrypted: bool) -> None:
+        """`with_encrypted`: thoughts are there once more, for clients that send them back."""
+        super().__init__()
+        self._with_encrypted = with_encrypted
+        self._logprobs: list[dict[str, Any]] = []  # of the open item
+
+    @property
+    def _at(self) -> dict[str, Any]:
+        """The members that every event of the open item's content has."""
+        return {"item_id": self.items[-1]["id"], "output_index": self._index}
+
+    def _begun(self, kind: Kind, name: str) -> Iterator[Event]:
+        self._logprobs = []
+        if kind is Kind.TEXT:
+            item = {
+                "id": _new_id("msg"),
+                "type": "message",
+                "status": "in_progress",
+                "role": "assistant",
+                "content": [],
+            }
+        elif kind is Kind.THOUGHTS:
+            item = {"id": _new_id("rs"), "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+        else:
+            item = {"id": _new_id("fc"), "type": "function_call", "status": "in_progress", "call_id": _new_id("call")}
+            item |= {"name": name, "arguments": ""}
+        self.items.append(item)
+        yield "response.output_item.added", {"output_index": self._index, "item": dict(item)}
+        if kind is not Kind.CALL:
+            yield "response.content_part.added", {**self._at, "content_index": 0, "part": self._part()}
+
+    def _grown(self, text: str, logprobs: Sequence[dict[str, Any]]) -> Iterator[Event]:
+        self._logprobs += logprobs
+        if self._open is Kind.TEXT:
+            members = {"content_index": 0, "delta": text, "logprobs": list(logprobs)}
+            yield "response.output_text.delta", {**self._at, **members}
+        elif self._open is Kind.THOUGHTS:
+            yield "response.reasoning_text.delta", {**self._at, "content_index": 0, "delta": text}
+        else:
+            yield "response.function_call_arguments.delta", {**self._at, "delta": text}
+
+    def _ended(self, text: str, status: str) -> Iterator[Event]:
+        item = self.items[-1]
+        if self._open is Kind.CALL:
+            item["arguments"] = text
+            done = {"name": item["name"], "arguments": text}
+            yield "response.function_call_arguments.done", {**self._at, **done}
+        else:
+            part = self._part(text)
+            item["content"] = [part]
+            if self._open is Kind.TEXT:
+                done = {"text": text, "logprobs": self._logprobs}
+                yield "response.output_text.done", {**self._at, "content_index": 0, **done}
+            else:
+                yield "response.reasoning_text.done", {**self._at, "content_index": 0, "text": text}
+                if self._with_encrypted:
+                    item["encrypted_content"] = sealed(text)
+            yield "response.content_part.done", {**self._at, "content_index": 0, "part": part}
+        item["status"] = status
+        yield "response.output_item.done", {"output_index": self._index, "item": dict(item)}
+
+    def _part(self, text: str = "") -> dict[str, Any]:
+        if self._open is Kind.THOUGHTS:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"
+
+
+# Reasons of an end -> status of the response, and why it is not complete.
+_ENDS = {
+    "length": ("incomplete", "max_output_tokens"),
+    TIMEOUT: ("incomplete", "timeout"),
+    ABORT: ("cancelled", None),
+}
+
+
+class ResponsesWriter(ItemsWriter):
+    """One response, whole or as events."""
+
+    def __init__(
+        self,
+        fields: dict[str, Any],
+        generation: Generation,
+        shape: AnswerShape,
+        entry: Callable[[TokenScore], dict[str, Any]] | None,
+        on_end: Callable[[dict[str, Any]], None],
+        *,
+        with_encrypted: bool,
+    ) -> None:
+        """`fields`: the members of the response that the request decides. `entry`: a token's logprob on the wire; None:
+        there are none. `on_end` gets the response when it is complete."""
+        super().__init__(generation, shape, OutputItems(with_encrypted=with_encrypted))
+        self._fields = fields
+        self._entry = entry
+        self._on_end = on_end
+        self._number = 0  # of the next event
+
+    @property
+    def response_id(self) -> str:
+        return self._fields["id"]
+
+    def opening(self, num_choices: int) -> Iterable[bytes]:
+        response = self.response("in_progress")
+        return [self._event(f"response.{kind}", {"response": response}) for kind in ("created", "in_progress")]
+
+    def closing(self, generation: Generation) -> Iterable[bytes]:
+        for event in self._end_items():
+            yield self._event(*event)
+        response = self._ended()
+        kind = "completed" if response["status"] == "completed" else "incomplete"
+        yield self._event(f"response.{kind}", {"response": response})
+
+    def failure(self, error: HttpError) -> bytes:
+        """The items so far stay as they are."""
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        if 400 <= error.status < 500 and error.status != 429:
+            code = "invalid_prompt"
+        response = self.response("failed") | {"error": {"code": code, "message": error_object(error)["message"]}}
+        return self._event("response.failed", {"response": response})
+
+    def abort(self) -> bool:
+        """End what is still generated. False when nothing was."""
+        return self._generation.abort()
+
+    def response(self, status: str) -> dict[str, Any]:
+        """The response as it is now."""
+        ended = status != "in_progress"
+        return self._fields | {
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "error": None,
+            "incomplete_details": None,
+            "output": [dict(item) for item in self._items.items],
+            "usage": self._usage() if ended else None,
+        }
+
+    def _push(self, delta: Delta, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
+        return super()._push(delta, [] if self._entry is None else [self._entry(score) for score in delta.scores])
+
+    @property
+    def _end(self) -> tuple[str, str | None]:
+        reason = None if self._last is None else self._last.finish_reason
+        return _ENDS.get(reason or "", ("completed", None))
+
+    def _end_items(self) -> Iterator[Event]:
+        return self._items.end("completed" if self._end[0] == "completed" else "incomplete")
+
+    def _ended(self) -> dict[str, Any]:
+        status, why = self._end
+        response = self.response(status)
+        if why is not None:
+            response["incomplete_details"] = {"reason": why}
+        self._on_end(response)
+        return response
+
+    def _usage(self) -> dict[str, Any]:
+        prompt, completion = self._generation.prompt_tokens, self._generation.completion_tokens
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": self._generation.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": completion,
+            "output_tokens_details": {"reasoning_tokens": self._parser.reasoning_tokens},
+            "total_tokens": prompt + completion,
+        }
+
+    def _event(self, kind: str, members: dict[str, Any]) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return super()._event(kind, {"sequence_number": number, **members})

@@ -19,8 +19,7 @@ from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
 from oarlock.server.chat.tool_parsers.call_parser import CallParser
 from oarlock.server.chat.tool_parsers.grammar import call_objects, text_then_calls
 from oarlock.server.chat.tool_parsers.hermes import HERMES, UNKNOWN
-from oarlock.server.chat.tool_parsers.json_list import MISTRAL
-from oarlock.server.chat.tool_parsers.llama import LLAMA
+from oarlock.server.chat.tool_parsers.json_list import LLAMA, MISTRAL
 from oarlock.server.chat.tool_parsers.registry import FORMATS, detect
 from oarlock.server.endpoints.chat.schema import ChatRequest
 

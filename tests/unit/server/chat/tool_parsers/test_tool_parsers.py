@@ -9,8 +9,7 @@ import pytest
 from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
 from oarlock.server.chat.tool_parsers.call_parser import JsonScanner, MalformedError
 from oarlock.server.chat.tool_parsers.hermes import HermesToolParser
-from oarlock.server.chat.tool_parsers.json_list import MistralToolParser
-from oarlock.server.chat.tool_parsers.llama import LlamaToolParser
+from oarlock.server.chat.tool_parsers.json_list import LlamaToolParser, MistralToolParser
 
 NAMES: dict[str, dict] = {"f": {}, "get_weather": {}}
 F = ToolCallStart("f")
