@@ -21,7 +21,8 @@ from torch import Tensor
 from benchmarks.machine import Ceilings
 from oarlock.workers.kernels.cpu.experts import CppExpertMatmul
 from oarlock.workers.quantization import int4
-from oarlock.workers.quantization.expert_matmul import ExpertsShape, ExpertWeights, TorchExpertMatmul
+from oarlock.workers.quantization.expert_matmul import TorchExpertMatmul
+from oarlock.workers.quantization.expert_weights import ExpertsShape, ExpertWeights
 from oarlock.workers.quantization.int8 import Int8Weight, round_rows
 from oarlock.workers.quantization.method import DenseWeight, LinearWeight
 

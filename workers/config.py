@@ -24,10 +24,18 @@ class StepCost:
     token_s: float  # of each token
     context_s: float  # of each token for each token of its context
     logits_s: float  # of each row of logits
+    experts_s: float = 0.0  # of reading all experts of a mixture
+    expert_share: float = 0.0  # of them that one token has
 
     def seconds(self, tokens: int, *, context: int, rows: int = 1) -> float:
         """Seconds of a step of `tokens` with a context of up to `context` tokens each, and `rows` of logits."""
-        return self.fixed_s + tokens * (self.token_s + self.context_s * context) + rows * self.logits_s
+        of_tokens = tokens * (self.token_s + self.context_s * context)
+        return self.fixed_s + self.expert_reads_s(tokens) + of_tokens + rows * self.logits_s
+
+    def expert_reads_s(self, tokens: int) -> float:
+        """Seconds of reading the experts that `tokens` have. These choose independently: an expert is read unless none
+        has it."""
+        return self.experts_s * (1.0 - (1.0 - self.expert_share) ** tokens)
 
     def largest_step(self, fewest: int, most: int) -> int:
         """Tokens of the largest step of at most `TARGET_S`: `most`, halved until it is, but at least `fewest`.

@@ -312,7 +312,7 @@ class Answers:
             self._stats.inter_token_latency_s.observe((now - last_s) / len(token_ids), len(token_ids))
         self._queue.count_generated(seq.request.client, len(token_ids))
         seq.last_token_s = now
-        logprobs = () if num_logprobs is None else result.sampled(row, len(token_ids), num_logprobs)
+        logprobs = () if num_logprobs is None else result.scored(slice(row, row + len(token_ids)), num_logprobs)
         return TokenEvent(seq.request_id, tuple(token_ids), logprobs, scored, None, None, seq.timeline.cached_tokens)
 
     def _end_after(self, seq: Sequence, token: int) -> FinishReason | None:

@@ -158,11 +158,11 @@ class StepBudget:
             room = min(room, self._of_a_part(num_left, measured))
         if num_rows == 0 or num_left == 0:
             return room
-        rows_s, token_s = self._costs.seconds(num_rows), self._costs.prompt_token_s
-        if rows_s is None or not token_s:
+        rows_s = self._costs.seconds(num_rows)
+        if rows_s is None:
             return room
         limit_s = RATIO * rows_s if self._max_step_s is None else self._max_step_s
-        return min(room, max(FEWEST_TOKENS, int((limit_s - rows_s) / token_s)))
+        return min(room, max(FEWEST_TOKENS, self._costs.prompt_tokens_in(limit_s - rows_s, num_rows, room)))
 
     def _of_a_part(self, num_left: int, cost: StepCost) -> int:
         """Tokens of each step when `num_left` tokens are divided into several, so that all stages have one to compute;
@@ -172,7 +172,8 @@ class StepBudget:
         stage after m + stages - 1 of those times: soonest for m = sqrt((stages - 1) x token x num_left / fixed).
         """
         if num_left > self._num_after_part:
-            best = math.sqrt((self._num_stages - 1) * cost.token_s * num_left / cost.fixed_s)
+            fixed_s = cost.fixed_s + cost.experts_s  # parts are long enough to have all experts
+            best = math.sqrt((self._num_stages - 1) * cost.token_s * num_left / fixed_s)
             self._part = -(-num_left // max(1, round(min(best, num_left / FEWEST_TOKENS))))
         self._num_after_part = max(0, num_left - self._part)
         return max(1, self._part)

@@ -18,7 +18,7 @@ from oarlock.engine.kv_cache.manager import Shortage
 from oarlock.engine.kv_cache.offload import Copies
 from oarlock.engine.scheduler.timeline import RequestTimeline
 from oarlock.engine.spec_decode.drafter import DraftState
-from oarlock.engine.types import Request, SampledTokens, ScoredTokens
+from oarlock.engine.types import Request, ScoredTokens
 from oarlock.workers.protocol import FINITE, NOT_POOLED, StepOutput
 
 
@@ -376,15 +376,6 @@ class ModelRunnerOutput:
         count = int(self.answer.num_accepted[place])
         states = self.is_finite[row + 1 : row + 1 + count]
         return count if states.all() else int(states.argmin())
-
-    @cached_property
-    def _logprobs(self) -> ScoredTokens:
-        assert self.answer.top_ids is not None
-        return self.scored(slice(None), self.answer.top_ids.shape[1])
-
-    def sampled(self, row: int, count: int, num_top: int) -> SampledTokens:
-        """The tokens sampled in `count` rows from `row` on, with their `num_top` best alternatives."""
-        return SampledTokens(self._logprobs, row, count, num_top)
 
     def scored(self, rows: slice | np.ndarray, num_top: int) -> ScoredTokens:
         """The tokens scored or sampled in `rows` of logits, with `num_top` alternatives each."""

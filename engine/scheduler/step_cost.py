@@ -63,7 +63,7 @@ class StepCosts:
     def __init__(self, measured: StepCost | None) -> None:
         """`measured`: the cost that ranks measured at start, used until steps have run."""
         self.measured = measured
-        row_s = _AT_FIRST if measured is None else measured.seconds(1, context=0) - measured.fixed_s
+        row_s = _AT_FIRST if measured is None else measured.token_s + measured.logits_s
         step_s = 1.0 if measured is None else measured.seconds(1, context=0)
         self._first_row_s = min(row_s, step_s * _MOST_AT_FIRST)
         self._first_fixed_s = step_s - self._first_row_s
@@ -80,6 +80,7 @@ class StepCosts:
         if num_prompt_tokens:
             rows_s = self.seconds(num_rows) if num_rows else 0.0
             if num_prompt_tokens >= _TELLING_TOKENS and rows_s is not None:
+                rows_s += self._more_experts_s(num_rows, num_prompt_tokens)
                 self._token_s.append(max(0.0, seconds - rows_s) / num_prompt_tokens)
             return
         self._num_steps += 1 + num_before
@@ -97,9 +98,29 @@ class StepCosts:
             return self.step_and_row_s(num_rows)[0]
         return None if self.measured is None else self.measured.seconds(num_rows, context=0)
 
+    def prompt_tokens_in(self, seconds: float, num_rows: int, most: int) -> int:
+        """Number of prompt tokens, up to `most`, that make a step of `num_rows` rows up to `seconds` longer; `most` where
+        that is not known. The first ones cost most in a mixture: each brings experts that nobody else has."""
+        token_s = self.prompt_token_s
+        if not token_s:
+            return most
+        if self.measured is None or not self.measured.experts_s:
+            return max(0, min(most, int(seconds / token_s)))
+        fits, more = 0, most + 1
+        while more - fits > 1:
+            middle = (fits + more) // 2
+            is_in = middle * token_s + self._more_experts_s(num_rows, middle) <= seconds
+            fits, more = (middle, more) if is_in else (fits, middle)
+        return fits
+
+    def _more_experts_s(self, num_rows: int, num_more: int) -> float:
+        """Seconds of reading experts that `num_more` rows or prompt tokens add to those of `num_rows` rows."""
+        cost = self.measured
+        return 0.0 if cost is None else cost.expert_reads_s(num_rows + num_more) - cost.expert_reads_s(num_rows)
+
     @property
     def prompt_token_s(self) -> float | None:
-        """Seconds that each prompt token adds; None: not known."""
+        """Seconds that each prompt token adds, beside experts that it has alone; None: not known."""
         if self._token_s:
             return median(self._token_s)
         return None if self.measured is None else self.measured.token_s
@@ -108,7 +129,8 @@ class StepCosts:
         """Seconds of a step of `num_rows` rows, and of one row more. Before anything is known, a step of one row takes
         1."""
         if not self._kinds:
-            step_s, row_s = self._first_fixed_s + num_rows * self._first_row_s, self._first_row_s
+            step_s = self._first_fixed_s + num_rows * self._first_row_s + self._more_experts_s(1, num_rows - 1)
+            row_s = self._first_row_s + self._more_experts_s(num_rows, 1)
         else:
             bits = num_rows.bit_length()
             line = self._lines[bits] = self._lines.get(bits) or self._line(bits)

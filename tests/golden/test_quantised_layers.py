@@ -68,7 +68,9 @@ def test_every_tensor_is_near_that_of_the_numbers_written_out(
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(4, marks=pytest.mark.product)])
-@pytest.mark.parametrize("name", ["gptq-4-64-asym", "packed-4-64-asym", "integers-channel", "fp8-block", "nf4-nested"])
+@pytest.mark.parametrize(
+    "name", ["gptq-4-64-asym", "awq-32", "packed-4-64-asym", "integers-channel", "fp8-block", "nf4-nested"]
+)
 def test_every_tensor_of_experts_is_near_too(made_of: Callable[..., Made], name: str, size: int) -> None:
     """Their width is filled up to whole slices. Every token has all experts: none is chosen by a rounding."""
     quantised, reference = made_of(name, "qwen3_moe")

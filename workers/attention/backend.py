@@ -73,6 +73,7 @@ class AttentionBackend(Protocol):
     """Causal attention over pages. One call takes any mix of query lengths: prefill, chunked prefill and decode."""
 
     name: ClassVar[str]
+    spec: KVSpec
 
     def __init__(self, spec: KVSpec) -> None: ...
 

@@ -180,6 +180,12 @@ class DecoderSpec:
         return any(isinstance(sublayer, ExpertsSpec) for sublayer in self.sublayers)
 
     @property
+    def expert_share(self) -> float:
+        """Share of a layer's experts that one token has; 0: there are none."""
+        mixtures = [sublayer for sublayer in self.sublayers if isinstance(sublayer, ExpertsSpec)]
+        return max((one.router.top_k / one.experts for one in mixtures), default=0.0)
+
+    @property
     def active_parameters(self) -> int:
         """Number of parameters that one token is computed with: of experts only those that it gets."""
         return round(sum(math.prod(tensor.shape) * tensor.used for tensor in tensors_of(self)))

@@ -17,10 +17,10 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.layers.fused_layer import Program
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.sharding import ExpertShard, shard_experts, shard_width
-from oarlock.workers.quantization.expert_matmul import ExpertsShape, ExpertWeights
-from oarlock.workers.quantization.matmul import matmul
-from oarlock.workers.quantization.method import StoredRows, WeightShard
-from oarlock.workers.quantization.triton_experts import expert_matmul
+from oarlock.workers.quantization.expert_matmul import expert_matmul
+from oarlock.workers.quantization.expert_weights import ExpertsShape, ExpertWeights
+from oarlock.workers.quantization.fixed_order import FIXED_ORDER, FixedOrderWeight
+from oarlock.workers.quantization.method import DenseWeight, LinearWeight, StoredRows, WeightShard
 from oarlock.workers.weights.source import FilledUp, WeightSource
 
 
@@ -54,7 +54,7 @@ class Router:
         if has_kernel(self.place):
             self.kernel = CppRouter(weight, self.place.dtype, bias, self.correction, spec)
         else:
-            self.product = matmul(weight, bias)
+            self.product = _weight(weight, self.place).matmul(bias)
 
     def _taken(self, weights: WeightSource, name: str, *shape: int) -> Tensor:
         into = torch.empty(shape, device=self.place.device)
@@ -67,8 +67,16 @@ class Router:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x` [T, hidden] -> (ids int32 [T, k], ascending in each row; their weights float32 [T, k])."""
-        logits = self.logits(x)
+        return self.choose(self.logits(x))
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """`logits` float32 [T, experts] -> as `__call__`."""
         return route(logits, self.spec, self.correction) if self.kernel is None else self.kernel.route(logits)
+
+
+def _weight(tensor: Tensor, place: Placement) -> LinearWeight:
+    """A weight in float32 outside of the kernel, whose products have the order that all others have."""
+    return FixedOrderWeight(tensor) if place.quantization is FIXED_ORDER else DenseWeight(tensor)
 
 
 def route(logits: Tensor, spec: RouterSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -188,18 +196,24 @@ class Experts:
         return (total if residual is None else total + residual).to(x.dtype)
 
     def unrounded(self, x: Tensor, step: LayerStep) -> Tensor:
-        """The output without a residual, in float32: [T, hidden]."""
+        """The output without a residual, in the type of `sums`: [T, hidden]."""
         routed, shared = self.sums(x)
         return routed if shared is None else routed + shared
 
     def sums(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Results of the token's own experts and of the shared one, over all ranks: each float32 [T, hidden]."""
+        """Results of the token's own experts and of the shared one, over all ranks: each [T, hidden], in float32 where
+        ranks exchange that, or where there is one rank; else in the model's type."""
         total = self.routed(x, *self.router(x))
         if self.shared is None:
-            return self.place.tp.all_reduce(total), None
+            return self._over_ranks(total), None
         # Ranks sum each by itself, in one exchange: a sum of both would add up in another order than one rank does.
-        both = self.place.tp.all_reduce(torch.cat((total, self.of_shared(x))))
+        both = self._over_ranks(torch.cat((total, self.of_shared(x))))
         return both[: len(x)], both[len(x) :]
+
+    def _over_ranks(self, partial: Tensor) -> Tensor:
+        """The sum of all ranks' `partial`, float32 [T, hidden]."""
+        tp = self.place.tp
+        return tp.all_reduce(partial if tp.size == 1 or self.place.sums_in_float32 else partial.to(self.place.dtype))
 
     def of_shared(self, x: Tensor) -> Tensor:
         """This rank's share of the shared expert's result: float32 [T, hidden]."""
@@ -236,7 +250,7 @@ class _SharedGate:
         if has_kernel(self.place):
             self.kernel = CppRouter(into, self.place.dtype)
         else:
-            self.product = matmul(into)
+            self.product = _weight(into, self.place).matmul()
 
     def __call__(self, x: Tensor) -> Tensor:
         logits = self.product(x.float()) if self.kernel is None else self.kernel.logits(x)

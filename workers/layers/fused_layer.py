@@ -257,7 +257,7 @@ class PreparedLayers:
         Raises `CannotPrepare`.
         """
         if type(backend) is not CppBackend:
-            raise CannotPrepare(f"attention is computed by {type(backend).__name__}")
+            raise CannotPrepare(_other_attention(backend))
         if max(rotary_of, default=0) >= MOST_ROTARIES:
             raise CannotPrepare(f"layers have more than {MOST_ROTARIES} kinds of rotary embedding")
         self.tp = tp
@@ -347,6 +347,12 @@ class PreparedLayers:
             output, mixed = sublayer.fuse(program, source, rotary, pages)
             program.finish(output, mixed, post_norm, branch.scale, is_shared=self._is_shared)
             self._adding.append(len(program.branches) - 1)
+
+
+def _other_attention(backend: AttentionBackend) -> str:
+    reason = CppBackend.why_not(backend.spec)
+    said = f"attention is computed by {type(backend).__name__}"
+    return said if reason is None else f"{said} (of the C++ kernel: {reason})"
 
 
 def joining_pays_off(device: torch.device) -> bool:

@@ -11,9 +11,7 @@ that it has every form of weights. What all forms of it keep:
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Protocol
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -21,46 +19,9 @@ from torch import Tensor
 
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu.experts import CppExpertMatmul, can_stack
+from oarlock.workers.quantization import triton_experts
+from oarlock.workers.quantization.expert_weights import ExpertMatmul, ExpertsShape, ExpertWeights
 from oarlock.workers.quantization.matmul import GatedMatmul, Matmul
-from oarlock.workers.quantization.method import LinearWeight
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsShape:
-    """Sizes of a rank's experts. At most one of `slices` and `groups` is more than 1."""
-
-    first: int  # id of its first expert
-    count: int  # of its experts
-    hidden: int
-    width: int  # of each expert, on this rank
-    dtype: torch.dtype  # of x
-    slices: int = 1  # equal ones of `width`, each summed by itself
-    groups: int = 1  # of neighbouring experts, each summed by itself
-    group: int = 0  # experts of a group; the last ones may have fewer, or none; 0: all
-    activation: str = "silu"  # as `ExpertsSpec` has it
-    alpha: float = 1.702
-    limit: float = 7.0
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """One expert's weights on a rank."""
-
-    gate_up: LinearWeight  # [2 * width, hidden], gate above up
-    down: LinearWeight  # [hidden, width]
-    gate_up_bias: Tensor | None = None  # [2 * width]
-    down_bias: Tensor | None = None  # [hidden]; only on the rank with the first slice, to which it is added
-
-
-class ExpertMatmul(Protocol):
-    """All experts of a rank."""
-
-    def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """The rank's share of the sum over each token's experts: float32 [T, hidden].
-
-        `x` [T, hidden]; `expert_ids` int32 [T, k] ascending in each row, of which those of other ranks are skipped;
-        `weights` float32 [T, k].
-        """
 
 
 class TorchExpertMatmul:
@@ -136,10 +97,15 @@ def _for_kernel(shape: ExpertsShape, one: ExpertWeights) -> tuple[GatedMatmul, M
 
 
 def expert_matmul(shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> ExpertMatmul:
-    """The fastest product for these experts; the caller should not keep their weights."""
+    """The fastest product for these experts where their weights are; the caller should not keep these."""
     left = iter(experts)
-    first = list(islice(left, 1))
-    # A rank may have no expert, and a form no kernel.
-    has_kernel = bool(first) and can_stack(*_for_kernel(shape, first[0])[:2])
-    kind = cpp_expert_matmul if has_kernel else TorchExpertMatmul
-    return kind(shape, chain(first, left))
+    first = next(left, None)
+    if first is None:  # a rank may have no expert
+        return TorchExpertMatmul(shape, ())
+    if triton_experts.why_not(first) is None:
+        return triton_experts.TritonExpertMatmul(shape, chain([first], left))
+    products = _for_kernel(shape, first)
+    if not can_stack(*products[:2]):
+        return TorchExpertMatmul(shape, chain([first], left))
+    del first
+    return CppExpertMatmul(shape, chain([products], (_for_kernel(shape, one) for one in left)))

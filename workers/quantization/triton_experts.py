@@ -5,7 +5,6 @@ Four launches a layer, whose grids follow from the numbers of tokens and experts
 """
 
 from collections.abc import Iterable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ from torch import Tensor
 
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.triton import availability
-from oarlock.workers.quantization import expert_matmul as on_host
-from oarlock.workers.quantization.expert_matmul import ExpertMatmul, ExpertsShape, ExpertWeights
+from oarlock.workers.quantization.expert_weights import ExpertsShape, ExpertWeights
 from oarlock.workers.quantization.fixed_order import FixedOrderWeight
 from oarlock.workers.quantization.method import DenseWeight, LinearWeight
 from oarlock.workers.quantization.weight_only import UNITS, WeightOnly
@@ -180,13 +178,3 @@ def why_not(first: ExpertWeights) -> str | None:
         if not availability.can_serve(values.device):
             return f"it computes on CUDA devices, and the weights are on {values.device.type}"
     return None
-
-
-def expert_matmul(shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> ExpertMatmul:
-    """The fastest product for these experts where they are; the caller should not keep their weights."""
-    left = iter(experts)
-    first = next(left, None)
-    whole = left if first is None else chain([first], left)
-    if first is not None and why_not(first) is None:
-        return TritonExpertMatmul(shape, whole)
-    return on_host.expert_matmul(shape, whole)

@@ -139,6 +139,8 @@ def _through_all(costs: Sequence[StepCost | None]) -> StepCost | None:
         token_s=sum(cost.token_s for cost in known),
         context_s=sum(cost.context_s for cost in known),
         logits_s=known[-1].logits_s,
+        experts_s=sum(cost.experts_s for cost in known),
+        expert_share=max(cost.expert_share for cost in known),
     )
 
 

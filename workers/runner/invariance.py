@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionBackend, LayerKV
+from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.distributed.all_reduce import tree_sum
@@ -31,6 +32,7 @@ from oarlock.workers.layers.placement import Placement
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.protocol import NULL_BLOCK
 from oarlock.workers.runner.device_steps import CapturableBackend
+from oarlock.workers.runner.experts_invariance import batch_fault, mixtures_of, order_fault
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 
 PROMPT = 67  # tokens; odd, and more than two blocks of key columns
@@ -169,11 +171,16 @@ def check_batch_invariance(
     faults = [_difference(name, whole, way()) for name, way in ways.items()]
     if model.is_last:
         faults.append(_logits_fault(model, whole))
+    mixtures = mixtures_of(trial.model.layers)
+    faults += [batch_fault(experts) for experts in mixtures]
     found = [fault for fault in faults if fault is not None]
     if found:
-        return InvarianceResult(False, f"{found[0]}, with {backend.name} attention in {_name(model)}")
+        return InvarianceResult(False, f"{found[0]}, with {_attention(backend)} in {_name(model)}")
     spent = time.monotonic() - started
-    return InvarianceResult(True, f"{length} tokens gave the same bits in {len(ways) + 1} ways ({spent:.2f} s)")
+    experts = ", and so did rows that crowd at an expert or choose among equally good ones" if mixtures else ""
+    return InvarianceResult(
+        True, f"{length} tokens gave the same bits in {len(ways) + 1} ways{experts} ({spent:.2f} s)"
+    )
 
 
 def one_of_each_kind(model: Decoder) -> list[int]:
@@ -198,6 +205,12 @@ def _difference(name: str, expected: Tensor, found: Tensor) -> str | None:
     return f"{name}: {share} differ from those of the prompt alone, by {float(gaps.max()):.1e} at most"
 
 
+def _attention(backend: AttentionBackend) -> str:
+    """The backend's name, and on the CPU the reason why the kernel that is batch-invariant does not serve."""
+    reason = CppBackend.why_not(backend.spec) if backend.spec.device.type == "cpu" else None
+    return f"{backend.name} attention" if reason is None else f"{backend.name} attention (of the C++ kernel: {reason})"
+
+
 def _name(model: Decoder) -> str:
     return str(model.place.dtype).removeprefix("torch.")
 
@@ -218,7 +231,10 @@ def check_rank_invariance(model: Decoder, kv: list[LayerKV], backend: AttentionB
     blocks = [model.layers[layer] for layer in one_of_each_kind(model)]
     sublayers = [branch.sublayer for block in blocks for branch in block.branches]
     outputs = [sublayer.output for sublayer in sublayers if sublayer.output is not None]
-    return check_sums(outputs, model.place, _why_not(model, kv, backend))
+    result = check_sums(outputs, model.place, _why_not(model, kv, backend))
+    faults = [order_fault(experts) for experts in mixtures_of(blocks)] if result.rank_invariant else []
+    fault = next((fault for fault in faults if fault is not None), None)
+    return result if fault is None else RankInvariance(False, fault)
 
 
 def check_sums(outputs: Sequence[RowParallelLinear], place: Placement, why_not: str | None) -> RankInvariance:

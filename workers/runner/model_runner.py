@@ -246,6 +246,8 @@ class ModelRunner:
                 max_tokens=self.config.max_num_batched_tokens,
                 max_model_len=self.config.max_model_len,
                 block_size=self.config.block_size,
+                vocab_size=self.spec.vocab_size,
+                expert_share=self.spec.expert_share,
             )
         return self.step_cost
 

@@ -6,7 +6,8 @@ arithmetic and the same in every layer: it is timed on a few layers and multipli
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -71,6 +72,7 @@ def greedy_step(
 _COUNTS = (16, 64, 256)  # tokens
 _GROWTH_S = 0.4  # a size is not tried if it is likely to take longer
 _CONTEXT = 2048  # tokens
+_STRIDE = 7919  # between ids of tokens that follow one another: a prime, by which they are anywhere in the vocabulary
 _TRIES = 3  # the first may allocate; other processes may disturb any
 
 Execute = Callable[[StepMetadata], object]
@@ -85,16 +87,19 @@ def time_steps(
     max_tokens: int,
     max_model_len: int,
     block_size: int,
+    vocab_size: int = 1,
+    expert_share: float = 0.0,
 ) -> StepCost:
     """Measures the cost of steps. Every rank must call this at the same point.
 
     `agree` returns the largest of all ranks' numbers, so that all ranks time the same steps. `execute_part` runs a step
-    on `share` of the layers, with the whole embedding and head. `max_tokens`: of one step. Reads and writes the null
-    block only.
+    on `share` of the layers, with the whole embedding and head. `max_tokens`: of one step. `expert_share`: of a
+    mixture's experts those of one token; the tokens must differ then, so that they choose several. Reads and writes the
+    null block only.
     """
 
     def seconds(run: Execute, tokens: int, context: int, rows: int = 0) -> float:
-        step = null_step(tokens, context, rows, block_size)
+        step = null_step(tokens, context, rows, block_size, vocab_size)
         times = []
         for _ in range(_TRIES):
             begun = time.perf_counter()
@@ -112,21 +117,46 @@ def time_steps(
             break
         times[count] = seconds(execute_part, count, count)
     large = max(times)
-    token_s = whole_s / small
-    if large > small and times[large] > times[small]:
+    token_s, experts_s = whole_s / small, 0.0
+    if expert_share and large > small > 1:
+        times[1] = seconds(execute_part, 1, 1)
+        of_token, of_experts = _with_experts(times, expert_share)
+        if of_token:
+            token_s, experts_s = of_token / share, of_experts / share
+    elif large > small and times[large] > times[small]:
         token_s = (times[large] - times[small]) / (large - small) / share
+    cost = StepCost(0.0, token_s, 0.0, 0.0, experts_s, expert_share)
     context = min(_CONTEXT, max_model_len)
     context_s = (seconds(execute_part, small, context) - times[small]) / (small * context) / share
     logits_s = (seconds(execute_part, small, small, small) - seconds(execute_part, small, small, 1)) / small
-    return StepCost(
-        fixed_s=max(0.0, whole_s - small * token_s),
-        token_s=token_s,
+    return replace(
+        cost,
+        fixed_s=max(0.0, whole_s - cost.seconds(small, context=0)),
         context_s=max(0.0, context_s),
         logits_s=max(0.0, logits_s),
     )
 
 
-def null_step(tokens: int, context: int, rows: int, block_size: int) -> StepMetadata:
-    """A step of the last `tokens` of `context` tokens, all in the null block; the last `rows` of them want logits."""
-    chunk = SequenceChunk([0] * tokens, context - tokens, [NULL_BLOCK] * -(-context // block_size))
+def _with_experts(times: Mapping[int, float], share: float) -> tuple[float, float]:
+    """Seconds of a token, and of reading all experts, from those of steps of 1, a few and many tokens.
+
+    Few tokens have few experts, many have almost all: between 1 and a few tokens time grows mostly by what is read.
+    """
+    reads = {count: StepCost(0.0, 0.0, 0.0, 0.0, 1.0, share).expert_reads_s(count) for count in times}
+    one, few, *_, many = sorted(times)
+    # t = fixed + token * n + experts * reads(n) at three numbers of tokens.
+    (n1, r1, t1), (n2, r2, t2) = (
+        (after - before, reads[after] - reads[before], times[after] - times[before])
+        for before, after in ((one, few), (few, many))
+    )
+    experts_s = (t1 * n2 - t2 * n1) / (r1 * n2 - r2 * n1)
+    experts_s = max(0.0, min(experts_s, t1 / r1))  # neither part takes less than no time
+    return max(0.0, t2 - experts_s * r2) / n2, experts_s
+
+
+def null_step(tokens: int, context: int, rows: int, block_size: int, vocab_size: int = 1) -> StepMetadata:
+    """A step of the last `tokens` of `context` tokens, all in the null block; the last `rows` of them want logits.
+    Tokens differ as far as there are ids below `vocab_size`."""
+    ids = [_STRIDE * number % vocab_size for number in range(tokens)]
+    chunk = SequenceChunk(ids, context - tokens, [NULL_BLOCK] * -(-context // block_size))
     return greedy_step([chunk], block_size, range(tokens - rows, tokens))

@@ -1,5 +1,6 @@
 """The limits of a step follow from the cost of steps on this machine; those set by operators stay, with a warning."""
 
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ from oarlock.workers.runner.trial_steps import time_steps
 FAST = StepCost(fixed_s=0.01, token_s=0.0005, context_s=1e-8, logits_s=1e-4)
 SLOW = StepCost(fixed_s=0.2, token_s=0.01, context_s=1e-6, logits_s=1e-3)
 HOPELESS = StepCost(fixed_s=0.0, token_s=0.1, context_s=2e-5, logits_s=0.02)
+MIXTURE = StepCost(0.02, 0.001, 1e-7, 1e-4, experts_s=0.4, expert_share=1 / 16)
 
 
 def config(**changes: object) -> WorkerConfig:
@@ -78,7 +80,7 @@ class Clock:
         self.execute(step, SHARE)
 
 
-@pytest.fixture(params=[FAST, SLOW, HOPELESS], ids=["fast", "slow", "hopeless"])
+@pytest.fixture(params=[FAST, SLOW, HOPELESS, MIXTURE], ids=["fast", "slow", "hopeless", "mixture"])
 def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock(request.param)
     monkeypatch.setattr(trial_steps.time, "perf_counter", lambda: clock.now)
@@ -92,8 +94,10 @@ def test_the_cost_is_found_from_a_few_small_steps(clock: Clock) -> None:
         agreed.append(number)
         return number
 
-    limits = {"max_tokens": 2048, "max_model_len": 4096, "block_size": 16}
-    found = time_steps(clock.execute, clock.execute_part, SHARE, agree, **limits)
+    limits = {"max_tokens": 2048, "max_model_len": 4096, "block_size": 16, "vocab_size": 1000}
+    share = clock.cost.expert_share
+    found = time_steps(clock.execute, clock.execute_part, SHARE, agree, expert_share=share, **limits)
+    assert found.experts_s == pytest.approx(clock.cost.experts_s, rel=0.05) and found.expert_share == share
     for tokens, context, rows in ((64, 32, 1), (2048, 1024, 1), (2048, 4096, 2048)):
         wanted = clock.cost.seconds(tokens, context=context, rows=rows)
         assert found.seconds(tokens, context=context, rows=rows) == pytest.approx(wanted, rel=0.35)
@@ -101,6 +105,15 @@ def test_the_cost_is_found_from_a_few_small_steps(clock: Clock) -> None:
         clock.now < 15 and len(agreed) == len(clock.steps) // trial_steps._TRIES
     )  # ranks agree on every number they go by
     assert all(set(step.table_blocks) == {0} and max(step.slot_mapping) < 16 for step in clock.steps)
+    assert all(len(set(step.token_ids)) == step.num_tokens and max(step.token_ids) < 1000 for step in clock.steps)
+
+
+def test_more_tokens_read_more_experts_until_all_are_read() -> None:
+    """Beside 32 experts of which each token draws 2 at random."""
+    cost, draw = StepCost(0.0, 0.0, 0.0, 0.0, 32.0, 2 / 32), random.Random(0)
+    for tokens in (1, 4, 16, 64):
+        read = [len({e for _ in range(tokens) for e in draw.sample(range(32), 2)}) for _ in range(400)]
+        assert cost.seconds(tokens, context=0) == pytest.approx(sum(read) / len(read), rel=0.03)
 
 
 @pytest.mark.parametrize(("max_tokens", "max_model_len"), [(16, 4096), (2048, 20), (16, 2), (1, 1)])

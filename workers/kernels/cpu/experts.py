@@ -3,6 +3,7 @@
 
 import ctypes
 from collections.abc import Iterable
+from copy import copy
 from functools import cache
 from typing import Protocol
 
@@ -76,6 +77,7 @@ class CExperts(ctypes.Structure):
         ("slices", _number),
         ("groups", _number),
         ("group", _number),
+        ("only_slice", _number),
         ("activation", _flag),
         ("alpha", _real),
         ("limit", _real),
@@ -235,13 +237,20 @@ class CppExpertMatmul:
         assert number + 1 == shape.count
         self.structure = CExperts(
             ctypes.addressof(self._of), shape.first, shape.count, shape.hidden, shape.width, shape.slices, shape.groups,
-            shape.group or max(1, shape.count), _ACTIVATIONS[shape.activation], shape.alpha, shape.limit,
+            shape.group or max(1, shape.count), -1, _ACTIVATIONS[shape.activation], shape.alpha, shape.limit,
         )  # fmt: skip
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert's packed weights, where all are of one form."""
         return self._stacks[0].bytes + self._stacks[1].bytes
+
+    def of_slice(self, number: int) -> "CppExpertMatmul":
+        """The product of one slice of every expert's width, on the same weights."""
+        one = copy(self)
+        one.structure = CExperts.from_buffer_copy(self.structure)
+        one.structure.only_slice = number
+        return one
 
     def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         assert x.stride(1) == 1 and x.dtype == self.shape.dtype and expert_ids.dtype == torch.int32

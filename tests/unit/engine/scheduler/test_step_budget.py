@@ -27,6 +27,22 @@ def test_before_any_step_the_measured_cost_decides() -> None:
     assert budget_of(COST, 0.128).prompt_tokens(8, 50, 10_000) == 50
 
 
+MIXTURE = StepCost(0.02, 0.001, 0.0, 0.0, experts_s=0.2, expert_share=1 / 16)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 32])
+@pytest.mark.parametrize("ran", [False, True])
+def test_experts_that_prompts_bring_along_are_part_of_the_time(rows: int, ran: bool) -> None:
+    costs = StepCosts(MIXTURE)
+    if ran:  # steps as long as was measured
+        for _ in range(20):
+            costs.observe(rows, 0, MIXTURE.seconds(rows, context=0))
+            costs.observe(rows, 150, MIXTURE.seconds(rows + 150, context=0))
+    tokens = StepBudget(costs, 0.35, 1).prompt_tokens(rows, 2048, 10_000)
+    assert MIXTURE.seconds(rows + tokens, context=0) <= 0.35 < MIXTURE.seconds(rows + tokens + 2, context=0)
+    assert StepBudget(costs, 0.05, 1).prompt_tokens(rows, 2048, 10_000) == FEWEST_TOKENS
+
+
 def test_without_any_measurement_there_is_no_limit() -> None:
     costs = StepCosts(None)
     budget = StepBudget(costs, None, 1)

@@ -12,20 +12,20 @@ from oarlock.workers.kernels.cpu.build import Level
 from oarlock.workers.kernels.cpu.experts import CppExpertMatmul
 from oarlock.workers.kernels.triton import availability
 from oarlock.workers.quantization.expert_matmul import (
-    ExpertMatmul,
-    ExpertsShape,
-    ExpertWeights,
     TorchExpertMatmul,
     cpp_expert_matmul,
+    expert_matmul,
     gate_of,
 )
+from oarlock.workers.quantization.expert_weights import ExpertMatmul, ExpertsShape, ExpertWeights
 from oarlock.workers.quantization.fp8 import Fp8Weight
 from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.int4 import round_groups, rounded
 from oarlock.workers.quantization.int8 import Int8Weight, round_rows
+from oarlock.workers.quantization.matmul import GatedMatmul
 from oarlock.workers.quantization.method import DenseWeight, LinearWeight, StackedWeight, StoredRows, WeightShard
 from oarlock.workers.quantization.registry import QUANTIZATIONS
-from oarlock.workers.quantization.triton_experts import TritonExpertMatmul, expert_matmul, why_not
+from oarlock.workers.quantization.triton_experts import TritonExpertMatmul, why_not
 from oarlock.workers.quantization.weight_only import WeightOnly, of_mxfp4
 from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, threads, using
 
@@ -320,3 +320,17 @@ def test_experts_on_a_device_are_multiplied_by_its_kernels(monkeypatch: pytest.M
     monkeypatch.setattr(availability, "can_serve", lambda _: True)
     assert isinstance(expert_matmul(shape, [ExpertWeights(*weights)]), TritonExpertMatmul)
     assert why_not(ExpertWeights(StackedWeight(weights, [4, 4]), weights[1])) == "no kernel reads a StackedWeight"
+
+
+@pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
+def test_no_expert_is_packed_twice() -> None:
+    packed = []
+
+    class Counted(DenseWeight):
+        def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
+            packed.append(self)
+            return super().gated_matmul(bias, activation)
+
+    experts = [ExpertWeights(Counted(torch.zeros(64, 32)), DenseWeight(torch.zeros(32, 32))) for _ in range(3)]
+    product = expert_matmul(ExpertsShape(0, 3, 32, 32, torch.float32), experts)
+    assert isinstance(product, CppExpertMatmul) and packed == [one.gate_up for one in experts]

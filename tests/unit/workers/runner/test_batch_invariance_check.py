@@ -1,5 +1,6 @@
 """The measurement at start finds kernels that are not batch-invariant, and passes those that are."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.errors import StartupError
 from oarlock.workers.preflight import preflight
 from oarlock.workers.ranks.multiproc_executor import joint_info
+from oarlock.workers.runner.experts_invariance import batch_fault
 from oarlock.workers.runner.invariance import InvarianceResult, check_batch_invariance, one_of_each_kind
 from oarlock.workers.runner.model_runner import ModelRunner
 from tests.golden.tiny_models import make_tiny
@@ -92,6 +94,57 @@ def test_logits_that_depend_on_the_rows_are_found(runner: ModelRunner, monkeypat
     monkeypatch.setattr(runner.model.head, "product", lambda x: real(x) * (1.01 if len(x) > 2 else 1))
     result = result_of(runner)
     assert not result.batch_invariant and "logits" in result.reason
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    path = make_tiny(tmp_path_factory.mktemp("model"), "qwen2_moe", head_dim=16, decoder_sparse_step=1)
+    return loaded(path, dtype="bfloat16")
+
+
+def test_experts_are_batch_invariant(mixture: ModelRunner) -> None:
+    assert mixture.invariance.batch_invariant and mixture.rank_invariance.rank_invariant, mixture.rank_invariance
+    assert "and so did rows that crowd at an expert or choose among equally good ones" in mixture.invariance.reason
+
+
+def last_of_equal(logits: Tensor) -> tuple[Tensor, Tensor]:
+    ids = (logits.shape[1] - 1 - logits.flip(1).sort(dim=1, descending=True, stable=True).indices[:, :3]).sort(1).values
+    return ids.int(), torch.ones(ids.shape)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "planted", "said"),
+    [
+        ("router", "logits", lambda real, x: real(x) + (len(x) == 1), "a row's logits of experts is not what it is"),
+        ("router", "choose", lambda real, x: last_of_equal(x), "of experts that are equally good others than"),
+        (
+            "router",
+            "choose",
+            lambda real, x: (real(x)[0], real(x)[1] * (1.01 if len(x) == 1 else 1)),
+            "the weights of a row's experts is not what it is alone",
+        ),
+        ("routed", "product", lambda real, x, *rest: real(x, *rest) * (1.01 if len(x) < 67 else 1), "an expert that"),
+        ("shared", "product", lambda real, x, *rest: real(x, *rest) * (1.01 if len(x) == 1 else 1), "the shared exp"),
+    ],
+)
+def test_experts_whose_rows_depend_on_others_are_found(
+    mixture: ModelRunner, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, planted: Callable[..., Any], said: str
+) -> None:
+    """The faults show in made-up rows, whatever the prompt's are."""
+    experts = mixture.model.layers[0].branches[1].sublayer
+    part = getattr(experts, owner)
+    real = getattr(part, name)
+    monkeypatch.setattr(part, name, lambda *inputs: planted(real, *inputs))
+    found = batch_fault(experts)
+    assert found is not None and found.startswith("model.layers.0.mlp") and said in found
+    assert not result_of(mixture).batch_invariant
+
+
+def test_a_head_size_without_a_kernel_is_named(tmp_path: Path) -> None:
+    runner = loaded(make_tiny(tmp_path, "qwen2", head_dim=8), dtype="bfloat16")
+    said = r"of the C\+\+ kernel: it wants heads of up to 256 elements in multiples of 16, not 8"
+    assert re.search(f"torch attention \\({said}\\) in bfloat16", runner.invariance.reason), runner.invariance.reason
+    assert re.search(said, runner.rank_invariance.reason)
 
 
 def test_reference_attention_is_not_batch_invariant(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import torch
 
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.all_reduce import tree_sum
-from oarlock.workers.runner import invariance
+from oarlock.workers.kernels.cpu.experts import CppExpertMatmul
+from oarlock.workers.runner import experts_invariance, invariance
 from tests.golden import paged_run
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor
@@ -67,3 +68,25 @@ def test_ranks_that_add_in_another_order_are_found(checkpoint: Path, monkeypatch
     assert not is_invariant and reason == "the sum over 4 ranks is not that of the tree"
     monkeypatch.setattr(paged_run, "tree_sum", tree_sum)
     assert found(checkpoint, tensor_parallel_size=4)[0]
+
+
+@pytest.mark.parametrize("deals", [False, True], ids=["cut", "dealt"])
+def test_sums_of_experts_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deals: bool) -> None:
+    """The planted faults: what one rank holds adds up otherwise than in parts, and a row's experts from the last on."""
+    path = make_tiny(tmp_path, "qwen3_moe", head_dim=32, num_hidden_layers=1)
+    for size in (1, 2):
+        assert found(path, tensor_parallel_size=size, enable_expert_parallel=deals)[0]
+    real = CppExpertMatmul.__call__
+
+    def other_order(
+        product: CppExpertMatmul, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        return real(product, x, ids, weights) * (1.001 if (ids >= 0).sum(1).max() > 1 else 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CppExpertMatmul, "__call__", other_order)
+        is_invariant, reason = found(path, enable_expert_parallel=deals)
+        assert not is_invariant and reason == "model.layers.0.mlp: experts are not added up by their ids"
+    monkeypatch.setattr(experts_invariance, "tree_sum", lambda parts: torch.stack(list(parts)).flip(0).sum(0) * 1.001)
+    is_invariant, reason = found(path, enable_expert_parallel=deals)
+    assert not is_invariant and reason.endswith("parts of the sum do not add up to the sum of all")

@@ -17,7 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from oarlock.workers.attention.backend import AttentionSpec, KVSpec
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
 from oarlock.workers.attention.triton_backend import TritonBackend
-from oarlock.workers.quantization.expert_matmul import ExpertsShape, ExpertWeights
+from oarlock.workers.quantization.expert_weights import ExpertsShape, ExpertWeights
 from oarlock.workers.quantization.fixed_order import FixedOrderMatmul
 from oarlock.workers.quantization.int8 import Int8Weight
 from oarlock.workers.quantization.triton_experts import TritonExpertMatmul

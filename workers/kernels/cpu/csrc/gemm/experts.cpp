@@ -143,6 +143,7 @@ struct Step {
       const Sorted::Block &of = sorted.blocks[block];
       const T *bias = static_cast<const T *>(e.of[of.expert].down_bias);
       for (long slice = 0; slice < e.slices; slice++) {
+        if (e.only_slice >= 0 && slice != e.only_slice) continue;
         down.of[block]->multiply(panel, slice, sums);
         float *part = totals + (of.expert / e.group + slice) * size;
         const bool adds = bias && slice == 0;

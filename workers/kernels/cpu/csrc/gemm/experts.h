@@ -17,6 +17,7 @@ struct Experts {
   long first, count;
   long hidden, width, slices;  // slices: as in Product, of the width; at most one of slices and groups is more than 1
   long groups, group;          // so many experts of a group, which is added up by itself; groups are added in a tree
+  long only_slice;             // the one that is added up, all others count as 0; -1: all are
   int activation;              // the Epilogue of a gated product
   float alpha, limit;          // of kClampedGate
 };
