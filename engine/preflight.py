@@ -19,6 +19,7 @@ from oarlock.workers.capacity import (
     OpenModel,
     capacity,
     cpu_ops,
+    expert_bytes,
     free_host_bytes,
     human_bytes,
     open_model,

@@ -5,7 +5,9 @@ of the weight files; allocates nothing. Does not know speeds: `RankWork` says ho
 """
 
 import math
-from collections.abc import Mapping
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +15,9 @@ from oarlock.workers.checks.limits import check_limits, check_parallel
 from oarlock.workers.config import WorkerConfig, max_pooled_values
 from oarlock.workers.distributed.shm_ring import RingLayout
 from oarlock.workers.errors import EXIT_OUT_OF_MEMORY, StartupError
-from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, tensors_of
+from oarlock.workers.layers.decoder_spec import DecoderSpec, layers_of_stage, slices_of, tensors_of
+from oarlock.workers.layers.experts_spec import ExpertsSpec
+from oarlock.workers.layers.sharding import shard_experts
 from oarlock.workers.layers.tensor_spec import Cut
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KVShape
 from oarlock.workers.platform.host_memory import free_host_bytes, human_bytes
@@ -219,6 +223,41 @@ def _work(spec: DecoderSpec, forms: WeightForms, config: WorkerConfig, stage: in
         num_sums=len(branches) if size > 1 else 0,
         pass_bytes=0 if is_last else spec.hidden_size * item,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBytes:
+    """Bytes of routed experts on the rank of a stage that has, or reads, the most of them."""
+
+    held: int
+    read_by: Mapping[int, int]  # by tokens of a step: what it reads, on the average over routings
+
+
+_DRAWS = 200  # routings
+
+
+def expert_bytes(model: OpenModel, config: WorkerConfig, *, whole: bool, tokens: Sequence[int]) -> ExpertBytes:
+    """Experts of a rank, each cut along its width, or `whole`. All ranks read equal parts of those that the `tokens` of
+    a step have; of whole ones a step waits for the rank that reads the most. No token prefers an expert."""
+    config = config.with_(enable_expert_parallel=whole)
+    held = max(work_of(model, config), key=lambda work: work.expert_bytes)
+    spec, size = model.spec, config.tensor_parallel_size
+    if not whole:
+        share = held.expert_share
+        return ExpertBytes(
+            held.expert_bytes, {n: round(held.expert_bytes * (1.0 - (1.0 - share) ** n)) for n in tokens}
+        )
+    mixture = max((one for one in spec.sublayers if isinstance(one, ExpertsSpec)), key=lambda one: one.experts)
+    slices = slices_of(spec, forms_on(model._replace(config=config), config.device)) if config.device == "cpu" else 1
+    first = shard_experts(mixture.experts, 0, size, slices).count
+    draw, read = random.Random(0), {}
+    for count in tokens:
+        most = 0
+        for _ in range(_DRAWS):
+            chosen = {e for _ in range(count) for e in draw.sample(range(mixture.experts), mixture.router.top_k)}
+            most += max(Counter(expert // first for expert in chosen).values())
+        read[count] = round(held.expert_bytes / first * most / _DRAWS)
+    return ExpertBytes(held.expert_bytes, read)
 
 
 def cpu_ops(config: WorkerConfig) -> float:

@@ -99,8 +99,8 @@ class StepCosts:
         return None if self.measured is None else self.measured.seconds(num_rows, context=0)
 
     def prompt_tokens_in(self, seconds: float, num_rows: int, most: int) -> int:
-        """Number of prompt tokens, up to `most`, that make a step of `num_rows` rows up to `seconds` longer; `most` where
-        that is not known. The first ones cost most in a mixture: each brings experts that nobody else has."""
+        """Number of prompt tokens, up to `most`, that make a step of `num_rows` rows at most `seconds` longer; `most`
+        where that is not known. The first cost most in a mixture: they bring experts that no row has."""
         token_s = self.prompt_token_s
         if not token_s:
             return most

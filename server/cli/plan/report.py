@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from oarlock.engine.preflight import OpenModel, human_bytes
+from oarlock.engine.preflight import OpenModel, expert_bytes, human_bytes
 from oarlock.server.cli.plan.layouts import CONTEXTS, Layout, Remedy
 from oarlock.server.cli.plan.machine import Machine
 from oarlock.server.config.settings import OPTIONS
@@ -73,7 +73,7 @@ def as_text(
     best = found[0]
     lines = [model_line(model, best), machine.text, "", *aligned(_rows(machine, found))]
     if command is not None:
-        lines += ["", *_of_best(machine, best), "", f"  {command}"]
+        lines += ["", *_of_best(machine, best), *_of_experts(model, best), "", f"  {command}"]
     else:
         lines += ["", *_why_not(machine, best, helps)]
     return "\n".join(lines)
@@ -147,6 +147,22 @@ def _of_best(machine: Machine, best: Layout) -> list[str]:
     else:
         lines.append(f"Prompts: {rate(best.prompts)} tokens/s. Rates are estimates by the roofline.")
     return lines
+
+
+_USERS = (1, 16)  # whose tokens a step computes
+
+
+def _of_experts(model: OpenModel, best: Layout) -> list[str]:
+    """Experts of a rank by both ways to share them; both exchange the same bytes."""
+    config = best.capacity.config
+    if not model.spec.has_experts or config.tensor_parallel_size == 1:
+        return []
+    said = []
+    for whole, way in ((False, "cut along their width"), (True, "whole, with --enable-expert-parallel")):
+        found = expert_bytes(model, config, whole=whole, tokens=_USERS)
+        reads = " and ".join(f"{human_bytes(found.read_by[count])} of {count}" for count in _USERS)
+        said.append(f"{human_bytes(found.held)} {way} (a step reads {reads} tokens)")
+    return [f"Experts of a rank: {said[0]}; {said[1]}."]
 
 
 def _why_not(machine: Machine, best: Layout, helps: Sequence[Remedy]) -> list[str]:

@@ -1,13 +1,14 @@
 """`oarlock plan`: layouts, remedies and the command that it gives; machines by name; mistakes named by one line."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from oarlock.engine.preflight import Memory, capacity, open_model
+from oarlock.engine.preflight import Memory, capacity, human_bytes, open_model
 from oarlock.server.cli.arguments import UsageError, given_settings, parse
 from oarlock.server.cli.main import _parsers, main
 from oarlock.server.cli.plan.layouts import SIZES
@@ -178,6 +179,22 @@ def test_text_names_the_machine_the_users_and_the_command(model, capsys) -> None
     text = capsys.readouterr().out
     assert "7.62 billion parameters in bfloat16" in text and "2 x 24GB" in text and "users at 32k" in text
     assert "give --bandwidth, or a GPU by its name" in text and f"oarlock serve {model}" in text
+
+
+def test_both_ways_to_share_experts_are_shown_with_their_bytes(tmp_path: Path, capsys) -> None:
+    """Of 8 experts, 2 a token, on 4 ranks: cut ones read 2 / 8 of what a rank has, whole ones 1 of its 2 or both."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "decoder_sparse_step": 1}
+    shape = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 2}
+    mixture = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B | experts | shape | mixture))
+    words = ["plan", str(tmp_path), "--gpus", "4xH100"]
+    assert main([*words, "-tp", "4"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Experts of a rank: ")]
+    held = 2 * 3 * 8 * 1024 * 1024 * 2 // 4
+    assert f"{human_bytes(held)} cut along their width (a step reads {human_bytes(held // 4)} of 1 and " in line
+    whole = re.search(r"whole, with --enable-expert-parallel \(a step reads ([0-9.]+) MiB of 1 and", line)
+    assert whole is not None and held / 2 < float(whole[1]) * 2**20 < held  # 1 in 7 draws has both on one rank
+    assert main([*words, "-tp", "1"]) == 0 and "Experts of a rank" not in capsys.readouterr().out
 
 
 def test_help_of_every_command_stays_quick() -> None:
