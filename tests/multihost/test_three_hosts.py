@@ -26,10 +26,11 @@ def hosts():
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Models by the way they are divided; the heads of the first fit three ranks. Answers of both may be long."""
-    heads = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    """Models by the way they are divided; the heads of the first, a mixture, fit three ranks. Answers of both may be
+    long."""
+    heads = {"hidden_size": 96, "head_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 3}
     folder = tmp_path_factory.mktemp("models")
-    by_heads = make_tiny(folder, "llama", tokenizer=True, max_position_embeddings=2 * LONG, **heads)
+    by_heads = make_tiny(folder, "qwen3_moe", tokenizer=True, max_position_embeddings=2 * LONG, **heads)
     return {"-tp": by_heads, "-pp": long_context_demo(folder)}
 
 

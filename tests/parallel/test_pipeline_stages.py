@@ -58,6 +58,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 9, "query_pre_attn_scalar": 32},
     "phi3": {"hidden_size": 128},
     "qwen3": {},
+    "qwen2_moe": {"decoder_sparse_step": 1},
 }
 WIDE = SHAPE | {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": False}  # in whole blocks
 STORED = ("gptq-4-64-asym", "integers-channel", "fp8-block", "gguf")  # as other programs round weights
@@ -71,6 +72,7 @@ CASES = [
     pytest.param("qwen2", "bfloat16", "int8", "int8", 2, (2,), marks=pytest.mark.soak),
     ("mistral", "bfloat16", "none", "auto", 1, (2,)),
     ("gemma3_text", "bfloat16", "int4", "auto", 1, (2, 5)),
+    ("qwen2_moe", "bfloat16", "none", "auto", 1, (2,)),
     pytest.param("gemma2", "float32", "none", "auto", 1, (3,), marks=pytest.mark.soak),
     pytest.param("phi3", "bfloat16", "none", "auto", 1, (2,), marks=pytest.mark.soak),
     pytest.param("qwen3", "bfloat16", "none", "auto", 1, (3,), marks=pytest.mark.soak),
@@ -173,12 +175,13 @@ def test_every_answer_has_the_bits_of_one_stage(
     assert preemptions > 0 or family in ("mistral", "gemma2", "gemma3_text")  # windows give blocks back
 
 
-def test_drafts_change_no_bit(checkpoints: dict[str, Path]) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe"])
+def test_drafts_change_no_bit(checkpoints: dict[str, Path], family: str) -> None:
     """Few ids are allowed, so that lookups find something."""
     kinds = ({}, {"logprobs": 2}, {"temperature": 0.7}, {"frequency_penalty": 0.3})
     kinds = tuple(kind | {"allowed_token_ids": (5, 9, 13)} for kind in kinds)
     form = "bfloat16", "none", "auto", 1
-    one, two = start(checkpoints["qwen2"], *form, 1), start(checkpoints["qwen2"], *form, 2)
+    one, two = start(checkpoints[family], *form, 1), start(checkpoints[family], *form, 2)
     expected, _ = run(one, kinds)
     got, engine = run(two, kinds, drafts=SpeculativeConfig(4, 3, 1))
     assert got == expected

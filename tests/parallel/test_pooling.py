@@ -224,7 +224,14 @@ def test_vectors_that_are_not_finite_end_their_request_alone(
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("qwen3", "float32"), ("gemma2", "float32"), ("llama", "bfloat16"), ("qwen2", "bfloat16")]
+    ("family", "dtype"),
+    [
+        ("qwen3", "float32"),
+        ("gemma2", "float32"),
+        ("qwen3_moe", "float32"),
+        ("llama", "bfloat16"),
+        ("qwen2", "bfloat16"),
+    ],
 )
 def test_vectors_are_transformers_hidden_states(tmp_path: Path, family: str, dtype: str) -> None:
     """The bound of `tests/golden/layer_compare.py`: twice transformers' own distance from float64, or one rounding."""

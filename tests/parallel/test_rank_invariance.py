@@ -40,6 +40,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "olmo2": {},
     "cohere2": {"hidden_size": 256, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen2_moe": {},
 }
 # dtype, quantisation, KV cache
 FORMS = ("bfloat16", "float16", "float32", "bfloat16-int8", "bfloat16-int4", "bfloat16-none-int8", "float32-int8-fp8")
@@ -125,9 +126,10 @@ def test_prompts_have_the_same_bits_at_every_number_of_ranks(checkpoints: dict[s
         ranks.close()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "olmo2", "cohere2"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "olmo2", "cohere2", "qwen2_moe"])
 def test_other_families(checkpoints: dict[str, Path], family: str) -> None:
-    """Without biases after the sums, with norms after them, with a norm over the heads of all ranks, side by side."""
+    """Without biases after the sums, with norms after them, with a norm over the heads of all ranks, side by side, and
+    with sums over experts."""
     requests = make_requests(24)
     answers = []
     for size, num_threads in ((1, 1), (1, 4), (2, 2), (4, 1), (8, 1)):
@@ -166,6 +168,18 @@ def test_the_shape_of_a_real_model_on_processes(tmp_path: Path, form: str) -> No
         answers.append(DirectEngine(executor).run(make_requests(16)))
         executor.close()
     assert differences(*answers) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("deals", [False, True], ids=["cut", "dealt"])
+def test_a_mixture_on_eight_processes(checkpoints: dict[str, Path], deals: bool) -> None:
+    one = start(checkpoints["qwen2_moe"], "bfloat16", 1)
+    config = one.config.with_(enable_expert_parallel=deals)
+    eight = start_executor(config.with_(tensor_parallel_size=8), lambda *_: None)
+    assert eight.info.rank_invariant and eight.info.batch_invariant, eight.info
+    got = run(eight, make_requests(8))
+    eight.close()
+    assert differences(run(ThreadExecutor(config) if deals else one, make_requests(8)), got) == []
 
 
 @pytest.mark.parametrize(
