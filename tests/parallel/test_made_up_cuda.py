@@ -22,23 +22,31 @@ from oarlock.engine.types import Grammar, Request, SamplingParams
 from oarlock.workers.attention.backend import LayerKV
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed import parallel_state, rank_groups
-from oarlock.workers.distributed.all_reduce import DeviceSum
+from oarlock.workers.distributed.all_reduce import DeviceSum, Sum
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.distributed.topology import RendezvousInfo
 from oarlock.workers.errors import StartupError
 from oarlock.workers.kv_tiers.rank_offload import make_slots
+from oarlock.workers.layers.experts import Experts
+from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import StepMetadata, StepOutput
+from oarlock.workers.quantization.expert_matmul import TorchExpertMatmul
+from oarlock.workers.quantization.expert_weights import ExpertsShape, ExpertWeights
+from oarlock.workers.quantization.method import DenseWeight
+from oarlock.workers.quantization.triton_experts import GROUPED, TILES, TritonExpertMatmul
 from oarlock.workers.ranks.spawn_ranks import RankArguments
 from oarlock.workers.runner import worker_process
 from oarlock.workers.runner.cuda_graphs import CudaGraph, CudaGraphs
 from oarlock.workers.runner.device import use_device
+from oarlock.workers.runner.expert_ways import measured_ways
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.pending_output import AnsweringThread, wait_for
 from oarlock.workers.runner.step_inputs import StagingBuffer
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
+from oarlock.workers.weights.source import DummyWeights
 from tests.golden.paged_run import RankThreads, ThreadRank, on_ranks
 from tests.golden.tiny_models import make_tiny
 from tests.interpreted_products import multiply_row_by_row
@@ -223,6 +231,65 @@ def test_sums_in_the_models_type_lose_no_more_than_one_ranks_rounding(cuda: Made
     exact = x.double() @ weight.double().T
     ours, alone = ((found.double() - exact).square().mean().sqrt() for found in (first, x @ weight.T))
     assert ours < 2.0 * alone
+
+
+def test_sums_of_experts_are_exchanged_in_the_models_type(cuda: MadeUpCuda) -> None:
+    """As other sums: of the routed and of the shared ones, rounded once on each rank."""
+    spec = ExpertsSpec(3, 8, RouterSpec(2), shared=SharedSpec(8))
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(3))
+
+    def sums(tp: TensorParallel, device: str, dtype: torch.dtype) -> Tensor:
+        if device == "cuda":
+            cuda.set_device(tp.rank)
+        place = Placement(tp, dtype, torch.device(device, tp.rank) if device == "cuda" else torch.device("cpu"))
+        experts = Experts("model.layers.0.mlp", spec, 0, 16, place)
+        for part in experts.parts:
+            part.load(DummyWeights(3))
+        routed, shared = experts.sums((x * 30).to(dtype).to(place.device))
+        assert shared is not None and routed.dtype == shared.dtype == (dtype if device == "cuda" else torch.float32)
+        return torch.cat((routed, shared)).float().cpu()
+
+    (exact,) = on_ranks(1, lambda tp: sums(tp, "cpu", torch.float32))
+    first, second = on_ranks(2, lambda tp: sums(tp, "cuda", torch.float16))
+    assert torch.equal(first, second) and (first - exact).norm() <= 2e-3 * exact.norm()
+
+
+def test_every_way_of_experts_is_captured_and_compiled_when_it_is_timed(
+    cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply_row_by_row(monkeypatch)
+    draw = torch.Generator().manual_seed(1)
+    weights = [[torch.randn(size, generator=draw).div_(5).bfloat16() for size in ((32, 32), (32, 16))] for _ in "1234"]
+    shape = ExpertsShape(0, 4, 32, 16, torch.bfloat16)
+    product = TritonExpertMatmul(shape, [ExpertWeights(*(DenseWeight(w.to(DEVICE)) for w in one)) for one in weights])
+    judge = TorchExpertMatmul(shape, [ExpertWeights(*map(DenseWeight, one)) for one in weights])
+    timed = []
+
+    def seconds(work: Sum, x: Tensor) -> float:
+        timed.append(product.chosen[0])
+        work(x)
+        return float(len(timed))
+
+    product.chosen, line = measured_ways(product, 2, 16, seconds)
+    assert [way for _, way in timed] == [*TILES, GROUPED] * 2 and "no grouped_mm" not in line
+    known = set(cuda.variants)
+    for way in (*TILES, GROUPED):
+        product.chosen = [(1, way)]
+        x, out = torch.zeros(9, 32, device=DEVICE).bfloat16(), torch.zeros(9, 32, device=DEVICE)
+        ids, shares = torch.zeros((9, 2), dtype=torch.int32, device=DEVICE), torch.zeros((9, 2), device=DEVICE)
+        graph = CudaGraphs().capture(partial(_into, out, product, x, ids, shares))
+        rows = torch.randn(9, 32, generator=draw).bfloat16()
+        chosen = torch.rand(9, 4, generator=draw).topk(2).indices.sort(1).values.int()
+        for into, numbers in ((x, rows), (ids, chosen), (shares, torch.full((9, 2), 0.5))):
+            into.copy_(numbers)
+        graph.replay()
+        wanted = judge(rows, chosen, torch.full((9, 2), 0.5))
+        assert (out.cpu() - wanted).norm() <= 1e-2 * wanted.norm(), way
+    assert cuda.variants == known
+
+
+def _into(out: Tensor, product: TritonExpertMatmul, *inputs: Tensor) -> None:
+    out.copy_(product(*inputs))
 
 
 def test_a_rank_joins_the_others_on_its_own_device(cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch) -> None:

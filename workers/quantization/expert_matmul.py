@@ -14,13 +14,12 @@ from collections.abc import Iterable
 from itertools import chain
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu.experts import CppExpertMatmul, can_stack
 from oarlock.workers.quantization import triton_experts
-from oarlock.workers.quantization.expert_weights import ExpertMatmul, ExpertsShape, ExpertWeights
+from oarlock.workers.quantization.expert_weights import ExpertMatmul, ExpertsShape, ExpertWeights, gate_of
 from oarlock.workers.quantization.matmul import GatedMatmul, Matmul
 
 
@@ -68,21 +67,6 @@ class TorchExpertMatmul:
         if bias is not None:
             found[0] = found[0] + bias.float()
         return found
-
-
-def gate_of(both: Tensor, shape: ExpertsShape) -> Tensor:
-    """The gated product of `both` [T, 2 * width], gate before up: float32 [T, width].
-
-    In float64: torch computes the last few elements of an array with another exponential function, by whose last bits a
-    token would depend on its place; rounding hides them.
-    """
-    gate, up = both.double().chunk(2, 1)
-    if shape.activation == "clamped_swiglu":
-        gate, up = gate.clamp(max=shape.limit), up.clamp(-shape.limit, shape.limit) + 1.0
-        gate = gate * torch.sigmoid(shape.alpha * gate)
-    else:
-        gate = F.silu(gate) if shape.activation == "silu" else F.gelu(gate, approximate="tanh")
-    return (gate * up).float()
 
 
 def cpp_expert_matmul(shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> CppExpertMatmul:

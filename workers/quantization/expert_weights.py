@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.quantization.method import LinearWeight
@@ -45,3 +46,18 @@ class ExpertMatmul(Protocol):
         `x` [T, hidden]; `expert_ids` int32 [T, k] ascending in each row, of which those of other ranks are skipped;
         `weights` float32 [T, k].
         """
+
+
+def gate_of(both: Tensor, shape: ExpertsShape, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The gated product of `both` [T, 2 * width], gate before up: float32 [T, width].
+
+    In float64: on the CPU torch computes the last few elements of an array with another exponential function, by whose
+    last bits a token would depend on its place; rounding hides them.
+    """
+    gate, up = both.to(dtype).chunk(2, 1)
+    if shape.activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=shape.limit), up.clamp(-shape.limit, shape.limit) + 1.0
+        gate = gate * torch.sigmoid(shape.alpha * gate)
+    else:
+        gate = F.silu(gate) if shape.activation == "silu" else F.gelu(gate, approximate="tanh")
+    return (gate * up).float()

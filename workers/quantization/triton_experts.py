@@ -1,24 +1,30 @@
-"""Products with experts on a CUDA device, by kernels in Triton (`kernels/triton/experts.py`).
+"""Products with experts on a CUDA device, by kernels in Triton (`kernels/triton/experts.py`), or torch's grouped ones.
 
 Four launches a layer, whose grids follow from the numbers of tokens and experts alone, so that graphs can record them.
-`TorchExpertMatmul` is the judge.
+torch's products of bfloat16 are others between the same sorting and adding; which way is fastest for a number of tokens
+is measured at start (`runner/expert_ways.py`). `TorchExpertMatmul` is the judge.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.triton import availability
-from oarlock.workers.quantization.expert_weights import ExpertsShape, ExpertWeights
+from oarlock.workers.quantization.expert_weights import ExpertsShape, ExpertWeights, gate_of
 from oarlock.workers.quantization.fixed_order import FixedOrderWeight
 from oarlock.workers.quantization.method import DenseWeight, LinearWeight
 from oarlock.workers.quantization.weight_only import UNITS, WeightOnly
 
 # Pairs of a token and an expert in a block: the fewest, of decodes, and those of prompts.
 BLOCKS = (16, 64, 128)
+TILES = {f"tiles of {block}": block for block in BLOCKS}  # ways to multiply, by name
+GROUPED = "grouped_mm"
+_HOPPER, _BLACKWELL = 9, 10  # major numbers of devices with torch's kernel; on others it waits for the host
+_ALIGNED = 8  # numbers of 16 bits: rows that torch's kernel reads begin at multiples of these
 _SORTED = 1024  # pairs at a time
 _ADDED = 1024  # outputs of one program that adds experts up
 _PARTIAL_BYTES = 128 << 20  # of results before they are added up; more tokens are multiplied one part after another
@@ -82,6 +88,8 @@ class TritonExpertMatmul:
 
     def __init__(self, shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> None:
         self.shape = shape
+        # Ways, each with the most tokens that it is for; beyond the last as at the last. Empty: not measured.
+        self.chosen: list[tuple[int, str]] = []
         self.gate_up: _Product | None = None
         self.down: _Product | None = None
         number = -1
@@ -110,22 +118,27 @@ class TritonExpertMatmul:
 
         kernels: Any = kernels_of  # a kernel's call compiles it: no annotation describes its arguments
         shape, (tokens, top_k), device = self.shape, ids.shape, x.device
-        pairs = tokens * top_k
-        block = self.block(pairs)
+        pairs, way = tokens * top_k, self.way(tokens, tokens * top_k)
+        block = TILES.get(way, BLOCKS[-1])
         # Blocks at most: one that is not full for each expert in use.
         blocks = min(pairs, shape.count + pairs // block)
         power = 1 << shape.count.bit_length()
         starts, pairs_of = (torch.empty(count, dtype=torch.int32, device=device) for count in (power, pairs))
+        if way == GROUPED:
+            pairs_of.fill_(pairs)  # the rows of pairs of other ranks, which are not sorted
         table = torch.empty((3, blocks), dtype=torch.int32, device=device)
         kernels.sort_pairs[(1,)](
             ids, starts, pairs_of, table, pairs, blocks, shape.first, EXPERTS=shape.count, E_POW=power, BLOCK_M=block,
             SIZE=_SORTED, num_warps=8,
         )  # fmt: skip
-        inner = torch.empty((pairs, shape.width), dtype=shape.dtype, device=device)
-        partial = torch.empty((shape.slices, pairs, shape.hidden), dtype=torch.float32, device=device)
-        sorted_pairs, kernel = (pairs_of, table, block, top_k), kernels.multiply_experts
-        self._multiply(kernel, x, self.gate_up, inner, *sorted_pairs, shape.activation)
-        self._multiply(kernel, inner, self.down, partial, *sorted_pairs, "")
+        if way == GROUPED:
+            partial = self._grouped(x, pairs_of, starts[: shape.count], top_k)
+        else:
+            inner = torch.empty((pairs, shape.width), dtype=shape.dtype, device=device)
+            partial = torch.empty((shape.slices, pairs, shape.hidden), dtype=torch.float32, device=device)
+            sorted_pairs, kernel = (pairs_of, table, block, top_k), kernels.multiply_experts
+            self._multiply(kernel, x, self.gate_up, inner, *sorted_pairs, shape.activation)
+            self._multiply(kernel, inner, self.down, partial, *sorted_pairs, "")
         lanes = shape.slices * shape.groups
         out = torch.empty((lanes, tokens, shape.hidden), dtype=torch.float32, device=device)
         kernels.add_experts[(tokens, -(-shape.hidden // _ADDED), lanes)](
@@ -160,11 +173,54 @@ class TritonExpertMatmul:
             BIAS=weight.bias is not None, BLOCK_M=block, **chosen, **weight.constants(x.dtype),
         )  # fmt: skip
 
-    def block(self, pairs: int) -> int:
-        """Pairs of a block: as many as experts get on the average; one number where bits must not depend on that."""
-        if self.is_fixed or self.shape.dtype == torch.float32:
-            return BLOCKS[0]
-        return next((block for block in BLOCKS if pairs <= block * self.shape.count), BLOCKS[-1])
+    def _grouped(self, x: Tensor, pairs_of: Tensor, ends: Tensor, top_k: int) -> Tensor:
+        """Results of pairs by torch's grouped products: float32 [pairs + 1, hidden], the last of those of other ranks.
+
+        `pairs_of` as sorted, with the number of all pairs in place of those of other ranks; `ends` int32 [E]: behind
+        the pairs of each expert, as sorting leaves `starts`.
+        """
+        gate_up, down = self.weights()
+        rows = (pairs_of // top_k).clamp_(max=len(x) - 1)
+        both = F.grouped_mm(x.index_select(0, rows), gate_up.transpose(1, 2), offs=ends)  # [pairs, 2 * width]
+        inner = gate_of(both, self.shape, torch.float32).to(x.dtype)
+        results = F.grouped_mm(inner, down.transpose(1, 2), offs=ends)
+        partial = torch.empty((len(pairs_of) + 1, self.shape.hidden), dtype=torch.float32, device=x.device)
+        return partial.index_copy_(0, pairs_of.long(), results.float())
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether weights have 4 or 8 bits."""
+        return self.gate_up is not None and self.gate_up.stored is not None
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """The first part of gate and up, and of down, of all experts: [E, N, ...]."""
+        assert self.gate_up is not None and self.down is not None
+        return self.gate_up.arguments()[0], self.down.arguments()[0]
+
+    def way(self, tokens: int, pairs: int) -> str:
+        """The way to multiply; before any is measured, with as many pairs in a tile as experts get on the average."""
+        if self.chosen:
+            return next((way for most, way in self.chosen if tokens <= most), self.chosen[-1][1])
+        ways = self.ways()
+        return next((way for way in ways if pairs <= TILES.get(way, 0) * self.shape.count), ways[-1])
+
+    def ways(self) -> list[str]:
+        """Ways to multiply: one where bits must not depend on the number of tokens."""
+        return [*TILES][:1] if self.is_fixed or self.shape.dtype == torch.float32 else [*TILES]
+
+    def why_not_grouped(self) -> str | None:
+        """The reason why torch's grouped products do not serve; None: they do."""
+        shape, gate_up = self.shape, self.gate_up
+        if shape.dtype != torch.bfloat16 or gate_up is None or gate_up.stored is not None:
+            return "weights are not bfloat16"
+        if gate_up.bias is not None or shape.slices > 1:
+            return "experts have biases" if gate_up.bias is not None else "widths are in slices"
+        if shape.hidden % _ALIGNED or shape.width % _ALIGNED:
+            return f"{shape.hidden} or {shape.width} inputs are no multiple of {_ALIGNED}"
+        if availability.amd_architecture() is not None:
+            return "torch has a kernel for CUDA alone"
+        major, minor = torch.cuda.get_device_capability(gate_up.arguments()[0].device)
+        return None if major in (_HOPPER, _BLACKWELL) else f"torch has no kernel for devices of {major}.{minor}"
 
 
 def why_not(first: ExpertWeights) -> str | None:

@@ -1,6 +1,7 @@
 """Every product with experts against a loop in float64, in every form of weights, and what a token's bits depend on."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -25,7 +26,7 @@ from oarlock.workers.quantization.int8 import Int8Weight, round_rows
 from oarlock.workers.quantization.matmul import GatedMatmul
 from oarlock.workers.quantization.method import DenseWeight, LinearWeight, StackedWeight, StoredRows, WeightShard
 from oarlock.workers.quantization.registry import QUANTIZATIONS
-from oarlock.workers.quantization.triton_experts import TritonExpertMatmul, why_not
+from oarlock.workers.quantization.triton_experts import GROUPED, TritonExpertMatmul, why_not
 from oarlock.workers.quantization.weight_only import WeightOnly, of_mxfp4
 from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, threads, using
 
@@ -33,14 +34,15 @@ HIDDEN, WIDTH, EXPERTS = 72, 128, 5
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # of products in Triton, else interpreted
 
 
-def in_triton(shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> ExpertMatmul:
-    """The product on a device; inputs and results are on the host."""
+def in_triton(shape: ExpertsShape, experts: Iterable[ExpertWeights], way: str | None = None) -> ExpertMatmul:
+    """The product on a device; inputs and results are on the host. `way`: for all numbers of tokens."""
 
     def placed(one: ExpertWeights) -> ExpertWeights:
         biases = (None if bias is None else bias.to(DEVICE) for bias in (one.gate_up_bias, one.down_bias))
         return ExpertWeights(one.gate_up.on(DEVICE), one.down.on(DEVICE), *biases)
 
     product = TritonExpertMatmul(shape, map(placed, experts))
+    product.chosen = [] if way is None else [(1, way)]
     return lambda *inputs: product(*(part.to(DEVICE) for part in inputs)).cpu()
 
 
@@ -48,9 +50,10 @@ MAKERS: dict[str, Callable[..., ExpertMatmul]] = {
     "torch": TorchExpertMatmul,
     "cpp": cpp_expert_matmul,
     "triton": in_triton,
+    "grouped": partial(in_triton, way=GROUPED),
 }
 MISSING = {"cpp": NO_KERNELS is not None, "triton": find_spec("triton") is None}
-PRODUCTS = [kind for kind in MAKERS if not MISSING.get(kind)]
+PRODUCTS = [kind for kind in MAKERS if not MISSING.get(kind) and kind != "grouped"]
 # Form of weights and type of x -> how far results may be from float64, as a share of their size. int8 and int4 round
 # inputs to 8 bits, and weights are compared as they were before they were rounded.
 FORMS = {
@@ -176,6 +179,18 @@ def test_results_are_those_of_a_loop_in_float64(kind: str, tokens: int, form: st
         exact, found = experts.exact(x, *chosen), product(x, *chosen)
         assert found.dtype == torch.float32 and found.shape == exact.shape
         assert (found - exact).norm() <= FORMS[form, dtype] * exact.norm()
+
+
+@pytest.mark.skipif("triton" not in PRODUCTS, reason="Triton is not installed")
+@pytest.mark.parametrize("shape", [{}, {"activation": "gelu_tanh"}, {"activation": "clamped_swiglu"}], ids=str)
+def test_torchs_grouped_products_are_near_too(shape: dict[str, object]) -> None:
+    """Of all experts, and of a rank with some of them; what is between the products is rounded to bfloat16."""
+    experts, x, chosen = Experts("none", torch.bfloat16, **shape), inputs(130, torch.bfloat16), routed(130, 4)
+    exact = experts.exact(x, *chosen)
+    assert (experts.rank("grouped")(x, *chosen) - exact).norm() <= 1e-2 * exact.norm()
+    if not shape:
+        parts = [experts.dealt("grouped", *part, 1, 0)(x, *chosen) for part in ((0, 3), (3, 2))]
+        assert (parts[0] + parts[1] - exact).norm() <= 1e-2 * exact.norm()
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)

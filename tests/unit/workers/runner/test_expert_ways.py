@@ -1,0 +1,125 @@
+"""Of the ways to multiply experts on a device each number of tokens takes the fastest, by planted times."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from oarlock.workers.distributed.all_reduce import Sum
+from oarlock.workers.distributed.parallel_state import TensorParallel
+from oarlock.workers.layers.experts import Experts
+from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
+from oarlock.workers.layers.placement import Placement
+from oarlock.workers.quantization.expert_weights import ExpertsShape, ExpertWeights
+from oarlock.workers.quantization.fixed_order import FixedOrderWeight
+from oarlock.workers.quantization.method import DenseWeight
+from oarlock.workers.quantization.triton_experts import GROUPED, TILES, TritonExpertMatmul
+from oarlock.workers.runner import expert_ways
+from oarlock.workers.runner.expert_ways import choose_expert_ways, measured_ways
+from tests.interpreted_products import multiply_row_by_row
+
+SMALL, MIDDLE, LARGE = TILES
+HOPPER = (9, 0)
+
+
+def product_of(
+    dtype: torch.dtype = torch.bfloat16, *, width: int = 16, form: Callable[[Tensor], Any] = DenseWeight
+) -> TritonExpertMatmul:
+    draw = torch.Generator().manual_seed(1)
+
+    def weight(rows: int, inputs: int) -> Any:
+        return form(torch.randn((rows, inputs), generator=draw).div_(inputs**0.5).to(dtype))
+
+    experts = [ExpertWeights(weight(2 * width, 32), weight(32, width)) for _ in range(4)]
+    return TritonExpertMatmul(ExpertsShape(0, 4, 32, width, dtype), experts)
+
+
+def times_of(product: TritonExpertMatmul, fastest: dict[int, str]) -> Callable[[Sum, Tensor], float]:
+    """Planted times, and no launch. `fastest`: by number of tokens."""
+
+    def seconds(work: Sum, x: Tensor) -> float:
+        ((tokens, way),) = product.chosen
+        assert tokens == len(x)
+        return 1e-6 if fastest[tokens] == way else 3e-6
+
+    return seconds
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    multiply_row_by_row(monkeypatch)
+
+
+def test_every_number_of_tokens_takes_the_way_of_the_next_larger_one() -> None:
+    product = product_of()
+    fastest = {1: SMALL, 16: LARGE, 64: SMALL, 256: MIDDLE, 1024: GROUPED, 2048: LARGE}
+    product.chosen, line = measured_ways(product, 2, 2048, times_of(product, fastest))
+    assert product.chosen == list(fastest.items())
+    taken = {tokens: product.way(tokens, 2 * tokens) for tokens in (1, 2, 16, 17, 200, 300, 1024, 1025, 5000)}
+    assert taken == {
+        1: SMALL, 2: LARGE, 16: LARGE, 17: SMALL, 200: MIDDLE, 300: GROUPED, 1024: GROUPED, 1025: LARGE, 5000: LARGE,
+    }  # fmt: skip
+    assert line.startswith(
+        "1 tokens by tiles of 16 (tiles of 16 1, tiles of 64 3, tiles of 128 3, grouped_mm 3 us); 16"
+    )
+
+
+@pytest.mark.parametrize(
+    ("product", "reason"),
+    [
+        (lambda: product_of(torch.float16), "weights are not bfloat16"),
+        (lambda: product_of(width=12), "32 or 12 inputs are no multiple of 8"),
+    ],
+)
+def test_where_torchs_products_do_not_serve_the_line_says_why(
+    product: Callable[[], TritonExpertMatmul], reason: str
+) -> None:
+    made = product()
+    chosen, line = measured_ways(made, 2, 16, times_of(made, {1: GROUPED, 16: MIDDLE}))
+    assert chosen == [(1, SMALL), (16, MIDDLE)] and line.endswith(f"; no grouped_mm: {reason}")
+
+
+def test_of_other_devices_torch_waits_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert product_of().why_not_grouped() == "torch has no kernel for devices of 8.6"
+
+
+def test_results_that_are_wrong_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, real = product_of(), TritonExpertMatmul._grouped
+    monkeypatch.setattr(TritonExpertMatmul, "_grouped", lambda *inputs: real(*inputs) * 1.1)
+    chosen, line = measured_ways(product, 2, 16, times_of(product, {1: GROUPED, 16: GROUPED}))
+    assert chosen == [(1, SMALL), (16, SMALL)] and line.endswith("; no grouped_mm: its results are wrong")
+
+
+def test_where_bits_must_not_depend_on_the_tokens_there_is_one_way() -> None:
+    for product in (product_of(form=FixedOrderWeight), product_of(torch.float32)):
+        assert product.ways() == [SMALL] and {product.way(n, 2 * n) for n in (1, 999)} == {SMALL}
+
+
+def test_each_kind_of_experts_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers with routed experts and a shared one of another width."""
+    place = Placement(TensorParallel.solo(), torch.bfloat16, torch.device("cpu"))
+    spec = ExpertsSpec(4, 16, RouterSpec(2), shared=SharedSpec(24))
+    layers = [Experts(f"{number}", spec, number, 32, place) for number in range(2)]
+    for experts in layers:
+        experts.routed.product = product_of()
+        assert experts.shared is not None
+        experts.shared.product = product_of(width=24)
+    measured = []
+
+    def planted(product: TritonExpertMatmul, of_each: int, most: int) -> tuple[list[tuple[int, str]], str]:
+        measured.append((product.shape.width, of_each, most))
+        return [(most, LARGE if product.shape.width == 16 else MIDDLE)], ""
+
+    monkeypatch.setattr(expert_ways, "measured_ways", planted)
+    monkeypatch.setattr(expert_ways, "mixtures_of", lambda given: given)
+    choose_expert_ways(SimpleNamespace(layers=layers), 64)  # ty: ignore[invalid-argument-type]
+    assert measured == [(16, 2, 64), (24, 1, 64)]
+    for experts in layers:
+        assert experts.routed.product.chosen == [(64, LARGE)] and experts.shared.product.chosen == [(64, MIDDLE)]
