@@ -1,4 +1,4 @@
-"""Of the ways to multiply experts on a device each number of tokens takes the fastest, by planted times."""
+"""The way to multiply experts on a device is the fastest for each number of tokens, by planted times."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
