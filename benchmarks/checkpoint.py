@@ -1,7 +1,7 @@
 """Checkpoints for benchmarks: the shape of a real model, seeded random weights, made once outside the repository.
 
-Speed depends on shapes and not on the values of weights, so nothing need be downloaded. The files are written by
-transformers' own classes, so that any server can read them.
+Speed depends on shapes and not on the values of weights, so nothing need be downloaded. The files of dense models are
+written by transformers' own classes, so that any server can read them; mixtures of experts are in `mixtures.py`.
 
     python -m benchmarks.checkpoint --shape 0.5b     # prints the directory, making it if it is not there
 """
@@ -14,6 +14,8 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+
+from benchmarks import mixtures
 
 # Qwen2.5 as published: 0.5B has 494 million parameters (988 MB in bfloat16), 1.5B has 1,544 million (3.1 GB). `quick`
 # is the same architecture in a second, for trying the programs themselves; `small` is for what takes many prompts.
@@ -56,6 +58,17 @@ SHAPES: dict[str, dict[str, int]] = {
     },
 }
 SEED = 20_25
+ALL = (*SHAPES, *mixtures.MIXTURES)
+
+
+def vocab_size(shape: str) -> int:
+    return (SHAPES.get(shape) or mixtures.MIXTURES[shape])["vocab_size"]
+
+
+def title(shape: str) -> str:
+    """The name of the model whose shape it is."""
+    published = {"granite-1b-a400m": "Granite 3.1 1B-A400M", "olmoe-1b-7b": "OLMoE 1B-7B"}
+    return published.get(shape, f"Qwen2.5-{shape.upper()}")
 
 
 def cache_folder() -> Path:
@@ -64,7 +77,9 @@ def cache_folder() -> Path:
 
 
 def parameters(shape: str) -> tuple[int, int]:
-    """Number of parameters, in all and outside the embedding, of a shape whose head is tied to its embedding."""
+    """Number of parameters that are read for one token, with the output head and without it."""
+    if shape in mixtures.MIXTURES:
+        return mixtures.active_parameters(shape)
     s = SHAPES[shape]
     hidden, head = s["hidden_size"], s["hidden_size"] // s["num_attention_heads"]
     kv = s["num_key_value_heads"] * head
@@ -76,14 +91,18 @@ def parameters(shape: str) -> tuple[int, int]:
 
 def ensure(shape: str = "0.5b", *, folder: Path | None = None) -> Path:
     """The directory of the checkpoint. It is written whole or not at all, so an interrupted attempt is not used."""
-    name = "qwen2-quick" if shape == "quick" else f"qwen2-{shape}-random"
+    is_mixture = shape in mixtures.MIXTURES
+    name = "qwen2-quick" if shape == "quick" else f"{shape}-random" if is_mixture else f"qwen2-{shape}-random"
     out = (folder or cache_folder()) / name
-    if not (out / "model.safetensors").exists():
+    if not (out / "config.json").exists():
         partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
         shutil.rmtree(partial, ignore_errors=True)
         print(f"making {out}", file=sys.stderr, flush=True)
-        _write_model(SHAPES[shape], partial)
-        _write_tokenizer(SHAPES[shape]["vocab_size"], partial)
+        if is_mixture:
+            mixtures.write(shape, partial, SEED)
+        else:
+            _write_model(SHAPES[shape], partial)
+        _write_tokenizer(vocab_size(shape), partial)
         shutil.rmtree(out, ignore_errors=True)
         partial.rename(out)
     return out
@@ -132,7 +151,7 @@ def prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[in
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shape", choices=SHAPES, default="0.5b")
+    parser.add_argument("--shape", choices=ALL, default="0.5b")
     print(ensure(parser.parse_args().shape))
     return 0
 

@@ -31,10 +31,16 @@ def python(name: str) -> Path:
     return folder(name) / "bin" / "python"
 
 
+def pinned_commit(name: str) -> tuple[str, str]:
+    """The repository and the commit of a peer that is built from these."""
+    repository, commit = (PINS / f"{name}.txt").read_text().splitlines()[-1].split()
+    return repository, commit
+
+
 def fingerprint(name: str) -> str:
     """Fingerprint of what an installation is made from: it is made again when this changes."""
     parts = [sys.version, importlib.metadata.version("torch"), (PINS / f"{name}.txt").read_text()]
-    if name == "llamacpp":  # compiled for the processor at hand
+    if name in ("llamacpp", "ik_llamacpp"):  # compiled for the processor at hand
         parts += [LLAMACPP_ARCHIVE, platform.machine(), *_features()]
     if name == "vllm":
         parts.append(VLLM_WHEEL)

@@ -122,7 +122,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that was measured, as it is written to JSON."""
     wanted = points(args)
     longest = max(input_tokens + output_tokens for _, _, input_tokens, output_tokens in wanted.values())
-    vocab_size = checkpoint.SHAPES[args.shape]["vocab_size"]
+    vocab_size = checkpoint.vocab_size(args.shape)
     most = max(c for _, c, _, _ in wanted.values())
     model = checkpoint.ensure(args.shape)
     plan = Plan(model, args.dtype, args.threads, most, longest + SLACK, args.quantization, args.level)
@@ -173,7 +173,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--checkout", action="append", default=[], metavar="[NAME=]DIRECTORY", help="another checkout's server as well"
     )
-    parser.add_argument("--shape", choices=checkpoint.SHAPES, default="0.5b")
+    parser.add_argument("--shape", choices=checkpoint.ALL, default="0.5b")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--quantization", default="none", choices=registry.ROUNDING, help="of every system's weights")
     parser.add_argument("--level", choices=registry.LEVELS, help="every system keeps to its instructions")

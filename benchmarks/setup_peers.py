@@ -1,11 +1,12 @@
 """Installs the servers and engines that speed is compared with, each in an environment of its own elsewhere.
 
-    python -m benchmarks.setup_peers openvino llamacpp vllm transformers
+    python -m benchmarks.setup_peers openvino llamacpp ik_llamacpp vllm transformers
     python -m benchmarks.setup_peers --pin openvino       # write its file of pins anew
 
 Exactly the pinned packages are installed, and never torch: this repository's own is lent through a path entry.
-llama.cpp is compiled for the processor at hand, about 20 minutes on two cores. transformers is in the repository's own
-environment already, as a requirement of the server.
+llama.cpp and its fork ik_llama.cpp are compiled for the processor at hand, about 20 minutes each on two cores; the fork
+uses the former's tools, and is fetched from its repository, or from a copy that --repository names. transformers is in
+the repository's own environment already, as a requirement of the server.
 """
 
 from __future__ import annotations
@@ -20,11 +21,20 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from benchmarks.environments import LLAMACPP_ARCHIVE, PINS, VLLM_WHEEL, folder, installed, python, write_stamp
+from benchmarks.environments import (
+    LLAMACPP_ARCHIVE,
+    PINS,
+    VLLM_WHEEL,
+    folder,
+    installed,
+    pinned_commit,
+    python,
+    write_stamp,
+)
 from tests.clients.environments import bare_python, lend_torch
 from tests.clients.pin import resolve
 
-NAMES = ("openvino", "llamacpp", "vllm", "transformers")
+NAMES = ("openvino", "llamacpp", "ik_llamacpp", "vllm", "transformers")
 LLAMACPP_AVX2 = ("SSE42", "AVX", "AVX2", "AVX_VNNI", "FMA", "F16C", "BMI2")
 # Requirements that the pins were resolved from; vLLM's are in its wheel.
 REQUIRES = {
@@ -73,29 +83,41 @@ def set_up_llamacpp() -> None:
     pip("llamacpp", "download", "-qq", "--no-deps", "--no-binary", ":all:", "-d", place / "archive", LLAMACPP_ARCHIVE)
     with tarfile.open(next((place / "archive").glob("*.tar.gz"))) as archive:
         archive.extractall(place / "source", filter="data")
-    cmake = place / "bin" / "cmake"
-    switches = {
-        "CMAKE_MAKE_PROGRAM": place / "bin" / "ninja",
-        "CMAKE_BUILD_TYPE": "Release",
-        "GGML_NATIVE": "ON",
-        "LLAMA_CURL": "OFF",
-        "LLAMA_OPENSSL": "OFF",
-        "LLAMA_BUILD_TESTS": "OFF",
-        "LLAMA_BUILD_EXAMPLES": "OFF",
-    }
-    flags = [f"-D{name}={value}" for name, value in switches.items()]
-    targets = ["llama-server", "llama-bench", "llama-quantize"]
-    print("compiling llama.cpp, about 20 minutes on two cores", flush=True)
-    build = [cmake, "-S", llamacpp_tree(), "-B", place / "build", "-G", "Ninja", *flags]
-    subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
-    subprocess.run([cmake, "--build", place / "build", "--target", *targets], check=True, stdout=subprocess.DEVNULL)
+    flags = ["-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF"]
+    compile_for_here(llamacpp_tree(), place / "build", flags, ["llama-server", "llama-bench", "llama-quantize"])
     if platform.machine() == "x86_64":
         # Its kernels alone, for processors without AVX-512: to measure as if this one were such.
         flags += ["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in LLAMACPP_AVX2)]
-        build = [cmake, "-S", llamacpp_tree(), "-B", place / "build-avx2", "-G", "Ninja", *flags]
-        subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
-        build = [cmake, "--build", place / "build-avx2", "--target", "ggml-cpu"]
-        subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
+        compile_for_here(llamacpp_tree(), place / "build-avx2", flags, ["ggml-cpu"])
+
+
+def set_up_ik_llamacpp(copy: str | None) -> None:
+    """Build the fork's server. `copy`: where its repository is as well."""
+    set_up("llamacpp")
+    repository, commit = pinned_commit("ik_llamacpp")
+    tree = folder("ik_llamacpp") / "source"
+    shutil.rmtree(folder("ik_llamacpp"), ignore_errors=True)
+    tree.mkdir(parents=True)
+    for git in (["init", "-q"], ["fetch", "-q", "--depth=1", copy or repository, commit], ["checkout", "-q", commit]):
+        subprocess.run(["git", *git], cwd=tree, check=True)
+    compile_for_here(tree, folder("ik_llamacpp") / "build", ["-DGGML_IQK_FA_ALL_QUANTS=OFF"], ["llama-server"])
+
+
+def compile_for_here(tree: Path, place: Path, flags: list[str], targets: list[str]) -> None:
+    """Compile targets of llama.cpp or of its fork, for the processor at hand if `flags` name no other."""
+    cmake, ninja = (folder("llamacpp") / "bin" / name for name in ("cmake", "ninja"))
+    switches = {
+        "CMAKE_MAKE_PROGRAM": ninja,
+        "CMAKE_BUILD_TYPE": "Release",
+        "GGML_NATIVE": "ON",
+        "LLAMA_CURL": "OFF",
+        "LLAMA_BUILD_TESTS": "OFF",
+    }
+    given = [f"-D{name}={value}" for name, value in switches.items()]
+    print(f"compiling {' '.join(targets)} in {place}", flush=True)
+    build = [cmake, "-S", tree, "-B", place, "-G", "Ninja", *given, *flags]
+    subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([cmake, "--build", place, "--target", *targets], check=True, stdout=subprocess.DEVNULL)
 
 
 def llamacpp_tree() -> Path:
@@ -103,8 +125,8 @@ def llamacpp_tree() -> Path:
     return next(folder("llamacpp").glob("source/*/vendor/llama.cpp"))
 
 
-def set_up(name: str) -> None:
-    """Install one peer, if it is not there as pinned."""
+def set_up(name: str, copy: str | None = None) -> None:
+    """Install one peer, if it is not there as pinned. `copy`: of the repository of one that is built from such."""
     if name == "transformers":
         print(f"transformers {importlib.metadata.version(name)} is in this environment")
         return
@@ -112,7 +134,10 @@ def set_up(name: str) -> None:
         print(f"{name} is installed in {folder(name)}")
         return
     print(f"installing {name} in {folder(name)}", flush=True)
-    {"openvino": set_up_openvino, "vllm": set_up_vllm, "llamacpp": set_up_llamacpp}[name]()
+    if name == "ik_llamacpp":
+        set_up_ik_llamacpp(copy)
+    else:
+        {"openvino": set_up_openvino, "vllm": set_up_vllm, "llamacpp": set_up_llamacpp}[name]()
     write_stamp(name)
 
 
@@ -126,7 +151,13 @@ def vllm_requirements(interpreter: Path) -> list[str]:
 
 
 def pin(name: str) -> None:
-    """Ask pip what it would install, and write that down."""
+    """Ask pip what it would install, or a repository for its newest commit, and write that down."""
+    if name == "ik_llamacpp":
+        repository, _ = pinned_commit(name)
+        listed = subprocess.run(["git", "ls-remote", repository, "HEAD"], check=True, capture_output=True, text=True)
+        newest = listed.stdout.split()[0]
+        (PINS / f"{name}.txt").write_text(f"# a repository and its commit\n{repository} {newest}\n")
+        return
     with tempfile.TemporaryDirectory() as place:
         interpreter = bare_python(Path(place))
         requires = REQUIRES.get(name) or vllm_requirements(interpreter)
@@ -142,10 +173,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("names", nargs="+", choices=NAMES, metavar="PEER", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--pin", action="store_true", help="write the files of pins anew; install nothing")
+    parser.add_argument("--repository", metavar="URL", help="a copy of ik_llama.cpp's repository, to fetch it from")
     args = parser.parse_args(argv)
     for name in args.names:
         if not args.pin:
-            set_up(name)
+            set_up(name, args.repository)
         elif name != "transformers":
             pin(name)
     return 0

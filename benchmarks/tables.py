@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.checkpoint import title
+
 Result = dict[str, Any]
 Figures = dict[str, Any]
 
@@ -113,13 +115,19 @@ def best_gemm(turn: dict[str, Any], dtype: str) -> float:
 
 
 def share_of_read(result: Result, system: str) -> Spread | None:
-    """Decode at one sequence: bytes of the weights per token, as a share of streaming reads in that round."""
+    """Decode at one sequence: bytes of the weights per token, as a share of streaming reads in that round.
+
+    Weights of 4 bits have a scale for each 32 inputs, and the output head has 8 bits.
+    """
     if "c=1" not in result["rounds"][0]["measures"]:
         return None
     model = result["model"]
-    stored = {"int8": 1, "int4": 0.5}.get(model.get("quantization", "none"))
-    item = stored or (4 if model["dtype"] == "float32" else 2)  # bytes
-    weights = model["parameters"] * item / 1e9
+    plain = 4 if model["dtype"] == "float32" else 2
+    item, of_head = {"int8": (1, 1), "int4": (0.5625, 1)}.get(
+        model.get("quantization", "none"), (plain, plain)
+    )  # bytes
+    inner = model["inner_parameters"]
+    weights = (inner * item + (model["parameters"] - inner) * of_head) / 1e9
     return spread(
         None if (speed := decode(turn["measures"]["c=1"][system])) is None else speed * weights / read_rate(turn)
         for turn in result["rounds"]
@@ -210,7 +218,7 @@ def described(result: Result) -> str:
     here, model, load = result["machine"], result["model"], result["load"]
     return (
         f"{here['processor']}, {here['cores']} cores, {here['memory_gib']} GiB, torch {here['torch']}, "
-        f"{result['measured']}. Qwen2.5-{model['shape'].upper()}'s shape, {model['dtype']}, {load['threads']} threads, "
+        f"{result['measured']}. {title(model['shape'])}'s shape, {model['dtype']}, {load['threads']} threads, "
         f"prompts of {load['input_tokens']} tokens, {load['output_tokens']} out. "
         f"Median (range) of {len(result['rounds'])} rounds."
     )
@@ -230,7 +238,7 @@ def scaling(result: dict[str, Any], beside_chart: bool = False) -> str:
     """A heading and two tables per model and type, without the columns that a chart beside them shows."""
     parts = []
     for model in result["models"]:
-        parts.append(f"**Qwen2.5-{model['shape'].upper()}'s shape, {model['dtype']}**")
+        parts.append(f"**{title(model['shape'])}'s shape, {model['dtype']}**")
         names = list(model["rounds"][0]["points"])
         for what, sweep in (("batch", _batch_table), ("length", _length_table)):
             if chosen := [name for name in names if name.startswith(what)]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environments import LLAMACPP_ARCHIVE, ROOT, VLLM_WHEEL, folder, installed, python
+from benchmarks.environments import LLAMACPP_ARCHIVE, ROOT, VLLM_WHEEL, folder, installed, pinned_commit, python
 from benchmarks.systems import models
 from benchmarks.systems.system import SERVED_NAME, HttpSystem, JobSystem, Plan, System, clean_environment
 from oarlock.workers.platform import processor
@@ -97,16 +97,28 @@ def start_openvino(plan: Plan) -> System:
 
 def start_llamacpp(plan: Plan) -> System:
     """Start llama.cpp's server with one slot per client, each with room for the longest sequence."""
-    model = models.llamacpp(plan)
-    threads, slots = str(plan.threads), plan.max_concurrency
-    command = [str(folder("llamacpp") / "build" / "bin" / "llama-server"), "-m", str(model), "--alias", SERVED_NAME]
-    command += ["-t", threads, "-tb", threads, "-np", str(slots), "-c", str(slots * plan.max_tokens)]
-    command += ["--no-cache-prompt", "--host", "127.0.0.1", "--port", "{port}"]
     about = {"version": LLAMACPP_ARCHIVE.replace("==", " "), "dtype": models.llamacpp_type(plan), "interface": "HTTP"}
+    command = [*_llamacpp_command(plan, "llamacpp"), "--no-cache-prompt"]
     env = clean_environment(plan.threads)
     if plan.level is not None:  # the kernels alone are compiled for it, in a library of their own
         env["LD_LIBRARY_PATH"] = str(folder("llamacpp") / f"build-{plan.level}" / "bin")
     return HttpSystem("llamacpp", "llama.cpp server", about, command, env, ROOT)
+
+
+def start_ik_llamacpp(plan: Plan) -> System:
+    """Start the server of llama.cpp's fork on the same file, whose weights it lays out for its fastest kernels."""
+    about = {"version": pinned_commit("ik_llamacpp")[1][:8], "dtype": models.llamacpp_type(plan), "interface": "HTTP"}
+    command = [*_llamacpp_command(plan, "ik_llamacpp"), "--run-time-repack", "--cache-ram", "0"]
+    return HttpSystem("ik_llamacpp", "ik_llama.cpp server", about, command, clean_environment(plan.threads), ROOT)
+
+
+def _llamacpp_command(plan: Plan, peer: str) -> list[str]:
+    """What starts the server of llama.cpp, or of its fork."""
+    threads, slots = str(plan.threads), plan.max_concurrency
+    command = [str(folder(peer) / "build" / "bin" / "llama-server"), "-m", str(models.llamacpp(plan))]
+    command += ["--alias", SERVED_NAME, "-t", threads, "-tb", threads]
+    command += ["-np", str(slots), "-c", str(slots * plan.max_tokens)]
+    return [*command, "--host", "127.0.0.1", "--port", "{port}"]
 
 
 def start_vllm(plan: Plan) -> System:
@@ -128,6 +140,7 @@ STARTS: dict[str, Callable[[Plan], System]] = {
     "engine": start_engine,
     "openvino": start_openvino,
     "llamacpp": start_llamacpp,
+    "ik_llamacpp": start_ik_llamacpp,
     "vllm": start_vllm,
     "transformers": start_transformers,
 }
@@ -136,8 +149,8 @@ STARTS: dict[str, Callable[[Plan], System]] = {
 # Systems that round weights here: `vllm` and `transformers` need other checkpoints or libraries for it.
 ROUNDING = {
     "none": tuple(STARTS),
-    "int8": ("oarlock", "engine", "openvino", "llamacpp"),
-    "int4": ("oarlock", "engine", "llamacpp"),
+    "int8": ("oarlock", "engine", "openvino", "llamacpp", "ik_llamacpp"),
+    "int4": ("oarlock", "engine", "llamacpp", "ik_llamacpp"),
 }
 # Systems that can be held to the instructions of a level: OpenVINO chooses kernels by the processor whatever its
 # oneDNN may use, and with ONEDNN_MAX_CPU_ISA=AVX2 finds none for weights of 8 bits.
