@@ -69,13 +69,14 @@ MIXTURES: dict[str, dict[str, Any]] = {
 Named = tuple[str, tuple[int, ...]]
 
 
-def _experts(s: dict[str, Any]) -> int:
+def experts(s: dict[str, Any]) -> int:
+    """Number of experts of a layer."""
     return s.get("num_local_experts") or s["num_experts"]
 
 
 def _layer(s: dict[str, Any], number: int) -> Iterator[Named]:
     """Names and shapes of one layer's tensors."""
-    hidden, width, experts = s["hidden_size"], s["intermediate_size"], _experts(s)
+    hidden, width, count = s["hidden_size"], s["intermediate_size"], experts(s)
     kv = hidden // s["num_attention_heads"] * s["num_key_value_heads"]
     layer = f"model.layers.{number}"
     for name, outputs in (("q_proj", hidden), ("k_proj", kv), ("v_proj", kv), ("o_proj", hidden)):
@@ -83,14 +84,14 @@ def _layer(s: dict[str, Any], number: int) -> Iterator[Named]:
     yield f"{layer}.input_layernorm.weight", (hidden,)
     yield f"{layer}.post_attention_layernorm.weight", (hidden,)
     if s["model_type"] == "granitemoe":
-        yield f"{layer}.block_sparse_moe.router.layer.weight", (experts, hidden)
-        yield f"{layer}.block_sparse_moe.input_linear.weight", (experts, 2 * width, hidden)
-        yield f"{layer}.block_sparse_moe.output_linear.weight", (experts, hidden, width)
+        yield f"{layer}.block_sparse_moe.router.layer.weight", (count, hidden)
+        yield f"{layer}.block_sparse_moe.input_linear.weight", (count, 2 * width, hidden)
+        yield f"{layer}.block_sparse_moe.output_linear.weight", (count, hidden, width)
         return
     yield f"{layer}.self_attn.q_norm.weight", (hidden,)
     yield f"{layer}.self_attn.k_norm.weight", (kv,)
-    yield f"{layer}.mlp.gate.weight", (experts, hidden)
-    for expert in range(experts):
+    yield f"{layer}.mlp.gate.weight", (count, hidden)
+    for expert in range(count):
         for name in ("gate_proj", "up_proj", "down_proj"):
             size = (hidden, width) if name == "down_proj" else (width, hidden)
             yield f"{layer}.mlp.experts.{expert}.{name}.weight", size
@@ -116,7 +117,7 @@ def active_parameters(shape: str) -> tuple[int, int]:
     """Number of parameters that are read for one token, with the output head and without it."""
     s = MIXTURES[shape]
     layer = sum(math.prod(size) for _, size in _layer(s, 0))
-    idle = _experts(s) - s["num_experts_per_tok"]
+    idle = experts(s) - s["num_experts_per_tok"]
     inner = s["num_hidden_layers"] * (layer - 3 * idle * s["intermediate_size"] * s["hidden_size"]) + s["hidden_size"]
     return inner + s["vocab_size"] * s["hidden_size"], inner
 

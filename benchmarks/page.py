@@ -25,11 +25,19 @@ LONGEST_LINE = 250
 
 
 def take_in(path: Path) -> str:
-    """Store what is shown of a result under its kind of processor; it replaces the one before. Returns its name."""
+    """Store what is shown of a result under its kind of processor; it replaces the one before. Returns its name.
+
+    Comparisons on other shapes than the first, or with rounded weights, are kept together, by shape and form.
+    """
     result = json.loads(path.read_text())
-    name = f"{result['what']}-{result['machine']['kind']}"
+    kind, model = result["machine"]["kind"], result.get("model", {})
+    name, kept = f"{result['what']}-{kind}", shown(result)
     stored = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    RESULTS.write_text(compact(dict(sorted((stored | {name: shown(result)}).items()))) + "\n")
+    form = (model.get("shape", "0.5b"), model.get("quantization", "none"))
+    if result["what"] == "peers" and form != ("0.5b", "none"):
+        name = f"forms-{kind}"
+        kept = stored.get(name, {}) | {" ".join(form): kept}
+    RESULTS.write_text(compact(dict(sorted((stored | {name: kept}).items()))) + "\n")
     return name
 
 
@@ -55,6 +63,12 @@ def compact(value: Any, indent: str = "") -> str:
         return "[\n" + ",\n".join(inner + compact(one, inner) for one in value) + f"\n{indent}]"
     rows = [f"{inner}{json.dumps(key)}: {compact(one, inner)}" for key, one in value.items()]
     return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
+
+
+def forms() -> str:
+    """A section per kind of processor with the comparisons on other shapes and forms of weights."""
+    parts = [f"### {machine.TITLES[kind]}\n\n{tables.forms(results)}" for kind, results in _results("forms").items()]
+    return "\n\n".join(parts) or "Not measured yet."
 
 
 def sections(what: str) -> str:

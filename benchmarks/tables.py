@@ -234,6 +234,42 @@ def peers(result: Result, beside_chart: bool = False) -> str:
     return "\n\n".join([*parts, systems(result)])
 
 
+def forms(results: dict[str, Result]) -> str:
+    """Tables of comparisons on one kind of processor: our figure of each measure, and ours divided by each peer's.
+
+    `results`: by shape of the model and form of the weights.
+    """
+    every = list(results.values())
+    names = dict.fromkeys(name for result in every for name in result["systems"] if name != "oarlock")
+    titles = {name: label(result, name) for result in every for name in result["systems"]}
+    rows, ceilings = [], []
+    for result in every:
+        model = result["model"]
+        form = model["dtype"] if model["quantization"] == "none" else model["quantization"]
+        for measure in result["rounds"][0]["measures"]:
+            phrase, figure, _ = shown_of(measure)[0]
+            name = [title(model["shape"]), form, f"{measure} {phrase}"]
+            rates = (
+                ratio(result, measure, "oarlock", name, figure) if name in result["systems"] else None for name in names
+            )
+            rows.append([*name, cell(over_rounds(result, measure, "oarlock", figure)), *map(cell, rates)])
+        read = spread(one["read_gb_s"] for turn in result["rounds"] for one in turn["ceilings"])
+        share = share_of_read(result, "oarlock")
+        ceilings.append([*name[:2], result["measured"], str(len(result["rounds"])), cell(read), cell(share)])
+    here = every[0]["machine"]
+    versions = {titles[name]: about.get("version", "-") for one in every for name, about in one["systems"].items()}
+    said = ", ".join(f"{system} {version}" for system, version in versions.items() if version != "-")
+    return "\n\n".join(
+        [
+            f"{here['processor']}, {here['cores']} cores, {here['memory_gib']} GiB, torch {here['torch']}; {said}.",
+            table(
+                ["model", "weights", "measure", "Oarlock", *(f"divided by {titles[name]}'s" for name in names)], rows
+            ),
+            table(["model", "weights", "measured", "rounds", "streaming read, GB/s", "share of it at c=1"], ceilings),
+        ]
+    )
+
+
 def scaling(result: dict[str, Any], beside_chart: bool = False) -> str:
     """A heading and two tables per model and type, without the columns that a chart beside them shows."""
     parts = []

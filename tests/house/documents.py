@@ -84,7 +84,7 @@ def measured(what: str) -> str:
     """Imported late as well: the tables of results that were measured on several kinds of processor."""
     from benchmarks import page
 
-    return page.sections(what)
+    return page.forms() if what == "forms" else page.sections(what)
 
 
 def kernel_costs() -> str:
@@ -115,7 +115,7 @@ MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/accuracy.md", "verify-faults", verify_faults),
     ("docs/scaling.md", "node-faults", node_faults),
     ("docs/gpu.md", "kernel-costs", kernel_costs),
-    *(("docs/performance.md", f"benchmarks-{what}", partial(measured, what)) for what in ("peers", "scaling")),
+    *(("docs/performance.md", f"benchmarks-{what}", partial(measured, what)) for what in ("peers", "forms", "scaling")),
 ]
 
 

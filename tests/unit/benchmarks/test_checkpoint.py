@@ -1,8 +1,10 @@
 """The checkpoint that benchmarks make, and the prompts they send."""
 
+import math
+
 import pytest
 
-from benchmarks import checkpoint
+from benchmarks import checkpoint, mixtures
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,28 @@ def test_the_number_of_parameters_is_that_of_the_file(tiny):
     with safe_open(tiny / "model.safetensors", "pt") as file:
         stored = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
     assert stored == checkpoint.parameters("quick")[0]
+
+
+@pytest.mark.parametrize(("shape", "published"), [("granite-1b-a400m", 1_334_628_352), ("olmoe-1b-7b", 6_919_161_856)])
+def test_mixtures_have_the_published_numbers_of_parameters(shape, published):
+    """A token reads all of them but the experts that it does not choose, and an embedding that is no head."""
+    sizes = {name: math.prod(size) for file in mixtures.tensors(shape) for name, size in file}
+    assert sum(sizes.values()) == published
+    s = mixtures.MIXTURES[shape]
+    idle = (mixtures.experts(s) - s["num_experts_per_tok"]) / mixtures.experts(s)
+    of_experts = sum(size for name, size in sizes.items() if ".experts." in name or "put_linear" in name)
+    read = published - idle * of_experts - (0 if s["tie_word_embeddings"] else sizes["model.embed_tokens.weight"])
+    assert checkpoint.parameters(shape) == (read, read - s["vocab_size"] * s["hidden_size"])
+
+
+def test_a_mixture_is_read_as_its_class_has_it(tmp_path):
+    from transformers import AutoModelForCausalLM, GraniteMoeForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        checkpoint.ensure("quick-mixture", folder=tmp_path), output_loading_info=True
+    )
+    assert isinstance(model, GraniteMoeForCausalLM)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
 def test_prompts_are_reproducible_and_hold_no_special_token():

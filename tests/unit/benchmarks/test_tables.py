@@ -128,6 +128,23 @@ def test_a_section_and_a_chart_per_kind_of_processor(result, tmp_path, monkeypat
     assert list(page.pictures()) == ["performance-peers-avx2.svg", "performance-peers-neon.svg"]
 
 
+def test_other_shapes_and_forms_are_kept_together_with_ratios_to_each_peer(result, tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "RESULTS", tmp_path / "results.json")
+    result["machine"]["kind"] = "avx2"
+    for shape, quantization in (("granite-1b-a400m", "int4"), ("0.5b", "int4"), ("granite-1b-a400m", "none")):
+        result["model"] |= {"shape": shape, "quantization": quantization}
+        (tmp_path / "one.json").write_text(json.dumps(result))
+        assert page.take_in(tmp_path / "one.json") == "forms-avx2"
+    lines = page.forms().splitlines()
+    row = "| Granite 3.1 1B-A400M | bfloat16 | c=1 decode, tokens/s | 10.0 (9.00 to 12.0) | 2.00 (1.50 to 3.00) |"
+    assert row in lines
+    assert [line.split(" | ")[:2] for line in lines if "c=1 decode" in line] == [
+        ["| Granite 3.1 1B-A400M", "int4"],
+        ["| Qwen2.5-0.5B", "int4"],
+        ["| Granite 3.1 1B-A400M", "bfloat16"],
+    ]
+
+
 def test_a_chart_has_a_bar_for_each_system_and_every_figure_in_its_description(result):
     drawn = ElementTree.fromstring(charts.peers(result))
     name = "{http://www.w3.org/2000/svg}"
