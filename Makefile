@@ -99,7 +99,7 @@ WITH_PROCESSES := tests/parallel tests/e2e tests/load tests/benchmarks tests/mul
 
 check: lint
 	@echo '==> pytest, without what starts servers or ranks'
-	@$(PYTEST) -q -m 'not slow and not soak and not product' $(filter-out $(WITH_PROCESSES),$(wildcard tests/*))
+	@$(PYTEST) -q -m 'not slow and not soak and not product and not every' $(filter-out $(WITH_PROCESSES),$(wildcard tests/*))
 
 test: lint
 	@echo '==> pytest'
@@ -108,6 +108,8 @@ ifeq ($(strip $(ARGS)),)
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
+
+# All combinations, not every pair alone: pytest -m every tests/unit
 
 # Of a thousand tests at the emulated levels, those of every kernel that take seconds. All: pytest -m soak tests/unit
 ARM_SAMPLE := simd or norm or rotation or agrees or registers or come_back or not_rounded or their_own_row or splitting
@@ -119,8 +121,8 @@ TRITON_SAMPLE := (fit_every and model) or launches or random_batches or lost_sho
 test-long: $(TOOLS)
 	@echo '==> soak'
 	@$(PYTEST) -n 3 -m soak tests/e2e tests/load tests/benchmarks/test_benchmarks.py $(addprefix tests/unit/workers/,verify/test_stored.py kernels/cpu/test_build.py) tests/parallel tests/multihost tests/sim
-	@echo '==> combinations of parameters beyond those of make test'
-	@$(PYTEST) -q -m product tests/unit tests/golden tests/parallel
+	@echo '==> every pair of parameters'
+	@$(PYTEST) -q -m product tests/unit tests/golden tests/contract tests/parallel
 	@echo '==> the kernels of 64-bit ARM, emulated'
 	@$(PYTEST) -m soak -k '$(ARM_SAMPLE)' $(addprefix tests/unit/workers/,kernels/cpu attention/test_attention.py quantization)
 	@echo '==> the kernels for CUDA: compiled ahead, and sampling in the interpreter'

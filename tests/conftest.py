@@ -92,8 +92,8 @@ def _why_skipped(item: pytest.Function) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `product` the combinations beyond a covering set of each test that runs at every level of kernels, or has
-    a product of three parameters or more. Of what cannot run here a file tells each reason once."""
+    """Mark the combinations of a test's parameters beyond those that cover each value: as `product` where they are
+    among those that cover each pair, else as `every`. Of what cannot run here a file tells each reason once."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
@@ -102,13 +102,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     told: set[tuple[Path, object]] = set()  # files and reasons to skip, one case of each
     for combinations in tests.values():
         cases = [_factors(item) for item in combinations]
-        if len(cases[0]) < 3 and not LEVELS & cases[0].keys():
+        if len(cases[0]) < 2:
             continue
         reasons = [_why_skipped(item) for item in combinations]
-        chosen = covering_set(cases, [reason is None for reason in reasons])
+        can_run = [reason is None for reason in reasons]
+        chosen, in_pairs = (covering_set(cases, can_run, pairs=pairs) for pairs in (False, True))
         for index, (item, reason) in enumerate(zip(combinations, reasons, strict=True)):
             if index not in chosen or (None in reasons and (item.path, reason) in told):
-                item.add_marker("product")
+                item.add_marker("product" if index in in_pairs else "every")
             elif reason is not None:
                 told.add((item.path, reason))
 

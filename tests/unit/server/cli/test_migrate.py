@@ -10,7 +10,7 @@ import pytest
 
 from oarlock.server.cli.arguments import Parser, UsageError, add_settings, given_settings, parse
 from oarlock.server.cli.main import main
-from oarlock.server.cli.migrate import llama_server, ollama, sglang, tgi
+from oarlock.server.cli.migrate import llama_server, sglang, tgi
 from oarlock.server.cli.migrate.lines import translate
 from oarlock.server.config.settings import OPTIONS, make_settings
 from oarlock.server.config.vllm_flags import FLAGS
@@ -209,7 +209,7 @@ def test_every_flag_of_vllm_that_is_known_is_told_about():
         assert any(flag.holds in sentence for _, sentence in found.notes + found.lost), name
 
 
-@pytest.mark.parametrize("table", [llama_server.TABLE, tgi.TABLE, sglang.TABLE, ollama.VARIABLES])
+@pytest.mark.parametrize("table", [llama_server.TABLE, tgi.TABLE, sglang.TABLE, llama_server.VARIABLES])
 def test_tables_name_options_that_there_are_and_values_that_they_take(table):
     for flag, theirs in table.items():
         assert flag.startswith(("-", "OLLAMA_"))
