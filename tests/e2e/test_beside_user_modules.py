@@ -36,6 +36,7 @@ def test_the_command_runs_there(folder):
     assert done.returncode == 3 and "error: " in done.stderr and "no-such-model" in done.stderr, done.stderr
 
 
+@pytest.mark.soak  # its processes start as those of the script below
 def test_a_server_starts_there(folder, tmp_path_factory):
     launcher = tmp_path_factory.mktemp("launcher") / "start"
     launcher.write_text(LAUNCHER)

@@ -48,17 +48,10 @@ def test_greedy_text_equals_transformers(name, step, request, prompts, expected)
 
 
 @pytest.mark.soak
-def test_every_prompt_alone_on_two_ranks(tp2, prompts, expected):
-    assert answers_alone(tp2, prompts) == expected
-
-
 @pytest.mark.parametrize(
     ("ranks", "caching"),
-    [pytest.param(1, "--no-enable-prefix-caching", marks=pytest.mark.soak),
-     pytest.param(2, "--no-enable-prefix-caching", marks=pytest.mark.soak),
-     pytest.param(4, "--no-enable-prefix-caching", marks=pytest.mark.soak),
-     pytest.param(4, "--enable-prefix-caching", marks=pytest.mark.soak)],
-)  # fmt: skip
+    [(1, "--no-enable-prefix-caching"), (4, "--no-enable-prefix-caching"), (4, "--enable-prefix-caching")],
+)
 def test_it_does_so_without_cached_prefixes_and_on_four_ranks(ranks, caching, prompts, expected):
     with RunningServer(DEMO, "--dtype", "float32", "-tp", ranks, caching, "--block-size", 8) as server:
         check_greedy_text(server, prompts, expected, has_hits=caching == "--enable-prefix-caching", step=10)

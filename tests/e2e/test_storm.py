@@ -11,7 +11,7 @@ from tests.e2e.storm import storm
 
 # KV memory for about 2,000 tokens: far less than 32 clients want, so that sequences are preempted as well.
 FLAGS = ("--max-model-len", 512, "--kv-cache-memory", "16MiB", "--block-size", 16, "--max-num-seqs", 16)
-SECONDS = float(os.environ.get("SOAK_SECONDS", "20"))  # of the longer form; `make soak` takes a minute
+SECONDS = float(os.environ.get("SOAK_SECONDS", "10"))  # of the longer form; `make soak` takes a minute
 
 
 def descriptors(server):

@@ -107,6 +107,8 @@ FAMILY_CASES = (
     "qwen2", "qwen3", "llama", "mistral-window", "gemma2", "gemma3", "olmo2", "cohere", "cohere2", "phi3", "phi4",
 )  # fmt: skip
 RUNS = [(name, size) for name, case in CASES.items() for size in case.sizes]
+# One size of each case, in turn the smallest, the next and so on: the others are for `make test-long`.
+SHORT_RUNS = {(name, case.sizes[number % len(case.sizes)]) for number, (name, case) in enumerate(CASES.items())}
 
 
 def run_id(name: str, size: int) -> str:

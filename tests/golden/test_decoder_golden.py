@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from tests.golden.cases import PROMPT, RUNS, TOTAL, run_id
+from tests.golden.cases import PROMPT, RUNS, SHORT_RUNS, TOTAL, run_id
 from tests.golden.exact_reference import GREEDY, ExactReference
 from tests.golden.paged_run import PagedRun, greedy, load_decoder, on_ranks
 
@@ -35,7 +35,10 @@ def feed(run: PagedRun, tokens: list[int], cuts: list[int]) -> Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize(("name", "size"), RUNS, ids=[run_id(*run) for run in RUNS])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [pytest.param(*run, id=run_id(*run), marks=() if run in SHORT_RUNS else pytest.mark.product) for run in RUNS],
+)
 def test_logits_are_within_twice_transformers_own_error_and_greedy_text_is_equal(
     reference_of: Callable[..., ExactReference], name: str, size: int
 ) -> None:

@@ -3,7 +3,8 @@
     python -m tests.mutants [--list] [--jobs N] [NAME ...]
 
 Prints a row for each fault: the test that found it, and the seconds. A test counts only if it passes without the fault.
-Exits with 1 if a fault was not found, or if its text is not in the code exactly once.
+What the tests of `make test` do not find is tried with those that `make test-long` adds. Exits with 1 if a fault was
+not found, or if its text is not in the code exactly once.
 """
 
 import argparse
@@ -25,6 +26,8 @@ from tests.mutants.table import CONCERNS, FAULTS, Fault
 
 TIMEOUT_S = 600  # for the tests of one fault
 TEST_TIMEOUT_S = 120  # a fault that makes a test hang is found
+LONGER = ("-m", "product")
+NO_TESTS = 5  # pytest's status where all are deselected
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+\.py(?:::.*?)?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -83,25 +86,29 @@ def try_fault(fault: Fault, tree: Path) -> Outcome:
     """Plant, run, restore; then see that the test which failed passes again."""
     file = tree / file_of(fault)
     clean, started = file.read_text("utf-8"), time.monotonic()
-    concern = CONCERNS[fault.concern]
+    concern, marked = CONCERNS[fault.concern], ()
     with tempfile.TemporaryDirectory(prefix="oarlock-mutant-") as folder:
         cache = Path(folder) if file.suffix != ".py" else None
         try:
             _write(file, clean.replace(fault.before, fault.after))
             status, output = run_tests(tree, concern, cache)
+            if status in (0, NO_TESTS):
+                marked = LONGER
+                status, output = run_tests(tree, (*concern, *marked), cache)
         finally:
             _write(file, clean)
     seconds = time.monotonic() - started
     failed = FAILED.search(output)
     if status is None:
         return Outcome("the time limit", seconds)
-    if status == 0:
+    if status in (0, NO_TESTS):
         return Outcome(None, seconds, "every test passes")
     if status != 1 or failed is None:
         return Outcome(None, seconds, f"pytest ended with {status}: {output[-2000:]}")
-    options = [word for word in concern if not word.startswith("tests/")]
+    options = [word for word in concern if not word.startswith("tests/")] + [*marked]
     status, _ = run_tests(tree, (failed[1], *options), None)
-    return Outcome(failed[1], seconds) if status == 0 else Outcome(None, seconds, f"{failed[1]} fails without it, too")
+    found_by = f"{failed[1]}{' (make test-long)' if marked else ''}"
+    return Outcome(found_by, seconds) if status == 0 else Outcome(None, seconds, f"{failed[1]} fails without it, too")
 
 
 def _write(file: Path, text: str) -> None:
