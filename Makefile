@@ -127,14 +127,18 @@ test-long: $(TOOLS)
 	@$(PYTEST) -m soak -k '$(ARM_SAMPLE)' $(addprefix tests/unit/workers/,kernels/cpu attention/test_attention.py quantization)
 	@echo '==> the kernels for CUDA: compiled ahead, and sampling in the interpreter'
 	@$(PYTEST) -m soak -k '$(TRITON_SAMPLE)' $(TRITON)
-	@echo '==> fuzz'
-	@$(BIN)/python -m tests.fuzz.run --requests 1200 --examples 8
-	@$(BIN)/python -m tests.fuzz.run --requests 900 --encoder modernbert
-	@$(BIN)/python -m tests.fuzz.run --requests 900 --encoder bert-score
-	@echo '==> clients'
-	@$(BIN)/python -m tests.clients.run
-	@echo '==> a model of true size'
+	@echo '==> fuzz and clients, beside each other, then a model of true size'
+	@$(MAKE) --no-print-directory -j 2 --output-sync=target short-fuzz short-clients
 	@$(BIN)/python -m tests.golden.full_shape --print --greedy 32
+
+.PHONY: short-fuzz short-clients
+short-fuzz:
+	@$(BIN)/python -m tests.fuzz.run --requests 1200 --examples 8
+	@$(BIN)/python -m tests.fuzz.run --requests 600 --encoder modernbert
+	@$(BIN)/python -m tests.fuzz.run --requests 600 --encoder bert-score
+
+short-clients:
+	@$(BIN)/python -m tests.clients.run
 
 soak: $(TOOLS)
 	@SOAK_SECONDS=60 $(BIN)/python -m pytest -m soak tests/e2e $(ARGS)

@@ -141,7 +141,7 @@ def test_beside_equal_prompts(executor: Executor, requests: list[Request], alone
 def test_after_preemption(executor: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
     """Longer answers, so that running sequences need more blocks than there are."""
     some = [replace(r, params=replace(r.params, max_tokens=30)) for r in requests[::4]]
-    engine = DirectEngine(executor, num_blocks=16)
+    engine = DirectEngine(executor, num_blocks=13)
     together = engine.run(some)
     assert engine.scheduler.stats.num_preemptions >= 2
     assert differences(together, run_alone(executor, some)) == []
