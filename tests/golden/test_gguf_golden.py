@@ -109,7 +109,7 @@ def test_a_file_describes_the_same_model_and_holds_the_same_numbers(tmp_path: Pa
             layer = re.search(r"layers\.(\d+)\.", tensor_name)
             # Layers beyond the fourth are as those before, and taken whole.
             is_deep = layer is not None and int(layer[1]) > 3
-            for dim, parts in itertools.product(range(len(shape)), PARTS) if not is_deep else [(0, 1)]:
+            for dim, parts in itertools.product(range(len(shape)), (1,) if is_deep else PARTS):
                 unit = spec.attention.head_dim if "self_attn" in tensor_name else 1  # ranks hold whole heads
                 if shape[dim] // parts % unit:
                     continue
