@@ -182,7 +182,7 @@ def test_text_names_the_machine_the_users_and_the_command(model, capsys) -> None
 
 
 def test_both_ways_to_share_experts_are_shown_with_their_bytes(tmp_path: Path, capsys) -> None:
-    """Four ranks with 2 of 8 experts each, or a quarter of all: a token reads two quarters, or one whole or both."""
+    """Four ranks with 2 of 8 experts each, or a quarter of all: a token reads 2 / 8 of quarters, or 1 whole or both."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "decoder_sparse_step": 1}
     shape = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 2}
     mixture = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 128}

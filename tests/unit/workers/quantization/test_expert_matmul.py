@@ -184,7 +184,7 @@ def test_results_are_those_of_a_loop_in_float64(kind: str, tokens: int, form: st
 @pytest.mark.skipif("triton" not in PRODUCTS, reason="Triton is not installed")
 @pytest.mark.parametrize("shape", [{}, {"activation": "gelu_tanh"}, {"activation": "clamped_swiglu"}], ids=str)
 def test_torchs_grouped_products_are_near_too(shape: dict[str, object]) -> None:
-    """The sums of all experts, and of two ranks with some each; between them numbers are rounded to bfloat16."""
+    """The sums of all experts, and of two ranks with some each; between products numbers are rounded to bfloat16."""
     experts, x, chosen = Experts("none", torch.bfloat16, **shape), inputs(130, torch.bfloat16), routed(130, 4)
     exact = experts.exact(x, *chosen)
     assert (experts.rank("grouped")(x, *chosen) - exact).norm() <= 1e-2 * exact.norm()

@@ -1,6 +1,5 @@
 """The measurement at start finds kernels that are not batch-invariant, and passes those that are."""
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -140,11 +139,13 @@ def test_experts_whose_rows_depend_on_others_are_found(
     assert not result_of(mixture).batch_invariant
 
 
-def test_a_head_size_without_a_kernel_is_named(tmp_path: Path) -> None:
+def test_a_head_size_without_a_kernel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = loaded(make_tiny(tmp_path, "qwen2", head_dim=8), dtype="bfloat16")
-    said = r"of the C\+\+ kernel: it wants heads of up to 256 elements in multiples of 16, not 8"
-    assert re.search(f"torch attention \\({said}\\) in bfloat16", runner.invariance.reason), runner.invariance.reason
-    assert re.search(said, runner.rank_invariance.reason)
+    cause = "of the C++ kernel: it wants heads of up to 256 elements in multiples of 16, not 8"
+    assert cause in runner.rank_invariance.reason
+    real = runner.model.head.product
+    monkeypatch.setattr(runner.model.head, "product", lambda x: real(x) * (1.01 if len(x) > 2 else 1))
+    assert result_of(runner).reason.endswith(f"with torch attention ({cause}) in bfloat16")
 
 
 def test_reference_attention_is_not_batch_invariant(tmp_path: Path) -> None:
