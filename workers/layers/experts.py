@@ -124,6 +124,7 @@ class ExpertStack:
         self.width = width
         held = ExpertShard(0, len(names), 0, 1) if dealt is None else dealt
         self.names = names[held.first : held.first + held.count]
+        self.elsewhere = frozenset(names).difference(self.names)  # experts that other ranks hold
         self.hidden, self.bias, self.place = hidden, bias, place
         self.shape = ExpertsShape(
             held.first, held.count, hidden, cut.count, place.dtype, cut.slices, held.groups, held.group,

@@ -153,6 +153,9 @@ class Decoder:
         ropes = [spec.layers[i].attention.rope for i in stage]
         self.rotary = {rope: RotaryTable(rope, device) for rope in ropes if rope is not None}  # mostly one
         self.rotary_of = [-1 if rope is None else list(self.rotary).index(rope) for rope in ropes]
+        sublayers = [branch.sublayer for layer in self.layers for branch in layer.branches]
+        mixtures = [sublayer for sublayer in sublayers if isinstance(sublayer, Experts)]
+        self._elsewhere = {name for experts in mixtures for name in experts.routed.elsewhere}  # of other ranks
         self._prepared: PreparedLayers | None = None
         self.why_not_prepared: str | None = None  # in the newest step
         self.joins_halves = fused_layer.joining_pays_off(device)
@@ -207,7 +210,9 @@ class Decoder:
         on_progress(1.0)
 
     def _may_stay_unused(self, name: str) -> bool:
-        """A tensor of the checkpoint that another stage takes, or none."""
+        """A tensor of the checkpoint that another stage or rank takes, or none."""
+        if name.rsplit(".", 2)[0] in self._elsewhere:
+            return True
         if is_ignorable(self.spec, name) or not is_in_stage(self.spec, name, self.stage):
             return True
         return self.place.quantization.ignores(name)
