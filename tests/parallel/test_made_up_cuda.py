@@ -35,7 +35,9 @@ from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import StepMetadata, StepOutput
 from oarlock.workers.quantization.expert_matmul import TorchExpertMatmul
 from oarlock.workers.quantization.expert_weights import ExpertsShape, ExpertWeights
+from oarlock.workers.quantization.fixed_order import FIXED_ORDER, FixedOrderMatmul
 from oarlock.workers.quantization.method import DenseWeight
+from oarlock.workers.quantization.registry import NONE, Quantization
 from oarlock.workers.quantization.triton_experts import GROUPED, TILES, TritonExpertMatmul
 from oarlock.workers.ranks.spawn_ranks import RankArguments
 from oarlock.workers.runner import worker_process
@@ -233,20 +235,25 @@ def test_sums_in_the_models_type_lose_no_more_than_one_ranks_rounding(cuda: Made
     assert ours < 2.0 * alone
 
 
-def test_sums_of_experts_are_exchanged_in_the_models_type(cuda: MadeUpCuda) -> None:
-    """As other sums: of the routed and of the shared ones, rounded once on each rank."""
-    spec = ExpertsSpec(3, 8, RouterSpec(2), shared=SharedSpec(8))
+@pytest.mark.parametrize("forms", [NONE, FIXED_ORDER], ids=["by libraries", "in a fixed order"])
+def test_sums_of_experts_are_exchanged_as_others_are(cuda: MadeUpCuda, forms: Quantization) -> None:
+    """Of the routed and of the shared ones, rounded once on each rank, or not at all where batches must not differ."""
+    spec = ExpertsSpec(3, 8, RouterSpec(2), shared=SharedSpec(8, gate="scale"))
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(3))
 
     def sums(tp: TensorParallel, device: str, dtype: torch.dtype) -> Tensor:
         if device == "cuda":
             cuda.set_device(tp.rank)
-        place = Placement(tp, dtype, torch.device(device, tp.rank) if device == "cuda" else torch.device("cpu"))
+        where = torch.device(device, tp.rank) if device == "cuda" else torch.device("cpu")
+        place = Placement(tp, dtype, where, forms if device == "cuda" else NONE)
         experts = Experts("model.layers.0.mlp", spec, 0, 16, place)
         for part in experts.parts:
             part.load(DummyWeights(3))
-        routed, shared = experts.sums((x * 30).to(dtype).to(place.device))
-        assert shared is not None and routed.dtype == shared.dtype == (dtype if device == "cuda" else torch.float32)
+        if device == "cuda":
+            assert isinstance(experts.router.product, FixedOrderMatmul) == (forms is FIXED_ORDER)
+        routed, shared = experts.sums((x * 30).to(dtype).to(where))
+        is_rounded = device == "cuda" and forms is NONE
+        assert shared is not None and routed.dtype == shared.dtype == (dtype if is_rounded else torch.float32)
         return torch.cat((routed, shared)).float().cpu()
 
     (exact,) = on_ranks(1, lambda tp: sums(tp, "cpu", torch.float32))
