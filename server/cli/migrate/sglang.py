@@ -20,6 +20,7 @@ _TOOL_CALLS = {
 _REASONING = {
     "deepseek-r1": "deepseek_r1", "qwen3-thinking": "qwen3", "gpt-oss": "openai_gptoss", "deepseek-v3": "deepseek_r1",
 }  # fmt: skip
+_EXPERT_RANKS = {"1": "", **dict.fromkeys(map(str, range(2, 65)), "true")}  # as many as --tp has
 _OWN_KERNELS = "attention, sampling and graphs have kernels of their own."
 
 TABLE: dict[str, Theirs] = {
@@ -65,6 +66,10 @@ TABLE: dict[str, Theirs] = {
     **same("async_scheduling", "--disable-overlap-schedule", switch=True, values={"": "false"}),
     **same("enforce_eager", "--disable-cuda-graph", switch=True, values={"": "true"}),
     **same("batch_invariant", "--enable-deterministic-inference", switch=True, values={"": "true"}),
+    **same("enable_expert_parallel", "--ep", "--ep-size", "--expert-parallel-size", values=_EXPERT_RANKS),
+    **same("enable_expert_parallel", "--enable-ep-moe", switch=True, values={"": "true"}),
+    **holds("ranks that hold whole experts exchange sums, as all ranks do.", "--moe-a2a-backend"),
+    **holds("ranks that hold whole experts exchange sums, as all ranks do.", "--enable-deepep-moe", switch=True),
     **holds(_READ, "--quantization"),
     **holds(
         "code of a checkpoint is never run, and no model that is served needs any.",
@@ -93,8 +98,6 @@ TABLE: dict[str, Theirs] = {
     **lost("--speculative-config has what there is of speculation.", "--speculative-algorithm", "--speculative-algo",
            "--speculative-draft-model-path", "--speculative-num-steps", "--speculative-eagle-topk",
            "--speculative-num-draft-tokens"),
-    **lost("models with experts are not served.", "--ep", "--ep-size", "--expert-parallel-size", "--moe-a2a-backend"),
-    **lost("models with experts are not served.", "--enable-ep-moe", "--enable-deepep-moe", switch=True),
     **lost("attention is divided among the ranks of a model.", "--enable-dp-attention", "--enable-dp-lm-head",
            switch=True),
     **lost("--kv-offload-memory and --kv-offload-path keep blocks that the pool evicts.", "--hicache-ratio",
