@@ -90,11 +90,20 @@ def test_of_other_devices_torch_waits_for_the_host(monkeypatch: pytest.MonkeyPat
     assert product_of().why_not_grouped() == "torch has no kernel for devices of 8.6"
 
 
-def test_results_that_are_wrong_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("planted", "reason"),
+    [
+        (lambda real, *inputs: real(*inputs) * 1.1, "its results are wrong"),
+        (lambda real, *inputs: torch.zeros(2).view(3), "it fails: shape '[3]' is invalid for input of size 2"),
+    ],
+)
+def test_products_that_fail_or_are_wrong_are_not_taken(
+    monkeypatch: pytest.MonkeyPatch, planted: Callable[..., Tensor], reason: str
+) -> None:
     product, real = product_of(), TritonExpertMatmul._grouped
-    monkeypatch.setattr(TritonExpertMatmul, "_grouped", lambda *inputs: real(*inputs) * 1.1)
+    monkeypatch.setattr(TritonExpertMatmul, "_grouped", lambda *inputs: planted(real, *inputs))
     chosen, line = measured_ways(product, 2, 16, times_of(product, {1: GROUPED, 16: GROUPED}))
-    assert chosen == [(1, SMALL), (16, SMALL)] and line.endswith("; no grouped_mm: its results are wrong")
+    assert chosen == [(1, SMALL), (16, SMALL)] and line.endswith(f"; no grouped_mm: {reason}")
 
 
 def test_where_bits_must_not_depend_on_the_tokens_there_is_one_way() -> None:
