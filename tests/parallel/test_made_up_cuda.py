@@ -237,7 +237,7 @@ def test_sums_in_the_models_type_lose_no_more_than_one_ranks_rounding(cuda: Made
 
 @pytest.mark.parametrize("forms", [NONE, FIXED_ORDER], ids=["by libraries", "in a fixed order"])
 def test_sums_of_experts_are_exchanged_as_others_are(cuda: MadeUpCuda, forms: Quantization) -> None:
-    """Of the routed and of the shared ones, rounded once on each rank, or not at all where batches must not differ."""
+    """Sums of the routed and of the shared ones, rounded once on each rank, or not where batches must not differ."""
     spec = ExpertsSpec(3, 8, RouterSpec(2), shared=SharedSpec(8, gate="scale"))
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(3))
 
