@@ -6,7 +6,7 @@ arithmetic and the same in every layer: it is timed on a few layers and multipli
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -119,10 +119,11 @@ def time_steps(
     large = max(times)
     token_s, experts_s = whole_s / small, 0.0
     if expert_share and large > small > 1:
-        times[1] = seconds(execute_part, 1, 1)
-        of_token, of_experts = _with_experts(times, expert_share)
+        # A single layer's experts may stay in the caches: what is read shows in all layers.
+        more_s = whole_s - seconds(execute, 1, 1, 1), (times[large] - times[small]) / share
+        of_token, of_experts = _with_experts((1, small, large), more_s, expert_share)
         if of_token:
-            token_s, experts_s = of_token / share, of_experts / share
+            token_s, experts_s = of_token, of_experts
     elif large > small and times[large] > times[small]:
         token_s = (times[large] - times[small]) / (large - small) / share
     cost = StepCost(0.0, token_s, 0.0, 0.0, experts_s, expert_share)
@@ -137,17 +138,16 @@ def time_steps(
     )
 
 
-def _with_experts(times: Mapping[int, float], share: float) -> tuple[float, float]:
-    """Seconds of a token, and of reading all experts, from those of steps of 1, a few and many tokens.
+def _with_experts(counts: tuple[int, int, int], more_s: tuple[float, float], share: float) -> tuple[float, float]:
+    """Seconds of a token, and of reading all experts, from how much longer steps of a few tokens take than one of one,
+    and steps of many than those of a few.
 
-    Few tokens have few experts, many have almost all: between 1 and a few tokens time grows mostly by what is read.
+    Few tokens have few experts, many have almost all: between one and a few time grows mostly by what is read.
     """
-    reads = {count: StepCost(0.0, 0.0, 0.0, 0.0, 1.0, share).expert_reads_s(count) for count in times}
-    one, few, *_, many = sorted(times)
-    # t = fixed + token * n + experts * reads(n) at three numbers of tokens.
+    reads = [StepCost(0.0, 0.0, 0.0, 0.0, 1.0, share).expert_reads_s(count) for count in counts]
+    # more = token * n + experts * r, twice.
     (n1, r1, t1), (n2, r2, t2) = (
-        (after - before, reads[after] - reads[before], times[after] - times[before])
-        for before, after in ((one, few), (few, many))
+        (counts[place + 1] - counts[place], reads[place + 1] - reads[place], more_s[place]) for place in (0, 1)
     )
     experts_s = (t1 * n2 - t2 * n1) / (r1 * n2 - r2 * n1)
     experts_s = max(0.0, min(experts_s, t1 / r1))  # neither part takes less than no time
