@@ -53,8 +53,8 @@ def kv_heads_stored_repeated(patch: MonkeyPatch) -> None:
     patch.setattr(
         ReferenceBackend,
         "attend",
-        lambda self, q, kv, plan, layer: attend(
-            self, q, kv, plan, replace(layer, num_kv_heads=layer.num_kv_heads * group)
+        lambda self, q, kv, plan, layer, *sinks: attend(
+            self, q, kv, plan, replace(layer, num_kv_heads=layer.num_kv_heads * group), *sinks
         ),
     )
 
@@ -65,7 +65,7 @@ def kv_heads_stored_repeated(patch: MonkeyPatch) -> None:
 def _with_attention(patch: MonkeyPatch, change: Callable[..., Any]) -> None:
     """Attend with another `AttentionSpec`."""
     attend_one = reference.attend_one
-    patch.setattr(reference, "attend_one", lambda q, k, v, layer: attend_one(q, k, v, change(layer)))
+    patch.setattr(reference, "attend_one", lambda q, k, v, layer, *sinks: attend_one(q, k, v, change(layer), *sinks))
 
 
 def mask_by_zero_times_infinity(patch: MonkeyPatch) -> None:
@@ -85,10 +85,10 @@ def mask_by_zero_times_infinity(patch: MonkeyPatch) -> None:
 def future_visible(patch: MonkeyPatch) -> None:
     attend_one = reference.attend_one
 
-    def patched(q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
+    def patched(q: Tensor, k: Tensor, v: Tensor, layer: Any, *sinks: Any) -> Tensor:
         ahead = torch.cat((q, torch.zeros_like(q[:1])))  # every query one place further on
         longer = [torch.cat((x, x[-1:])) for x in (k, v)]
-        return attend_one(ahead, *longer, layer)[1:]
+        return attend_one(ahead, *longer, layer, *sinks)[1:]
 
     patch.setattr(reference, "attend_one", patched)
 

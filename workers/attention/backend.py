@@ -93,8 +93,11 @@ class AttentionBackend(Protocol):
         A block is filled from its first slot on, so a write to that slot ends the life of what the block held before.
         """
 
-    def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         """`q` [T, num_heads, head_dim] -> [T, num_heads * head_dim].
+
+        `sinks`: float32 [num_heads], a score of each head that joins those of the keys, after the softcap, and has no
+        value: it takes a share of the weights from them.
 
         Called after `write` for the whole step: a sequence may read blocks that another one fills in this step. Where a
         layer has a window, block tables hold the null block in place of blocks before it, which may have been freed;

@@ -74,21 +74,14 @@ class CppBackend:
         self.kernels = kernels = library.library(spec.dtype)
         pointer, number = ctypes.c_void_p, ctypes.c_long
         self._attend = kernels.oarlock_attend
-        self._attend.argtypes = [pointer, pointer, pointer, number, pointer, number, pointer, pointer, ctypes.c_int]
+        self._attend.argtypes = [
+            pointer, pointer, pointer, number, pointer, number, pointer, pointer, pointer, ctypes.c_int,
+        ]  # fmt: skip
         self._attend.restype = None
         self._write = kernels.oarlock_write_kv
         self._write.argtypes = [
-            pointer,
-            pointer,
-            number,
-            pointer,
-            number,
-            pointer,
-            pointer,
-            pointer,
-            number,
-            ctypes.c_int,
-        ]
+            pointer, pointer, number, pointer, number, pointer, pointer, pointer, number, ctypes.c_int,
+        ]  # fmt: skip
         self._write.restype = None
 
     @staticmethod
@@ -135,12 +128,15 @@ class CppBackend:
             kv.v.data_ptr(), slots.data_ptr(), len(slots), self.type,
         )  # fmt: skip
 
-    def attend(self, q: Tensor, kv: LayerKV, plan: CppPlan, layer: AttentionSpec) -> Tensor:
+    def attend(
+        self, q: Tensor, kv: LayerKV, plan: CppPlan, layer: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
         rows, heads, width = q.shape
+        assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (heads,) and sinks.is_contiguous())
         assert q.stride(2) == 1 and q.stride(1) == width
         out = torch.empty((rows, heads * width), dtype=q.dtype)
         self._attend(
             ctypes.byref(plan.step), ctypes.byref(self.layer(layer)), q.data_ptr(), q.stride(0), out.data_ptr(),
-            heads * width, kv.k.data_ptr(), kv.v.data_ptr(), self.type,
+            heads * width, kv.k.data_ptr(), kv.v.data_ptr(), None if sinks is None else sinks.data_ptr(), self.type,
         )  # fmt: skip
         return out

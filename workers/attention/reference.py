@@ -61,13 +61,15 @@ class ReferenceBackend:
         kv.k.flatten(0, 1).index_copy_(0, batch.slot_mapping, form.rounded(k))
         kv.v.flatten(0, 1).index_copy_(0, batch.slot_mapping, form.rounded(v))
 
-    def attend(self, q: Tensor, kv: LayerKV, plan: list[Sequence], layer: AttentionSpec) -> Tensor:
+    def attend(
+        self, q: Tensor, kv: LayerKV, plan: list[Sequence], layer: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
         out, form = torch.empty_like(q), self.spec.form
         for seq in plan:
             slots = seq.slots[_first_seen(seq, layer.sliding_window) :]
             k = dequantized(form, kv.k.flatten(0, 1)[slots])  # [C, kv_heads, D]
             v = dequantized(form, kv.v.flatten(0, 1)[slots])
-            out[seq.start : seq.stop] = attend_one(q[seq.start : seq.stop].float(), k, v, layer).to(q.dtype)
+            out[seq.start : seq.stop] = attend_one(q[seq.start : seq.stop].float(), k, v, layer, sinks).to(q.dtype)
         return out.flatten(1)
 
 
@@ -77,8 +79,9 @@ def _first_seen(seq: Sequence, window: int | None) -> int:
     return 0 if window is None else max(0, first_query - window + 1)
 
 
-def attend_one(q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec) -> Tensor:
-    """`q` [Q, heads, D] at the last Q positions of a context `k`, `v` [C, kv_heads, D] -> [Q, heads, D].
+def attend_one(q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
+    """`q` [Q, heads, D] at the last Q positions of a context `k`, `v` [C, kv_heads, D] -> [Q, heads, D]. `sinks`
+    [heads]: see `AttentionBackend.attend`.
 
     All in one type: here float32.
     """
@@ -93,5 +96,8 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec) -> Tensor:
     hidden = key > query
     if layer.sliding_window is not None:
         hidden |= key <= query - layer.sliding_window
-    probs = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, len(q), 1)), dim=-1)  # [heads, Q, C + 1]
+    probs = scores.softmax(dim=-1)[:, :, : len(k)]
     return torch.einsum("hqc,chd->qhd", probs, v)

@@ -279,33 +279,27 @@ class TorchBackend:
 
     # -- computing -------------------------------------------------------------------------------------------------
 
-    def attend(self, q: Tensor, kv: LayerKV, plan: _Plan, layer: AttentionSpec) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, plan: _Plan, layer: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         rows, heads, width = q.shape
         kv_heads = self.spec.num_kv_heads
         num_queries_per_kv = heads // kv_heads
         out = torch.empty((rows, kv_heads, num_queries_per_kv, width), dtype=q.dtype)
         grouped = q.reshape(rows, kv_heads, num_queries_per_kv, width)
+        of_heads = None if sinks is None else sinks.view(kv_heads, num_queries_per_kv, 1)
+        of_rows = None if of_heads is None else of_heads.unsqueeze(1)
         decodes, prefills = self._units(plan, layer)
         for unit in decodes:
             k, v = self._gather(kv, unit.pages, unit.size * kv_heads)  # [n * H, N, D]
             shape = (unit.size, kv_heads, num_queries_per_kv, k[0].shape[1])
             if isinstance(unit.rows, slice):
                 into = out[unit.rows].view(-1, num_queries_per_kv, width)
-                self._attend(
-                    grouped[unit.rows].reshape(-1, num_queries_per_kv, width), k, v, layer, shape, unit.masks, into
-                )
+                some = grouped[unit.rows].reshape(-1, num_queries_per_kv, width)
+                self._attend(some, k, v, layer, shape, unit.masks, of_heads, into)
             else:
                 some = grouped.index_select(0, unit.rows)
                 result = torch.empty_like(some)
-                self._attend(
-                    some.view(-1, num_queries_per_kv, width),
-                    k,
-                    v,
-                    layer,
-                    shape,
-                    unit.masks,
-                    result.view(-1, num_queries_per_kv, width),
-                )
+                flat, into = (x.view(-1, num_queries_per_kv, width) for x in (some, result))
+                self._attend(flat, k, v, layer, shape, unit.masks, of_heads, into)
                 out.index_copy_(0, unit.rows, result)
         for unit in prefills:
             k, v = self._gather(kv, unit.pages, kv_heads)  # [H, N, D]
@@ -319,7 +313,7 @@ class TorchBackend:
                 )
                 result = torch.empty_like(some)
                 shape = (kv_heads, count, num_queries_per_kv, block.last_column - block.first_column)
-                self._attend(some, _cut(k, columns), _cut(v, columns), layer, shape, block.masks, result)
+                self._attend(some, _cut(k, columns), _cut(v, columns), layer, shape, block.masks, of_rows, result)
                 out[block.start : block.stop] = result.view(kv_heads, count, num_queries_per_kv, width).transpose(0, 1)
         return out.view(rows, heads * width)
 
@@ -341,6 +335,7 @@ class TorchBackend:
         layer: AttentionSpec,
         shape: tuple[int, int, int, int],  # of the scores [pairs, M, N] for the masks
         masks: list[_Mask],
+        sinks: Tensor | None,  # for those of `shape`, with one column
         out: Tensor,  # [pairs, M, D]
     ) -> None:
         pairs, rows, _ = q.shape
@@ -354,7 +349,11 @@ class TorchBackend:
         view = scores.view(shape)
         for mask in masks:
             view[..., mask.start : mask.stop].masked_fill_(mask.masked, float("-inf"))
-        torch.softmax(scores, -1, out=scores)
+        if sinks is None:
+            torch.softmax(scores, -1, out=scores)
+        else:  # behind the other columns, so that it is added last whatever their number
+            column = sinks.expand(*shape[:3], 1).reshape(pairs, rows, 1)
+            scores.copy_(torch.cat((scores, column), -1).softmax(-1)[..., :-1])
         if value_scales is not None:
             scores.mul_(value_scales.unsqueeze(1))
         if q.dtype == torch.float32:

@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Mapping
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from oarlock.workers.attention.backend import AttentionSpec, FusedBackend, LayerKV, LayerStep
@@ -17,6 +18,27 @@ from oarlock.workers.layers.linear import QKVParallelLinear, RowParallelLinear
 from oarlock.workers.layers.norm import HeadNorm, RowNorm
 from oarlock.workers.layers.placement import Placement
 from oarlock.workers.layers.rotary import rotate, rotate_neighbours
+from oarlock.workers.layers.sharding import HeadShard
+from oarlock.workers.weights.source import WeightSource
+
+
+class Sinks:
+    """Scores of no key that a rank's query heads have, float32 [heads of the rank]."""
+
+    def __init__(self, name: str, num_heads: int, shard: HeadShard, place: Placement) -> None:
+        """`name` is the attention module's. `num_heads`: over all ranks."""
+        self.name = f"{name}.sinks"
+        self.num_heads = num_heads
+        self.shard = shard
+        self.place = place
+
+    @property
+    def weight_bytes(self) -> int:
+        return 4 * self.shard.num_heads
+
+    def load(self, weights: WeightSource) -> None:
+        self.weight = torch.empty(self.shard.num_heads, dtype=torch.float32, device=self.place.device)
+        weights.take(self.name, self.weight, shape=(self.num_heads,), start=self.shard.first_head)
 
 
 class Attention:
@@ -41,6 +63,7 @@ class Attention:
             self.norm = HeadNorm(
                 name, shard.num_heads, shard.num_kv_heads, spec.head_dim, spec.qk_norm.eps, place, spec.qk_norm.offset
             )
+        self.sinks = Sinks(name, spec.num_heads, shard, place) if spec.sinks else None
         self.spec = AttentionSpec(
             layer=layer,
             num_heads=shard.num_heads,
@@ -52,8 +75,8 @@ class Attention:
         )
 
     @property
-    def parts(self) -> list[QKVParallelLinear | RowParallelLinear | HeadNorm | RowNorm]:
-        return [self.qkv, self.output] if self.norm is None else [self.qkv, self.norm, self.output]
+    def parts(self) -> list[QKVParallelLinear | RowParallelLinear | HeadNorm | RowNorm | Sinks]:
+        return [part for part in (self.qkv, self.norm, self.sinks, self.output) if part is not None]
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Tensor:
         """`x` [T, hidden] (normed) -> [T, hidden]: `residual` [T, hidden] plus the attention output, or that alone."""
@@ -82,7 +105,7 @@ class Attention:
                 qk = turn(qk, *step.angles, x.dtype)  # [T, H + K, D]
             backend.write(step.kv, qk[:, heads:], v, step.batch)
             q = qk[:, :heads]
-        return backend.attend(q, step.kv, step.plan, self.spec)
+        return backend.attend(q, step.kv, step.plan, self.spec, None if self.sinks is None else self.sinks.weight)
 
     def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[RowParallelLinear, Rows]:
         """Writes its operations on `source`, up to the input of the output product; returns that and where it is."""
@@ -106,5 +129,8 @@ class Attention:
         )
         if norm is not None or rotary >= 0:
             program.add(OperationKind.TURN_HEADS, qkv, qkv, heads, 0)
+        sinks = program.take_optional(self, "sinks", Sinks)
+        if sinks is not None:
+            heads.sinks = program.take(sinks, "weight", Tensor).data_ptr()
         program.add(OperationKind.ATTEND, qkv, mixed, heads, self.spec.num_heads * self.head_dim)
         return program.take(self, "output", RowParallelLinear), mixed

@@ -74,6 +74,7 @@ class SelfAttentionSpec:
     o_bias: bool = False
     qk_norm: NormSpec | None = None  # of q and of k, before the rotation
     norms_rows: bool = False  # over the rows of all heads; else over each head by itself
+    sinks: bool = False  # each query head has a learned score of no key, which takes its share of the weights
 
     module: ClassVar[str] = "self_attn"
     title: ClassVar[str] = "attention"
@@ -82,7 +83,7 @@ class SelfAttentionSpec:
     # Names in GGUF, of parts and of the norms before and after.
     gguf: ClassVar[Mapping[str, str]] = {
         "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "qkv_proj": "attn_qkv", "q_norm": "attn_q_norm",
-        "k_norm": "attn_k_norm", "o_proj": "attn_output",
+        "k_norm": "attn_k_norm", "sinks": "attn_sinks", "o_proj": "attn_output",
     }  # fmt: skip
     gguf_norms: ClassVar[tuple[str, str]] = ("attn_norm", "post_attention_norm")
     # A checkpoint may store the parts of one product as one tensor, one below the other.
@@ -104,6 +105,8 @@ class SelfAttentionSpec:
                 shape = (rows,) if self.norms_rows else (self.head_dim,)
                 cut = Cut.OUTPUTS if self.norms_rows else Cut.COPIES
                 found.append(TensorSpec(f"{part}_norm.weight", shape, cut, heads, Kept.FLOAT32))
+        if self.sinks:
+            found.append(TensorSpec("sinks", (self.num_heads,), Cut.OUTPUTS, self.num_heads, Kept.FLOAT32))
         found.append(TensorSpec("o_proj.weight", (hidden, self.num_heads * self.head_dim), Cut.INPUTS, self.num_heads))
         return [*found, TensorSpec("o_proj.bias", (hidden,))] if self.o_bias else found
 

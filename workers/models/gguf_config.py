@@ -11,7 +11,7 @@ from typing import Any
 
 from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
-from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.decoder_spec import DecoderSpec, tensors_of
 from oarlock.workers.models.registry import GGUF_FAMILIES, describe
 from oarlock.workers.weights.checkpoint import Checkpoint, Located
 from oarlock.workers.weights.gguf_header import FLOATS
@@ -84,6 +84,7 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
     `directory` is where the model's description lies."""
     spec, family = describe(hf_config(model)), _family(Settings(model))
     names, layouts = dict(_names(spec, model)), dict(_layouts(spec, family))
+    bare = {tensor.name for tensor in tensors_of(spec)}  # with their kinds, but for tensors that have none
     tensors: dict[str, Located] = {}
     placed: dict[str, Layout] = {}
     for name, found in model.tensors.items():
@@ -97,7 +98,7 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
             continue
         if name.endswith(".ffn_gate_inp_shexp.weight"):  # a row, which the converter stores as a vector
             found = found.shaped(1, found.entry.shape[-1])
-        tensors[f"{module}.{kind}"] = found
+        tensors[module if module in bare else f"{module}.{kind}"] = found
         if module in layouts:
             placed[f"{module}.{kind}"] = layouts[module]
     return GGUFCheckpoint(directory, tensors, placed)

@@ -370,11 +370,11 @@ class _RecordingBackend:
         self._written = k  # of the layer that the next call of `attend` names
         self._inner.write(kv, k, v, batch)
 
-    def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         assert self._written is not None, "attend without write"
         self._record(f"{layer.layer}.k_rope", self._written)
         self._record(f"{layer.layer}.q_rope", q)
-        attended = self._inner.attend(q, kv, plan, layer)
+        attended = self._inner.attend(q, kv, plan, layer, sinks)
         self._record(f"{layer.layer}.attention", attended.view(attended.shape[0], layer.num_heads, layer.head_dim))
         return attended
 

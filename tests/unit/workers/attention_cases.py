@@ -75,10 +75,16 @@ def batch_of(tables: np.ndarray, seqs: list[Seq], block_size: int, device: torch
 
 
 class Case:
-    """Random q, k, v of several sequences, the same for every backend."""
+    """Random q, k, v of several sequences, the same for every backend; with `sinks`, some of which outweigh keys."""
 
     def __init__(
-        self, spec: KVSpec, layer: AttentionSpec, seqs: list[Seq], seed: int = 0, key_bias: float = 0.0
+        self,
+        spec: KVSpec,
+        layer: AttentionSpec,
+        seqs: list[Seq],
+        seed: int = 0,
+        key_bias: float = 0.0,
+        sinks: bool = False,
     ) -> None:
         self.spec, self.layer, self.seqs = spec, layer, seqs
         random = torch.Generator().manual_seed(seed)
@@ -91,6 +97,8 @@ class Case:
         self.k = [noise(seq.context, heads) + bias for seq in seqs]  # one [context, kv_heads, D] per sequence
         self.v = [noise(seq.context, heads) for seq in seqs]
         self.q = [noise(seq.context, layer.num_heads) for seq in seqs]
+        drawn = torch.randn(layer.num_heads, generator=random) * 3 if sinks else None
+        self.sinks = None if drawn is None else drawn.to(spec.device)
         self.tables, self.num_blocks = tables_for(seqs, spec.block_size, seed)
 
     def run(
@@ -138,7 +146,7 @@ class Case:
 
         plan = backend.prepare(batch)
         backend.write(kv, cut(self.k), cut(self.v), batch)
-        out = backend.attend(cut(self.q), kv, plan, self.layer)
+        out = backend.attend(cut(self.q), kv, plan, self.layer, self.sinks)
         assert out.shape == (batch.num_tokens + pad, self.layer.num_heads * self.spec.head_dim)
         assert out[batch.num_tokens :].isfinite().all()
         return list(out[: batch.num_tokens].split([seq.query for seq in seqs]))

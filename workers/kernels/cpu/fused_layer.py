@@ -70,6 +70,7 @@ class CHeadsAndPages(ctypes.Structure):
         ("interleaved", _flag),
         ("eps", _real),
         ("of_rows", _pointer),
+        ("sinks", _pointer),
     )
 
 

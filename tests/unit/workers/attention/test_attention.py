@@ -1,7 +1,5 @@
 """Every attention backend against the reference, and the batch invariance of the fast ones."""
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,6 +47,10 @@ def specs(
     return kv, AttentionSpec(0, heads * group, heads, width, width**-0.5, window, softcap)
 
 
+def case_of(seqs: list[Seq], sinks: bool = False, **options) -> Case:
+    return Case(*specs(**options), seqs, sinks=sinks)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
@@ -56,12 +58,12 @@ def specs(
     [
         {"block": 1},
         {"block": 16, "group": 1},
-        {"block": 32, "group": 7, "heads": 2},
+        {"block": 32, "group": 7, "heads": 2, "sinks": True},
         {"block": 48, "group": 3, "heads": 1, "width": 80},
         {"block": 128, "group": 8, "heads": 1, "width": 128},
         {"block": 16, "group": 2, "heads": 4, "width": 32, "window": 1},
         {"block": 16, "group": 2, "window": 40},
-        {"block": 128, "group": 5, "window": 200, "softcap": 30.0},
+        {"block": 128, "group": 5, "window": 200, "softcap": 30.0, "sinks": True},
         {"block": 32, "group": 6, "softcap": 5.0},
     ],
     ids=str,
@@ -70,11 +72,11 @@ def specs(
 def test_backends_agree_with_the_reference(options, dtype, device, cache):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    kv, layer = specs(dtype=dtype, cache=cache, **options)
-    expected = Case(kv, layer, MIXED).run(ReferenceBackend(kv))
+    case = case_of(MIXED, dtype=dtype, cache=cache, **options)
+    expected = case.run(ReferenceBackend(case.spec))
     assert torch.cat(expected).isfinite().all()
-    kv = dataclasses.replace(kv, device=torch.device(device))
-    case = Case(kv, layer, MIXED)
+    case = case_of(MIXED, dtype=dtype, cache=cache, device=torch.device(device), **options)
+    kv = case.spec
     compared = [backend for backend in (ReferenceBackend, *FAST) if backend.why_not(kv) is None]
     assert compared
     for backend in compared:
@@ -85,11 +87,18 @@ def test_backends_agree_with_the_reference(options, dtype, device, cache):
 @pytest.mark.parametrize(("dtype", "cache"), NUMBERS, ids=str)
 @pytest.mark.parametrize("backend", [ReferenceBackend, *FAST])
 @pytest.mark.parametrize(
-    "options", [{"window": 1}, {"window": 40}, {"block": 32, "window": 33, "group": 7}, {"block": 128, "window": 200}]
+    "options",
+    [
+        {"window": 1},
+        {"window": 40, "sinks": True},
+        {"block": 32, "window": 33, "group": 7},
+        {"block": 128, "window": 200},
+    ],
 )
 def test_blocks_outside_the_window_are_never_read(options, backend, dtype, cache):
-    kv, layer = specs(dtype=dtype, cache=cache, **options)
-    case = Case(kv, layer, [Seq(1, 300), Seq(70, 400), Seq(1, 41), Seq(1, 40), Seq(3, 129), Seq(5, 5)])
+    seqs = [Seq(1, 300), Seq(70, 400), Seq(1, 41), Seq(1, 40), Seq(3, 129), Seq(5, 5)]
+    case = case_of(seqs, dtype=dtype, cache=cache, **options)
+    kv = case.spec
     pieces = [[Seq(*_next(seq.context, end, 57)) for seq in case.seqs] for end in range(57, 500, 57)]
     for steps in (None, pieces):
         kept = case.run(backend(kv), steps)
@@ -98,22 +107,24 @@ def test_blocks_outside_the_window_are_never_read(options, backend, dtype, cache
         assert torch.cat(freed).isfinite().all()
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("window", "sinks"), [(None, False), (3, False), (3, True)])
 @each_cache
-def test_reference_agrees_with_torch(window, cache):
+def test_reference_agrees_with_torch(window, sinks, cache):
     """The reference itself is compared with torch's attention over whole sequences in float64: over the numbers that
-    pages stand for."""
-    kv, layer = specs(window=window, group=2, cache=cache)
-    case = Case(kv, layer, [Seq(20, 20), Seq(7, 50)])
+    pages stand for. A sink is a key of zeros whose mask is its score, with a value of zeros."""
+    case = case_of([Seq(20, 20), Seq(7, 50)], window=window, group=2, cache=cache, sinks=sinks)
+    kv = case.spec
     for i, ours in enumerate(case.run(ReferenceBackend(kv))):
         held = (dequantized(kv.form, kv.form.rounded(x[i])) for x in (case.k, case.v))
         q, k, v = (x.double().transpose(0, 1) for x in (case.q[i], *held))
         visible = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
         if window:
             visible &= ~torch.ones_like(visible).tril(-window)
-        wanted = F.scaled_dot_product_attention(
-            q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), attn_mask=visible
-        )
+        mask = torch.zeros(visible.shape, dtype=torch.double).masked_fill(~visible, float("-inf"))
+        if case.sinks is not None:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+            mask = torch.cat((mask.expand(4, -1, -1), case.sinks.double().view(4, 1, 1).expand(-1, len(mask), 1)), -1)
+        wanted = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), attn_mask=mask)
         torch.testing.assert_close(ours.double(), wanted.transpose(0, 1).flatten(1), atol=2e-6, rtol=2e-6)
 
 
@@ -130,15 +141,20 @@ def test_scores_survive_large_key_biases(backend, cache):
 @pytest.mark.parametrize(("backend", "dtype", "cache"), INVARIANT, ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{"group": 7}, {"group": 1, "block": 32}, {"group": 2, "width": 32, "heads": 4}, {"group": 4, "window": 50}],
+    [
+        {"group": 7},
+        {"group": 1, "block": 32},
+        {"group": 2, "width": 32, "heads": 4, "sinks": True},
+        {"group": 4, "window": 50, "sinks": True},
+    ],
     ids=str,
 )
 @pytest.mark.slow
 def test_batch_and_chunks_do_not_change_a_bit(options, backend, dtype, cache):
     if backend is TorchBackend and dtype == torch.bfloat16 and EMULATES_BFLOAT16:
         pytest.skip(EMULATES_BFLOAT16)
-    kv, layer = specs(dtype=dtype, cache=cache, **options)
-    case = Case(kv, layer, [Seq(1, 300), Seq(70, 100), Seq(1, 40), Seq(1, 33), Seq(3, 3)])
+    case = case_of([Seq(1, 300), Seq(70, 100), Seq(1, 40), Seq(1, 33), Seq(3, 3)], dtype=dtype, cache=cache, **options)
+    kv = case.spec
     together = case.run(backend(kv))
     for i in range(len(case.seqs)):
         assert torch.equal(case.run(backend(kv), alone=i)[i], together[i]), f"sequence {i} depends on its batch"
@@ -208,7 +224,7 @@ def test_choose_prefers_the_fast_backend_and_logs_the_reason_otherwise():
         {"group": 7, "block": 32},
         {"group": 1, "width": 16},
         {"width": 256, "heads": 1},
-        {"window": 300, "block": 48},
+        {"window": 300, "block": 48, "sinks": True},
     ],
     ids=str,
 )
@@ -221,37 +237,38 @@ def test_several_spans_of_positions_and_blocks_of_rows(options, dtype, cache):
     ("dtype", "cache"), [NUMBERS[0], NUMBERS[4], *(pytest.param(*one, marks=SOAK) for one in NUMBERS[1:4])], ids=str
 )
 def test_more_rows_than_registers_hold(dtype, cache):
-    agree_over_spans({"group": 40, "heads": 1, "width": 112, "softcap": 20.0}, dtype, cache)
+    agree_over_spans({"group": 40, "heads": 1, "width": 112, "softcap": 20.0, "sinks": True}, dtype, cache)
 
 
 def agree_over_spans(options, dtype, cache):
-    kv, layer = specs(dtype=dtype, cache=cache, **options)
-    case = Case(kv, layer, [Seq(1, 800), Seq(9, 530), Seq(30, 300), Seq(1, 256), Seq(1, 257)])
-    expected = case.run(ReferenceBackend(kv))
+    seqs = [Seq(1, 800), Seq(9, 530), Seq(30, 300), Seq(1, 256), Seq(1, 257)]
+    case = case_of(seqs, dtype=dtype, cache=cache, **options)
+    expected = case.run(ReferenceBackend(case.spec))
     for backend in CPP:
-        for ours, wanted in zip(case.run(backend(kv)), expected, strict=True):
+        for ours, wanted in zip(case.run(backend(case.spec)), expected, strict=True):
             torch.testing.assert_close(ours, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("backend", EMULATED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("options", [{"group": 7}, {"width": 80, "block": 48}, {"window": 40, "softcap": 5.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"group": 7}, {"width": 80, "block": 48, "sinks": True}, {"window": 40, "softcap": 5.0}], ids=str
+)
 @each_cache
 def test_an_emulated_processor_agrees_with_the_reference(options, dtype, backend, cache):
-    kv, layer = specs(dtype=dtype, cache=cache, **options)
-    case = Case(kv, layer, MIXED)
-    for ours, wanted in zip(case.run(backend(kv)), case.run(ReferenceBackend(kv)), strict=True):
+    case = case_of(MIXED, dtype=dtype, cache=cache, **options)
+    for ours, wanted in zip(case.run(backend(case.spec)), case.run(ReferenceBackend(case.spec)), strict=True):
         torch.testing.assert_close(ours, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("backend", [*CPP, *EMULATED])
 @pytest.mark.parametrize(("dtype", "cache"), NUMBERS, ids=str)
-@pytest.mark.parametrize("options", [{}, {"window": 700}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 700, "sinks": True}], ids=str)
 @pytest.mark.slow
 def test_threads_share_the_positions_of_a_sequence_without_changing_a_bit(options, dtype, backend, cache):
-    kv, layer = specs(dtype=dtype, heads=1, group=7, cache=cache, **options)
-    case = Case(kv, layer, [Seq(1, 1700), Seq(3, 900), Seq(1, 20), Seq(40, 800)])
-    one = case.run(backend(kv))
+    seqs = [Seq(1, 1700), Seq(3, 900), Seq(1, 20), Seq(40, 800)]
+    case = case_of(seqs, dtype=dtype, heads=1, group=7, cache=cache, **options)
+    one = case.run(backend(case.spec))
     for threads in (3, 16):
         torch.set_num_threads(threads)
-        assert all(torch.equal(ours, wanted) for ours, wanted in zip(case.run(backend(kv)), one, strict=True))
+        assert all(torch.equal(ours, wanted) for ours, wanted in zip(case.run(backend(case.spec)), one, strict=True))

@@ -25,20 +25,22 @@ def part_of(case: Case, rank: int, size: int) -> Case:
     part.layer = replace(case.layer, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads)
     mine = slice(heads.first_kv_head, heads.first_kv_head + heads.num_kv_heads)
     part.k, part.v = [k[:, mine] for k in case.k], [v[:, mine] for v in case.v]
+    if case.sinks is not None:
+        part.sinks = case.sinks[heads.first_head : heads.first_head + heads.num_heads]
     part.q = [q[:, heads.first_head : heads.first_head + heads.num_heads] for q in case.q]
     return part
 
 
 @pytest.mark.parametrize("backend", [*CPP, *EMULATED])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, None), (None, 3.0)])
+@pytest.mark.parametrize(("window", "softcap", "sinks"), [(None, None, False), (100, None, True), (None, 3.0, True)])
 @pytest.mark.slow
 def test_heads_have_the_same_bits_on_any_rank(
-    backend: type[CppBackend], dtype: torch.dtype, window: int | None, softcap: float | None
+    backend: type[CppBackend], dtype: torch.dtype, window: int | None, softcap: float | None, sinks: bool
 ) -> None:
     spec = KVSpec(1, KV_HEADS, DIM, 16, dtype, torch.device("cpu"))
     layer = AttentionSpec(0, HEADS, KV_HEADS, DIM, DIM**-0.5, window, softcap)
-    case = Case(spec, layer, SEQS)
+    case = Case(spec, layer, SEQS, sinks=sinks)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

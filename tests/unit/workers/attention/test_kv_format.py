@@ -111,10 +111,10 @@ def test_pages_hold_the_bits_of_the_reference(
 class NeighboursScale(ReferenceBackend):
     """The planted fault: each key is multiplied by the scale of the token before it."""
 
-    def attend(self, q: Tensor, kv: LayerKV, plan: list, layer: AttentionSpec) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, plan: list, layer: AttentionSpec, *sinks: Tensor | None) -> Tensor:
         rows = kv.k.flatten(0, 1).clone()
         rows[..., -2:] = rows[..., -2:].roll(1, 0)
-        return super().attend(q, LayerKV(rows.view_as(kv.k), kv.v), plan, layer)
+        return super().attend(q, LayerKV(rows.view_as(kv.k), kv.v), plan, layer, *sinks)
 
 
 @each_dtype

@@ -167,7 +167,7 @@ def test_noise_gives_the_same_model_at_every_number_of_ranks(tmp_path: Path) -> 
 class SelfBackend(ReferenceBackend):
     """A token attends only to itself, without arithmetic, so that differences come from the rest of the model."""
 
-    def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         own = kv.v.flatten(0, 1)[self.batch.slot_mapping]
         return own.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1).flatten(1)
 

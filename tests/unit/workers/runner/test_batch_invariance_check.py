@@ -80,8 +80,8 @@ def test_attention_that_differs_when_decoding_is_found(runner: ModelRunner, monk
     """A backend of another type: layers are not prepared for it, and call it."""
 
     class Differing(type(runner.backend)):
-        def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec) -> Tensor:
-            return super().attend(q, kv, plan, layer) * (1.01 if len(q) <= 2 else 1)
+        def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec, *sinks: Any) -> Tensor:
+            return super().attend(q, kv, plan, layer, *sinks) * (1.01 if len(q) <= 2 else 1)
 
     monkeypatch.setattr(runner, "backend", Differing(runner.kv_spec))
     result = result_of(runner)

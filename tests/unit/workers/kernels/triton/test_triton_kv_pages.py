@@ -86,11 +86,13 @@ def test_attention_agrees_with_the_reference(dtype: torch.dtype, cache: str, nat
 class Exact(ReferenceBackend):
     """Exact attention in float64, over the same pages."""
 
-    def attend(self, q: Tensor, kv: LayerKV, plan: list[Sequence], layer: AttentionSpec) -> Tensor:
+    def attend(
+        self, q: Tensor, kv: LayerKV, plan: list[Sequence], layer: AttentionSpec, *sinks: Tensor | None
+    ) -> Tensor:
         out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
         for seq in plan:
             k, v = (dequantized(self.spec.form, pages.flatten(0, 1)[seq.slots]).double() for pages in (kv.k, kv.v))
-            out[seq.start : seq.stop] = attend_one(q[seq.start : seq.stop].double(), k, v, layer)
+            out[seq.start : seq.stop] = attend_one(q[seq.start : seq.stop].double(), k, v, layer, *sinks)
         return out.flatten(1)
 
 

@@ -36,6 +36,7 @@ struct Call {
   T *out;
   const uint8_t *k, *v;
   long q_stride, out_stride;
+  const float *sinks;  // or null
 };
 
 // Some spans of one tile. `partials`: null when these are all spans of the tile; else where the first one's results go.
@@ -129,10 +130,16 @@ long find_rows(const Call<T> &call, const Task &task, Workspace<T> &space) {
 template <class T>
 void finish(const Call<T> &call, const Task &task, Workspace<T> &space) {
   const long rows = task.rows, width = call.layer.head_dim;
+  const long num_queries_per_kv = call.layer.heads / call.layer.kv_heads;
   const float *result = space.result;
   for (long r = 0; r < rows; r++) {
     T *to = call.out + space.out_at[r];
-    const Vec total = simd::broadcast(result[rows * (width + 1) + r]);
+    float sum = result[rows * (width + 1) + r];
+    if (call.sinks) {
+      const long head = task.head * num_queries_per_kv + (task.row + r) % num_queries_per_kv;
+      sum += relative_weight(call.sinks[head] * simd::kLog2E, result[rows * width + r]);
+    }
+    const Vec total = simd::broadcast(sum);
     for (long d = 0; d < width; d += kLanes) simd::store(to + d, simd::load(result + r * width + d) / total);
   }
 }
@@ -359,21 +366,22 @@ void run(const Call<T> &call) {
 
 template <class T>
 void attend(const AttentionStep &step, const AttentionLayer &layer, const T *q, long q_stride, T *out, long out_stride,
-            const void *k_pages, const void *v_pages) {
+            const void *k_pages, const void *v_pages, const float *sinks) {
   run(Call<T>{step, layer, q, out, static_cast<const uint8_t *>(k_pages), static_cast<const uint8_t *>(v_pages), q_stride,
-              out_stride});
+              out_stride, sinks});
 }
 
 #define OARLOCK_ATTEND(T)                                                                                          \
   template void attend<T>(const AttentionStep &, const AttentionLayer &, const T *, long, T *, long, const void *, \
-                          const void *);
+                          const void *, const float *);
 OARLOCK_FOR_EACH_TYPE(OARLOCK_ATTEND)
 
 extern "C" void oarlock_attend(const AttentionStep *step, const AttentionLayer *layer, const void *q, long q_stride,
-                               void *out, long out_stride, const void *k_pages, const void *v_pages, int type) {
+                               void *out, long out_stride, const void *k_pages, const void *v_pages,
+                               const float *sinks, int type) {
   with_type(type, [&](auto *of) {
     using T = std::remove_pointer_t<decltype(of)>;
     attend<T>(*step, *layer, static_cast<const T *>(q), q_stride, static_cast<T *>(out), out_stride,
-              k_pages, v_pages);
+              k_pages, v_pages, sinks);
   });
 }

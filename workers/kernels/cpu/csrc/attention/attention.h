@@ -30,10 +30,11 @@ struct AttentionLayer {
 };
 
 // q [T, heads, D] and out [T, heads, D], rows `q_stride` and `out_stride` elements apart; pages [blocks, kv_heads,
-// block_size / 16] groups. Called outside of parallel regions; uses all threads, and the arena of the calling one.
+// block_size / 16] groups. sinks [heads]: a score of each head that joins those of the positions, after the softcap, and
+// has no value; or null. Called outside of parallel regions; uses all threads, and the arena of the calling one.
 template <class T>
 void attend(const AttentionStep &step, const AttentionLayer &layer, const T *q, long q_stride, T *out, long out_stride,
-            const void *k_pages, const void *v_pages);
+            const void *k_pages, const void *v_pages, const float *sinks);
 
 // Stores k, v [tokens, kv_heads, D], rows `k_stride` and `v_stride` elements apart, at `slots` [tokens]: block *
 // block_size + offset. Writing the first slot of a page clears the page of values first, or their scales: weight zero

@@ -14,6 +14,11 @@ constexpr float kHidden = -std::numeric_limits<float>::infinity();
 Vec weight(Vec y) { return simd::select(simd::less(y, simd::broadcast(-126.0f)), simd::zero(), simd::power_of_2(y)); }
 float weight(float y) { return simd::first_lane(weight(simd::broadcast(y))); }
 
+// 2^(y - peak). Infinite where all that is relative to `peak` vanishes beside it.
+float relative_weight(float y, float peak) {
+  return y <= peak ? weight(y - peak) : 1.0f / weight(peak - y);
+}
+
 // Of `count` scores, a multiple of kLanes. Four registers of maxima, since one would wait for itself.
 float largest(const float *scores, long count) {
   Vec peaks[4];

@@ -36,6 +36,7 @@ struct HeadsAndPages {
   int interleaved;  // pairs are neighbours: see rotate_neighbours
   float eps;        // of `head_norm`
   const HeadsOfRank *of_rows;  // the norm is over the rows of all heads, not over each by itself; or null
+  const float *sinks;          // as `attend` takes them; or null
 };
 
 struct Addition {
