@@ -206,7 +206,9 @@ class TritonBackend:
         )  # fmt: skip
         return q
 
-    def attend(self, q: Tensor, kv: LayerKV, plan: TritonPlan, layer: AttentionSpec) -> Tensor:
+    def attend(
+        self, q: Tensor, kv: LayerKV, plan: TritonPlan, layer: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
         rows, heads, width = q.shape
         assert q.stride(2) == 1 and q.stride(1) == width and layer.scale > 0
         out = torch.empty((rows, heads * width), dtype=q.dtype, device=q.device)
@@ -219,7 +221,7 @@ class TritonBackend:
         for part in plan.planned[window]:
             if part.layer == layer.layer:
                 self._divide(plan.batch, part, window, heads // self.spec.num_kv_heads)
-            self._compute(q, kv, plan.batch, layer, part, out)
+            self._compute(q, kv, plan.batch, layer, part, out, sinks)
         return out
 
     def _tiles(self, batch: ForwardBatch, group: int) -> list[Tiles]:
@@ -305,21 +307,30 @@ class TritonBackend:
         )  # fmt: skip
 
     def _compute(
-        self, q: Tensor, kv: LayerKV, batch: ForwardBatch, layer: AttentionSpec, part: Planned, out: Tensor
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: ForwardBatch,
+        layer: AttentionSpec,
+        part: Planned,
+        out: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         spec, tiles, places = self.spec, part.tiles, part.shares.places
         group, shape = layer.num_heads // layer.num_kv_heads, tiles.shape
         partial_out, partial_stats = part.partial or (out, out)
+        of_heads = out if sinks is None else sinks
         sizes = {
             "KV_HEADS": spec.num_kv_heads,
             "GROUP": group,
             "HEAD_DIM": spec.head_dim,
             "BLOCK_D": max(16, power_of_2(spec.head_dim)),
+            "SINKS": sinks is not None,
         }
         tables = batch.block_tables
         self._kernels.attend[(places, spec.num_kv_heads)](
-            q, *self._pages(kv), out, partial_out, partial_stats, tables, part.programs, q.stride(0), tables.stride(0),
-            layer.scale, layer.softcap or 0.0, layer.sliding_window or 0, places,
+            q, *self._pages(kv), out, partial_out, partial_stats, of_heads, tables, part.programs, q.stride(0),
+            tables.stride(0), layer.scale, layer.softcap or 0.0, layer.sliding_window or 0, places,
             BLOCK_SIZE=spec.block_size, BLOCK_M=shape.rows, BLOCK_N=shape.keys, SOFTCAP=layer.softcap is not None,
             WINDOW=layer.sliding_window is not None, FIXED=spec.fixed_span is not None, NATIVE_FP8=self.native_fp8,
             FORM=self._form, PRECISION=availability.float32_products(self._amd),
@@ -327,8 +338,8 @@ class TritonBackend:
         )  # fmt: skip
         if part.shares.is_split:
             self._kernels.merge_spans[(len(tiles.ends), spec.num_kv_heads, shape.rows // group * group)](
-                partial_out, partial_stats, out, part.programs, part.of_tiles, len(tiles.ends), places, shape.rows,
-                **sizes,
+                partial_out, partial_stats, out, of_heads, part.programs, part.of_tiles, len(tiles.ends), places,
+                shape.rows, **sizes,
             )  # fmt: skip
 
     def _scratch(self, shares: Shares, tiles: Tiles) -> tuple[Tensor, Tensor]:

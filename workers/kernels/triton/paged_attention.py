@@ -261,6 +261,13 @@ def _block(
     )  # fmt: skip
 
 
+@triton.jit
+def _with_sink(weights, largest, sink):
+    """Sums of weights with that of the head's sink, like them relative to 2^`largest`; an infinite one leaves nothing
+    to the keys."""
+    return weights + tl.exp2(sink * 1.4426950408889634 - largest)
+
+
 @triton.jit(do_not_specialize=["places", "window"])
 def attend(
     q,  # [T, H, D], tokens `q_stride` elements apart
@@ -270,6 +277,7 @@ def attend(
     out,  # [T, H, D]
     partial_out,  # float32 [places, KV_HEADS, BLOCK_M, D]; of tiles that several programs share
     partial_stats,  # float32 [places, KV_HEADS, 2, BLOCK_M]   largest score (of base 2) and sum of weights
+    sinks,  # float32 [H], with SINKS
     block_tables,  # int32 [R, table_stride]
     planned,  # int32 [PLANNED, places], of `plan_spans`
     q_stride, table_stride, scale, softcap, window, places,
@@ -277,7 +285,7 @@ def attend(
     GROUP: tl.constexpr,  # query heads of one KV head
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # the power of 2 from HEAD_DIM on
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     FIXED: tl.constexpr,  # all blocks of keys are computed alike
     FORM: tl.constexpr, NATIVE_FP8: tl.constexpr,
     PRECISION: tl.constexpr,  # of products of float32, as the device has them
@@ -327,6 +335,8 @@ def attend(
         tl.store(partial_stats + spot * 2 + rows, largest, mask=is_row)
         tl.store(partial_stats + spot * 2 + BLOCK_M + rows, weights, mask=is_row)
     else:
+        if SINKS:
+            weights = _with_sink(weights, largest, tl.load(sinks + head))
         into = out + ((place * KV_HEADS * GROUP + head) * HEAD_DIM)[:, None] + columns[None, :]
         tl.store(into, sums / tl.where(is_row, weights, 1.0)[:, None], mask=inside)
 
@@ -336,6 +346,7 @@ def merge_spans(
     partial_out,
     partial_stats,
     out,
+    sinks,
     planned,
     of_tiles,  # int32 [2, tiles], of `plan_spans`
     tiles,
@@ -345,6 +356,7 @@ def merge_spans(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Merges what several programs of `attend` left of one row, span by span. Arguments are those of `attend`."""
     tile, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -369,6 +381,8 @@ def merge_spans(
         weights = weights * before + weights_here * here
         sums = sums * before + sums_here * here
         largest = highest
-    token = tl.load(planned + TOKEN * places + first) + row // GROUP
-    place = token.to(tl.int64) * KV_HEADS * GROUP + kv_head * GROUP + row % GROUP
+    token, head = tl.load(planned + TOKEN * places + first) + row // GROUP, kv_head * GROUP + row % GROUP
+    if SINKS:
+        weights = _with_sink(weights, largest, tl.load(sinks + head))
+    place = token.to(tl.int64) * KV_HEADS * GROUP + head
     tl.store(out + place * HEAD_DIM + columns, sums / weights, mask=is_column)

@@ -41,8 +41,10 @@ def backend_of(spec: KVSpec, processors: int, least_span: int = 64) -> TritonBac
     return backend
 
 
-def agree(spec: KVSpec, layer: AttentionSpec, seqs: list[Seq], processors: int, seed: int = 0) -> None:
-    case = Case(spec, layer, seqs, seed)
+def agree(
+    spec: KVSpec, layer: AttentionSpec, seqs: list[Seq], processors: int, seed: int = 0, sinks: bool = False
+) -> None:
+    case = Case(spec, layer, seqs, seed, sinks=sinks)
     # Scores are as large, and a weight is as far off as its score.
     bound = TOLERANCE[spec.dtype] * max(1.0, layer.scale * spec.head_dim**0.5)
     ours = case.run(backend_of(spec, processors))
@@ -51,24 +53,24 @@ def agree(spec: KVSpec, layer: AttentionSpec, seqs: list[Seq], processors: int, 
 
 
 @pytest.mark.parametrize(
-    ("heads", "group", "width", "block", "window", "softcap", "run"),
+    ("heads", "group", "width", "block", "window", "softcap", "sinks", "run"),
     [
-        (1, 4, 64, 1, None, None, 1),
-        (1, 7, 64, 16, None, None, 0),
-        (1, 3, 80, 48, None, None, 1),
-        (1, 1, 96, 16, None, 5.0, 1),
-        pytest.param(1, 8, 128, 128, None, None, 0, marks=pytest.mark.soak),  # seconds in the interpreter
-        (1, 2, 256, 32, None, None, 1),
-        (2, 2, 32, 16, 1, None, 0),
-        (1, 4, 64, 16, 40, None, 0),
-        (1, 5, 64, 32, 200, 30.0, 0),
-        pytest.param(1, 32, 64, 16, None, None, 0, marks=pytest.mark.soak),
+        (1, 4, 64, 1, None, None, False, 1),
+        (1, 7, 64, 16, None, None, True, 0),
+        (1, 3, 80, 48, None, None, False, 1),
+        (1, 1, 96, 16, None, 5.0, True, 1),
+        pytest.param(1, 8, 128, 128, None, None, False, 0, marks=pytest.mark.soak),  # seconds in the interpreter
+        (1, 2, 256, 32, None, None, False, 1),
+        (2, 2, 32, 16, 1, None, True, 0),
+        (1, 4, 64, 16, 40, None, True, 0),
+        (1, 5, 64, 32, 200, 30.0, False, 0),
+        pytest.param(1, 32, 64, 16, None, None, False, 0, marks=pytest.mark.soak),
     ],
 )
-def test_it_agrees_with_the_reference(heads, group, width, block, window, softcap, run):
+def test_it_agrees_with_the_reference(heads, group, width, block, window, softcap, sinks, run):
     for dtype, processors in [RUNS[run]] if DEVICE.type == "cpu" else RUNS:
         layer = AttentionSpec(0, heads * group, heads, width, width**-0.5, window, softcap)
-        agree(KVSpec(1, heads, width, block, dtype, DEVICE), layer, MIXED, processors)
+        agree(KVSpec(1, heads, width, block, dtype, DEVICE), layer, MIXED, processors, sinks=sinks)
 
 
 def random_case(seed: int) -> tuple[KVSpec, AttentionSpec, list[Seq], int]:
@@ -88,7 +90,7 @@ def random_case(seed: int) -> tuple[KVSpec, AttentionSpec, list[Seq], int]:
 @pytest.mark.parametrize("seed", range(8))
 def test_ragged_shapes_at_random(seed):
     spec, layer, seqs, processors = random_case(seed)
-    agree(spec, layer, seqs, processors, seed)
+    agree(spec, layer, seqs, processors, seed, sinks=seed % 2 == 1)
 
 
 @pytest.mark.soak
@@ -97,7 +99,7 @@ def test_ragged_shapes_at_random(seed):
 def test_hundreds_of_ragged_shapes(first):
     for seed in range(first, first + 25):
         spec, layer, seqs, processors = random_case(seed)
-        agree(spec, layer, seqs, processors, seed)
+        agree(spec, layer, seqs, processors, seed, sinks=seed % 2 == 1)
 
 
 @pytest.mark.parametrize(("window", "processors"), [(1, 16), (40, 1), pytest.param(130, 16, marks=SOAK)])
@@ -173,7 +175,7 @@ def test_a_plan_of_decodes_holds_for_every_length(window, processors):
     """The programs that share a sequence's keys divide what it has, from one key to the bound."""
     spec = KVSpec(1, 2, 32, 16, torch.float32, DEVICE)
     layer = AttentionSpec(0, 4, 2, 32, 0.2, window)
-    case = Case(spec, layer, [Seq(1, context) for context in (1, 64, 150)])
+    case = Case(spec, layer, [Seq(1, context) for context in (1, 64, 150)], sinks=window is not None)
     backend = Decoding(spec)
     backend.processors, backend.least_span = processors, 64
     for ours, wanted in zip(case.run(backend), case.run(ReferenceBackend(spec)), strict=True):

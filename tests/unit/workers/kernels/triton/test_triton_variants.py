@@ -81,7 +81,7 @@ def test_attention(form: str, fixed: int | None, launched: set[tuple]) -> None:
             qkv = torch.empty(tokens, 12, 64, dtype=spec.dtype)
             q = backend.rotate_and_write(kv, qkv, None, *[torch.empty(tokens, 1, 64)] * 2, batch)
             backend.write(kv, qkv[:, 8:10], qkv[:, 10:], batch)
-            backend.attend(q, kv, plan, layer)
+            backend.attend(q, kv, plan, layer, torch.empty(8) if layer.sliding_window else None)
 
     for tokens in warm_up_sizes(MOST):
         step([(tokens, tokens)])

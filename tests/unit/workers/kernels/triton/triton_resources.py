@@ -70,10 +70,13 @@ def attention(
     shape, amd = tile_shapes(head_dim, dtype, form, wide=kind in WIDE)[many], amd_of(kind)
     constants = {
         "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "BLOCK_M": shape.rows,
-        "BLOCK_N": shape.keys, "BLOCK_D": power_of_2(head_dim), "SOFTCAP": has_all, "WINDOW": has_all, "FIXED": False,
-        "FORM": form, "NATIVE_FP8": kind in WITH_FLOAT8, "PRECISION": availability.float32_products(amd),
+        "BLOCK_N": shape.keys, "BLOCK_D": power_of_2(head_dim), "SOFTCAP": has_all, "WINDOW": has_all,
+        "SINKS": has_all, "FIXED": False, "FORM": form, "NATIVE_FP8": kind in WITH_FLOAT8,
+        "PRECISION": availability.float32_products(amd),
     }  # fmt: skip
-    types = dict.fromkeys(("q", "out"), _TYPES[dtype]) | dict.fromkeys(("partial_out", "partial_stats"), "*fp32")
+    types = dict.fromkeys(("q", "out"), _TYPES[dtype]) | dict.fromkeys(
+        ("partial_out", "partial_stats", "sinks"), "*fp32"
+    )
     types |= _pages(dtype, form)
     options = availability.options(shape.warps, shape.stages, amd)
     return resources(attend, kind, constants, types, options, ("q_stride",))
