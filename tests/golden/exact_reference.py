@@ -39,7 +39,8 @@ class ExactReference:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        kind = "eager" if self.spec.architecture == "Gemma2ForCausalLM" else "sdpa"  # Gemma 2 has no other
+        has_sdpa = self.spec.architecture != "Gemma2ForCausalLM" and not self.spec.attention.sinks
+        kind = "sdpa" if has_sdpa else "eager"
         model = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype, attn_implementation=kind).eval()
         embedding = model.get_input_embeddings()
         if hasattr(embedding, "scalar_embed_scale"):

@@ -106,6 +106,11 @@ def attention_softcap_skipped(patch: MonkeyPatch) -> None:
     _with_attention(patch, lambda layer: replace(layer, softcap=None))
 
 
+def attention_sinks_dropped(patch: MonkeyPatch) -> None:
+    attend_one = reference.attend_one
+    patch.setattr(reference, "attend_one", lambda q, k, v, layer, sinks: attend_one(q, k, v, layer))
+
+
 def scale_from_head_dim(patch: MonkeyPatch) -> None:
     _with_init(patch, Attention, "spec", lambda layer: replace(layer.spec, scale=layer.head_dim**-0.5))
 

@@ -287,11 +287,33 @@ def _attention(fault: _Fault, attention: SublayerSpec) -> str:
         return f"{where}: the sliding window of {window} tokens (only later tokens are wrong)"
     if bool(generated.any()) and not bool(wrong[~generated].any()):
         return f"{where}: reading KV pages back (prompts are right, the tokens generated after them are not)"
+    if attention.sinks and (heads := _heads_of_wrong_sinks(fault)):
+        return (
+            f"{fault.module}.{attention.module}.sinks: {_numbered('head', heads)} (its results are multiples of the "
+            "right ones: a sink lost, counted twice, or another's)"
+        )
     if not bool(wrong[positions == 0].any()):
         return (
             f"{where}: scale, softcap, mask or the order of KV pages (a first token, which sees itself only, is right)"
         )
     return f"{where}: which KV head a query head reads, or the values in the KV pages"
+
+
+def _heads_of_wrong_sinks(fault: _Fault) -> list[int]:
+    """The wrong heads, where each row of them is a multiple of the right one, as another sum of weights makes it; else
+    an empty list."""
+    heads: dict[int, tuple[Tensor, Tensor]] = {}
+    for rank in fault.row.wrong_ranks:
+        part = fault.part(rank)
+        pairs = zip(fault.ours(rank).split(part.group, 1), fault.truth(rank).split(part.group, 1), strict=True)
+        heads |= dict(enumerate(pairs, part.start // part.group))
+    errors = {head: _distance(*pair) for head, pair in heads.items()}
+    wrong = [head for head, error in errors.items() if error > 0.1 * max(errors.values())]
+    for ours, truth in map(heads.__getitem__, wrong):
+        factors = (ours * truth).sum(1, keepdim=True) / truth.square().sum(1, keepdim=True)  # [T, 1]
+        if not (ours - factors * truth).norm() < _CLOSE * (ours - truth).norm():
+            return []
+    return wrong
 
 
 def _positions(folder: Path) -> tuple[Tensor, Tensor]:

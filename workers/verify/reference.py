@@ -296,7 +296,8 @@ class TransformersRecorder:
         self.record(f"{module.layer_idx}.k_rope", key.transpose(1, 2))
         if query.dtype == torch.float64:
             scale = named.get("scaling") or query.shape[-1] ** -0.5
-            return exact_attention(query, key, value, attention_mask, scale, named.get("softcap")), None
+            exact = exact_attention(query, key, value, attention_mask, scale, named.get("softcap"), named.get("s_aux"))
+            return exact, None
         if self._usual_attention == "eager":
             function = sys.modules[type(module).__module__].eager_attention_forward
         else:
@@ -393,8 +394,9 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         )  # tells whether it scales by the weight, or by 1 + weight as Gemma's do
         offset = round((scaled - weight).double().mean().item())
         return lambda x: _norm(module, x, offset)
-    is_part = type(module).__name__.endswith("MoeStatics")  # of a router, by which it is widened
-    if not is_part and any(True for _ in module.parameters(recurse=False)):
+    if type(module).__name__.endswith("MoeStatics"):  # part of a router, by which it is widened
+        return None
+    if {name for name, _ in module.named_parameters(recurse=False)} - {"sinks"}:  # these, `exact_attention` widens
         raise NotImplementedError(f"no float64 form of {type(module).__name__} is known")
     return None
 
@@ -414,10 +416,16 @@ def _norm(module: Any, x: Tensor, offset: float) -> Tensor:
 
 
 def exact_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """`query` [1, H, T, D] over `key`, `value` [1, K, N, D] -> [1, T, H, D]. No mask means causal: the queries are the
-    last T of N tokens."""
+    last T of N tokens. `sinks` [H]: a score of each head that has no value."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     scores = query @ key.transpose(2, 3) * scale  # [1, H, T, N]
@@ -428,7 +436,10 @@ def exact_attention(
         mask = torch.ones((rows, columns), dtype=torch.bool, device=scores.device).tril(columns - rows)
     is_bool = mask.dtype == torch.bool
     scores = scores.masked_fill(~mask, float("-inf")) if is_bool else scores + mask
-    return (scores.softmax(dim=-1) @ value).transpose(1, 2)
+    if sinks is not None:
+        of_heads = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, of_heads), dim=-1)  # [1, H, T, N + 1]
+    return (scores.softmax(dim=-1)[..., : value.shape[2]] @ value).transpose(1, 2)
 
 
 def main(argv: list[str]) -> int:

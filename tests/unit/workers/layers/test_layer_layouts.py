@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here
 
 HALVES = RopeSpec("default", 1e4, 16)
 ATTENTION = SelfAttentionSpec(4, 2, 32, 32**-0.5, HALVES)
-UNROTATED = replace(ATTENTION, rope=None, window=5)
+UNROTATED = replace(ATTENTION, rope=None, window=5, sinks=True)
 NEIGHBOURS = replace(ATTENTION, rope=replace(HALVES, interleaved=True), o_bias=True)
 MLP = GatedMLPSpec(64, bias=True)
 
@@ -49,7 +49,7 @@ LAYOUTS = {
     "side by side behind two norms": layer(parallel=True),
     "scaled residuals": layer(scale=0.25),
     "scaled residuals and norms after": layer(norms=(("a", "b"), ("c", "d")), scale=0.25),
-    "no rotation": layer(UNROTATED),
+    "no rotation, with sinks": layer(UNROTATED),
     "neighbours rotated": layer(NEIGHBOURS),
 }
 NORMS = {"rms": NormSpec(), "layer": NormSpec("layer", 1e-5), "layer with a shift": NormSpec("layer", 1e-5, bias=True)}
