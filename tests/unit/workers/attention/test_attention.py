@@ -1,13 +1,16 @@
 """Every attention backend against the reference, and the batch invariance of the fast ones."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from oarlock.workers.attention.backend import AttentionSpec, KVSpec
 from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.attention.kv_format import ROUNDED, dequantized
-from oarlock.workers.attention.reference import ReferenceBackend
+from oarlock.workers.attention.reference import ReferenceBackend, attend_one
 from oarlock.workers.attention.selector import choose
 from oarlock.workers.attention.torch_backend import TorchBackend
 from oarlock.workers.errors import StartupError
@@ -126,6 +129,29 @@ def test_reference_agrees_with_torch(window, sinks, cache):
             mask = torch.cat((mask.expand(4, -1, -1), case.sinks.double().view(4, 1, 1).expand(-1, len(mask), 1)), -1)
         wanted = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), attn_mask=mask)
         torch.testing.assert_close(ours.double(), wanted.transpose(0, 1).flatten(1), atol=2e-6, rtol=2e-6)
+
+
+def test_reference_agrees_with_sinks_in_transformers():
+    """gpt-oss's own attention, in float64; its mask is added."""
+    _, layer = specs(window=7, group=2)
+    q, k, v = (torch.randn(20, count, 64, dtype=torch.double) for count in (4, 2, 2))
+    sinks = torch.randn(4, dtype=torch.double)
+    visible = torch.ones(20, 20, dtype=torch.bool).tril() & ~torch.ones(20, 20, dtype=torch.bool).tril(-7)
+    mask = torch.zeros(20, 20, dtype=torch.double).masked_fill(~visible, float("-inf"))
+    module = SimpleNamespace(num_key_value_groups=2, sinks=sinks, training=False)
+    heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    wanted, _ = eager_attention_forward(module, *heads_first, mask, scaling=layer.scale)
+    torch.testing.assert_close(attend_one(q, k, v, layer, sinks), wanted[0])
+
+
+@pytest.mark.parametrize(("dtype", "cache"), NUMBERS, ids=str)
+@pytest.mark.parametrize("backend", FAST)
+def test_a_sink_may_outweigh_all_keys_or_none(backend, dtype, cache):
+    case = case_of(MIXED, dtype=dtype, cache=cache, group=2, heads=1)
+    without = case.run(backend(case.spec))
+    case.sinks = torch.tensor([1e4, -1e4])
+    for ours, plain in zip(case.run(backend(case.spec)), without, strict=True):
+        assert not ours[:, :64].any() and torch.equal(ours[:, 64:], plain[:, 64:])
 
 
 @pytest.mark.parametrize("backend", FAST)
