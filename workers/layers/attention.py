@@ -117,6 +117,7 @@ class Attention:
         of_rows = norm.of if isinstance(norm, RowNorm) else None
         if of_rows is not None and self.place.tp.size > 1 and self.place.tp.group_for_kernels is None:
             raise CannotPrepare("ranks sum the squares of rows without kernels")
+        sinks = program.take_optional(self, "sinks", Sinks)
         heads = CHeadsAndPages(
             ctypes.addressof(program.backend.layer(self.spec)),
             None if norm is None else program.take(norm, "weight", Tensor).data_ptr(),
@@ -126,11 +127,9 @@ class Attention:
             self.rope is not None and self.rope.interleaved,
             0.0 if norm is None else norm.eps,
             None if of_rows is None else program.keep(of_rows),
+            None if sinks is None else program.take(sinks, "weight", Tensor).data_ptr(),
         )
         if norm is not None or rotary >= 0:
             program.add(OperationKind.TURN_HEADS, qkv, qkv, heads, 0)
-        sinks = program.take_optional(self, "sinks", Sinks)
-        if sinks is not None:
-            heads.sinks = program.take(sinks, "weight", Tensor).data_ptr()
         program.add(OperationKind.ATTEND, qkv, mixed, heads, self.spec.num_heads * self.head_dim)
         return program.take(self, "output", RowParallelLinear), mixed
