@@ -22,7 +22,8 @@ from oarlock.workers.quantization.groups import group_in_slices, group_of_blocks
 from oarlock.workers.quantization.int8 import round_rows
 from oarlock.workers.quantization.matmul import GatedMatmul, Matmul, ReferenceGatedMatmul, ReferenceMatmul
 from oarlock.workers.quantization.method import DenseWeight, Empty, LinearWeight, UnquantizedLinearMethod, WeightShard
-from oarlock.workers.quantization.weight_only import WeightOnly, of_groups
+from oarlock.workers.quantization.weight_only import WeightOnly, of_groups, of_mxfp4
+from oarlock.workers.weights import float4
 from oarlock.workers.weights.gguf_header import GroupForm
 from oarlock.workers.weights.gguf_reader import GGUFReader, Groups
 from oarlock.workers.weights.source import FilledUp, WeightSource
@@ -133,19 +134,23 @@ class GroupedWeight:
         *,
         offsets: Tensor | None = None,
         bits: int,
+        is_float: bool = False,
         order: Tensor | None = None,
     ) -> None:
         """weight[n, k] = values[n, k] * scales[n, k // group] + offsets[n, k // group].
 
         `values` int8 [N, K], from -8 to 7 for 4 `bits` or from -128 to 127 for 8; `scales` and `offsets` float32
         [N, ceil(K / group)]; `group` a multiple of 16. `order` int64 [K]: input number k of the values is input
-        order[k] of x; one may come again where the weight is zero. `dtype` is the one that the model computes in.
+        order[k] of x; one may come again where the weight is zero. `is_float`: values are twice the numbers of floats
+        of 4 bits (e2m1), and kept as such. `dtype` is the one that the model computes in.
         """
         assert bits in (4, 8) and values.dtype == torch.int8 and group % 16 == 0
         groups = (len(values), -(-values.shape[1] // group))
         assert scales.shape == groups and (offsets is None or offsets.shape == groups)
+        assert not is_float or (bits == 4 and offsets is None and order is None)
         self.weight = stored_groups(values, scales, offsets, group)
         self.bits = bits
+        self.is_float = is_float
         self.order = order
         self.dtype = dtype
 
@@ -173,6 +178,7 @@ class GroupedWeight:
             weight.factors,
             weight.group,
             bits=self.bits,
+            is_float=self.is_float,
             pieces=pieces_of(inputs, weight.group, slices, unit),
             kernel_group=unit,
             order=self.order,
@@ -186,8 +192,13 @@ class GroupedWeight:
             rows = torch.empty_like(rows).index_copy_(1, self.order, rows)
         return rows.to(self.dtype)
 
-    def on(self, device: torch.device) -> WeightOnly:
+    def on(self, device: torch.device) -> LinearWeight:
         weight, order = self.weight, None if self.order is None else self.order.to(device)
+        if self.is_float and weight.group != float4.GROUP:  # a slice that cuts a group, in no model that is known
+            return DenseWeight(weight.dequantised().to(device, self.dtype))
+        if self.is_float:
+            pairs, exponents = float4.packed(weight.values, weight.scales.float() * weight.factors.unsqueeze(1))
+            return WeightOnly(of_mxfp4(pairs.to(device), exponents), self.dtype)
         stored = of_groups(
             weight.values.to(device), weight.scales, weight.zeros, weight.factors, weight.group, self.bits
         )
@@ -221,8 +232,9 @@ class GGUFLinearMethod:
             groups.values[first:] = 0
             groups.scales[first:] = 0.0
         return GroupedWeight(
-            groups.values, groups.scales, group, empty(0).dtype, offsets=groups.offsets, bits=form.bits
-        )
+            groups.values, groups.scales, group, empty(0).dtype, offsets=groups.offsets, bits=form.bits,
+            is_float=form.is_float,
+        )  # fmt: skip
 
     def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
         """As `QuantisedLinearMethod.dequantised`."""

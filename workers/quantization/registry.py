@@ -16,6 +16,7 @@ from oarlock.workers.quantization.formats.compressed_tensors import compressed_t
 from oarlock.workers.quantization.formats.form import Arithmetic, Scheme, Settings
 from oarlock.workers.quantization.formats.fp8 import fp8
 from oarlock.workers.quantization.formats.gptq import gptq
+from oarlock.workers.quantization.formats.mxfp4 import mxfp4
 
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod
@@ -96,4 +97,5 @@ STORED: dict[str, Callable[[Settings], Scheme]] = {
     "compressed-tensors": compressed_tensors,
     "fp8": fp8,
     "gptq": gptq,
+    "mxfp4": mxfp4,
 }

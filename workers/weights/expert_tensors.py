@@ -1,10 +1,11 @@
 """Experts' tensors under the names that `layers/experts_spec.py` gives them, whatever a checkpoint calls and joins.
 
 Checkpoints store each expert by itself, or those of all experts as one tensor; transformers writes both. A tensor of
-all experts is cut into views here, of which each is a range of bytes, so that nothing else
-knows the difference. Torch-free.
+all experts is cut into views here, of which each is a range of bytes, or some rows or columns of one, so that nothing
+else knows the difference. Torch-free.
 """
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -26,6 +27,9 @@ _RENAMED = (
     (re.compile(r"(.*\.)gate\.moe_statics\."), r"\1moe_statics."),
 )
 _OF_ALL = re.compile(r"(?P<module>.*\.)experts\.(?P<part>gate_up_proj|down_proj)(\.weight)?")
+# gpt-oss: rows of gate and of up take turns. In floating point matrices are transposed; in MXFP4 they are not.
+_TAKING_TURNS = re.compile(r"(?P<module>.*\.experts)\.(?P<part>gate_up_proj|down_proj)(_(?P<kind>blocks|scales|bias))?")
+_DIMENSIONS = {None: 3, "blocks": 4, "scales": 3, "bias": 2}
 
 
 def apart(tensors: dict[str, Located]) -> dict[str, Located]:
@@ -34,7 +38,10 @@ def apart(tensors: dict[str, Located]) -> dict[str, Located]:
         return tensors
     found: dict[str, Located] = {}
     for stored, located in tensors.items():
-        for name, one in _apart(_renamed(stored), located):
+        match = _TAKING_TURNS.fullmatch(stored)
+        takes_turns = match is not None and f"{match['module']}.{match['part']}_bias" in tensors
+        parts = _turns(match, located) if match and takes_turns else _apart(_renamed(stored), located)
+        for name, one in parts:
             if name in found:
                 raise StartupError(
                     f"tensor {name!r} is stored twice, the second time as {stored!r} in {located.path.name}.",
@@ -64,6 +71,27 @@ def _apart(name: str, located: Located) -> Iterator[tuple[str, Located]]:
     else:
         for expert in range(shape[0]):
             yield from _halves(f"{match['module']}experts.{expert}", match["part"], located.part(expert))
+
+
+def _turns(match: re.Match[str], located: Located) -> Iterator[tuple[str, Located]]:
+    """Tensors of gpt-oss's experts: of a matrix [E, K, N], or in MXFP4 `blocks` uint8 [E, N, K / 32, 16] and `scales`
+    [E, N, K / 32]; and the biases [E, N]."""
+    kind, part, shape = match["kind"], match["part"], located.entry.shape
+    if len(shape) != _DIMENSIONS[kind] or (part == "gate_up_proj" and shape[2 if kind is None else 1] % 2):
+        yield match.string, located  # not gpt-oss's: it stays unused, which is refused by its name
+        return
+    for expert in range(shape[0]):
+        one, module = located.part(expert), f"{match['module']}.{expert}"
+        if kind is None:
+            one = one.turned()
+        elif kind == "blocks":
+            rows, *rest = one.entry.shape
+            one = one.shaped(rows, math.prod(rest))
+        if part == "down_proj":
+            yield f"{module}.{part}.{kind or 'weight'}", one
+            continue
+        for first, name in enumerate(("gate_proj", "up_proj")):
+            yield f"{module}.{name}.{kind or 'weight'}", one.every(2, first)
 
 
 def _halves(module: str, part: str, located: Located) -> Iterator[tuple[str, Located]]:

@@ -71,6 +71,7 @@ class GroupForm:
     group: int
     bits: int  # 4: values are from -8 to 7; 8: from -128 to 127
     has_offsets: bool
+    is_float: bool = False  # values are twice the numbers of floats of 4 bits (e2m1)
 
 
 GROUP_FORMS = {
@@ -82,6 +83,7 @@ GROUP_FORMS = {
     "Q4_K": GroupForm(32, 4, True),
     "Q5_K": GroupForm(32, 8, True),
     "Q6_K": GroupForm(16, 8, False),
+    "MXFP4": GroupForm(32, 4, False, is_float=True),
 }
 SERVED = (*FLOATS, *GROUP_FORMS)  # the types that can be read
 

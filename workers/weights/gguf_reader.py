@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.errors import StartupError
+from oarlock.workers.weights import float4
 from oarlock.workers.weights.checkpoint import Checkpoint, Located
 from oarlock.workers.weights.gguf_header import BY_NAME, FLOATS, GROUP_FORMS, SERVED
 from oarlock.workers.weights.gguf_model import GGUFCheckpoint, Layout, type_not_served
@@ -145,6 +146,11 @@ def _q6_k(raw: Tensor) -> tuple[Tensor, Tensor, None]:
     return _signed((lower | upper).view(-1, 256), 32), scales, None
 
 
+def _mxfp4(raw: Tensor) -> tuple[Tensor, Tensor, None]:
+    scales = float4.scales_of(raw[:, :1]).masked_fill_(raw[:, :1] == float4.NOT_A_NUMBER, float("nan"))
+    return float4.twice(_nibbles(raw[:, 1:])), scales, None
+
+
 # uint8 [B, size of a block] -> values int8 [B, elements], scales float32 [B, groups], offsets the same or None
 _UNPACK: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]] = {
     "Q4_0": _q4_0,
@@ -155,6 +161,7 @@ _UNPACK: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }
 
 

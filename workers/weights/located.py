@@ -20,10 +20,38 @@ class Located:
 
     path: Path
     entry: TensorEntry
+    # What lies between `begin` and `end` may be a larger matrix: the tensor is every `step`-th row of it, or of its
+    # transpose, from row `first` on.
+    step: int = 1
+    first: int = 0
+    transposed: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the bytes are the tensor's, in its order."""
+        return self.step == 1 and not self.transposed
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Lengths of what lies between `begin` and `end`."""
+        rows, *rest = self.entry.shape or (1,)  # a number alone is a row of one
+        shape = (rows * self.step, *rest)
+        return tuple(reversed(shape)) if self.transposed else shape
 
     def shaped(self, *shape: int) -> "Located":
         """A tensor of the same bytes in other lengths."""
         return replace(self, entry=replace(self.entry, shape=shape))
+
+    def turned(self) -> "Located":
+        """The matrix, transposed."""
+        assert self.is_plain
+        return replace(self.shaped(*reversed(self.entry.shape)), transposed=True)
+
+    def every(self, step: int, first: int) -> "Located":
+        """Rows `first`, `first + step`, … of the tensor."""
+        rows, *rest = self.entry.shape
+        assert self.step == 1 and rows % step == 0
+        return replace(self.shaped(rows // step, *rest), step=step, first=first)
 
     def part(self, number: int) -> "Located":
         """One of the tensors along the first dimension, without that dimension."""

@@ -116,7 +116,7 @@ class _Piece:
     """Rows of a tensor's slice that a thread is reading."""
 
     def __init__(self, first_row: int, part: Tensor, stored: Tensor, done: "Future[None]") -> None:
-        self.first_row = first_row  # in the whole tensor
+        self.first_row = first_row  # in the whole tensor; of one that is stored transposed, the first column
         self.part = part  # their place in the rank's memory
         self.stored = stored  # the same elements as they are in the file; `part` itself where nothing is converted
         self.done = done
@@ -204,26 +204,30 @@ class WeightReader(CheckpointReader):
 
     def _pieces(self, name: str, found: Located, into: Tensor, dim: int, start: int) -> Iterator[_Piece]:
         """Begin to read the slice, piece by piece. At most `READS_AHEAD` + 1 of them may be unfinished."""
-        shape, begin = found.entry.shape or (1,), found.entry.begin  # a number alone is a row of one
+        shape, begin = found.stored_shape, found.entry.begin
         dtype = _DTYPES.get(found.entry.dtype)
         if dtype is None:
             raise StartupError(
                 f"{found.path}: tensor {name!r} is {found.entry.dtype}, which is not supported.",
                 "Use the model's bfloat16, float16 or float32 checkpoint.",
             )
-        is_whole_rows = dim == 0 or into.shape[dim] == shape[dim]
-        # A copy on another device, in another dtype or of parts of rows passes through a buffer.
-        is_direct = is_whole_rows and into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous()
-        row_bytes = (found.entry.end - begin) // shape[0]
+        along, step = (1, 1) if found.transposed else (0, found.step)  # how the file's rows lie in the tensor
+        is_whole_rows = dim == along or into.shape[dim] == found.entry.shape[dim]
+        # A copy on another device, in another dtype, of parts of rows or in another order passes through a buffer.
+        is_as_stored = is_whole_rows and found.is_plain and into.dtype == dtype
+        is_direct = is_as_stored and into.device.type == "cpu" and into.is_contiguous()
+        row_bytes = (found.entry.end - begin) // shape[0] * step
         rows_at_once = max(1, CHUNK_BYTES // row_bytes)
-        first, count = (start, into.shape[0]) if dim == 0 else (0, shape[0])
+        first, count = (start, into.shape[dim]) if dim == along else (0, shape[0] // step)
         for number, offset in enumerate(range(0, count, rows_at_once)):
             rows = min(rows_at_once, count - offset)
-            part = into[offset : offset + rows]
-            target = part if is_direct else self._buffer(number, rows * row_bytes).view(dtype).view(rows, *shape[1:])
-            stored = target if is_whole_rows else target.narrow(dim, start, into.shape[dim])
+            part = target = into.narrow(along, offset, rows)
+            if not is_direct:
+                target = self._buffer(number, rows * row_bytes).view(dtype).view(rows * step, *shape[1:])
+            stored = (target.T if found.transposed else target)[found.first :: found.step]
+            stored = stored if is_whole_rows else stored.narrow(dim, start, into.shape[dim])
             done = self._files.read(found.path, begin + (first + offset) * row_bytes, target, name)
-            yield _Piece(first + offset, part, stored, done)
+            yield _Piece(first + offset, part, part if is_direct else stored, done)
 
     def _buffer(self, number: int, size: int) -> Tensor:
         """Bytes for piece `number` of a tensor, whose first piece is the largest: [size]."""
@@ -237,8 +241,9 @@ class WeightReader(CheckpointReader):
         if piece.stored is not piece.part:
             piece.part.copy_(piece.stored)
         if self._check_finite and (place := first_not_finite(piece.part)) is not None:
-            first_index = [piece.first_row] + [0] * (piece.part.dim() - 1)
-            first_index[dim] = piece.first_row if dim == 0 else start
+            first_index = [0] * piece.part.dim()
+            first_index[dim] = start
+            first_index[1 if found.transposed else 0] = piece.first_row
             where = [first + index for first, index in zip(first_index, place, strict=True)]
             raise not_finite(name, found, float(piece.stored[place]), piece.part.dtype, f" at {where}")
         self._on_read()

@@ -156,6 +156,7 @@ class _GroupedSource(ctypes.Structure):
         ("bits", _flag),
         ("group", _flag),
         ("is_gated", _flag),
+        ("is_float", _flag),
         ("kind", _flag),
     )
 
@@ -180,6 +181,7 @@ class PackedGrouped:
         pieces: Sequence[Sequence[tuple[int, int]]],
         kernel_group: int,
         order: Tensor | None = None,
+        is_float: bool = False,
         gated: bool = False,
         kind: int | None = None,
     ) -> None:
@@ -187,9 +189,11 @@ class PackedGrouped:
 
         `values` int8 [N, K] of 4 or 8 `bits`, `scales` and `zeros` float16 [N, groups], `factors` float32 [N].
         `pieces`: of each slice, the inputs [start, stop) that are added up at a time, at most `kernel_group`, which is
-        16 or 32. `order` int64 [K]: input number k of the values is input order[k] of x. `kind`: None for the fastest.
+        16 or 32. `order` int64 [K]: input number k of the values is input order[k] of x. `is_float`: values are twice
+        the numbers of e2m1, which have 4 bits. `kind`: None for the fastest.
         """
         assert values.dtype == torch.int8 and values.stride(1) == 1 and kernel_group in (16, 32) and bits in (4, 8)
+        assert not is_float or (bits == 4 and zeros is None)
         assert scales.dtype == torch.float16 and factors.dtype == torch.float32
         self.columns = len(values)
         self.inputs = values.shape[1] if order is None else int(order.max()) + 1
@@ -204,7 +208,7 @@ class PackedGrouped:
         source = _GroupedSource(
             values.data_ptr(), scales.data_ptr(), _at(zeros), factors.data_ptr(), places.data_ptr(), _at(x_places),
             self.columns, values.stride(0), scales.shape[1], group, self.slices, places.shape[1],
-            bits, kernel_group, gated, self.kind,
+            bits, kernel_group, gated, is_float, self.kind,
         )  # fmt: skip
         self.memory = huge_page_empty((self.kernels.oarlock_grouped_size(ctypes.byref(source)),), torch.uint8)
         self.kernels.oarlock_grouped_pack(ctypes.byref(source), self.memory.data_ptr())

@@ -107,6 +107,7 @@ class GGUFForm:
     group: int
     bits: int
     has_offsets: bool
+    is_float: bool = False
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -115,7 +116,7 @@ class GGUFForm:
     def method(self) -> LinearMethod:
         from oarlock.workers.quantization.grouped import GGUFLinearMethod
 
-        return GGUFLinearMethod(GroupForm(self.group, self.bits, self.has_offsets))
+        return GGUFLinearMethod(GroupForm(self.group, self.bits, self.has_offsets, self.is_float))
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
         group = group_of_blocks(self.group, inputs, slices)
@@ -157,10 +158,13 @@ class GGUFForms:
         known = [form for form in forms if form is not None]
         if not known or len(known) < len(forms):
             return NONE
+        is_float = all(form.is_float for form in known)
         return GGUFForm(
             min(form.group for form in known),
-            max(form.bits for form in known),
+            # Twice the floats of 4 bits are whole numbers, of which others have no use in fewer than 8.
+            8 if any(form.is_float for form in known) and not is_float else max(form.bits for form in known),
             any(form.has_offsets for form in known),
+            is_float,
         )
 
     def ignores(self, name: str) -> bool:

@@ -15,12 +15,18 @@ from oarlock.workers.quantization.groups import group_in_slices, packed_bytes, p
 from oarlock.workers.quantization.matmul import ACTIVATIONS, ReferenceGatedMatmul
 from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, is_here, threads, using
 
+Bits = int | None
+FLOATS = None  # in place of a number of bits: floats of 4 bits, as whole numbers that are twice as large
+TWICE = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+
 
 def made(
-    outputs: int, inputs: int, group: int, bits: int, *, offsets: bool, whole: bool = True
+    outputs: int, inputs: int, group: int, bits: Bits, *, offsets: bool, whole: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Values, scales and offsets as a checkpoint may have them: with `whole` as GPTQ, else as Q4_K."""
     shape = (outputs, -(-inputs // group))
+    if bits is FLOATS:
+        return TWICE[torch.randint(0, len(TWICE), (outputs, inputs))], 2.0 ** torch.randint(-12, -2, shape), None
     most = 1 << bits - 1
     values = torch.randint(-most, most, (outputs, inputs), dtype=torch.int8)
     scales = ((torch.rand(shape) + 0.5) / most / inputs**0.5).half().float()
@@ -28,6 +34,11 @@ def made(
         scales = scales * torch.randint(0, 64, shape)
     shift = torch.randint(-most, most, shape) if whole else torch.randn(shape)
     return values, scales, scales * shift if offsets else None
+
+
+def of_bits(bits: Bits) -> dict[str, int]:
+    """Arguments of `GroupedWeight`."""
+    return {"bits": 4, "is_float": True} if bits is FLOATS else {"bits": bits}
 
 
 def dense(values: Tensor, scales: Tensor, offsets: Tensor | None, group: int) -> Tensor:
@@ -84,14 +95,13 @@ def test_groups_begin_anew_at_each_slice_wherever_a_rank_begins() -> None:
                 assert there == [[(a + rank * local, b + rank * local) for a, b in pieces] for pieces in alone]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize(("bits", "offsets"), [(4, False), (4, True), (8, False), (8, True), (FLOATS, False)])
 @pytest.mark.parametrize(("inputs", "group"), [(256, 32), (100, 16), (256, 128), (192, 192)])
-def test_products_are_those_of_the_dequantised_weight(bits: int, offsets: bool, inputs: int, group: int) -> None:
+def test_products_are_those_of_the_dequantised_weight(bits: Bits, offsets: bool, inputs: int, group: int) -> None:
     torch.manual_seed(0)
     parts = made(24, inputs, group, bits, offsets=offsets)
     truth = dense(*parts, group)
-    weight = GroupedWeight(*parts[:2], group, torch.float32, offsets=parts[2], bits=bits)
+    weight = GroupedWeight(*parts[:2], group, torch.float32, offsets=parts[2], **of_bits(bits))
     x, bias, residual = torch.randn(5, inputs), torch.randn(24), torch.randn(5, 24)
     expected = x.double() @ truth.T + bias + residual
     limit = 0.02 * (x.double().abs() @ truth.T.abs()).max()
@@ -138,7 +148,7 @@ SHAPES = [
     (48, 64, 32, 1), (33, 50, 64, 1), (200, 256, 128, 2), (70, 3000, 32, 1), (5, 21, 16, 1), (96, 1024, 1024, 4),
     (40, 288, 32, 8), (34, 4 * 1216, 128, 4),
 ]  # fmt: skip
-FORMS = [(4, False), (4, True), (8, False), (8, True)]  # bits, and whether there are offsets
+FORMS = [(4, False), (4, True), (8, False), (8, True), (FLOATS, False)]  # bits, and whether there are offsets
 
 each_level = pytest.mark.parametrize("level", PARAMETERS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -151,10 +161,16 @@ def kinds(level: Level) -> list[int]:
 
 
 def weight_of(
-    outputs: int, inputs: int, group: int, dtype: torch.dtype, bits: int, offsets: bool, order: Tensor | None = None
+    outputs: int,
+    inputs: int,
+    group: int,
+    dtype: torch.dtype,
+    bits: Bits,
+    offsets: bool,
+    order: Tensor | None = None,
 ) -> GroupedWeight:
     values, scales, shift = made(outputs, inputs, group, bits, offsets=offsets, whole=False)
-    return GroupedWeight(values, scales, group, dtype, offsets=shift, bits=bits, order=order)
+    return GroupedWeight(values, scales, group, dtype, offsets=shift, order=order, **of_bits(bits))
 
 
 def reference(weight: GroupedWeight, bias: Tensor | None, *, wide: bool = False, slices: int = 1) -> GroupedMatmul:
@@ -166,7 +182,14 @@ def reference(weight: GroupedWeight, bias: Tensor | None, *, wide: bool = False,
 @each_dtype
 @pytest.mark.parametrize(("outputs", "inputs", "group", "slices"), SHAPES)
 def test_the_kernel_equals_the_reference_bit_by_bit(
-    level: Level, dtype: torch.dtype, bits: int, offsets: bool, outputs: int, inputs: int, group: int, slices: int
+    level: Level,
+    dtype: torch.dtype,
+    bits: Bits,
+    offsets: bool,
+    outputs: int,
+    inputs: int,
+    group: int,
+    slices: int,
 ) -> None:
     torch.manual_seed(0)
     weight = weight_of(outputs, inputs, group, dtype, bits, offsets)
@@ -189,9 +212,10 @@ def test_the_kernel_equals_the_reference_bit_by_bit(
 @each_level
 @each_form
 @pytest.mark.parametrize("slices", [1, 4])
-def test_the_kernel_reads_inputs_in_another_order(level: Level, bits: int, offsets: bool, slices: int) -> None:
+def test_the_kernel_reads_inputs_in_another_order(level: Level, bits: Bits, offsets: bool, slices: int) -> None:
     torch.manual_seed(0)
-    weight = weight_of(50, 1280, 64, torch.bfloat16, bits, offsets, torch.randperm(1280))
+    order = None if bits is FLOATS else torch.randperm(1280)  # no checkpoint has floats in another order
+    weight = weight_of(50, 1280, 64, torch.bfloat16, bits, offsets, order)
     x, ids = torch.randn(40, 1280, dtype=torch.bfloat16), torch.randint(0, 50, (20,))
     expected = reference(weight, None, slices=slices)(x)
     for kind in kinds(level):
@@ -217,12 +241,12 @@ def test_an_input_may_come_again_where_the_weight_is_zero(level: Level) -> None:
 
 
 @pytest.mark.parametrize(("bits", "offsets"), FORMS)
-def test_memory_is_as_it_is_counted(bits: int, offsets: bool) -> None:
+def test_memory_is_as_it_is_counted(bits: Bits, offsets: bool) -> None:
     if NO_KERNELS is not None:
         pytest.skip(NO_KERNELS)
     for inputs, group in ((256, 64), (100, 16), (5, 32), (48, 48)):
         weight = weight_of(64, inputs, group, torch.float32, bits, offsets)
-        assert len(weight.packed().memory) - 64 == packed_bytes(64, inputs, bits, group, offsets=offsets)
+        assert len(weight.packed().memory) - 64 == packed_bytes(64, inputs, bits or 4, group, offsets=offsets)
 
 
 @each_level
@@ -230,7 +254,7 @@ def test_memory_is_as_it_is_counted(bits: int, offsets: bool) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_gate_equals_the_reference(
-    level: Level, dtype: torch.dtype, bits: int, offsets: bool, activation: str
+    level: Level, dtype: torch.dtype, bits: Bits, offsets: bool, activation: str
 ) -> None:
     """Up to the last bits of exp, and each row has the same bits in every batch and with any number of threads."""
     torch.manual_seed(0)
@@ -254,15 +278,15 @@ def test_the_gate_equals_the_reference(
 
 @each_level
 @each_form
-def test_the_largest_sums_of_a_group_are_exact(level: Level, bits: int, offsets: bool) -> None:
+def test_the_largest_sums_of_a_group_are_exact(level: Level, bits: Bits, offsets: bool) -> None:
     """All numbers at their limits: what would saturate 16 bits, or 32 if sums were not of one group."""
-    most = 1 << bits - 1
+    most = 12 if bits is FLOATS else 1 << bits - 1
     for inputs in (8, 1024, 100_000):
-        values = torch.full((34, inputs), most - 1, dtype=torch.int8)
+        values = torch.full((34, inputs), most if bits is FLOATS else most - 1, dtype=torch.int8)
         values[::2] = -most
         scales = torch.ones((34, -(-inputs // 32)))
         shift = scales * most if offsets else None
-        weight = GroupedWeight(values, scales, 32, torch.float32, offsets=shift, bits=bits)
+        weight = GroupedWeight(values, scales, 32, torch.float32, offsets=shift, **of_bits(bits))
         x = torch.full((3, inputs), 5.0)
         x[1] = -5.0
         x[2, ::2] = -5.0
@@ -274,7 +298,7 @@ def test_the_largest_sums_of_a_group_are_exact(level: Level, bits: int, offsets:
 
 @each_level
 @each_form
-def test_the_number_of_threads_changes_no_bit(level: Level, bits: int, offsets: bool) -> None:
+def test_the_number_of_threads_changes_no_bit(level: Level, bits: Bits, offsets: bool) -> None:
     """Weights with many inputs, and more threads than panels."""
     torch.manual_seed(0)
     weight = weight_of(40, 3700, 32, torch.bfloat16, bits, offsets)
@@ -291,7 +315,7 @@ def test_the_number_of_threads_changes_no_bit(level: Level, bits: int, offsets: 
 @each_level
 @each_form
 @each_dtype
-def test_rows_come_back_out_of_the_packed_weight(level: Level, dtype: torch.dtype, bits: int, offsets: bool) -> None:
+def test_rows_come_back_out_of_the_packed_weight(level: Level, dtype: torch.dtype, bits: Bits, offsets: bool) -> None:
     torch.manual_seed(0)
     weight = weight_of(77, 1030, 32, dtype, bits, offsets)
     ids = torch.randint(0, 77, (40,))

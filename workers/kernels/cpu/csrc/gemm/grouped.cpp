@@ -130,7 +130,7 @@ void multiply(const Product &p) {
     x.scales = arena().take<float>(x.rows * form.slices);
     x.pack(from, order ? inputs : p.x_stride);
     GroupSums of(form, x.rows);
-    of.compute(x, base_of<Dot>(form.bits));
+    of.compute(x, base_of<Dot>(form));
     const Shares shares(form.panels());
 #pragma omp parallel
     {
@@ -169,7 +169,7 @@ struct GroupedRows final : PanelRows {
       move_in_order(there, form.order(), inputs, moved + row * inputs);
       return static_cast<const T *>(moved + row * inputs);
     });
-    of.compute_strip(x, strip, base_of<Dot>(form.bits));
+    of.compute_strip(x, strip, base_of<Dot>(form));
   }
   void multiply(long panel, long slice, float *sums) const override {
     sum_scaled(form, panel, slice, x, of, tiles_for<Dot>(form), sums);

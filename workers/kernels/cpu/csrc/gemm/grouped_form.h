@@ -8,6 +8,9 @@
 // Values of 4 bits lie as [group / 4][kLanes][4] bytes with the weights of two outputs, each 8 higher and so from 0 to 15:
 // in a byte's lower half that of a register's output, in its upper half that of the output kLanes further on. Values of 8
 // bits lie as [group / 4][kPanel][4], as much higher as `simd::Dot` or `simd::PlainDot` wants the unsigned factor.
+//
+// Floats of 4 bits (e2m1, of MXFP4) lie as whole numbers of 4 bits do, by the bits they have there. They are multiplied
+// as the whole numbers that are twice as large, from -12 to 12: a table gives these, 12 higher.
 #pragma once
 #include <algorithm>
 
@@ -23,7 +26,8 @@ constexpr long kScaleBytes = kPanel * sizeof(Float16);
 
 // 64 bytes, so that panels begin at a cache line.
 struct PackedForm {
-  int64_t columns, is_gated;
+  int64_t columns;
+  int32_t is_gated, is_float;      // e2m1, of 4 bits
   int64_t bits, group, has_zeros;  // 4 or 8 bits; groups of 16 or 32 inputs
   int64_t slices, length;          // inputs of a slice
   int64_t order_at;                // from the beginning to int32 [slices * length], the input of x at each place: -1 for none; or 0
@@ -49,10 +53,14 @@ struct PackedForm {
 };
 static_assert(sizeof(PackedForm) == 64);
 
-// How much higher than they are values are stored.
+// Twice the number of each four bits of e2m1, and how much higher it is in a product.
+constexpr int kFloatBase = 12;
+constexpr int8_t kFloats[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// How much higher than they are values are multiplied.
 template <class Dot>
-constexpr int base_of(long bits) {
-  return bits == 4 ? 8 : Dot::kOffset;
+constexpr int base_of(const PackedForm &form) {
+  return form.is_float ? kFloatBase : form.bits == 4 ? 8 : Dot::kOffset;
 }
 
 }  // namespace grouped

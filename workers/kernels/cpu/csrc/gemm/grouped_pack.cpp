@@ -16,7 +16,7 @@ struct GroupedSource {
   const int32_t *order;    // the same of x; null where x is read as it is, up to the end of a slice
   long columns, stride, scales_per_row, stored_group;
   long slices, length;     // inputs of a slice
-  int bits, group, is_gated, kind;
+  int bits, group, is_gated, is_float, kind;
 };
 
 namespace gemm {
@@ -24,12 +24,21 @@ namespace grouped {
 namespace {
 
 PackedForm form_of(const GroupedSource &from) {
-  PackedForm form{from.columns, from.is_gated, from.bits, from.group, from.zeros != nullptr, from.slices, from.length, 0};
+  PackedForm form{from.columns,          from.is_gated, from.is_float, from.bits, from.group,
+                  from.zeros != nullptr, from.slices,   from.length,   0};
   form.order_at = from.order ? form.bytes() : 0;
   return form;
 }
 
-int base_for(int kind, long bits) { return kind == kGroupedDot ? base_of<Dot>(bits) : base_of<PlainDot>(bits); }
+int base_for(int kind, const PackedForm &form) {
+  return kind == kGroupedDot ? base_of<Dot>(form) : base_of<PlainDot>(form);
+}
+
+// The bits of a value as it is stored.
+int stored_bits(const PackedForm &form, int value, int base) {
+  if (!form.is_float) return (value + base) & (form.bits == 4 ? 15 : 255);
+  return std::find(kFloats, kFloats + 16, value) - kFloats;
+}
 
 // Where value `i` of a group lies: the byte, and by how many bits it is shifted there.
 struct Place {
@@ -59,7 +68,7 @@ void pack_panel(const PackedForm &form, const GroupedSource &from, long panel, i
         for (long i = 0; i < form.group; i++) {
           const int value = row >= 0 && i < count && places[i] >= 0 ? from.values[row * from.stride + places[i]] : 0;
           const Place place(form, output, i);
-          to[place.byte] |= ((value + base) & (form.bits == 4 ? 15 : 255)) << place.shift;
+          to[place.byte] |= stored_bits(form, value, base) << place.shift;
         }
       }
     }
@@ -81,7 +90,8 @@ void read_row(const PackedForm &form, long id, int base, T *row) {
         if (k >= form.length || (form.order_at && form.order()[input] < 0)) continue;
         const Place place(form, output, i);
         const uint8_t byte = at[place.byte];
-        const int value = form.bits == 4 ? (byte >> place.shift & 15) - base : static_cast<int8_t>(byte - base);
+        const int four = byte >> place.shift & 15;
+        const int value = form.is_float ? kFloats[four] : form.bits == 4 ? four - base : static_cast<int8_t>(byte - base);
         const float number = (value + zero) * scale * factor;
         alignas(64) float lanes[kLanes] = {number};
         store(row + (form.order_at ? form.order()[input] : input), load(lanes), 1);
@@ -106,7 +116,7 @@ extern "C" void oarlock_grouped_pack(const GroupedSource *from, char *packed) {
   memset(packed, 0, oarlock_grouped_size(from));
   memcpy(packed, &form, sizeof form);
   if (from->order) memcpy(packed + form.order_at, from->order, form.slices * form.length * sizeof(int32_t));
-  const int base = base_for(from->kind, form.bits);
+  const int base = base_for(from->kind, form);
 #pragma omp parallel for schedule(static)
   for (long panel = 0; panel < form.panels(); panel++)
     pack_panel(form, *from, panel, base, packed + sizeof form + panel * form.panel_bytes());
@@ -121,6 +131,6 @@ extern "C" void oarlock_grouped_rows(const void *packed, const int64_t *ids, voi
     using T = std::remove_pointer_t<decltype(of)>;
 #pragma omp parallel for if (count >= 16)
     for (long i = 0; i < count; i++)
-      read_row(form, ids[i], base_for(kind, form.bits), static_cast<T *>(rows) + i * inputs);
+      read_row(form, ids[i], base_for(kind, form), static_cast<T *>(rows) + i * inputs);
   });
 }

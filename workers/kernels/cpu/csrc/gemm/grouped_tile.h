@@ -24,12 +24,16 @@ struct Tile {
   Fetch fetch;            // `step` bytes for each group
 };
 
-template <class Dot, int kBits, int kGroup, int R>
+// `kFloats`, raised so that none is negative.
+alignas(16) constexpr uint8_t kRaisedFloats[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+template <class Dot, int kBits, bool kFloat, int kGroup, int R>
 void multiply_tile(const Tile &t) {
   constexpr long kStepBytes = kBits == 4 ? 4 * kLanes : 4 * kPanel;
   const long values_at = t.group_bytes - kGroup / 4 * kStepBytes;
   const uint8_t *x = t.x;
   const char *w = t.weight, *fetch = t.fetch.from;
+  [[maybe_unused]] const Ints numbers = kFloat ? load_table(kRaisedFloats) : broadcast_int(0);
   Vec low[R], high[R];
   for (int r = 0; r < R; r++) {
     low[r] = t.is_first ? zero() : load(t.sums + r * kPanel);
@@ -51,8 +55,9 @@ void multiply_tile(const Tile &t) {
         }
       } else {
         const Ints both = load_ints(values);
-        const Ints left = kBits == 4 ? low_nibbles(both) : both;
-        const Ints right = kBits == 4 ? high_nibbles(both) : load_ints(values + 4 * kLanes);
+        Ints left = kBits == 4 ? low_nibbles(both) : both;
+        Ints right = kBits == 4 ? high_nibbles(both) : load_ints(values + 4 * kLanes);
+        if constexpr (kFloat) left = look_up(numbers, left), right = look_up(numbers, right);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
           const Ints four = broadcast_four(x + r * kRowBytes);
@@ -85,18 +90,19 @@ void multiply_tile(const Tile &t) {
 
 using MultiplyTile = void (*)(const Tile &);
 
-template <class Dot, int kBits, int kGroup, int... R>
+template <class Dot, int kBits, bool kFloat, int kGroup, int... R>
 constexpr auto table(std::integer_sequence<int, R...>) {
-  return std::array<MultiplyTile, sizeof...(R) + 1>{nullptr, multiply_tile<Dot, kBits, kGroup, R + 1>...};
+  return std::array<MultiplyTile, sizeof...(R) + 1>{nullptr, multiply_tile<Dot, kBits, kFloat, kGroup, R + 1>...};
 }
-// Of R rows: kTable<Dot, kBits, kGroup>[R], R from 1 to kStrip.
-template <class Dot, int kBits, int kGroup>
-constexpr auto kTable = table<Dot, kBits, kGroup>(std::make_integer_sequence<int, kStrip>());
+// Of R rows: kTable<Dot, kBits, kFloat, kGroup>[R], R from 1 to kStrip.
+template <class Dot, int kBits, bool kFloat, int kGroup>
+constexpr auto kTable = table<Dot, kBits, kFloat, kGroup>(std::make_integer_sequence<int, kStrip>());
 
 template <class Dot>
 inline const MultiplyTile *tiles_for(const PackedForm &form) {
-  if (form.bits == 4) return form.group == 32 ? kTable<Dot, 4, 32>.data() : kTable<Dot, 4, 16>.data();
-  return form.group == 32 ? kTable<Dot, 8, 32>.data() : kTable<Dot, 8, 16>.data();
+  if (form.is_float) return form.group == 32 ? kTable<Dot, 4, true, 32>.data() : kTable<Dot, 4, true, 16>.data();
+  if (form.bits == 4) return form.group == 32 ? kTable<Dot, 4, false, 32>.data() : kTable<Dot, 4, false, 16>.data();
+  return form.group == 32 ? kTable<Dot, 8, false, 32>.data() : kTable<Dot, 8, false, 16>.data();
 }
 
 }  // namespace grouped

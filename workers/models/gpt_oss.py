@@ -1,0 +1,51 @@
+"""gpt-oss: a learned sink in every attention head, windows in every other layer, and experts with a clamped activation.
+
+Torch-free.
+"""
+
+from typing import Any
+
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
+from oarlock.workers.models.hf_config import decoder_spec, expert_counts, layer_kinds
+from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.models.hf_rope import rope_spec, rope_table
+
+_POSITIONS, _HEAD = 131072, 64
+_ROPE: dict[str, Any] = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def describe_gpt_oss(fields: Fields) -> DecoderSpec:
+    """Experts are chosen by logits with a bias, and weighed by the softmax of the chosen ones alone."""
+    layers, bias = fields.layers(), fields.flag("attention_bias", True)
+    kinds = layer_kinds(fields) or ["full_attention" if index % 2 else "sliding_attention" for index in range(layers)]
+    window = None if fields.raw.get("sliding_window", 128) is None else fields.count("sliding_window", 128)
+    table = {"rope_theta": 150000.0} | {key: value for key, value in rope_table(fields).items() if value is not None}
+    table = table if len(table) > 1 else table | _ROPE
+    experts, top_k = expert_counts(fields, 128, 4)
+    fields.choice("hidden_act", "silu", {"silu": "silu"})
+    mixture = ExpertsSpec(
+        experts,
+        fields.count("intermediate_size", 2880),
+        RouterSpec(top_k, normalised=True, bias=True, name="router"),
+        "clamped_swiglu",
+        alpha=fields.number("swiglu_alpha", 1.702),
+        limit=fields.number("swiglu_limit", 7.0),
+        bias=True,
+    )
+    return decoder_spec(
+        fields,
+        kv_heads=8,
+        head_dim=_HEAD,
+        max_positions=_POSITIONS,
+        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        rope=rope_spec(table, fields.count("head_dim", _HEAD), fields.count("max_position_embeddings", _POSITIONS)),
+        qkv_bias=bias,
+        o_bias=bias,
+        experts=(mixture,) * layers,
+        activation="silu",
+        eps=1e-5,
+    )
