@@ -101,6 +101,7 @@ CASES: dict[str, Case] = {
     "qwen2-moe": Case("qwen2_moe", {}, (1, 2, 4)),
     "glm4-moe": Case("glm4_moe", {}, (1, 2, 4)),
     "ernie-moe": Case("ernie4_5_moe", {}, (1, 2, 4)),
+    "gpt-oss": Case("gpt_oss", {}, (1, 2, 4)),
 }  # fmt: skip
 # One case per family and size, for tests that need not run on every shape.
 FAMILY_CASES = (

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 FAMILIES = ("cohere", "cohere2", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
-MIXTURES = ("ernie4_5_moe", "glm4_moe", "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+MIXTURES = ("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe",
+            "qwen3_moe")  # fmt: skip
 # Small and odd on purpose: heads share KV heads, and no size is a power of two by accident of the family's defaults.
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -45,6 +46,11 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_intermediate_size": 36, "moe_num_experts": 6, "moe_k": 3},
     "glm4_moe": {"moe_intermediate_size": 36, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
                  "topk_group": 2, "routed_scaling_factor": 1.7, "head_dim": 24, "use_qk_norm": True},
+    # A limit that activations reach, and YaRN that begins within the tests' prompts.
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 36, "head_dim": 24,
+                "sliding_window": 12, "swiglu_limit": 0.8, "rope_parameters": {
+                    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False,
+                    "original_max_position_embeddings": 16}},
     "granitemoe": {"num_local_experts": 5, "attention_multiplier": 0.4, "embedding_multiplier": 6.0,
                    "residual_multiplier": 0.6, "logits_scaling": 3.0},
     "granitemoeshared": {"num_local_experts": 5, "shared_intermediate_size": 52, "attention_multiplier": 0.4,
@@ -93,8 +99,8 @@ def _random_model(config: Any, seed: int, std: float) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if name.endswith("bias"):
-                    parameter.normal_(std=0.1)
+                if name.endswith(("bias", "sinks")):
+                    parameter.normal_(std=0.1 if name.endswith("bias") else 1.0)
                 elif name.endswith("norm.weight"):
                     parameter.normal_(mean=0.0 if config.model_type.startswith("gemma") else 1.0, std=0.1)
                 elif std > 0:

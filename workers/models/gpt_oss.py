@@ -3,8 +3,10 @@
 Torch-free.
 """
 
+from dataclasses import replace
 from typing import Any
 
+from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.models.hf_config import decoder_spec, expert_counts, layer_kinds
@@ -36,7 +38,7 @@ def describe_gpt_oss(fields: Fields) -> DecoderSpec:
         limit=fields.number("swiglu_limit", 7.0),
         bias=True,
     )
-    return decoder_spec(
+    spec = decoder_spec(
         fields,
         kv_heads=8,
         head_dim=_HEAD,
@@ -49,3 +51,4 @@ def describe_gpt_oss(fields: Fields) -> DecoderSpec:
         activation="silu",
         eps=1e-5,
     )
+    return spec.with_sublayers(lambda one: replace(one, sinks=True) if isinstance(one, SelfAttentionSpec) else one)

@@ -12,6 +12,7 @@ from oarlock.workers.models.encoders.registry import ENCODERS
 from oarlock.workers.models.ernie4_5_moe import describe_ernie4_5_moe
 from oarlock.workers.models.gemma import GGUF_GEMMA2, GGUF_GEMMA3, describe_gemma2, describe_gemma3
 from oarlock.workers.models.glm4_moe import describe_glm4_moe
+from oarlock.workers.models.gpt_oss import describe_gpt_oss
 from oarlock.workers.models.granite_moe import GGUF_GRANITE_MOE, describe_granite_moe, describe_granite_moe_shared
 from oarlock.workers.models.hf_fields import Fields, read_config
 from oarlock.workers.models.llama import GGUF_LLAMA, describe_llama
@@ -30,6 +31,7 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "Gemma2ForCausalLM": describe_gemma2,
     "Gemma3ForCausalLM": describe_gemma3,
     "Glm4MoeForCausalLM": describe_glm4_moe,
+    "GptOssForCausalLM": describe_gpt_oss,
     "GraniteMoeForCausalLM": describe_granite_moe,
     "GraniteMoeSharedForCausalLM": describe_granite_moe_shared,
     "LlamaForCausalLM": describe_llama,
