@@ -34,6 +34,9 @@ _ARCHITECTURES = {
     "OlmoeForCausalLM": gguf.MODEL_ARCH.OLMOE,
     "GraniteMoeForCausalLM": gguf.MODEL_ARCH.GRANITE_MOE,
     "GraniteMoeSharedForCausalLM": gguf.MODEL_ARCH.GRANITE_MOE,
+    "Glm4MoeForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
+    "Ernie4_5_MoeForCausalLM": gguf.MODEL_ARCH.ERNIE4_5_MOE,
+    "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
 }
 _PERMUTED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE_MOE)
 _EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
@@ -77,6 +80,10 @@ def write_gguf(directory: Path, path: Path, kind_of: KindOf, *, part_bytes: int 
         tensors.pop("lm_head.weight", None)
     for name, tensor in _with_joined_experts(tensors).items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if name.endswith("e_score_correction_bias"):
+            stored = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
+        elif name.endswith("sinks"):
+            stored = f"{stored}.weight"
         assert stored is not None, name
         numbers = _as_stored(name, tensor.float(), config, arch).numpy()
         kind = kind_of(stored, numbers.shape)
@@ -105,6 +112,18 @@ def _with_joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
                 found[f"{layer}{inside}{part}_proj.weight"] = half
         elif module == "output_linear.weight":
             found[f"{layer}{inside}down_proj.weight"] = tensor
+        elif name.endswith("experts.down_proj"):  # gpt-oss: transposed, and rows of gate and up take turns
+            found[f"{name}.weight"] = tensor.transpose(1, 2)
+        elif name.endswith("experts.gate_up_proj"):
+            for number, part in enumerate(("gate", "up")):
+                found[f"{name[: -len('gate_up_proj')]}{part}_proj.weight"] = tensor.transpose(1, 2)[:, number::2]
+        elif name.endswith("experts.down_proj_bias"):
+            found[name.replace("_bias", ".bias")] = tensor
+        elif name.endswith("experts.gate_up_proj_bias"):
+            for number, part in enumerate(("gate", "up")):
+                found[f"{name[: -len('gate_up_proj_bias')]}{part}_proj.bias"] = tensor[:, number::2]
+        elif name.endswith("e_score_correction_bias"):
+            found[name] = tensor.flatten()
         else:
             found[name] = tensor.squeeze(0) if name.endswith("shared_expert_gate.weight") else tensor
     return found | {name: torch.stack([of[index] for index in sorted(of)]) for name, of in apart.items()}
@@ -131,7 +150,10 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    ahead = config.get("num_nextn_predict_layers", 0)  # layers, which are counted among the others
+    writer.add_block_count(config["num_hidden_layers"] + ahead)
+    if ahead:
+        writer.add_nextn_predict_layers(ahead)
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
@@ -175,9 +197,23 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
         ("moe_intermediate_size", writer.add_expert_feed_forward_length),
         ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
         ("shared_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("n_routed_experts", writer.add_expert_count),
+        ("moe_num_experts", writer.add_expert_count),
+        ("moe_k", writer.add_expert_used_count),
+        ("n_shared_experts", writer.add_expert_shared_count),
+        ("moe_num_shared_experts", writer.add_expert_shared_count),
+        ("first_k_dense_replace", writer.add_leading_dense_block_count),
+        ("moe_layer_start_index", writer.add_leading_dense_block_count),
+        ("moe_layer_interval", writer.add_interleave_moe_layer_step),
+        ("routed_scaling_factor", writer.add_expert_weights_scale),
+        ("norm_topk_prob", writer.add_expert_weights_norm),
+        ("n_group", writer.add_expert_group_count),
+        ("topk_group", writer.add_expert_group_used_count),
     ):
         if config.get(key):
             add(config[key])
+    if arch is gguf.MODEL_ARCH.GPT_OSS:
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
     if arch is gguf.MODEL_ARCH.PHI3 and not config.get("sliding_window"):
         writer.add_sliding_window(0)
 

@@ -19,7 +19,7 @@ from oarlock.workers.layers.attention import Attention
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from oarlock.workers.layers.experts import Experts, ExpertStack
+from oarlock.workers.layers.experts import Experts, ExpertStack, Router
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.norm import RMSNorm
 from oarlock.workers.layers.rotary import RotaryTable, rotate
@@ -229,6 +229,36 @@ def correction_in_the_weights(patch: MonkeyPatch) -> None:
         return ids, weights / weights.sum(1, keepdim=True)
 
     _with_route(patch, patched)
+
+
+def gate_and_up_of_experts_swapped(patch: MonkeyPatch) -> None:
+    original = ExpertStack._shards
+
+    def patched(self: ExpertStack, name: str) -> tuple[WeightShard, WeightShard]:
+        gate_up, down = original(self, name)
+        return replace(gate_up, parts=gate_up.parts[::-1]), down
+
+    patch.setattr(ExpertStack, "_shards", patched)
+
+
+def bias_of_the_router_dropped(patch: MonkeyPatch) -> None:
+    taken = Router._taken
+
+    def patched(self: Router, weights: Any, name: str, *shape: int) -> Tensor:
+        found = taken(self, weights, name, *shape)
+        return found.zero_() if name.endswith(".bias") else found
+
+    patch.setattr(Router, "_taken", patched)
+
+
+def limit_of_activations_ignored(patch: MonkeyPatch) -> None:
+    original = ExpertStack.__init__
+
+    def patched(self: ExpertStack, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        self.shape = replace(self.shape, limit=1e6)
+
+    patch.setattr(ExpertStack, "__init__", patched)
 
 
 def shared_expert_dropped(patch: MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 FILE = "model.safetensors"
+_OF_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 Stored = dict[str, Tensor]
 
 
@@ -26,7 +27,7 @@ class Quantised:
 
     path: Path
     meaning: Path  # a dense checkpoint in float32
-    weights: dict[str, Tensor]  # module -> float64 [N, K]
+    weights: dict[str, Tensor]  # module -> float64 [N, K], or of all experts [E, N, K]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Case:
     fused: bool = False  # a model that stores q, k, v as one matrix, and gate and up
     head: bool = False  # the output head as well
     left: tuple[str, ...] = ()  # modules that stay dense, by the end of their names
+    family: str | None = None  # whose experts alone are rounded, each part of all of them as one tensor
 
 
 def write(dense: Path, folder: Path, case: Case) -> Quantised:
@@ -46,8 +48,13 @@ def write(dense: Path, folder: Path, case: Case) -> Quantised:
     weights, tensors, plain = {}, {}, {}
     for name, tensor in load_file(dense / FILE).items():
         module = name.removesuffix(".weight")
+        if case.family is not None and name.endswith(_OF_EXPERTS):
+            stored, weights[name] = case.store(tensor.double().transpose(1, 2), seed=0, **case.options)
+            tensors |= {f"{name}_{kind}": value.contiguous() for kind, value in stored.items()}
+            plain[name] = weights[name].float().transpose(1, 2).contiguous()
+            continue
         is_product = module.endswith("_proj") or (case.head and module == "lm_head")
-        if not name.endswith(".weight") or not is_product or module.endswith(case.left or ("-",)):
+        if case.family or not name.endswith(".weight") or not is_product or module.endswith(case.left or ("-",)):
             tensors[name] = plain[name] = tensor.clone()
             continue
         seed = sum(map(ord, module))
@@ -240,6 +247,21 @@ def four_bits(weight: Tensor, *, seed: int, kind: str, nested: bool) -> tuple[St
     return stored, (code.double()[places] * factor).reshape(weight.shape)
 
 
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+
+
+def mxfp4(weight: Tensor, *, seed: int) -> tuple[Stored, Tensor]:
+    """OCP's microscaling formats: 32 numbers of a row share 2 ** (scale - 127); two in a byte, the first in its low
+    half."""
+    groups = weight.unflatten(-1, (-1, 32))  # [..., K / 32, 32]
+    exponents = torch.floor(torch.log2(groups.abs().amax(-1, keepdim=True))) - 2
+    code = torch.tensor(E2M1, dtype=torch.float64)
+    places = (groups * 2.0**-exponents).unsqueeze(-1).sub(code).abs().argmin(-1)
+    pairs = places.unflatten(-1, (-1, 2))
+    stored = {"blocks": pairs[..., 0] + 16 * pairs[..., 1], "scales": exponents.squeeze(-1) + 127}
+    return {kind: value.to(torch.uint8) for kind, value in stored.items()}, (code[places] * 2.0**exponents).flatten(-2)
+
+
 def _gptq(bits: int, group: int, sym: bool, act: bool, version: int = 1, **more: Any) -> Case:
     options = {"bits": bits, "group_size": group, "sym": sym, "desc_act": act}
     settings = {"quant_method": "gptq", **options, "checkpoint_format": "gptq" if version == 1 else "gptq_v2"}
@@ -319,4 +341,5 @@ CASES: dict[str, Case] = {
     "nf4": _bitsandbytes("nf4", nested=False),
     "nf4-nested": _bitsandbytes("nf4", nested=True),
     "fp4": _bitsandbytes("fp4", nested=False),
+    "mxfp4": Case(mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, family="gpt_oss"),
 }  # fmt: skip

@@ -21,7 +21,9 @@ from tests.golden.quantised import CASES, Quantised, write
 from tests.golden.tiny_models import make_tiny
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
-SHOWN = ("gptq-4-64-asym", "gptq-4-32-asym-act", "awq-32", "packed-4-32-asym-act", "integers-channel")
+# Every token has all experts: none is chosen by a rounding.
+GPT_OSS = {"intermediate_size": 224, "num_local_experts": 3, "num_experts_per_tok": 3}
+SHOWN = ("gptq-4-64-asym", "gptq-4-32-asym-act", "awq-32", "packed-4-32-asym-act", "integers-channel", "mxfp4")
 
 
 class Errors(NamedTuple):
@@ -51,7 +53,9 @@ def main() -> None:
     print("| checkpoint | as served | with `--dequantize` |\n|---|---|---|")
     for name in SHOWN:
         with tempfile.TemporaryDirectory(prefix="oarlock-errors-") as folder:
-            made = write(make_tiny(Path(folder), "qwen2", **SHAPE), Path(folder), CASES[name])
+            family = CASES[name].family
+            shape = SHAPE | GPT_OSS if family else SHAPE
+            made = write(make_tiny(Path(folder), family or "qwen2", **shape), Path(folder), CASES[name])
             print("| {} | {:.2f} | {:.2f} |".format(name, *errors_of(made, tokens)), flush=True)
 
 

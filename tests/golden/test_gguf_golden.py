@@ -131,6 +131,10 @@ def test_a_file_describes_the_same_model_and_holds_the_same_numbers(tmp_path: Pa
         ("olmoe", {}),
         ("granitemoe", {}),
         ("granitemoeshared", {}),
+        ("glm4_moe", {}),
+        ("glm4_moe", {"use_qk_norm": False, "attention_bias": True}),
+        ("ernie4_5_moe", {}),
+        ("gpt_oss", {"swiglu_limit": 7.0}),
     ],
 )
 def test_experts_that_a_file_holds_in_one_tensor(tmp_path: Path, family: str, special: dict[str, Any]) -> None:
@@ -224,7 +228,7 @@ def _check_groups(reader: GGUFReader, name: str, truth: torch.Tensor, form: Grou
         reader.take_groups(name, found, shape=(rows, inputs), first_row=rows // 2, first_input=first)
         here = truth[rows // 2 : rows // 2 + rows // 4, first : first + count]
         assert judged(found.dequantised(), here), f"{name}, {count} inputs from {first} on"
-        limits = (-8, 7) if form.bits == 4 else (-128, 127)
+        limits = (-12, 12) if form.is_float else (-8, 7) if form.bits == 4 else (-128, 127)
         assert limits[0] <= found.values.min() and found.values.max() <= limits[1]
         faults = ["scales of the next group", "the next input", *(["no offsets"] if form.has_offsets else [])]
         for fault in faults:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
-from oarlock.workers.quantization import bitsandbytes, fp8, packed_integers
+from oarlock.workers.quantization import bitsandbytes, fp8, mxfp4, packed_integers
 from oarlock.workers.quantization.packed_integers import Span, take_block
 from tests.golden.cases import PROMPT, TOTAL
 from tests.golden.exact_reference import ExactReference
 from tests.golden.layer_compare import findings
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.quantised import CASES, Quantised, write
-from tests.golden.quantised_errors import SHOWN, errors_of
+from tests.golden.quantised_errors import GPT_OSS, SHOWN, errors_of
 from tests.golden.tiny_models import make_tiny
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,7 @@ EXPERTS = {"num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 
 ROUNDED, EXACT = 0.04, 2e-6  # of a tensor's size: with rows of x in 8 bits, and in float32
 # One of each way of storing and of multiplying, with the tensor that a fault in a scale spoils first.
 FORMS = ("gptq-4-64-asym", "gptq-4-64-sym-act-v2", "gptq-8-64-sym", "awq-64-fused", "packed-4-64-asym",
-         "packed-4-32-asym-act", "integers-channel", "floats-channel", "fp8-block", "nf4-nested")  # fmt: skip
+         "packed-4-32-asym-act", "integers-channel", "floats-channel", "fp8-block", "nf4-nested", "mxfp4")  # fmt: skip
 
 Made = tuple[Quantised, ExactReference]
 
@@ -43,8 +43,9 @@ def made_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     @cache
     def made(name: str, family: str | None = None) -> Made:
         case, folder = CASES[name], tmp_path_factory.mktemp(name)
-        family, more = family or ("phi3" if case.fused else "qwen2"), EXPERTS if family else {}
-        found = write(make_tiny(folder, family, **SHAPE, **more), folder, case)
+        more = EXPERTS if family else GPT_OSS if case.family else {}
+        family = family or case.family or ("phi3" if case.fused else "qwen2")
+        found = write(make_tiny(folder, family, **SHAPE | more), folder, case)
         return found, ExactReference(found.meaning, tokens)
 
     return made
@@ -128,7 +129,8 @@ def test_rounded_inputs_cost_more_than_bfloat16_and_written_out_weights_do_not(
 ) -> None:
     quantised, reference = made_of(name)
     errors = errors_of(quantised, reference.tokens[:PROMPT])
-    assert errors.dequantised < 1.1 < 1.3 < errors.served < 3
+    assert errors.dequantised < 1.1 and errors.served < 3
+    assert errors.served > 1.3 or CASES[name].family is not None, "where experts alone are rounded it costs less"
 
 
 def _scales_of_the_first_rank(weights: Any, name: str, shape: Any, rows: Span, columns: Span, dtype: Any) -> Tensor:
@@ -151,6 +153,7 @@ FAULTS = {
     "floats-channel": packed_integers,
     "fp8-block": fp8,
     "nf4-nested": None,
+    "mxfp4": mxfp4,
 }
 
 
@@ -165,4 +168,5 @@ def test_a_scale_that_is_cut_wrongly_is_named(
     else:
         monkeypatch.setattr(module, "take_block", _scales_of_the_first_rank)
     found = findings(reference, 2, path=quantised.path, relative=bound_of(name))
-    assert found and found[0].tensor == "0.q", f"named {found[:1]}"
+    first = "0.experts" if CASES[name].family else "0.q"
+    assert found and found[0].tensor == first, f"named {found[:1]}"

@@ -125,6 +125,7 @@ class DecoderSpec:
     embedding_scale: float = 1.0  # rounded to the dtype it is applied in
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # final logits become cap * tanh(logits / cap)
+    unserved: tuple[str, ...] = ()  # what names of tensors begin with that belong to no layer here, and stay unused
 
     @property
     def num_layers(self) -> int:
@@ -255,10 +256,10 @@ def fused_modules(spec: DecoderSpec) -> Iterator[tuple[str, list[str]]]:
 
 
 def is_ignorable(spec: DecoderSpec, name: str) -> bool:
-    """Whether a tensor of the checkpoint may stay unused, because it repeats what the model already has."""
+    """Whether a tensor of the checkpoint may stay unused: what it says is known already, or not served."""
     if name.endswith("rotary_emb.inv_freq"):  # a buffer that old checkpoints saved; computed from config.json here
         return True
-    return spec.tie_word_embeddings and name == f"{_HEAD}weight"
+    return name.startswith(spec.unserved) or (spec.tie_word_embeddings and name == f"{_HEAD}weight")
 
 
 # Modules of a layer that a checkpoint may store as one, by the name of that.

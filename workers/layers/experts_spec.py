@@ -85,7 +85,7 @@ class ExpertsSpec:
             found |= {f"{self.shared.name}.{part}_proj": f"ffn_{part}_shexp" for part in parts}
             if self.shared.gate is not None:
                 found[self.shared.gate] = "ffn_gate_inp_shexp"
-        return found
+        return found if self.router.correction is None else found | {self.router.correction: "exp_probs_b"}
 
     @property
     def taps(self) -> list[Tap]:

@@ -1,6 +1,7 @@
 """Ernie 4.5's mixtures of experts: experts chosen by corrected softmax scores, and a shared expert. Torch-free."""
 
 from dataclasses import replace
+from typing import Any
 
 from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
@@ -8,6 +9,7 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedS
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width
 from oarlock.workers.models.hf_fields import Fields, unsupported
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
+from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 _POSITIONS = 131072
 
@@ -50,4 +52,22 @@ def describe_ernie4_5_moe(fields: Fields) -> DecoderSpec:
         activation=activation,
         tied=True,
         eps=1e-5,
+        unserved=("model.mtp_",),  # predicts tokens further ahead
     )
+
+
+def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """The shared experts' width is not what the file says of it, but that of their tensor."""
+    settings.check_whole_heads(config["head_dim"])
+    width = settings.count(".expert_feed_forward_length")
+    shared = [found.entry.shape[0] for name, found in settings.model.tensors.items() if "ffn_up_shexp" in name]
+    return {
+        "moe_intermediate_size": width,
+        "moe_k": settings.count(".expert_used_count"),
+        "moe_layer_interval": settings.count(".interleave_moe_layer_step", 1),
+        "moe_layer_start_index": settings.count(".leading_dense_block_count", 0),
+        "moe_num_shared_experts": shared[0] // width if shared and width else 0,
+    }
+
+
+GGUF_ERNIE4_5_MOE = GGUFFamily("ernie4_5-moe", "Ernie4_5_MoeForCausalLM", _own, "ernie4_5_moe", has_experts=True)

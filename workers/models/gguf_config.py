@@ -83,7 +83,7 @@ def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
     """The tensors of `model` under Hugging Face's names; those that no sublayer knows keep the names of the file.
     `directory` is where the model's description lies."""
     spec, family = describe(hf_config(model)), _family(Settings(model))
-    names, layouts = dict(_names(spec, model)), dict(_layouts(spec, family))
+    names, layouts = dict(_names(spec, model, family)), dict(_layouts(spec, family))
     bare = {tensor.name for tensor in tensors_of(spec)}  # with their kinds, but for tensors that have none
     tensors: dict[str, Located] = {}
     placed: dict[str, Layout] = {}
@@ -114,7 +114,7 @@ def _family(settings: Settings) -> GGUFFamily:
     return found
 
 
-def _names(spec: DecoderSpec, model: GGUFModel) -> Iterator[tuple[str, str]]:
+def _names(spec: DecoderSpec, model: GGUFModel, family: GGUFFamily) -> Iterator[tuple[str, str]]:
     """The file's name of each module, and Hugging Face's."""
     yield from _TOP.items()
     stored = {name.split(".")[2] for name in model.tensors if name.startswith("blk.") and name.count(".") > 2}
@@ -122,7 +122,10 @@ def _names(spec: DecoderSpec, model: GGUFModel) -> Iterator[tuple[str, str]]:
         there, here = f"blk.{index}.", f"model.layers.{index}."
         for branch in layer.branches:
             sublayer = branch.sublayer
-            for norm, name in zip((branch.norm, branch.post_norm), sublayer.gguf_norms, strict=True):
+            before, after = sublayer.gguf_norms
+            if family.mlp_norm is not None and not isinstance(sublayer, SelfAttentionSpec):
+                before = family.mlp_norm
+            for norm, name in zip((branch.norm, branch.post_norm), (before, after), strict=True):
                 if norm is not None:
                     yield there + name, here + norm
             for part, name in sublayer.gguf.items():

@@ -1,17 +1,21 @@
 """GLM-4.5 and its like: sigmoid routing with a correction, a shared expert, and dense first layers. Torch-free."""
 
+from typing import Any
+
 from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec, SharedSpec
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts, head_width
 from oarlock.workers.models.hf_fields import Fields, positive_number
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
+from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 _POSITIONS = 131072
+_MOST_AHEAD = 16  # layers; models that are known have one
 
 
 def describe_glm4_moe(fields: Fields) -> DecoderSpec:
-    """Layers beyond `num_hidden_layers`, which predict several tokens, are not served."""
+    """Layers beyond `num_hidden_layers`, which predict tokens further ahead, are not served."""
     layers, dense = fields.layers(), fields.count("first_k_dense_replace", 1, least=0)
     if dense >= layers:
         raise StartupError(
@@ -22,6 +26,7 @@ def describe_glm4_moe(fields: Fields) -> DecoderSpec:
     share = positive_number("partial_rotary_factor", table.get("partial_rotary_factor"), outer)
     positions = fields.count("max_position_embeddings", _POSITIONS)
     activation = activation_name(fields, "hidden_act", "silu")
+    ahead = fields.count("num_nextn_predict_layers", 0, least=0, most=_MOST_AHEAD)
     return decoder_spec(
         fields,
         kv_heads=8,
@@ -34,6 +39,9 @@ def describe_glm4_moe(fields: Fields) -> DecoderSpec:
         experts=[None] * dense + [_experts(fields, activation)] * (layers - dense),
         activation=activation,
         eps=1e-5,
+        unserved=tuple(
+            f"{before}{layers + number}." for number in range(ahead) for before in ("model.layers.", "blk.")
+        ),
     )
 
 
@@ -57,3 +65,28 @@ def _experts(fields: Fields, activation: str) -> ExpertsSpec:
         correction="gate.e_score_correction_bias",
     )
     return ExpertsSpec(experts, width, router, activation, shared=SharedSpec(shared * width))
+
+
+def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """Layers that predict several tokens are counted among the others, and come last."""
+    head_dim, tensors = config["head_dim"], settings.model.tensors
+    ahead = settings.count(".nextn_predict_layers", 0)
+    return {
+        "num_hidden_layers": config["num_hidden_layers"] - ahead,
+        "num_nextn_predict_layers": ahead,
+        "partial_rotary_factor": settings.count(".rope.dimension_count", head_dim // 2) / head_dim,
+        "moe_intermediate_size": settings.count(".expert_feed_forward_length"),
+        "n_shared_experts": settings.count(".expert_shared_count", 1),
+        "first_k_dense_replace": settings.count(".leading_dense_block_count", 0),
+        "n_group": settings.count(".expert_group_count", 1),
+        "topk_group": settings.count(".expert_group_used_count", 1),
+        "routed_scaling_factor": settings.number(".expert_weights_scale", 1.0),
+        "norm_topk_prob": settings.flag(".expert_weights_norm", True),
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+    }
+
+
+GGUF_GLM4_MOE = GGUFFamily(
+    "glm4moe", "Glm4MoeForCausalLM", _own, "glm4_moe", has_experts=True, mlp_norm="post_attention_norm"
+)

@@ -12,6 +12,7 @@ from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.models.hf_config import decoder_spec, expert_counts, layer_kinds
 from oarlock.workers.models.hf_fields import Fields
 from oarlock.workers.models.hf_rope import rope_spec, rope_table
+from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 _POSITIONS, _HEAD = 131072, 64
 _ROPE: dict[str, Any] = {
@@ -52,3 +53,19 @@ def describe_gpt_oss(fields: Fields) -> DecoderSpec:
         eps=1e-5,
     )
     return spec.with_sublayers(lambda one: replace(one, sinks=True) if isinstance(one, SelfAttentionSpec) else one)
+
+
+def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """The file says neither whether borders of YaRN are rounded nor the limit of activations: all models are alike."""
+    settings.check_whole_heads(config["head_dim"])
+    scaling = config["rope_scaling"]
+    return {
+        "sliding_window": settings.count(".attention.sliding_window"),
+        "intermediate_size": settings.count(".expert_feed_forward_length", config["intermediate_size"]),
+        "rope_scaling": {"rope_type": "default"} if scaling is None else {"truncate": False, **scaling},
+    }
+
+
+GGUF_GPT_OSS = GGUFFamily(
+    "gpt-oss", "GptOssForCausalLM", _own, "gpt_oss", has_experts=True, mlp_norm="post_attention_norm"
+)

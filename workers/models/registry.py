@@ -9,10 +9,10 @@ from oarlock.workers.errors import StartupError, shown
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.cohere import GGUF_COHERE, GGUF_COHERE2, describe_cohere, describe_cohere2
 from oarlock.workers.models.encoders.registry import ENCODERS
-from oarlock.workers.models.ernie4_5_moe import describe_ernie4_5_moe
+from oarlock.workers.models.ernie4_5_moe import GGUF_ERNIE4_5_MOE, describe_ernie4_5_moe
 from oarlock.workers.models.gemma import GGUF_GEMMA2, GGUF_GEMMA3, describe_gemma2, describe_gemma3
-from oarlock.workers.models.glm4_moe import describe_glm4_moe
-from oarlock.workers.models.gpt_oss import describe_gpt_oss
+from oarlock.workers.models.glm4_moe import GGUF_GLM4_MOE, describe_glm4_moe
+from oarlock.workers.models.gpt_oss import GGUF_GPT_OSS, describe_gpt_oss
 from oarlock.workers.models.granite_moe import GGUF_GRANITE_MOE, describe_granite_moe, describe_granite_moe_shared
 from oarlock.workers.models.hf_fields import Fields, read_config
 from oarlock.workers.models.llama import GGUF_LLAMA, describe_llama
@@ -47,7 +47,7 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
 }
 _GGUF = (
     GGUF_LLAMA, GGUF_QWEN2, GGUF_QWEN3, GGUF_PHI3, GGUF_GEMMA2, GGUF_GEMMA3, GGUF_OLMO2, GGUF_COHERE, GGUF_COHERE2,
-    GGUF_GRANITE_MOE, GGUF_OLMOE, GGUF_QWEN2_MOE, GGUF_QWEN3_MOE,
+    GGUF_GRANITE_MOE, GGUF_OLMOE, GGUF_QWEN2_MOE, GGUF_QWEN3_MOE, GGUF_GLM4_MOE, GGUF_ERNIE4_5_MOE, GGUF_GPT_OSS,
 )  # fmt: skip
 GGUF_FAMILIES = {family.name: family for family in _GGUF}
 

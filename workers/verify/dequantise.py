@@ -9,6 +9,7 @@ mistake in one of them shows. That of GGUF is from ggml-quants.c and llama.cpp's
     compressed-tensors  W = (q - z) * scale: packed along the inputs with 2 ** (bits - 1) added, or plain int8 or float8
     fp8                 W = float8 * scale, a scale for a tensor or a block of it
     bitsandbytes        W = code[q] * absmax, four bits each, the first number in the high half of a byte
+    MXFP4               W = e2m1 * 2 ** (scale - 127), four bits each, the first number in the low half of a byte
 """
 
 import json
@@ -290,6 +291,19 @@ def _q6_k(raw: _Bytes) -> _Floats:
     return found
 
 
+def _e2m1(bits: NDArray[np.uint8]) -> _Floats:
+    """A sign, two bits of an exponent, one of a fraction; without an exponent the fraction counts halves."""
+    exponent, fraction = (bits >> 1 & 3).astype(np.float64), (bits & 1).astype(np.float64)
+    size = np.where(exponent == 0, fraction / 2, (1 + fraction / 2) * 2 ** (exponent - 1))
+    return np.where(bits & 8, -size, size)
+
+
+def _mxfp4(raw: _Bytes) -> _Floats:
+    blocks = raw.reshape(-1, 17)
+    numbers = np.concatenate((_e2m1(blocks[:, 1:] & 15), _e2m1(blocks[:, 1:] >> 4)), 1)
+    return numbers * np.exp2(blocks[:, :1].astype(np.float64) - 127)
+
+
 _NUMBERS: dict[str, Callable[[_Bytes], _Floats]] = {
     "F32": lambda raw: raw.view("<f4").astype(np.float64),
     "F16": lambda raw: raw.view("<f2").astype(np.float64),
@@ -302,4 +316,5 @@ _NUMBERS: dict[str, Callable[[_Bytes], _Floats]] = {
     "Q4_K": _k_with_minima(144),
     "Q5_K": _k_with_minima(176),
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }

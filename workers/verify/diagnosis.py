@@ -363,7 +363,8 @@ def _router(fault: _Fault, experts: SublayerSpec) -> str:
     rms = fault.error(rank).square().mean(0).sqrt()  # [E]
     wrong = (rms > _CLOSE * rms.max()).nonzero().flatten().tolist()
     which = "" if len(wrong) == experts.experts else f": the rows of {_numbered('expert', wrong)}"
-    return f"{fault.module}.{experts.module}.{experts.router.name}.weight{which}, on {fault.ranks}"
+    weight = "weight or bias" if experts.router.bias else "weight"
+    return f"{fault.module}.{experts.module}.{experts.router.name}.{weight}{which}, on {fault.ranks}"
 
 
 def _routing(fault: _Fault, experts: SublayerSpec) -> str:

@@ -210,6 +210,7 @@ class GGUFFamily:
     # What early files leave out: `heads`, `kv_heads`, `positions`, `theta`.
     missing: Mapping[str, int] = field(default_factory=dict)
     has_experts: bool = False  # or may have
+    mlp_norm: str | None = None  # the norm before MLP or experts; None: as the sublayers name it
     pairs_neighbours: bool = False  # it rotates neighbours, so that rows of q and k lie in another order
 
 

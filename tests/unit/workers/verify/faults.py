@@ -48,6 +48,9 @@ def swapped(size: int) -> Damage:
     )
 
 
+TURNS = Damage("gate and up change places", lambda both: both.unflatten(-1, (-1, 2)).flip(-1).flatten(-2).clone())
+
+
 # Tiny models: 8 heads of 8 (Qwen3: of 24) over 4 KV heads, hidden 64, intermediate 96, vocabulary 320. Rank 1 of 2
 # begins at row 32 of q, 16 of k and v, 48 of gate and up, column 32 of o_proj, 48 of down_proj, id 160.
 L1 = "model.layers.1"
@@ -82,6 +85,10 @@ WEIGHTS = [
     ("qwen2_moe", f"{L1}.mlp.experts.3.down_proj.weight", rows(0, 64), "expert 3 (its result is 0.5 times the right"),
     ("qwen2_moe", f"{L1}.mlp.experts.1.gate_proj.weight", rows(0, 8), f"{L1}.mlp.experts: expert 1"),
     ("qwen2_moe", f"{L1}.mlp.shared_expert.up_proj.weight", rows(0, 8), f"{L1}.mlp.shared_expert: its weights"),
+    # gpt-oss stores all experts as one tensor [E, K, N].
+    ("gpt_oss", f"{L1}.mlp.router.bias", rows(1, 2, 0.0), f"{L1}.mlp.router.weight or bias: the rows of expert 1"),
+    ("gpt_oss", f"{L1}.mlp.experts.down_proj", rows(3, 4), f"{L1}.mlp.experts: expert 3"),
+    ("gpt_oss", f"{L1}.mlp.experts.gate_up_proj", TURNS, f"{L1}.mlp.experts: experts 0, 1, 2, 3, 4"),
 ]
 
 

@@ -30,6 +30,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VerifyCas
         "olmo2": ("olmo2", {}),
         "cohere2": ("cohere2", {}),
         "qwen2_moe": ("qwen2_moe", {}),
+        "gpt_oss": ("gpt_oss", {}),
     }
 
     def case(name: str) -> VerifyCase:
