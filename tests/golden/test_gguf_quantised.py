@@ -35,6 +35,7 @@ from tests.golden.device_products import INTERPRETED, use_device_products
 from tests.golden.exact_reference import ExactReference
 from tests.golden.gguf_writer import KindOf, all_of, q4_k_m, write_gguf
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
+from tests.golden.quantised_errors import GPT_OSS
 from tests.golden.test_gguf_golden import stored
 from tests.golden.tiny_models import make_tiny
 
@@ -57,6 +58,8 @@ CASES: dict[str, tuple[str, dict[str, Any], KindOf]] = {
     "qwen3-moe-q8_0": ("qwen3_moe", {"hidden_size": 128, "num_hidden_layers": 2, "moe_intermediate_size": 96,
                                      "num_experts": 3, "num_experts_per_tok": 3},
                        lambda name, shape: "F32" if len(shape) == 1 or "gate_inp" in name else "Q8_0"),
+    "gpt-oss-mxfp4": ("gpt_oss", {"hidden_size": 128, "num_hidden_layers": 2, "swiglu_limit": 7.0, **GPT_OSS},
+                      lambda name, shape: "MXFP4" if len(shape) == 3 else "F32"),
     "qwen2-q5_1-and-f16": ("qwen2", _WIDE, lambda name, shape: "F32" if len(shape) == 1 else
                            "F16" if "attn_k" in name or "ffn_down" in name else "Q5_1"),
 }  # fmt: skip
@@ -74,12 +77,32 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         path = write_gguf(dense, folder / "model.gguf", kind_of)
         (folder / "config.json").write_text(json.dumps(hf_config(GGUFModel.open(path))))
         (folder / "meaning").mkdir()
-        meaning = {tensor: dequantised_gguf(path, tensor).float() for tensor in stored(dense)}
+        meaning = {tensor: _meaning(path, tensor, len(shape)).float() for tensor, shape in _shapes(dense).items()}
         save_file(meaning, folder / "meaning" / "model.safetensors", {"format": "pt"})
         (folder / "meaning" / "config.json").write_text((dense / "config.json").read_text())
         return folder
 
     return make
+
+
+def _shapes(dense: Path) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in stored(dense).items()}
+
+
+def _meaning(path: Path, name: str, dimensions: int) -> Tensor:
+    """A tensor of the dense checkpoint, in float64. gpt-oss has those of all experts in one, transposed, in which rows of
+    gate and of up take turns."""
+    module, _, part = name.rpartition(".experts.")
+    if not module or not part.startswith(("gate_up", "down")):
+        return dequantised_gguf(path, name)
+    kind, parts = "bias" if dimensions == 2 else "weight", ("gate", "up") if part.startswith("gate_up") else ("down",)
+    experts = range(GPT_OSS["num_local_experts"])
+    of_parts = [
+        torch.stack([dequantised_gguf(path, f"{module}.experts.{e}.{one}_proj.{kind}") for e in experts])
+        for one in parts
+    ]
+    rows = torch.stack(of_parts, 2).flatten(1, 2)  # [E, N, K], or [E, N]
+    return rows if dimensions == 2 else rows.transpose(1, 2).contiguous()
 
 
 def decoder_of(folder: Path, tp: TensorParallel) -> Decoder:

@@ -291,7 +291,7 @@ def _q6_k(raw: _Bytes) -> _Floats:
     return found
 
 
-def _e2m1(bits: NDArray[np.uint8]) -> _Floats:
+def _e2m1(bits: np.ndarray) -> _Floats:
     """A sign, two bits of an exponent, one of a fraction; without an exponent the fraction counts halves."""
     exponent, fraction = (bits >> 1 & 3).astype(np.float64), (bits & 1).astype(np.float64)
     size = np.where(exponent == 0, fraction / 2, (1 + fraction / 2) * 2 ** (exponent - 1))
