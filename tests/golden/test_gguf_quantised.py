@@ -90,8 +90,8 @@ def _shapes(dense: Path) -> dict[str, torch.Size]:
 
 
 def _meaning(path: Path, name: str, dimensions: int) -> Tensor:
-    """A tensor of the dense checkpoint, in float64. gpt-oss has those of all experts in one, transposed, in which rows of
-    gate and of up take turns."""
+    """A tensor of the dense checkpoint, in float64: of gpt-oss those of all experts are one, transposed, in which
+    rows of gate and of up take turns."""
     module, _, part = name.rpartition(".experts.")
     if not module or not part.startswith(("gate_up", "down")):
         return dequantised_gguf(path, name)
