@@ -98,6 +98,21 @@ def test_harmless_leftovers_load(tmp_path: Path) -> None:
     load_decoder(path, TensorParallel.solo())
 
 
+@pytest.mark.parametrize(
+    ("family", "ahead"),
+    [("glm4_moe", "model.layers.3.eh_proj.weight"), ("ernie4_5_moe", "model.mtp_block.0.norm.weight")],
+)
+def test_what_predicts_tokens_further_ahead_stays_unused(tmp_path: Path, family: str, ahead: str) -> None:
+    """GLM-4.5 has it as layers beyond its own, which the configuration counts."""
+    path = make_tiny(tmp_path, family)
+    edit(path, **{ahead: torch.zeros(4)})
+    preflight(WorkerConfig(str(path), device="cpu"))
+    load_decoder(path, TensorParallel.solo())
+    edit(path, **{"model.layers.4.eh_proj.weight": torch.zeros(4)})
+    with pytest.raises(StartupError, match=r"no place for: model\.layers\.4\.eh_proj"):
+        load_decoder(path, TensorParallel.solo())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fused_and_sharded_files_load_like_separate_ones(tmp_path: Path, family: str) -> None:
