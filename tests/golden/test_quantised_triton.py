@@ -20,6 +20,7 @@ from tests.golden.exact_reference import ExactReference
 from tests.golden.layer_compare import findings
 from tests.golden.paged_run import load_decoder
 from tests.golden.quantised import CASES, Quantised, write
+from tests.golden.quantised_errors import GPT_OSS
 from tests.golden.tiny_models import make_tiny
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
@@ -39,7 +40,8 @@ def made_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     @cache
     def made(name: str) -> Made:
         case, folder = CASES[name], tmp_path_factory.mktemp(name)
-        found = write(make_tiny(folder, "phi3" if case.fused else "qwen2", **SHAPE), folder, case)
+        family = case.family or ("phi3" if case.fused else "qwen2")
+        found = write(make_tiny(folder, family, **(SHAPE | GPT_OSS if case.family else SHAPE)), folder, case)
         return found, ExactReference(found.meaning, tokens)
 
     return made

@@ -13,6 +13,7 @@ mistake in one of them shows. That of GGUF is from ggml-quants.c and llama.cpp's
 """
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class _Module:
 
     def __init__(self, directory: Path, name: str) -> None:
         self.name = name
+        self.directory = directory
         self.settings = _settings(directory)
         self._checkpoint = Checkpoint.open(directory)
 
@@ -178,11 +180,38 @@ def _four_bits(module: _Module) -> Tensor:
     return values.reshape(state["shape"])
 
 
+_EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<part>gate|up|down)_proj")
+
+
+def _mxfp4(module: _Module) -> Tensor:
+    """Weight of one expert of gpt-oss, of whose kinds a file has one tensor each; rows of gate and up take turns."""
+    found = _EXPERT.fullmatch(module.name)
+    assert found is not None, f"{module.name} is no expert"
+    part = "down_proj" if found["part"] == "down" else "gate_up_proj"
+    rows = {"gate": slice(0, None, 2), "up": slice(1, None, 2), "down": slice(None)}[found["part"]]
+    blocks, scales = (
+        stored_tensor(module.directory, f"{found['before']}.{part}_{kind}")[int(found["number"]), rows]
+        for kind in ("blocks", "scales")
+    )  # uint8 [N, K / 32, 16], [N, K / 32]
+    pairs = np.stack((blocks.numpy() & 15, blocks.numpy() >> 4), -1).reshape(*scales.shape, 32)
+    return torch.from_numpy(_e2m1(pairs) * np.exp2(scales.numpy()[:, :, None].astype(np.float64) - 127)).flatten(1)
+
+
+def stored_tensor(directory: Path, name: str) -> Tensor:
+    """A tensor by the name that the file has for it."""
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            if name in file.keys():  # noqa: SIM118
+                return file.get_tensor(name)
+    raise StartupError(f"{directory} holds no tensor {name!r}.", "Use a complete checkpoint.")
+
+
 # The tensor by which each form is recognised, the most specific one first.
 _KINDS: dict[str, Callable[[_Module], Tensor]] = {
     "qweight": _gptq_or_awq,
     "weight_packed": _packed,
     "weight.absmax": _four_bits,
+    "blocks": _mxfp4,
     "weight": _scaled,
 }
 
@@ -298,7 +327,7 @@ def _e2m1(bits: np.ndarray) -> _Floats:
     return np.where(bits & 8, -size, size)
 
 
-def _mxfp4(raw: _Bytes) -> _Floats:
+def _blocks_of_mxfp4(raw: _Bytes) -> _Floats:
     blocks = raw.reshape(-1, 17)
     numbers = np.concatenate((_e2m1(blocks[:, 1:] & 15), _e2m1(blocks[:, 1:] >> 4)), 1)
     return numbers * np.exp2(blocks[:, :1].astype(np.float64) - 127)
@@ -316,5 +345,5 @@ _NUMBERS: dict[str, Callable[[_Bytes], _Floats]] = {
     "Q4_K": _k_with_minima(144),
     "Q5_K": _k_with_minima(176),
     "Q6_K": _q6_k,
-    "MXFP4": _mxfp4,
+    "MXFP4": _blocks_of_mxfp4,
 }

@@ -8,8 +8,9 @@ import json
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from oarlock.workers.quantization import int4, int8, scaled_float8
 from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForms
 from oarlock.workers.quantization.formats.form import Arithmetic
 from oarlock.workers.quantization.registry import QUANTIZATIONS
-from oarlock.workers.verify.dequantise import dequantised, dequantised_gguf
+from oarlock.workers.verify.dequantise import dequantised, dequantised_gguf, stored_tensor
 from oarlock.workers.weights.checkpoint import Checkpoint
 from oarlock.workers.weights.gguf_model import gguf_file
 
@@ -122,7 +123,7 @@ class _Stored:
         return self._forms.form_of(module).arithmetic
 
     def other(self, name: str) -> Tensor:
-        return _tensor(self._checkpoint, name)
+        return stored_tensor(self._model, name)
 
 
 class _OfGGUF:
@@ -230,10 +231,34 @@ class DequantisedModel:
                 self._was[weight] = weight.data
             self._dequantised[weight] = weight.data = dequantised.weight(name).to(weight.device, torch.float32)
             self._rounds[weight] = _ROUNDED.get((device, arithmetic))
+        for name, module in model.named_modules():
+            if is_experts(module):
+                self._take_experts(name, module, dequantised, device)
         for module in model.modules():
             if isinstance(module, nn.Embedding) and hasattr(module, "embed_scale"):
                 # part of what the model means: rounded as the model's own weights were
                 module.embed_scale = torch.as_tensor(module.embed_scale).to(dtype)
+
+    def _take_experts(self, name: str, module: Any, dequantised: DequantisedWeights, device: str) -> None:
+        """Weights of all experts, of which transformers has two tensors."""
+        arithmetic = dequantised.arithmetic(f"{name}.0.gate_proj")
+        for parameter, parts in ((module.gate_up_proj, ("gate", "up")), (module.down_proj, ("down",))):
+            if arithmetic is Arithmetic.DENSE and self.was_dense:
+                continue
+            experts = range(len(parameter))
+            of_parts = [
+                torch.stack([dequantised.weight(f"{name}.{expert}.{part}_proj").float() for expert in experts])
+                for part in parts
+            ]  # of each [E, N, K]
+            rows = torch.cat(of_parts, 1) if module.is_concatenated else torch.stack(of_parts, 2).flatten(1, 2)
+            data = (rows.transpose(1, 2) if module.is_transposed else rows).contiguous().to(parameter.device)
+            if arithmetic is Arithmetic.DENSE:
+                parameter.data = data.to(self._dtype)
+                continue
+            if self.was_dense:
+                self._was[parameter] = parameter.data
+            self._dequantised[parameter] = parameter.data = data
+            self._rounds[parameter] = _ROUNDED.get((device, arithmetic))
 
     @contextmanager
     def as_it_was(self) -> Generator[None]:
@@ -267,6 +292,10 @@ class DequantisedModel:
             if isinstance(module, nn.Linear | nn.Embedding) and module.weight in self._dequantised:
                 module.forward = self._forward(module)  # ty: ignore[invalid-assignment]
                 changed.append(module)
+            elif is_experts(module) and module.gate_up_proj in self._dequantised:
+                rounds = self._rounds[module.gate_up_proj]  # ty: ignore[invalid-argument-type]
+                module.forward = partial(_experts, module, rounds)
+                changed.append(module)
         try:
             yield
         finally:
@@ -281,11 +310,37 @@ class DequantisedModel:
         return lambda x: _product(module, x, rounds)
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether it is the experts of a mixture, each of whose weights transformers has in one tensor of all."""
+    return type(module).__name__.endswith("Experts")
+
+
+def _experts(module: Any, rounds: RoundRows | None, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """`x` [T, hidden], `ids` and `weights` [T, k]: one expert after the other."""
+    total = torch.zeros(x.shape, device=x.device)
+    for expert in ids.unique().tolist():
+        rows, places = (ids == expert).nonzero(as_tuple=True)
+        gate_up, down = module.gate_up_proj[expert], module.down_proj[expert]
+        if not module.is_transposed:
+            gate_up, down = gate_up.T, down.T
+        both = _rounded_rows(x[rows], rounds) @ gate_up
+        both = both + module.gate_up_proj_bias[expert].float() if module.has_bias else both
+        result = _rounded_rows(module._apply_gate(both).to(x.dtype), rounds) @ down
+        result = result + module.down_proj_bias[expert].float() if module.has_bias else result
+        total.index_add_(0, rows, weights[rows, places, None].float() * result)
+    return total.to(x.dtype)
+
+
+def _rounded_rows(rows: Tensor, rounds: RoundRows | None) -> Tensor:
+    """float32 [T, K], as products take them."""
+    if rounds is None:
+        return rows.float()
+    values, scales = rounds(rows.float())
+    return values.float() * scales.unsqueeze(1)
+
+
 def _product(module: nn.Linear, x: Tensor, rounds: RoundRows | None) -> Tensor:
-    rows = x.flatten(0, -2).float()
-    if rounds is not None:
-        values, scales = rounds(rows)
-        rows = values.float() * scales.unsqueeze(1)
+    rows = _rounded_rows(x.flatten(0, -2), rounds)
     y = rows @ module.weight.T
     if module.bias is not None:
         y = y + module.bias.float()

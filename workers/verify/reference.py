@@ -39,6 +39,7 @@ from oarlock.workers.verify.dequantised_reference import (
     RoundingLoss,
     WrittenOut,
     dequantised_weights,
+    is_experts,
 )
 from oarlock.workers.verify.request import Request, Text
 from oarlock.workers.weights.gguf_model import gguf_file
@@ -87,6 +88,8 @@ def load_for(request: Request, dtype: torch.dtype) -> tuple[PreTrainedModel, Deq
     else:
         model = _unfilled_model(request.model, dtype)
         products = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, _PRODUCTS)}
+        experts = [name for name, part in model.named_modules() if is_experts(part)]
+        products |= {f"{name}.{part}_proj" for name in experts for part in ("gate_up", "down")}
         for name, parameter in model.named_parameters():
             if name not in products:
                 parameter.data = dequantised.other(name).to(dtype)
@@ -383,7 +386,7 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         return lambda ids: F.embedding(ids, module.weight).double() * scale
     if type(module).__name__.endswith("Router"):
         return partial(_exact_router, module)
-    if type(module).__name__.endswith("Experts"):
+    if is_experts(module):
         return partial(_exact_experts, module)
     if type(module).__name__.endswith("LayerNorm"):
         return lambda x: _norm(module, x - x.mean(-1, keepdim=True), 0.0)

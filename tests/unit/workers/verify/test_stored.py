@@ -3,21 +3,24 @@
 import json
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from oarlock.workers.models.gguf_config import hf_config
 from oarlock.workers.weights.gguf_model import GGUFModel
 from tests.golden.gguf_writer import all_of, q4_k_m, write_gguf
 from tests.golden.quantised import CASES, write
+from tests.golden.quantised_errors import GPT_OSS
 from tests.golden.tiny_models import make_tiny
-from tests.unit.workers.verify.cases import VerifyCase, cut_scales_wrongly
+from tests.unit.workers.verify.cases import VerifyCase, altered, cut_scales_wrongly
 
 LAYER = "model.layers.1"
 SHAPE = {"hidden_size": 128, "head_dim": 16, "intermediate_size": 384, "num_hidden_layers": 2}
 USUAL = (
     "gptq-4-32-asym-act", "gptq-8-64-sym", "gptq-4-32-fused", "awq-32", "packed-4-64-asym", "integers-channel",
-    "floats-channel", "fp8-block", "nf4-nested",
+    "floats-channel", "fp8-block", "nf4-nested", "mxfp4",
 )  # fmt: skip
 GGUF = {"gguf-q4-k-m": q4_k_m, "gguf-q4-0": all_of("Q4_0"), "gguf-q8-0": all_of("Q8_0"), "gguf-bf16": all_of("BF16")}
 
@@ -35,8 +38,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VerifyCas
             (described / "model.gguf").symlink_to(path)
             (described / "config.json").write_text(json.dumps(hf_config(GGUFModel.open(path))))
             return VerifyCase(described, folder / "verify", "bfloat16")
-        family = "phi3" if CASES[name].fused else "qwen2"
-        path = write(make_tiny(folder, family, seed=5, **SHAPE), folder, CASES[name]).path
+        family = CASES[name].family or ("phi3" if CASES[name].fused else "qwen2")
+        shape = SHAPE | GPT_OSS if CASES[name].family else SHAPE
+        path = write(make_tiny(folder, family, seed=5, **shape), folder, CASES[name]).path
         return VerifyCase(path, folder / "verify", "bfloat16")
 
     return case
@@ -74,3 +78,18 @@ def test_a_scale_cut_wrongly_is_named(
     assert "rank 1" in causes[0]
     if not name.endswith("-act"):  # there, groups are not of neighbours
         assert "wrong scales" in causes[0]
+
+
+@pytest.mark.slow
+def test_a_wrong_scale_of_an_expert_is_named(tmp_path: Path) -> None:
+    def halved(scales: Tensor) -> Tensor:
+        scales[2] -= 1  # exponents of two
+        return scales
+
+    shape = SHAPE | {"intermediate_size": 224, "num_local_experts": 5, "num_experts_per_tok": 2}
+    case = VerifyCase(
+        write(make_tiny(tmp_path, "gpt_oss", **shape), tmp_path, CASES["mxfp4"]).path, tmp_path / "verify"
+    )
+    scales = f"{LAYER}.mlp.experts.down_proj_scales"
+    _, causes = case.run(2, altered(case.model, tmp_path / "copy", scales, halved))
+    assert causes == [f"{LAYER}.mlp.experts: expert 2"]
