@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from oarlock.server.http import pages
-from tests.contract import chromium
+from tests.contract import browsers
 
 TURN = "A paragraph of an answer, with *emphasis* and `code`, as models write them. " * 15 + "\n\n- one\n- two\n\n"
 TURN_TOKENS = 300
@@ -130,10 +130,10 @@ def main() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     roles = [("user", "assistant")[number % 2] for number in range(arguments.tokens // TURN_TOKENS)]
-    with tempfile.TemporaryDirectory() as folder, chromium.running() as browser:
+    with tempfile.TemporaryDirectory() as folder, browsers.running() as browser:
         path = Path(folder, "long.json")
         path.write_text(json.dumps([{"role": role, "content": TURN} for role in roles]))
-        page = chromium.Window(browser, viewport={"width": 1200, "height": 800}).open(
+        page = browsers.Window(browser, viewport={"width": 1200, "height": 800}).open(
             f"http://127.0.0.1:{server.server_address[1]}/"
         )
         with page.expect_file_chooser() as chooser:

@@ -24,7 +24,7 @@ from oarlock.server.http.server_state import Phase, ServerState
 from oarlock.server.http.uvicorn_server import HttpServer, bind, url_of
 from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.observability.metrics import HttpCounters
-from tests.contract.chromium import browser, expect, serve, window  # noqa: F401  (fixtures of the page's tests)
+from tests.contract.browsers import browser, expect, serve, window  # noqa: F401  (fixtures of the page's tests)
 from tests.unit.server.llm import chat_templates as templates
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"

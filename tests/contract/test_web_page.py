@@ -6,8 +6,8 @@ import threading
 import anyio
 import pytest
 
-from tests.contract import chromium
-from tests.contract.chromium import answers, ask
+from tests.contract import browsers
+from tests.contract.browsers import answers, ask
 from tests.contract.conftest import chat_tokenizer
 from tests.contract.test_chat_tools_wire import TOOLS
 from tests.unit.server.llm import chat_templates as templates
@@ -173,7 +173,7 @@ def test_what_a_model_writes_never_runs(serve, window, expect):
 
 
 def test_markup_from_text_is_refused_by_the_policy_itself(serve, browser, wait_for):
-    other = chromium.Window(browser)
+    other = browsers.Window(browser)
     page = other.open(serve(TEXT).url)
     script = "const s = document.createElement('script'); s.textContent = 'window.harmed = 1'; document.body.append(s)"
     for code in ("document.body.innerHTML = '<p>'", script, "document.body.setAttribute('onclick', 'harmed = 1')"):

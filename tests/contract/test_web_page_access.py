@@ -1,11 +1,10 @@
-"""The web page for everybody, in real browsers: contrast, keyboard, long conversations, and Firefox beside Chromium."""
+"""The web page for everybody, in real browsers: contrast, the keyboard, long conversations."""
 
 import json
 
 import pytest
 
-from tests.contract import firefox
-from tests.contract.chromium import answers, ask
+from tests.contract.browsers import answers, ask, read
 
 pytestmark = pytest.mark.slow
 
@@ -98,9 +97,7 @@ def test_a_long_conversation_holds_what_can_be_seen(serve, window, expect, token
     text = "word " * 250
     turns = [{"role": role, "content": f"{text}\n\n- a\n- b"} for _ in range(200) for role in ("user", "assistant")]
     path.write_text(json.dumps(turns))  # about 100,000 tokens
-    with page.expect_file_chooser() as chooser:
-        page.get_by_role("button", name="Import").click()
-    chooser.value.set_files(path)
+    read(page, path)
     expect(page.locator("#messages > li")).to_have_count(400)
     elements = "document.querySelectorAll('*').length"
     for share in (1, 0.5, 0):
@@ -114,17 +111,3 @@ def test_a_long_conversation_holds_what_can_be_seen(serve, window, expect, token
     assert 0 < words < len(paragraphs) / 2
     page.locator("#scroll").evaluate("box => (box.scrollTop = 0)")  # and those that left come back
     expect(answers(page).locator(".prose p .word").first).to_be_visible()
-
-
-def test_it_works_in_firefox(serve):
-    server = serve(r"It is $\frac{1}{2}$ and `code`.")
-    with firefox.running() as browser:
-        browser.open(server.url)
-        browser.wait("return document.querySelector('#status').dataset.phase === 'ready'")
-        browser.type("#question", "Hi\n")
-        browser.wait("return document.querySelector('.numbers')?.textContent.includes('cached')")
-        browser.wait("return document.querySelector('math mfrac') !== null")
-        browser.wait("return document.querySelectorAll('#conversation-list li').length === 1")
-        browser.open(server.url)  # what was said is kept
-        browser.wait("return document.querySelector('li.assistant code')?.textContent === 'code'")
-        assert browser.run("return document.documentElement.scrollWidth <= innerWidth")

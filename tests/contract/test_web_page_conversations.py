@@ -5,7 +5,7 @@ import urllib.parse
 
 import pytest
 
-from tests.contract.chromium import answers, ask
+from tests.contract.browsers import answers, ask, read, saved
 
 pytestmark = pytest.mark.slow
 
@@ -103,35 +103,26 @@ def test_they_travel_as_files(serve, window, expect, tmp_path):
     answers(page).get_by_role("button", name="Try again").click()
     expect(page.get_by_text("2 / 2")).to_be_visible()
     expect(answers(page).locator(".numbers")).to_contain_text("cached")
-    with page.expect_download() as found:
-        choose(page, "# A *title*", "As Markdown")
-    assert found.value.path().read_text() == f"# # A *title*\n\n## Question\n\n# A *title*\n\n## Answer\n\n{TEXT}\n"
-    with page.expect_download() as found:
-        page.get_by_role("button", name="Export all").click()
-    exported = tmp_path / "all.json"
-    found.value.save_as(exported)
+    path = saved(page, lambda: choose(page, "# A *title*", "As Markdown"))
+    assert path.name == "A title.md"
+    assert path.read_text() == f"# # A *title*\n\n## Question\n\n# A *title*\n\n## Answer\n\n{TEXT}\n"
     other = window(server.url)
-    read(other, exported)
+    read(other, saved(page, page.get_by_role("button", name="Export all").click))
     expect(other.get_by_text("2 / 2")).to_be_visible()  # every branch
     expect(answers(other).locator(".prose").last).to_have_text(TEXT)
+    given = tmp_path / "a.json"
     for text, problem in (
         ("{", "is not JSON"),
         ('{"a": 1}', "neither"),
         ('[{"role": "wizard", "content": "x"}]', 'Message 1 of conversation 1 has the role "wizard"'),
         ('[{"role": "user", "content": ["x"]}]', "a content that is not text"),
     ):
-        exported.write_text(text)
-        read(other, exported)
+        given.write_text(text)
+        read(other, given)
         expect(other.locator("#notices p").last).to_contain_text(problem)
-    exported.write_text(json.dumps([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]))
-    read(other, exported)  # messages as the API takes them
+    given.write_text(json.dumps([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]))
+    read(other, given)  # messages as the API takes them
     expect(answers(other).locator(".prose").last).to_have_text("Ho")
-
-
-def read(page, path):
-    with page.expect_file_chooser() as chooser:
-        page.get_by_role("button", name="Import").click()
-    chooser.value.set_files(path)
 
 
 def test_a_link_opens_with_a_question_and_sends_nothing(serve, window, expect):
@@ -146,16 +137,31 @@ def test_a_link_opens_with_a_question_and_sends_nothing(serve, window, expect):
     assert page.evaluate("window.harmed") is None
 
 
+CREATED = "main img, main script, main svg[onload], main iframe, main [onerror], main [onclick], #messages a"
+
+
+def attach(page, expect, name, text):
+    with page.expect_file_chooser() as chooser:
+        page.get_by_label("Attach text files").click()
+    chooser.value.set_files({"name": name, "mimeType": "text/plain", "buffer": text.encode()})
+    expect(page.locator("#files li")).to_contain_text("token")
+
+
+def unharmed(page, expect):
+    """The formulas are drawn, and nothing else came of the hostile texts."""
+    expect(page.locator("math").first).to_be_attached()
+    expect(page.locator(CREATED)).to_have_count(0)
+    expect(page.locator("math [href], math [class], math img")).to_have_count(0)
+    assert page.evaluate("window.harmed") is None
+
+
 def test_no_text_becomes_an_element(serve, window, expect, tmp_path):
     """Questions, answers, names of files, titles, imported conversations, formulas: the same hostile texts in each."""
     evil = "\n\n".join(EVIL)
     server = serve(evil)
     page = window(server.url)
     page.get_by_label("Attach text files").wait_for()
-    with page.expect_file_chooser() as chooser:
-        page.get_by_label("Attach text files").click()
-    chooser.value.set_files({"name": f"{EVIL[0]}.txt", "mimeType": "text/plain", "buffer": evil.encode()})
-    expect(page.locator("#files li")).to_contain_text("token")
+    attach(page, expect, f"{EVIL[0]}.txt", evil)
     answered(page, expect, evil)
     path = tmp_path / "a.json"
     messages = [
@@ -170,9 +176,36 @@ def test_no_text_becomes_an_element(serve, window, expect, tmp_path):
     path.write_text(json.dumps(messages))
     read(page, path)
     expect(page.locator("#messages > li")).to_have_count(3)
-    expect(page.locator("math").first).to_be_attached()  # the formulas were drawn
-    created = "main img, main script, main svg[onload], main iframe, main [onerror], main [onclick], #messages a"
-    expect(page.locator(created)).to_have_count(0)
-    expect(page.locator("math [href], math [class], math img")).to_have_count(0)
-    assert page.evaluate("window.harmed") is None
+    unharmed(page, expect)
     assert all(address.startswith((server.url, "blob:")) for address in page.window.addresses)
+
+
+def test_no_text_becomes_an_element_on_its_way_out(serve, window, expect):
+    """Exported as either file, copied and pasted, read again and opened: the hostile texts as they were, and safe names."""
+    evil, title = "\n\n".join(EVIL), f"../.. \u202etxt.exe:{EVIL[0]}|CON"
+    server = serve(evil)
+    page = window(server.url)
+    page.get_by_label("Attach text files").wait_for()
+    attach(page, expect, f"{EVIL[0]}.txt", evil)
+    answered(page, expect, evil)
+    choose(page, EVIL[0], "Rename")
+    page.get_by_label("Title").fill(title)
+    page.get_by_label("Title").press("Enter")
+    written = saved(page, lambda: choose(page, title, "As Markdown"))
+    kept = saved(page, lambda: choose(page, title, "As JSON"))
+    assert (written.name, kept.name) == tuple(f"txt.exeimg srcx onerrorharmed1CON.{kind}" for kind in ("md", "json"))
+    assert written.read_text().count(evil) == 3  # the question, the file, the answer
+    assert written.read_text().startswith(f"# {title}\n")
+    other = window(server.url)
+    read(other, kept)
+    expect(other.locator("#messages > li")).to_have_count(2)
+    unharmed(other, expect)
+    expect(rows(other).locator(".title")).to_have_text(title)
+    answers(other).get_by_role("button", name="Copy", exact=True).last.click()
+    expect(answers(other).get_by_role("button", name="Copied")).to_be_visible()
+    other.get_by_label("Message").press("Control+V")
+    expect(other.get_by_label("Message")).to_have_value(evil)
+    assert json.loads(kept.read_text())["conversations"][0]["title"] == title
+    read(other, saved(other, lambda: choose(other, title, "As JSON")))  # once more: what was read is written alike
+    expect(rows(other)).to_have_count(2)
+    unharmed(other, expect)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.contract import chromium
+from tests.contract import browsers
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ LONG = ("*a " * 30_000, "[" * 30_000, "`" * 30_000 + "a", "> " * 5_000, "- " * 5
 
 def test_what_becomes_of_it(make_server, browser):
     server = make_server("")
-    window = chromium.Window(browser)
+    window = browsers.Window(browser)
     page = window.open(server.url)
     shown = page.evaluate(SHOWN, [server.url, list(CASES)])
     for (text, expected), (whole, streamed, wrong) in zip(CASES.items(), shown, strict=True):
@@ -68,7 +68,7 @@ def test_what_becomes_of_it(make_server, browser):
 def test_hostile_texts_end(make_server, browser):
     """Each within the test's time: none takes time that grows with the square of its length."""
     server = make_server("")
-    page = chromium.Window(browser).open(server.url)
+    page = browsers.Window(browser).open(server.url)
     code = """async ([base, text]) => {
         const { Markdown } = await import(`${base}/static/markdown.js`);
         const target = document.createElement('div');

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.contract.chromium import answers, ask
+from tests.contract.browsers import answers, ask
 
 pytestmark = pytest.mark.slow
 

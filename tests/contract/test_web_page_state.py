@@ -6,7 +6,7 @@ import pytest
 
 from oarlock.engine.scheduler.timeline import RequestTimeline
 from tests.contract.batch_server import request_line, serving
-from tests.contract.chromium import ask
+from tests.contract.browsers import ask
 from tests.contract.conftest import FakeEngine
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from tests.contract import chromium
+from tests.contract import browsers
 from tests.e2e import recorded_chat
 from tests.e2e.running import DEMO, ROOT, RunningServer
 
@@ -35,14 +35,14 @@ LEAST_CERTAIN = """() => new Promise((resolve) => {
 
 def main() -> None:
     """Take the screenshots."""
-    with RunningServer(DEMO, "-tp", 2, "--kv-cache-memory", "64MiB") as server, chromium.running() as browser:
+    with RunningServer(DEMO, "-tp", 2, "--kv-cache-memory", "64MiB") as server, browsers.running() as browser:
         take_chat(browser, server.url)
         take_state(browser, server.url)
         recorded_chat.main(server.url)
 
 
 def take_chat(browser: Any, url: str) -> None:
-    page = chromium.Window(browser, viewport=SIZE, color_scheme="light").open(url)
+    page = browsers.Window(browser, viewport=SIZE, color_scheme="light").open(url)
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Temperature").fill("0")
     page.keyboard.press("Escape")
@@ -58,7 +58,7 @@ def take_chat(browser: Any, url: str) -> None:
 
 
 def take_state(browser: Any, url: str) -> None:
-    page = chromium.Window(browser, viewport=SIZE | {"height": 760}, color_scheme="dark").open(f"{url}/#/state")
+    page = browsers.Window(browser, viewport=SIZE | {"height": 760}, color_scheme="dark").open(f"{url}/#/state")
     done = threading.Event()
     clients = [threading.Thread(target=ask, args=(url, number, done)) for number in range(NUM_CLIENTS)]
     for client in clients:

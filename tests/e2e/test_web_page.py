@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.contract import chromium
+from tests.contract import browsers
 
 pytestmark = pytest.mark.slow
 
 
 def test_going_on_from_a_word_computes_little_again(tp1):
-    with chromium.running() as browser:
-        window = chromium.Window(browser)
+    with browsers.running() as browser:
+        window = browsers.Window(browser)
         page = window.open(tp1.url)
         page.get_by_role("button", name="Settings").click()
         page.get_by_label("Temperature").fill("0")

@@ -103,7 +103,7 @@ LONG_PASSED = "==== 2 passed in 250.00s ===="
 
 TOOLS = ("bash", "sh", "echo", "dirname", "make", "mktemp", "rm", "tee", "grep", "tail", "cut", "head", "timeout")
 PACKAGED = ("nginx", "caddy", "prometheus", "systemd-socket-activate", "chromium")
-PACKAGED += ("zsh", "fish", "qemu-aarch64", "aarch64-linux-gnu-g++")
+PACKAGED += ("firefox-esr", "zsh", "fish", "qemu-aarch64", "aarch64-linux-gnu-g++")
 
 
 def programs(folder, **scripts):
@@ -137,8 +137,8 @@ def test_continuous_integration_fails_if_a_target_fails(tmp_path, recipe, long_r
 
 ASKED = [
     "-qq update",
-    "-qq -y --no-install-recommends install nginx-light prometheus systemd chromium zsh"
-    " fish qemu-user g++-aarch64-linux-gnu",
+    "-qq -y --no-install-recommends install nginx-light prometheus systemd chromium"
+    " firefox-esr zsh fish qemu-user g++-aarch64-linux-gnu",
 ]
 
 

@@ -47,12 +47,12 @@ export class ConversationList {
     const choose = el("button", { class: "title", "aria-current": String(head.id === this.opened()), title, onclick: () => this.open(head.id) }, title);
     const more = el("details", { class: "more" },
       el("summary", { "aria-label": `More for ${title}` }, "⋯"),
-      el("div", { class: "choices" },
+      el("div", { class: "choices", onclick: () => (more.open = false) },
         el("button", { onclick: () => this.rename(head, row) }, "Rename"),
         el("button", { onclick: () => this.export(head, "json") }, "As JSON"),
         el("button", { onclick: () => this.export(head, "md") }, "As Markdown"),
         el("button", { onclick: () => this.delete(head) }, "Delete")));
-    more.addEventListener("focusout", (event) => more.contains(event.relatedTarget) || setTimeout(() => (more.open = false), 150));
+    more.addEventListener("focusout", () => setTimeout(() => more.contains(document.activeElement) || (more.open = false), 150));
     more.addEventListener("keydown", (event) => {
       if (event.key !== "Escape" || !more.open) return;
       event.stopPropagation();
@@ -100,7 +100,7 @@ export class ConversationList {
 
   async export(head, ending) {
     const records = await this.store.load(head.id);
-    const name = (head.title || "conversation").replace(/[^\p{L}\p{N} ._-]+/gu, "").trim().slice(0, 60) || "conversation";
+    const name = head.title.replace(/[^\p{L}\p{N} ._-]+/gu, "").replace(/^[ .]+/, "").slice(0, 60).trim() || "conversation";
     if (ending === "md") download(`${name}.md`, toMarkdown(records), "text/markdown");
     else download(`${name}.json`, toJson([records]), "application/json");
   }
@@ -111,7 +111,6 @@ export class ConversationList {
   }
 
   async import(file) {
-    if (!file) return;
     let found;
     try {
       found = fromJson(await file.text());

@@ -85,12 +85,11 @@ export function download(name, text, type) {
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
-/** Ask the person for a file, or several. */
+/** Ask the person for a file, or several. Never answers where they choose none. */
 export function pickFile(accept = "", multiple = false) {
   return new Promise((resolve) => {
     const field = el("input", { type: "file", accept: accept || null, multiple });
     field.addEventListener("change", () => resolve(multiple ? [...field.files] : field.files[0]));
-    field.addEventListener("cancel", () => resolve(multiple ? [] : null));
     field.click();
   });
 }

@@ -1,11 +1,14 @@
-"""A real browser for tests: Debian's Chromium, driven by Playwright, in contexts that share nothing."""
+"""Real browsers for tests: Debian's Chromium and Firefox, driven by Playwright, in contexts that share nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import shutil
+import tempfile
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,15 +26,19 @@ LIMIT_MS = 60_000  # only keeps a broken test from hanging
 
 
 @contextlib.contextmanager
-def running() -> Iterator[Any]:
-    """A browser. Skips the test where there is none."""
-    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+def running(name: str = "chromium") -> Iterator[Any]:
+    """A browser, "chromium" or "firefox". Skips the test where it is missing."""
+    programs = {"chromium": ("chromium", "chromium-browser", "google-chrome"), "firefox": ("firefox-esr", "firefox")}
+    executable = next((found for program in programs[name] if (found := shutil.which(program))), None)
     if executable is None:
-        pytest.skip("needs Chromium (Debian's package chromium)")
+        pytest.skip(f"needs {name.title()} (Debian's package {programs[name][0]})")
     api = pytest.importorskip("playwright.sync_api", reason="needs Playwright (requirements-dev.txt)")
-    with api.sync_playwright() as playwright:
+    # The channel is Firefox as it is published, by WebDriver BiDi; without it only Playwright's own build of it is driven.
+    options = {"chromium": {"args": list(FLAGS)}, "firefox": {"channel": "moz-firefox"}}[name]
+    with tempfile.TemporaryDirectory() as folder, api.sync_playwright() as playwright:
         api.expect.set_options(timeout=LIMIT_MS)
-        browser = playwright.chromium.launch(executable_path=executable, args=list(FLAGS))
+        browser = getattr(playwright, name).launch(executable_path=executable, downloads_path=folder, **options)
+        browser.folder = Path(folder)
         yield browser
         browser.close()
 
@@ -40,6 +47,7 @@ class Window:
     """One page in a context of its own, and everything that went wrong in it."""
 
     def __init__(self, browser: Any, **options: Any) -> None:
+        self.name, self.folder = browser.browser_type.name, browser.folder
         self.context = browser.new_context(**options)
         self.context.set_default_timeout(LIMIT_MS)
         self.page = self.context.new_page()
@@ -59,9 +67,9 @@ class Window:
         return self.page
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with running() as found:
+@pytest.fixture(scope="module", params=["chromium", pytest.param("firefox", marks=pytest.mark.soak)])
+def browser(request: pytest.FixtureRequest) -> Iterator[Any]:
+    with running(request.param) as found:
         yield found
 
 
@@ -94,6 +102,30 @@ def window(browser: Any) -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def expect() -> Any:
     return pytest.importorskip("playwright.sync_api").expect
+
+
+def saved(page: Any, act: Callable[[], Any]) -> Path:
+    """The file that `act()` gives to the person, under the name that they see."""
+    folder = page.window.folder
+    if page.window.name == "chromium":
+        with page.expect_download() as found:
+            act()
+        found.value.save_as(folder / found.value.suggested_filename)
+        return folder / found.value.suggested_filename
+    before, deadline = set(folder.iterdir()), time.monotonic() + LIMIT_MS / 1000
+    act()  # Firefox saves it by itself, and Playwright does not say so
+    while not (new := set(folder.iterdir()) - before) or any(path.suffix == ".part" for path in new):
+        assert time.monotonic() < deadline, "nothing was saved"
+        page.wait_for_timeout(20)
+    (path,) = new
+    return path
+
+
+def read(page: Any, path: Path) -> None:
+    """Import a file of conversations."""
+    with page.expect_file_chooser() as chooser:
+        page.get_by_role("button", name="Import").click()
+    chooser.value.set_files(path)
 
 
 def ask(page: Any, text: str) -> None:
