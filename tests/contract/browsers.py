@@ -88,6 +88,8 @@ def window(browser: Any) -> Iterator[Callable[..., Any]]:
     opened = []
 
     def make(url: str, path: str = "/", **options: Any) -> Any:
+        if options.get("color_scheme") == "dark" and browser.browser_type.name == "firefox":
+            pytest.skip("needs a Firefox that a test can tell to prefer dark pages (emulation.setMediaFeaturesOverride)")
         opened.append(Window(browser, **options))
         page = opened[-1].open(url + path)
         page.window = opened[-1]
