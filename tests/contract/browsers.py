@@ -33,7 +33,7 @@ def running(name: str = "chromium") -> Iterator[Any]:
     if executable is None:
         pytest.skip(f"needs {name.title()} (Debian's package {programs[name][0]})")
     api = pytest.importorskip("playwright.sync_api", reason="needs Playwright (requirements-dev.txt)")
-    # The channel is Firefox as it is published, by WebDriver BiDi; without it only Playwright's own build of it is driven.
+    # The channel is Firefox as it is published, by WebDriver BiDi; without it Playwright drives its own build alone.
     options = {"chromium": {"args": list(FLAGS)}, "firefox": {"channel": "moz-firefox"}}[name]
     with tempfile.TemporaryDirectory() as folder, api.sync_playwright() as playwright:
         api.expect.set_options(timeout=LIMIT_MS)
@@ -89,7 +89,7 @@ def window(browser: Any) -> Iterator[Callable[..., Any]]:
 
     def make(url: str, path: str = "/", **options: Any) -> Any:
         if options.get("color_scheme") == "dark" and browser.browser_type.name == "firefox":
-            pytest.skip("needs a Firefox that a test can tell to prefer dark pages (emulation.setMediaFeaturesOverride)")
+            pytest.skip("needs a Firefox whose protocol sets the colour scheme (emulation.setMediaFeaturesOverride)")
         opened.append(Window(browser, **options))
         page = opened[-1].open(url + path)
         page.window = opened[-1]

@@ -181,7 +181,7 @@ def test_no_text_becomes_an_element(serve, window, expect, tmp_path):
 
 
 def test_no_text_becomes_an_element_on_its_way_out(serve, window, expect):
-    """Exported as either file, copied and pasted, read again and opened: the hostile texts as they were, and safe names."""
+    """Exported as either file, copied and pasted, read again and opened: hostile texts as they were, and safe names."""
     evil, title = "\n\n".join(EVIL), f"../.. \u202etxt.exe:{EVIL[0]}|CON"
     server = serve(evil)
     page = window(server.url)
