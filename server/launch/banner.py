@@ -68,7 +68,9 @@ class Progress:
             return True
         if fraction <= self._shown:
             return False
-        return fraction >= 1.0 or fraction - self._shown >= (0.01 if self._tty else _PLAIN_STEP)
+        if self._tty or detail:
+            return fraction >= 1.0 or fraction - self._shown >= (0.01 if self._tty else _PLAIN_STEP)
+        return fraction >= 1.0 or fraction - max(0.0, self._shown) >= _PLAIN_STEP  # a phase may be over at once
 
     def finish(self) -> None:
         self._close_phase()

@@ -6,11 +6,13 @@ import json
 import os
 import pty
 import shutil
+import socket
 import threading
 
 import pytest
 from huggingface_hub import constants
 
+from oarlock.engine.errors import StartupError
 from oarlock.server.cli import main as cli
 from oarlock.server.cli import serve
 from oarlock.server.config.settings import make_settings
@@ -163,7 +165,7 @@ def test_a_model_is_offered_only_where_somebody_can_answer(cache, demo, monkeypa
     monkeypatch.setattr("sys.stderr", open(os.dup(stream), "w"))  # noqa: SIM115
     monkeypatch.setattr("os.tcgetpgrp", lambda number: os.getpgrp())
     monkeypatch.setattr(serve, "_ANSWER_S", 5.0 if typed else 0.2)
-    assert serve._offered(make_settings({})).model is None, "nothing is found, so nothing is asked"
+    assert serve._offered(make_settings({"port": 0})).model is None, "nothing is found, so nothing is asked"
     for name in ("owner/a", "owner/b"):
         cache.add(name, demo)
     shown = b""
@@ -176,9 +178,11 @@ def test_a_model_is_offered_only_where_somebody_can_answer(cache, demo, monkeypa
 
     typist = threading.Thread(target=type_the_answer)
     typist.start()
-    assert serve._offered(make_settings({})).model == chosen
+    assert serve._offered(make_settings({"port": 0})).model == chosen
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(StartupError, match="in use"):
+        serve._offered(make_settings({"port": other.getsockname()[1]}))
     monkeypatch.setattr("os.tcgetpgrp", lambda number: os.getpgrp() + 1)
-    assert serve._offered(make_settings({})).model is None, "a job in the background"
+    assert serve._offered(make_settings({"port": 0})).model is None, "a job in the background"
     typist.join()
     os.write(stream, b"end")
     shown += os.read(terminal, 10_000)
