@@ -22,6 +22,7 @@ from oarlock.workers.models.registry import read_spec
 BATCHES = (1, 32, 256)
 OF_LAYER, OF_STEP = 10, 14  # launches of a graph on one rank: of each layer, and before and behind all layers
 OF_SAMPLING = 5  # of tokens that are drawn
+FROM_HOST = 10  # launches and copies of a step with prompts in a graph, beside sampling
 OF_RANKS = 8  # beside the sums of layers: ids of other ranks are masked, rows are summed, logits are gathered
 
 

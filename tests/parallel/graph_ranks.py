@@ -9,7 +9,7 @@ from torch import Tensor
 
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.protocol import StepMetadata, StepOutput, empty_step, table_width
-from oarlock.workers.runner.buckets import bucket_sizes
+from oarlock.workers.runner.buckets import bucket_sizes, prompt_sizes
 from oarlock.workers.runner.cuda_graphs import Calls, Graph, Work
 from oarlock.workers.runner.device_steps import DeviceSteps
 from oarlock.workers.runner.model_runner import ModelRunner
@@ -20,13 +20,13 @@ from oarlock.workers.sampling.sampler import Sampler, num_accepted
 
 
 class TorchSampling:
-    """`StepSampling` of the rows of the step alone, without padding; every rank samples the whole vocabulary."""
+    """`StepSampling` of the rows of the step alone, without padding; every rank samples from all ranks' logits."""
 
     variants = (Variant(random=True, filtered=True, processed=True),)  # others are launched outside of graphs
 
     def __init__(self, runner: ModelRunner, most_rows: int) -> None:
         self.sampled = torch.zeros(most_rows, dtype=torch.int64)
-        self._rank, self._vocab = runner.tp.rank, runner.spec.vocab_size
+        self._tp, self._vocab = runner.tp, runner.spec.vocab_size
         self._sampler = Sampler(TensorParallel.solo(), 0, self._vocab, self._vocab, runner.sampler.histories)
         self._step: StepMetadata = empty_step(0)
         self._parts: list[StepOutput] = []
@@ -40,9 +40,8 @@ class TorchSampling:
         if stop == first:  # as at capture
             return
         assert variant.serves(Variant.of(self._step))
-        tokens, part = self._sampler.sample(
-            logits[: stop - first, : self._vocab].clone(), logits_rows(self._step, first, stop)
-        )
+        whole = self._tp.all_gather(logits[: stop - first]).transpose(0, 1).flatten(1)  # [n, V and padding]
+        tokens, part = self._sampler.sample(whole[:, : self._vocab].clone(), logits_rows(self._step, first, stop))
         self.sampled[first:stop] = tokens
         assert part is not None
         self._parts.append(part)
@@ -54,17 +53,17 @@ class TorchSampling:
         output = concatenate_outputs(self._parts) if self._parts else empty_output(step.step_id)
         output.num_accepted = None if accepted is None else accepted.numpy()
         self._step = empty_step(0)
-        return output if self._rank == 0 else None
+        return output if self._tp.rank == 0 else None
 
 
 class RecordedInputs(StepInputs):
     """Keeps the buckets that were staged, None for steps in their own shapes."""
 
-    staged: tuple[int | None, ...] = ()
+    staged: tuple[tuple[int | None, int | None], ...] = ()  # sequences, and tokens of steps with prompts
 
-    def stage(self, step: StepMetadata, bucket: int | None = None) -> InputPlace:
-        self.staged = (*self.staged, bucket)
-        return super().stage(step, bucket)
+    def stage(self, step: StepMetadata, bucket: int | None = None, prompts: int | None = None) -> InputPlace:
+        self.staged = (*self.staged, (bucket, prompts))
+        return super().stage(step, bucket, prompts)
 
 
 class CountedGraph:
@@ -105,7 +104,7 @@ class GraphRunner(ModelRunner):
         config = self.config
         seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
         rows = max(seqs, tokens)
-        self.sizes = bucket_sizes(seqs)
+        self.sizes, self.prompt_sizes = bucket_sizes(seqs), prompt_sizes(config)
         self.maker = CountedCalls()
         sampled = seqs * (1 + config.num_speculative_tokens)
         self.inputs = RecordedInputs(
@@ -113,11 +112,11 @@ class GraphRunner(ModelRunner):
         )
         assert config.max_model_len is not None
         self._device_steps = DeviceSteps(
-            self.model, self.backend, self.tp, self.inputs, TorchSampling(self, rows), self.pooler,
+            self.model, self.backend, self.inputs, TorchSampling(self, rows), self.pooler,
             rows_at_once=max(self.sizes), max_model_len=config.max_model_len,
         )  # fmt: skip
         self._device_steps.kv = self.kv
-        self._device_steps.capture(self.maker, self.sizes)
+        self._device_steps.capture(self.maker, self.sizes, self.prompt_sizes)
 
     def execute(self, step: StepMetadata, await_masks=None) -> StepOutput | None:
         """Runs `step` and then spoils its arrays, as another step would that is written in their place."""

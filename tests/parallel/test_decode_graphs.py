@@ -1,4 +1,4 @@
-"""Decode steps in graphs give the bits of steps that run operation by operation, over whole scenes of the engine."""
+"""Steps in graphs give the bits of steps that run operation by operation, over whole scenes of the engine."""
 
 from pathlib import Path
 
@@ -34,7 +34,10 @@ def test_every_answer_has_the_bits_of_eager_steps(checkpoint: Path, size: int, n
     assert {number for number in expected if got[number] != expected[number]} == set()
     for rank in graphs.ranks:
         assert isinstance(rank, GraphRunner)
-        assert sum(graph.num_replays > 0 for graph in rank.maker.captured) > 2  # several buckets
+        prompts = len(rank.prompt_sizes)
+        for captured in (rank.maker.captured[:prompts], rank.maker.captured[prompts:]):
+            assert sum(graph.num_replays > 0 for graph in captured) >= 2  # several buckets of each kind
+        assert (None, None) not in rank.inputs.staged[prompts + len(rank.sizes) :]  # no step is launched otherwise
     eager.close()
     graphs.close()
 
@@ -46,9 +49,9 @@ def test_every_rank_captures_from_the_largest_to_the_smallest(
     executor = ThreadExecutor(config_of(checkpoint, 2), GraphRunner)
     for rank in executor.ranks:
         assert isinstance(rank, GraphRunner) and rank._device_steps is not None
-        assert rank.inputs.staged == (6, 4, 2, 1)
+        assert rank.inputs.staged == ((None, 48), (None, 32), (None, 16), (6, None), (4, None), (2, None), (1, None))
         captured = list(rank.maker.captured)
-        assert len(captured) == 8  # the model and sampling
+        assert len(captured) == 3 + 8  # the layers; the model and sampling
         rank._device_steps.release()
         assert all(graph.is_released for graph in captured)
     executor.close()
@@ -67,8 +70,8 @@ def test_graphs_can_be_captured_again(checkpoint: Path) -> None:
     rank._device_steps.release()
     rank.inputs.staged = ()
     eager = found()
-    assert set(rank.inputs.staged) == {None}
-    assert rank._device_steps.capture(rank.maker, rank.sizes) == 8
+    assert set(rank.inputs.staged) == {(None, None)}
+    assert rank._device_steps.capture(rank.maker, rank.sizes, rank.prompt_sizes) == 11
     assert found() == expected and (eager == expected or not executor.info.batch_invariant)
     assert sum(graph.num_replays > 0 for graph in rank.maker.captured) > 2
     executor.close()

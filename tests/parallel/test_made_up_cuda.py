@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks import step_arithmetic
 from oarlock.engine.types import Grammar, Request, SamplingParams
+from oarlock.workers.attention import triton_backend
 from oarlock.workers.attention.backend import LayerKV
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed import parallel_state, rank_groups
@@ -44,6 +45,7 @@ from oarlock.workers.runner import expert_ways, worker_process
 from oarlock.workers.runner.cuda_graphs import CudaGraph, CudaGraphs
 from oarlock.workers.runner.device import use_device
 from oarlock.workers.runner.expert_ways import measured_ways
+from oarlock.workers.runner.device_steps import DeviceSteps
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.pending_output import AnsweringThread, wait_for
 from oarlock.workers.runner.step_inputs import StagingBuffer
@@ -404,7 +406,10 @@ def run(executor: ThreadExecutor, requests: list[Request], depth: int) -> dict:
 def test_captured_steps_are_those_of_the_host(size: int, model: Path, cuda: MadeUpCuda) -> None:
     config = config_of(model, tensor_parallel_size=size)
     requests = requests_of(KINDS, len(KINDS), 4)
-    got = run(ThreadExecutor(config, DeviceRunner), requests, 2)
+    executor = ThreadExecutor(config, DeviceRunner)
+    prompts = next(graph for graph in cuda.graphs if not graph.is_reset)  # the first, of 8 tokens
+    got = run(executor, requests, 2)
+    assert prompts.num_replays > 3
     assert sum(graph.num_replays > 0 for graph in cuda.graphs) > 3 * size
     eager = run(ThreadExecutor(config.with_(enforce_eager=True), DeviceRunner), requests, 1)
     judge = run(ThreadExecutor(config.with_(device="cpu", attention_backend="reference")), requests, 1)
@@ -456,14 +461,53 @@ def named(late: set[tuple[Any, ...]], known: set[tuple[Any, ...]]) -> list[str]:
     return found
 
 
-@pytest.mark.slow
-def test_launches_of_a_graph_are_those_that_the_arithmetic_counts(model: Path, cuda: MadeUpCuda) -> None:
-    runner = ModelRunner(preflight(config_of(model, max_num_seqs=1)), TensorParallel.solo())
+def steps_of(model: Path, **options: Any) -> DeviceSteps:
+    """Those of a runner that has captured nothing."""
+    runner = ModelRunner(preflight(config_of(model, **options)), TensorParallel.solo())
     with torch.inference_mode():
         runner.load(lambda share: None)
-    steps, before = runner._device_steps, len(cuda.graphs)
+    steps = runner._device_steps
     assert steps is not None
     steps.kv = runner.backend.allocate(4)
+    return steps
+
+
+@pytest.mark.slow
+def test_a_step_with_prompts_is_one_launch_up_to_its_hidden_states(
+    model: Path, cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two prompts, then decodes beside parts of prompts, in one graph: the tokens of steps without graphs. Tiles that
+    stay those of the step that was captured are found."""
+    steps = steps_of(model, max_num_batched_tokens=16)
+
+    def outputs() -> list[list[int]]:
+        made = [
+            greedy_step([SequenceChunk([5, 6, 7], 0, [1]), SequenceChunk([8, 9], 0, [2])], 8, [2, 4], step_id=1),
+            greedy_step([SequenceChunk([-1], 3, [1]), SequenceChunk(range(11), 2, [2, 3])], 8, [0, 11], step_id=2),
+            greedy_step([SequenceChunk([-2], 13, [2, 3]), SequenceChunk([11] * 3, 4, [1])], 8, [0, 3], step_id=3),
+        ]
+        before, answered = cuda.launches, [wait_for(steps.launch(step)) for step in made]
+        counts.append((cuda.launches - before) / len(made))
+        return [answer.token_ids.tolist() for answer in answered if answer is not None]
+
+    counts: list[float] = []
+    expected = outputs()
+    assert len({tuple(tokens) for tokens in expected}) == 3
+    steps.capture(CudaGraphs(), [], [16])
+    assert outputs() == expected
+    assert counts[1] <= step_arithmetic.FROM_HOST + step_arithmetic.OF_SAMPLING < counts[0], counts
+    steps.release()
+    find = triton_backend._find
+    monkeypatch.setattr(triton_backend, "_find", lambda *given: None if of_thread.graph is not None else find(*given))
+    steps.capture(CudaGraphs(), [], [16])
+    assert outputs() != expected
+    steps.release()
+    monkeypatch.undo()
+
+
+@pytest.mark.slow
+def test_launches_of_a_graph_are_those_that_the_arithmetic_counts(model: Path, cuda: MadeUpCuda) -> None:
+    steps, before = steps_of(model, max_num_seqs=1), len(cuda.graphs)
     steps.capture(CudaGraphs(), [1])
     nothing = ("empty", "fill_")  # memory, and rows of padding, of which there are none
     names = [name for name in cuda.graphs[before].launches if not any(word in name for word in nothing)]
@@ -482,7 +526,7 @@ def test_steps_in_flight_do_not_touch_each_others_buffers(
         runner.load(lambda share: None)
         runner.allocate(20)
     (line,) = [record.getMessage() for record in caplog.records if "event=device" in record.getMessage()]
-    assert "index=0" in line and "attention=triton graphs=12" in line
+    assert "index=0" in line and "attention=triton graphs=13" in line
 
     def steps() -> list[StepMetadata]:
         prompt = [SequenceChunk([5, 6, 7], 0, [1]), SequenceChunk([8, 9], 0, [2])]

@@ -80,10 +80,11 @@ class Tiles:
     first_rows: Tensor  # int32 [tiles]
     ends: np.ndarray  # int64 [tiles]   keys that the last token of each sees; at most, where lengths are live
     first_positions: np.ndarray  # int64 [tiles]
+    queries: tuple[int, int] | None = None  # shortest and longest, where tiles are found on the device
 
     def some(self, part: slice) -> "Tiles":
         seqs, rows, ends, first = self.seqs[part], self.first_rows[part], self.ends[part], self.first_positions[part]
-        return Tiles(self.shape, seqs, rows, ends, first)
+        return Tiles(self.shape, seqs, rows, ends, first, self.queries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ class TritonPlan:
     batch: ForwardBatch
     tiles: list[Tiles]
     is_live: bool = False  # contexts change: those of the batch are bounds
+    prompts: int = 0  # queries change as well, and at most so many are longer than a token; 0: they do not
     planned: dict[int, list[Planned]] = field(default_factory=dict)  # by window
 
 
@@ -138,6 +140,7 @@ class TritonBackend:
             capability = torch.cuda.get_device_capability(spec.device)
             self.native_fp8 = self._amd is None and capability >= (8, 9)
             self.is_wide = self._amd is None and capability[0] in (9, 10)
+        self._live_scratch = None  # one piece for all graphs, which run one after another
         self._fixed_scratch = None
         if spec.fixed_span is not None:  # one piece for all steps and graphs, which run one after another
             self._fixed_scratch = torch.empty(_FIXED_SCRATCH // 4, dtype=torch.float32, device=spec.device)
@@ -181,6 +184,12 @@ class TritonBackend:
         """
         return TritonPlan(batch, [], is_live=True)
 
+    def prepare_prompts(self, batch: ForwardBatch, most: int) -> TritonPlan:
+        """Plans all steps in the tensors of `batch`, of queries of any lengths, `most` of which are longer than a
+        token, with contexts of up to `context_lens`: tiles are found on the device."""
+        assert self.spec.fixed_span is None, "its tiles have one shape"
+        return TritonPlan(batch, [], is_live=True, prompts=most)
+
     def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         spec = self.spec
         assert k.stride(2) == v.stride(2) == 1 and k.stride(1) == v.stride(1) == spec.head_dim
@@ -214,24 +223,29 @@ class TritonBackend:
         out = torch.empty((rows, heads * width), dtype=q.dtype, device=q.device)
         out[plan.batch.num_tokens :] = 0.0  # rows that pad the batch
         if not plan.tiles:
-            plan.tiles = self._tiles(plan.batch, heads // self.spec.num_kv_heads)
+            plan.tiles = self._tiles(plan, heads // self.spec.num_kv_heads)
         window = layer.sliding_window or NO_WINDOW
         if window not in plan.planned:
             plan.planned[window] = [part for tiles in plan.tiles for part in self._planned(plan, tiles, window, layer)]
         for part in plan.planned[window]:
             if part.layer == layer.layer:
+                if part.tiles.queries is not None:
+                    _find(plan.batch, part.tiles, part.tiles.shape.rows // (heads // self.spec.num_kv_heads))
                 self._divide(plan.batch, part, window, heads // self.spec.num_kv_heads)
             self._compute(q, kv, plan.batch, layer, part, out, sinks)
         return out
 
-    def _tiles(self, batch: ForwardBatch, group: int) -> list[Tiles]:
+    def _tiles(self, plan: TritonPlan, group: int) -> list[Tiles]:
         """Short queries in small tiles, long ones in large ones."""
+        batch = plan.batch
         lengths, contexts = np.array(batch.query_lens), np.array(batch.context_lens)
         # A group of query heads that is larger than a tile gets a tile of its size.
         small, large = (
             replace(shape, rows=max(shape.rows, power_of_2(group)))
             for shape in tile_shapes(self.spec.head_dim, self.spec.dtype, self._form, wide=self.is_wide)
         )
+        if plan.prompts:
+            return self._unknown_tiles(plan, small, large, group)
         if self.spec.fixed_span is not None:
             large = small
         is_short = lengths * group <= small.rows
@@ -248,6 +262,18 @@ class TritonBackend:
             ends = np.minimum(first + queries, contexts[of_seq])
             moved = torch.from_numpy(_aligned(of_seq, rows)).to(batch.seq_lens.device, non_blocking=True)
             found.append(Tiles(shape, moved[0], moved[1], ends, first))
+        return found
+
+    def _unknown_tiles(self, plan: TritonPlan, small: TileShape, large: TileShape, group: int) -> list[Tiles]:
+        """Room for the tiles of a step whose queries the host need not know, which `_find` finds."""
+        batch, short = plan.batch, small.rows // group
+        most = batch.num_tokens // (large.rows // group) + plan.prompts
+        kinds = (small, (1, short), min(batch.num_seqs, batch.num_tokens)), (large, (short + 1, batch.num_tokens), most)
+        found = []
+        for shape, queries, count in kinds:
+            ends = np.full(count, max(batch.context_lens))
+            room = torch.empty((2, -(-count // 4) * 4), dtype=torch.int32, device=batch.seq_lens.device)
+            found.append(Tiles(shape, room[0], room[1], ends, ends - 1, queries))
         return found
 
     def _planned(self, plan: TritonPlan, tiles: Tiles, window: int, layer: AttentionSpec) -> list[Planned]:
@@ -268,7 +294,7 @@ class TritonBackend:
                     layer.layer,
                     torch.empty((numbers, shares.places), dtype=torch.int32, device=device),
                     torch.empty((2, len(part.ends)), dtype=torch.int32, device=device),
-                    self._scratch(shares, part) if shares.is_split else None,
+                    self._scratch(shares, part, is_live=plan.is_live) if shares.is_split else None,
                 )
             )
         return found
@@ -342,15 +368,34 @@ class TritonBackend:
                 shape.rows, **sizes,
             )  # fmt: skip
 
-    def _scratch(self, shares: Shares, tiles: Tiles) -> tuple[Tensor, Tensor]:
-        """Memory for the results of spans."""
-        shape = (shares.places, self.spec.num_kv_heads, tiles.shape.rows)
+    def _scratch(self, shares: Shares, tiles: Tiles, *, is_live: bool) -> tuple[Tensor, Tensor]:
+        """Memory for the results of spans. A graph keeps its own alive."""
+        rows = prod((shares.places, self.spec.num_kv_heads, tiles.shape.rows))
+        results, size = rows * self.spec.head_dim, rows * (self.spec.head_dim + 2)
+        memory = self._live_scratch if is_live else None
         if self._fixed_scratch is not None:
-            results = prod(shape) * self.spec.head_dim
-            return self._fixed_scratch[:results], self._fixed_scratch[results : results + 2 * prod(shape)]
-        device = tiles.seqs.device
-        results = torch.empty((*shape, self.spec.head_dim), dtype=torch.float32, device=device)
-        return results, torch.empty((*shape, 2), dtype=torch.float32, device=device)
+            memory = self._fixed_scratch
+        if memory is None or len(memory) < size:
+            memory = torch.empty(size, dtype=torch.float32, device=tiles.seqs.device)
+            if is_live:
+                self._live_scratch = memory
+        return memory[:results], memory[results:size]
+
+
+def _find(batch: ForwardBatch, tiles: Tiles, tokens: int) -> None:
+    """Finds the tiles, of `tokens` each, of the step in the tensors of `batch`. Those that are not needed begin behind
+    all queries."""
+    assert tiles.queries is not None
+    starts = batch.query_start_loc
+    lengths = starts[1:] - starts[:-1]  # int32 [S]
+    is_here = (lengths >= tiles.queries[0]) & (lengths <= tiles.queries[1])
+    counts = torch.where(is_here, (lengths + tokens - 1) // tokens, 0)
+    behind = counts.cumsum(0)  # int64 [S]
+    number = torch.arange(len(tiles.seqs), device=starts.device)
+    seqs = torch.searchsorted(behind, number, right=True).clamp_(max=len(lengths) - 1)
+    rows = (number - (behind - counts).index_select(0, seqs)) * tokens
+    tiles.seqs.copy_(seqs)
+    tiles.first_rows.copy_(torch.where(number < behind[-1], rows, NO_WINDOW))
 
 
 def _aligned(*arrays: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The numbers of sequences for which graphs of decode steps are captured.
+"""The numbers of sequences, and of tokens of steps with prompts, for which graphs are captured.
 
 A step runs in the smallest that holds it, its other rows being padding: close together where rows are few, so that no
 step computes much more than it asks for.
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 
 _LARGEST_BUCKET = 512  # sequences; launching that many row by row takes less than computing them
+_LARGEST_PROMPTS = (
+    512  # tokens; computing more takes longer than launching it, and padding would cost more than it saves
+)
+MOST_PROMPTS = 16  # sequences with more than one token in a step that a graph runs: each may take a tile of its own
 _ROWS_AT_ONCE = 128  # of logits, in steps without a graph: scoring a prompt may need thousands of them
 
 
@@ -29,6 +33,20 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
 def graph_sizes(config: WorkerConfig) -> list[int]:
     """Numbers of sequences for which a rank captures graphs, ascending."""
     return bucket_sizes(min(config.max_num_seqs, _LARGEST_BUCKET))
+
+
+def prompt_sizes(config: WorkerConfig) -> list[int]:
+    """Numbers of tokens of steps with prompts for which a rank captures graphs, ascending.
+
+    None where rows must have the same bits in every batch: their keys are divided at fixed places, for which the
+    longest sequence would ask for most of a graph's programs.
+    """
+    if config.batch_invariant:
+        return []
+    assert config.max_model_len is not None, "preflight resolves the context length"
+    most = min(_LARGEST_PROMPTS, config.max_num_batched_tokens, config.max_model_len)
+    sizes = [16, *range(32, 256, 32), *range(256, most, 64)]
+    return [size for size in sizes if size < most] + [most]
 
 
 def logits_rows_at_once(config: WorkerConfig) -> int:
@@ -47,3 +65,12 @@ def bucket_of(step: StepMetadata, sizes: Sequence[int]) -> int | None:
     if not (rows == step.num_tokens == len(step.logits_indices)) or len(step.num_drafts) or rows > sizes[-1]:
         return None
     return sizes[bisect_left(sizes, rows)]
+
+
+def prompt_bucket_of(step: StepMetadata, sizes: Sequence[int]) -> int | None:
+    """The smallest of `sizes` that holds all tokens of `step`; None where that is none, or where it has more prompts
+    than a graph has tiles for."""
+    starts = step.query_start_loc
+    if not sizes or step.num_tokens > sizes[-1] or int((starts[1:] - starts[:-1] > 1).sum()) > MOST_PROMPTS:
+        return None
+    return sizes[bisect_left(sizes, step.num_tokens)]

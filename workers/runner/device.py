@@ -85,24 +85,27 @@ def free_bytes(device: torch.device) -> int:
 
 
 def graph_bytes(
-    capture: Callable[[int], object], release: Callable[[], None], sizes: Sequence[int], meter: MemoryMeter
+    kinds: Sequence[Sequence[Callable[[], object]]], release: Callable[[], None], meter: MemoryMeter
 ) -> int:
-    """Bytes of graphs for all `sizes`, ascending. `capture` makes those of one size, `release` destroys all.
+    """Bytes of all graphs. `kinds`: for each kind what captures its graphs of one size, the largest first. `release`
+    destroys all.
 
     Compared with the device after `release`, so that what libraries load and keep at a first use is not counted: that
     is in use already.
 
     The largest graphs bring the pool, in which the others find room for what they compute. What each size takes beside
     it, for the kernels' arguments and its own tensors, the second largest tells: a smaller one takes no more. So two
-    sizes are captured, and destroyed.
+    sizes of each kind are captured, and destroyed.
     """
-    free = []
-    for size in sorted(sizes, reverse=True)[:2]:
-        capture(size)
-        free.append(meter.free_bytes())
+    free, others = 0, 0
+    for captures in kinds:
+        for place, capture in enumerate(captures[:2]):
+            capture()
+            before, free = free, meter.free_bytes()
+            if place == 1:
+                others += (len(captures) - 2) * max(0, before - free)
     release()
-    both, one_more = meter.free_bytes() - free[-1], free[0] - free[-1]
-    return max(0, both) + (len(sizes) - len(free)) * max(0, one_more)
+    return max(0, meter.free_bytes() - free) + others
 
 
 _KEPT_SHAPES = 4096

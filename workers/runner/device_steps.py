@@ -1,9 +1,11 @@
-"""Runs steps on a device without waiting for it: plain decodes as graphs, all others operation by operation.
+"""Runs steps on a device without waiting for it: plain decodes and small steps with prompts as graphs, others operation
+by operation.
 
 A step goes to the device by one copy and comes back by one. In between nothing is read: the tokens of a step are put
 into the next one on the device. A decode is launched in two parts, the model and then sampling, since masks may arrive
-after the step. What is sampled always lies in the same place on the device, where the next step reads it. Knows the
-model, its pages and what samples, but nothing of requests or processes.
+after the step. The graph of a step with prompts has the layers alone: rows of logits may be any of its tokens, so they
+are computed and sampled operation by operation. What is sampled always lies in the same place on the device, where the
+next step reads it. Knows the model, its pages and what samples, but nothing of requests or processes.
 """
 
 import logging
@@ -23,7 +25,14 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.models.decoder import Decoder
 from oarlock.workers.protocol import StepMetadata, StepOutput, empty_step, table_width
-from oarlock.workers.runner.buckets import bucket_of, graph_sizes, logits_rows_at_once
+from oarlock.workers.runner.buckets import (
+    MOST_PROMPTS,
+    bucket_of,
+    graph_sizes,
+    logits_rows_at_once,
+    prompt_bucket_of,
+    prompt_sizes,
+)
 from oarlock.workers.runner.cuda_graphs import Graph, GraphMaker
 from oarlock.workers.runner.device import graph_bytes
 from oarlock.workers.runner.memory_needs import MemoryMeter
@@ -32,7 +41,13 @@ from oarlock.workers.runner.pooler import PooledOutput, Pooler
 from oarlock.workers.runner.step_inputs import InputPlace, Layout, Shape, StagingBuffer, StepInputs
 from oarlock.workers.runner.trial_steps import null_step
 from oarlock.workers.sampling.columns import Variant
-from oarlock.workers.sampling.device_sampler import DeviceOutputs, DeviceSampler, output_of, output_sections
+from oarlock.workers.sampling.device_sampler import (
+    DeviceOutputs,
+    DeviceSampler,
+    ShardSampler,
+    output_of,
+    output_sections,
+)
 from oarlock.workers.sampling.token_histories import DenseHistories
 
 
@@ -43,6 +58,9 @@ class CapturableBackend(AttentionBackend, Protocol):
     def prepare_decode(self, batch: ForwardBatch) -> Any:
         """A plan that stays right while the tensors of `batch` change: one token of each sequence, and contexts of up
         to `context_lens`."""
+
+    def prepare_prompts(self, batch: ForwardBatch, most: int) -> Any:
+        """The same for queries of any lengths in `query_start_loc`, of which `most` are longer than one token."""
 
 
 class StepSampling(Protocol):
@@ -58,9 +76,10 @@ class StepSampling(Protocol):
         """Prepares for a step before it is sent to the device."""
 
     def sample(self, logits: Tensor, place: InputPlace, first: int, variant: Variant) -> None:
-        """Rows `first` to `first + n` of the step in `place`: `logits` float32 [n, V], of the whole vocabulary.
+        """Rows `first` to `first + n` of the step in `place`: `logits` float32 [n, vocab_local], of this rank.
 
-        `variant`: what at least these rows ask for. The work depends on it and on the number of rows alone.
+        `variant`: what at least these rows ask for. The work depends on it and on the number of rows alone. A
+        collective call.
         """
 
     def finish(self, step: StepMetadata, place: InputPlace) -> Launched:
@@ -77,7 +96,6 @@ class DeviceSteps:
         self,
         model: Decoder,
         backend: AttentionBackend,
-        tp: TensorParallel,
         inputs: StepInputs,
         sampling: StepSampling,
         pooler: Pooler,
@@ -86,22 +104,32 @@ class DeviceSteps:
         max_model_len: int,
     ) -> None:
         """`rows_at_once`: of logits that are computed together; at least as many as the largest bucket has."""
-        self._model, self._backend, self._tp = model, backend, tp
+        self._model, self._backend = model, backend
         self.kv: list[LayerKV] = []  # pages of all layers, once they are allocated
         self._inputs, self._sampling, self._pooler = inputs, sampling, pooler
         self._max_model_len = max_model_len
-        device, width = sampling.sampled.device, tp.size * model.vocab_local
-        self._logits = torch.empty((rows_at_once, width), dtype=torch.float32, device=device)
+        device = sampling.sampled.device
+        self._logits = torch.empty((rows_at_once, model.vocab_local), dtype=torch.float32, device=device)
         self._graphs: dict[int, Graph] = {}
+        self._prompt_graphs: dict[int, Graph] = {}
+        self._hidden = torch.empty(0, device=device)  # [T, hidden_size] of the largest of these, which all write
         self._sampling_graphs: dict[tuple[int, Variant], Graph] = {}
         self._sizes: list[int] = []  # of the graphs, ascending
+        self._prompt_sizes: list[int] = []
         self._maker: GraphMaker | None = None
 
     @torch.inference_mode()
-    def capture(self, maker: GraphMaker, sizes: Sequence[int]) -> int:
-        """Capture graphs for each of `sizes`, the largest first, beside those that there are. Every rank must call this
-        at the same point. Returns how many graphs there are."""
+    def capture(self, maker: GraphMaker, sizes: Sequence[int], prompts: Sequence[int] = ()) -> int:
+        """Capture graphs of `prompts` tokens and of `sizes` sequences, the largest first, beside those that there are.
+        Every rank must call this at the same point. Returns how many graphs there are."""
         self._maker = maker
+        for size in sorted(prompts, reverse=True):
+            place = self._inputs.stage(empty_step(0), prompts=size)
+            if size > len(self._hidden):
+                spec, dtype = self._model.spec, self._model.place.dtype
+                self._hidden = torch.empty((size, spec.hidden_size), dtype=dtype, device=self._logits.device)
+            self._prompt_graphs[size] = maker.capture(self._prompts(place))
+        self._prompt_sizes = sorted(self._prompt_graphs)
         for size in sorted(sizes, reverse=True):
             place = self._inputs.stage(empty_step(0), size)
             self._graphs[size] = maker.capture(self._decode(place))
@@ -109,7 +137,7 @@ class DeviceSteps:
                 work = partial(self._sampling.sample, self._logits[:size], place, 0, variant)
                 self._sampling_graphs[size, variant] = maker.capture(work)
         self._sizes = sorted(self._graphs)
-        return len(self._graphs) + len(self._sampling_graphs)
+        return len(self._graphs) + len(self._sampling_graphs) + len(self._prompt_graphs)
 
     @torch.inference_mode()
     def launch(
@@ -125,14 +153,20 @@ class DeviceSteps:
         """
         self._sampling.begin(step)
         bucket = bucket_of(step, self._sizes) if self._sizes and layers is None else None
-        place = self._inputs.stage(step, bucket)
+        prompts = prompt_bucket_of(step, self._prompt_sizes) if bucket is None and layers is None else None
+        place = self._inputs.stage(step, bucket, prompts)
         if bucket is not None:
             self._graphs[bucket].replay()
             self._await(step, await_masks)
             self._sample_bucket(bucket, place, Variant.of(step))
         else:
             model, kv = layers or (self._model, self.kv)
-            hidden = self._run(step, place, await_masks, model, kv)
+            if prompts is not None:
+                self._prompt_graphs[prompts].replay()
+                hidden = self._hidden[: step.num_tokens]
+            else:
+                hidden = self._compute(step, place, model, kv)
+            self._sample_rows(step, place, await_masks, model, hidden)
             if len(step.pool_seqs):
                 pooled = self._pooler(step, hidden, model.compute_logits)
                 return PooledOutput(self._sampling.finish(step, place), pooled)
@@ -144,9 +178,9 @@ class DeviceSteps:
 
     def release(self) -> None:
         """Destroy the graphs, before the process group is destroyed. Others may be captured afterwards."""
-        self._graphs.clear()
-        self._sampling_graphs.clear()
-        self._sizes = []
+        for graphs in (self._graphs, self._sampling_graphs, self._prompt_graphs):
+            graphs.clear()
+        self._sizes, self._prompt_sizes = [], []
         if self._maker is not None:
             self._maker.release()
 
@@ -170,7 +204,27 @@ class DeviceSteps:
             else:
                 batch = place.batch(ones, bounds, self._sampling.sampled)
                 hidden = self._model(batch, self.kv, self._backend, plan)
-            self._write_logits(self._model.compute_logits(hidden))
+            self._logits[:size].copy_(self._model.compute_logits(hidden))
+
+        return work
+
+    def _prompts(self, place: InputPlace) -> Callable[[], None]:
+        """The work of any step of as many tokens as `place` holds, up to its hidden states."""
+        tokens, seqs, _, _ = place.shape
+        bounds, plan = [self._max_model_len] * seqs, None
+        if isinstance(self._backend, CapturableBackend):
+            most = min(MOST_PROMPTS + 1, seqs)  # padding may be one
+            batch = place.batch([tokens] + [0] * (seqs - 1), bounds, self._sampling.sampled)
+            plan = self._backend.prepare_prompts(batch, most)
+
+        def work() -> None:
+            if plan is None:  # on the host, where lengths can be read
+                batch = _without_padding(place, self._sampling.sampled)
+                hidden = self._model(batch, self.kv, self._backend, self._backend.prepare(batch))
+            else:
+                batch = place.batch([tokens] + [0] * (seqs - 1), bounds, self._sampling.sampled)
+                hidden = self._model(batch, self.kv, self._backend, plan)
+            self._hidden[:tokens].copy_(hidden)
 
         return work
 
@@ -181,53 +235,69 @@ class DeviceSteps:
                 return
         self._sampling.sample(self._logits[:bucket], place, 0, wanted)
 
-    def _run(
+    def _compute(self, step: StepMetadata, place: InputPlace, model: Decoder, kv: list[LayerKV]) -> Tensor:
+        """The hidden states of a step of any kind, operation by operation: [T, hidden_size]."""
+        starts = step.query_start_loc
+        batch = place.batch((starts[1:] - starts[:-1]).tolist(), step.seq_lens.tolist(), self._sampling.sampled)
+        return model(batch, kv, self._backend, self._backend.prepare(batch))
+
+    def _sample_rows(
         self,
         step: StepMetadata,
         place: InputPlace,
         await_masks: Callable[[], None] | None,
         model: Decoder,
-        kv: list[LayerKV],
-    ) -> Tensor:
-        """A step of any kind, operation by operation. Returns its hidden states, [T, hidden_size]."""
-        starts = step.query_start_loc
-        batch = place.batch((starts[1:] - starts[:-1]).tolist(), step.seq_lens.tolist(), self._sampling.sampled)
-        hidden = model(batch, kv, self._backend, self._backend.prepare(batch))  # [T, hidden_size]
-        variant = Variant.of(step)
-        for first in range(0, batch.num_logits, len(self._logits)):
-            indices = batch.logits_indices[first : first + len(self._logits)]
-            self._write_logits(model.compute_logits(hidden.index_select(0, indices)))
+        hidden: Tensor,
+    ) -> None:
+        """Logits and sampling of a step of any kind, operation by operation. `hidden`: [T, hidden_size]."""
+        variant, wanted = Variant.of(step), place.tensors["logits_indices"]
+        for first in range(0, len(wanted), len(self._logits)):
+            indices = wanted[first : first + len(self._logits)]
+            self._logits[: len(indices)].copy_(model.compute_logits(hidden.index_select(0, indices)))
             if first == 0:
                 self._await(step, await_masks)
             self._sampling.sample(self._logits[: len(indices)], place, first, variant)
-        return hidden
-
-    def _write_logits(self, logits: Tensor) -> None:
-        """`logits` float32 [n, vocab_local] of this rank, together with the others', into their place."""
-        into = self._logits[: len(logits)]
-        if self._tp.size == 1:
-            into.copy_(logits)
-        else:
-            into.unflatten(1, (self._tp.size, -1)).copy_(self._tp.all_gather(logits).transpose(0, 1))
 
 
+def _without_padding(place: InputPlace, sampled: Tensor) -> ForwardBatch:
+    """The step in `place`, on the host, without sequences that have no token."""
+    starts, lengths = place.tensors["query_start_loc"], place.tensors["seq_lens"]
+    queries = [count for count in starts.diff().tolist() if count]
+    seqs = len(queries)
+    batch = place.batch(queries, lengths[:seqs].tolist(), sampled)
+    return replace(batch, query_start_loc=starts[: seqs + 1], seq_lens=lengths[:seqs], rows=batch.rows[:seqs])
+
+
+# What steps ask for, each with all that the ones before it have; with several ranks, penalties and masks alone as well.
+_VARIANTS = (
+    Variant(),
+    Variant(random=True),
+    Variant(random=True, filtered=True),
+    Variant(random=True, filtered=True, processed=True),
+    Variant(random=True, filtered=True, processed=True, logprobs=True),
+)
+_PROCESSED = Variant(random=True, processed=True)
 _ALWAYS = 2  # of the sections: the others hold logprobs
 
 
 class DeviceSampling:
-    """`StepSampling` by a `DeviceSampler`."""
+    """`StepSampling` by a `DeviceSampler`. With several ranks, rows are sampled from each one's part of their logits
+    where that is enough, and otherwise from all of them on every rank."""
 
-    variants = (
-        Variant(),
-        Variant(random=True),
-        Variant(random=True, filtered=True),
-        Variant(random=True, filtered=True, processed=True),
-        Variant(random=True, filtered=True, processed=True, logprobs=True),
-    )
-
-    def __init__(self, sampler: DeviceSampler, most_rows: int, device: torch.device, *, answers: bool) -> None:
-        """`most_rows`: of logits in a step, those that are scored included. `answers`: whether this is rank 0."""
-        self._sampler, self._answers = sampler, answers
+    def __init__(
+        self,
+        sampler: DeviceSampler,
+        most_rows: int,
+        device: torch.device,
+        tp: TensorParallel,
+        shards: ShardSampler | None = None,
+        whole: Tensor | None = None,
+    ) -> None:
+        """`most_rows`: of logits in a step, those that are scored included. With several ranks: `shards` samples from
+        this one's part, and `whole` is memory for all logits, float32 [n, tp.size * vocab_local]."""
+        self._sampler, self._tp = sampler, tp
+        self._shards, self._whole = shards, whole
+        self.variants = _VARIANTS if shards is None else (*_VARIANTS[:2], _PROCESSED, *_VARIANTS[2:])
         largest = Layout(output_sections(most_rows))
         self._staging = StagingBuffer(largest.num_bytes, device)
         self.sampled: Tensor = largest.tensors(self._staging.on_device)["tokens"]  # int32 [most_rows]
@@ -240,17 +310,28 @@ class DeviceSampling:
         """Samples rows and counts their tokens, as `StepSampling` describes."""
         rows = place.shape.logits
         outputs = DeviceOutputs(**Layout(output_sections(rows)).tensors(self._staging.on_device))
-        self._sampler.sample(logits, place.columns, outputs, variant, first)
+        if self._shards is not None and self._shards.serves(variant):
+            self._shards.sample(logits, place.columns, outputs, variant, first)
+        else:
+            self._sampler.sample(self._gathered(logits), place.columns, outputs, variant, first)
         if variant.processed and first + len(logits) == rows:
             self._sampler.count(place.columns, outputs, rows)
 
     def finish(self, step: StepMetadata, place: InputPlace) -> Launched:
         """Begins the copy of the results to the host, as `StepSampling` describes."""
-        if not self._answers:
+        if self._tp.rank:
             return None
         found = output_sections(place.shape.logits)
         copied = found if Variant.of(step).logprobs else found[:_ALWAYS]
         return _DeviceOutput(_kept(step), Layout(found), self._staging.to_host(Layout(copied).num_bytes))
+
+    def _gathered(self, logits: Tensor) -> Tensor:
+        """Logits of all ranks, from this one's."""
+        if self._whole is None:
+            return logits
+        whole = self._whole[: len(logits)]
+        whole.unflatten(1, (self._tp.size, -1)).copy_(self._tp.all_gather(logits).transpose(0, 1))
+        return whole
 
 
 class _DeviceOutput:
@@ -288,13 +369,19 @@ def device_steps(
     at_once = logits_rows_at_once(config)
     histories = DenseHistories(seqs, 0, vocab_size, device)
     sampler = DeviceSampler(vocab_size, at_once, histories, device)
-    sampler.warm_up(tp.size * model.vocab_local)
+    local = model.vocab_local
+    sampler.warm_up(tp.size * local)
+    shards, whole = None, None
+    if tp.size > 1:
+        own = max(0, min(local, vocab_size - model.vocab_start))  # without padding
+        shards = ShardSampler(model.vocab_start, own, at_once, histories, device, tp.all_gather)
+        shards.warm_up(local)
+        whole = torch.empty((at_once, tp.size * local), dtype=torch.float32, device=device)
     return DeviceSteps(
         model,
         backend,
-        tp,
         StepInputs(tables, Shape(rows, seqs, rows, seqs * table_width(config)), sampled, vocab_size),
-        DeviceSampling(sampler, rows, device, answers=tp.rank == 0),
+        DeviceSampling(sampler, rows, device, tp, shards, whole),
         pooler,
         rows_at_once=at_once,
         max_model_len=config.max_model_len,
@@ -321,9 +408,13 @@ def capture(steps: DeviceSteps, maker: GraphMaker, config: WorkerConfig, backend
     if reason is not None:
         logger.info("event=no_graphs reason=%r", reason)
         return 0
-    count = steps.capture(maker, sizes)
+    prompts = prompt_sizes(config)
+    count = steps.capture(maker, sizes, prompts)
     seconds = time.monotonic() - begun
-    logger.info("event=graphs_captured count=%d largest=%d seconds=%.1f", count, sizes[-1], seconds)
+    logger.info(
+        "event=graphs_captured count=%d largest=%d prompt_tokens=%d seconds=%.1f",
+        count, sizes[-1], max(prompts, default=0), seconds,
+    )  # fmt: skip
     return count
 
 
@@ -334,7 +425,11 @@ def bytes_of_graphs(
     this at the same point."""
     if _why_none(config, backend) is not None:
         return 0
-    return graph_bytes(lambda size: steps.capture(maker, [size]), steps.release, graph_sizes(config), meter)
+    kinds = [
+        [partial(steps.capture, maker, (), [size]) for size in reversed(prompt_sizes(config))],
+        [partial(steps.capture, maker, [size]) for size in reversed(graph_sizes(config))],
+    ]
+    return graph_bytes(kinds, steps.release, meter)
 
 
 def _why_none(config: WorkerConfig, backend: AttentionBackend) -> str | None:

@@ -188,7 +188,7 @@ def out_of_memory(
     if config.device == "cuda":
         parts.append(f"{human_bytes(sampling_bytes(config, spec))} of logits and histories to sample from")
     if graph_bytes:
-        parts.append(f"{human_bytes(graph_bytes)} for decode graphs")
+        parts.append(f"{human_bytes(graph_bytes)} for graphs")
     if kv_bytes is not None:
         parts.append(f"{human_bytes(kv_bytes)} of KV memory")
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
@@ -249,7 +249,7 @@ def room_for_kv(
     """Memory for KV blocks: the size that is given, or else measured once the weights are loaded and the largest step
     has run, which took `step_bytes`.
 
-    `graph_bytes`: of decode graphs. `meter`: of the device; None for the host's memory. Where replicas load side by
+    `graph_bytes`: of all graphs. `meter`: of the device; None for the host's memory. Where replicas load side by
     side, the host's free memory was measured before: each replica then takes another `weight_bytes` from it.
     """
     if config.kv_cache_bytes is not None:
@@ -271,7 +271,7 @@ def room_given(config: WorkerConfig) -> KVRoom:
 def room_on_device(config: WorkerConfig, total: int, used: int, step_bytes: int, graph_bytes: int = 0) -> KVRoom:
     """Memory for KV blocks on a device with `total` bytes, of which `used` are taken when the weights are loaded."""
     share = config.gpu_memory_utilization
-    graphs = f", {human_bytes(graph_bytes)} for decode graphs" if graph_bytes else ""
+    graphs = f", {human_bytes(graph_bytes)} for graphs" if graph_bytes else ""
     source = (
         f"--gpu-memory-utilization {share} of {human_bytes(total)} leaves, beside {human_bytes(used)} in use"
         f"{graphs} and {human_bytes(step_bytes)} for a step of {config.max_num_batched_tokens} tokens,"

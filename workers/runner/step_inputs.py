@@ -116,7 +116,12 @@ class Shape(NamedTuple):
         """Shape of `size` plain decodes: one token each, and at most one new block."""
         return Shape(size, size, size, size)
 
+    def prompts(self, size: int, seqs: int) -> "Shape":
+        """Shape of any step of up to `size` tokens and fewer than `seqs` sequences, with this one's rows of logits."""
+        return Shape(size, seqs, self.logits, size)
+
     def sections(self) -> list[Section]:
+        """What the model reads, and then what depends on the number of rows of logits."""
         tokens, seqs, logits, entries = self
         return [
             ("token_ids", "<i8", (tokens,)),
@@ -125,9 +130,9 @@ class Shape(NamedTuple):
             ("query_start_loc", "<i4", (seqs + 1,)),
             ("seq_lens", "<i4", (seqs,)),
             ("rows", "<i4", (seqs,)),
-            ("logits_indices", "<i8", (logits,)),
             ("table_places", "<i8", (entries,)),
             ("table_blocks", "<i4", (entries,)),
+            ("logits_indices", "<i8", (logits,)),
             *sampling_sections(logits),
         ]
 
@@ -173,10 +178,12 @@ class StepInputs:
     """Copies steps to the device: each by one copy, and one more for bias and for masks where there are any."""
 
     def __init__(self, tables: BlockTables, largest: Shape, sampled_rows: int, vocab_size: int) -> None:
-        """`largest`: of all steps and buckets. `sampled_rows`: most rows of a step that are not merely scored."""
+        """`largest`: of all steps. `sampled_rows`: most rows of a step that are not merely scored."""
         device, words = tables.tables.device, mask_words(vocab_size)
         self._tables = tables
-        self._staging = StagingBuffer(Layout(largest.sections()).num_bytes, device)
+        self._padded_seqs = largest.seqs + 1  # of steps with prompts: one has the tokens that are padding
+        room = Shape(largest.tokens, self._padded_seqs, largest.logits, max(largest.entries, largest.tokens))
+        self._staging = StagingBuffer(Layout(room.sections()).num_bytes, device)
         self._bias = StagingBuffer(sampled_rows * MAX_BIAS_PER_ROW * 8, device)
         self._masks = StagingBuffer(sampled_rows * words * 4, device)
         self._bias_view = self._bias.on_device.view(torch.int32).view(-1, 2)  # [M, 2]
@@ -189,9 +196,14 @@ class StepInputs:
             self._buckets[size] = self._place(Shape.bucket(size))
         return self._buckets[size]
 
-    def stage(self, step: StepMetadata, bucket: int | None = None) -> InputPlace:
-        """Copy `step` to the device, padded to `bucket`, or as it is. Does not wait for the device's work on it."""
-        place = self._place(Shape.of(step)) if bucket is None else self.bucket(bucket)
+    def stage(self, step: StepMetadata, bucket: int | None = None, prompts: int | None = None) -> InputPlace:
+        """Copy `step` to the device, padded to `bucket` sequences or to `prompts` tokens, or as it is. Does not wait
+        for the device's work on it."""
+        shape = Shape.of(step)
+        if bucket is not None:
+            place = self.bucket(bucket)
+        else:
+            place = self._place(shape if prompts is None else shape.prompts(prompts, self._padded_seqs))
         if len(step.table_blocks) > place.shape.entries:
             self._tables.write(step)
         self._staging.turn()
@@ -224,11 +236,19 @@ def write_step(into: dict[str, np.ndarray], step: StepMetadata, tables: BlockTab
 
     Entries of block tables that are too many for the shape are not written.
     """
-    for name, padding in (("token_ids", 0), ("positions", 0), ("slot_mapping", 0), ("seq_lens", 1)):
-        _fill(into[name], getattr(step, name), padding)
+    for name in ("token_ids", "positions", "slot_mapping"):
+        _fill(into[name], getattr(step, name), 0)
     _fill(into["rows"], step.rows, tables.null_row)
-    _count_on(into["query_start_loc"], step.query_start_loc, step.num_tokens + 1)
-    _count_on(into["logits_indices"], step.logits_indices, step.num_tokens)
+    starts, known = into["query_start_loc"], len(step.query_start_loc)
+    # Sequences that are padding have a token each as far as there are tokens, and the last one all that remain.
+    starts[:known] = step.query_start_loc
+    starts[known:] = np.minimum(step.num_tokens + 1 + np.arange(len(starts) - known), len(into["token_ids"]))
+    starts[-1] = len(into["token_ids"])
+    into["seq_lens"][: step.num_seqs] = step.seq_lens
+    into["seq_lens"][step.num_seqs :] = np.maximum(np.diff(starts[step.num_seqs :]), 1)
+    rows = into["logits_indices"]
+    rows[: len(step.logits_indices)] = step.logits_indices
+    rows[len(step.logits_indices) :] = step.num_tokens + np.arange(len(rows) - len(step.logits_indices))
     if len(step.table_blocks) <= len(into["table_blocks"]):
         _fill(into["table_places"], tables.places(step), tables.null_place)
         _fill(into["table_blocks"], step.table_blocks, NULL_BLOCK)
@@ -240,9 +260,3 @@ def write_step(into: dict[str, np.ndarray], step: StepMetadata, tables: BlockTab
 def _fill(into: np.ndarray, array: np.ndarray, padding: int) -> None:
     into[: len(array)] = array
     into[len(array) :] = padding
-
-
-def _count_on(into: np.ndarray, array: np.ndarray, first: int) -> None:
-    """Fills as `_fill`, with `first`, `first + 1` and so on: a sequence that is padding has one token and one row."""
-    into[: len(array)] = array
-    into[len(array) :] = first + np.arange(len(into) - len(array))

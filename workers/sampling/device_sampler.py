@@ -1,4 +1,4 @@
-"""Samples on a CUDA device by Triton kernels, from whole rows of logits: the same on each rank, without collectives.
+"""Samples on a CUDA device by Triton kernels, from whole rows of logits, or from those of some ids on each rank.
 
 What `Sampler` does, which is its judge, in launches whose number and shapes depend on the `Variant` and the number of
 rows alone. Nothing is read back between them, so that they can be captured in a graph and replayed with other columns.
@@ -8,9 +8,12 @@ rows alone. Nothing is read back between them, so that they can be captured in a
     choose      from these: states, tokens of rows without filters, and which blocks matter for those with filters
     filtered    draws from the 64 best blocks, and in rounds where these are not enough
     logprobs    a pass over the raw logits of the rows that want them, then the best of them in order
+
+From whole rows each rank samples the same, without collectives. Rows that are neither filtered nor want logprobs need
+less than a gather of all logits: each rank's best id of a row, with its score (`ShardSampler`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -80,8 +83,6 @@ _SURVEYED = 16  # blocks for one program: [16, 128] logits
 _SHORT = 64  # blocks that usually hold what filters keep
 _LONG = 16  # blocks at a time in rounds
 _BIASED = 256  # entries at a time
-# Steps that together launch every form of every kernel.
-_FORMS = (Variant(), Variant(random=True), Variant(random=True, filtered=True), Variant(True, True, True, True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +109,27 @@ class _Scratch:
 class DeviceSampler:
     """Sampler by Triton kernels for a vocabulary of V ids, at most `max_rows` rows of logits at a time."""
 
+    # Steps that together launch every form of every kernel.
+    _forms = (Variant(), Variant(random=True), Variant(random=True, filtered=True), Variant(True, True, True, True))
+
     def __init__(
-        self, vocab_size: int, max_rows: int, histories: DenseHistories, device: torch.device, short: int = _SHORT
+        self,
+        vocab_size: int,
+        max_rows: int,
+        histories: DenseHistories,
+        device: torch.device,
+        short: int = _SHORT,
+        first_id: int = 0,
     ) -> None:
-        """`histories`: of all V ids. `short`: a power of 2; how many blocks are tried before rounds."""
+        """`histories`: of all ids, of which this sampler has V, from `first_id` on. `short`: a power of 2; how many
+        blocks are tried before rounds."""
         from oarlock.workers.kernels.triton.sampling import choose, filters, logprobs, processors
 
         self._kernels: Any = choose, filters, logprobs, processors  # a call compiles: no annotations
         self.vocab_size, self.max_rows, self.histories = vocab_size, max_rows, histories
+        self._first_id, self._width = first_id, histories.seen.shape[1]
         self._device, self._short = device, short
-        self._blocks = -(-vocab_size // BLOCK)
+        self._blocks = max(1, -(-vocab_size // BLOCK))
         self._tiles = -(-self._blocks // _SURVEYED)
         self._scratch = self._make_scratch()
 
@@ -161,12 +173,12 @@ class DeviceSampler:
         write_rows(empty_step(0), arrays)
         arrays |= {
             "bias": np.zeros((1, 2), np.int32),
-            "mask_bits": np.zeros((1, mask_words(self.vocab_size)), np.int32),
+            "mask_bits": np.zeros((1, mask_words(self._width)), np.int32),
         }
         columns = SamplingColumns(**{name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()})
         outputs = DeviceOutputs.empty(1, self._device)
         logits = torch.zeros((1, width), dtype=torch.float32, device=self._device)
-        for variant in _FORMS:
+        for variant in self._forms:
             self.sample(logits, columns, outputs, variant)
         self.count(columns, outputs, 1)
 
@@ -175,7 +187,7 @@ class DeviceSampler:
         _, _, _, processors = self._kernels
         processors.count_sampled[(rows,)](
             self.histories.seen, outputs.tokens, columns.history_rows, columns.guesses, columns.drafts_before,
-            self.vocab_size, num_warps=1,
+            self._width, num_warps=1,
         )  # fmt: skip
 
     def _process(self, logits: Tensor, columns: SamplingColumns, first: int) -> None:
@@ -185,11 +197,13 @@ class DeviceSampler:
         words = c.mask_bits.shape[1]
         processors.penalise_and_mask[(rows, self._tiles)](
             logits, s.adjusted, s.per_tile, self.histories.seen, *penalties, c.mask_index, c.mask_bits,
-            first, logits.stride(0), self.vocab_size, self._tiles, words, TILE=_SURVEYED * BLOCK, num_warps=8,
+            first, self._first_id, logits.stride(0), self.vocab_size, self._width, self._tiles, words,
+            TILE=_SURVEYED * BLOCK, num_warps=8,
         )  # fmt: skip
         processors.add_bias[(rows,)](
             logits, s.adjusted, s.banned, self.histories.seen, *penalties, c.mask_index, c.mask_bits,
-            c.bias_starts, c.bias, first, logits.stride(0), self.vocab_size, words, TILE=_BIASED, num_warps=4,
+            c.bias_starts, c.bias, first, self._first_id, logits.stride(0), self.vocab_size, self._width, words,
+            TILE=_BIASED, num_warps=4,
         )  # fmt: skip
 
     def _choose(self, logits: Tensor, c: SamplingColumns, out: DeviceOutputs, variant: Variant, first: int) -> None:
@@ -199,10 +213,7 @@ class DeviceSampler:
         random = variant.random or variant.processed
         filtered = (variant.random and variant.filtered) or variant.processed
         parts = {"RANDOM": random, "FILTERED": filtered, "PROCESSED": variant.processed}
-        choose.survey[(rows, self._tiles)](
-            logits, s.adjusted, s.maxima, s.screens, s.masses, c.changed, c.temperature, c.keys,
-            first, logits.stride(0), self.vocab_size, self._blocks, TILE=_SURVEYED, num_warps=4, **parts,
-        )  # fmt: skip
+        self._survey(logits, c, first, parts)
         if filtered:
             choose.spread[(rows, VOCAB_SLICES)](
                 logits, s.adjusted, s.spreads, c.changed, c.top_n_sigma, first, logits.stride(0), self.vocab_size,
@@ -214,6 +225,15 @@ class DeviceSampler:
             c.top_p, c.top_k, c.min_p, c.top_n_sigma, s.spreads, c.keys, first, logits.stride(0), self.vocab_size,
             self._blocks, self._tiles, WIDTH=_power_of_2(self._blocks), TILES=_power_of_2(self._tiles),
             SHORT=self._short, num_warps=4, **parts,
+        )  # fmt: skip
+
+    def _survey(self, logits: Tensor, c: SamplingColumns, first: int, parts: dict[str, bool]) -> None:
+        choose, _, _, _ = self._kernels
+        s = self._scratch
+        choose.survey[(len(logits), self._tiles)](
+            logits, s.adjusted, s.maxima, s.screens, s.masses, c.changed, c.temperature, c.keys,
+            first, self._first_id, logits.stride(0), self.vocab_size, self._blocks, TILE=_SURVEYED, num_warps=4,
+            **parts,
         )  # fmt: skip
 
     def _filter(self, logits: Tensor, c: SamplingColumns, out: DeviceOutputs, variant: Variant, first: int) -> None:
@@ -242,6 +262,56 @@ class DeviceSampler:
             out.top_logprobs, out.states, c.num_logprobs, c.target_ids, *sizes, MOST=MAX_LOGPROBS,
             MOST_WIDTH=_power_of_2(MAX_LOGPROBS), WIDTH=_power_of_2(self._blocks), TILES=_power_of_2(self._tiles),
             num_warps=8,
+        )  # fmt: skip
+
+
+class ShardSampler(DeviceSampler):
+    """Sampler of rows that are neither filtered nor want logprobs, from this rank's V ids of their logits."""
+
+    _forms = (Variant(), Variant(random=True), Variant(random=True, processed=True))
+
+    def __init__(
+        self,
+        first_id: int,
+        vocab_size: int,
+        max_rows: int,
+        histories: DenseHistories,
+        device: torch.device,
+        all_gather: Callable[[Tensor], Tensor],
+    ) -> None:
+        """`all_gather`: every rank's tensor, stacked in the order of ranks, which is that of their ids."""
+        from oarlock.workers.kernels.triton.sampling import shards
+
+        super().__init__(vocab_size, max_rows, histories, device, first_id=first_id)
+        self._shards: Any = shards
+        self._all_gather = all_gather
+
+    @staticmethod
+    def serves(variant: Variant) -> bool:
+        """Whether rows of `variant` can be sampled here."""
+        return not variant.filtered and not variant.logprobs
+
+    def sample(
+        self, logits: Tensor, columns: SamplingColumns, outputs: DeviceOutputs, variant: Variant, first: int = 0
+    ) -> None:
+        """As `DeviceSampler.sample`, with `logits` float32 [L, V or more] of this rank. A collective call."""
+        c, s, rows = columns, self._scratch, len(logits)
+        assert self.serves(variant) and rows <= self.max_rows and logits.stride(1) == 1
+        random = variant.random or variant.processed
+        if variant.processed:
+            self._process(logits, c, first)
+        self._survey(logits, c, first, {"RANDOM": random, "FILTERED": False, "PROCESSED": variant.processed})
+        found = torch.empty((rows, self._shards.FOUND), dtype=torch.float64, device=self._device)
+        self._shards.best_of_shard[(rows,)](
+            logits, s.adjusted, s.maxima, s.screens, s.per_tile, s.banned, found, c.changed, c.temperature, c.top_k,
+            c.keys, first, self._first_id, logits.stride(0), self.vocab_size, self._blocks, self._tiles,
+            WIDTH=_power_of_2(self._blocks), TILES=_power_of_2(self._tiles), RANDOM=random,
+            PROCESSED=variant.processed, num_warps=4,
+        )  # fmt: skip
+        parts = self._all_gather(found)  # [ranks, L, FOUND]
+        self._shards.merge_shards[(rows,)](
+            parts, outputs.tokens, outputs.states, c.changed, c.target_ids, first, rows, RANKS=len(parts),
+            PROCESSED=variant.processed, num_warps=1,
         )  # fmt: skip
 
 

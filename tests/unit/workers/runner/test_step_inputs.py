@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from oarlock.workers.attention.forward_batch import BlockTables, ForwardBatch
-from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
-from oarlock.workers.runner.buckets import bucket_of, bucket_sizes
+from oarlock.workers.protocol import NULL_BLOCK, StepMetadata, empty_step
+from oarlock.workers.runner.buckets import MOST_PROMPTS, bucket_of, bucket_sizes, prompt_bucket_of
 from oarlock.workers.runner.step_inputs import Layout, Shape, StagingBuffer, StepInputs
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 from oarlock.workers.sampling.columns import SamplingColumns
@@ -59,6 +59,15 @@ def test_other_steps_take_none() -> None:
     assert bucket_of(drafted, sizes) is None
     mixed = [SequenceChunk([5], 3, blocks), SequenceChunk([6, 7, 8], 0, range(5, 6))]
     assert bucket_of(greedy_step(mixed, BLOCK, [0, 3]), sizes) is None
+
+
+def test_steps_of_any_kind_take_the_smallest_bucket_of_tokens() -> None:
+    sizes = [16, 32, 64]
+    prompts = [SequenceChunk([5, 6, 7], 0, [1]) for _ in range(MOST_PROMPTS + 1)]
+    assert prompt_bucket_of(greedy_step(prompts[:-1], BLOCK), sizes) == 64
+    assert prompt_bucket_of(greedy_step(prompts, BLOCK), sizes) is None, "tiles for one more prompt"
+    assert prompt_bucket_of(decodes([3] * 17), sizes) == 32
+    assert prompt_bucket_of(decodes([3] * 65), sizes) is None and prompt_bucket_of(decodes([3]), []) is None
 
 
 def inputs_of(num_rows: int = 8, width: int = 8) -> tuple[StepInputs, BlockTables]:
@@ -114,6 +123,25 @@ def test_padding_is_a_token_in_the_null_block(many_blocks: bool) -> None:
     assert batch.query_start_loc.tolist() == [*range(9)] and batch.logits_indices.tolist() == [*range(8)]
     assert (tables.tables[batch.rows[3:].long()] == NULL_BLOCK).all()
     assert torch.equal(tables.tables, judged.tables)
+
+
+@pytest.mark.parametrize(
+    ("room", "left"), [(16, [1] * 6 + [3]), (8, [1, 0, 0, 0, 0, 0, 0]), (7, [0] * 7), (40, [1] * 6 + [27])]
+)
+def test_tokens_of_padding_are_those_of_sequences_of_padding(room: int, left: list[int]) -> None:
+    """Two prompts in steps of `room` tokens and nine sequences: at addresses that rows of logits do not move."""
+    inputs, tables = inputs_of()
+    step = greedy_step([SequenceChunk([5, 6, 7], 2, [1, 2]), SequenceChunk([1, 2, 3, 4], 0, [3])], BLOCK, [6])
+    empty = inputs.stage(empty_step(0), prompts=room)
+    place = inputs.stage(step, prompts=room)
+    for name in NAMES[:-1]:
+        assert place.tensors[name].data_ptr() == empty.tensors[name].data_ptr(), name
+        assert place.tensors[name].shape == empty.tensors[name].shape, name
+    assert place.tensors["query_start_loc"].diff().tolist() == [3, 4, *left]
+    assert place.tensors["seq_lens"].tolist() == [5, 4, *(max(1, count) for count in left)]
+    assert place.tensors["rows"].tolist() == [0, 1] + [tables.null_row] * 7
+    assert place.tensors["slot_mapping"][7:].tolist() == [NULL_BLOCK * BLOCK] * (room - 7)
+    assert place.tensors["logits_indices"].tolist() == [6]
 
 
 def test_references_become_the_tokens_of_the_step_before() -> None:

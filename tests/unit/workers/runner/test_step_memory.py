@@ -2,7 +2,9 @@
 
 import mmap
 import random
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from oarlock.workers.errors import StartupError
 from oarlock.workers.platform.host_memory import human_bytes
 from oarlock.workers.preflight import preflight
 from oarlock.workers.protocol import NULL_BLOCK, StepMetadata, StepOutput, empty_step
+from oarlock.workers.runner.buckets import prompt_sizes
 from oarlock.workers.runner.cuda_graphs import Calls, GraphMaker
 from oarlock.workers.runner.device import StepGuard, graph_bytes, largest_step
 from oarlock.workers.runner.device_steps import device_steps
@@ -123,8 +126,8 @@ class MadeUpGraphs:
     def launch(self, *_: object) -> Launched:
         return RAN
 
-    def capture(self, maker: GraphMaker, sizes: list[int]) -> int:
-        self.sizes += sizes
+    def capture(self, maker: GraphMaker, sizes: Sequence[int], prompts: Sequence[int] = ()) -> int:
+        self.sizes += [*prompts, *sizes]
         self._device._free = self._before - GRAPHS - EACH * len(self.sizes)
         return len(self.sizes)
 
@@ -133,26 +136,31 @@ class MadeUpGraphs:
         self._device._free = self._before
 
 
-@pytest.mark.parametrize("count", [1, 2, 9])
-def test_the_memory_of_all_graphs_follows_from_two(count: int) -> None:
+@pytest.mark.parametrize("counts", [(0, 1), (1, 2), (9, 5)])
+def test_the_memory_of_all_graphs_follows_from_two_of_each_kind(counts: tuple[int, int]) -> None:
     device = MadeUpDevice(TOTAL, TOTAL)
     steps, tried = MadeUpGraphs(device), []
 
-    def capture(size: int) -> None:
-        tried.append(size)
+    def capture(kind: int, size: int) -> None:
+        tried.append((kind, size))
         steps.capture(Calls(), [size])
 
-    assert graph_bytes(capture, steps.release, range(1, count + 1), device) == GRAPHS + count * EACH
-    assert tried == [count, count - 1][: min(count, 2)] and device.free_bytes() == TOTAL - KEPT
+    kinds = [[partial(capture, kind, size) for size in range(count, 0, -1)] for kind, count in enumerate(counts)]
+    assert graph_bytes(kinds, steps.release, device) == GRAPHS + sum(counts) * EACH
+    assert tried == [(kind, size) for kind, count in enumerate(counts) for size in range(count, max(0, count - 2), -1)]
+    assert device.free_bytes() == TOTAL - KEPT
 
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_kv_memory_leaves_room_for_graphs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
-    """Whose sizes here are 1, 2 and 4; a step takes nothing, so that its estimate holds."""
+    """Whose sizes are 1, 2 and 4 sequences, and of tokens as `prompt_sizes` has them; a step takes nothing, so that
+    its estimate holds."""
     device = MadeUpDevice(TOTAL, TOTAL)
     runner = runner_on(checkpoint, device, enforce_eager=eager)
-    monkeypatch.setattr(runner.backend, "prepare_decode", lambda batch: None, raising=False)
-    graphs, block = 0 if eager else GRAPHS + 3 * EACH, runner.kv_spec.bytes_per_block
+    for name in ("prepare_decode", "prepare_prompts"):
+        monkeypatch.setattr(runner.backend, name, lambda *_: None, raising=False)
+    count = 3 + len(prompt_sizes(runner.config))
+    graphs, block = 0 if eager else GRAPHS + count * EACH, runner.kv_spec.bytes_per_block
     kept = 0 if eager else KEPT
     device._free = TOTAL - int(0.9 * TOTAL) + runner.step_memory.largest + graphs + kept + 21 * block
     monkeypatch.setattr(runner, "_device_steps", MadeUpGraphs(device))
@@ -161,7 +169,7 @@ def test_kv_memory_leaves_room_for_graphs(checkpoint: Path, monkeypatch: pytest.
     if not eager:
         with pytest.raises(StartupError, match="while leaving room for a step and graphs") as refused:
             runner.allocate(10)
-        assert f"{human_bytes(graphs)} for decode graphs" in refused.value.cause
+        assert f"{human_bytes(graphs)} for graphs" in refused.value.cause
 
 
 def test_memory_to_sample_from_is_counted(checkpoint: Path) -> None:

@@ -83,6 +83,7 @@ def survey(
     temperature,
     keys,
     first,
+    first_id,  # of these logits, where they are one rank's; else 0
     stride,
     vocab,
     blocks,
@@ -107,7 +108,7 @@ def survey(
         if hot > 0:
             finite = tl.where(tl.abs(top) < float("inf"), top, 0.0)
             scaled = (x - finite[:, None]) * inverse(hot)
-            words = noise_words(ids, tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1))
+            words = noise_words(first_id + ids, tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1))
             tl.store(screens + into, tl.max(scaled + gumbel_screen(words), 1), inside)
             if FILTERED:
                 tl.store(masses + into, tl.sum(tl.exp(scaled), 1), inside)
@@ -295,7 +296,7 @@ def choose(
         x = changed_row(logits, adjusted, changed, row, place, stride, vocab, PROCESSED)
         hot, k = tl.load(temperature + row), tl.load(top_k + row)
         if (hot == 0) | (k == 1):
-            token = _largest(x, top, peak, block, vocab)
+            token = largest(x, top, peak, block, vocab)
         elif RANDOM:
             screen = tl.load(screens + at_row + block, inside, float("-inf"))
             filtered = False
@@ -311,7 +312,7 @@ def choose(
                     _list_few(short + place * SHORT, short_end + 2 * place, top, block, vocab, SHORT)
             if not filtered:
                 tl.store(floors + place, float("-inf"))
-                token = _drawn(x, top, peak, screen, block, hot, keys + 2 * row, vocab)
+                token, _ = drawn(x, top, peak, screen, block, hot, keys + 2 * row, 0, vocab)
     tl.store(tokens + row, token)
 
 
@@ -330,7 +331,7 @@ def _state(peak, allowed, banned, changed, tiles, TILES: tl.constexpr, PROCESSED
 
 
 @triton.jit
-def _largest(x, top, peak, block, vocab):
+def largest(x, top, peak, block, vocab):
     """The lowest id among the largest logits."""
     start = first_of(top == peak, block) * BLOCK
     lane = tl.arange(0, BLOCK)
@@ -339,8 +340,8 @@ def _largest(x, top, peak, block, vocab):
 
 
 @triton.jit
-def _drawn(x, top, peak, screen, block, temperature, keys, vocab):
-    """The id of the largest `x / temperature + noise`, the lowest among equals."""
+def drawn(x, top, peak, screen, block, temperature, keys, first_id, vocab):
+    """The id of the largest `x / temperature + noise`, the lowest among equals; and the sum."""
     scale = inverse(temperature)
     bound = tl.where(top > float("-inf"), (top - peak) * scale + screen, float("-inf"))
     least = tl.max(bound) - margin_at(peak, temperature)
@@ -353,17 +354,18 @@ def _drawn(x, top, peak, screen, block, temperature, keys, vocab):
         near &= block != this
         ids = this * BLOCK + lane
         values = tl.load(x + ids, ids < vocab, float("-inf"))
-        words = noise_words(ids, key, factor)
+        words = noise_words(first_id + ids, key, factor)
         close = ((values - peak) * scale + gumbel_screen(words) >= least) & (values > float("-inf"))
         for _ in range(tl.sum(close.to(tl.int32))):
             ident = first_of(close, ids)
             close &= ids != ident
             value = tl.load(x + ident)
-            score = value.to(tl.float64) / temperature.to(tl.float64) + gumbel(noise_words(ident, key, factor))
+            noise = gumbel(noise_words(first_id + ident, key, factor))
+            score = value.to(tl.float64) / temperature.to(tl.float64) + noise
             if score > best:
                 best = score
                 token = ident
-    return token
+    return token, best
 
 
 @triton.jit

@@ -49,8 +49,10 @@ def penalise_and_mask(
     mask_index,
     mask_bits,
     first,
+    first_id,  # of these logits, where they are one rank's; else 0
     stride,
     vocab,
+    width,  # ids in a row of `seen`
     tiles,
     words,
     TILE: tl.constexpr,  # ids for one program
@@ -64,9 +66,9 @@ def penalise_and_mask(
     inside = ids < vocab
     x = tl.load(logits + place.to(tl.int64) * stride + ids, inside, float("-inf"))
     history, drafts = tl.load(history_rows + row), tl.load(drafts_before + row)
-    counts = seen + history.to(tl.int64) * vocab
-    x = _penalised(x, ids, inside, counts, guesses, row, history, drafts, repetition, frequency, presence)
-    x, free = _masked(x, ids, inside, mask_bits, tl.load(mask_index + row).to(tl.int64), words)
+    counts, token = seen + history.to(tl.int64) * width, first_id + ids
+    x = _penalised(x, token, inside, counts, guesses, row, history, drafts, repetition, frequency, presence)
+    x, free = _masked(x, token, inside, mask_bits, tl.load(mask_index + row).to(tl.int64), words)
     tl.store(adjusted + place.to(tl.int64) * vocab + ids, x, inside)
     tl.store(allowed + place * tiles + tile, tl.sum(free.to(tl.int32)))
 
@@ -89,8 +91,10 @@ def add_bias(
     bias_starts,
     bias,
     first,
+    first_id,
     stride,
     vocab,
+    width,
     words,
     TILE: tl.constexpr,  # entries at a time
 ):
@@ -101,16 +105,17 @@ def add_bias(
         return
     history, drafts = tl.load(history_rows + row), tl.load(drafts_before + row)
     mask = tl.load(mask_index + row).to(tl.int64)
-    counts = seen + history.to(tl.int64) * vocab
+    counts = seen + history.to(tl.int64) * width
     end, bans = tl.load(bias_starts + row + 1), 0
     for start in range(tl.load(bias_starts + row), end, TILE):
         entry = start + tl.arange(0, TILE)
-        ids = tl.load(bias + 2 * entry, entry < end, -1)
-        inside = ids >= 0
+        token = tl.load(bias + 2 * entry, entry < end, -1)
+        ids = token - first_id
+        inside = (token >= 0) & (ids >= 0) & (ids < vocab)
         value = tl.load(bias + 2 * entry + 1, inside, 0).to(tl.float32, bitcast=True)
         x = tl.load(logits + place.to(tl.int64) * stride + ids, inside, 0.0) + value
-        x = _penalised(x, ids, inside, counts, guesses, row, history, drafts, repetition, frequency, presence)
-        x, free = _masked(x, ids, inside, mask_bits, mask, words)
+        x = _penalised(x, token, inside, counts, guesses, row, history, drafts, repetition, frequency, presence)
+        x, free = _masked(x, token, inside, mask_bits, mask, words)
         bans += tl.sum((free & (value == float("-inf"))).to(tl.int32))
         tl.store(adjusted + place.to(tl.int64) * vocab + ids, x, inside)
     tl.store(banned + place, bans)

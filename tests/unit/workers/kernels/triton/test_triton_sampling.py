@@ -18,11 +18,11 @@ from oarlock.workers.kernels.triton.sampling.choose import MARGIN, gumbel, gumbe
 from oarlock.workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
 from oarlock.workers.sampling.columns import SamplingColumns, Variant, bias_entries, write_rows
 from oarlock.workers.sampling.columns import sections as column_sections
-from oarlock.workers.sampling.device_sampler import DeviceOutputs, DeviceSampler, output_of
+from oarlock.workers.sampling.device_sampler import DeviceOutputs, DeviceSampler, ShardSampler, output_of
 from oarlock.workers.sampling.noise import gumbel as judged_gumbel
 from oarlock.workers.sampling.token_histories import DenseHistories
 from tests.unit.workers.kernels.triton.triton_resources import of_program
-from tests.unit.workers.kernels.triton.triton_sampling_resources import launches_of, recording_sampler
+from tests.unit.workers.kernels.triton.triton_sampling_resources import launches_of, recording_sampler, recording_shard
 from tests.unit.workers.sampling.test_sampling import MODES, ROWS, VOCAB, flat, peaked, tied
 from tests.unit.workers.sampling.test_token_histories import ROWS as SCENE_ROWS
 from tests.unit.workers.sampling.test_token_histories import VOCAB as SCENE_VOCAB
@@ -174,6 +174,51 @@ def test_rows_do_not_depend_on_how_they_are_launched() -> None:
         np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name))
 
 
+def sampled_by_shards(logits: Tensor, step: StepMetadata, ranks: int) -> StepOutput:
+    """Sample as `ranks` ranks do, each from its ids, of which the last may have fewer, and padding behind them."""
+    rows, vocab = logits.shape
+    local = -(-vocab // ranks)
+    padded = torch.nn.functional.pad(logits, (0, ranks * local - vocab), value=float("-inf")).to(DEVICE)
+    histories = DenseHistories(step.num_seqs, 0, vocab, DEVICE)
+    histories.write(step)
+    columns, found = SamplingColumns.of_step(step, DEVICE), list[Tensor]()
+
+    def outputs_of(rank: int, all_gather: Callable[[Tensor], Tensor]) -> StepOutput:
+        own = min(local, vocab - rank * local)
+        outputs = DeviceOutputs.empty(rows, DEVICE)
+        sampler = ShardSampler(rank * local, own, rows, histories, DEVICE, all_gather)
+        sampler.sample(padded[:, rank * local : (rank + 1) * local], columns, outputs, Variant.of(step))
+        return output_of(step, outputs.on_host())
+
+    def kept(own: Tensor) -> Tensor:
+        found.append(own)
+        return torch.stack([own] * ranks)
+
+    for rank in range(ranks):
+        outputs_of(rank, kept)
+    first, last = (outputs_of(rank, lambda own: torch.stack(found)) for rank in (0, ranks - 1))
+    assert first.token_ids.tolist() == last.token_ids.tolist() and first.finite.tolist() == last.finite.tolist()
+    return first
+
+
+@pytest.mark.parametrize(("ranks", "processed"), [(2, False), (3, True)])
+def test_the_best_of_all_ranks_is_that_of_whole_rows(ranks: int, processed: bool) -> None:
+    """Greedy rows and drawn ones, steep and flat, with ties over ranks; rows that are broken, and that masks empty."""
+    logits = torch.cat([peaked(8), tied(9), flat(4)])
+    rows = len(logits)
+    logits[1, 700], logits[2], logits[3, 3] = float("nan"), float("-inf"), float("inf")
+    logits[4, [5, VOCAB - 2]] = logits[5, [6, VOCAB - 1]] = 40.0
+    some, options = [3, 31, 700], {}
+    if processed:
+        bias = [(row, 700, -np.inf) for row in (6, 7)] + [(7, token, -np.inf) for token in some] + [(8, 3, 9.0)]
+        penalties = {row: Penalties({t: t % 4 for t in range(VOCAB)}, 1.3, 0.7, -0.4) for row in (9, 10)}
+        options = {"bias": bias, "masks": {row: mask_of(some, VOCAB) for row in (6, 7, 8, 11)}, "penalties": penalties}
+    temperature = np.resize([0.0, 0.7, 1.0, 1e-30, 2.0], rows)
+    step = step_of(rows, **options, temperature=temperature, top_k=np.resize([0, 0, 1], rows), seeds=np.arange(rows))
+    assert ShardSampler.serves(Variant.of(step))
+    agree(sampled_by_shards(logits, step, ranks), sample_with(logits, step, make_histories=dense))
+
+
 def test_kept_histories_penalise_as_those_counted_anew() -> None:
     """Greedy, so that the token tells the largest adjusted logit; drafts are counted up to the first wrong one."""
     scene, draw = Scene(3), torch.Generator().manual_seed(0)
@@ -218,13 +263,16 @@ def test_screens_lie_within_their_margin() -> None:
     assert float((screens.double() - exact).abs().max()) < MARGIN.value / 10
 
 
-def test_all_forms_of_kernels_are_compiled_before_they_are_needed() -> None:
-    sampler, launches = recording_sampler()
+@pytest.mark.parametrize("recording", [recording_sampler, recording_shard])
+def test_all_forms_of_kernels_are_compiled_before_they_are_needed(recording: Callable) -> None:
+    sampler, launches = recording()
     sampler.warm_up(sampler.vocab_size)
     compiled = {(name, *sorted(options.items())) for name, _, _, options in launches}
     for flags in itertools.product((False, True), repeat=4):
-        wanted = {(name, *sorted(options.items())) for name, _, _, options in launches_of(Variant(*flags))}
-        assert wanted <= compiled, flags
+        variant = Variant(*flags)
+        if recording is recording_sampler or ShardSampler.serves(variant):
+            wanted = {(name, *sorted(options.items())) for name, _, _, options in launches_of(variant, recording)}
+            assert wanted <= compiled, flags
 
 
 @pytest.mark.soak
@@ -232,7 +280,7 @@ def test_all_forms_of_kernels_are_compiled_before_they_are_needed() -> None:
 def test_launches_fit_devices(kinds: list[str]) -> None:
     """Compiled without a device: no more registers and shared memory than it has."""
     found = of_program("triton_sampling_resources", *kinds)
-    assert len(found) == 10 * len(kinds)
+    assert len(found) == 12 * len(kinds)
     for name, taken in found.items():
         assert taken["shared"] <= 8 << 10, name
         assert taken["registers"] <= (128 if "kept" in name else 255), name

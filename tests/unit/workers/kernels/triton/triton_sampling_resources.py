@@ -7,12 +7,13 @@ One line of JSON, as of `triton_resources`.
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from oarlock.workers.sampling.columns import SamplingColumns, Variant
-from oarlock.workers.sampling.device_sampler import DeviceOutputs, DeviceSampler
+from oarlock.workers.sampling.device_sampler import DeviceOutputs, DeviceSampler, ShardSampler
 from oarlock.workers.sampling.token_histories import DenseHistories
 from tests.unit.workers.kernels.triton.triton_resources import resources
 from tests.unit.workers.sampling_cases import step_of
@@ -38,6 +39,18 @@ class Recorded:
         return OfAnyGrid()
 
 
+def recording_shard() -> tuple[ShardSampler, list[tuple[str, Any, tuple, dict]]]:
+    """The same of the second of two ranks."""
+    launches: list[tuple[str, Any, tuple, dict]] = []
+    own = VOCAB // 2
+    histories = DenseHistories(1, 0, VOCAB, CPU)
+    sampler = ShardSampler(own, own, 1, histories, CPU, lambda found: torch.stack([found, found]))
+    sampler._kernels = tuple(Recorded(module, launches) for module in sampler._kernels)
+    sampler._shards = Recorded(sampler._shards, launches)
+    sampler._shards.FOUND = 4
+    return sampler, launches
+
+
 def recording_sampler() -> tuple[DeviceSampler, list[tuple[str, Any, tuple, dict]]]:
     """A sampler that launches nothing, and its launches: name, kernel, arguments, constants with `num_warps`."""
     launches: list[tuple[str, Any, tuple, dict]] = []
@@ -46,9 +59,9 @@ def recording_sampler() -> tuple[DeviceSampler, list[tuple[str, Any, tuple, dict
     return sampler, launches
 
 
-def launches_of(variant: Variant) -> list[tuple[str, Any, tuple, dict]]:
+def launches_of(variant: Variant, recording: Callable = recording_sampler) -> list[tuple[str, Any, tuple, dict]]:
     """Kernel launches for one row."""
-    sampler, launches = recording_sampler()
+    sampler, launches = recording()
     columns, outputs = SamplingColumns.of_step(step_of(1), CPU), DeviceOutputs.empty(1, CPU)
     sampler.sample(torch.zeros(1, VOCAB), columns, outputs, variant)
     sampler.count(columns, outputs, 1)
@@ -57,7 +70,11 @@ def launches_of(variant: Variant) -> list[tuple[str, Any, tuple, dict]]:
 
 def main() -> None:
     found = {}
-    for name, kernel, args, options in launches_of(Variant(True, True, True, True)):
+    whole, shard = (
+        launches_of(Variant(True, True, True, True)),
+        launches_of(Variant(True, False, True), recording_shard),
+    )
+    for name, kernel, args, options in (*whole, *(launch for launch in shard if "shard" in launch[0])):
         warps = {"num_warps": options.pop("num_warps")}
         types = {
             argument: _TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
