@@ -374,7 +374,7 @@ def device_steps(
     shards, whole = None, None
     if tp.size > 1:
         own = max(0, min(local, vocab_size - model.vocab_start))  # without padding
-        shards = ShardSampler(model.vocab_start, own, at_once, histories, device, tp.all_gather)
+        shards = ShardSampler(model.vocab_start, own, sampler, tp.all_gather)
         shards.warm_up(local)
         whole = torch.empty((at_once, tp.size * local), dtype=torch.float32, device=device)
     return DeviceSteps(

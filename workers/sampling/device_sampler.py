@@ -120,9 +120,10 @@ class DeviceSampler:
         device: torch.device,
         short: int = _SHORT,
         first_id: int = 0,
+        scratch: _Scratch | None = None,
     ) -> None:
         """`histories`: of all ids, of which this sampler has V, from `first_id` on. `short`: a power of 2; how many
-        blocks are tried before rounds."""
+        blocks are tried before rounds. `scratch`: of another sampler of as many ids or more, used in turns."""
         from oarlock.workers.kernels.triton.sampling import choose, filters, logprobs, processors
 
         self._kernels: Any = choose, filters, logprobs, processors  # a call compiles: no annotations
@@ -131,7 +132,7 @@ class DeviceSampler:
         self._device, self._short = device, short
         self._blocks = max(1, -(-vocab_size // BLOCK))
         self._tiles = -(-self._blocks // _SURVEYED)
-        self._scratch = self._make_scratch()
+        self._scratch = scratch or self._make_scratch()
 
     def _make_scratch(self) -> _Scratch:
         rows, blocks = self.max_rows, self._blocks
@@ -271,18 +272,15 @@ class ShardSampler(DeviceSampler):
     _forms = (Variant(), Variant(random=True), Variant(random=True, processed=True))
 
     def __init__(
-        self,
-        first_id: int,
-        vocab_size: int,
-        max_rows: int,
-        histories: DenseHistories,
-        device: torch.device,
-        all_gather: Callable[[Tensor], Tensor],
+        self, first_id: int, vocab_size: int, whole: DeviceSampler, all_gather: Callable[[Tensor], Tensor]
     ) -> None:
-        """`all_gather`: every rank's tensor, stacked in the order of ranks, which is that of their ids."""
+        """`whole`: samples from all ids, in turns with this one. `all_gather`: every rank's tensor, stacked in order
+        of ranks, which is the order of ids."""
         from oarlock.workers.kernels.triton.sampling import shards
 
-        super().__init__(vocab_size, max_rows, histories, device, first_id=first_id)
+        super().__init__(
+            vocab_size, whole.max_rows, whole.histories, whole._device, first_id=first_id, scratch=whole._scratch
+        )
         self._shards: Any = shards
         self._all_gather = all_gather
 

@@ -182,11 +182,12 @@ def sampled_by_shards(logits: Tensor, step: StepMetadata, ranks: int) -> StepOut
     histories = DenseHistories(step.num_seqs, 0, vocab, DEVICE)
     histories.write(step)
     columns, found = SamplingColumns.of_step(step, DEVICE), list[Tensor]()
+    whole = DeviceSampler(vocab, rows, histories, DEVICE)
 
     def outputs_of(rank: int, all_gather: Callable[[Tensor], Tensor]) -> StepOutput:
         own = min(local, vocab - rank * local)
         outputs = DeviceOutputs.empty(rows, DEVICE)
-        sampler = ShardSampler(rank * local, own, rows, histories, DEVICE, all_gather)
+        sampler = ShardSampler(rank * local, own, whole, all_gather)
         sampler.sample(padded[:, rank * local : (rank + 1) * local], columns, outputs, Variant.of(step))
         return output_of(step, outputs.on_host())
 

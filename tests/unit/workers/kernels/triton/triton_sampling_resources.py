@@ -42,9 +42,8 @@ class Recorded:
 def recording_shard() -> tuple[ShardSampler, list[tuple[str, Any, tuple, dict]]]:
     """The same of the second of two ranks."""
     launches: list[tuple[str, Any, tuple, dict]] = []
-    own = VOCAB // 2
-    histories = DenseHistories(1, 0, VOCAB, CPU)
-    sampler = ShardSampler(own, own, 1, histories, CPU, lambda found: torch.stack([found, found]))
+    own, whole = VOCAB // 2, DeviceSampler(VOCAB, 1, DenseHistories(1, 0, VOCAB, CPU), CPU)
+    sampler = ShardSampler(own, own, whole, lambda found: torch.stack([found, found]))
     sampler._kernels = tuple(Recorded(module, launches) for module in sampler._kernels)
     sampler._shards = Recorded(sampler._shards, launches)
     sampler._shards.FOUND = 4
