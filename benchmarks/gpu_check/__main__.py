@@ -128,7 +128,8 @@ def run_all(
         else:
             print(f"{part.name} ...", file=sys.stderr, flush=True)
             limit = part.limit_s if arguments.device == "cuda" else LONG  # a CPU may be shared with much else
-            kept[part.name] = run_part(part, arguments.device, min(limit, left))
+            limit = min(limit, max(LEAST_S, left / 2))  # the others have the other half
+            kept[part.name] = run_part(part, arguments.device, limit)
             print(f"{part.name}: {kept[part.name]['state']}", file=sys.stderr, flush=True)
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
         arguments.json.with_suffix(".txt").write_text(results.page(found) + "\n")

@@ -87,7 +87,7 @@ def test_a_part_that_fails_stops_no_other_and_heads_the_page(session):
 def test_a_budget_ends_the_run_and_what_is_left_is_run_by_the_next(session):
     parts = [part("first"), part("second")]
     found = session.all(*parts, left_s=20.0)
-    assert session.ran == ["first", "second"] and all(15.0 < limit <= 20.0 for limit in session.limits)
+    assert session.ran == ["first", "second"] and all(7.5 < limit <= 10.0 for limit in session.limits)
     found = session.all(part("third"), left_s=check.LEAST_S)
     assert session.ran == [] and found["parts"]["third"]["state"] == "waiting" and not results.is_fine(found)
     assert "Not run yet:\n  third: no time was left" in results.page(found)

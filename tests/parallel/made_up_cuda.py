@@ -5,7 +5,8 @@ kernel of Triton (which its interpreter runs) and each collective is a launch he
 are computed at once, but a copy to pinned memory arrives when the host has waited for it, and not before. A `Fault` is
 
 * a replay that names memory which was freed, and a launch outside of a graph that names memory of the graph's pool;
-* a host that waits, reads, or allocates pinned memory while it captures, or copies to or from the device;
+* a host that waits, reads, or allocates pinned memory while it captures, or copies to or from the device, as
+  `torch.where` does with a number;
 * pinned memory that is written before its copy was over;
 * a launch while another device is the thread's own, or with tensors of two; a wait on another device;
 * memory that is used on two streams of which neither waits for the other;
@@ -257,6 +258,8 @@ class MadeUpCuda:
             return self._copied(*args, **kwargs)
         if any(not isinstance(tensor, DeviceTensor) and tensor.dim() for tensor in tensors):
             raise Fault(f"{func} has tensors of a device and of the host")
+        if func is aten.where.self and len(ours) < len(tensors):
+            self._forbid("a number is copied from the host by `where`")
         device = ours[0].memory.device if ours else torch.device(asked).index or 0
         assert device is not None
         return self.launch(str(func), func, args, _on_cpu(kwargs), device)

@@ -103,6 +103,7 @@ def test_results_that_stay_in_the_pool_of_a_graph(cuda: MadeUpCuda) -> None:
         lambda x: torch.empty(3, pin_memory=True),
         lambda x: torch.from_numpy(np.ones(3, np.float32)).to(DEVICE),
         lambda x: torch.cuda.empty_cache(),
+        lambda x: torch.where(x > 0.0, x, 0.0),
     ],
 )
 def test_a_host_that_waits_or_allocates_while_it_captures(cuda: MadeUpCuda, work: Callable[[Tensor], object]) -> None:

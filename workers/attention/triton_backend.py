@@ -384,18 +384,18 @@ class TritonBackend:
 
 def _find(batch: ForwardBatch, tiles: Tiles, tokens: int) -> None:
     """Finds the tiles, of `tokens` each, of the step in the tensors of `batch`. Those that are not needed begin behind
-    all queries."""
+    all queries. Takes no numbers from the host but those of launches: `torch.where` would copy one."""
     assert tiles.queries is not None
     starts = batch.query_start_loc
     lengths = starts[1:] - starts[:-1]  # int32 [S]
     is_here = (lengths >= tiles.queries[0]) & (lengths <= tiles.queries[1])
-    counts = torch.where(is_here, (lengths + tokens - 1) // tokens, 0)
+    counts = (lengths + tokens - 1) // tokens * is_here
     behind = counts.cumsum(0)  # int64 [S]
     number = torch.arange(len(tiles.seqs), device=starts.device)
     seqs = torch.searchsorted(behind, number, right=True).clamp_(max=len(lengths) - 1)
     rows = (number - (behind - counts).index_select(0, seqs)) * tokens
     tiles.seqs.copy_(seqs)
-    tiles.first_rows.copy_(torch.where(number < behind[-1], rows, NO_WINDOW))
+    tiles.first_rows.copy_(rows.masked_fill_(number >= behind[-1], NO_WINDOW))
 
 
 def _aligned(*arrays: np.ndarray) -> np.ndarray:
