@@ -48,7 +48,8 @@ def round_rows_fused(x: Tensor) -> tuple[Tensor, Tensor]:
     out = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     kernel: Any = kernels.round_rows  # a kernel's call compiles it: no annotation describes its arguments
-    kernel[(rows,)](x, out, scales, columns, x.stride(0), BLOCK=_BLOCK, num_warps=8)
+    block = min(_BLOCK, 1 << (columns - 1).bit_length())
+    kernel[(rows,)](x, out, scales, columns, x.stride(0), BLOCK=block, num_warps=8 if block > 128 else 1)
     return out, scales
 
 

@@ -3,11 +3,12 @@
 At the rows of a decoding step a product takes as long as reading its weight, and rows of x are not rounded, in no form.
 Programs that need the same part of the weight, for other rows, run at the same time: memory is read once. More rows are
 multiplied by the weight written out in the type of x, some outputs at a time, by torch; or in float8, where the weight
-is, the checkpoint means it so and the device can (`scaled_float8.py`).
+is, the checkpoint means it so and the device can (`scaled_float8.py`, `block_float8.py`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oarlock.workers.kernels.triton import availability
-from oarlock.workers.quantization import scaled_float8
+from oarlock.workers.quantization import block_float8, scaled_float8
 from oarlock.workers.quantization.matmul import GatedMatmul, Matmul, gated
 
 MOST_ROWS = 256  # of x, that are multiplied by the stored numbers
@@ -42,6 +43,7 @@ class StoredWeight:
     bits: int
     is_float: bool = False  # e4m3, or e2m1 of 4 bits
     rounds_rows: bool = False  # of x, many of them, to float8
+    blocks: Tensor | None = None  # float32 [N / 128, K / 128]: `scales`, where all outputs share them by 128
 
     @property
     def unit(self) -> int:
@@ -137,11 +139,7 @@ class WeightOnlyMatmul:
         self.dtype = dtype
         self.bias = bias
         self.output_dtype = torch.float32 if float32_output else dtype
-        self.in_float8 = (
-            weight.rounds_rows
-            and weight.scales is None
-            and scaled_float8.why_not(weight.float8, self.output_dtype) is None
-        )
+        self.in_float8 = self._in_float8()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         assert x.dtype == self.dtype
@@ -159,18 +157,36 @@ class WeightOnlyMatmul:
         return rows if self.order is None else torch.empty_like(rows).index_copy_(1, self.order, rows)
 
     def _many(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        weight, dtype = self.weight, self.output_dtype
-        if self.in_float8:
-            y = scaled_float8.multiply(x, weight.float8, weight.factors, dtype)
+        if self.in_float8 is not None:
+            y = self.in_float8(x, dtype=self.output_dtype)
             y = y if self.bias is None else y.add_(self.bias)
         else:
-            at_once, parts = max(1, _WRITTEN_OUT // (weight.inputs * x.element_size())), []
-            for first in range(0, weight.columns, at_once):
-                stop = min(first + at_once, weight.columns)
-                bias = None if self.bias is None else self.bias[first:stop]
-                parts.append(_product(x, weight.written_out(x.dtype, first, stop), bias, dtype))
-            y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            y = self._by_torch(x)
         return y if residual is None else y.add_(residual)
+
+    def _by_torch(self, x: Tensor) -> Tensor:
+        """The product with the weight written out, and bias."""
+        weight = self.weight
+        at_once, parts = max(1, _WRITTEN_OUT // (weight.inputs * x.element_size())), []
+        for first in range(0, weight.columns, at_once):
+            stop = min(first + at_once, weight.columns)
+            bias = None if self.bias is None else self.bias[first:stop]
+            parts.append(_product(x, weight.written_out(x.dtype, first, stop), bias, self.output_dtype))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _in_float8(self) -> Callable[..., Tensor] | None:
+        """The product of many rows in float8, without bias, where the checkpoint means it so and the device can."""
+        weight = self.weight
+        if not weight.rounds_rows:
+            return None
+        if weight.scales is None:
+            is_there = scaled_float8.why_not(weight.float8, self.output_dtype) is None
+            return partial(scaled_float8.multiply, values=weight.float8, factors=weight.factors) if is_there else None
+        if weight.blocks is None:
+            return None
+        dtypes = self.dtype, self.output_dtype
+        found = block_float8.products(weight.float8, weight.blocks, *dtypes, self._by_torch)
+        return None if isinstance(found, str) else found
 
 
 class WeightOnlyGatedMatmul:
@@ -271,8 +287,14 @@ def of_float8(values: Tensor, scales: Tensor, group: int, *, rounds_rows: bool =
         stored, factors, unit = None, scales[:, 0].contiguous().to(device), UNITS[-1]
     else:
         stored, factors, unit = _by_group(scales, device), torch.ones(len(values), device=device), unit_of(group)
+    blocks = None
+    if rounds_rows and stored is not None and group == block_float8.BLOCK and inputs % group == 0:
+        blocks = block_float8.blocks_of(scales)
+        blocks = None if blocks is None else blocks.to(device)
     padded = F.pad(values.view(torch.uint8), (0, -inputs % unit))
-    return StoredWeight(padded, stored, None, factors, inputs, group, 8, is_float=True, rounds_rows=rounds_rows)
+    return StoredWeight(
+        padded, stored, None, factors, inputs, group, 8, is_float=True, rounds_rows=rounds_rows, blocks=blocks
+    )
 
 
 def of_mxfp4(values: Tensor, scales: Tensor) -> StoredWeight:

@@ -21,7 +21,7 @@ from oarlock.workers.layers.decoder_spec import FUSED_MODULES
 from oarlock.workers.models.gguf_config import open_checkpoint
 from oarlock.workers.models.hf_fields import read_config
 from oarlock.workers.models.hf_quantization import stored_quantization, weight_forms
-from oarlock.workers.quantization import int4, int8, scaled_float8
+from oarlock.workers.quantization import block_float8, int4, int8, scaled_float8
 from oarlock.workers.quantization.formats.checkpoint_forms import CheckpointForms
 from oarlock.workers.quantization.formats.form import Arithmetic
 from oarlock.workers.quantization.registry import QUANTIZATIONS
@@ -165,10 +165,11 @@ def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
         return file.get_tensor(name)
 
 
-RoundRows = Callable[[Tensor], tuple[Tensor, Tensor]]  # [T, K] -> numbers [T, K], and scales [T]
+RoundRows = Callable[[Tensor], tuple[Tensor, Tensor]]  # [T, K] -> numbers [T, K], and scales [T] or [T, groups]
 _ROUNDED: dict[tuple[str, Arithmetic], RoundRows] = {
     ("cpu", Arithmetic.ROUNDED_INPUTS): int8.round_rows,
     ("cuda", Arithmetic.FLOAT8_INPUTS): scaled_float8.round_rows,
+    ("cuda", Arithmetic.FLOAT8_BLOCKS): block_float8.round_blocks,
 }
 
 
@@ -336,7 +337,9 @@ def _rounded_rows(rows: Tensor, rounds: RoundRows | None) -> Tensor:
     if rounds is None:
         return rows.float()
     values, scales = rounds(rows.float())
-    return values.float() * scales.unsqueeze(1)
+    if scales.dim() == 2:
+        scales = scales.repeat_interleave(block_float8.BLOCK, 1)[:, : rows.shape[1]]
+    return values.float() * scales.view(len(rows), -1)
 
 
 def _product(module: nn.Linear, x: Tensor, rounds: RoundRows | None) -> Tensor:

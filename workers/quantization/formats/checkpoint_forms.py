@@ -37,6 +37,7 @@ _OF_THE_KV_CACHE = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 _ROUNDING = {
     ("cpu", Arithmetic.ROUNDED_INPUTS): "8 bits",
     ("cuda", Arithmetic.FLOAT8_INPUTS): "float8 where there are many rows",
+    ("cuda", Arithmetic.FLOAT8_BLOCKS): "float8 where there are many rows",
 }
 
 

@@ -23,6 +23,7 @@ class Arithmetic(Enum):
     DENSE = auto()  # the weight is in the dtype that the model computes in
     EXACT_INPUTS = auto()  # the weight's numbers are widened exactly, and inputs are as they are
     FLOAT8_INPUTS = auto()  # the same on CPUs; on CUDA devices many rows of inputs may be rounded to float8
+    FLOAT8_BLOCKS = auto()  # the same, each 128 inputs of a row by themselves
     ROUNDED_INPUTS = auto()  # rows of inputs are rounded to 8 bits on CPUs; on CUDA devices they are as they are
 
 

@@ -37,7 +37,10 @@ class FP8Form(FormOfEveryModule):
 
     @property
     def arithmetic(self) -> Arithmetic:
-        return Arithmetic.FLOAT8_INPUTS if self.rounds_rows and self.block is None else Arithmetic.EXACT_INPUTS
+        if not self.rounds_rows:
+            return Arithmetic.EXACT_INPUTS
+        by_block = Arithmetic.FLOAT8_BLOCKS if self.block == (128, 128) else Arithmetic.EXACT_INPUTS
+        return Arithmetic.FLOAT8_INPUTS if self.block is None else by_block
 
     def method(self) -> LinearMethod:
         from oarlock.workers.quantization.fp8 import FP8LinearMethod

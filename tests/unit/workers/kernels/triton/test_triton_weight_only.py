@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from oarlock.workers.kernels.triton import elementwise as activation_kernel
 from oarlock.workers.kernels.triton.elementwise import gated as one_kernel
-from oarlock.workers.quantization import scaled_float8, weight_only
+from oarlock.workers.quantization import block_float8, scaled_float8, weight_only
 from oarlock.workers.quantization.fp8 import Fp8Weight
 from oarlock.workers.quantization.grouped import GroupedWeight
 from oarlock.workers.quantization.int8 import Int8Weight
@@ -174,6 +174,57 @@ def test_what_torch_refuses_to_multiply_in_float8_is_multiplied_otherwise(monkey
     assert scaled_float8.why_not(values, torch.float32) == "Only bf16 results", "tried once"
     scaled_float8._refused.cache_clear()
     assert DEVICE.type == "cuda" or scaled_float8.why_not(values, torch.float32) is None
+
+
+def stand_in(rounded: Tensor, scales: Tensor, values: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Product with scales of blocks, as torch has it on devices of compute capability 9.0 alone."""
+    groups = values.shape[1] // 128
+    assert len(rounded) % 4 == 0 and scales.stride(0) == 1 and blocks.stride(0) == 1 and blocks.stride(1) % 4 == 0
+    x = rounded.double() * scales.double().repeat_interleave(128, 1)
+    weight = values.double() * blocks[:groups].double().T.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return (x @ weight.T).to(dtype)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the device has the product itself, or has not")
+@pytest.mark.parametrize("pads_shape", [True, False])
+def test_blocks_of_float8_are_multiplied_in_float8_where_that_is_right_and_faster(pads_shape, monkeypatch):
+    torch.manual_seed(0)
+    values, blocks = FINITE[torch.randint(0, len(FINITE), (128, 384))], torch.rand(1, 3) * 1e-3
+    truth = values.double() * blocks.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+    def product(rounds_rows: bool = True) -> weight_only.WeightOnlyMatmul:
+        block_float8._chosen.clear()
+        weight = Fp8Weight(values, blocks.repeat_interleave(128, 0), 128, torch.float32, rounds_rows=rounds_rows)
+        return weight.on(DEVICE).matmul()
+
+    def of_shape(*given: Tensor) -> Tensor:
+        if (given[3].shape[0] == 4) != pads_shape:
+            raise RuntimeError("scales have another shape\nand a stack")
+        return stand_in(*given)
+
+    assert product().in_float8 is None, "torch has no such product on CPUs"
+    assert isinstance(next(iter(block_float8._chosen.values())), str)
+    monkeypatch.setattr(scaled_float8, "round_rows_fused", scaled_float8.round_rows)
+    monkeypatch.setattr(block_float8, "_product", of_shape)
+    times = [1.0, 2.0]
+    monkeypatch.setattr(block_float8, "_seconds", lambda run, x: times.pop(0))
+    x = torch.randn(MOST_ROWS + 1, 384)
+    rounded, scales = block_float8.round_blocks(x)
+    wanted = (rounded.double() * scales.double().repeat_interleave(128, 1)) @ truth.T
+    size = x.double().abs() @ truth.T.abs()
+    assert ((product()(x).double() - wanted).abs() / size).max() < 2 * ROUNDING[torch.float32]
+    assert product(rounds_rows=False).in_float8 is None
+    times[:] = [2.0, 1.0]
+    assert product().in_float8 is None and "the other way" in str(block_float8._chosen)
+    monkeypatch.setattr(block_float8, "_product", lambda *given: 1.05 * stand_in(*given))
+    assert product().in_float8 is None and "numbers are wrong by 0.05" in str(block_float8._chosen)
+    block_float8._chosen.clear()
+
+
+def test_blocks_that_ranks_have_cut_are_none():
+    scales = torch.rand(2, 3).repeat_interleave(128, 0)
+    assert torch.equal(block_float8.blocks_of(scales), scales[::128])
+    assert block_float8.blocks_of(scales[64:192]) is None and block_float8.blocks_of(scales[:100]) is None
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
