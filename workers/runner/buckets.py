@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 _LARGEST_BUCKET = 512  # sequences; launching that many row by row takes less than computing them
-_LARGEST_PROMPTS = (
-    512  # tokens; computing more takes longer than launching it, and padding would cost more than it saves
-)
+_LARGEST_PROMPTS = 512  # tokens; computing more takes longer than launching it, and more padding than launches cost
 MOST_PROMPTS = 16  # sequences with more than one token in a step that a graph runs: each may take a tile of its own
 _ROWS_AT_ONCE = 128  # of logits, in steps without a graph: scoring a prompt may need thousands of them
 
