@@ -44,8 +44,8 @@ from oarlock.workers.ranks.spawn_ranks import RankArguments
 from oarlock.workers.runner import expert_ways, worker_process
 from oarlock.workers.runner.cuda_graphs import CudaGraph, CudaGraphs
 from oarlock.workers.runner.device import use_device
-from oarlock.workers.runner.expert_ways import measured_ways
 from oarlock.workers.runner.device_steps import DeviceSteps
+from oarlock.workers.runner.expert_ways import measured_ways
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.pending_output import AnsweringThread, wait_for
 from oarlock.workers.runner.step_inputs import StagingBuffer
