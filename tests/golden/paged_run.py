@@ -100,11 +100,13 @@ def load_decoder(
     quantization: str = "none",
     *,
     dequantize: bool = False,
+    deals_experts: bool = False,
 ) -> Decoder:
     checkpoint = open_checkpoint(path)
     forms = weight_forms(quantization, stored_quantization(path, read_config(path)), checkpoint)
     forms = served_forms(forms, "cpu", dequantize=dequantize)
-    decoder = Decoder(read_spec(str(path), max_model_len), tp, dtype, torch.device("cpu"), forms)
+    spec = read_spec(str(path), max_model_len)
+    decoder = Decoder(spec, tp, dtype, torch.device("cpu"), forms, deals_experts=deals_experts)
     with weight_source(checkpoint, check_finite=True, on_read=lambda: None) as weights:
         decoder.load(weights, lambda share: None)
     return decoder

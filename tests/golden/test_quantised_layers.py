@@ -101,6 +101,20 @@ def test_every_number_of_ranks_has_the_same_bits(made_of: Callable[[str], Made],
         assert all(torch.equal(single, other) for other in on_ranks(size, logits)), f"{size} ranks"
 
 
+@pytest.mark.parametrize("deals", [False, True], ids=["cut", "dealt"])
+def test_experts_of_mxfp4_have_the_same_bits_cut_or_dealt_to_any_number_of_ranks(
+    made_of: Callable[[str], Made], deals: bool
+) -> None:
+    quantised, reference = made_of("mxfp4")
+
+    def logits(tp: TensorParallel) -> Tensor:
+        run = PagedRun(load_decoder(quantised.path, tp, torch.bfloat16, deals_experts=deals))
+        return run.step({0: reference.tokens[:PROMPT]})[0]
+
+    single = on_ranks(1, logits)[0]
+    assert all(torch.equal(single, other) for size in (2, 4) for other in on_ranks(size, logits))
+
+
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.product), 2])
 @pytest.mark.parametrize("name", [name for name in FORMS if bound_of(name) == ROUNDED])
 def test_written_out_weights_are_multiplied_exactly(made_of: Callable[[str], Made], name: str, size: int) -> None:

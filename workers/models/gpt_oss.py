@@ -28,6 +28,8 @@ def describe_gpt_oss(fields: Fields) -> DecoderSpec:
     window = None if fields.raw.get("sliding_window", 128) is None else fields.count("sliding_window", 128)
     table = {"rope_theta": 150000.0} | {key: value for key, value in rope_table(fields).items() if value is not None}
     table = table if len(table) > 1 else table | _ROPE
+    original = fields.raw.get("original_max_position_embeddings")
+    positions = fields.count("max_position_embeddings", _POSITIONS)
     experts, top_k = expert_counts(fields, 128, 4)
     fields.choice("hidden_act", "silu", {"silu": "silu"})
     mixture = ExpertsSpec(
@@ -45,7 +47,7 @@ def describe_gpt_oss(fields: Fields) -> DecoderSpec:
         head_dim=_HEAD,
         max_positions=_POSITIONS,
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
-        rope=rope_spec(table, fields.count("head_dim", _HEAD), fields.count("max_position_embeddings", _POSITIONS)),
+        rope=rope_spec(table, fields.count("head_dim", _HEAD), positions, original=original),
         qkv_bias=bias,
         o_bias=bias,
         experts=(mixture,) * layers,

@@ -43,6 +43,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "phi3": {"hidden_size": 128, "partial_rotary_factor": 0.5},
     **{family: {"num_attention_heads": 4, "num_key_value_heads": 2} for family in MIXTURES},
     "glm4_moe": {"head_dim": 32},
+    "gpt_oss": {"head_dim": 32},
     "qwen3_moe": {"head_dim": 32},
     "llama": {"head_dim": 48, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
 }

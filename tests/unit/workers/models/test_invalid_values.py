@@ -53,7 +53,7 @@ _ROPE_KEYS = {
     "rope_theta", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor", "rope_type", "type",
     "unknown", *(key for table in _ROPES.values() for key in table),
 }  # fmt: skip
-_MIXTURES = ("Moe", "MoeShared", "Mixtral", "Olmoe")
+_MIXTURES = ("Moe", "MoeShared", "Mixtral", "Olmoe", "GptOss")
 # Keys whose invalid value may be reported under another key, which is derived from it.
 _FOLLOWS = {
     "hidden_size": "head_dim",
