@@ -64,7 +64,7 @@ def test_a_right_model_is_right(cases: Callable[[str], VerifyCase], name: str, s
 WRONG = [("self_attn.qkv_proj", "self_attn.q_proj.weight: the rows of rank 1"), ("mlp.down_proj", "mlp.down_proj")]
 
 
-@pytest.mark.parametrize("name", [name for name in USUAL if name not in ("gptq-4-32-fused", "nf4-nested")])
+@pytest.mark.parametrize("name", [name for name in USUAL if name not in ("gptq-4-32-fused", "nf4-nested", "mxfp4")])
 @pytest.mark.parametrize(("layer", "cause"), WRONG, ids=[layer for layer, _ in WRONG])
 @pytest.mark.slow
 def test_a_scale_cut_wrongly_is_named(
@@ -88,7 +88,9 @@ def test_a_wrong_scale_of_an_expert_is_named(tmp_path: Path) -> None:
 
     shape = SHAPE | {"intermediate_size": 224, "num_local_experts": 5, "num_experts_per_tok": 2}
     case = VerifyCase(
-        write(make_tiny(tmp_path, "gpt_oss", **shape), tmp_path, CASES["mxfp4"]).path, tmp_path / "verify"
+        write(make_tiny(tmp_path, "gpt_oss", **shape), tmp_path, CASES["mxfp4"]).path,
+        tmp_path / "verify",
+        dequantize=True,  # so that what is rounded does not hide which experts are right
     )
     scales = f"{LAYER}.mlp.experts.down_proj_scales"
     _, causes = case.run(2, altered(case.model, tmp_path / "copy", scales, halved))
