@@ -26,7 +26,9 @@ def scales_of(exponents: Tensor) -> Tensor:
 
 def unpacked(pairs: Tensor) -> Tensor:
     """uint8 [N, K / 2], the first of two numbers in the low half -> twice the numbers, int8 [N, K]."""
-    return twice(torch.stack((pairs & 15, pairs >> 4), 2).flatten(1))
+    all_pairs = torch.arange(256, dtype=torch.uint8)
+    both = twice(torch.stack((all_pairs & 15, all_pairs >> 4), 1)).view(torch.int16).flatten()
+    return both[pairs.int()].view(torch.int8)
 
 
 def packed(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

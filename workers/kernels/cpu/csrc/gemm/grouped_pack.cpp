@@ -1,4 +1,5 @@
 // Weights of 4 or 8 bits with scales for groups of inputs: packed as grouped_form.h says, and read out of that form.
+#include <array>
 #include <type_traits>
 
 #include "gemm/grouped_form.h"
@@ -34,10 +35,18 @@ int base_for(int kind, const PackedForm &form) {
   return kind == kGroupedDot ? base_of<Dot>(form) : base_of<PlainDot>(form);
 }
 
+// The bits of each number from -kFloatBase to kFloatBase that is twice one of e2m1.
+constexpr std::array<uint8_t, 2 * kFloatBase + 1> bits_of_floats() {
+  std::array<uint8_t, 2 * kFloatBase + 1> found{};
+  for (int bits = 15; bits >= 0; bits--) found[kFloats[bits] + kFloatBase] = bits;
+  return found;
+}
+
 // The bits of a value as it is stored.
 int stored_bits(const PackedForm &form, int value, int base) {
   if (!form.is_float) return (value + base) & (form.bits == 4 ? 15 : 255);
-  return std::find(kFloats, kFloats + 16, value) - kFloats;
+  constexpr std::array<uint8_t, 2 * kFloatBase + 1> kBits = bits_of_floats();
+  return kBits[value + kFloatBase];
 }
 
 // Where value `i` of a group lies: the byte, and by how many bits it is shifted there.
