@@ -163,7 +163,7 @@ class RecordingDecoder:
         {i}.mlp              [T, hidden]     down_proj, as o_proj
         {i}.router           [T, E]          logits of a mixture's router, of E experts
         {i}.routing          [T, E]          weight of each expert, 0 of one that a token does not get
-        {i}.experts          [T, hidden]     sum of a token's experts over ranks, in float32
+        {i}.experts          [T, hidden]     sum of a token's experts over ranks, as these exchange it
         {i}.shared           [T, hidden]     the shared expert's result, likewise
         {i}.residual         [T, hidden]     after the layer
         final_norm           [T, hidden]

@@ -72,7 +72,7 @@ def info(**changes) -> WorkerInfo:
 
 
 def test_ranks_report_the_slowest_and_largest_and_stages_add_up() -> None:
-    first, last = StepCost(1.0, 0.5, 0.25, 9.0), StepCost(2.0, 0.25, 0.125, 0.5)
+    first, last = StepCost(1.0, 0.5, 0.25, 9.0), StepCost(2.0, 0.25, 0.125, 0.5, 0.3, 0.1)
     joint = joint_info(
         {
             0: info(step_cost=first, num_blocks=90),
@@ -81,7 +81,7 @@ def test_ranks_report_the_slowest_and_largest_and_stages_add_up() -> None:
             3: info(step_cost=last, num_blocks=95),
         }
     )
-    assert joint.step_cost == StepCost(3.0, 0.75, 0.375, 0.5)
+    assert joint.step_cost == StepCost(3.0, 0.75, 0.375, 0.5, 0.3, 0.1)  # the first has no experts
     assert (joint.num_blocks, joint.load_seconds) == (90, 7.0)
     assert (joint.weight_bytes_per_rank, joint.kv_bytes_per_token_per_rank) == (30, 20)
     assert joint_info({0: info(step_cost=first), 1: info(), 2: info(), 3: info()}).step_cost is None
