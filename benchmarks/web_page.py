@@ -4,8 +4,9 @@
 
 The page is the server's own; the answers come from a stub that sends a token every five milliseconds, with five
 alternatives each, so that the browser alone is measured. Frames are the times between calls of `requestAnimationFrame`,
-in milliseconds; the longest work is the most processor time that the page's thread took in one task, which does not
-depend on what else the machine does.
+in milliseconds. The work is processor time, which does not depend on what else the machine does: the longest task of
+the page's thread (script, style, layout, painting into lists), all of its tasks by frames, and those of the threads
+that rasterise and compose, which a machine with a GPU leaves to it.
 """
 
 from __future__ import annotations
@@ -107,18 +108,28 @@ class Stub(BaseHTTPRequestHandler):
             return
 
 
+HEADS = ("frames", "median", "p99", "longest", "over 50 ms", "longest work", "work/frame", "drawing/frame")
+
+
 def measured(browser: Any, page: Any, name: str, seconds: float) -> None:
-    """Print a line of the table: the frames of so many seconds, and the work of the page's thread in them."""
+    """Print a line of the table: the frames of so many seconds, and the work of the threads in them."""
     browser.start_tracing(
-        page=page, categories=["toplevel", "devtools.timeline", "disabled-by-default-devtools.timeline"]
+        page=page, categories=["toplevel", "devtools.timeline", "disabled-by-default-devtools.timeline", "base"]
     )
     times = sorted(page.evaluate(FRAMES, seconds))
     events = json.loads(browser.stop_tracing())["traceEvents"]
-    threads = {(one["pid"], one["tid"]) for one in events if one.get("args", {}).get("name") == "CrRendererMain"}
-    work = [one["tdur"] / 1000 for one in events if "tdur" in one and (one["pid"], one["tid"]) in threads]
+    threads = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one.get("name") == "thread_name"}
+    work: dict[bool, list[float]] = {True: [], False: []}  # of the page's thread; of those that rasterise and compose
+    for one in events:
+        if one["name"] in ("RunTask", "ThreadPool_RunTask") and "tdur" in one:
+            thread = threads[one["pid"], one["tid"]]
+            if thread == "CrRendererMain" or thread.startswith(("Compositor", "VizCompositor", "ThreadPoolForeground")):
+                work[thread == "CrRendererMain"].append(one["tdur"] / 1000)
     late, p99 = sum(time > 50 for time in times), times[int(0.99 * (len(times) - 1))]
-    numbers = f"{statistics.median(times):>8.1f} {p99:>8.1f} {times[-1]:>8.1f} {late:>11}"
-    print(f"{name:<10} {len(times):>7} {numbers} {max(work):>13.1f}")
+    figures = [statistics.median(times), p99, times[-1], late, max(work[True])]
+    figures += [sum(work[own]) / len(times) for own in (True, False)]
+    cells = [f"{round(figure, 1):>{len(head) + 2}}" for head, figure in zip(HEADS[1:], figures, strict=True)]
+    print(f"{name:<10} {len(times):>7}", *cells)
 
 
 def main() -> None:
@@ -140,7 +151,7 @@ def main() -> None:
             page.get_by_role("button", name="Import").click()
         chooser.value.set_files(path)
         page.locator("#messages > li").nth(len(roles) - 1).wait_for()
-        print(f"{'':<10} {'frames':>7} {'median':>8} {'p99':>8} {'longest':>8} {'over 50 ms':>11} {'longest work':>13}")
+        print(f"{'':<10} {HEADS[0]:>7}", *(f"{head:>{len(head) + 2}}" for head in HEADS[1:]))
         measured(browser, page, "idle", arguments.seconds)
         page.evaluate(SCROLL)
         measured(browser, page, "scrolling", arguments.seconds)
