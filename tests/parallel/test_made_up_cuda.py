@@ -5,6 +5,7 @@ attention on the CPU, token by token.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -462,9 +463,9 @@ def named(late: set[tuple[Any, ...]], known: set[tuple[Any, ...]]) -> list[str]:
     return found
 
 
-def steps_of(model: Path, **options: Any) -> DeviceSteps:
-    """Those of a runner that has captured nothing."""
-    runner = ModelRunner(preflight(config_of(model, **options)), TensorParallel.solo())
+def steps_of(model: Path, tp: TensorParallel | None = None, **options: Any) -> DeviceSteps:
+    """Steps of a runner that has captured nothing."""
+    runner = ModelRunner(preflight(config_of(model, **options)), tp or TensorParallel.solo())
     with torch.inference_mode():
         runner.load(lambda share: None)
     steps = runner._device_steps
@@ -504,6 +505,42 @@ def test_a_step_with_prompts_is_one_launch_up_to_its_hidden_states(
     assert outputs() != expected
     steps.release()
     monkeypatch.undo()
+
+
+@pytest.mark.slow
+def test_two_ranks_sample_from_their_shards_what_they_do_from_whole_rows(model: Path, cuda: MadeUpCuda) -> None:
+    """A greedy row, a drawn one and one with bias: launched with a prompt, and as a graph. With logprobs, which change
+    no token, all logits are gathered."""
+
+    def sampled(tp: TensorParallel) -> list[tuple[list[list[int]], bool]]:
+        assert isinstance(tp, ThreadRank)
+        cuda.set_device(tp.rank)
+        steps = steps_of(model, tp, tensor_parallel_size=2, max_num_seqs=3)
+        steps.capture(CudaGraphs(), [3])
+        met, found = cuda._met[id(tp._threads)][tp.rank], []
+        prompts = [SequenceChunk([5, 6, 7], 0, [1]), SequenceChunk([8, 9], 0, [2]), SequenceChunk([4], 0, [3])]
+        decodes = [SequenceChunk([11], 3, [1]), SequenceChunk([12], 2, [2]), SequenceChunk([13], 1, [3])]
+        for logprobs in (-1, 0):
+            begun, tokens = len(met), []
+            for chunks, rows in ((prompts, [2, 4, 5]), (decodes, [0, 1, 2])):
+                asked = {"temperature": np.array([0.0, 1.1, 0.9], np.float32), "seeds": np.array([1, 2, 3])}
+                bias = {"bias_rows": [2, 2], "bias_ids": [7, 280], "bias_values": [90.0, 90.0]}
+                kinds = {"bias_rows": np.int32, "bias_ids": np.int32, "bias_values": np.float32}
+                asked |= {name: np.array(values, kinds[name]) for name, values in bias.items()}
+                asked["num_logprobs"] = np.full(3, logprobs, np.int32)
+                wait_for(steps.launch(replace(greedy_step(chunks, 8, rows), **asked)))
+                tokens.append(steps._sampling.sampled[:3].tolist())
+            gathers_all = any(f"float32 [3, {steps._model.vocab_local}]" in kind for kind in met[begun:])
+            found.append((tokens, gathers_all))
+            assert gathers_all or sum("float64 [3, 4]" in kind for kind in met[begun:]) == 2
+        steps.release()
+        return found
+
+    first, second = on_ranks(2, sampled)
+    assert first == second
+    (shards, gathered), (whole, gathered_whole) = first
+    assert shards == whole and not gathered and gathered_whole
+    assert {row[2] for row in shards} <= {7, 280} and len({tuple(row) for row in shards}) == 2
 
 
 @pytest.mark.slow

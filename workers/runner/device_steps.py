@@ -60,7 +60,8 @@ class CapturableBackend(AttentionBackend, Protocol):
         to `context_lens`."""
 
     def prepare_prompts(self, batch: ForwardBatch, most: int) -> Any:
-        """The same for queries of any lengths in `query_start_loc`, of which `most` are longer than one token."""
+        """A plan as of `prepare_decode`, for queries of any lengths in `query_start_loc`, of which `most` are longer
+        than one token."""
 
 
 class StepSampling(Protocol):

@@ -121,7 +121,7 @@ class Shape(NamedTuple):
         return Shape(size, seqs, self.logits, size)
 
     def sections(self) -> list[Section]:
-        """What the model reads, and then what depends on the number of rows of logits."""
+        """Sections that the model reads, and then those that depend on the number of rows of logits."""
         tokens, seqs, logits, entries = self
         return [
             ("token_ids", "<i8", (tokens,)),

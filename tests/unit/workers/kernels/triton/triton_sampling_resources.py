@@ -40,7 +40,7 @@ class Recorded:
 
 
 def recording_shard() -> tuple[ShardSampler, list[tuple[str, Any, tuple, dict]]]:
-    """The same of the second of two ranks."""
+    """A sampler of the second of two ranks that launches nothing, and its launches."""
     launches: list[tuple[str, Any, tuple, dict]] = []
     own, whole = VOCAB // 2, DeviceSampler(VOCAB, 1, DenseHistories(1, 0, VOCAB, CPU), CPU)
     sampler = ShardSampler(own, own, whole, lambda found: torch.stack([found, found]))
