@@ -38,6 +38,35 @@ _ARCHITECTURES = {
     "Ernie4_5_MoeForCausalLM": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
 }
+# Settings of config.json, and the writer's method for each.
+_ADDED = (
+    ("attn_logit_softcapping", "add_attn_logit_softcapping"),
+    ("final_logit_softcapping", "add_final_logit_softcapping"),
+    ("sliding_window", "add_sliding_window"),
+    ("logit_scale", "add_logit_scale"),
+    ("logits_scaling", "add_logit_scale"),
+    ("attention_multiplier", "add_attention_scale"),
+    ("embedding_multiplier", "add_embedding_scale"),
+    ("residual_multiplier", "add_residual_scale"),
+    ("num_experts", "add_expert_count"),
+    ("num_local_experts", "add_expert_count"),
+    ("num_experts_per_tok", "add_expert_used_count"),
+    ("moe_intermediate_size", "add_expert_feed_forward_length"),
+    ("shared_expert_intermediate_size", "add_expert_shared_feed_forward_length"),
+    ("shared_intermediate_size", "add_expert_shared_feed_forward_length"),
+    ("n_routed_experts", "add_expert_count"),
+    ("moe_num_experts", "add_expert_count"),
+    ("moe_k", "add_expert_used_count"),
+    ("n_shared_experts", "add_expert_shared_count"),
+    ("moe_num_shared_experts", "add_expert_shared_count"),
+    ("first_k_dense_replace", "add_leading_dense_block_count"),
+    ("moe_layer_start_index", "add_leading_dense_block_count"),
+    ("moe_layer_interval", "add_interleave_moe_layer_step"),
+    ("routed_scaling_factor", "add_expert_weights_scale"),
+    ("norm_topk_prob", "add_expert_weights_norm"),
+    ("n_group", "add_expert_group_count"),
+    ("topk_group", "add_expert_group_used_count"),
+)
 _PERMUTED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE_MOE)
 _EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 _NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names
@@ -182,36 +211,9 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MO
         writer.add_rope_scaling_orig_ctx_len(original)
         scale = config["max_position_embeddings"] / original
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0)
-    for key, add in (
-        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
-        ("final_logit_softcapping", writer.add_final_logit_softcapping),
-        ("sliding_window", writer.add_sliding_window),
-        ("logit_scale", writer.add_logit_scale),
-        ("logits_scaling", writer.add_logit_scale),
-        ("attention_multiplier", writer.add_attention_scale),
-        ("embedding_multiplier", writer.add_embedding_scale),
-        ("residual_multiplier", writer.add_residual_scale),
-        ("num_experts", writer.add_expert_count),
-        ("num_local_experts", writer.add_expert_count),
-        ("num_experts_per_tok", writer.add_expert_used_count),
-        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
-        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
-        ("shared_intermediate_size", writer.add_expert_shared_feed_forward_length),
-        ("n_routed_experts", writer.add_expert_count),
-        ("moe_num_experts", writer.add_expert_count),
-        ("moe_k", writer.add_expert_used_count),
-        ("n_shared_experts", writer.add_expert_shared_count),
-        ("moe_num_shared_experts", writer.add_expert_shared_count),
-        ("first_k_dense_replace", writer.add_leading_dense_block_count),
-        ("moe_layer_start_index", writer.add_leading_dense_block_count),
-        ("moe_layer_interval", writer.add_interleave_moe_layer_step),
-        ("routed_scaling_factor", writer.add_expert_weights_scale),
-        ("norm_topk_prob", writer.add_expert_weights_norm),
-        ("n_group", writer.add_expert_group_count),
-        ("topk_group", writer.add_expert_group_used_count),
-    ):
+    for key, method in _ADDED:
         if config.get(key):
-            add(config[key])
+            getattr(writer, method)(config[key])
     if arch is gguf.MODEL_ARCH.GPT_OSS:
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if arch is gguf.MODEL_ARCH.PHI3 and not config.get("sliding_window"):

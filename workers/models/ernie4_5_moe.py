@@ -41,7 +41,7 @@ def describe_ernie4_5_moe(fields: Fields) -> DecoderSpec:
     positions = fields.count("max_position_embeddings", _POSITIONS)
     rope = rope_spec(rope_table(fields), head_width(fields, None), positions)
     mixture = ExpertsSpec(experts, width, router, activation, shared=SharedSpec(shared * width) if shared else None)
-    return decoder_spec(
+    spec = decoder_spec(
         fields,
         kv_heads=4,
         head_dim=None,
@@ -52,8 +52,8 @@ def describe_ernie4_5_moe(fields: Fields) -> DecoderSpec:
         activation=activation,
         tied=True,
         eps=1e-5,
-        unserved=("model.mtp_",),  # predicts tokens further ahead
     )
+    return replace(spec, unserved=("model.mtp_",))  # predicts tokens further ahead
 
 
 def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:

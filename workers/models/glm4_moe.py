@@ -1,5 +1,6 @@
 """GLM-4.5 and its like: sigmoid routing with a correction, a shared expert, and dense first layers. Torch-free."""
 
+from dataclasses import replace
 from typing import Any
 
 from oarlock.workers.errors import StartupError
@@ -27,7 +28,7 @@ def describe_glm4_moe(fields: Fields) -> DecoderSpec:
     positions = fields.count("max_position_embeddings", _POSITIONS)
     activation = activation_name(fields, "hidden_act", "silu")
     ahead = fields.count("num_nextn_predict_layers", 0, least=0, most=_MOST_AHEAD)
-    return decoder_spec(
+    spec = decoder_spec(
         fields,
         kv_heads=8,
         head_dim=None,
@@ -39,10 +40,8 @@ def describe_glm4_moe(fields: Fields) -> DecoderSpec:
         experts=[None] * dense + [_experts(fields, activation)] * (layers - dense),
         activation=activation,
         eps=1e-5,
-        unserved=tuple(
-            f"{before}{layers + number}." for number in range(ahead) for before in ("model.layers.", "blk.")
-        ),
     )
+    return replace(spec, unserved=tuple(f"{of}{layers + n}." for n in range(ahead) for of in ("model.layers.", "blk.")))
 
 
 def _experts(fields: Fields, activation: str) -> ExpertsSpec:

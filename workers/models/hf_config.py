@@ -58,7 +58,6 @@ def decoder_spec(
     logit_softcap: float | None = None,
     tied: bool = False,
     eps: float = 1e-6,
-    unserved: tuple[str, ...] = (),
 ) -> DecoderSpec:
     """A decoder of attention and a gated MLP, or experts, in each layer, from the keys that all families share.
 
@@ -101,7 +100,6 @@ def decoder_spec(
         embedding_scale=embedding_scale,
         logit_scale=logit_scale,
         logit_softcap=logit_softcap,
-        unserved=unserved,
     )
 
 
