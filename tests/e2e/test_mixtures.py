@@ -29,7 +29,10 @@ TOOL = {"name": "weather", "description": "The weather.", "parameters": PARAMETE
 ASKED = [{"role": "user", "content": "Weather in Oslo?"}]
 
 
-SHAPE: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 2048}  # as kernels have it, and prompts with tools need it
+SHAPE: dict[str, Any] = {
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+}  # as kernels have it, and prompts with tools need it
 
 
 def gpt_oss(folder: Path) -> Path:

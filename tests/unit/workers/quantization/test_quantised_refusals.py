@@ -44,7 +44,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "unknown method": ({"quant_method": "hqq"}, r"quantised \('hqq' in quantization_config\).*Supported: awq, bits"),
     "no method": ({"bits": 4}, r"quantised \('unknown' in"),
     "not a table": ([4], r"quantised \('unknown' in"),
-    "mxfp4": ({"quant_method": "mxfp4"}, r"'mxfp4'"),
+    "names of mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": "lm_head"}, r"modules_to_not_convert"),
     "gptq bits": (GPTQ | {"bits": 3}, r"quantization_config\.bits = 3.*Supported: 4, 8"),
     "gptq bits as text": (GPTQ | {"bits": "4"}, r"bits = '4'"),
     "gptq group": (GPTQ | {"group_size": 0}, r"group_size = 0"),
@@ -319,3 +319,22 @@ def test_what_contradicts_the_checkpoint_is_refused(
     monkeypatch.setattr(cuda_driver, "missing_to_launch", list)
     with pytest.raises(StartupError, match=r"quantization awq on CUDA takes kernels in Triton: they want.*8\.0"):
         check_without_weights(config.with_(device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("scales", lambda scales: scales.fill_(255), r"experts\.0\.gate_proj\.scales' holds NaN"),
+        ("blocks", lambda blocks: blocks[:, :, :-1].clone(), r"'model\.layers\.0\.mlp\.experts\.0\.gate_proj\.blocks'"),
+        ("blocks", lambda blocks: blocks[:, :-1].clone(), r"'model\.layers\.0\.mlp\.experts\.0\.gate_proj\.blocks'"),
+    ],
+    ids=["no number", "inputs", "rows"],
+)
+def test_damaged_experts_of_mxfp4_are_named(tmp_path: Path, part: str, change: Callable, message: str) -> None:
+    path = write(make_tiny(tmp_path, "gpt_oss", **SHAPE | {"intermediate_size": 96}), tmp_path, CASES["mxfp4"]).path
+    tensors = load_file(path / FILE)
+    name = f"model.layers.0.mlp.experts.gate_up_proj_{part}"
+    save_file(tensors | {name: change(tensors[name])}, path / FILE, {"format": "pt"})
+    with pytest.raises(StartupError, match=message):
+        preflight(WorkerConfig(str(path), device="cpu"))
+        load_decoder(path, TensorParallel.solo())
