@@ -28,6 +28,7 @@ from oarlock.workers.quantization.registry import QUANTIZATIONS
 from oarlock.workers.verify.dequantise import dequantised, dequantised_gguf, stored_tensor
 from oarlock.workers.weights.checkpoint import Checkpoint
 from oarlock.workers.weights.gguf_model import gguf_file
+from oarlock.workers.weights.reader import WeightReader
 
 _ROWS = 8192  # of a weight that are rounded at once
 
@@ -162,7 +163,12 @@ def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     found = checkpoint.find(name)
     assert found is not None, f"{name}: the ranks have loaded it"
     with safe_open(found.path, "pt") as file:
-        return file.get_tensor(name)
+        if name in file.keys():  # noqa: SIM118
+            return file.get_tensor(name)
+    with WeightReader(checkpoint) as weights:  # a part of a tensor of all experts
+        into = torch.empty(found.entry.shape)
+        weights.take(name, into, shape=found.entry.shape)
+        return into
 
 
 RoundRows = Callable[[Tensor], tuple[Tensor, Tensor]]  # [T, K] -> numbers [T, K], and scales [T] or [T, groups]
