@@ -291,10 +291,10 @@ def query_heads_read_kv_heads_in_turn(patch: MonkeyPatch) -> None:
     """Head h reads h % K, not h // (H / K)."""
     attend_one = reference.attend_one
 
-    def patched(q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
+    def patched(q: Tensor, k: Tensor, v: Tensor, layer: Any, *sinks: Any) -> Tensor:
         times = layer.num_heads // layer.num_kv_heads
         each = replace(layer, num_kv_heads=layer.num_heads)
-        return attend_one(q, k.repeat(1, times, 1), v.repeat(1, times, 1), each)
+        return attend_one(q, k.repeat(1, times, 1), v.repeat(1, times, 1), each, *sinks)
 
     patch.setattr(reference, "attend_one", patched)
 
