@@ -113,7 +113,7 @@ def start_ik_llamacpp(plan: Plan) -> System:
 
 
 def _llamacpp_command(plan: Plan, peer: str) -> list[str]:
-    """What starts the server of llama.cpp, or of its fork."""
+    """The command that starts the server of llama.cpp, or of its fork."""
     threads, slots = str(plan.threads), plan.max_concurrency
     command = [str(folder(peer) / "build" / "bin" / "llama-server"), "-m", str(models.llamacpp(plan))]
     command += ["--alias", SERVED_NAME, "-t", threads, "-tb", threads]

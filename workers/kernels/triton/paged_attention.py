@@ -320,8 +320,7 @@ def attend(
             scale, softcap, window, largest, weights, sums, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SOFTCAP, WINDOW,
             FORM, NATIVE_FP8, PRECISION, False,
         )  # fmt: skip
-    # Those before and those behind.
-    before = full - begin
+    before = full - begin  # then the blocks before those, and those behind
     for done in range(0, before + stop - edge, BLOCK_N):
         at = tl.where(done < before, begin + done, edge + done - before)
         largest, weights, sums = _block(

@@ -22,7 +22,9 @@
 namespace gemm {
 namespace {
 
-constexpr long kMostPairs = 8192;  // of a row and one of its experts, whose rows between the products lie in the caches
+// Pairs of a row and one of its experts that are multiplied together. Rows between the two products, and the totals of a
+// panel, then lie in the second-level caches; and each expert has rows enough to read its weights for.
+constexpr long kMostPairs = 2048, kPairsOfExpert = 32;
 
 template <class T>
 PanelRows *panel_rows(const Product &p, int kind) {
@@ -136,7 +138,6 @@ struct Step {
 
   // One panel of outputs of all blocks: totals [parts][rows][kPanel].
   void multiply_down(long panel, float *totals) const {
-    alignas(64) float sums[kMostPanelRows * kPanel];
     const long size = rows * kPanel, left = e.hidden - panel * kPanel;
     std::fill(totals, totals + parts() * size, 0.0f);
     for (long block = 0; block < sorted.count; block++) {
@@ -144,18 +145,12 @@ struct Step {
       const T *bias = static_cast<const T *>(e.of[of.expert].down_bias);
       for (long slice = 0; slice < e.slices; slice++) {
         if (e.only_slice >= 0 && slice != e.only_slice) continue;
-        down.of[block]->multiply(panel, slice, sums);
-        float *part = totals + (of.expert / e.group + slice) * size;
         const bool adds = bias && slice == 0;
-        const Vec low = adds ? load(bias + panel * kPanel, left) : zero();
-        const Vec high = adds ? load(bias + panel * kPanel + kLanes, left - kLanes) : zero();
-        for (long r = 0; r < of.rows; r++) {
-          const Vec weight = broadcast(sorted.weight_of[of.begin + r]);
-          const float *from = sums + r * kPanel;
-          float *to = part + sorted.row_of[of.begin + r] * kPanel;
-          store(to, load(to) + rounded_product(load(from) + low, weight));
-          store(to + kLanes, load(to + kLanes) + rounded_product(load(from + kLanes) + high, weight));
-        }
+        down.of[block]->multiply_add(panel, slice,
+                                     {sorted.row_of + of.begin, sorted.weight_of + of.begin,
+                                      totals + (of.expert / e.group + slice) * size,
+                                      adds ? load(bias + panel * kPanel, left) : zero(),
+                                      adds ? load(bias + panel * kPanel + kLanes, left - kLanes) : zero()});
       }
     }
     for (long span = 1; span < parts(); span *= 2)
@@ -170,7 +165,7 @@ struct Step {
   }
 };
 
-// Rows whose pairs are at most kMostPairs, or one row.
+// So many rows as are multiplied together.
 template <class T>
 void multiply_some(const Experts &e, const T *x, long x_stride, const int32_t *ids, const float *weights, long rows,
                    long per_row, float *y) {
@@ -199,7 +194,7 @@ void multiply_some(const Experts &e, const T *x, long x_stride, const int32_t *i
 template <class T>
 void multiply_experts(const Experts &e, const T *x, long x_stride, const int32_t *ids, const float *weights, long rows,
                       long per_row, float *y) {
-  const long most = std::max(1L, kMostPairs / per_row);
+  const long most = std::max(1L, std::max(kMostPairs, kPairsOfExpert * e.count) / per_row);
   for (long row = 0; row < rows; row += most)
     multiply_some(e, x + row * x_stride, x_stride, ids + row * per_row, weights + row * per_row,
                   std::min(most, rows - row), per_row, y + row * e.hidden);

@@ -58,18 +58,22 @@ struct Rows {
   X *packed;
   long rows, strips;
   Slices inputs;
-  long blocks, shared, places;  // blocks of all slices, how many of them lie in one, and how many then lie side by side
+  long blocks, places;  // blocks of all slices, and where they lie side by side
+  int shift;            // a place has 1 << shift blocks
 
   Rows(long rows, const Slices &inputs)
       : rows(rows), strips((rows + S::kRows - 1) / S::kRows), inputs(inputs), blocks(inputs.all_blocks()),
-        shared(inputs.blocks == 1 ? S::kBlock / padded(inputs.length) : 1), places((blocks + shared - 1) / shared) {}
+        shift(0) {
+    while (inputs.blocks == 1 && padded(inputs.length) << (shift + 1) <= S::kBlock) shift++;
+    places = (blocks + (1L << shift) - 1) >> shift;
+  }
   static long padded(long inputs) { return (inputs + S::kStep - 1) / S::kStep * S::kStep; }
-  long begin(long strip) const { return rows * strip / strips; }
+  long begin(long strip) const { return first_of_strip(rows, strip, strips); }
   long count(long strip) const { return begin(strip + 1) - begin(strip); }
   long size() const { return rows * places * kRowStride<S>; }
   X *at(long strip, long block) const {
-    X *place = packed + (begin(strip) * places + count(strip) * (block / shared)) * kRowStride<S>;
-    return place + block % shared * padded(inputs.length);
+    X *place = packed + (begin(strip) * places + count(strip) * (block >> shift)) * kRowStride<S>;
+    return place + (block & ((1L << shift) - 1)) * padded(inputs.length);
   }
 
   void pack(const T *x, long stride) {
@@ -120,7 +124,7 @@ struct Chunk {
   long first_row;
 
   const T *weights(long panel, long block) const {
-    const long slice = block / x.inputs.blocks, in_slice = block % x.inputs.blocks * x.inputs.block;
+    const long slice = x.inputs.slice_of(block), in_slice = x.inputs.in_slice(block) * x.inputs.block;
     const long slices = panel * p.slices + slice;
     return static_cast<const T *>(p.weight) + (slices * x.padded(x.inputs.length) + in_slice) * kPanel;
   }
@@ -160,6 +164,24 @@ struct Chunk {
   // sums [rows][kPanel] of one panel and slice.
   void sum_slice(long panel, long slice, float *sums) const {
     sum(panel, slice * x.inputs.blocks, (slice + 1) * x.inputs.blocks, sums);
+  }
+
+  // Adds the sums of one panel and slice to totals, strip by strip, where weights need not be widened.
+  void add_slice_to(long panel, long slice, WeightedTotals to) const {
+    alignas(64) float sums[S::kRows * kPanel];
+    const long begin = slice * x.inputs.blocks;
+    for (long strip = 0; strip < x.strips; strip++) {
+      for (long block = begin; block < begin + x.inputs.blocks; block++) {
+        const T *w = weights(panel, block);
+        const long count = x.padded(x.inputs.inputs_of(block));
+        const char *here = reinterpret_cast<const char *>(w);
+        const long bytes = count / S::kStep * kStepBytes<S>;
+        const Fetch next{here + bytes * (x.strips + strip) / x.strips, kStepBytes<S> / x.strips};
+        kTiles<S>[x.count(strip)](x.at(strip, block), w, count, sums, block == begin, next);
+      }
+      for (long i = 0, r = x.begin(strip); i < x.count(strip); i++, r++)
+        to.add(r, load(sums + i * kPanel), load(sums + i * kPanel + kLanes));
+    }
   }
 
   // Threads take panels.
@@ -228,6 +250,10 @@ struct DenseRows final : PanelRows {
     x.pack_strip(strip, [&](long row) { return static_cast<const T *>(from) + row_of[row] * stride; });
   }
   void multiply(long panel, long slice, float *sums) const override { Chunk<T>{p, x, 0}.sum_slice(panel, slice, sums); }
+  void multiply_add(long panel, long slice, const WeightedTotals &to) const override {
+    if (strips == 1 || sizeof(T) != sizeof(typename Rows<T>::X)) PanelRows::multiply_add(panel, slice, to);
+    else Chunk<T>{p, x, 0}.add_slice_to(panel, slice, to);
+  }
 };
 
 }  // namespace

@@ -20,7 +20,7 @@ namespace grouped {
 namespace {
 
 constexpr long kChunk = 240;        // rows whose sums of one panel stay in the caches
-constexpr long kFetchAhead = 2048;  // bytes of weights fetched ahead while they are read
+constexpr long kFetchAhead = 8192;  // bytes of weights fetched ahead while they are read
 static_assert(kBlock % 32 == 0, "a block has whole groups");
 
 using Rows = RoundedRows<kStrip, 0>;
@@ -37,7 +37,7 @@ struct GroupSums {
         totals(form.has_zeros ? arena().take<float>(rows * stride) : nullptr) {}
 
   long at(long row, long block, const Slices &slices) const {
-    return row * stride + block / slices.blocks * form.groups() + block % slices.blocks * (kBlock / form.group);
+    return row * stride + slices.slice_of(block) * form.groups() + slices.in_slice(block) * (kBlock / form.group);
   }
 
   void compute(const Rows &x, int base) {
@@ -48,7 +48,7 @@ struct GroupSums {
   void compute_strip(const Rows &x, long strip, int base) {
     for (long r = 0; r < x.count(strip); r++)
       for (long block = 0; block < x.blocks; block++) {
-        const long count = x.slices.inputs_of(block), groups = (count + form.group - 1) / form.group;
+        const long count = x.slices.inputs_of(block), groups = form.groups_of(count);
         uint8_t *row = x.at(strip, block) + r * kRowBytes;
         memset(row + count, 0, groups * form.group - count);
         if (form.group == 32) compute_groups<32>(row, groups, base, at(x.begin(strip) + r, block, x.slices));
@@ -67,21 +67,27 @@ struct GroupSums {
   }
 };
 
+// sums [rows of the strip][kPanel] += what one block, whose weights are at `from`, gives to one strip.
+void sum_strip(const PackedForm &form, const char *from, long block, long strip, const Rows &x, const GroupSums &of,
+               const MultiplyTile *tiles, float *sums) {
+  const long bytes = form.group_bytes(), groups = form.groups_of(x.slices.inputs_of(block));
+  // While the strips compute, each of them fetches its share of the next block.
+  const Fetch next = x.strips == 1
+                         ? Fetch{from + kFetchAhead, bytes}
+                         : Fetch{from + groups * bytes * (x.strips + strip) / x.strips, bytes / x.strips};
+  const long at = of.at(x.begin(strip), block, x.slices);
+  tiles[x.count(strip)]({x.at(strip, block), from, groups, bytes, of.starts + at, of.totals ? of.totals + at : nullptr,
+                         of.stride, x.slices.in_slice(block) == 0, sums, next});
+}
+
 // sums [rows][kPanel] of one panel and slice, whose weights are at `from`.
 void sum(const PackedForm &form, const char *from, long slice, const Rows &x, const GroupSums &of,
          const MultiplyTile *tiles, float *sums) {
   const long bytes = form.group_bytes();
   for (long block = slice * x.slices.blocks; block < (slice + 1) * x.slices.blocks; block++) {
-    const long groups = (x.slices.inputs_of(block) + form.group - 1) / form.group;
-    for (long strip = 0; strip < x.strips; strip++) {
-      // While the strips compute, each of them fetches its share of the next block.
-      const bool is_alone = x.strips == 1;
-      const Fetch next{is_alone ? from + kFetchAhead : from + groups * bytes * (x.strips + strip) / x.strips,
-                       bytes / x.strips};
-      const long at = of.at(x.begin(strip), block, x.slices);
-      tiles[x.count(strip)]({x.at(strip, block), from, groups, bytes, of.starts + at, of.totals ? of.totals + at : nullptr,
-                             of.stride, block % x.slices.blocks == 0, sums + x.begin(strip) * kPanel, next});
-    }
+    const long groups = form.groups_of(x.slices.inputs_of(block));
+    for (long strip = 0; strip < x.strips; strip++)
+      sum_strip(form, from, block, strip, x, of, tiles, sums + x.begin(strip) * kPanel);
     from += groups * bytes;
   }
 }
@@ -97,6 +103,27 @@ void sum_scaled(const PackedForm &form, long panel, long slice, const Rows &x, c
     const Vec scale = broadcast(x.scales[r * form.slices + slice]);
     store(sums, rounded_product(rounded_product(load(sums), left), scale));
     store(sums + kLanes, rounded_product(rounded_product(load(sums + kLanes), right), scale));
+  }
+}
+
+// Adds the same, strip by strip, to totals.
+void add_scaled(const PackedForm &form, long panel, long slice, const Rows &x, const GroupSums &of,
+                const MultiplyTile *tiles, WeightedTotals to) {
+  alignas(64) float sums[kStrip * kPanel];
+  const float *factors = reinterpret_cast<const float *>(form.panel(panel));
+  const char *weights = reinterpret_cast<const char *>(factors + kPanel) + slice * form.slice_bytes();
+  const Vec left = load(factors), right = load(factors + kLanes);
+  for (long strip = 0; strip < x.strips; strip++) {
+    const char *from = weights;
+    for (long block = slice * x.slices.blocks; block < (slice + 1) * x.slices.blocks; block++) {
+      sum_strip(form, from, block, strip, x, of, tiles, sums);
+      from += form.groups_of(x.slices.inputs_of(block)) * form.group_bytes();
+    }
+    for (long i = 0, r = x.begin(strip); i < x.count(strip); i++, r++) {
+      const Vec scale = broadcast(x.scales[r * form.slices + slice]);
+      to.add(r, rounded_product(rounded_product(load(sums + i * kPanel), left), scale),
+             rounded_product(rounded_product(load(sums + i * kPanel + kLanes), right), scale));
+    }
   }
 }
 
@@ -173,6 +200,10 @@ struct GroupedRows final : PanelRows {
   }
   void multiply(long panel, long slice, float *sums) const override {
     sum_scaled(form, panel, slice, x, of, tiles_for<Dot>(form), sums);
+  }
+  void multiply_add(long panel, long slice, const WeightedTotals &to) const override {
+    if (strips == 1) PanelRows::multiply_add(panel, slice, to);
+    else add_scaled(form, panel, slice, x, of, tiles_for<Dot>(form), to);
   }
 };
 

@@ -32,7 +32,9 @@ struct PackedForm {
   int64_t slices, length;          // inputs of a slice
   int64_t order_at;                // from the beginning to int32 [slices * length], the input of x at each place: -1 for none; or 0
 
-  long groups() const { return (length + group - 1) / group; }  // of a slice; the last one is filled up with zeros
+  // Of a number of inputs, and of a slice; the last one is filled up with zeros.
+  long groups_of(long inputs) const { return group == 32 ? (inputs + 31) / 32 : (inputs + 15) / 16; }
+  long groups() const { return groups_of(length); }
   long step_bytes() const { return bits == 4 ? 4 * kLanes : 4 * kPanel; }  // values of four inputs
   long values_at() const { return (has_zeros ? 2 : 1) * kScaleBytes; }
   long group_bytes() const { return values_at() + group / 4 * step_bytes(); }

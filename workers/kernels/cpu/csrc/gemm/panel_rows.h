@@ -3,8 +3,28 @@
 // own product.
 #pragma once
 #include "gemm/grouped.h"
+#include "simd/int8.h"
 
 namespace gemm {
+
+using namespace simd;
+
+constexpr long kMostPanelRows = 240;
+
+// Where the sums of a panel are added: those of row r, and a bias, times weight_of[r] to totals[row_of[r]][kPanel].
+struct WeightedTotals {
+  const int32_t *row_of;
+  const float *weight_of;
+  float *totals;
+  Vec low, high;  // the bias
+
+  void add(long r, Vec left, Vec right) const {
+    const Vec weight = broadcast(weight_of[r]);
+    float *to = totals + row_of[r] * kPanel;
+    store(to, load(to) + rounded_product(left + low, weight));
+    store(to + kLanes, load(to + kLanes) + rounded_product(right + high, weight));
+  }
+};
 
 // Made by one thread, in memory of the arena. `rows` are at most kMostPanelRows.
 class PanelRows {
@@ -15,11 +35,16 @@ class PanelRows {
   virtual void pack(long strip, const void *x, long stride, const int32_t *row_of) = 0;
   // sums [rows][kPanel] of one panel along one slice of the inputs.
   virtual void multiply(long panel, long slice, float *sums) const = 0;
+  // Adds the same sums to totals. Forms do so strip by strip where there are several: where slices are short, the sums of
+  // all rows would be read from beyond the first-level cache.
+  virtual void multiply_add(long panel, long slice, const WeightedTotals &to) const {
+    alignas(64) float sums[kMostPanelRows * kPanel];
+    multiply(panel, slice, sums);
+    for (long r = 0; r < rows; r++) to.add(r, load(sums + r * kPanel), load(sums + r * kPanel + kLanes));
+  }
 
   const long rows, strips;
 };
-
-constexpr long kMostPanelRows = 240;
 
 // Of `product`, whose x and y are not read: T is the type of x.
 template <class T>

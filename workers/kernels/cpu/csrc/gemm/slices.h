@@ -29,9 +29,17 @@ struct Slices {
     return other;
   }
   long all_blocks() const { return count * blocks; }
-  long first_input(long index) const { return index / blocks * length + index % blocks * block; }
-  long inputs_of(long index) const { return std::min(block, length - index % blocks * block); }
+  // The slice of a block, and its number there. Most slices are one block: a division takes as long as eight products.
+  long slice_of(long index) const { return blocks == 1 ? index : index / blocks; }
+  long in_slice(long index) const { return blocks == 1 ? 0 : index % blocks; }
+  long first_input(long index) const { return slice_of(index) * length + in_slice(index) * block; }
+  long inputs_of(long index) const { return std::min(block, length - in_slice(index) * block); }
 };
+
+// The first row of strip number `strip` of `strips`, of about equal size; without a division for a single one.
+inline long first_of_strip(long rows, long strip, long strips) {
+  return strip == 0 ? 0 : strip == strips ? rows : rows * strip / strips;
+}
 
 // Where the sums of slice number `slice` go, if those before it are added up as far as the tree allows: after so many others.
 inline long pending_before(long slice) { return __builtin_popcountl(slice); }

@@ -2,6 +2,8 @@
 // does not show; workers/layers/experts.py has the same in torch's operations.
 #include "layer/router.h"
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -88,7 +90,10 @@ void router_logits(const Router &of, const T *x, long stride, long rows, float *
   const auto at = [&](long strip, long block) {
     return packed + (begin(strip) * blocks + (begin(strip + 1) - begin(strip)) * block) * kRowStride<Floats>;
   };
-#pragma omp parallel if (rows * of.hidden * panels > ::kSerial)
+  // Few rows have fewer tasks than there are threads unless these take blocks, whose sums are then added in the same order.
+  const long tasks = strips * panels, cuts = tasks < omp_get_max_threads() ? blocks : 1;
+  float *sums = arena().take<float>(tasks * cuts * kTileRows * kPanel);
+#pragma omp parallel if (rows * of.hidden * of.outputs >= ::kSerial)
   {
 #pragma omp for schedule(static)
     for (long row = 0; row < rows; row++) {
@@ -102,19 +107,27 @@ void router_logits(const Router &of, const T *x, long stride, long rows, float *
       }
     }
 #pragma omp for schedule(static)
-    for (long task = 0; task < strips * panels; task++) {
-      const long strip = task / panels, panel = task % panels, count = begin(strip + 1) - begin(strip);
-      alignas(64) float totals[kTileRows * kPanel];
+    for (long cut = 0; cut < tasks * cuts; cut++) {
+      const long strip = cut / cuts / panels, panel = cut / cuts % panels, count = begin(strip + 1) - begin(strip);
+      const long first = cut % cuts * (blocks / cuts), end = first + blocks / cuts;
       const float *weight = of.weight + panel * of.hidden * kPanel;
-      for (long block = 0; block < blocks; block++) {
+      for (long block = first; block < end; block++) {
         const float *w = weight + block * Floats::kBlock * kPanel;
-        kTiles<Floats>[count](at(strip, block), w, std::min(Floats::kBlock, of.hidden - block * Floats::kBlock), totals,
-                              block == 0, {reinterpret_cast<const char *>(w) + ahead(count), kStepBytes<Floats>});
+        kTiles<Floats>[count](at(strip, block), w, std::min(Floats::kBlock, of.hidden - block * Floats::kBlock),
+                              sums + cut * kTileRows * kPanel, block == first,
+                              {reinterpret_cast<const char *>(w) + ahead(count), kStepBytes<Floats>});
       }
-      for (long r = 0; r < count; r++)
+    }
+#pragma omp for schedule(static)
+    for (long task = 0; task < tasks; task++) {
+      const long strip = task / panels, panel = task % panels;
+      const float *from = sums + task * cuts * kTileRows * kPanel;
+      for (long r = 0; r < begin(strip + 1) - begin(strip); r++)
         for (long i = 0; i < std::min<long>(kPanel, of.outputs - panel * kPanel); i++) {
           const long output = panel * kPanel + i;
-          logits[(begin(strip) + r) * of.outputs + output] = totals[r * kPanel + i] + (of.bias ? of.bias[output] : 0.0f);
+          float total = from[r * kPanel + i];
+          for (long cut = 1; cut < cuts; cut++) total += from[(cut * kTileRows + r) * kPanel + i];
+          logits[(begin(strip) + r) * of.outputs + output] = total + (of.bias ? of.bias[output] : 0.0f);
         }
     }
   }
