@@ -246,16 +246,18 @@ def forms(results: dict[str, Result]) -> str:
     for result in every:
         model = result["model"]
         form = model["dtype"] if model["quantization"] == "none" else model["quantization"]
+        named = [title(model["shape"]), form]
         for measure in result["rounds"][0]["measures"]:
-            phrase, figure, _ = shown_of(measure)[0]
-            name = [title(model["shape"]), form, f"{measure} {phrase}"]
-            rates = (
-                ratio(result, measure, "oarlock", name, figure) if name in result["systems"] else None for name in names
-            )
-            rows.append([*name, cell(over_rounds(result, measure, "oarlock", figure)), *map(cell, rates)])
+            for phrase, figure, _ in shown_of(measure):
+                rates = (
+                    ratio(result, measure, "oarlock", name, figure) if name in result["systems"] else None
+                    for name in names
+                )
+                ours = over_rounds(result, measure, "oarlock", figure)
+                rows.append([*named, f"{measure} {phrase}", cell(ours), *map(cell, rates)])
         read = spread(one["read_gb_s"] for turn in result["rounds"] for one in turn["ceilings"])
         share = share_of_read(result, "oarlock")
-        ceilings.append([*name[:2], result["measured"], str(len(result["rounds"])), cell(read), cell(share)])
+        ceilings.append([*named, result["measured"], str(len(result["rounds"])), cell(read), cell(share)])
     here = every[0]["machine"]
     versions = {titles[name]: about.get("version", "-") for one in every for name, about in one["systems"].items()}
     said = ", ".join(f"{system} {version}" for system, version in versions.items() if version != "-")
