@@ -95,16 +95,15 @@ def _offered(settings: Settings) -> Settings:
 
     from oarlock.server.cli.remote import single_keys
     from oarlock.server.config.options import format_size
-    from oarlock.server.http.uvicorn_server import bind
     from oarlock.server.hub.cached import cached_models, gguf_models
+    from oarlock.server.launch.service_manager import check_port
 
     cache = Path(settings.download_dir or constants.HF_HUB_CACHE).expanduser()
     found = [*cached_models(cache, settings.engine_config("")), *gguf_models()]
     found = [model for model in found if model.is_served][:_MOST_OFFERED]
     if not found:
         return settings
-    if settings.uds is None:
-        bind(settings.host, settings.port).close()  # nobody chooses for a server whose port is taken
+    check_port(settings)  # nobody chooses for a server whose port is taken
     width = max(len(model.name) for model in found)
     rows = [
         f"  {number}  {model.name:<{width}}  {format_size(model.size):>10}  {model.source}"

@@ -46,7 +46,6 @@ from oarlock.workers.runner import expert_ways, worker_process
 from oarlock.workers.runner.cuda_graphs import CudaGraph, CudaGraphs
 from oarlock.workers.runner.device import use_device
 from oarlock.workers.runner.device_steps import DeviceSteps
-from oarlock.workers.runner.expert_ways import measured_ways
 from oarlock.workers.runner.model_runner import ModelRunner
 from oarlock.workers.runner.pending_output import AnsweringThread, wait_for
 from oarlock.workers.runner.step_inputs import StagingBuffer
@@ -281,7 +280,7 @@ def test_every_way_of_experts_is_captured_and_compiled_when_it_is_timed(
         work(x)
         return float(len(timed))
 
-    product.chosen, line = measured_ways(product, 2, 16, seconds)
+    product.chosen, line = expert_ways.measured_ways(product, 2, 16, seconds)
     assert [way for _, way in timed] == [*TILES, GROUPED] * 2 and "no grouped_mm" not in line
     known = set(cuda.variants)
     for way in (*TILES, GROUPED):
@@ -431,9 +430,8 @@ def test_no_kernel_is_compiled_while_requests_wait(
     the fastest for some number of tokens."""
     turns = iter(range(1000))
     monkeypatch.setattr(expert_ways, "seconds_on_device", lambda work, x: (work(x), 3 + next(turns) % 4)[1])
-    model, dtype = make_tiny(tmp_path, family, num_hidden_layers=1, **EXPERTS_OF.get(family, {})), "float32"
-    if family in EXPERTS_OF:  # in float32 there is one tile
-        dtype = "float16"
+    model = make_tiny(tmp_path, family, num_hidden_layers=1, **EXPERTS_OF.get(family, {}))
+    dtype = "float16" if family in EXPERTS_OF else "float32"  # in which experts have one tile
     config = config_of(model, dtype=dtype, max_num_seqs=3, max_num_batched_tokens=24, num_kv_blocks=30)
     executor = ThreadExecutor(config, DeviceRunner)
     if family in EXPERTS_OF:
