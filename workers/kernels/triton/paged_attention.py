@@ -285,9 +285,8 @@ def attend(
     GROUP: tl.constexpr,  # query heads of one KV head
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # the power of 2 from HEAD_DIM on
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, FORM: tl.constexpr, NATIVE_FP8: tl.constexpr,
     FIXED: tl.constexpr,  # all blocks of keys are computed alike
-    FORM: tl.constexpr, NATIVE_FP8: tl.constexpr,
     PRECISION: tl.constexpr,  # of products of float32, as the device has them
 ):  # fmt: skip
     """One tile for one KV head and one span of keys. Blocks of keys that all rows see are computed without masks."""
