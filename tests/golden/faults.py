@@ -93,6 +93,8 @@ FAULTS = [
     Fault("S13", "correction in the weights", mutations.correction_in_the_weights, "ernie-moe", 1, "1.routing"),
     Fault("S13", "gate and up of experts swapped", mutations.gate_and_up_of_experts_swapped, "gpt-oss", 2, "0.experts"),
     Fault("S13", "bias of the router dropped", mutations.bias_of_the_router_dropped, "gpt-oss", 1, "0.router"),
+    Fault("S8", "attention sinks of the first rank", mutations.sinks_of_the_first_rank, "gpt-oss", 4, "0.attention"),
+    Fault("S13", "attention sinks dropped", mutations.attention_sinks_dropped, "gpt-oss", 2, "0.attention"),
     Fault("S13", "limit of activations ignored", mutations.limit_of_activations_ignored, "gpt-oss", 4, "0.experts"),
     Fault("S13", "shared expert dropped", mutations.shared_expert_dropped, "granite-moe-shared", 2, "0.residual"),
     Fault("S13", "logit softcap skipped", mutations.logit_softcap_skipped, "gemma2", 2, "logits"),

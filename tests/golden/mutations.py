@@ -15,7 +15,7 @@ from oarlock.workers.attention import reference
 from oarlock.workers.attention.backend import KVSpec
 from oarlock.workers.attention.reference import ReferenceBackend
 from oarlock.workers.layers import attention, embedding, experts, linear
-from oarlock.workers.layers.attention import Attention
+from oarlock.workers.layers.attention import Attention, Sinks
 from oarlock.workers.layers.attention_spec import SelfAttentionSpec
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
@@ -109,6 +109,16 @@ def attention_softcap_skipped(patch: MonkeyPatch) -> None:
 def attention_sinks_dropped(patch: MonkeyPatch) -> None:
     attend_one = reference.attend_one
     patch.setattr(reference, "attend_one", lambda q, k, v, layer, sinks: attend_one(q, k, v, layer))
+
+
+def sinks_of_the_first_rank(patch: MonkeyPatch) -> None:
+    original = Sinks.__init__
+
+    def patched(self: Sinks, *arguments: Any) -> None:
+        original(self, *arguments)
+        self.shard = replace(self.shard, first_head=0)
+
+    patch.setattr(Sinks, "__init__", patched)
 
 
 def scale_from_head_dim(patch: MonkeyPatch) -> None:

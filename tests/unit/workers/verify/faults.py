@@ -85,6 +85,7 @@ WEIGHTS = [
     ("qwen2_moe", f"{L1}.mlp.experts.3.down_proj.weight", rows(0, 64), "expert 3 (its result is 0.5 times the right"),
     ("qwen2_moe", f"{L1}.mlp.experts.1.gate_proj.weight", rows(0, 8), f"{L1}.mlp.experts: expert 1"),
     ("qwen2_moe", f"{L1}.mlp.shared_expert.up_proj.weight", rows(0, 8), f"{L1}.mlp.shared_expert: its weights"),
+    ("gpt_oss", f"{L1}.self_attn.sinks", rows(4, 5, 0.0), f"{L1}.self_attn.sinks: head 4 (its results are multiples"),
     # gpt-oss stores all experts as one tensor [E, K, N].
     ("gpt_oss", f"{L1}.mlp.router.bias", rows(1, 2, 0.0), f"{L1}.mlp.router.weight or bias: the rows of expert 1"),
     ("gpt_oss", f"{L1}.mlp.experts.down_proj", rows(3, 4), f"{L1}.mlp.experts: expert 3"),
