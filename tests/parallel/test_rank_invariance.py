@@ -174,7 +174,7 @@ def test_the_shape_of_a_real_model_on_processes(tmp_path: Path, form: str) -> No
 @pytest.mark.parametrize("deals", [False, True], ids=["cut", "dealt"])
 def test_a_mixture_on_eight_processes(checkpoints: dict[str, Path], deals: bool) -> None:
     one = start(checkpoints["qwen2_moe"], "bfloat16", 1)
-    config = one.config.with_(enable_expert_parallel=deals)
+    config = one.config.with_(enable_expert_parallel=deals, cpu_affinity="none")
     eight = start_executor(config.with_(tensor_parallel_size=8), lambda *_: None)
     assert eight.info.rank_invariant and eight.info.batch_invariant, eight.info
     got = run(eight, make_requests(8))

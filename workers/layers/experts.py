@@ -15,7 +15,7 @@ from oarlock.workers.kernels.cpu.experts import CppRouter
 from oarlock.workers.kernels.cpu.fused_layer import CMixture, Rows
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.layers.fused_layer import Program
-from oarlock.workers.layers.placement import Placement
+from oarlock.workers.layers.placement import Placement, runs_on_host
 from oarlock.workers.layers.sharding import ExpertShard, shard_experts, shard_width
 from oarlock.workers.quantization.expert_matmul import expert_matmul
 from oarlock.workers.quantization.expert_weights import ExpertsShape, ExpertWeights
@@ -151,7 +151,8 @@ class ExpertStack:
 
     def load(self, weights: WeightSource) -> None:
         source = weights if self.cut.whole == self.width else FilledUp(weights, self.cut.whole, self.width)
-        self.product = expert_matmul(self.shape, self._loaded(source))
+        on_host = runs_on_host(self.place.device)
+        self.product = expert_matmul(self.shape, self._loaded(source), on_host=on_host)
 
     def _loaded(self, weights: WeightSource) -> Iterator[ExpertWeights]:
         place = self.place

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.all_reduce import tree_sum
+from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.experts import CppExpertMatmul, can_stack
 from oarlock.workers.quantization import triton_experts
 from oarlock.workers.quantization.expert_weights import ExpertMatmul, ExpertsShape, ExpertWeights, gate_of
@@ -80,12 +81,14 @@ def _for_kernel(shape: ExpertsShape, one: ExpertWeights) -> tuple[GatedMatmul, M
     return gated, one.down.matmul(float32_output=True, slices=shape.slices), one.down_bias
 
 
-def expert_matmul(shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> ExpertMatmul:
-    """The fastest product for these experts where their weights are; the caller should not keep these."""
+def expert_matmul(shape: ExpertsShape, experts: Iterable[ExpertWeights], *, on_host: bool = True) -> ExpertMatmul:
+    """The fastest product for these experts where their weights are; the caller should not keep these. `on_host`: on
+    the CPU."""
     left = iter(experts)
     first = next(left, None)
-    if first is None:  # a rank may have no expert
-        return TorchExpertMatmul(shape, ())
+    if first is None:  # a rank may have no expert: it runs its layers as the others do
+        has_kernel = on_host and library.why_not(shape.dtype) is None
+        return CppExpertMatmul(shape, ()) if has_kernel else TorchExpertMatmul(shape, ())
     if triton_experts.why_not(first) is None:
         return triton_experts.TritonExpertMatmul(shape, chain([first], left))
     products = _for_kernel(shape, first)

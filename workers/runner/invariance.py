@@ -239,8 +239,11 @@ def check_rank_invariance(model: Decoder, kv: list[LayerKV], backend: AttentionB
 
 def check_sums(outputs: Sequence[RowParallelLinear], place: Placement, why_not: str | None) -> RankInvariance:
     """Try the sums of `outputs`, the products whose inputs ranks share. `why_not`: a reason why nothing is promised
-    whatever they do; the same on every rank."""
+    whatever they do."""
     started = time.monotonic()
+    has_reason = torch.tensor([float(why_not is not None)], dtype=torch.float64, device=place.device)
+    if place.tp.all_gather(has_reason).any() and why_not is None:
+        why_not = "another rank has kernels that add up in another order"
     sizes = [size for size in (1, 2, 4, 8) if size <= place.slices]
     device = place.device
     if device.type != "cpu":
@@ -258,7 +261,7 @@ def check_sums(outputs: Sequence[RowParallelLinear], place: Placement, why_not: 
 
 
 def _why_not(model: Decoder, kv: list[LayerKV], backend: AttentionBackend) -> str | None:
-    """The reason why this model's kernels promise nothing, the same on every rank; None if there is none."""
+    """The reason why this rank's kernels promise nothing; None if there is none."""
     device = model.place.device
     if device.type != "cpu":
         return None
