@@ -287,7 +287,7 @@ def test_every_way_of_experts_is_captured_and_compiled_when_it_is_timed(
         product.chosen = [(1, way)]
         x, out = torch.zeros(9, 32, device=DEVICE).bfloat16(), torch.zeros(9, 32, device=DEVICE)
         ids, shares = torch.zeros((9, 2), dtype=torch.int32, device=DEVICE), torch.zeros((9, 2), device=DEVICE)
-        graph = CudaGraphs().capture(partial(_into, out, product, x, ids, shares))
+        graph = CudaGraphs().capture(partial(lambda into, *inputs: into.copy_(product(*inputs)), out, x, ids, shares))
         rows = torch.randn(9, 32, generator=draw).bfloat16()
         chosen = torch.rand(9, 4, generator=draw).topk(2).indices.sort(1).values.int()
         for into, numbers in ((x, rows), (ids, chosen), (shares, torch.full((9, 2), 0.5))):
@@ -296,10 +296,6 @@ def test_every_way_of_experts_is_captured_and_compiled_when_it_is_timed(
         wanted = judge(rows, chosen, torch.full((9, 2), 0.5))
         assert (out.cpu() - wanted).norm() <= 1e-2 * wanted.norm(), way
     assert cuda.variants == known
-
-
-def _into(out: Tensor, product: TritonExpertMatmul, *inputs: Tensor) -> None:
-    out.copy_(product(*inputs))
 
 
 def test_a_rank_joins_the_others_on_its_own_device(cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch) -> None:
