@@ -60,7 +60,7 @@ def published(scheduler: Any, address: str | None) -> Generator[Callable[[], Non
         yield lambda: None
         return
     from oarlock.engine.config import KvEventsConfig
-    from oarlock.engine.kv_cache.events import BlockEventLog
+    from oarlock.engine.kv_cache.manager import BlockEventLog
     from oarlock.engine.kv_cache.publisher import KvEventPublisher
 
     def tell() -> None:

@@ -28,7 +28,7 @@ from oarlock.engine.errors import (
 )
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import Frame, FrameError, FrameReader
-from oarlock.engine.kv_cache.events import BlockChanges
+from oarlock.engine.kv_cache.manager import BlockChanges
 from oarlock.engine.replay.recording import end_of_killed
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import EngineInfo, Request, TokenEvent

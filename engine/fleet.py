@@ -24,8 +24,7 @@ import numpy as np
 
 from oarlock.engine.config import EngineConfig, SpeculativeConfig
 from oarlock.engine.errors import QueueFullError, RequestError
-from oarlock.engine.kv_cache.events import BlockChanges, BlockEventLog
-from oarlock.engine.kv_cache.manager import KVCacheManager
+from oarlock.engine.kv_cache.manager import BlockChanges, BlockEventLog, KVCacheManager
 from oarlock.engine.replicas import Load, PrefixIndex, choose
 from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.sequence import ModelRunnerOutput, SchedulerOutput

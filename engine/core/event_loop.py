@@ -27,7 +27,7 @@ from oarlock.engine.errors import (
 from oarlock.engine.input_batch.sampling_metadata import fill_one_by_one
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import Frame, FrameError, FrameSocket, FrameSocketClosedError
-from oarlock.engine.kv_cache.events import BlockChanges, BlockEvent, BlockEventLog
+from oarlock.engine.kv_cache.manager import BlockChanges, BlockEvent, BlockEventLog
 from oarlock.engine.kv_cache.offload import Flush
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenEvents

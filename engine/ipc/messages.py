@@ -26,7 +26,7 @@ from oarlock.engine.errors import (
     UnavailableError,
 )
 from oarlock.engine.ipc.frames import Frame, FrameError, encode, head_text, join
-from oarlock.engine.kv_cache.events import HASH_BYTES, BlockChanges
+from oarlock.engine.kv_cache.manager import HASH_BYTES, BlockChanges
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import (
     EngineInfo,

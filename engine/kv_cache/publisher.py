@@ -26,7 +26,7 @@ import zmq
 
 from oarlock.engine.config import KvEventsConfig
 from oarlock.engine.errors import StartupError
-from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockEvent, BlockStored
+from oarlock.engine.kv_cache.manager import AllBlocksCleared, BlockEvent, BlockStored
 
 logger = logging.getLogger("oarlock.engine")
 

@@ -8,8 +8,14 @@ models use other marks (`REASONING_FORMATS`). Whether a model uses any is found 
 from dataclasses import dataclass
 
 from oarlock.engine.types import FinishReason
-from oarlock.server.chat.events import ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart, merged
 from oarlock.server.chat.tool_choice import ToolChoice
+from oarlock.server.chat.tool_parsers.call_parser import (
+    ContentDelta,
+    MessageEvent,
+    ReasoningDelta,
+    ToolCallStart,
+    merged,
+)
 from oarlock.server.chat.tool_parsers.harmony import HarmonyParser
 from oarlock.server.llm.output_processor import Delta
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from oarlock.engine.config import EngineConfig, KvEventsConfig, NodesConfig, WorkerConfig
-from oarlock.server.config.allowed_hosts import is_loopback
 from oarlock.server.config.json_options import parse_kv_events_config, parse_speculative_config
 from oarlock.server.config.option_checks import (
     check_allowed_hosts,
@@ -20,6 +19,7 @@ from oarlock.server.config.option_checks import (
     check_root_path,
     check_step_size,
     check_traces_endpoint,
+    is_loopback,
     unknown_name,
 )
 from oarlock.server.config.option_groups import (

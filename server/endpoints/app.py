@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from oarlock.server.config.allowed_hosts import AllowedHosts
+from oarlock.server.config.option_checks import AllowedHosts
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints import completions, models, tokenize
 from oarlock.server.endpoints.batches import serving as batches
@@ -20,8 +20,8 @@ from oarlock.server.endpoints.operations import route as operations
 from oarlock.server.endpoints.operations.explain import OpenAIServingExplain
 from oarlock.server.endpoints.operations.live_state import OpenAIServingLiveState
 from oarlock.server.endpoints.pooling import route as pooling
-from oarlock.server.endpoints.pooling.embedding import OpenAIServingEmbedding
 from oarlock.server.endpoints.pooling.scoring import OpenAIServingScoring
+from oarlock.server.endpoints.pooling.serving import OpenAIServingEmbedding
 from oarlock.server.endpoints.responses import serving as responses
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.serving import OpenAIServing

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any, ClassVar
 
-from oarlock.server.chat.events import ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart
 from oarlock.server.chat.message_parser import AnswerShape, MessageParser
+from oarlock.server.chat.tool_parsers.call_parser import ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart
 from oarlock.server.http.server_sent_events import AnswerWriter
 from oarlock.server.json_text import dumps
 from oarlock.server.llm.generation import Generation

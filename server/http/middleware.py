@@ -19,7 +19,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from oarlock.engine.errors import QueueFullError, StartupError
-from oarlock.server.config.allowed_hosts import AllowedHosts
+from oarlock.server.config.option_checks import AllowedHosts
 from oarlock.server.errors import MESSAGES, HttpError, answer_of, describe, is_message_route, retry_after
 from oarlock.server.http.api_keys import ApiKeys, Key
 from oarlock.server.http.request_record import RequestRecord, label_of

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypedDict, TypeVar
 
 from oarlock.server.chat.message_parser import MessageParser
 from oarlock.server.endpoints.chat.serving import ProcessedChat, read_message
-from oarlock.server.endpoints.pooling.embedding import OpenAIServingEmbedding
 from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, ScoreRequest
 from oarlock.server.endpoints.pooling.scoring import OpenAIServingScoring
+from oarlock.server.endpoints.pooling.serving import OpenAIServingEmbedding
 from oarlock.server.http.request_body import parse
 from oarlock.server.json_text import dumps
 from oarlock.server.llm.generation import Generation

@@ -172,7 +172,7 @@ def test_pooling_has_a_vector_for_each_token(embeds):
 
 
 def test_an_answer_has_only_so_many_vectors_of_tokens(embeds, monkeypatch):
-    monkeypatch.setattr("oarlock.server.endpoints.pooling.embedding.MAX_NUMBERS", 20 * HIDDEN_SIZE)
+    monkeypatch.setattr("oarlock.server.endpoints.pooling.serving.MAX_NUMBERS", 20 * HIDDEN_SIZE)
     stage, ids = embeds(), [7] * 10
     assert post(stage, "/pooling", {"input": [ids, ids]}).status_code == 200
     before = len(stage.engine.requests)

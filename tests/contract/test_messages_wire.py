@@ -268,7 +268,7 @@ def test_keys_are_taken_where_this_apis_clients_put_them(make_stage):
 
 
 def test_arguments_that_are_cut_or_broken_are_what_can_be_read_of_them():
-    from oarlock.server.chat.events import ArgumentsDelta, ToolCallStart
+    from oarlock.server.chat.tool_parsers.call_parser import ArgumentsDelta, ToolCallStart
 
     for text, value in (('{"a": [1, 2', {"a": [1, 2]}), ("[1]", {}), ("{broken", {}), ("", {}), ('{"a": 1}', {"a": 1})):
         blocks = ContentBlocks(shows_thoughts=True)

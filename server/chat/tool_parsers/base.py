@@ -11,8 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart, merged
-from oarlock.server.chat.tool_parsers.call_parser import CallReader, NoCallError, Tools
+from oarlock.server.chat.tool_parsers.call_parser import (
+    ArgumentsDelta,
+    CallReader,
+    ContentDelta,
+    MessageEvent,
+    NoCallError,
+    ReasoningDelta,
+    ToolCallStart,
+    Tools,
+    merged,
+)
 from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 
 Messages = list[dict[str, Any]]

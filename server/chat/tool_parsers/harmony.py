@@ -7,10 +7,17 @@ those of OpenAI's published description of the format.
 import re
 from collections.abc import Sequence
 
-from oarlock.server.chat.events import ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart
 from oarlock.server.chat.tool_parsers import grammar
 from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
-from oarlock.server.chat.tool_parsers.call_parser import CallParser, CallReader, Tools
+from oarlock.server.chat.tool_parsers.call_parser import (
+    CallParser,
+    CallReader,
+    ContentDelta,
+    MessageEvent,
+    ReasoningDelta,
+    ToolCallStart,
+    Tools,
+)
 from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema, delimiter, literal
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"

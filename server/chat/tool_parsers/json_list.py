@@ -9,10 +9,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from oarlock.server.chat.events import ContentDelta, MessageEvent
 from oarlock.server.chat.tool_parsers import grammar
 from oarlock.server.chat.tool_parsers.base import Messages, ToolFormat, ToolParser
-from oarlock.server.chat.tool_parsers.call_parser import CallParser, CallReader, Tools
+from oarlock.server.chat.tool_parsers.call_parser import CallParser, CallReader, ContentDelta, MessageEvent, Tools
 from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 
 TOOL_CALL, TOOL_CALL_END, FUNCTOOLS = "<|tool_call|>", "<|/tool_call|>", "functools["

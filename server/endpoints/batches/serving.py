@@ -1,11 +1,16 @@
-"""`/v1/files` and `/v1/batches`: uploads, lists and downloads, and what is asked about batches."""
+"""Serves `/v1/files` and `/v1/batches`: uploads, lists and downloads, and what is asked about batches.
+
+`multipart/form-data` (RFC 7578, RFC 2046 section 5.1.1) is read piece by piece: a file is never whole in memory.
+"""
 
 import asyncio
 import errno
 import os
+import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -19,12 +24,11 @@ from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.batches.batch import Batch, BatchEndpoints
 from oarlock.server.endpoints.batches.directory import BatchDirectory, FileStore, StoredFile, new_id, page
 from oarlock.server.endpoints.batches.key_shares import KeyNames
-from oarlock.server.endpoints.batches.multipart import MultipartReader, Part, boundary_of
 from oarlock.server.endpoints.batches.runner import BatchRunner, DirectoryAdoption
 from oarlock.server.endpoints.batches.schema import MAX_EXPIRY_S, MIN_EXPIRY_S, CreateBatchRequest
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
 from oarlock.server.endpoints.completions import OpenAIServingCompletion
-from oarlock.server.endpoints.pooling.embedding import OpenAIServingEmbedding
+from oarlock.server.endpoints.pooling.serving import OpenAIServingEmbedding
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.errors import ClientGoneError, HttpError
@@ -36,6 +40,104 @@ from oarlock.server.http.request_record import label_of
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.json_text import dumps
 from oarlock.server.observability.metrics import HttpCounters
+
+MAX_PARTS = 16
+MAX_HEADERS = 8 * 1024  # bytes, of one part
+_BOUNDARY = re.compile(r"""boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))""", re.IGNORECASE)
+_PARAMETER = re.compile(r"""(?:^|;)\s*(name|filename)="((?:[^"\\]|\\.)*)\"""", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part begins."""
+
+    name: str
+    filename: str | None  # None: it is a field, not a file
+
+
+def boundary_of(content_type: str) -> bytes:
+    """Raises `HttpError` (415) unless it is a form with a boundary."""
+    found = _BOUNDARY.search(content_type)
+    if content_type.partition(";")[0].strip().lower() != "multipart/form-data" or found is None:
+        raise HttpError(415, "The body must be a form: send 'Content-Type: multipart/form-data; boundary=…'.")
+    return (found[1] or found[2]).encode("latin-1", "replace")
+
+
+class MultipartReader:
+    """Bytes in, parts and their contents out."""
+
+    def __init__(self, boundary: bytes) -> None:
+        self._delimiter = b"\r\n--" + boundary
+        self._buffer = bytearray(b"\r\n")  # so that the first delimiter is like the others
+        self._state = "before"  # then "delimiter", "headers", "content" and, at the end, "after"
+        self._num_parts = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last delimiter has come."""
+        return self._state == "after"
+
+    def feed(self, data: bytes) -> Iterator[Part | bytes]:
+        """A `Part` where one begins, and pieces of its content. Raises `RequestError`."""
+        self._buffer += data
+        while True:
+            if self._state in ("before", "content"):
+                content, found = self._content()
+                if content and self._state == "content":
+                    yield content
+                if not found:
+                    return
+                self._state = "delimiter"
+            elif self._state == "delimiter":
+                if len(self._buffer) < 2:
+                    return
+                mark = bytes(self._buffer[:2])
+                if mark not in (b"--", b"\r\n"):
+                    raise _wrong("a delimiter is followed by neither a part nor the end")
+                del self._buffer[:2]
+                self._state = "after" if mark == b"--" else "headers"
+            elif self._state == "headers":
+                part = self._headers()
+                if part is None:
+                    return
+                self._state = "content"
+                yield part
+            else:
+                self._buffer.clear()  # what follows the end means nothing (RFC 2046)
+                return
+
+    def _content(self) -> tuple[bytes, bool]:
+        """Take what is certainly content from the buffer, and tell whether a delimiter ended it."""
+        at = self._buffer.find(self._delimiter)
+        end = at if at >= 0 else max(0, len(self._buffer) - len(self._delimiter) + 1)
+        content = bytes(self._buffer[:end])
+        del self._buffer[: end + len(self._delimiter) if at >= 0 else end]
+        return content, at >= 0
+
+    def _headers(self) -> Part | None:
+        at = self._buffer.find(b"\r\n\r\n")
+        if (at if at >= 0 else len(self._buffer)) > MAX_HEADERS:
+            raise _wrong(f"the headers of a part are longer than {MAX_HEADERS} bytes")
+        if at < 0:
+            return None
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            raise _wrong(f"it has more than {MAX_PARTS} parts")
+        lines = bytes(self._buffer[:at]).decode("utf-8", "replace").split("\r\n")
+        del self._buffer[: at + 4]
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        if "content-transfer-encoding" in headers and headers["content-transfer-encoding"].lower() != "binary":
+            raise _wrong("a part has a Content-Transfer-Encoding; send its bytes as they are")
+        kind, _, rest = headers.get("content-disposition", "").partition(";")
+        found = {name.lower(): re.sub(r"\\(.)", r"\1", value) for name, value in _PARAMETER.findall(rest)}
+        if kind.strip().lower() != "form-data" or "name" not in found:
+            raise _wrong("a part has no 'Content-Disposition: form-data; name=\"…\"'")
+        return Part(found["name"], found.get("filename"))
+
+
+def _wrong(problem: str) -> RequestError:
+    return RequestError(f"The form cannot be read: {problem}.", None, "invalid_form")
+
 
 MAX_FILE_BYTES = 200 * 2**20
 UPLOAD_TIMEOUT_S = 600.0

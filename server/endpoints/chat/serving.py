@@ -9,9 +9,16 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart, merged
 from oarlock.server.chat.message_parser import AnswerShape, MessageParser
 from oarlock.server.chat.prompt import answer_grammar, render_prompt
+from oarlock.server.chat.tool_parsers.call_parser import (
+    ArgumentsDelta,
+    ContentDelta,
+    MessageEvent,
+    ReasoningDelta,
+    ToolCallStart,
+    merged,
+)
 from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.endpoints.generate import OpenAIServingGenerate
 from oarlock.server.endpoints.response_writer import ResponseHead, ResponseOptions, ResponseWriter, finite, usage

@@ -12,9 +12,8 @@ from starlette.responses import Response
 
 from oarlock.engine.errors import RequestError
 from oarlock.engine.types import PoolingParams
-from oarlock.server.endpoints.pooling.embedding import unit
 from oarlock.server.endpoints.pooling.schema import RerankRequest, ScoreRequest, ScoringFields
-from oarlock.server.endpoints.pooling.serving import DOCUMENT, QUERY, OpenAIServingPooling, Run, usage
+from oarlock.server.endpoints.pooling.serving import DOCUMENT, QUERY, OpenAIServingPooling, Run, unit, usage
 from oarlock.server.http.request_record import request_id_of
 from oarlock.server.http.server_sent_events import whole_response
 from oarlock.server.json_text import InPieces, pieces_of

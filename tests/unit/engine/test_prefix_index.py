@@ -6,7 +6,7 @@ import pytest
 
 from oarlock.engine.ipc.frames import FrameError, FrameReader, encode
 from oarlock.engine.ipc.messages import blocks, read_blocks
-from oarlock.engine.kv_cache.events import (
+from oarlock.engine.kv_cache.manager import (
     HASH_BYTES,
     AllBlocksCleared,
     BlockChanges,

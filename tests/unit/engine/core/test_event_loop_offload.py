@@ -13,7 +13,7 @@ from oarlock.engine.core.event_loop import EngineLoop
 from oarlock.engine.errors import EXIT_OK
 from oarlock.engine.ipc import messages
 from oarlock.engine.ipc.frames import FrameReader, FrameSocket
-from oarlock.engine.kv_cache.events import extend_hashes
+from oarlock.engine.kv_cache.manager import extend_hashes
 from oarlock.engine.types import Request, SamplingParams, TokenEvent
 from oarlock.workers.kv_offload import Copy, KVOffloadInfo, KVReports, KVReportSender, Report
 from tests.unit.engine.kv_cache.chained_ranks import ChainedRanks, Files

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 
-from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockEvent, BlockStored, extend_hashes
-from oarlock.engine.kv_cache.manager import KVCacheManager
+from oarlock.engine.kv_cache.manager import AllBlocksCleared, BlockEvent, BlockStored, KVCacheManager, extend_hashes
 
 
 class ReplayedBlocks:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockEventLog, BlockRemoved, BlockStored
+from oarlock.engine.kv_cache.manager import AllBlocksCleared, BlockEventLog, BlockRemoved, BlockStored
 from oarlock.engine.scheduler.sequence import SchedulerOutput
 from oarlock.engine.types import TokenEvent
 from tests.unit.engine.engine_fakes import Driver, Faults, make_config, make_request

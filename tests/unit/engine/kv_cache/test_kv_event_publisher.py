@@ -14,7 +14,7 @@ import zmq
 
 from oarlock.engine.config import KvEventsConfig
 from oarlock.engine.errors import StartupError
-from oarlock.engine.kv_cache.events import AllBlocksCleared, BlockEvent, BlockEventLog, BlockRemoved, BlockStored
+from oarlock.engine.kv_cache.manager import AllBlocksCleared, BlockEvent, BlockEventLog, BlockRemoved, BlockStored
 from oarlock.engine.kv_cache.publisher import KvEventPublisher, Wire, short_hash
 from tests.unit.engine.engine_fakes import Driver
 from tests.unit.engine.kv_cache.test_block_events import Listening

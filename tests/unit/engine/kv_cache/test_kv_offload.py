@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from oarlock.engine.core.engine_core import EngineCore
-from oarlock.engine.kv_cache.events import BlockEventLog
+from oarlock.engine.kv_cache.manager import BlockEventLog
 from oarlock.engine.kv_cache.offload import LOAD_TIMEOUT_S, STEP_LOAD_BYTES, Flush, HostTier, KVOffload
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import Request, SamplingParams

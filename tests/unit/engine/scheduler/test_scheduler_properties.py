@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from oarlock.engine.errors import QueueFullError, RequestError
-from oarlock.engine.kv_cache.events import BlockEventLog
+from oarlock.engine.kv_cache.manager import BlockEventLog
 from oarlock.engine.types import KINDS, FinishReason
 from tests.unit.engine.engine_fakes import EOS, Driver, make_config, make_request
 from tests.unit.engine.kv_cache.replayed_blocks import ReplayedBlocks

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oarlock.server.chat.events import ContentDelta, ReasoningDelta, merged
 from oarlock.server.chat.message_parser import REASONING_FORMATS, ReasoningParser
+from oarlock.server.chat.tool_parsers.call_parser import ContentDelta, ReasoningDelta, merged
 
 R, C = ReasoningDelta, ContentDelta
 

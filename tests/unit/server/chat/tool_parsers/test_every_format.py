@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oarlock.engine.errors import RequestError
-from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
 from oarlock.server.chat.message_parser import HARMONY as HARMONY_MARKS
 from oarlock.server.chat.message_parser import REASONING_FORMATS as MARKS
 from oarlock.server.chat.prompt import ChatPrompt, answer_grammar
 from oarlock.server.chat.tool_choice import resolve_tool_choice
+from oarlock.server.chat.tool_parsers.call_parser import ArgumentsDelta, ContentDelta, ToolCallStart, merged
 from oarlock.server.chat.tool_parsers.harmony import HARMONY
 from oarlock.server.chat.tool_parsers.hermes import GENERIC, UNKNOWN
 from oarlock.server.chat.tool_parsers.registry import FORMATS, choose, detect

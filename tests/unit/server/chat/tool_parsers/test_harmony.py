@@ -9,10 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oarlock.engine.types import Grammar
-from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, ReasoningDelta, ToolCallStart, merged
 from oarlock.server.chat.message_parser import AnswerShape, MessageParser
 from oarlock.server.chat.prompt import ChatPrompt, answer_grammar
 from oarlock.server.chat.tool_choice import resolve_tool_choice
+from oarlock.server.chat.tool_parsers.call_parser import (
+    ArgumentsDelta,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallStart,
+    merged,
+)
 from oarlock.server.chat.tool_parsers.harmony import HARMONY, HarmonyParser
 from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.llm.output_processor import Delta

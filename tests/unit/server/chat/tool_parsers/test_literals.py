@@ -8,7 +8,7 @@ import llguidance
 import pytest
 
 from oarlock.engine.errors import RequestError
-from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
+from oarlock.server.chat.tool_parsers.call_parser import ArgumentsDelta, ContentDelta, ToolCallStart, merged
 from oarlock.server.chat.tool_parsers.gemma import FUNCTIONGEMMA, SchemaGrammar
 from oarlock.server.chat.tool_parsers.pythonic import PYTHONIC
 from tests.unit.server.chat.tool_parsers.test_every_format import _admits, compiler  # noqa: F401

@@ -10,13 +10,12 @@ import llguidance
 import pytest
 
 from oarlock.engine.types import Grammar
-from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
 from oarlock.server.chat.message_parser import REASONING_FORMATS as MARKS
 from oarlock.server.chat.prompt import ChatPrompt, answer_grammar
 from oarlock.server.chat.tool_choice import resolve_tool_choice
 from oarlock.server.chat.tool_parsers import registry
 from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
-from oarlock.server.chat.tool_parsers.call_parser import CallParser
+from oarlock.server.chat.tool_parsers.call_parser import ArgumentsDelta, CallParser, ContentDelta, ToolCallStart, merged
 from oarlock.server.chat.tool_parsers.grammar import call_objects, text_then_calls
 from oarlock.server.chat.tool_parsers.hermes import HERMES, UNKNOWN
 from oarlock.server.chat.tool_parsers.json_list import LLAMA, MISTRAL

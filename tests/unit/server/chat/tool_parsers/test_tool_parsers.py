@@ -6,8 +6,14 @@ import json
 
 import pytest
 
-from oarlock.server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
-from oarlock.server.chat.tool_parsers.call_parser import JsonScanner, MalformedError
+from oarlock.server.chat.tool_parsers.call_parser import (
+    ArgumentsDelta,
+    ContentDelta,
+    JsonScanner,
+    MalformedError,
+    ToolCallStart,
+    merged,
+)
 from oarlock.server.chat.tool_parsers.hermes import HermesToolParser
 from oarlock.server.chat.tool_parsers.json_list import LlamaToolParser, MistralToolParser
 
