@@ -265,7 +265,8 @@ class DequantisedModel:
             if self.was_dense:
                 self._was[parameter] = parameter.data
             self._dequantised[parameter] = parameter.data = data
-            self._rounds[parameter] = _ROUNDED.get((device, arithmetic))
+            # On other devices the kernel of experts takes inputs as they are, in every form.
+            self._rounds[parameter] = _ROUNDED.get((device, arithmetic)) if device == "cpu" else None
 
     @contextmanager
     def as_it_was(self) -> Generator[None]:
