@@ -20,7 +20,7 @@ namespace grouped {
 namespace {
 
 constexpr long kChunk = 240;        // rows whose sums of one panel stay in the caches
-constexpr long kFetchAhead = 8192;  // bytes of weights fetched ahead while they are read
+constexpr long kFetchAhead = 4096;  // bytes of weights fetched ahead while they are read
 static_assert(kBlock % 32 == 0, "a block has whole groups");
 
 using Rows = RoundedRows<kStrip, 0>;
