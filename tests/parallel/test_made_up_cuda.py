@@ -42,7 +42,7 @@ from oarlock.workers.quantization.method import DenseWeight
 from oarlock.workers.quantization.registry import NONE, Quantization
 from oarlock.workers.quantization.triton_experts import GROUPED, TILES, TritonExpertMatmul
 from oarlock.workers.ranks.spawn_ranks import RankArguments
-from oarlock.workers.runner import worker_process
+from oarlock.workers.runner import expert_ways, worker_process
 from oarlock.workers.runner.cuda_graphs import CudaGraph, CudaGraphs
 from oarlock.workers.runner.device import use_device
 from oarlock.workers.runner.device_steps import DeviceSteps
