@@ -125,10 +125,10 @@ def test_bad_files_are_refused_before_anything_is_loaded(
     with pytest.raises(StartupError, match="mixture of 8 experts"):
         described(path)
     odd = write_gguf(
-        DEMO, tmp_path / "odd.gguf", lambda name, shape: "MXFP4" if "ffn_up" in name else "F32",
+        DEMO, tmp_path / "odd.gguf", lambda name, shape: "TQ1_0" if "ffn_up" in name else "F32",
         tokenizer__ggml__pre="qwen2",
     )  # fmt: skip
-    assert "is MXFP4, which is not supported" in refused(odd, cache)
+    assert "is TQ1_0, which is not supported" in refused(odd, cache)
 
 
 def refused(model: Path, cache: str) -> str:
