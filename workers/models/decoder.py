@@ -123,6 +123,11 @@ class DecoderLayer:
         return hidden
 
 
+def mixtures_of(layers: Sequence[DecoderLayer]) -> list[Experts]:
+    """The mixtures of experts among the sublayers of `layers`."""
+    return [branch.sublayer for layer in layers for branch in layer.branches if isinstance(branch.sublayer, Experts)]
+
+
 class Decoder:
     """One rank's shard of the model, or of the `stage` of it. It holds no weights until `load`."""
 
@@ -153,8 +158,7 @@ class Decoder:
         ropes = [spec.layers[i].attention.rope for i in stage]
         self.rotary = {rope: RotaryTable(rope, device) for rope in ropes if rope is not None}  # mostly one
         self.rotary_of = [-1 if rope is None else list(self.rotary).index(rope) for rope in ropes]
-        sublayers = [branch.sublayer for layer in self.layers for branch in layer.branches]
-        mixtures = [sublayer for sublayer in sublayers if isinstance(sublayer, Experts)]
+        mixtures = mixtures_of(self.layers)
         self._elsewhere = {name for experts in mixtures for name in experts.routed.elsewhere}  # of other ranks
         self._prepared: PreparedLayers | None = None
         self.why_not_prepared: str | None = None  # in the newest step

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from oarlock.workers.distributed.all_reduce import Sum, seconds_on_device
-from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.decoder import Decoder, mixtures_of
 from oarlock.workers.quantization.expert_weights import ExpertsShape
 from oarlock.workers.quantization.triton_experts import GROUPED, TritonExpertMatmul
-from oarlock.workers.runner.experts_invariance import mixtures_of
 
 logger = logging.getLogger("oarlock.runner")
 

@@ -4,7 +4,7 @@ With this model's own weights. Rows that crowd at one expert, and experts that a
 prompt; here they are made up. Each part of a sum that another number of ranks would hold is computed by itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu.experts import CppExpertMatmul
 from oarlock.workers.layers.experts import Experts, ExpertStack, Router, route
-from oarlock.workers.models.decoder import DecoderLayer
 
 _ROWS = 65  # odd, and more than a tile of any kernel has
 _CROWD = 260  # rows of one expert: more than a block of any kernel has
@@ -21,16 +20,13 @@ _FEW = 3
 Sum = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def mixtures_of(layers: Sequence[DecoderLayer]) -> list[Experts]:
-    return [branch.sublayer for layer in layers for branch in layer.branches if isinstance(branch.sublayer, Experts)]
-
-
 def batch_fault(experts: Experts) -> str | None:
     """The first difference between a row alone and among others, as a phrase; None: there is none."""
     draw = torch.Generator().manual_seed(0)
     router, routed = experts.router, experts.routed
     x = _rows(experts, _ROWS, draw)
-    fault = _logits_fault(router, x) or _choice_fault(router, router.logits(x))
+    fault = _difference(f"{router.name}: a row's logits of experts", router.logits, x)
+    fault = fault or _choice_fault(router, router.logits(x))
     if fault is None:
         fault = _sums_fault(f"{router.name}: a row's sum over experts", routed, x, *router(x))
     if fault is None and routed.shape.count:
@@ -58,10 +54,6 @@ def order_fault(experts: Experts) -> str | None:
 def _rows(experts: Experts, count: int, draw: torch.Generator) -> Tensor:
     place = experts.place
     return torch.randn((count, experts.router.hidden), generator=draw).to(place.dtype).to(place.device)
-
-
-def _logits_fault(router: Router, x: Tensor) -> str | None:
-    return _difference(f"{router.name}: a row's logits of experts", router.logits, x)
 
 
 def _choice_fault(router: Router, logits: Tensor) -> str | None:

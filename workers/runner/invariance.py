@@ -29,10 +29,10 @@ from oarlock.workers.kernels.cpu.library import library
 from oarlock.workers.kernels.cpu.sampling import can_serve
 from oarlock.workers.layers.linear import RowParallelLinear
 from oarlock.workers.layers.placement import Placement
-from oarlock.workers.models.decoder import Decoder
+from oarlock.workers.models.decoder import Decoder, mixtures_of
 from oarlock.workers.protocol import NULL_BLOCK
 from oarlock.workers.runner.device_steps import CapturableBackend
-from oarlock.workers.runner.experts_invariance import batch_fault, mixtures_of, order_fault
+from oarlock.workers.runner.experts_invariance import batch_fault, order_fault
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 
 PROMPT = 67  # tokens; odd, and more than two blocks of key columns
