@@ -41,7 +41,7 @@ from oarlock.workers.quantization.formats.checkpoint_forms import input_rounding
 from oarlock.workers.quantization.formats.form import WeightForms
 from oarlock.workers.quantization.registry import NONE, QUANTIZATIONS, STORED
 from oarlock.workers.ranks.cpu_affinity import with_cpus
-from oarlock.workers.runner.memory_needs import check_given_size, check_weights_fit
+from oarlock.workers.runner.memory_needs import check_given_size, check_kv_fits, check_weights_fit
 from oarlock.workers.weights.checkpoint import (
     HEAD,
     Checkpoint,
@@ -95,7 +95,10 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
         check_products_on_cuda(config)
     else:
         check_weights_fit(config, spec, config.dtype, forms)
-    return with_kv_offload(with_cpus(config, device), spec).with_(
+    config = with_kv_offload(with_cpus(config, device), spec)
+    if device != "cuda":
+        check_kv_fits(config, spec, forms)
+    return config.with_(
         share_device=device == "cuda" and cuda_driver.device_count() < ranks_here(config),
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
         tie_word_embeddings=spec.tie_word_embeddings,

@@ -173,13 +173,28 @@ def test_float32_is_not_chosen_where_it_does_not_fit(
     parameters = read_spec(str(model)).num_parameters
     for target in (devices, memory_needs):
         monkeypatch.setattr(target, "free_host_bytes", lambda: 3 * parameters)
-    assert preflight(config(model)).dtype == "bfloat16"
+    assert preflight(config(model, kv_cache_bytes=1 << 30)).dtype == "bfloat16"
     assert "event=dtype_chosen dtype=bfloat16" in caplog.text and "there is less" in caplog.text
     for dtype, free in (("float32", 3 * parameters), ("bfloat16", parameters)):
         monkeypatch.setattr(memory_needs, "free_host_bytes", lambda free=free: free)
         with pytest.raises(StartupError, match=rf"{parameters:,} parameters in {dtype} need .*KiB is free") as error:
             preflight(config(model, dtype=dtype))
         assert error.value.exit_code == 4 and ("bfloat16" in error.value.fix) is (dtype == "float32")
+
+
+def test_pages_that_cannot_hold_one_sequence_are_refused_before_weights_are_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit_config(model, max_position_embeddings=1 << 20)
+    one_sequence = r"Not enough KV memory for one sequence of 1048576 tokens.* and {}"
+    with pytest.raises(StartupError, match=one_sequence.format("--kv-cache-memory gives")):
+        preflight(config(model, kv_cache_bytes=1 << 20))
+    monkeypatch.setattr(memory_needs, "free_host_bytes", lambda: 64 << 20)
+    with pytest.raises(StartupError, match=one_sequence.format("25% of free memory")) as error:
+        preflight(config(model))
+    assert error.value.exit_code == 4 and "lower --max-model-len to" in error.value.fix
+    assert preflight(config(model, fit_model_len=True)).max_model_len == 1 << 20
+    assert preflight(config(model, max_model_len=128)).max_model_len == 128
 
 
 def test_without_a_declared_dtype_the_tensors_decide(model: Path, with_bfloat16: None) -> None:
