@@ -13,6 +13,11 @@ from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.python_child import start_python
 
 SERVES = "oarlock.workers.runner.worker_process"
+# Turns that a thread of a rank waits for the others before it lets go of its core: a tenth of a millisecond or a few,
+# longer than the products of a step are apart. OpenMP's own number is thirty times as large: beside programs that want
+# the cores, a thread then spends its share of them waiting for one that cannot run.
+SPINS = {"GOMP_SPINCOUNT": "10000"}
+_OF_OPENMP = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # whoever sets one of these chooses
 _KILL_S = 5.0  # for the kernel to end a process; one that waits for a dead network file system may never end
 
 
@@ -26,12 +31,13 @@ class RankProcess(NamedTuple):
 def start_ranks(count: int, module: str = SERVES) -> list[RankProcess]:
     """Start `python -m MODULE PARENT_PID CONTROL_FD`, `count` times. A failure leaves no process behind."""
     ranks: list[RankProcess] = []
+    waiting = {} if any(map(os.environ.get, _OF_OPENMP)) else SPINS
     try:
         for _ in range(count):
             ours, theirs = Control.pair()
             fd = theirs.fileno()
             try:
-                process = start_python(["-m", module, str(os.getpid()), str(fd)], pass_fds=[fd])
+                process = start_python(["-m", module, str(os.getpid()), str(fd)], pass_fds=[fd], environment=waiting)
             except BaseException:
                 ours.close()
                 raise

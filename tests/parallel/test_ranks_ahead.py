@@ -14,7 +14,7 @@ from oarlock.engine.engine_process import EngineProcess
 from oarlock.engine.errors import StartupError
 from oarlock.workers.errors import StartupError as RankStartupError
 from oarlock.workers.executor import start_executor
-from oarlock.workers.rank_processes import start_ranks, start_ranks_ahead
+from oarlock.workers.rank_processes import end_ranks, start_ranks, start_ranks_ahead
 from tests.e2e.running import alive, eventually
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.test_multiproc_executor import config_for, generate
@@ -82,6 +82,22 @@ def test_a_rank_that_ends_before_its_arguments_is_named(checkpoint: Path) -> Non
         start_executor(config_for(checkpoint, tensor_parallel_size=2), lambda *_: None, ahead=ahead)
     assert failure.value.exit_code == 4
     assert all(rank.process.poll() is not None for rank in ahead)
+
+
+@pytest.mark.parametrize(
+    ("of_user", "spins"), [({}, "10000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None), ({"GOMP_SPINCOUNT": "5"}, "5")]
+)
+def test_threads_of_a_rank_let_go_of_their_cores_soon_unless_the_user_chose(
+    monkeypatch: pytest.MonkeyPatch, of_user: dict[str, str], spins: str | None
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in of_user.items():
+        monkeypatch.setenv(name, value)
+    ranks = start_ranks(1)
+    variables = Path(f"/proc/{ranks[0].process.pid}/environ").read_bytes().decode().split("\0")
+    end_ranks(ranks)
+    assert dict(line.split("=", 1) for line in variables if line).get("GOMP_SPINCOUNT") == spins
 
 
 def test_a_wrong_number_starts_no_more_than_there_are_processors() -> None:
