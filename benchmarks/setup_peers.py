@@ -39,7 +39,8 @@ LLAMACPP_AVX2 = ("SSE42", "AVX", "AVX2", "AVX_VNNI", "FMA", "F16C", "BMI2")
 # Requirements that the pins were resolved from; vLLM's are in its wheel.
 REQUIRES = {
     "openvino": ["optimum-intel[openvino]==2.2.0", "openvino-genai==2026.4.1.0"],
-    "llamacpp": ["cmake", "ninja", "gguf", "sentencepiece", "transformers==5.23.0", "protobuf"],
+    # sympy: torch, which is lent without its requirements, needs it to stack tensors that are not there yet
+    "llamacpp": ["cmake", "ninja", "gguf", "sentencepiece", "transformers==5.23.0", "protobuf", "sympy"],
 }
 
 
