@@ -31,10 +31,13 @@ from benchmarks.environments import (
     python,
     write_stamp,
 )
+from oarlock.workers.platform.processor import features
 from tests.clients.environments import bare_python, lend_torch
 from tests.clients.pin import resolve
 
 NAMES = ("openvino", "llamacpp", "ik_llamacpp", "vllm", "transformers")
+# llama.cpp's kernels of AMX, compiled by GCC 12, end with an invalid instruction (tilezero) at the pinned commit.
+WITHOUT_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
 LLAMACPP_AVX2 = ("SSE42", "AVX", "AVX2", "AVX_VNNI", "FMA", "F16C", "BMI2")
 # Requirements that the pins were resolved from; vLLM's are in its wheel.
 REQUIRES = {
@@ -85,7 +88,9 @@ def set_up_llamacpp() -> None:
     with tarfile.open(next((place / "archive").glob("*.tar.gz"))) as archive:
         archive.extractall(place / "source", filter="data")
     flags = ["-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF"]
-    compile_for_here(llamacpp_tree(), place / "build", flags, ["llama-server", "llama-bench", "llama-quantize"])
+    here = [f"-DCMAKE_{language}_FLAGS={WITHOUT_AMX}" for language in ("C", "CXX") if "amx_tile" in features()]
+    targets = ["llama-server", "llama-bench", "llama-quantize"]
+    compile_for_here(llamacpp_tree(), place / "build", [*flags, *here], targets)
     if platform.machine() == "x86_64":
         # Its kernels alone, for processors without AVX-512: to measure as if this one were such.
         flags += ["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in LLAMACPP_AVX2)]
