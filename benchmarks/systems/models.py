@@ -46,7 +46,8 @@ def openvino_weights(plan: Plan) -> str:
 
 def openvino(plan: Plan) -> Path:
     """The directory with OpenVINO's form of the checkpoint."""
-    model, kind = plan.model, {"float16": "fp16", "float32": "fp32", "int8": "int8"}[openvino_weights(plan)]
+    model, weights = plan.model, openvino_weights(plan)
+    kind = {"float16": "fp16", "float32": "fp32"}.get(weights, weights)
     command = [python("openvino").with_name("optimum-cli"), "export", "openvino", "--model", model]
     command += ["--task", "text-generation-with-past", "--weight-format", kind]
     return _made_once("openvino", f"{model.name}-{kind}", lambda out: [*command, out])

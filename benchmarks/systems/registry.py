@@ -150,7 +150,7 @@ STARTS: dict[str, Callable[[Plan], System]] = {
 ROUNDING = {
     "none": tuple(STARTS),
     "int8": ("oarlock", "engine", "openvino", "llamacpp", "ik_llamacpp"),
-    "int4": ("oarlock", "engine", "llamacpp", "ik_llamacpp"),
+    "int4": ("oarlock", "engine", "openvino", "llamacpp", "ik_llamacpp"),
 }
 # Systems that can be held to the instructions of a level: OpenVINO chooses kernels by the processor whatever its
 # oneDNN may use, and with ONEDNN_MAX_CPU_ISA=AVX2 finds none for weights of 8 bits.
