@@ -14,15 +14,17 @@
 #
 # Then torch is pinned by its version and not by hashes. Empty: the general index.
 #
-# A tag moves to a newer Debian from time to time. To build on the same bytes every time, name them:
+# The base image is named by its digest, an index of all architectures: Python 3.13.14 as of 5 August 2026, from
+# github.com/docker-library/repo-info, repos/python/remote/3.13-slim-bookworm.md at commit 3effc3eac4f6. Debian's and
+# Python's fixes since then reach an image only with a newer digest:
 #
-#   docker buildx imagetools inspect python:3.13-slim-bookworm        prints the digest
-#   --build-arg PYTHON_IMAGE=python:3.13-slim-bookworm@sha256:...
+#   docker buildx imagetools inspect python:3.13-slim-bookworm        prints it
+#   --build-arg PYTHON_IMAGE=python:3.13-slim-bookworm@sha256:...     or, for good, the default below
 #
 # Both images hold a virtual environment and the checkout, run as an unprivileged user and write nothing outside /cache
 # and /tmp, so that the root file system may be mounted read-only.
 
-ARG PYTHON_IMAGE=python:3.13-slim-bookworm
+ARG PYTHON_IMAGE=python:3.13-slim-bookworm@sha256:67a1e1f215ccda113cfc024e8639049257e88f273898f595b61476d128d387e8
 
 # ---------------------------------------------------------------- what both builds start from
 FROM ${PYTHON_IMAGE} AS build

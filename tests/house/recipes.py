@@ -100,6 +100,17 @@ def image_faults(dockerfile: str, target: str) -> list[str]:
     return faults
 
 
+def base_faults(dockerfile: str) -> list[str]:
+    """Stages that start from anything but the image that the build names, by tag and digest."""
+    default = re.findall(r"^ARG PYTHON_IMAGE=(.*)$", dockerfile, re.M)
+    faults = []
+    if len(default) != 1 or not re.fullmatch(r"python:[\w.-]+@sha256:[0-9a-f]{64}", default[0]):
+        faults.append(f"the base image is not named by one tag and one digest: {default}")
+    found = stages(dockerfile)
+    foreign = {stage.base for stage in found.values()} - found.keys() - {"${PYTHON_IMAGE}"}
+    return faults + [f"a stage starts from {base}" for base in sorted(foreign)]
+
+
 def triton_faults(dockerfile: str, target: str, kept: list[str]) -> list[str]:
     """Needs of Triton that the running image lacks. `kept`: folders of the container that are volumes."""
     found = stages(dockerfile)

@@ -42,6 +42,19 @@ def test_a_fault_in_an_image_is_noticed(old, new):
     assert recipes.image_faults(DOCKERFILE.replace(old, new), "cuda") != []
 
 
+def test_both_images_start_from_one_pinned_base():
+    assert recipes.base_faults(DOCKERFILE) == []
+    digest = re.findall(r"@sha256:[0-9a-f]{64}\n", DOCKERFILE)[0]
+    for old, new in (
+        (digest, "\n"),
+        (digest, f"{digest[:-2]}\n"),
+        (digest, f"{digest[:-2]}g\n"),
+        ("FROM ${PYTHON_IMAGE} AS runtime", "FROM python:3.13-slim-bookworm AS runtime"),
+    ):
+        assert old in DOCKERFILE
+        assert len(recipes.base_faults(DOCKERFILE.replace(old, new))) == 1
+
+
 def test_the_build_context_holds_what_the_image_needs():
     ignored = (ROOT / ".dockerignore").read_text()
     needed = ["requirements.txt", *locks.FILES, "pyproject.toml", "README.md", "LICENSE", "oarlock"]
