@@ -105,6 +105,21 @@ def table(device: Device, context: int) -> list[str]:
     return rows
 
 
+def gathers_table(device: Device, context: int) -> list[str]:
+    """Rows of a table in Markdown: bytes that two ranks exchange to sample, from shards and from whole logits."""
+    rows = ["| model | sequences | MB over the link for sampling, on shards and gathered | ms more where gathered |"]
+    rows.append("|---|---|---|---|")
+    with models.described("8b", Where("cuda")) as folder:
+        spec = read_spec(folder)
+    for batch in BATCHES:
+        steps = [step_of(spec, batch, context, 2, 2, 2, shards=shards) for shards in (True, False)]
+        sent = "; ".join(f"{step.gathered_bytes / 1e6:,.3f}" for step in steps)
+        of_link = (steps[1].gathered_bytes - steps[0].gathered_bytes) / device.link_bytes_s
+        of_reading = (steps[1].read_bytes - steps[0].read_bytes) / device.bytes_s
+        rows.append(f"| 8B, 2 ranks | {batch} | {sent} | {(of_link + of_reading) * 1e3:.3f} |")
+    return rows
+
+
 def prompts_table(device: Device) -> list[str]:
     """Rows of a table in Markdown: steps with one prompt, of one rank."""
     rows = [
@@ -144,7 +159,7 @@ def lines(given: argparse.Namespace) -> list[str]:
     device = Device(
         given.bandwidth, given.products, given.launch_us * 1e-6, given.link, latencies, given.host_us * 1e-6
     )
-    return [*table(device, given.context), "", *prompts_table(device)]
+    return [*table(device, given.context), "", *gathers_table(device, given.context), "", *prompts_table(device)]
 
 
 if __name__ == "__main__":
