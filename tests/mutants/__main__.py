@@ -3,6 +3,7 @@
     python -m tests.mutants [--list] [--jobs N] [NAME ...]
 
 Prints a row for each fault: the test that found it, and the seconds. A test counts only if it passes without the fault.
+A fault that crashes the interpreter is found, by the test that ran then.
 What the tests of `make test` do not find is tried with those that `make test-long` adds. Exits with 1 if a fault was
 not found, or if its text is not in the code exactly once.
 """
@@ -28,6 +29,9 @@ TIMEOUT_S = 600  # for the tests of one fault
 TEST_TIMEOUT_S = 120  # a fault that makes a test hang is found
 LONGER = ("-m", "product")
 NO_TESTS = 5  # pytest's status where all are deselected
+STARTED = re.compile(
+    r"^(tests/\S+?\.py::[^\s\[]+(?:\[.*?\](?=\s|$))?)", re.MULTILINE
+)  # pytest writes it before a test runs
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+\.py(?:::.*?)?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -71,7 +75,7 @@ def run_tests(tree: Path, arguments: tuple[str, ...], cache: Path | None) -> tup
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     environment |= {"XDG_CACHE_HOME": str(cache)} if cache else {}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-x", "-v", "--tb=line", "-p", "no:cacheprovider"]
     command += [f"--timeout={TEST_TIMEOUT_S}", *arguments]
     with subprocess.Popen(command, cwd=tree, env=environment, text=True, stdout=-1, stderr=-2) as process:
         try:
@@ -98,17 +102,28 @@ def try_fault(fault: Fault, tree: Path) -> Outcome:
         finally:
             _write(file, clean)
     seconds = time.monotonic() - started
-    failed = FAILED.search(output)
     if status is None:
         return Outcome("the time limit", seconds)
     if status in (0, NO_TESTS):
         return Outcome(None, seconds, "every test passes")
-    if status != 1 or failed is None:
+    test, what = found_in(status, output)
+    if what is None:
         return Outcome(None, seconds, f"pytest ended with {status}: {output[-2000:]}")
     options = [word for word in concern if not word.startswith("tests/")] + [*marked]
-    status, _ = run_tests(tree, (failed[1], *options), None)
-    found_by = f"{failed[1]}{' (make test-long)' if marked else ''}"
-    return Outcome(found_by, seconds) if status == 0 else Outcome(None, seconds, f"{failed[1]} fails without it, too")
+    status, _ = run_tests(tree, (test, *options) if test else (*concern, *marked), None)
+    found_by = f"{what}{' (make test-long)' if marked else ''}"
+    return Outcome(found_by, seconds) if status == 0 else Outcome(None, seconds, f"{what}: without it, too")
+
+
+def found_in(status: int, output: str) -> tuple[str | None, str | None]:
+    """The test that failed, and what a row says of it; of a crash that no test began before, the second alone."""
+    if status < 0:  # the signal that ended the interpreter
+        started = STARTED.findall(output)
+        return (
+            (started[-1], f"the interpreter crashed in {started[-1]}") if started else (None, "the interpreter crashed")
+        )
+    failed = FAILED.search(output)
+    return (failed[1], failed[1]) if status == 1 and failed else (None, None)
 
 
 def _write(file: Path, text: str) -> None:
