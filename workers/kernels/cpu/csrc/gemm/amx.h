@@ -3,7 +3,8 @@
 //
 // The packed weight is that of AVX512-BF16: [inputs / 2][32][2], so sixteen outputs of a panel are a tile whose rows lie
 // 128 bytes apart. The instruction adds the even and the odd inputs of a tile separately; that order depends on the number
-// of inputs alone, so rows have the same bits for any number of rows.
+// of inputs alone, so rows have the same bits for any number of rows. A few rows are multiplied by vector instructions in
+// that order, with the same bits: a tile takes as long for one row as for sixteen, and longer than reading its weights.
 #pragma once
 #include "gemm/tile.h"
 
@@ -103,9 +104,59 @@ void amx_tile(const void *rows, const void *weights, long count, float *totals, 
     store(totals + at, first ? load(sums + at) : load(totals + at) + load(sums + at));
 }
 
+constexpr int kFewRows = 3;  // with more, tiles are faster (benchmarks/experts.py)
+
+// Numbers of less than the normal size count as zero while this exists, as they do for the tiles.
+struct FlushesSubnormals {
+#ifndef OARLOCK_EMULATE_AMX
+  const unsigned before = _mm_getcsr();
+  FlushesSubnormals() { _mm_setcsr(before | _MM_FLUSH_ZERO_ON | 0x40); }  // of results, and of inputs
+  ~FlushesSubnormals() { _mm_setcsr(before); }
+#endif
+};
+
+// As `amx_tile`, bit by bit, for R rows of up to kFewRows.
+template <int R>
+void few_rows(const void *rows, const void *weights, long count, float *totals, bool first, Fetch fetch) {
+  const FlushesSubnormals flushes;
+  const auto *x = static_cast<const BFloat16 *>(rows);
+  const auto *w = static_cast<const BFloat16 *>(weights);
+  Vec sums[R][2];
+  for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = zero();
+  for (long done = 0; done < count; done += 32) {
+    const long pairs = (count - done < 32 ? count - done : 32) / 2;
+    Vec even[R][2], odd[R][2];
+    for (int r = 0; r < R; r++) even[r][0] = even[r][1] = odd[r][0] = odd[r][1] = zero();
+    for (long pair = 0; pair < pairs; pair++, w += 2 * kPanel, x += 2, fetch.from += fetch.step) {
+      prefetch(fetch.from);
+      prefetch(fetch.from + 64);
+      const Pairs weight[2] = {load_pairs(w), load_pairs(w + kPanel)};
+      for (int r = 0; r < R; r++) {
+        const Pairs both = broadcast_pair(x + r * kRowStride<AmxPairs>);
+        for (int half = 0; half < 2; half++) {
+          even[r][half] = fma(lower(weight[half]), lower(both), even[r][half]);
+          odd[r][half] = fma(upper(weight[half]), upper(both), odd[r][half]);
+        }
+      }
+    }
+    for (int r = 0; r < R; r++)
+      for (int half = 0; half < 2; half++) sums[r][half] = sums[r][half] + (even[r][half] + odd[r][half]);
+  }
+  for (int r = 0; r < R; r++)
+    for (int half = 0; half < 2; half++) {
+      float *to = totals + r * kPanel + half * kLanes;
+      store(to, first ? sums[r][half] : load(to) + sums[r][half]);
+    }
+}
+
+template <int R>
+constexpr Tile tile_of() {
+  if constexpr (R <= kFewRows) return few_rows<R>;
+  else return amx_tile<R>;
+}
 template <int... R>
 constexpr auto amx_table(std::integer_sequence<int, R...>) {
-  return std::array<Tile, sizeof...(R) + 1>{nullptr, amx_tile<R + 1>...};
+  return std::array<Tile, sizeof...(R) + 1>{nullptr, tile_of<R + 1>()...};
 }
 template <>
 constexpr auto kTiles<AmxPairs> = amx_table(std::make_integer_sequence<int, AmxPairs::kRows>());
