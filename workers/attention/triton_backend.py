@@ -68,7 +68,7 @@ def tile_shapes(
         return TileShape(16, 32, 4, 3), TileShape(64, 32, 4, 2)
     if head_dim <= 128:
         return TileShape(16, 64, 4, 5), TileShape(128, 64 if wide else 32, 8, 3)
-    return TileShape(16, 32, 4, 3), TileShape(64, 32, 8, 2)
+    return TileShape(16, 32, 4, 3), TileShape(64, 16 if wide and form == "int8" else 32, 8, 2)
 
 
 @dataclass(frozen=True, slots=True)
