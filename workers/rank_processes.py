@@ -13,10 +13,10 @@ from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.python_child import start_python
 
 SERVES = "oarlock.workers.runner.worker_process"
-# Turns that a thread of a rank waits for the others before it lets go of its core: a tenth of a millisecond or a few,
-# longer than the products of a step are apart. OpenMP's own number is thirty times as large: beside programs that want
-# the cores, a thread then spends its share of them waiting for one that cannot run.
-SPINS = {"GOMP_SPINCOUNT": "10000"}
+# Turns that a thread of a rank waits for the others before it lets go of its core: a millisecond or two, more than the
+# products of a step are apart. OpenMP's own number is seven times as large: beside programs that want the cores, a
+# thread then spends its share of them waiting for one that cannot run.
+SPINS = {"GOMP_SPINCOUNT": "40000"}
 _OF_OPENMP = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # whoever sets one of these chooses
 _KILL_S = 5.0  # for the kernel to end a process; one that waits for a dead network file system may never end
 

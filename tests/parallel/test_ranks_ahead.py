@@ -85,7 +85,7 @@ def test_a_rank_that_ends_before_its_arguments_is_named(checkpoint: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("of_user", "spins"), [({}, "10000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None), ({"GOMP_SPINCOUNT": "5"}, "5")]
+    ("of_user", "spins"), [({}, "40000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None), ({"GOMP_SPINCOUNT": "5"}, "5")]
 )
 def test_threads_of_a_rank_let_go_of_their_cores_soon_unless_the_user_chose(
     monkeypatch: pytest.MonkeyPatch, of_user: dict[str, str], spins: str | None
