@@ -16,8 +16,8 @@ SERVES = "oarlock.workers.runner.worker_process"
 # Turns that a thread of a rank waits for the others before it lets go of its core: a millisecond or two, more than the
 # products of a step are apart. OpenMP's own number is seven times as large: beside programs that want the cores, a
 # thread then spends its share of them waiting for one that cannot run.
-SPINS = {"GOMP_SPINCOUNT": "40000"}
-_OF_OPENMP = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # whoever sets one of these chooses
+_SPINS = {"GOMP_SPINCOUNT": "40000"}
+_OF_OPENMP = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # a user who sets one of these has chosen
 _KILL_S = 5.0  # for the kernel to end a process; one that waits for a dead network file system may never end
 
 
@@ -31,7 +31,7 @@ class RankProcess(NamedTuple):
 def start_ranks(count: int, module: str = SERVES) -> list[RankProcess]:
     """Start `python -m MODULE PARENT_PID CONTROL_FD`, `count` times. A failure leaves no process behind."""
     ranks: list[RankProcess] = []
-    waiting = {} if any(map(os.environ.get, _OF_OPENMP)) else SPINS
+    waiting = {} if any(map(os.environ.get, _OF_OPENMP)) else _SPINS
     try:
         for _ in range(count):
             ours, theirs = Control.pair()

@@ -86,7 +86,7 @@ def start_transformers(plan: Plan) -> System:
 
 
 def start_openvino(plan: Plan) -> System:
-    """Start OpenVINO with weights in float16, its usual export, or in int8; the library chooses its computing type."""
+    """Start OpenVINO with weights in float16, its usual export, int8 or int4; it chooses its computing type."""
     model = models.openvino(plan)
     script = ROOT / "benchmarks" / "systems" / "openvino_jobs.py"
     command = [str(python("openvino")), str(script), "--model", str(model), "--threads", str(plan.threads)]

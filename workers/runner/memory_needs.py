@@ -157,10 +157,9 @@ def check_weights_fit(config: WorkerConfig, spec: DecoderSpec, dtype: str, forms
 def check_kv_fits(config: WorkerConfig, spec: DecoderSpec, forms: WeightForms) -> None:
     """Checks that a CPU rank's KV memory holds one sequence before weights are read: a given size, or the share of what
     is free once they are. Raises `StartupError` (exit code 4) with the arithmetic. `config`: all resolved."""
-    if config.kv_cache_bytes is not None:
-        return check_given_size(config, spec)
-    weights = config.data_parallel_size * weight_bytes_of_node(config, spec, config.dtype, forms)
-    blocks_that_fit(kv_shape(config, spec), config, room_on_host(config, max(0, free_before_load(config) - weights)))
+    loading = config.with_(host_free_bytes=free_before_load(config))
+    weights = weight_bytes_of_node(config, spec, config.dtype, forms)
+    blocks_that_fit(kv_shape(config, spec), config, room_for_kv(loading, None, 0, weight_bytes=weights))
 
 
 def free_before_load(config: WorkerConfig) -> int:
