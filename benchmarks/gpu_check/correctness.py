@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_check.part import NotHere, Row, Where
+from benchmarks.gpu_check.part import NotHere, Row, Where, missing_package
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = "test_triton_rotation"  # the file whose tests take least
@@ -46,7 +46,7 @@ def kernels(where: Where) -> Iterator[Row]:
 def all_kernels(file: Path, where: Where) -> Iterator[Row]:
     """All tests of one file. In bfloat16, too, which Triton's interpreter does not compute as devices do."""
     if where.is_tiny and file.stem != QUICK:
-        raise NotHere("make test runs them on the CPU")
+        raise NotHere("it needs a CUDA device: make test runs them on the CPU")
     yield from _tested(file, where)
 
 
@@ -110,6 +110,8 @@ def verified(name: str, model: Path, where: Where, dtype: str, ranks: int = 1, o
         command += ["--dtype", dtype, "--tensor-parallel-size", str(ranks), "--output", str(report), *options]
         done = _run(command)
         if not report.exists():
+            if why := missing_package(done.stderr):
+                raise NotHere(why)
             return Row(name, ok=False, note=f"status {done.returncode}: {done.stderr[-600:]}")
         return row_of_report(name, json.loads(report.read_text()), done.returncode)
 
@@ -126,7 +128,7 @@ def sanitizer(where: Where) -> Iterator[Row]:
     """NVIDIA's compute-sanitizer looks at every access to memory of one captured step that is replayed."""
     tool = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
     if where.is_tiny:
-        raise NotHere("there is no device whose memory could be looked at")
+        raise NotHere("it needs a CUDA device, at whose memory it looks")
     if tool is None:
         raise NotHere("compute-sanitizer, which comes with CUDA's toolkit, is not installed")
     done = _run(

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+
+OURS = ("benchmarks", "oarlock", "tests")
+FIX = "install it, or name a folder that has its wheel: --wheels DIR"
+_MISSING = re.compile(r"\bModuleNotFoundError: (No module named '([^'.]+)[^']*')")
+_BEFORE = "During handling of the above exception, another exception occurred:"
 
 
 class NotHere(Exception):
     """This machine lacks what a part needs. The message says what."""
+
+
+def missing_package(output: str) -> str | None:
+    """The package for want of which a program ended, and the fix, from what it printed. None: it ended otherwise.
+
+    A package whose absence was dealt with is no reason, nor is a file of ours that is missing.
+    """
+    found = _MISSING.search(output.rpartition(_BEFORE)[2])
+    return None if found is None or found[2] in OURS else f"{found[1]}: {FIX}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu_check import correctness, graphs, roofline
-from benchmarks.gpu_check.part import NotHere, Part, Row, Where
+from benchmarks.gpu_check import correctness, graphs, roofline, wheels
+from benchmarks.gpu_check.part import NotHere, Part, Row, Where, missing_package
 
 ROOT = correctness.ROOT
 LONG = 480.0  # seconds
@@ -25,6 +26,8 @@ LONG = 480.0  # seconds
 
 def _serving(name: str, where: Where, **options: int) -> Iterator[Row]:
     """Rows of a part that asks servers: its client is imported here, as the other parts do without it."""
+    if absent := wheels.absent():
+        raise NotHere(f"servers need {', '.join(absent)}: install them, or name a folder of wheels: --wheels DIR")
     from benchmarks.gpu_check import serving
 
     yield from getattr(serving, name)(where, **options)
@@ -76,9 +79,6 @@ PARTS_IN_ORDER = [
 PARTS = {part.name: part for part in PARTS_IN_ORDER}
 
 
-OURS = ("benchmarks", "oarlock", "tests")
-
-
 def run(part: Part, where: Where, rows: Path) -> int:
     """Exit status 0, or 3 where the machine lacks something, a library for one. What a part raises otherwise ends the
     process."""
@@ -88,9 +88,11 @@ def run(part: Part, where: Where, rows: Path) -> int:
                 file.write(json.dumps(asdict(row)) + "\n")
                 file.flush()
         except (NotHere, ModuleNotFoundError) as reason:
-            if isinstance(reason, ModuleNotFoundError) and (reason.name or "").split(".")[0] in OURS:
+            is_import = isinstance(reason, ModuleNotFoundError)
+            why = missing_package("".join(traceback.format_exception(reason))) if is_import else str(reason)
+            if why is None:
                 raise
-            file.write(json.dumps({"left_out": str(reason)}) + "\n")
+            file.write(json.dumps({"left_out": why}) + "\n")
             return 3
     return 0
 

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_check.part import missing_package
 from oarlock.workers.platform import cuda_driver
 
 FORMAT = 1
-# States of a part. Passed and measured ones are not run again, nor those that this machine cannot run.
+# States of a part. Passed and measured ones are not run again; one that was left out may have got its package.
 PASSED, MEASURED, FAILED, BROKEN, LEFT_OUT, WAITING = "passed", "measured", "failed", "broken", "left out", "waiting"
-_OVER = (PASSED, MEASURED, LEFT_OUT)
+_DONE = (PASSED, MEASURED)
+_OVER = (*_DONE, LEFT_OUT)
 _LOG_LINES = 30
 
 
@@ -58,7 +60,7 @@ def kept(file: Path, this: dict[str, Any]) -> dict[str, Any]:
     earlier = json.loads(file.read_text())
     if earlier.get("format") != FORMAT or earlier.get("machine") != this:
         return {}
-    return {name: part for name, part in earlier["parts"].items() if is_over(part)}
+    return {name: part for name, part in earlier["parts"].items() if part["state"] in _DONE}
 
 
 def entry(rows: Sequence[dict[str, Any]], status: int | None, seconds: float, log: str) -> dict[str, Any]:
@@ -66,14 +68,16 @@ def entry(rows: Sequence[dict[str, Any]], status: int | None, seconds: float, lo
     reasons = [row["left_out"] for row in rows if "left_out" in row]
     found: dict[str, Any] = {"seconds": round(seconds, 1), "rows": [row for row in rows if "left_out" not in row]}
     checks = [row["ok"] for row in found["rows"] if row["ok"] is not None]
-    if reasons:
+    if status and status > 0 and not reasons and (why := missing_package(log)):
+        reasons = [why]
+    if reasons and all(checks):
         return found | {"state": LEFT_OUT, "note": reasons[0]}
     if status is None:
         return found | {"state": BROKEN, "note": f"not over after {seconds:.0f} s", "log": _end(log)}
-    if status != 0:
+    if status != 0 and not reasons:
         return found | {"state": BROKEN, "note": f"ended with status {status}", "log": _end(log)}
     if not all(checks):
-        return found | {"state": FAILED, "note": "", "log": _end(log)}
+        return found | {"state": FAILED, "note": "".join(reasons), "log": _end(log)}
     return found | {"state": PASSED if checks else MEASURED, "note": ""}
 
 

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import tomllib
 import zipfile
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from packaging.tags import sys_tags
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+
+ROOT = Path(__file__).resolve().parents[2]
+CLIENT = "httpx"  # asks the servers
+
+
+def absent() -> list[str]:
+    """Packages that parts with servers need, and that are neither installed nor unpacked."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    needed = [*(Requirement(line).name for line in project["dependencies"]), CLIENT]
+    return [name for name in needed if importlib.util.find_spec(name.replace("-", "_")) is None]
 
 
 def unpack(wheels: Path, into: Path) -> list[str]:

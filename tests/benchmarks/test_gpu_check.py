@@ -14,7 +14,7 @@ import pytest
 from benchmarks import step_arithmetic
 from benchmarks.gpu_check import __main__ as check
 from benchmarks.gpu_check import correctness, demo_answers, graphs, models, results, wheels
-from benchmarks.gpu_check.part import NotHere, Part, Row, Where
+from benchmarks.gpu_check.part import NotHere, Part, Row, Where, missing_package
 from benchmarks.gpu_check.process import PARTS, run
 from benchmarks.gpu_check.ten_cases import spread
 from oarlock.workers.errors import StartupError
@@ -121,6 +121,7 @@ def test_a_part_for_two_devices_is_left_out_where_there_is_one(session):
         (RIGHT, 1, "broken"),
         (RIGHT, None, "broken"),
         ([*ROWS, {"left_out": "no room"}], 3, "left out"),
+        ([*WRONG, {"left_out": "no room"}], 3, "failed"),
     ],
 )
 def test_how_a_part_ended(rows, status, state):
@@ -149,6 +150,37 @@ def test_a_library_that_is_missing_leaves_a_part_out_and_a_file_of_ours_does_not
     assert "httpx" in json.loads((tmp_path / "rows").read_text())["left_out"]
     with pytest.raises(ModuleNotFoundError, match="cellar"):
         run(Part("some", lambda where: rows("oarlock.workers.cellar")), CPU, tmp_path / "rows")
+
+
+BY_NAME = "Traceback\n  import httpx\nModuleNotFoundError: No module named 'httpx.auth'\n"
+DEALT_WITH = "\nDuring handling of the above exception, another exception occurred:\n\nValueError: 0.5 is not 0.25\n"
+
+
+def test_a_package_that_a_child_misses_is_named_with_the_fix(monkeypatch):
+    why = missing_package(f"verify: starting\n{BY_NAME}error: no report\n")
+    assert why is not None and why.startswith("No module named 'httpx.auth': ") and "--wheels" in why
+    assert missing_package(BY_NAME + DEALT_WITH) is None  # the other exception is what ended it
+    assert missing_package("ModuleNotFoundError: No module named 'oarlock.cellar'") is None
+
+    child = subprocess.CompletedProcess([], 1, "", BY_NAME)
+    monkeypatch.setattr(correctness, "_run", lambda command: child)
+    with pytest.raises(NotHere, match="httpx"):
+        list(correctness.demo(CPU))
+    child.stderr += DEALT_WITH
+    assert [row.ok for row in correctness.demo(CPU)] == [False]
+
+
+def test_a_server_or_rank_that_misses_a_package_leaves_its_part_out():
+    assert results.entry(ROWS, 1, 1.0, BY_NAME)["note"] == missing_package(BY_NAME)
+    states = [results.entry(rows, status, 1.0, BY_NAME)["state"] for rows, status in ((WRONG, 1), (ROWS, -9))]
+    assert states == ["failed", "broken"]
+
+
+def test_what_was_left_out_is_tried_again_by_the_next_run(session):
+    session.ends = {"load": ([{"left_out": "servers need fastapi"}], 3)}
+    assert states(session.all(part("load"), part("fast"))) == {"load": "left out", "fast": "measured"}
+    session.ends = {}
+    assert states(session.all(part("load"), part("fast")))["load"] == "measured" and session.ran == ["load"]
 
 
 REPORT = """<testsuites><testsuite><testcase name="a"/><testcase name="b"><skipped/></testcase>
@@ -293,7 +325,9 @@ def run_parts(tmp_path, names, *, is_bare):
 def test_parts_run_where_packages_are_missing_and_those_that_need_them_are_named(tmp_path):
     found = run_parts(tmp_path, ["float64", "load", "sanitizer"], is_bare=True)
     assert [part["state"] for part in found.values()] == ["passed", "left out", "left out"]
-    assert found["load"]["note"] == "No module named 'httpx'"
+    note = found["load"]["note"]
+    assert note.startswith("servers need fastapi, starlette, ") and "httpx: install" in note and "--wheels" in note
+    assert "torch" not in note and "needs a CUDA device" in found["sanitizer"]["note"]
 
 
 def test_quantised_products_on_tiny_shapes():
@@ -322,5 +356,5 @@ def test_answers_that_depend_on_the_batch_are_a_fault(monkeypatch):
 def test_every_part_on_tiny_shapes(tmp_path, is_bare):
     found = run_parts(tmp_path, None, is_bare=is_bare)
     left_out = [name for name, part in found.items() if part["state"] == "left out"]
-    needs_packages = [name for name in left_out if "No module named" in found[name]["note"]]
+    needs_packages = [name for name in left_out if "servers need" in found[name]["note"]]
     assert needs_packages == (["load", "memory", "one step ahead", "transformers"] if is_bare else [])
