@@ -5,6 +5,8 @@
     python -m benchmarks.gpu_check --parts attention "decode 8b"
     python -m benchmarks.gpu_check --device cpu                     # tries the logic, on tiny shapes
 
+Where no CUDA device answers, the first three do what the last one does: the page says so on top, and they exit with 2.
+
 It needs Python, torch with its Triton, transformers, safetensors and pytest, and no network; parts that take more are
 left out with that reason, or get it from a folder of wheels (--wheels). Each part is a process of its own, which is
 ended after its time. Two files are written after each part, the results and a page about them, and a second run goes on
@@ -30,6 +32,10 @@ from benchmarks.gpu_check.part import Part
 from benchmarks.gpu_check.process import LONG, PARTS, ROOT
 
 DEFAULT = Path("gpu-check.json")
+STATUS = """exit status: 0: nothing is wrong. 1: a part failed, was broken off or had no time. 2: no CUDA device
+answers: with --device cuda nothing has run, without --device parts have run on the CPU, and none is wrong."""
+FAULT = """error: no CUDA device answers, or torch was built without CUDA
+fix: oarlock doctor --device cuda"""
 LEAST_S = 5.0  # a part that has less begins in vain
 
 
@@ -71,8 +77,10 @@ def _below(pid: int) -> list[int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_check", description=(__doc__ or "").split("\n")[0], epilog=STATUS
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where one answers; cpu: tiny shapes")
     parser.add_argument("--parts", nargs="+", choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--json", type=Path, default=DEFAULT, metavar="FILE", help=f"the results ({DEFAULT})")
     parser.add_argument("--again", action="store_true", help="run what has passed as well")
@@ -80,10 +88,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels of packages that this machine lacks")
     arguments = parser.parse_args(argv)
     begun = time.monotonic()
-    machine = results.machine(arguments.device)
-    if arguments.device == "cuda" and not machine["devices"]:
-        print("error: no CUDA device answers, or torch was built without CUDA\nfix: oarlock doctor --device cuda")
-        return 2
+    machine = results.machine(arguments.device or "cuda")
+    has_none = machine["device"] == "cuda" and not machine["devices"]
+    if has_none:
+        print(FAULT, flush=True)
+        if arguments.device == "cuda":
+            return 2
+        print("Parts run on the CPU instead, on tiny shapes: nothing here is about a GPU.", flush=True)
+        machine["device"] = "cpu"
+    arguments.device = machine["device"]
     kept = {} if arguments.again else results.kept(arguments.json, machine)
     chosen = [PARTS[name] for name in arguments.parts or PARTS]
     until = float("inf") if arguments.budget is None else begun + arguments.budget
@@ -94,7 +107,9 @@ def main(argv: list[str] | None = None) -> int:
         found = run_all(chosen, machine, kept, arguments, until)
     print(results.page(found))
     print(f"\nwrote {arguments.json} and {arguments.json.with_suffix('.txt')}")
-    return 0 if results.is_fine(found) else 1
+    if not results.is_fine(found):
+        return 1
+    return 2 if has_none else 0
 
 
 def _environment(unpacked: str, file: Path, device: str) -> None:
@@ -119,10 +134,8 @@ def run_all(
         if part.name in kept and results.is_over(kept[part.name]):
             continue
         left = until - time.monotonic()
-        if len(machine["devices"]) < part.needs_devices and arguments.device == "cuda":
-            kept[part.name] = results.left_out(f"it needs {part.needs_devices} devices")
-        elif part.needs_devices > 1 and arguments.device == "cpu":
-            kept[part.name] = results.left_out("ranks on CPUs have tests of their own")
+        if part.needs_devices > max(1, len(machine["devices"])):
+            kept[part.name] = results.left_out(f"it needs {part.needs_devices} CUDA devices")
         elif left < LEAST_S:
             kept[part.name] = results.waiting("no time was left")
         else:

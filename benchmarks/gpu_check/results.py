@@ -21,6 +21,7 @@ PASSED, MEASURED, FAILED, BROKEN, LEFT_OUT, WAITING = "passed", "measured", "fai
 _DONE = (PASSED, MEASURED)
 _OVER = (*_DONE, LEFT_OUT)
 _LOG_LINES = 30
+NO_DEVICE = "NO CUDA DEVICE WAS USED: parts ran on the CPU, on tiny shapes. Nothing on this page is about a GPU."
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -104,10 +105,12 @@ def page(found: dict[str, Any]) -> str:
         f"{'; '.join(about['devices']) or about['device']}; driver for CUDA {about['driver']}, torch {about['torch']}, "
         f"Triton {about['triton']}, Python {about['python']}, commit {about['commit']}"
     ]
+    if about["device"] == "cpu":
+        lines = [NO_DEVICE, "", *lines]
     wrong = [name for name, part in parts.items() if part["state"] in (FAILED, BROKEN)]
     if wrong:
         lines += ["", f"WRONG or broken: {'; '.join(wrong)}. Figures of what depends on these are no result."]
-    if worst := worst_shares(parts):
+    if about["device"] == "cuda" and (worst := worst_shares(parts)):
         lines += ["", "The worst shares of ceilings:"]
         lines += [f"  {share:.0%} of its {of}: {part}, {row}" for share, of, part, row in worst]
     for state, title in ((LEFT_OUT, "Left out"), (WAITING, "Not run yet")):

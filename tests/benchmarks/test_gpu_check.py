@@ -106,7 +106,7 @@ def test_the_page_names_the_three_worst_shares_of_what_bounds_a_row(session):
 def test_a_part_for_two_devices_is_left_out_where_there_is_one(session):
     found = session.all(part("both", needs_devices=2))
     assert session.ran == [] and results.is_fine(found)
-    assert found["parts"]["both"]["note"] == "it needs 2 devices"
+    assert found["parts"]["both"]["note"] == "it needs 2 CUDA devices"
     session.machine = session.machine | {"devices": ["made-up", "made-up"]}
     session.all(part("both", needs_devices=2))
     assert session.ran == ["both"]
@@ -277,6 +277,22 @@ def test_without_a_device_there_is_an_error_and_a_fix(capsys, monkeypatch):
     monkeypatch.setattr(results, "machine", lambda device: {"device": device, "devices": []})
     assert check.main(["--device", "cuda"]) == 2
     assert "fix: oarlock doctor" in capsys.readouterr().out
+
+
+def test_where_no_device_answers_parts_run_on_the_cpu_and_the_page_and_the_status_say_so(capsys, monkeypatch, tmp_path):
+    known = dict.fromkeys(("driver", "torch", "triton", "python", "commit"))
+    monkeypatch.setattr(results, "machine", lambda device: known | {"device": device, "devices": []})
+    monkeypatch.setattr(check, "_environment", lambda *arguments: None)
+    ran, rows = [], RIGHT
+    monkeypatch.setattr(check, "run_part", lambda *given: ran.append(given[1]) or results.entry(rows, 0, 1.0, ""))
+    command = ["--json", str(tmp_path / "found.json"), "--parts", "float64", "load, 2 devices"]
+    assert check.main(command) == 2 and ran == ["cpu"]
+    assert capsys.readouterr().out.startswith("error: no CUDA device answers")
+    page = (tmp_path / "found.txt").read_text()
+    assert page.startswith(results.NO_DEVICE) and "load, 2 devices: it needs 2 CUDA devices" in page
+    assert check.main([*command, "--device", "cpu"]) == 0
+    rows = WRONG
+    assert check.main([*command, "--again"]) == 1
 
 
 def test_a_part_that_takes_too_long_is_ended():
