@@ -131,7 +131,7 @@ def run_all(
     """The results, which are in the files after each part. `until`: on the clock `time.monotonic`."""
     found = {"format": results.FORMAT, "what": "gpu-check", "machine": machine, "parts": kept}
     for part in chosen:
-        if part.name in kept and results.is_over(kept[part.name]):
+        if part.name in kept and results.is_done(kept[part.name]):
             continue
         left = until - time.monotonic()
         if part.needs_devices > max(1, len(machine["devices"])):

@@ -55,13 +55,13 @@ def commit() -> str:
 
 
 def kept(file: Path, this: dict[str, Any]) -> dict[str, Any]:
-    """The parts in an earlier file of the same machine and code that need not run again."""
+    """The parts in an earlier file of the same machine and code that were run, or left out."""
     if not file.exists():
         return {}
     earlier = json.loads(file.read_text())
     if earlier.get("format") != FORMAT or earlier.get("machine") != this:
         return {}
-    return {name: part for name, part in earlier["parts"].items() if part["state"] in _DONE}
+    return {name: part for name, part in earlier["parts"].items() if is_over(part)}
 
 
 def entry(rows: Sequence[dict[str, Any]], status: int | None, seconds: float, log: str) -> dict[str, Any]:
@@ -88,6 +88,11 @@ def left_out(why: str) -> dict[str, Any]:
 
 def waiting(why: str) -> dict[str, Any]:
     return {"state": WAITING, "note": why, "seconds": 0.0, "rows": []}
+
+
+def is_done(part: dict[str, Any]) -> bool:
+    """Whether the part need not run again."""
+    return part["state"] in _DONE
 
 
 def is_over(part: dict[str, Any]) -> bool:
