@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ def _server(name: str, where: Where, most: int, *options: str, measures_memory: 
     command = [sys.executable, "-P", "-m", "oarlock", "serve", str(model), "--port", "{port}", "--device", where.device]
     command += ["--served-model-name", SERVED_NAME, "--dtype", "bfloat16", "--max-model-len", "1024"]
     command += ["--max-num-seqs", str(most), "--no-enable-prefix-caching", *kv, *options]
-    environment = clean_environment(1, PYTHONPATH=str(ROOT))
+    environment = clean_environment(1, PYTHONPATH=os.environ.get("PYTHONPATH", str(ROOT)))  # wheels are there, too
     del environment["OMP_NUM_THREADS"]
     return HttpSystem(name, name, {}, command, environment, ROOT)
 
@@ -107,10 +108,15 @@ def transformers_rate(model: Path, where: Where, prompts: list[list[int]], answe
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
     loaded = loaded.to(where.device).eval()
     settings = GenerationConfig(max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    bounds: dict[str, Any] = {}
+    if where.is_tiny:  # on a CPU its pages would take most of the memory that the machine has, used or not
+        from transformers import ContinuousBatchingConfig
+
+        bounds["continuous_batching_config"] = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
     rates = []
     for _ in range(2):
         started = time.perf_counter()
-        found = loaded.generate_batch(prompts, generation_config=settings)  # in a thread of its own
+        found = loaded.generate_batch(prompts, generation_config=settings, **bounds)  # in a thread of its own
         took = time.perf_counter() - started
         counts = [len(output.generated_tokens) for output in found.values()]
         if counts != [answer] * len(prompts):

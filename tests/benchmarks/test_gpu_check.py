@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import step_arithmetic
 from benchmarks.gpu_check import __main__ as check
-from benchmarks.gpu_check import correctness, demo_answers, graphs, models, results, wheels
+from benchmarks.gpu_check import correctness, demo_answers, graphs, models, results, serving, wheels
 from benchmarks.gpu_check.part import NotHere, Part, Row, Where, missing_package
 from benchmarks.gpu_check.process import PARTS, run
 from benchmarks.gpu_check.ten_cases import spread
@@ -264,6 +264,14 @@ def test_wheels_of_what_is_missing_are_unpacked_and_others_are_not(tmp_path):
             archive.writestr(f"{name.partition('-')[0]}/__init__.py", "")
     assert wheels.unpack(tmp_path, tmp_path / "into") == ["made-up 1.0"]
     assert [path.name for path in (tmp_path / "into").iterdir()] == ["made_up"]
+
+
+def test_servers_are_started_with_the_wheels(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", f"{serving.ROOT}{os.pathsep}{tmp_path}")
+    monkeypatch.setattr(serving.checkpoint, "ensure", lambda shape: tmp_path)
+    monkeypatch.setattr(serving, "HttpSystem", lambda *given: given)
+    environment = serving._server("oarlock", CPU, 1)[4]
+    assert environment["PYTHONPATH"] == os.environ["PYTHONPATH"]
 
 
 @pytest.mark.parametrize(("shape", "billions", "inner"), [("0.6b", 0.596, 0.440), ("8b", 8.191, 6.946)])
