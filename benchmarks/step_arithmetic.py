@@ -7,8 +7,9 @@ A step takes the longer of its bytes at the bandwidth and its operations at the 
 microsecond for each launch that cannot begin before the one ahead of it has ended. Launches are those of a graph as the
 made-up CUDA records it. With two ranks each sum takes a latency and its bytes over the link. `before`: sums in float32
 by NCCL, and all logits gathered; `after`: in the model's type, by symmetric memory, which takes a copy more, and each
-rank's best id of a row gathered. A launch from Python takes microseconds, while the device may wait for it: `before`,
-each kernel of a step with prompts took one, `after` its layers take one together.
+rank's best id of a row gathered, or logits exchanged so that each rank has some rows whole. A launch from Python takes
+microseconds, while the device may wait for it: `before`, each kernel of a step with prompts took one, `after` its
+layers take one together.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Step:
     operations: float
     sums: int
     sum_bytes: float  # of one sum
-    gathered_bytes: float  # of the other ranks: logits, or what they found in them
+    gathered_bytes: float  # from the other ranks: logits, or what they found in them
 
     def seconds(self, device: Device, sum_s: float) -> float:
         work = max(self.read_bytes / device.bytes_s, self.operations / device.flop_s)
@@ -63,25 +64,27 @@ class Step:
 
 
 def step_of(
-    spec: DecoderSpec, batch: int, context: int, ranks: int, sum_item: int, of_sum: int, *, shards: bool
+    spec: DecoderSpec, batch: int, context: int, ranks: int, sum_item: int, of_sum: int, sampled_from: str
 ) -> Step:
     """A step of one token for each of `batch` sequences. `sum_item`: bytes of a number that is summed over ranks; such
-    a sum takes `of_sum` launches. `shards`: each rank samples from its own logits."""
+    a sum takes `of_sum` launches. `sampled_from`: "all" logits on every rank, each rank's "shards", or its "rows"."""
     inner, head = models.inner_parameters(spec), spec.vocab_size * spec.hidden_size
     heads, width = spec.attention, spec.attention.head_dim
     cached = batch * context * 2 * spec.num_layers * heads.num_kv_heads * width * 2
     several, sums = ranks > 1, 2 * of_sum if ranks > 1 else 0
-    of_row, passes = (FOUND_BYTES * ranks, 1 / ranks) if several and shards else (spec.vocab_size * 4, 1.0)
+    shards = several and sampled_from == "shards"
+    of_row = FOUND_BYTES * ranks if shards else spec.vocab_size * 4
+    share = 1.0 if sampled_from == "all" else 1 / ranks  # of all logits that a rank reads
     return Step(
         launches=spec.num_layers * (OF_LAYER + sums)
         + OF_STEP
         + OF_SAMPLING
-        + (OF_RANKS + OF_SHARDS * shards) * several,
-        read_bytes=(2 * (inner + head) + cached) / ranks + batch * spec.vocab_size * 4 * 2 * passes,
+        + (OF_RANKS + OF_SHARDS * (sampled_from != "all")) * several,
+        read_bytes=(2 * (inner + head) + cached) / ranks + batch * spec.vocab_size * 4 * 2 * share,
         operations=2 * batch * (inner + head) / ranks,
         sums=(2 * spec.num_layers + 1) * several,
         sum_bytes=batch * spec.hidden_size * sum_item,
-        gathered_bytes=batch * of_row * (ranks - 1) / ranks,
+        gathered_bytes=batch * of_row * (ranks - 1) / ranks / (ranks if sampled_from == "rows" else 1),
     )
 
 
@@ -93,8 +96,8 @@ def table(device: Device, context: int) -> list[str]:
         with models.described(shape, Where("cuda")) as folder:
             spec = read_spec(folder)
         for batch in BATCHES:
-            before = step_of(spec, batch, context, ranks, 4, 1, shards=False)
-            after = step_of(spec, batch, context, ranks, 2, 2, shards=True)
+            before = step_of(spec, batch, context, ranks, 4, 1, "all")
+            after = step_of(spec, batch, context, ranks, 2, 2, "shards")
             link = [step.sums * step.sum_bytes + step.gathered_bytes for step in (before, after)]
             times = [step.seconds(device, s) * 1e3 for step, s in zip((before, after), device.sum_s, strict=True)]
             counts = f"{before.launches} → {after.launches}" if ranks > 1 else str(after.launches)
@@ -105,18 +108,22 @@ def table(device: Device, context: int) -> list[str]:
     return rows
 
 
-def gathers_table(device: Device, context: int) -> list[str]:
-    """Rows of a table in Markdown: bytes that two ranks exchange to sample, from shards and from whole logits."""
-    rows = ["| model | sequences | MB over the link for sampling, on shards and gathered | ms more where gathered |"]
+def sampling_table(device: Device, context: int) -> list[str]:
+    """Rows of a table in Markdown: bytes that two ranks exchange to sample, and time beside that from shards."""
+    rows = [
+        "| model | sequences | MB over the link: shards; rows; all logits | ms more than shards: rows; all logits |"
+    ]
     rows.append("|---|---|---|---|")
     with models.described("8b", Where("cuda")) as folder:
         spec = read_spec(folder)
     for batch in BATCHES:
-        steps = [step_of(spec, batch, context, 2, 2, 2, shards=shards) for shards in (True, False)]
+        steps = [step_of(spec, batch, context, 2, 2, 2, sampled_from) for sampled_from in ("shards", "rows", "all")]
         sent = "; ".join(f"{step.gathered_bytes / 1e6:,.3f}" for step in steps)
-        of_link = (steps[1].gathered_bytes - steps[0].gathered_bytes) / device.link_bytes_s
-        of_reading = (steps[1].read_bytes - steps[0].read_bytes) / device.bytes_s
-        rows.append(f"| 8B, 2 ranks | {batch} | {sent} | {(of_link + of_reading) * 1e3:.3f} |")
+        least, *others = (
+            step.gathered_bytes / device.link_bytes_s + step.read_bytes / device.bytes_s for step in steps
+        )
+        more = "; ".join(f"{(other - least) * 1e3:.3f}" for other in others)
+        rows.append(f"| 8B, 2 ranks | {batch} | {sent} | {more} |")
     return rows
 
 
@@ -159,7 +166,7 @@ def lines(given: argparse.Namespace) -> list[str]:
     device = Device(
         given.bandwidth, given.products, given.launch_us * 1e-6, given.link, latencies, given.host_us * 1e-6
     )
-    return [*table(device, given.context), "", *gathers_table(device, given.context), "", *prompts_table(device)]
+    return [*table(device, given.context), "", *sampling_table(device, given.context), "", *prompts_table(device)]
 
 
 if __name__ == "__main__":

@@ -64,6 +64,9 @@ class ThreadRank(TensorParallel):
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.stack(self._exchange(x))
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return self.all_gather(x)[:, self.rank]
+
 
 def on_ranks(size: int, work: Callable[[TensorParallel], Result]) -> list[Result]:
     """`work` on every rank at once; its results in rank order."""

@@ -26,6 +26,7 @@ CONCERNS: dict[str, tuple[str, ...]] = {
     "logits-processors": ("tests/unit/workers/sampling/test_logits_processors.py",),
     "triton": (
         "tests/unit/workers/kernels/triton/test_triton_rotation.py",
+        "tests/unit/workers/kernels/triton/test_triton_sampling.py",
         "tests/unit/workers/kernels/triton/test_triton_layers.py",
         "tests/unit/workers/kernels/triton/test_triton_attention.py",
         "tests/unit/workers/kernels/triton/test_triton_weight_only.py",

@@ -52,6 +52,8 @@ for form in forms:
             ]
             gathered = tp_of[form].all_gather(x)
             assert torch.equal(gathered, torch.stack(peers)), "gather"
+            parts = tp_of[form].all_to_all(torch.stack([x + place for place in range(info.size)]))
+            assert torch.equal(parts, torch.stack([peer + info.rank for peer in peers])), "all to all"
             exact = torch.stack(peers).double().sum(0)
             error = (total.double() - exact).abs().max().item()
             scale = sum(p.double().abs() for p in peers).max().item()

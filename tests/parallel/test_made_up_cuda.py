@@ -492,7 +492,7 @@ def test_two_ranks_sample_from_their_shards_what_they_do_from_whole_rows(model: 
     """A greedy row, a drawn one and one with bias: launched with a prompt, and as a graph. With logprobs, which change
     no token, all logits are gathered."""
 
-    def sampled(tp: TensorParallel) -> list[tuple[list[list[int]], bool]]:
+    def sampled(tp: TensorParallel) -> list[tuple[list[list[int]], int]]:
         assert isinstance(tp, ThreadRank)
         cuda.set_device(tp.rank)
         steps = steps_of(model, tp, tensor_parallel_size=2, max_num_seqs=3)
@@ -510,16 +510,16 @@ def test_two_ranks_sample_from_their_shards_what_they_do_from_whole_rows(model: 
                 asked["num_logprobs"] = np.full(3, logprobs, np.int32)
                 wait_for(steps.launch(replace(greedy_step(chunks, 8, rows), **asked)))
                 tokens.append(steps._sampling.sampled[:3].tolist())
-            gathers_all = any(f"float32 [3, {steps._model.vocab_local}]" in kind for kind in met[begun:])
-            found.append((tokens, gathers_all))
-            assert gathers_all or sum("float64 [3, 4]" in kind for kind in met[begun:]) == 2
+            exchanges = sum(f"float32 [2, 2, {steps._model.vocab_local}]" in kind for kind in met[begun:])
+            found.append((tokens, exchanges))
+            assert exchanges == 2 or sum("float64 [3, 4]" in kind for kind in met[begun:]) == 2
         steps.release()
         return found
 
     first, second = on_ranks(2, sampled)
     assert first == second
-    (shards, gathered), (whole, gathered_whole) = first
-    assert shards == whole and not gathered and gathered_whole
+    (shards, none), (whole, exchanges) = first
+    assert shards == whole and none == 0 and exchanges == 2
     assert {row[2] for row in shards} <= {7, 280} and len({tuple(row) for row in shards}) == 2
 
 

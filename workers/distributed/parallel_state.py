@@ -98,6 +98,19 @@ class TensorParallel:
         dist.all_gather(list(out.unbind(0)), x.contiguous(), self._group)
         return out
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Every rank's `x[rank]`, of the rank that calls (equal shapes), stacked in rank order: [size, *x.shape[1:]].
+
+        `x`: [size, ...], a part for each rank."""
+        if self.size == 1:
+            return x
+        if self._shared is not None or self._over_host:
+            return self.all_gather(x)[:, self.rank]
+        self._count_collective()
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, x.contiguous(), group=self._group)
+        return out
+
     def choose_all_reduce(self, device: torch.device, dtype: torch.dtype) -> None:
         """Measure the ways that sums of `dtype` may take on a CUDA device, and log the choice. All ranks must call."""
 

@@ -44,10 +44,10 @@ from oarlock.workers.sampling.columns import Variant
 from oarlock.workers.sampling.device_sampler import (
     DeviceOutputs,
     DeviceSampler,
-    ShardSampler,
     output_of,
     output_sections,
 )
+from oarlock.workers.sampling.sharded_sampler import RowSampler, ShardSampler
 from oarlock.workers.sampling.token_histories import DenseHistories
 
 
@@ -282,30 +282,27 @@ _ALWAYS = 2  # of the sections: the others hold logprobs
 
 
 class DeviceSampling:
-    """`StepSampling` by a `DeviceSampler`. With several ranks, rows are sampled from each one's part of their logits
-    where that is enough, and otherwise from all of them on every rank."""
+    """`StepSampling` by a `DeviceSampler` on one rank. With several, rows are sampled from each one's part of their
+    logits where that is enough, and otherwise each rank samples some rows, whole."""
 
     def __init__(
         self,
-        sampler: DeviceSampler,
+        sampler: DeviceSampler | RowSampler,
+        histories: DenseHistories,
         most_rows: int,
-        device: torch.device,
         tp: TensorParallel,
         shards: ShardSampler | None = None,
-        whole: Tensor | None = None,
     ) -> None:
-        """`most_rows`: of logits in a step, those that are scored included. With several ranks: `shards` samples from
-        this one's part, and `whole` is memory for all logits, float32 [n, tp.size * vocab_local]."""
-        self._sampler, self._tp = sampler, tp
-        self._shards, self._whole = shards, whole
+        """`most_rows`: of logits in a step, those that are scored included. `shards`: of several ranks."""
+        self._sampler, self._shards, self._histories, self._tp = sampler, shards, histories, tp
         self.variants = _VARIANTS if shards is None else (*_VARIANTS[:2], _PROCESSED, *_VARIANTS[2:])
         largest = Layout(output_sections(most_rows))
-        self._staging = StagingBuffer(largest.num_bytes, device)
+        self._staging = StagingBuffer(largest.num_bytes, histories.seen.device)
         self.sampled: Tensor = largest.tensors(self._staging.on_device)["tokens"]  # int32 [most_rows]
 
     def begin(self, step: StepMetadata) -> None:
         """Writes the histories that `step` brings, as `StepSampling` describes."""
-        self._sampler.histories.write(step)
+        self._histories.write(step)
 
     def sample(self, logits: Tensor, place: InputPlace, first: int, variant: Variant) -> None:
         """Samples rows and counts their tokens, as `StepSampling` describes."""
@@ -314,7 +311,7 @@ class DeviceSampling:
         if self._shards is not None and self._shards.serves(variant):
             self._shards.sample(logits, place.columns, outputs, variant, first)
         else:
-            self._sampler.sample(self._gathered(logits), place.columns, outputs, variant, first)
+            self._sampler.sample(logits, place.columns, outputs, variant, first)
         if variant.processed and first + len(logits) == rows:
             self._sampler.count(place.columns, outputs, rows)
 
@@ -325,14 +322,6 @@ class DeviceSampling:
         found = output_sections(place.shape.logits)
         copied = found if Variant.of(step).logprobs else found[:_ALWAYS]
         return _DeviceOutput(_kept(step), Layout(found), self._staging.to_host(Layout(copied).num_bytes))
-
-    def _gathered(self, logits: Tensor) -> Tensor:
-        """Logits of all ranks, from this one's."""
-        if self._whole is None:
-            return logits
-        whole = self._whole[: len(logits)]
-        whole.unflatten(1, (self._tp.size, -1)).copy_(self._tp.all_gather(logits).transpose(0, 1))
-        return whole
 
 
 class _DeviceOutput:
@@ -368,21 +357,23 @@ def device_steps(
     rows = max(seqs, config.max_num_batched_tokens)
     sampled = seqs * (1 + config.num_speculative_tokens)
     at_once = logits_rows_at_once(config)
-    histories = DenseHistories(seqs, 0, vocab_size, device)
-    sampler = DeviceSampler(vocab_size, at_once, histories, device)
-    local = model.vocab_local
-    sampler.warm_up(tp.size * local)
-    shards, whole = None, None
-    if tp.size > 1:
+    histories, local = DenseHistories(seqs, 0, vocab_size, device), model.vocab_local
+    sampler: DeviceSampler | RowSampler
+    shards = None
+    if tp.size == 1:
+        sampler = DeviceSampler(vocab_size, at_once, histories, device)
+        sampler.warm_up(local)
+    else:
+        sampler = RowSampler(tp, vocab_size, local, at_once, histories)
+        sampler.warm_up()
         own = max(0, min(local, vocab_size - model.vocab_start))  # without padding
-        shards = ShardSampler(model.vocab_start, own, sampler, tp.all_gather)
+        shards = ShardSampler(model.vocab_start, own, at_once, histories, device, tp.all_gather)
         shards.warm_up(local)
-        whole = torch.empty((at_once, tp.size * local), dtype=torch.float32, device=device)
     return DeviceSteps(
         model,
         backend,
         StepInputs(tables, Shape(rows, seqs, rows, seqs * table_width(config)), sampled, vocab_size),
-        DeviceSampling(sampler, rows, device, tp, shards, whole),
+        DeviceSampling(sampler, histories, rows, tp, shards),
         pooler,
         rows_at_once=at_once,
         max_model_len=config.max_model_len,

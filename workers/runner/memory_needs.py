@@ -131,11 +131,12 @@ def largest_step_bytes(config: WorkerConfig, spec: DecoderSpec, *, has_head: boo
 
 
 def sampling_bytes(config: WorkerConfig, spec: DecoderSpec) -> int:
-    """Bytes that a rank on a CUDA device keeps to sample from: float32 logits of the whole vocabulary, of its own ids
-    beside these where there are several ranks, and int32 counts of every id for each sequence (`DenseHistories`)."""
-    rows, ranks = logits_rows_at_once(config), config.tensor_parallel_size
-    own = 0 if ranks == 1 else -(-spec.vocab_size // ranks) * rows
-    return 4 * (spec.vocab_size * (rows + config.max_num_seqs) + own)
+    """Bytes that a rank on a CUDA device keeps to sample from: float32 logits, the same as penalties and masks change
+    them, and int32 counts of every id for each sequence (`DenseHistories`). Of several ranks each has its own ids of
+    all rows, and all ids of its share of the rows (`RowSampler`)."""
+    rows, ranks, vocab = logits_rows_at_once(config), config.tensor_parallel_size, spec.vocab_size
+    logits = vocab * rows if ranks == 1 else -(-vocab // ranks) * rows + vocab * -(-rows // ranks)
+    return 4 * (2 * logits + vocab * config.max_num_seqs)
 
 
 def check_weights_fit(config: WorkerConfig, spec: DecoderSpec, dtype: str, forms: WeightForms) -> None:

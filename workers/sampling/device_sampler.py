@@ -1,4 +1,4 @@
-"""Samples on a CUDA device by Triton kernels, from whole rows of logits, or from those of some ids on each rank.
+"""Samples whole rows of logits on a CUDA device, by Triton kernels.
 
 What `Sampler` does, which is its judge, in launches whose number and shapes depend on the `Variant` and the number of
 rows alone. Nothing is read back between them, so that they can be captured in a graph and replayed with other columns.
@@ -8,12 +8,9 @@ rows alone. Nothing is read back between them, so that they can be captured in a
     choose      from these: states, tokens of rows without filters, and which blocks matter for those with filters
     filtered    draws from the 64 best blocks, and in rounds where these are not enough
     logprobs    a pass over the raw logits of the rows that want them, then the best of them in order
-
-From whole rows each rank samples the same, without collectives. Rows that are neither filtered nor want logprobs need
-less than a gather of all logits: each rank's best id of a row, with its score (`ShardSampler`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -120,10 +117,9 @@ class DeviceSampler:
         device: torch.device,
         short: int = _SHORT,
         first_id: int = 0,
-        scratch: _Scratch | None = None,
     ) -> None:
         """`histories`: of all ids, of which this sampler has V, from `first_id` on. `short`: a power of 2; how many
-        blocks are tried before rounds. `scratch`: of another sampler of as many ids or more, used in turns."""
+        blocks are tried before rounds."""
         from oarlock.workers.kernels.triton.sampling import choose, filters, logprobs, processors
 
         self._kernels: Any = choose, filters, logprobs, processors  # a call compiles: no annotations
@@ -132,7 +128,7 @@ class DeviceSampler:
         self._device, self._short = device, short
         self._blocks = max(1, -(-vocab_size // BLOCK))
         self._tiles = -(-self._blocks // _SURVEYED)
-        self._scratch = scratch or self._make_scratch()
+        self._scratch = self._make_scratch()
 
     def _make_scratch(self) -> _Scratch:
         rows, blocks = self.max_rows, self._blocks
@@ -224,7 +220,7 @@ class DeviceSampler:
             logits, s.adjusted, s.maxima, s.screens, s.masses, s.per_tile, s.banned, s.listed, s.num_listed, s.short,
             s.short_end, s.totals, s.peaks, s.floors, out.tokens, out.states, c.changed, c.target_ids, c.temperature,
             c.top_p, c.top_k, c.min_p, c.top_n_sigma, s.spreads, c.keys, first, logits.stride(0), self.vocab_size,
-            self._blocks, self._tiles, WIDTH=_power_of_2(self._blocks), TILES=_power_of_2(self._tiles),
+            self._blocks, self._tiles, WIDTH=power_of_2(self._blocks), TILES=power_of_2(self._tiles),
             SHORT=self._short, num_warps=4, **parts,
         )  # fmt: skip
 
@@ -261,58 +257,11 @@ class DeviceSampler:
         logprobs.report_logprobs[(rows,)](
             logits, s.maxima, s.masses, s.per_tile, out.tokens, out.logprobs, out.ranks, out.top_ids,
             out.top_logprobs, out.states, c.num_logprobs, c.target_ids, *sizes, MOST=MAX_LOGPROBS,
-            MOST_WIDTH=_power_of_2(MAX_LOGPROBS), WIDTH=_power_of_2(self._blocks), TILES=_power_of_2(self._tiles),
+            MOST_WIDTH=power_of_2(MAX_LOGPROBS), WIDTH=power_of_2(self._blocks), TILES=power_of_2(self._tiles),
             num_warps=8,
         )  # fmt: skip
 
 
-class ShardSampler(DeviceSampler):
-    """Sampler of rows that are neither filtered nor want logprobs, from this rank's V ids of their logits."""
-
-    _forms = (Variant(), Variant(random=True), Variant(random=True, processed=True))
-
-    def __init__(
-        self, first_id: int, vocab_size: int, whole: DeviceSampler, all_gather: Callable[[Tensor], Tensor]
-    ) -> None:
-        """`whole`: samples from all ids, in turns with this one. `all_gather`: every rank's tensor, stacked in order
-        of ranks, which is the order of ids."""
-        from oarlock.workers.kernels.triton.sampling import shards
-
-        super().__init__(
-            vocab_size, whole.max_rows, whole.histories, whole._device, first_id=first_id, scratch=whole._scratch
-        )
-        self._shards: Any = shards
-        self._all_gather = all_gather
-
-    @staticmethod
-    def serves(variant: Variant) -> bool:
-        """Whether rows of `variant` can be sampled here."""
-        return not variant.filtered and not variant.logprobs
-
-    def sample(
-        self, logits: Tensor, columns: SamplingColumns, outputs: DeviceOutputs, variant: Variant, first: int = 0
-    ) -> None:
-        """As `DeviceSampler.sample`, with `logits` float32 [L, V or more] of this rank. A collective call."""
-        c, s, rows = columns, self._scratch, len(logits)
-        assert self.serves(variant) and rows <= self.max_rows and logits.stride(1) == 1
-        random = variant.random or variant.processed
-        if variant.processed:
-            self._process(logits, c, first)
-        self._survey(logits, c, first, {"RANDOM": random, "FILTERED": False, "PROCESSED": variant.processed})
-        found = torch.empty((rows, self._shards.FOUND), dtype=torch.float64, device=self._device)
-        self._shards.best_of_shard[(rows,)](
-            logits, s.adjusted, s.maxima, s.screens, s.per_tile, s.banned, found, c.changed, c.temperature, c.top_k,
-            c.keys, first, self._first_id, logits.stride(0), self.vocab_size, self._blocks, self._tiles,
-            WIDTH=_power_of_2(self._blocks), TILES=_power_of_2(self._tiles), RANDOM=random,
-            PROCESSED=variant.processed, num_warps=4,
-        )  # fmt: skip
-        parts = self._all_gather(found)  # [ranks, L, FOUND]
-        self._shards.merge_shards[(rows,)](
-            parts, outputs.tokens, outputs.states, c.changed, c.target_ids, first, rows, RANKS=len(parts),
-            PROCESSED=variant.processed, num_warps=1,
-        )  # fmt: skip
-
-
-def _power_of_2(count: int) -> int:
+def power_of_2(count: int) -> int:
     """The smallest that is not below `count`."""
     return 1 << (count - 1).bit_length()

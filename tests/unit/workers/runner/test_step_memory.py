@@ -176,6 +176,7 @@ def test_memory_to_sample_from_is_counted(checkpoint: Path) -> None:
     runner = runner_on(checkpoint, MadeUpDevice(TOTAL, TOTAL))
     steps = device_steps(runner.config, runner.model, runner.backend, runner.tp, runner._tables, runner.pooler)
     held = steps._logits.nbytes + DenseHistories(4, 0, runner.spec.vocab_size, CPU).seen.nbytes
+    held += steps._sampling._sampler._scratch.adjusted.nbytes
     assert held == sampling_bytes(runner.config, runner.spec)
     on_cuda = runner.config.with_(device="cuda")
     error = told(on_cuda, runner.spec, 1 << 20, "trying", None, 0)

@@ -13,14 +13,18 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 import triton.language as tl
 
+from oarlock.workers.distributed.parallel_state import TensorParallel
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.triton.sampling.choose import MARGIN, gumbel, gumbel_screen
 from oarlock.workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
 from oarlock.workers.sampling.columns import SamplingColumns, Variant, bias_entries, write_rows
 from oarlock.workers.sampling.columns import sections as column_sections
-from oarlock.workers.sampling.device_sampler import DeviceOutputs, DeviceSampler, ShardSampler, output_of
+from oarlock.workers.sampling.device_sampler import DeviceOutputs, DeviceSampler, output_of
 from oarlock.workers.sampling.noise import gumbel as judged_gumbel
+from oarlock.workers.sampling.sharded_sampler import RowSampler, ShardSampler
 from oarlock.workers.sampling.token_histories import DenseHistories
+from tests.golden.interpreter_lock import one_kernel_at_a_time
+from tests.golden.paged_run import on_ranks
 from tests.unit.workers.kernels.triton.triton_resources import of_program
 from tests.unit.workers.kernels.triton.triton_sampling_resources import launches_of, recording_sampler, recording_shard
 from tests.unit.workers.sampling.test_sampling import MODES, ROWS, VOCAB, flat, peaked, tied
@@ -182,12 +186,11 @@ def sampled_by_shards(logits: Tensor, step: StepMetadata, ranks: int) -> StepOut
     histories = DenseHistories(step.num_seqs, 0, vocab, DEVICE)
     histories.write(step)
     columns, found = SamplingColumns.of_step(step, DEVICE), list[Tensor]()
-    whole = DeviceSampler(vocab, rows, histories, DEVICE)
 
     def outputs_of(rank: int, all_gather: Callable[[Tensor], Tensor]) -> StepOutput:
         own = min(local, vocab - rank * local)
         outputs = DeviceOutputs.empty(rows, DEVICE)
-        sampler = ShardSampler(rank * local, own, whole, all_gather)
+        sampler = ShardSampler(rank * local, own, rows, histories, DEVICE, all_gather)
         sampler.sample(padded[:, rank * local : (rank + 1) * local], columns, outputs, Variant.of(step))
         return output_of(step, outputs.on_host())
 
@@ -218,6 +221,37 @@ def test_the_best_of_all_ranks_is_that_of_whole_rows(ranks: int, processed: bool
     step = step_of(rows, **options, temperature=temperature, top_k=np.resize([0, 0, 1], rows), seeds=np.arange(rows))
     assert ShardSampler.serves(Variant.of(step))
     agree(sampled_by_shards(logits, step, ranks), sample_with(logits, step, make_histories=dense))
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_rows_that_ranks_divide_have_the_bits_of_one_rank(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two parts, of which the last rank of five has no row; with everything that rows can ask for."""
+    one_kernel_at_a_time(monkeypatch)
+    logits, some = torch.cat([peaked(8), tied(8)]), [5, 6, 7]
+    rows = len(logits)
+    logits[1, 700], logits[2, some] = float("nan"), float("-inf")
+    penalties = {row: Penalties({t: t % 4 for t in range(VOCAB)}, 1.3, 0.7, -0.4) for row in (9, 10)}
+    masks = {2: mask_of(some, VOCAB), 3: mask_of(some, VOCAB)}
+    wanted = {"num_logprobs": np.resize([-1, 3, 0], rows), "target_ids": np.resize([-1, -1, -1, 40], rows)}
+    step = step_of(rows, [(4, 3, 9.0), (9, 5, 3.0)], masks=masks, penalties=penalties, **wanted, **KINDS)
+    local = -(-VOCAB // ranks)
+    padded = torch.nn.functional.pad(logits, (0, ranks * local - VOCAB), value=float("-inf")).to(DEVICE)
+
+    def on_rank(tp: TensorParallel) -> StepOutput:
+        histories = DenseHistories(step.num_seqs, 0, VOCAB, DEVICE)
+        histories.write(step)
+        sampler = RowSampler(tp, VOCAB, local, rows, histories)
+        columns, outputs = SamplingColumns.of_step(step, DEVICE), DeviceOutputs.empty(rows, DEVICE)
+        own = padded[:, tp.rank * local : (tp.rank + 1) * local]
+        for first, stop in ((0, rows - 1), (rows - 1, rows)):
+            sampler.sample(own[first:stop], columns, outputs, Variant(True, True, True, True), first)
+        return output_of(step, outputs.on_host())
+
+    whole = sampled(logits, step, 64, Variant(True, True, True, True))
+    assert {FINITE, NONFINITE} == set(whole.finite.tolist())
+    for found in on_ranks(ranks, on_rank):
+        for name in ("token_ids", "finite", "logprobs", "ranks", "top_ids", "top_logprobs"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(whole, name), name)
 
 
 def test_kept_histories_penalise_as_those_counted_anew() -> None:

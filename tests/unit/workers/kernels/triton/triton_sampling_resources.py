@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from oarlock.workers.sampling.columns import SamplingColumns, Variant
-from oarlock.workers.sampling.device_sampler import DeviceOutputs, DeviceSampler, ShardSampler
+from oarlock.workers.sampling.device_sampler import DeviceOutputs, DeviceSampler
+from oarlock.workers.sampling.sharded_sampler import ShardSampler
 from oarlock.workers.sampling.token_histories import DenseHistories
 from tests.unit.workers.kernels.triton.triton_resources import resources
 from tests.unit.workers.sampling_cases import step_of
@@ -42,8 +43,8 @@ class Recorded:
 def recording_shard() -> tuple[ShardSampler, list[tuple[str, Any, tuple, dict]]]:
     """A sampler of the second of two ranks that launches nothing, and its launches."""
     launches: list[tuple[str, Any, tuple, dict]] = []
-    own, whole = VOCAB // 2, DeviceSampler(VOCAB, 1, DenseHistories(1, 0, VOCAB, CPU), CPU)
-    sampler = ShardSampler(own, own, whole, lambda found: torch.stack([found, found]))
+    own, histories = VOCAB // 2, DenseHistories(1, 0, VOCAB, CPU)
+    sampler = ShardSampler(own, own, 1, histories, CPU, lambda found: torch.stack([found, found]))
     sampler._kernels = tuple(Recorded(module, launches) for module in sampler._kernels)
     sampler._shards = Recorded(sampler._shards, launches)
     sampler._shards.FOUND = 4
