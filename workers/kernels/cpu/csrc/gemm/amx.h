@@ -23,6 +23,10 @@ struct AmxPairs {
   static constexpr long kBlock = BrainPairs::kBlock;
 };
 
+// Rows come by tiles, and stand in nobody's line: a step of 8 rows of a mixture took 0.93 to 0.97 of that with 16384.
+template <>
+constexpr long kMostAhead<AmxPairs> = kAhead;
+
 // The shapes of the eight tiles, as LDTILECFG reads them.
 struct alignas(64) AmxShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};

@@ -140,7 +140,7 @@ struct Chunk {
       const long count = x.padded(x.inputs.inputs_of(block));
       const char *here = reinterpret_cast<const char *>(w);
       if (x.strips == 1) {
-        kTiles<S>[x.rows](x.at(0, block), w, count, totals, first, {here + ahead(x.rows), kStepBytes<S>});
+        kTiles<S>[x.rows](x.at(0, block), w, count, totals, first, {here + ahead<S>(x.rows), kStepBytes<S>});
         continue;
       }
       // While the strips compute, each of them fetches its share of the next block.

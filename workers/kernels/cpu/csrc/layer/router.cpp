@@ -115,7 +115,7 @@ void router_logits(const Router &of, const T *x, long stride, long rows, float *
         const float *w = weight + block * Floats::kBlock * kPanel;
         kTiles<Floats>[count](at(strip, block), w, std::min(Floats::kBlock, of.hidden - block * Floats::kBlock),
                               sums + cut * kTileRows * kPanel, block == first,
-                              {reinterpret_cast<const char *>(w) + ahead(count), kStepBytes<Floats>});
+                              {reinterpret_cast<const char *>(w) + ahead<Floats>(count), kStepBytes<Floats>});
       }
     }
 #pragma omp for schedule(static)
