@@ -17,8 +17,7 @@ from oarlock.workers.models.granite_moe import GGUF_GRANITE_MOE, describe_granit
 from oarlock.workers.models.hf_fields import Fields, read_config
 from oarlock.workers.models.llama import GGUF_LLAMA, describe_llama
 from oarlock.workers.models.mistral import describe_mistral, describe_mixtral
-from oarlock.workers.models.olmo2 import GGUF_OLMO2, describe_olmo2
-from oarlock.workers.models.olmoe import GGUF_OLMOE, describe_olmoe
+from oarlock.workers.models.olmo import GGUF_OLMO2, GGUF_OLMOE, describe_olmo2, describe_olmoe
 from oarlock.workers.models.phi3 import GGUF_PHI3, describe_phi3
 from oarlock.workers.models.qwen import GGUF_QWEN2, GGUF_QWEN3, describe_qwen2, describe_qwen3
 from oarlock.workers.models.qwen_moe import GGUF_QWEN2_MOE, GGUF_QWEN3_MOE, describe_qwen2_moe, describe_qwen3_moe

@@ -1,0 +1,69 @@
+"""OLMo 2, and OLMoE, a mixture of experts: both norm q and k over all heads. Torch-free.
+
+OLMo 2 has norms on the results of attention and MLP alone, OLMoE before attention and experts.
+"""
+
+from typing import Any
+
+from oarlock.workers.errors import StartupError
+from oarlock.workers.layers.decoder_spec import DecoderSpec
+from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
+from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
+from oarlock.workers.models.hf_fields import Fields
+from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
+
+
+def describe_olmo2(fields: Fields) -> DecoderSpec:
+    bias = fields.flag("attention_bias", False)
+    return decoder_spec(
+        fields,
+        kv_heads=None,
+        head_dim=None,
+        max_positions=2048,
+        windows=(None,) * fields.layers(),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="row",
+        norms=((None, "post_attention_layernorm"), (None, "post_feedforward_layernorm")),
+        eps=1e-5,
+    )
+
+
+def _own_olmo2(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    settings.check_whole_heads(config["head_dim"])
+    if settings.has(".attention.sliding_window"):  # OLMo 3, which the converter gives the same name
+        raise StartupError(f"{settings.model.path} has windows, which olmo2 models do not.", "Use a model of OLMo 2.")
+    return {"attention_bias": "blk.0.attn_q.bias" in settings.model.tensors}
+
+
+GGUF_OLMO2 = GGUFFamily("olmo2", "Olmo2ForCausalLM", _own_olmo2)
+
+
+def describe_olmoe(fields: Fields) -> DecoderSpec:
+    bias = fields.flag("attention_bias", False)
+    experts, top_k = expert_counts(fields, 64, 8)
+    activation = activation_name(fields, "hidden_act", "silu")
+    router = RouterSpec(top_k, normalised=fields.flag("norm_topk_prob", False))
+    mixture = ExpertsSpec(experts, fields.count("intermediate_size", 2048), router, activation)
+    return decoder_spec(
+        fields,
+        kv_heads=None,
+        head_dim=None,
+        max_positions=4096,
+        windows=(None,) * fields.layers(),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="row",
+        experts=(mixture,) * fields.layers(),
+        activation=activation,
+        eps=1e-5,
+    )
+
+
+def _own_olmoe(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    settings.check_whole_heads(config["head_dim"])
+    clamp = {"clip_qkv": settings.number(".attention.clamp_kqv")} if settings.has(".attention.clamp_kqv") else {}
+    return {"norm_topk_prob": False, **clamp}
+
+
+GGUF_OLMOE = GGUFFamily("olmoe", "OlmoeForCausalLM", _own_olmoe, has_experts=True)
