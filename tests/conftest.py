@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -137,6 +138,10 @@ def one_process_for_chat_templates() -> Iterator[None]:
 
 def pytest_collection_finish() -> None:
     """Exempt imported modules and collected tests from garbage collection: they stay until the end."""
+    if "triton.runtime.interpreter" in sys.modules:
+        from tests.interpreted_products import patch_language_once_a_launch
+
+        patch_language_once_a_launch()
     gc.collect()
     gc.freeze()
 

@@ -107,10 +107,12 @@ class Case:
         chunks: list[list[Seq]] | None = None,
         alone: int | None = None,
         frees: bool = False,
+        attends_earlier: bool = True,
     ) -> list[Tensor]:
-        """Results [query, heads * D] per sequence of the last step. `chunks` are the steps to take, one `Seq` per
+        """Results [query, heads * D] per sequence of all steps. `chunks` are the steps to take, one `Seq` per
         sequence (query 0: not in the step); by default the earlier context in one, then `self.seqs`. `frees`: blocks
-        that lie outside the window are not in the tables and hold NaN, the null block too."""
+        that lie outside the window are not in the tables and hold NaN, the null block too. Without `attends_earlier`
+        the keys and values of steps before the last are written, and that is all."""
         kv = backend.allocate(self.num_blocks)[0]
         self._poison(kv, backend)
         if chunks is None:
@@ -120,7 +122,9 @@ class Case:
             here = [i for i, seq in enumerate(step) if seq.query and alone in (None, i)]
             if here:
                 tables = self._freed(backend, kv, step) if frees else self.tables
-                for i, rows in zip(here, self._step(backend, kv, tables, [step[i] for i in here], here), strict=True):
+                attends = attends_earlier or step is chunks[-1]
+                found = self._step(backend, kv, tables, [step[i] for i in here], here, attends)
+                for i, rows in zip(here, found, strict=attends):
                     results[i].append(rows)
         return [torch.cat(rows) if rows else torch.empty(0) for rows in results]
 
@@ -135,7 +139,13 @@ class Case:
         return tables
 
     def _step(
-        self, backend: AttentionBackend, kv: LayerKV, tables: np.ndarray, seqs: list[Seq], here: list[int]
+        self,
+        backend: AttentionBackend,
+        kv: LayerKV,
+        tables: np.ndarray,
+        seqs: list[Seq],
+        here: list[int],
+        attends: bool,
     ) -> list[Tensor]:
         batch = batch_of(tables[here], seqs, self.spec.block_size, self.spec.device)
         pad = len(batch.token_ids) - batch.num_tokens
@@ -144,8 +154,10 @@ class Case:
             rows = torch.cat([source[i][s.context - s.query : s.context] for i, s in zip(here, seqs, strict=True)])
             return torch.cat([rows, torch.ones_like(rows[:1]).expand(pad, -1, -1)])
 
-        plan = backend.prepare(batch)
         backend.write(kv, cut(self.k), cut(self.v), batch)
+        if not attends:
+            return []
+        plan = backend.prepare(batch)
         out = backend.attend(cut(self.q), kv, plan, self.layer, self.sinks)
         assert out.shape == (batch.num_tokens + pad, self.layer.num_heads * self.spec.head_dim)
         assert out[batch.num_tokens :].isfinite().all()

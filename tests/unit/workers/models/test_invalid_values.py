@@ -124,13 +124,18 @@ def assert_usable(spec: DecoderSpec) -> None:
 
 
 def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Configurations with odd values, each with its odd key."""
+    """Configurations with odd values, each with its odd key.
+
+    Of rotations, which are read in one place, each family has two kinds in turn.
+    """
+    kinds, turn = list(_ROPES), list(FAMILIES).index(architecture) % 3
+    # Phi-3 has no others, whatever else is said.
+    kinds = ["default", "longrope"] if architecture == "Phi3ForCausalLM" else kinds[turn::3]
     for value in ODD:
         for key in sorted(_KEYS):
             yield key, {**base(architecture), key: value}
-        for kind, table in _ROPES.items():
-            if architecture == "Phi3ForCausalLM" and kind not in ("default", "longrope"):
-                continue  # it has no other, whatever else is said
+        for kind in kinds:
+            table = _ROPES[kind]
             for key in sorted(_ROPE_KEYS):
                 yield (
                     key,
@@ -140,14 +145,14 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_an_odd_value_is_refused_by_its_key_or_can_be_computed_with(architecture: str) -> None:
-    refused = 0
-    for key, config in odd_configs(architecture):
+    refused, configs = 0, list(odd_configs(architecture))
+    for key, config in configs:
         error = check(config)
         if error is not None and key != "architectures":
             said = f"{error.cause} {error.fix}"
             assert key in said or _FOLLOWS.get(key, key) in said or "rope type" in said, (key, config, said)
             refused += 1
-    assert refused > 1000  # most are
+    assert refused > len(configs) // 2  # most are
 
 
 values = st.sampled_from(ODD) | st.integers(-3, 70_000) | st.floats(0, 1e6) | st.recursive(

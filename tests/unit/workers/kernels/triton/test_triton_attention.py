@@ -47,8 +47,10 @@ def agree(
     case = Case(spec, layer, seqs, seed, sinks=sinks)
     # Scores are as large, and a weight is as far off as its score.
     bound = TOLERANCE[spec.dtype] * max(1.0, layer.scale * spec.head_dim**0.5)
-    ours = case.run(backend_of(spec, processors))
-    for result, wanted in zip(ours, case.run(ReferenceBackend(spec)), strict=True):
+    # Tiles of float32 are small, so the last step has several; a prompt's thousand would take seconds to interpret.
+    attends_earlier = spec.dtype != torch.float32 or DEVICE.type == "cuda"
+    ours = case.run(backend_of(spec, processors), attends_earlier=attends_earlier)
+    for result, wanted in zip(ours, case.run(ReferenceBackend(spec), attends_earlier=attends_earlier), strict=True):
         torch.testing.assert_close(result, wanted, atol=bound, rtol=bound)
 
 
@@ -106,8 +108,8 @@ def test_hundreds_of_ragged_shapes(first):
 def test_blocks_outside_the_window_are_never_read(window, processors):
     spec = KVSpec(1, 1, 32, 16, torch.float32, DEVICE)
     case = Case(spec, AttentionSpec(0, 2, 1, 32, 0.125, window), [Seq(1, 150), Seq(30, 170), Seq(1, 41), Seq(5, 5)])
-    kept = case.run(backend_of(spec, processors))
-    freed = case.run(backend_of(spec, processors), frees=True)
+    kept = case.run(backend_of(spec, processors), attends_earlier=False)
+    freed = case.run(backend_of(spec, processors), frees=True, attends_earlier=False)
     assert all(torch.equal(one, other) for one, other in zip(kept, freed, strict=True))
     assert torch.cat(freed).isfinite().all()
 
@@ -179,7 +181,8 @@ def test_a_plan_of_decodes_holds_for_every_length(window, processors):
     case = Case(spec, layer, [Seq(1, context) for context in (1, 64, 150)], sinks=window is not None)
     backend = Decoding(spec)
     backend.processors, backend.least_span = processors, 64
-    for ours, wanted in zip(case.run(backend), case.run(ReferenceBackend(spec)), strict=True):
+    found = (case.run(each, attends_earlier=False) for each in (backend, ReferenceBackend(spec)))
+    for ours, wanted in zip(*found, strict=True):
         torch.testing.assert_close(ours, wanted, atol=4e-6, rtol=4e-6)
 
 
