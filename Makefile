@@ -111,7 +111,7 @@ endif
 
 # All combinations, not every pair alone: pytest -m every tests/unit
 
-# Of a thousand tests at the emulated levels, those of every kernel that take seconds. All: pytest -m soak tests/unit
+# Of tests at the emulated levels, every pair of parameters for those of every kernel that take seconds. All: pytest -m soak tests/unit
 ARM_SAMPLE := simd or norm or rotation or agrees or registers or come_back or not_rounded or their_own_row or splitting
 
 # The kernels in Triton, and what in their interpreter takes seconds, not minutes.
@@ -122,9 +122,9 @@ test-long: $(TOOLS)
 	@echo '==> soak'
 	@$(PYTEST) -n 3 -m soak tests/e2e tests/contract tests/load tests/benchmarks/test_benchmarks.py $(addprefix tests/unit/workers/,verify/test_stored.py kernels/cpu/test_build.py) tests/parallel tests/multihost tests/sim
 	@echo '==> every pair of parameters'
-	@$(PYTEST) -q -m product tests/unit tests/golden tests/contract tests/parallel
+	@$(PYTEST) -q -m 'product and not every' tests/unit tests/golden tests/contract tests/parallel
 	@echo '==> the kernels of 64-bit ARM, emulated'
-	@$(PYTEST) -m soak -k '$(ARM_SAMPLE)' $(addprefix tests/unit/workers/,kernels/cpu attention/test_attention.py quantization)
+	@$(PYTEST) -m 'soak and not every' -k '$(ARM_SAMPLE)' $(addprefix tests/unit/workers/,kernels/cpu attention/test_attention.py quantization)
 	@echo '==> the kernels for CUDA: compiled ahead, and sampling in the interpreter'
 	@$(PYTEST) -m soak -k '$(TRITON_SAMPLE)' $(TRITON)
 	@echo '==> fuzz and clients, beside each other, then a model of true size'

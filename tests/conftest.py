@@ -94,20 +94,23 @@ def _why_skipped(item: pytest.Function) -> str | None:
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the combinations of a test's parameters beyond those that cover each value: as `product` where they are
-    among those that cover each pair, else as `every`. Of what cannot run here a file tells each reason once."""
-    tests: dict[str, list[pytest.Function]] = {}
+    among those that cover each pair, else as `every`. Of those that a value marks as `soak` or `product` already, such
+    as a level, each pair is covered without more marks. Of what cannot run here a file tells each reason once."""
+    tests: dict[tuple[str, bool, bool], list[pytest.Function]] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not marks & {"soak", "product"}:
-            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            key = item.nodeid.split("[")[0], "soak" in marks, "product" in marks
+            tests.setdefault(key, []).append(item)
     told: set[tuple[Path, object]] = set()  # files and reasons to skip, one case of each
-    for combinations in tests.values():
+    for (_, is_soak, is_product), combinations in tests.items():
         cases = [_factors(item) for item in combinations]
         if len(cases[0]) < 2:
             continue
         reasons = [_why_skipped(item) for item in combinations]
         can_run = [reason is None for reason in reasons]
-        chosen, in_pairs = (covering_set(cases, can_run, pairs=pairs) for pairs in (False, True))
+        in_pairs = covering_set(cases, can_run, pairs=True)
+        chosen = in_pairs if is_soak or is_product else covering_set(cases, can_run)
         for index, (item, reason) in enumerate(zip(combinations, reasons, strict=True)):
             if index not in chosen or (None in reasons and (item.path, reason) in told):
                 item.add_marker("product" if index in in_pairs else "every")
