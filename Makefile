@@ -111,7 +111,8 @@ endif
 
 # All combinations, not every pair alone: pytest -m every tests/unit
 
-# Of tests at the emulated levels, every pair of parameters for those of every kernel that take seconds. All: pytest -m soak tests/unit
+# Of a thousand tests at the emulated levels, those of every kernel that take seconds, and of their parameters every pair.
+# All: pytest -m soak tests/unit
 ARM_SAMPLE := simd or norm or rotation or agrees or registers or come_back or not_rounded or their_own_row or splitting
 
 # The kernels in Triton, and what in their interpreter takes seconds, not minutes.

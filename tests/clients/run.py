@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,8 +51,13 @@ class Outcome:
     skipped: str = ""  # why it was not tried
 
 
-def try_client(client: Client, prepared: Future[tuple[list[str], bool]], url: str, reference: Path) -> Outcome:
-    """Wait for its environment, run its script, collect its lines. `prepared`: what `environments.prepare` returns."""
+def try_client(
+    client: Client, prepared: Future[tuple[list[str], bool]], url: str, embedding: list[str], reference: Path
+) -> Outcome:
+    """Wait for its environment, run its script, collect its lines.
+
+    `prepared`: what `environments.prepare` returns. `embedding`: what `embedding_server` yields.
+    """
     outcome = Outcome(client)
     began = time.monotonic()
     try:
@@ -68,9 +73,9 @@ def try_client(client: Client, prepared: Future[tuple[list[str], bool]], url: st
     made = f", environment made, {time.monotonic() - began:.0f} s waited for" if fresh else ""
     print(f"==> {client.name} ({client.package} {outcome.version}){made}", flush=True)
     began = time.monotonic()
-    with small_server(client) as small, embedding_server(client) as embedding, encoder_servers(client) as encoders:
+    with small_server(client) as small, encoder_servers(client) as encoders:
         command = [*interpreter, str(HERE / "scripts" / client.script), "--url", url, "--model", MODEL]
-        command += ["--tokenizer", str(DEMO), *small, *embedding, *encoders]
+        command += ["--tokenizer", str(DEMO), *small, *encoders, *(embedding if client.needs_embedding_server else ())]
         if client.needs_transformers_numbers:
             command += ["--reference", str(reference)]
         if client.script:
@@ -95,9 +100,9 @@ def small_server(client: Client) -> Generator[list[str]]:
 
 
 @contextlib.contextmanager
-def embedding_server(client: Client) -> Generator[list[str]]:
-    """Arguments that name a server of vectors, and its checkpoint."""
-    if not client.needs_embedding_server:
+def embedding_server(clients: Sequence[Client]) -> Generator[list[str]]:
+    """Arguments that name a server of vectors, one for all clients that need it, and its checkpoint."""
+    if not any(client.needs_embedding_server for client in clients):
         yield []
         return
     with tempfile.TemporaryDirectory(prefix="oarlock-embedding-") as directory:
@@ -207,11 +212,15 @@ def main(arguments: list[str] | None = None) -> int:
             print("==> asking transformers for its numbers", flush=True)
             subprocess.run([sys.executable, "-m", "tests.clients.reference", str(reference)], cwd=ROOT, check=True)
         # The next environments are made while a client runs, two at a time: much of it is waiting for the network.
-        with RunningServer(DEMO, *FLAGS) as server, ThreadPoolExecutor(2) as pool:
+        with (
+            RunningServer(DEMO, *FLAGS) as server,
+            embedding_server(wanted) as embedding,
+            ThreadPoolExecutor(2) as pool,
+        ):
             print(f"==> serving {DEMO.name} at {server.url}", flush=True)
             prepared = [pool.submit(prepare, client) for client in wanted]
             outcomes = [
-                try_client(client, future, server.url, reference)
+                try_client(client, future, server.url, embedding, reference)
                 for client, future in zip(wanted, prepared, strict=True)
             ]
             idle = server.metrics()

@@ -6,8 +6,8 @@
 
 Four parts: broken HTTP, the corpus on every route, schemathesis over the OpenAPI document, and random mutations up to
 the number asked for. With `--encoder` the routes of vectors and scores alone, which the demo model refuses early, and
-without schemathesis. Prints what was sent, how long answers took and everything that went wrong; the exit status is 1
-if anything did.
+without schemathesis and broken HTTP, which reach no model. Prints what was sent, how long answers took and everything
+that went wrong; the exit status is 1 if anything did.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ def fuzz(server: RunningServer, requests: int, seed: int, examples: int, canary:
     problems: list[str] = []
 
     began = time.monotonic()
-    asyncio.run(flood.wire(routes))
+    if not is_pooling:
+        asyncio.run(flood.wire(routes))
     asyncio.run(flood.corpus(routes))
-    report("broken HTTP and corpus", flood.sent, began, flood.problems)
+    report("corpus" if is_pooling else "broken HTTP and corpus", flood.sent, began, flood.problems)
     by_schema = 0
     if not is_pooling:
         began, before = time.monotonic(), traces.answers()

@@ -145,7 +145,7 @@ class Case:
         tables: np.ndarray,
         seqs: list[Seq],
         here: list[int],
-        attends: bool,
+        attends: bool = True,
     ) -> list[Tensor]:
         batch = batch_of(tables[here], seqs, self.spec.block_size, self.spec.device)
         pad = len(batch.token_ids) - batch.num_tokens

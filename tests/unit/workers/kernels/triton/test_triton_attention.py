@@ -213,7 +213,6 @@ def test_kernels_fit_every_kind_of_device(form, kinds):
         *(
             pytest.param(program, marks=[SOAK, pytest.mark.timeout(1200)])
             for program in (
-                ("fixed_order_resources",),
                 ("triton_resources", "model"),
                 ("weight_only_resources", "largest"),
                 ("expert_resources", "largest"),

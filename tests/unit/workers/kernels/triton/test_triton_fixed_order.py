@@ -29,7 +29,6 @@ from oarlock.workers.weights.source import DummyWeights
 from tests.golden.tiny_models import make_tiny
 from tests.interpreted_products import multiply_row_by_row
 from tests.unit.workers.attention_cases import Case, Seq
-from tests.unit.workers.kernels.triton.triton_resources import of_program
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
@@ -182,10 +181,3 @@ def test_the_start_finds_a_whole_model_invariant(
     monkeypatch.setattr(FixedOrderMatmul, "_multiply", lambda self, x: real(self, x) * (1.001 if len(x) == 4 else 1))
     found = result()
     assert not found.batch_invariant and "a prompt in chunks" in found.reason, found.reason
-
-
-@pytest.mark.parametrize("kinds", [["89"], pytest.param(["80", "90", "100"], marks=pytest.mark.soak)], ids=",".join)
-def test_products_fit_every_kind_of_device(kinds: list[str]) -> None:
-    """Compiled for each, without a device: shared memory and registers suffice, so that none are spilled."""
-    found = of_program("fixed_order_resources", *kinds)
-    assert len(found) == 2 * len(kinds)

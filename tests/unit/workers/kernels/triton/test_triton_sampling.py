@@ -97,7 +97,7 @@ def test_a_batch_of_all_kinds_gives_the_tokens_of_the_judge(make: Callable[[int]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_batches_of_a_larger_vocabulary_give_the_tokens_of_the_judge(seed: int) -> None:
     """With everything that a step can ask for, in random combinations; some logits are rounded to 16 bits."""
     rng, rows, vocab = np.random.default_rng(seed), 40, 20_000

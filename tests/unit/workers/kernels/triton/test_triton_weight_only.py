@@ -347,6 +347,7 @@ def test_kernels_fit_every_kind_of_device(forms, kinds):
     """Compiled for each, without a device: shared memory and registers suffice, and none is spilled."""
     found = of_program("weight_only_resources", forms, *kinds)
     assert {name.split()[0] for name in found} == set(kinds)
+    assert sum(name.endswith("in order") for name in found) == 2 * len(kinds)
 
 
 @pytest.mark.soak

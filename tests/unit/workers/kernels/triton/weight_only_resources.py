@@ -1,4 +1,4 @@
-"""Compiles the kernels of weights of 4 and 8 bits for several kinds of CUDA device, without one.
+"""Compiles the kernels of weights of 4 and 8 bits, and of batch-invariant products, for CUDA devices, without one.
 
     python -m tests.unit.workers.kernels.triton.weight_only_resources largest|all 80 90
 
@@ -10,7 +10,8 @@ import sys
 
 import torch
 
-from oarlock.workers.kernels.triton.products import merge, multiply, round_rows, write_out
+from oarlock.workers.kernels.triton.products import merge, multiply, multiply_in_order, round_rows, write_out
+from oarlock.workers.quantization.fixed_order import product_tile
 from oarlock.workers.quantization.weight_only import BLOCKS, MERGED, StoredWeight, multiply_options
 from tests.unit.workers.kernels.triton.triton_resources import WITH_FLOAT8, amd_of, resources
 
@@ -42,10 +43,27 @@ FORMS = {
 LARGEST = ("int4 in groups of 128 with zeros", "int8 in groups of 32 with zeros")
 
 
+def in_order(kind: str) -> dict[str, dict[str, int]]:
+    """Resources of the products whose rows have the same bits in every batch."""
+    found = {}
+    for dtype, name in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
+        tile, types = product_tile(dtype), _TYPES | {"x": name, "weight": name}
+        found[f"{kind} {dtype} in order"] = resources(
+            multiply_in_order,
+            kind,
+            tile.constants(),
+            types,
+            tile.options(amd_of(kind)),
+            ("columns", "inputs", "x_stride", "span"),
+        )
+    return found
+
+
 def main() -> None:
     found = {}
     of_all = sys.argv[1] == "all"
     for kind in sys.argv[2:]:
+        found |= in_order(kind)
         for name, weight in FORMS.items():
             if not of_all and name not in LARGEST:
                 continue
