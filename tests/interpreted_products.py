@@ -13,6 +13,8 @@ def patch_language_once_a_launch() -> None:
 
     The interpreter does so at each call of a function by a kernel, which takes half of its time and changes nothing.
     """
+    if not hasattr(interpreter, "_LangPatchScope"):  # a version of Triton that does it otherwise
+        return
     patch, patched = interpreter._patch_lang, set[str]()
 
     def patch_once(function: Callable) -> interpreter._LangPatchScope:
