@@ -10,7 +10,6 @@ import openai
 import pytest
 from openai.types import FileDeleted, FileObject
 from openai.types.batch_create_params import BatchCreateParams
-from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from oarlock.engine.errors import StartupError
 from tests.contract.batch_server import COMPLETION, jsonl, request_line, serving
@@ -174,7 +173,6 @@ def test_the_document_describes_what_is_answered(serve):
     file = server.upload([request_line("a")])
     batch = server.ended(server.client.batches.create(**_GOOD, input_file_id=file.id))
     document = httpx.get(f"{server.url}/openapi.json").json()
-    assert [error.message for error in OpenAPIV31SpecValidator(document).iter_errors()] == []
     for method, path in [
         ("get", "/v1/files"),
         ("get", "/v1/files/{file_id}"),

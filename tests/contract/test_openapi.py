@@ -31,7 +31,12 @@ def _all(stage, calls):
     return anyio.run(send)
 
 
-def test_the_document_is_valid_and_names_no_response_that_is_never_sent(document):
+def test_the_document_is_valid_and_names_no_response_that_is_never_sent(make_stage, document, tmp_path):
+    """The one with batches, which the other is a part of."""
+    named = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)))
+    assert named <= document["components"]["schemas"].keys()
+    plain, document = document, _all(make_stage(batch_dir=str(tmp_path)), [("GET", "/openapi.json", None)])[0].json()
+    assert plain["paths"].items() <= document["paths"].items()
     assert [error.message for error in OpenAPIV31SpecValidator(document).iter_errors()] == []
     assert document["openapi"].startswith("3.1")
     # pydantic puts the module's path into the names of two classes with one name.
