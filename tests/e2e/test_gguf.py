@@ -49,10 +49,9 @@ def answers(server: RunningServer) -> tuple[str, str, list[int]]:
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
-        pytest.param("F32", 1, marks=pytest.mark.soak),
         pytest.param("F16", 2, marks=pytest.mark.soak),
         pytest.param("Q8_0", 1, marks=pytest.mark.soak),
-        ("mix", 2),
+        ("mix", 1),
     ],
     ids=lambda value: str(value),
 )
@@ -69,7 +68,7 @@ def test_the_text_is_that_of_the_checkpoint(
     with serve(model, "--tensor-parallel-size", str(size)) as server:
         name, own_text, own_ids = answers(server)
     assert own_ids == ids and name == ("one-model" if kind == "mix" else "demo")
-    if kind in ("F32", "F16"):  # the numbers are the same: the checkpoint is in bfloat16
+    if kind == "F16":  # the numbers are the same: the checkpoint is in bfloat16
         assert own_text == text
     else:
         assert own_text[:40] == text[:40]

@@ -32,7 +32,7 @@ def test_only_http_listens_with_pipeline_stages_ray_is_not_imported_and_all_leav
     trace = tmp_path / "imported"  # by a `ray` that stands in the path of every process
     (tmp_path / "ray.py").write_text(f"open({str(trace)!r}, 'a').write('imported')")
     path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    with RunningServer(DEMO, "-tp", 2, "-pp", 2, "--cpu-affinity", "none", env=path) as server:
+    with RunningServer(DEMO, "-pp", 2, env=path) as server:
         check_only_http_listens(server)
         paths = [process.environ()["PYTHONPATH"].split(os.pathsep) for process in server.processes()]
         assert all(str(tmp_path) in path for path in paths) and not trace.exists(), "only with its flag is Ray imported"

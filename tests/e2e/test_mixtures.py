@@ -65,8 +65,8 @@ def give_tokens(model: Path, template: str, special: list[str], ends: list[str])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     model = request.param(tmp_path_factory.mktemp("mixture"))
     # Noise that is taken for thoughts has no end, where the template has a mark of that.
-    flags = ["--reasoning-parser", "none"] if request.param is qwen3_moe else []
-    with RunningServer(model, "--served-model-name", "tiny", "--tensor-parallel-size", 2, *flags) as server:
+    flags = ("--reasoning-parser", "none") if request.param is qwen3_moe else ("--tensor-parallel-size", 2)
+    with RunningServer(model, "--served-model-name", "tiny", *flags) as server:
         yield server
 
 

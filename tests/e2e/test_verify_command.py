@@ -17,9 +17,9 @@ def verify(*arguments: str | int | Path, cwd: Path = ROOT) -> subprocess.Complet
     )  # fmt: skip
 
 
-def test_a_small_model_on_two_ranks(tmp_path: Path) -> None:
+def test_a_small_model(tmp_path: Path) -> None:
     model = make_tiny(tmp_path, "qwen2", num_hidden_layers=2)
-    result = verify(model, "-tp", 2, "--output", tmp_path / "report.json")
+    result = verify(model, "--output", tmp_path / "report.json")
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "result: ok"
     report = json.loads((tmp_path / "report.json").read_text())
