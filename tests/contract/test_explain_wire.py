@@ -215,7 +215,6 @@ UNREAD = [
     "explain nobody URL 2>&1",
     "top URL",
     "nonsense 2>&1",
-    "doctor",
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.contract.conftest import INFO
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-PROMPT = [5 + index % 200 for index in range(1500)]
+PROMPT = [5 + index % 200 for index in range(600)]
 ASKED = [
     (COMPLETIONS, {"prompt": PROMPT, "prompt_logprobs": 20}),
     (COMPLETIONS, {"prompt": PROMPT, "prompt_logprobs": 20, "max_tokens": 0}),
@@ -19,7 +19,7 @@ ASKED = [
         COMPLETIONS,
         {"prompt": PROMPT, "echo": True, "logprobs": 1, "prompt_logprobs": 3, "return_token_ids": True, "n": 2},
     ),
-    (CHAT, {"messages": [{"role": "user", "content": "abc " * 450}], "prompt_logprobs": 20, "return_token_ids": True}),
+    (CHAT, {"messages": [{"role": "user", "content": "abc " * 180}], "prompt_logprobs": 20, "return_token_ids": True}),
 ]
 
 
@@ -84,7 +84,7 @@ def test_parts_make_the_answer_that_one_event_makes(make_stage, path, body):
 
 def test_a_small_answer_has_a_length_and_a_large_one_is_sent_as_it_is_written(make_stage):
     small, _ = _answer(_stage(make_stage), COMPLETIONS, {"prompt": PROMPT[:500], "prompt_logprobs": 20})
-    large, _ = _answer(_stage(make_stage), COMPLETIONS, {"prompt": PROMPT * 2, "prompt_logprobs": 20})
+    large, _ = _answer(_stage(make_stage), COMPLETIONS, {"prompt": PROMPT * 5, "prompt_logprobs": 20})
     assert int(small.headers["content-length"]) == len(small.content) < 1 << 20
     assert "content-length" not in large.headers and len(large.content) > 1 << 20
 
@@ -109,11 +109,11 @@ def test_more_scores_than_an_answer_may_keep_are_refused(make_stage, payload):
 
     async def send(n):
         async with stage.client(timeout=60) as client:
-            body = {"prompt": [[5] * 6000] * 100, "n": n, "max_tokens": 0, **payload}
+            body = {"prompt": [[5] * 6000] * 65, "n": n, "max_tokens": 0, **payload}
             return await client.post(COMPLETIONS, json=body)
 
     response = anyio.run(send, 1)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, [*payload][-1])
-    assert "12600000" in error["message"] and "8000000" in error["message"]
+    assert "8190000" in error["message"] and "8000000" in error["message"]
     assert stage.engine.requests == []

@@ -49,7 +49,7 @@ def environment(**changes: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OARLOCK_NUM_THREADS": "1"} | changes
 
 
-def eventually(condition: Callable[[], Any], within_s: float, what: str) -> Any:
+def eventually(condition: Callable[[], Any], within_s: float, what: str, every_s: float = 0.02) -> Any:
     """The first true value of `condition`; fails, naming `what`, when the time is up."""
     deadline = time.monotonic() + within_s
     while True:
@@ -57,7 +57,7 @@ def eventually(condition: Callable[[], Any], within_s: float, what: str) -> Any:
             return value
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {within_s:g} s: {what}")
-        time.sleep(0.02)
+        time.sleep(every_s)
 
 
 def shared_memory() -> set[str]:
@@ -131,7 +131,7 @@ class RunningServer:
             return False
 
         try:
-            eventually(ready, within_s, "/health answers 200")
+            eventually(ready, within_s, "/health answers 200", every_s=0.1)  # each question takes milliseconds
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log}") from None
         self.processes()

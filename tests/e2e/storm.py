@@ -32,19 +32,20 @@ KINDS: list[Body] = [
 ]
 
 
-async def storm(url: str, seconds: float, clients: int = 32, seed: int = 0) -> Counter[str]:
-    """Run `clients` for `seconds`. Ends are `finished`, `same` (the text of the same request alone), `left` (by us) or
-    `refused`; anything else raises."""
+async def storm(url: str, seconds: float, clients: int = 32, seed: int = 0, num_alone: int = 10) -> Counter[str]:
+    """Run `clients` for `seconds`, and until ends of each kind were seen often. Ends are `finished`, `same` (the text
+    of the same request alone), `left` (by us) or `refused`; anything else raises. `num_alone`: requests that are sent
+    again and again."""
     ends: Counter[str] = Counter()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=60, trust_env=False) as client:
         draw = random.Random(f"alone-{seed}")
-        alone = [(body, await text_of(client, body)) for body in (body_of(draw, kind) for kind in KINDS)]
+        alone = [(body, await text_of(client, body)) for body in (body_of(draw, kind) for kind in KINDS[:num_alone])]
         until = time.monotonic() + seconds
 
         async def user(number: int) -> None:
             draw = random.Random(f"storm-{seed}-{number}")
-            while time.monotonic() < until:
+            while time.monotonic() < until or not _enough(ends):
                 if draw.random() < 0.15:
                     body, expected = draw.choice(alone)
                     text = await text_of(client, body)
@@ -60,6 +61,10 @@ async def storm(url: str, seconds: float, clients: int = 32, seed: int = 0) -> C
             for number in range(clients):
                 users.create_task(user(number))
     return ends
+
+
+def _enough(ends: Counter[str]) -> bool:
+    return ends["finished"] > 10 and ends["left"] > 10 and ends["same"] > 5
 
 
 def body_of(draw: random.Random, kind: Body) -> Body:

@@ -47,7 +47,7 @@ server = subprocess.Popen(command, stdout=sys.stderr)
 until = time.monotonic() + 120
 while subprocess.run(check, stderr=subprocess.DEVNULL).returncode and server.poll() is None:
     assert time.monotonic() < until, "the health check never succeeded"
-    time.sleep(0.3)
+    time.sleep(1.0)
 from oarlock.workers.kernels.cpu.build import cache_directory
 kernels = str(cache_directory())
 server.send_signal(signal.SIGTERM)

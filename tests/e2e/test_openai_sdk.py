@@ -3,8 +3,6 @@
 import openai
 import pytest
 
-from tests.e2e.running import DEMO, RunningServer
-
 QUESTION = "Q: What does os.path.join do?\nA:"
 
 
@@ -65,17 +63,3 @@ def test_errors_are_the_clients_own_classes(client):
     with pytest.raises(openai.NotFoundError) as unknown:
         client.completions.create(model="other", prompt="x")
     assert unknown.value.code == "model_not_found"
-
-
-def test_keys_protect_everything_but_the_probes():
-    with RunningServer(DEMO, env={"OARLOCK_API_KEY": "anna-7f3, bert-9c1"}) as server:
-        for key in ("anna-7f3", "bert-9c1"):
-            with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key) as client:
-                assert client.models.list().data
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="third", max_retries=0) as client:
-            with pytest.raises(openai.AuthenticationError) as refused:
-                client.completions.create(model="any", prompt="x")
-            assert refused.value.code == "invalid_api_key"
-        assert server.client.get("/v1/models").status_code == 401
-        assert server.client.get("/health").status_code == 200
-        assert "anna-7f3" not in server.log and "bert-9c1" not in server.log

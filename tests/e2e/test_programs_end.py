@@ -112,7 +112,8 @@ def recording(tmp_path_factory) -> Path:
     return file
 
 
-@pytest.mark.parametrize("how", seldom("SIGTERM", "Ctrl-C"))
+@pytest.mark.soak
+@pytest.mark.parametrize("how", STOPS)
 def test_replay(started, tmp_path, recording, how):
     started.append(program := Program(tmp_path, "replay", recording, "-tp", 2))
     program.wait_for(3)  # the program and two ranks

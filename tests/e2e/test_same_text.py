@@ -50,7 +50,7 @@ def test_greedy_text_equals_transformers(name, step, request, prompts, expected)
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("ranks", "caching"),
-    [(1, "--no-enable-prefix-caching"), (4, "--no-enable-prefix-caching"), (4, "--enable-prefix-caching")],
+    [(1, "--no-enable-prefix-caching"), (4, "--enable-prefix-caching")],
 )
 def test_it_does_so_without_cached_prefixes_and_on_four_ranks(ranks, caching, prompts, expected):
     with RunningServer(DEMO, "--dtype", "float32", "-tp", ranks, caching, "--block-size", 8) as server:

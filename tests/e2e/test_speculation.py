@@ -31,7 +31,11 @@ def oarlock(*arguments) -> subprocess.CompletedProcess:
 def answers(server: RunningServer) -> list:
     found = [server.complete(QUOTE, **fields) for fields in ASKED]
     keys = ("text", "finish_reason", "stop_reason", "logprobs")
-    return [([[one.get(key) for key in keys] for one in each["choices"]], each["usage"]) for each in found]
+    used = ("prompt_tokens", "completion_tokens", "total_tokens")  # not what was cached
+    return [
+        ([[one.get(key) for key in keys] for one in each["choices"]], [each["usage"][name] for name in used])
+        for each in found
+    ]
 
 
 def streamed(server: RunningServer) -> tuple[str, int]:
@@ -42,13 +46,13 @@ def streamed(server: RunningServer) -> tuple[str, int]:
     return "".join(texts), len([text for text in texts if text])
 
 
-def test_answers_are_those_without_drafts_and_the_recording_replays(tmp_path):
+def test_answers_are_those_without_drafts_and_the_recording_replays(tmp_path, tp1):
     file = tmp_path / "steps.rec"
-    flags = ("--dtype", "float32", "--no-enable-prefix-caching")
-    with RunningServer(DEMO, *flags) as server:
-        expected, (text, num_chunks) = answers(server), streamed(server)
-        steps = server.metrics()["vllm:iteration_tokens_total_count"]
-        assert server.metrics()["vllm:spec_decode_num_drafts_total"] == 0
+    flags = ("--dtype", "float32", "--block-size", 8, "--no-enable-prefix-caching")
+    before = tp1.metrics()["vllm:iteration_tokens_total_count"]
+    expected, (text, num_chunks) = answers(tp1), streamed(tp1)
+    steps = tp1.metrics()["vllm:iteration_tokens_total_count"] - before
+    assert tp1.metrics()["vllm:spec_decode_num_drafts_total"] == 0
     with RunningServer(DEMO, *flags, "--record", file, "--speculative-config", CONFIG) as server:
         assert answers(server) == expected
         quoted, fewer_chunks = streamed(server)

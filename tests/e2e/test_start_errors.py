@@ -91,11 +91,6 @@ def test_a_directory_without_a_model(tmp_path, start_here):
     assert status == CONFIGURATION and "config.json" in cause
 
 
-def test_a_hub_id_without_a_network():
-    status, cause, fix = start("nobody/no-such-model", "--port", free_port())
-    assert status == CONFIGURATION and "nobody/no-such-model" in cause and fix
-
-
 @pytest.mark.parametrize("spoil", ["truncate", "pointer"])
 def test_a_corrupt_checkpoint(copy, spoil, start_here):
     file = copy / "model.safetensors"
@@ -158,8 +153,8 @@ def test_a_context_that_does_not_fit_the_kv_memory(start_here):
     assert status == MEMORY and "KV" in cause and "--kv-cache-memory" in fix
 
 
-def test_memory_that_the_machine_does_not_have():
-    status, cause, fix = start(DEMO, "--kv-cache-memory", "900TiB", "--port", free_port())
+def test_memory_that_the_machine_does_not_have(start_here):
+    status, cause, fix = start_here(DEMO, "--kv-cache-memory", "900TiB", "--port", free_port())
     assert status == MEMORY and "900.0 TiB of KV memory" in cause and "is free" in cause and "--kv-cache-memory" in fix
 
 

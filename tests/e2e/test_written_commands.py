@@ -69,7 +69,14 @@ def commands(page: Path) -> list[str]:
 
 
 # Ways to start a server that differ in little, and what other tests run in earnest: the longer run tries these as well.
-VARIANTS = ('Instruct"', "--max-model-len", "--quantization int8", "serve --config", "serve --speculative-config")
+VARIANTS = (
+    'Instruct"',
+    "--tensor-parallel-size 2",
+    "--max-model-len",
+    "--quantization int8",
+    "serve --config",
+    "serve --speculative-config",
+)
 LONGER = (
     " batch ",
     " pull ",
@@ -77,6 +84,7 @@ LONGER = (
     " replay ",
     "serve --record",
     "bench latency",
+    "bench throughput",
     "--workload",
     "--backend vllm",
     "make serve",
@@ -107,10 +115,12 @@ SHOWN = dict(fences(ROOT / "README.md"))  # by language: the last block of each;
 
 
 def here(command: str, port: int) -> str:
-    """The command for this machine: this interpreter's environment, a free port, the demo model for any hub id."""
+    """The command for this machine: its interpreter, a free port, the demo model for any hub id, and few requests."""
     command = command.replace("/tmp/", f"{SCRATCH.name}/")  # an existing recording is not written over
     command = command.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
     command = re.sub(r"--port \d+", f"--port {port}", command)
+    command = re.sub(r"--num-requests \d+", "--num-requests 4", command)
+    command = command.replace("--request-rate 2 ", "--request-rate 20 ")
     return HUB_ID.sub(str(DEMO), command).replace("127.0.0.1:8000", f"127.0.0.1:{port}")
 
 

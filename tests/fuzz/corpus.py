@@ -32,13 +32,13 @@ class Case:
     by_engine: bool = False  # refused where the grammar is compiled: not where a prompt is only shown or counted
 
 
-def corpus(route: Route, stream: bool) -> Iterator[Case]:
+def corpus(route: Route, stream: bool, large: bool = True) -> Iterator[Case]:
     """Yield all cases for one route. With `stream` every body that can ask for a stream does."""
     base = {**route.good, **({"stream": True} if stream else {})}
     yield from _no_objects()
     yield from _wholes(base)
     yield from _carriers(base)
-    for name, values, refused in [*_SHARED, *_large_fields()]:
+    for name, values, refused in [*_SHARED, *(_large_fields() if large else ())]:
         for value in values:
             yield _of_field(route, base, name, value, refused)
     for name, values in _COMPILED:

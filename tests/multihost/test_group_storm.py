@@ -37,7 +37,9 @@ def idle(server):
 @pytest.mark.parametrize("size", SIZES)
 def test_clients_that_leave_cost_no_host_anything(size):
     with Hosts("loopback") as hosts, Group(hosts, DEMO, *FLAGS, size, 2) as group:
-        asyncio.run(storm(group.head.url, 1, seed=1))  # warm: pools of threads and connections have their usual size
+        asyncio.run(
+            storm(group.head.url, 0, seed=1, num_alone=1)
+        )  # warm: pools of threads and connections have their usual size
         eventually(lambda: idle(group.head), 60, "the warm-up's requests are over")
         before = held(group)
         ends = asyncio.run(storm(group.head.url, SECONDS))

@@ -19,9 +19,7 @@ def hosts():
         yield hosts
 
 
-@pytest.mark.parametrize(
-    ("who", "number"), [("head", signal.SIGTERM), ("node", signal.SIGTERM), ("node", signal.SIGINT)]
-)
+@pytest.mark.parametrize(("who", "number"), [("head", signal.SIGTERM), ("node", signal.SIGINT)])
 def test_a_signal_to_either_host_ends_both_in_order(hosts, who, number):
     with Group(hosts, DEMO, *TWO_RANKS) as group:
         getattr(group, who).process.send_signal(number)

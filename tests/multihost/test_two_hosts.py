@@ -8,6 +8,7 @@ from tests.e2e.running import DEMO, RunningServer
 from tests.multihost.group import Group
 from tests.multihost.hosts import hosts_for_test
 
+pytestmark = pytest.mark.soak  # two ranks that flags start: test_faults.py
 PROMPTS = ["Q: What does os.path.join do?\nA:", "import os\nimport sys\n\n", "for line in file:\n"]
 FLAGS = ("--dtype", "float32", "--block-size", 16, "--served-model-name", "demo")
 SIZES = {
@@ -18,13 +19,13 @@ SIZES = {
 }
 
 
-def answers(server):
+def answers(server, max_tokens=12):
     """Text and log-probabilities, greedy and with a seed, for each prompt alone and for all at once; and by a grammar,
     whose masks follow their steps."""
     found = []
     for ask in ({"temperature": 0}, {"temperature": 0.8, "seed": 7}):
-        alone = [server.complete(prompt, **ask, max_tokens=12, logprobs=1)["choices"][0] for prompt in PROMPTS]
-        together = server.complete(PROMPTS, **ask, max_tokens=12, logprobs=1)["choices"]
+        alone = [server.complete(prompt, **ask, max_tokens=max_tokens, logprobs=1)["choices"][0] for prompt in PROMPTS]
+        together = server.complete(PROMPTS, **ask, max_tokens=max_tokens, logprobs=1)["choices"]
         found += [(choice["text"], choice["logprobs"]["token_logprobs"]) for choice in (*alone, *together)]
     by_grammar = server.complete(PROMPTS[0], max_tokens=8, temperature=0, structured_outputs={"regex": "[a-f]{40}"})
     return [*found, by_grammar["choices"][0]["text"]]
@@ -40,11 +41,10 @@ def expected():
 @pytest.mark.parametrize(
     ("size", "kind", "launcher"),
     [
-        ("TP 2", "loopback", "flags"),
-        *(pytest.param(size, "switch", "flags", marks=pytest.mark.soak) for size in SIZES),
-        pytest.param("PP 2", "switch", "LeaderWorkerSet", marks=pytest.mark.soak),
-        pytest.param("TP 2 x PP 2", "switch", "torchrun", marks=pytest.mark.soak),
-        pytest.param("TP 2 x PP 2", "switch", "torchrun per rank", marks=pytest.mark.soak),
+        ("TP 4", "switch", "flags"),
+        ("PP 2", "switch", "LeaderWorkerSet"),
+        ("TP 2", "switch", "torchrun"),
+        ("TP 2 x PP 2", "switch", "torchrun per rank"),
     ],
 )
 def test_the_answers_are_those_of_one_host(expected, size, kind, launcher):
@@ -56,7 +56,6 @@ def test_the_answers_are_those_of_one_host(expected, size, kind, launcher):
             assert group.statuses(60) == [0, 0] and "level=ERROR" not in group.logs, group.logs
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("size", ["TP 2", "PP 2"])
 def test_a_slow_or_lossy_link_changes_no_answer(expected, size):
     with hosts_for_test("relay") as hosts, Group(hosts, DEMO, *FLAGS, *SIZES[size]) as group:

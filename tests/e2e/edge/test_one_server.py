@@ -11,7 +11,8 @@ from tests.e2e.long_context import LONG, long_context_demo
 from tests.e2e.running import RunningServer, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
-KEY, CHAT = {"Authorization": "Bearer key"}, "https://chat.example.org"
+KEYS = ("anna-7f3", "bert-9c1")
+KEY, CHAT = {"Authorization": f"Bearer {KEYS[1]}"}, "https://chat.example.org"
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +25,15 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     (folder / "model").mkdir()
     uds = folder / "http.sock"
-    flags = ("--uds", uds, "--root-path", "/llm", "--api-key", "key", "--allowed-origins", CHAT)
-    running = RunningServer(long_context_demo(folder / "model"), *flags)
+    flags = ("--uds", uds, "--root-path", "/llm", "--allowed-origins", CHAT)
+    running = RunningServer(long_context_demo(folder / "model"), *flags, env={"OARLOCK_API_KEY": ", ".join(KEYS)})
     running.client = httpx.Client(
         transport=httpx.HTTPTransport(uds=str(uds)), base_url="http://localhost", timeout=60, headers=KEY
     )
     running.uds = uds
     with running:
         yield running
+        assert not [key for key in KEYS if key in running.log]
     assert not uds.exists()  # a server that ends leaves no socket
 
 
@@ -59,6 +61,7 @@ def test_answers_and_the_path(front, client):
     assert client.get(f"{front.url}/openapi.json").json()["servers"] == [{"url": "/llm"}]
     assert client.get(f"{front.url}/health", headers={"Authorization": ""}).status_code == 200
     assert client.get(f"{front.url}/v1/models", headers={"Authorization": "Bearer wrong"}).status_code == 401
+    assert client.get(f"{front.url}/v1/models", headers={"Authorization": f"Bearer {KEYS[0]}"}).status_code == 200
     assert client.get(f"{front.url}/").headers["content-type"].startswith("text/html")
 
 

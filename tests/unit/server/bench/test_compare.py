@@ -54,12 +54,12 @@ def test_ratios_are_b_over_a():
 
 @pytest.mark.parametrize(("correlation", "length"), [(0.0, 6), (0.8, 20)])
 def test_intervals_cover_the_true_ratio(correlation, length):
-    """300 pairs of runs of equal servers: how many 95 % intervals of the ratio of means hold 1.
+    """150 pairs of runs of equal servers: how many 95 % intervals of the ratio of means hold 1.
 
     Where requests are related, blocks nearly keep the promise; single requests are far from it.
     """
     random = np.random.default_rng(6)
-    count, pairs, held = 200, 300, {length: 0, 1: 0}
+    count, pairs, held = 200, 150, {length: 0, 1: 0}
     for _ in range(pairs):
         values = [noisy(random, count, correlation=correlation) for _ in range(2)]
         for each in held:
@@ -73,7 +73,7 @@ def test_intervals_cover_the_true_ratio(correlation, length):
 
 
 def test_throughput_intervals_cover_the_true_ratio_in_a_closed_loop():
-    held, pairs = 0, 100
+    held, pairs = 0, 50
     for pair in range(pairs):
         results = [run(1000 * side + pair, count=80, users=4) for side in (1, 2)]
         sides = [_Run(result.samples, result, seed) for seed, result in enumerate(results)]

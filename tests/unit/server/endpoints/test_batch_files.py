@@ -71,7 +71,7 @@ def test_long_lines_are_parsed_by_the_process(monkeypatch):
 
 
 def test_of_a_file_only_places_stay_in_memory(tmp_path):
-    count = 5000
+    count = 2500
     given = tmp_path / "in.jsonl"
     given.write_text("".join(_line(f"{number:08d}" + "x" * 500, prompt="y" * 500) for number in range(count)))
     tracemalloc.start()

@@ -112,13 +112,13 @@ def test_byte_level_tokenizers_have_the_originals_ids(pre: str) -> None:
         original.normalizer = tokenizers.normalizers.NFC()
     original.pre_tokenizer = PUBLISHED[pre]
     trainer = trainers.BpeTrainer(
-        vocab_size=3000, special_tokens=["<|begin|>", "<|im_end|>"],
+        vocab_size=1500, special_tokens=["<|begin|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
     )  # fmt: skip
     original.train_from_iterator(corpus(), trainer)
     original.add_tokens([tokenizers.AddedToken("<tool_call>", normalized=False)])
     ours = converted(byte_level_settings(original, pre, bos_token_id=0, eos_token_id=1, add_bos_token=False))
-    for text in [*texts(3000), "<tool_call> x<tool_call>"]:
+    for text in [*texts(1000), "<tool_call> x<tool_call>"]:
         assert ours.encode(text) == original.encode(text, add_special_tokens=False).ids, repr(text)
     assert ours.special_ids == {0, 1}
     ids = original.encode("Grüße, 中文 <tool_call>", add_special_tokens=False).ids
@@ -128,7 +128,7 @@ def test_byte_level_tokenizers_have_the_originals_ids(pre: str) -> None:
 def test_the_demo_models_tokenizer_is_itself() -> None:
     original = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     ours = converted(byte_level_settings(original, "qwen2"))
-    for text in texts(2000):
+    for text in texts(800):
         assert ours.encode(text) == original.encode(text, add_special_tokens=False).ids, repr(text)
 
 
@@ -180,7 +180,7 @@ def test_sentencepiece_tokenizers_have_the_originals_ids(prefix: bool) -> None:
         "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_space_prefix": prefix,
     }  # fmt: skip
     ours, reference = converted(settings_of(values)), SentencePiece(pieces, scores, prefix)
-    for text in texts(2000):
+    for text in texts(800):
         if "\0" not in text:
             assert ours.encode(text, add_special_tokens=False) == reference.encode(text), repr(text)
     assert ours.encode("x")[0] == 1 and ours.encode("x", add_special_tokens=False)[0] != 1

@@ -146,7 +146,7 @@ def test_published_kinds_are_known(kind):
     assert " " in known.cuts
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(text=TEXTS, size=st.integers(1, 12))
 def test_pieces_have_the_tokens_of_the_whole(kind, text, size):
     backend, known = kind
@@ -156,7 +156,7 @@ def test_pieces_have_the_tokens_of_the_whole(kind, text, size):
         assert text[end:start] in ("", " ")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(text=TEXTS, times=st.integers(1, 50))
 def test_no_text_has_fewer_tokens_than_are_certain(kind, text, times):
     backend, known = kind

@@ -117,7 +117,7 @@ def test_every_format_has_a_writer_and_a_template():
 
 
 @every_format
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(st.tuples(st.just("f"), _ARGUMENTS) | st.just(("now", {})), min_size=1, max_size=3), st.data())
 def test_what_is_written_is_read_and_admitted(compiler, tool_format, calls, data):
     calls = [
@@ -187,7 +187,7 @@ def _fragments(name):
 
 
 @every_format
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_how_the_text_is_cut_never_matters(tool_format, data):
     fragments = st.sampled_from(_fragments(tool_format.name))
