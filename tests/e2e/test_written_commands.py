@@ -120,7 +120,7 @@ def here(command: str, port: int) -> str:
     command = command.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
     command = re.sub(r"--port \d+", f"--port {port}", command)
     command = re.sub(r"--num-requests \d+", "--num-requests 4", command)
-    command = command.replace("--request-rate 2 ", "--request-rate 20 ")
+    command = command.replace("--request-rate 2 ", "--request-rate 20 ").replace("--duration 5 ", "--duration 1 ")
     return HUB_ID.sub(str(DEMO), command).replace("127.0.0.1:8000", f"127.0.0.1:{port}")
 
 
