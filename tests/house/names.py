@@ -3,6 +3,7 @@
 import ast
 import builtins
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -97,7 +98,7 @@ def defined_names() -> dict[str, set[str]]:
     """Every class and function of the packages and tests, and for classes the names of their methods and fields."""
     known: dict[str, set[str]] = {}
     for path in python_files(*PACKAGES, "tests", "benchmarks"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in _definitions(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.ClassDef):
                 members = known.setdefault(node.name, set())
                 members |= {part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -111,6 +112,15 @@ def defined_names() -> dict[str, set[str]]:
     return known
 
 
+def _definitions(node: ast.AST) -> Iterator[ast.AST]:
+    """Classes and functions at any depth: they stand among statements, so no expression is looked at."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):
+            yield child
+            yield from _definitions(child)
+
+
+@cache
 def _file_names() -> list[set[str]]:
     folders = (*PACKAGES, "tests", "models", "benchmarks")
     return [{path.name for path in (ROOT / folder).rglob("*.*")} for folder in folders]

@@ -7,7 +7,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +94,13 @@ def _nodes(source: str) -> list[ast.AST]:
     return list(ast.walk(ast.parse(source)))
 
 
-def _written_imports(source: str, file: str) -> Iterator[Import]:
+@cache
+def _written_imports(source: str, file: str) -> tuple[Import, ...]:
+    """Kept for all rules and tables of imports, unlike the trees, which are large."""
+    return tuple(_imports_of(source, file))
+
+
+def _imports_of(source: str, file: str) -> Iterator[Import]:
     package = file.split("/")[:-1]
     for node in _nodes(source):
         if isinstance(node, ast.Import):
