@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -82,37 +81,34 @@ def test_ranks_answer_like_one_on_their_cpus_and_leave_nothing_behind(
     expected, expected_logprobs = generate(one, prompt, 20)
     one.close()
     descriptors, segments = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
-    for cpus in ((last,), (last, first)):
-        executor = start(checkpoint, len(cpus), cpu_affinity="|".join(map(str, cpus)))
-        assert isinstance(executor, MultiprocExecutor)
-        try:
-            executor.ping()
-            tokens, logprobs = generate(executor, prompt, 20)
-            executor.ping()
-            for pid, cpu in zip(executor.rank_pids, cpus, strict=True):
-                status = Path(f"/proc/{pid}/task/{pid}/status").read_text()
-                assert f"Cpus_allowed_list:\t{cpu}\n" in status
-        finally:
-            executor.close()
-        assert tokens == expected
-        np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-6)
-        logged = [line for line in capfd.readouterr().err.splitlines() if "event=cpu_affinity" in line]
-        found = sorted(line[line.index("rank=") :].split()[0] for line in logged)
-        assert found == [f"rank={rank}" for rank in range(len(cpus))]
-        executor.close()  # a second time
-        assert len(os.listdir("/proc/self/fd")) == descriptors and set(os.listdir("/dev/shm")) == segments
-        assert not any(Path(f"/proc/{pid}").exists() for pid in executor.rank_pids)
+    executor = start(checkpoint, 2, cpu_affinity=f"{last}|{first}")
+    assert isinstance(executor, MultiprocExecutor)
+    try:
+        executor.ping()
+        tokens, logprobs = generate(executor, prompt, 20)
+        executor.ping()
+        for pid, cpu in zip(executor.rank_pids, (last, first), strict=True):
+            status = Path(f"/proc/{pid}/task/{pid}/status").read_text()
+            assert f"Cpus_allowed_list:\t{cpu}\n" in status
+    finally:
+        executor.close()
+    assert tokens == expected
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-6)
+    logged = [line for line in capfd.readouterr().err.splitlines() if "event=cpu_affinity" in line]
+    assert sorted(line[line.index("rank=") :].split()[0] for line in logged) == ["rank=0", "rank=1"]
+    executor.close()  # a second time
+    assert len(os.listdir("/proc/self/fd")) == descriptors and set(os.listdir("/dev/shm")) == segments
+    assert not any(Path(f"/proc/{pid}").exists() for pid in executor.rank_pids)
     assert os.sched_getaffinity(0) >= {first, last}  # this process is not pinned
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_is_named(checkpoint: Path, victim: int) -> None:
+def test_a_rank_that_is_killed_in_a_step_is_named(checkpoint: Path) -> None:
     executor = start(checkpoint, 2, step_timeout_s=20.0)
     try:
         generate(executor, [1, 2, 3], 2)
-        os.kill(executor.rank_pids[victim], signal.SIGKILL)
-        with pytest.raises(WorkerError, match=f"rank {victim} failed at step .*killed by signal 9") as caught:
+        os.kill(executor.rank_pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerError, match=r"rank 0 failed at step .*killed by signal 9") as caught:
             for step_id in range(3, 100):
                 executor.submit(step_of(step_id, [1], 3))
                 executor.collect()
@@ -153,18 +149,6 @@ def test_a_rank_that_stops_in_a_step_is_named(checkpoint: Path, victim: int) -> 
     assert not any(Path(f"/proc/{pid}").exists() for pid in executor.rank_pids)
 
 
-def test_a_rank_that_raises_reports_the_cause_and_the_step(checkpoint: Path) -> None:
-    executor = start(checkpoint, 2)
-    try:
-        broken = step_of(4, [1, 2], 0)
-        broken.slot_mapping[0] = 10**9  # far beyond the pages: the engine never sends one
-        with pytest.raises(WorkerError, match="failed at step 4"):
-            executor.submit(broken)
-            executor.collect()
-    finally:
-        executor.close()
-
-
 def test_a_rank_that_sends_nothing_while_loading_is_named_with_its_phase(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,16 +173,3 @@ def test_a_rank_that_cannot_load_fails_the_start(checkpoint: Path) -> None:
     with pytest.raises(StartupError, match=r"Out of memory while allocating KV memory: each rank of 2 needs") as caught:
         start(checkpoint, 2, kv_cache_bytes=1 << 50)
     assert caught.value.exit_code == 4
-
-
-def test_ranks_end_with_their_parent(checkpoint: Path) -> None:
-    executor = start(checkpoint, 2)
-    assert isinstance(executor, MultiprocExecutor)
-    ranks = executor._ranks
-    assert isinstance(ranks, HostRanks)
-    ranks.steps.close()  # what the kernel does to the pipes of a killed parent
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and any(p.poll() is None for p in ranks._processes):
-        time.sleep(0.01)
-    assert [p.poll() for p in ranks._processes] == [0, 0], ranks.pids
-    executor.close()

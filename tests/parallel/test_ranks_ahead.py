@@ -15,6 +15,8 @@ from oarlock.engine.errors import StartupError
 from oarlock.workers.errors import StartupError as RankStartupError
 from oarlock.workers.executor import start_executor
 from oarlock.workers.rank_processes import end_ranks, start_ranks, start_ranks_ahead
+from oarlock.workers.ranks.host_ranks import HostRanks
+from oarlock.workers.ranks.multiproc_executor import MultiprocExecutor
 from tests.e2e.running import alive, eventually
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.test_multiproc_executor import config_for, generate
@@ -64,12 +66,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("model"), "qwen2")
 
 
-def test_some_ranks_ahead_and_one_later_serve_together(checkpoint: Path) -> None:
+def test_some_ranks_ahead_and_one_later_serve_together_and_end_with_their_parent(checkpoint: Path) -> None:
     config = config_for(checkpoint, tensor_parallel_size=2)
     executor = start_executor(config, lambda *_: None, ahead=start_ranks(1))
     try:
         assert len(executor.rank_pids) == 2
         generate(executor, [1, 2, 3], 3)
+        assert isinstance(executor, MultiprocExecutor)
+        ranks = executor._ranks
+        assert isinstance(ranks, HostRanks)
+        ranks.steps.close()  # what the kernel does to the pipes of a killed parent
+        eventually(lambda: all(rank.poll() is not None for rank in ranks._processes), 60, "the ranks end")
+        assert [rank.poll() for rank in ranks._processes] == [0, 0], ranks.pids
     finally:
         executor.close()
 
