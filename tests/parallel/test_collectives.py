@@ -15,14 +15,21 @@ from tests.unit.workers.kernel_levels import NO_KERNELS
 
 BUFFER_BYTES = 4096  # small, so that long tensors go through in pieces
 
-CHILD = """
-import hashlib, json, sys, torch
+# Imports torch once: the ranks are its forks, which have done nothing with it yet.
+PARENT = """
+import hashlib, json, os, sys, torch
 from oarlock.workers.distributed.parallel_state import TensorParallel, init_distributed
 from oarlock.workers.distributed.rank_groups import join_groups
 from oarlock.workers.distributed.topology import RendezvousInfo
 from oarlock.workers.distributed.all_reduce import tree_sum
 torch.set_num_threads(1)
-arguments = json.loads(sys.argv[1])
+ranks = []
+for arguments in json.loads(sys.argv[1]):
+    ranks.append(os.fork())
+    if ranks[-1] == 0:
+        break
+else:
+    sys.exit(any([os.waitpid(rank, 0)[1] for rank in ranks]))
 forms = arguments.pop("forms")
 info = RendezvousInfo(**arguments, buffer_bytes=4096, timeout_s=60, shares_cores=arguments["size"] > 2)
 groups = join_groups(info, torch.device("cpu"))
@@ -60,12 +67,12 @@ for form in forms:
             assert error <= info.size * torch.finfo(dtype).eps * scale, (dtype, shape, error)
             if dtype == torch.float32:
                 assert torch.equal(total, tree_sum(peers)), "tree"
-            digest = hashlib.blake2b(total.float().numpy().tobytes()).hexdigest()
+            digest = hashlib.blake2b(total.float().numpy().tobytes(), digest_size=16).hexdigest()
             digests[-1].append(digest)
     for _ in range(50):  # ranks drift apart and wait for each other
         x = torch.full((300,), float(info.rank))
         assert torch.equal(all_reduce(form, x), torch.full((300,), float(sum(range(info.size)))))
-print(json.dumps(digests))
+os.write(1, (json.dumps(digests) + "\\n").encode())  # whole, as it is shorter than what a pipe takes at once
 groups.destroy()
 """
 
@@ -74,14 +81,13 @@ def run_ranks(forms: list[list[str]]) -> list[list[list[str]]]:
     """Each rank computes sums in one of its forms after the other -> digests of every sum, for each rank and form."""
     size = len(forms)
     memory, store = anonymous_memory(total_bytes(size, BUFFER_BYTES)), anonymous_memory(0)
-    processes = []
-    for rank in range(size):
-        arguments = {"rank": rank, "size": size, "memory_fd": memory, "store_fd": store, "forms": forms[rank]}
-        command = [sys.executable, "-c", CHILD, json.dumps(arguments)]
-        processes.append(subprocess.Popen(command, pass_fds=[memory, store], stdout=subprocess.PIPE))
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * size
-    return [json.loads(output) for output in outputs]
+    fields = {"size": size, "memory_fd": memory, "store_fd": store}
+    ranks = [{"rank": rank, "forms": forms[rank], **fields} for rank in range(size)]
+    command = [sys.executable, "-c", PARENT, json.dumps(ranks)]
+    result = subprocess.run(command, pass_fds=[memory, store], stdout=subprocess.PIPE, timeout=120, check=True)
+    digests = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(digests) == size
+    return digests
 
 
 needs_kernels = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
