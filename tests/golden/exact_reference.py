@@ -20,7 +20,7 @@ from oarlock.workers.models.registry import read_spec
 from oarlock.workers.verify.reference import TransformersRecorder, in_float64
 from tests.golden.cases import PROMPT, TOTAL
 
-GREEDY = 10
+GREEDY = 5
 
 Result = TypeVar("Result")
 

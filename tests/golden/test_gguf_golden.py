@@ -117,8 +117,9 @@ def test_a_file_describes_the_same_model_and_holds_the_same_numbers(tmp_path: Pa
                 # Gemma's norms lose the last bits when 1 is added to them.
                 tolerance = 1.2e-7 if "gemma" in family and "norm" in tensor_name else 0.0
                 torch.testing.assert_close(cut, tensor, rtol=0, atol=tolerance)
-            plain = dequantised_gguf(checkpoint.tensors[tensor_name].path, tensor_name)
-            torch.testing.assert_close(plain.float(), tensor, rtol=0, atol=tolerance)
+            if not is_deep:  # the whole header is read for each
+                plain = dequantised_gguf(checkpoint.tensors[tensor_name].path, tensor_name)
+                torch.testing.assert_close(plain.float(), tensor, rtol=0, atol=tolerance)
         reader.finish(lambda _: False)
 
 

@@ -1,4 +1,4 @@
-"""Every tensor of every layer against transformers, for every family, shape and number of ranks.
+"""Every tensor of every layer against transformers, for every family and shape.
 
 q, k, v after projection and after rotation, attention, both half-blocks' results, the residual after each, logits: a
 mistake is named where it is made, not where it comes out.
@@ -13,16 +13,11 @@ from tests.golden.cases import CASES, FAMILY_CASES, RUNS, run_id
 from tests.golden.exact_reference import ExactReference
 from tests.golden.layer_compare import findings
 
-MORE = pytest.mark.product
-
 
 # At the most ranks of each shape; what is wrong at fewer alone shows in the logits (test_decoder_golden.py).
 @pytest.mark.parametrize(
     ("name", "size"),
-    [
-        pytest.param(name, size, id=run_id(name, size), marks=[] if size == max(CASES[name].sizes) else MORE)
-        for name, size in RUNS
-    ],
+    [pytest.param(name, size, id=run_id(name, size)) for name, size in RUNS if size == max(CASES[name].sizes)],
 )
 def test_every_tensor_is_within_twice_transformers_own_error(
     reference_of: Callable[..., ExactReference], name: str, size: int

@@ -55,16 +55,11 @@ def bound_of(name: str) -> float:
     return EXACT if name.startswith(("float", "fp8", "nf4", "fp4")) else ROUNDED
 
 
-# The bits at every number of ranks are those of one: the next test.
-@pytest.mark.parametrize(
-    "size", [pytest.param(1, marks=pytest.mark.product), pytest.param(2, marks=pytest.mark.product), 4]
-)
 @pytest.mark.parametrize("name", FORMS)
-def test_every_tensor_is_near_that_of_the_numbers_written_out(
-    made_of: Callable[[str], Made], name: str, size: int
-) -> None:
+def test_every_tensor_is_near_that_of_the_numbers_written_out(made_of: Callable[[str], Made], name: str) -> None:
+    """At four ranks; the bits at every number of them are those of one (`test_every_number_of_ranks_has_…`)."""
     quantised, reference = made_of(name)
-    found = findings(reference, size, path=quantised.path, relative=bound_of(name))
+    found = findings(reference, 4, path=quantised.path, relative=bound_of(name))
     assert not found, f"first of {len(found)}: {found[0]}"
 
 
@@ -80,15 +75,19 @@ def test_every_tensor_of_experts_is_near_too(made_of: Callable[..., Made], name:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [  # each form in one type; in the other in the longer run
-        pytest.param(name, dtype, marks=[] if number % 2 == place else pytest.mark.product)
+    ("name", "dtype", "sizes"),
+    [  # each form in one type, and at some numbers of ranks; in the other, and at the others, in the longer run
+        pytest.param(name, dtype, sizes, marks=[] if number % 2 == place else pytest.mark.product)
         for number, name in enumerate(CASES)
-        for place, dtype in enumerate((torch.float32, torch.bfloat16))
+        for place, (dtype, sizes) in enumerate(
+            zip((torch.float32, torch.bfloat16), [(2, 4), (8,)][:: (-1) ** (number // 2)], strict=True)
+        )
     ],
     ids=str,
 )
-def test_every_number_of_ranks_has_the_same_bits(made_of: Callable[[str], Made], name: str, dtype: torch.dtype) -> None:
+def test_every_number_of_ranks_has_the_same_bits(
+    made_of: Callable[[str], Made], name: str, dtype: torch.dtype, sizes: tuple[int, ...]
+) -> None:
     quantised, reference = made_of(name)
 
     def logits(tp: TensorParallel) -> Tensor:
@@ -97,7 +96,7 @@ def test_every_number_of_ranks_has_the_same_bits(made_of: Callable[[str], Made],
 
     single = on_ranks(1, logits)[0]
     assert single.isfinite().all()
-    for size in (2, 4, 8):
+    for size in sizes:
         assert all(torch.equal(single, other) for other in on_ranks(size, logits)), f"{size} ranks"
 
 
@@ -115,11 +114,10 @@ def test_experts_of_mxfp4_have_the_same_bits_cut_or_dealt_to_any_number_of_ranks
     assert all(torch.equal(single, other) for size in (2, 4) for other in on_ranks(size, logits))
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.product), 2])
 @pytest.mark.parametrize("name", [name for name in FORMS if bound_of(name) == ROUNDED])
-def test_written_out_weights_are_multiplied_exactly(made_of: Callable[[str], Made], name: str, size: int) -> None:
+def test_written_out_weights_are_multiplied_exactly(made_of: Callable[[str], Made], name: str) -> None:
     quantised, reference = made_of(name)
-    found = findings(reference, size, path=quantised.path, relative=EXACT, dequantize=True)
+    found = findings(reference, 2, path=quantised.path, relative=EXACT, dequantize=True)
     assert not found, f"first of {len(found)}: {found[0]}"
 
 

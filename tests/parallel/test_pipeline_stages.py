@@ -64,14 +64,13 @@ WIDE = SHAPE | {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddin
 STORED = ("gptq-4-64-asym", "integers-channel", "fp8-block", "gguf")  # as other programs round weights
 # family or way of storing, dtype, quantisation, KV cache, tensor-parallel size, stages
 CASES = [
-    ("llama", "bfloat16", "none", "auto", 1, (2, 3, 4)),
+    ("llama", "bfloat16", "none", "auto", 1, (2, 4)),
     pytest.param("llama", "float32", "none", "auto", 2, (2,), marks=pytest.mark.soak),
-    ("qwen2", "bfloat16", "none", "auto", 1, (2,)),
     ("qwen2", "float32", "none", "auto", 1, (3,)),
     ("qwen2", "bfloat16", "int8", "int8", 1, (2,)),
     pytest.param("qwen2", "bfloat16", "int8", "int8", 2, (2,), marks=pytest.mark.soak),
     ("mistral", "bfloat16", "none", "auto", 1, (2,)),
-    ("gemma3_text", "bfloat16", "int4", "auto", 1, (2, 5)),
+    ("gemma3_text", "bfloat16", "int4", "auto", 1, (5,)),
     ("qwen2_moe", "bfloat16", "none", "auto", 1, (2,)),
     pytest.param("gemma2", "float32", "none", "auto", 1, (3,), marks=pytest.mark.soak),
     pytest.param("phi3", "bfloat16", "none", "auto", 1, (2,), marks=pytest.mark.soak),
@@ -139,9 +138,9 @@ def run(
         replace(
             one,
             prompt_token_ids=tuple(token for token in one.prompt_token_ids if token != POISONED),
-            params=replace(one.params, max_tokens=one.params.max_tokens + 30),
+            params=replace(one.params, max_tokens=one.params.max_tokens + 20),
         )
-        for one in requests_of(tuple(kinds), 24)
+        for one in requests_of(tuple(kinds), 16)
     ]
     matchers = {request.request_id: Alternating() for request in requests if request.params.grammar is not None}
     return engine.run(requests, arrives_at=lambda number: number // 2, matchers=matchers), engine
@@ -248,13 +247,16 @@ def test_a_tensor_that_no_stage_knows_is_refused(tmp_path: Path) -> None:
         start(path, "float32", "none", "auto", 1, 2)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.fixture(scope="module")
+def expected(checkpoints: dict[str, Path]) -> dict[int, Answer]:
+    return run(start(checkpoints["qwen2"], "bfloat16", "none", "auto", 1, 1), KINDS)[0]
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 1), (1, 2), pytest.param(2, 1, marks=pytest.mark.soak)])
 def test_what_one_stage_refuses_all_refuse_and_no_answer_changes(
-    checkpoints: dict[str, Path], stage: int, ranks: int
+    checkpoints: dict[str, Path], expected: dict[int, Answer], stage: int, ranks: int
 ) -> None:
     """Every fifth step has no memory in one stage; the others run it or not, and forget it."""
-    expected, _ = run(start(checkpoints["qwen2"], "bfloat16", "none", "auto", 1, 1), KINDS)
     staged = start(checkpoints["qwen2"], "bfloat16", "none", "auto", ranks, 3)
     staged.refuse(lambda number, step: number == stage and step.step_id % 5 == 3)
     got, engine = run(staged, KINDS)

@@ -114,7 +114,7 @@ def differences(answers: dict[int, Answer], expected: dict[int, Answer]) -> list
     [pytest.param(form, marks=pytest.mark.soak) if form in ("float16", "float32-int8-fp8") else form for form in FORMS],
 )
 def test_prompts_have_the_same_bits_at_every_number_of_ranks(checkpoints: dict[str, Path], form: str) -> None:
-    requests = make_requests(40 if "-" in form else 100)
+    requests = make_requests(24 if "-" in form else 100 if form == "bfloat16" else 40)
     one = start(checkpoints["llama"], form, 1)
     expected = run(one, requests, alone=True)
     assert differences(run(one, requests), expected) == []
@@ -122,7 +122,7 @@ def test_prompts_have_the_same_bits_at_every_number_of_ranks(checkpoints: dict[s
     for size in (2, 4, 8):
         ranks = start(checkpoints["llama"], form, size)
         assert differences(run(ranks, requests), expected) == [], f"{size} ranks"
-        assert differences(run(ranks, requests[::20], alone=True), expected) == [], f"{size} ranks, alone"
+        assert differences(run(ranks, requests[::12], alone=True), expected) == [], f"{size} ranks, alone"
         ranks.close()
 
 
@@ -194,7 +194,7 @@ def test_ranks_in_another_order_are_found(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     """A planted fault: partial sums of four ranks are added as (0 + 2) + (1 + 3)."""
-    requests = make_requests(200)
+    requests = make_requests(200 if form == "bfloat16" else 80)  # whose roundings hide most of it
     answers = []
     for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
         monkeypatch.setattr(paged_run, "tree_sum", lambda parts, order=order: tree_sum([parts[i] for i in order]))
