@@ -94,18 +94,18 @@ def kill(running: Replicas, number: int) -> None:
 def test_requests_are_dealt_to_all_and_text_does_not_depend_on_where_they_went() -> None:
     async def scene() -> None:
         phases = []
-        async with started(config(3), lambda *seen: phases.append(seen)) as running:
+        async with started(config(2), lambda *seen: phases.append(seen)) as running:
             assert phases[-1] == ("loading", 1.0, "") and phases == sorted(phases)
-            assert running.info.data_parallel_size == 3 and running.is_alive and running.exit_code is None
+            assert running.info.data_parallel_size == 2 and running.is_alive and running.exit_code is None
             requests = [make_request(running.new_request_id(), [1, 2, at % 5], max_tokens=12) for at in range(30)]
             assert len({request.request_id for request in requests}) == 30
             answers = await asyncio.gather(*(collect(running, request) for request in requests))
             for request, events in zip(requests, answers, strict=True):
                 assert [token for event in events for token in event.token_ids] == expected_tokens(request)
-            assert [one.load.num_chosen for one in running.replicas] == [10, 10, 10]
+            assert [one.load.num_chosen for one in running.replicas] == [15, 15]
             assert all(one.load.weight == 0 for one in running.replicas) and running.num_open == 0
             stats = [await one.stats() for one in running.replicas]
-            assert [one.num_accepted for one in stats] == [10, 10, 10]
+            assert [one.num_accepted for one in stats] == [15, 15]
             assert await running.reset_prefix_cache() > 0
 
     run(scene)
@@ -328,8 +328,8 @@ def test_a_start_that_fails_on_one_replica_fails_and_leaves_none() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(EngineProcess, "take", take)
             with pytest.raises(StartupError, match="7 heads"):
-                await start_engine(config(3, fails="startup"), lambda *_: None, start_process=make)
-        assert len(pids) == 3 and all(process.wait(30) is not None for process in pids)
+                await start_engine(config(2, fails="startup"), lambda *_: None, start_process=make)
+        assert len(pids) == 2 and all(process.wait(30) is not None for process in pids)
 
     run(scene)
 
