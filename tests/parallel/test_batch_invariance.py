@@ -13,9 +13,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from oarlock.engine.types import Request, SamplingParams
-from oarlock.workers.attention.kv_format import ROUNDED
 from oarlock.workers.config import WorkerConfig
-from oarlock.workers.executor import Executor, start_executor
+from oarlock.workers.executor import Executor
 from tests.parallel.direct_engine import Answer, DirectEngine
 from tests.parallel.rank_threads import ThreadExecutor
 
@@ -28,7 +27,7 @@ COUNT = 33
 
 
 def start(dtype: str, size: int = 1, cache: str = "auto") -> Executor:
-    """Two ranks in bfloat16 are processes, the others threads, which start sooner."""
+    """Ranks that are threads; `test_pipeline_depth.py` compares processes with one of them."""
     config = WorkerConfig(
         str(DEMO),
         device="cpu",
@@ -42,9 +41,7 @@ def start(dtype: str, size: int = 1, cache: str = "auto") -> Executor:
         kv_cache_dtype=cache,
         num_threads=1,
     )
-    if size == 1 or dtype == "float32" or cache in ROUNDED:
-        return ThreadExecutor(config)
-    return start_executor(config, lambda phase, fraction: None)
+    return ThreadExecutor(config)
 
 
 def make_requests(count: int) -> list[Request]:
@@ -140,8 +137,8 @@ def test_beside_equal_prompts(executor: Executor, requests: list[Request], alone
 
 def test_after_preemption(executor: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
     """Longer answers, so that running sequences need more blocks than there are."""
-    some = [replace(r, params=replace(r.params, max_tokens=30)) for r in requests[::4]]
-    engine = DirectEngine(executor, num_blocks=13)
+    some = [replace(r, params=replace(r.params, max_tokens=30)) for r in requests[::6]]
+    engine = DirectEngine(executor, num_blocks=9)
     together = engine.run(some)
     assert engine.scheduler.stats.num_preemptions >= 2
     assert differences(together, run_alone(executor, some)) == []
@@ -168,7 +165,7 @@ def test_two_ranks_are_batch_invariant_too(executor: Executor, alone: dict[int, 
     ranks = start(executor.config.dtype, 2, executor.config.kv_cache_dtype)
     try:
         assert ranks.info.batch_invariant, ranks.info.batch_invariant_reason
-        requests = make_requests(16)
+        requests = make_requests(10)
         together = DirectEngine(ranks).run(requests)
         assert differences(together, run_alone(ranks, requests)) == []
         if executor.info.rank_invariant:
