@@ -412,7 +412,8 @@ def test_captured_steps_are_those_of_the_host(
     executor = ThreadExecutor(config, DeviceRunner)
     prompts = next(graph for graph in cuda.graphs if not graph.is_reset)  # the first, of 8 tokens
     lines = [record.getMessage() for record in caplog.records if "event=device" in record.getMessage()]
-    assert len(lines) == size and all("attention=triton graphs=13" in line for line in lines)
+    graphs = 13 if size == 1 else 15  # ranks sample changed rows from their shards by a graph more for each size
+    assert len(lines) == size and all(f"attention=triton graphs={graphs}" in line for line in lines)
     got, _ = answers(executor, requests, 2, 20)
     if size == 1:
         steps_in_flight_do_not_touch_each_others_buffers(executor.ranks[0])
