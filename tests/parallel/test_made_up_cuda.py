@@ -522,7 +522,7 @@ def test_a_step_with_prompts_is_one_launch_up_to_its_hidden_states(
 @pytest.mark.slow
 def test_two_ranks_sample_from_their_shards_what_they_do_from_whole_rows(model: Path, cuda: MadeUpCuda) -> None:
     """A greedy row, a drawn one and one with bias: launched with a prompt, and as a graph. With logprobs, which change
-    no token, all logits are gathered."""
+    no token, ranks exchange logits."""
 
     def sampled(tp: TensorParallel) -> list[tuple[list[list[int]], int]]:
         assert isinstance(tp, ThreadRank)

@@ -95,8 +95,10 @@ class RowSampler:
         share = -(-rows // ranks)
         before = self._tp.rank * share
         own = max(0, min(share, rows - before))
-        parts = pad(logits, (0, 0, 0, ranks * share - rows)).unflatten(0, (ranks, share))
-        whole = self._whole[:share].copy_(self._tp.all_to_all(parts).transpose(0, 1)).flatten(1)  # [share, ids]
+        if rows % ranks:  # even where it has nothing to add, `pad` copies
+            logits = pad(logits, (0, 0, 0, ranks * share - rows))
+        parts = self._tp.all_to_all(logits.unflatten(0, (ranks, share)))
+        whole = self._whole[:share].copy_(parts.transpose(0, 1)).flatten(1)  # [share, ids]
         if own:
             self._sampler.sample(whole[:own], columns, outputs, variant, first + before)
         columns_found = _columns(outputs, variant)

@@ -23,7 +23,7 @@ struct AmxPairs {
   static constexpr long kBlock = BrainPairs::kBlock;
 };
 
-// Rows come by tiles, and stand in nobody's line: a step of 8 rows of a mixture took 0.93 to 0.97 of that with 16384.
+// Rows come by tiles, and delay no load of weights: a step of 8 rows of a mixture took 0.93 to 0.97 of that with 16384.
 template <>
 constexpr long kMostAhead<AmxPairs> = kAhead;
 
