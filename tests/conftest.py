@@ -116,6 +116,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("product" if index in in_pairs else "every")
             elif reason is not None:
                 told.add((item.path, reason))
+    _mark_further_cases(items)
+
+
+def _mark_further_cases(items: list[pytest.Item]) -> None:
+    """Mark all cases of a test but the first as `more`, of those that `make test` runs."""
+    known: set[str] = set()
+    for item in items:
+        if not {"soak", "product", "every"} & {mark.name for mark in item.iter_markers()}:
+            test = item.nodeid.split("[")[0]
+            if test in known:
+                item.add_marker("more")
+            known.add(test)
 
 
 @pytest.fixture(autouse=True)

@@ -240,6 +240,7 @@ def check_error(response, status, param):
     assert len(body["error"]["message"]) > 10
 
 
+@pytest.mark.slow
 def test_every_bad_body_is_answered_in_shape(make_stage):
     stage = make_stage()
     cases = list(_cases())

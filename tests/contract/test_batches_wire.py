@@ -341,6 +341,7 @@ def test_cancelled_batches_read_one_file_at_a_time(serve, monkeypatch):
         assert server.ended(batch).status == "cancelled"
 
 
+@pytest.mark.slow
 def test_long_lines_are_read_beside_the_server(serve, monkeypatch):
     parsed_here = []
 

@@ -267,6 +267,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.slow
 def test_every_failure_is_counted_by_its_cause(failing, capsys, fault):
     # The first two are the probe and the warm-up; then every third fails.
     server = failing(lambda connection, n: fault(connection) if n > 1 and n % 3 == 0 else good(connection))
@@ -281,6 +282,7 @@ def test_every_failure_is_counted_by_its_cause(failing, capsys, fault):
     assert cause in line and detail in line
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_away_is_not_asked_without_a_pause(failing):
     def answer(connection, number):
         good(connection)
@@ -346,6 +348,7 @@ def test_token_ids_that_are_refused_become_words(failing):
         (lambda c: c.sendall(whole(b"no route", b"404 Not Found")), MODELS, "no route", "--endpoint"),
     ],
 )
+@pytest.mark.slow
 def test_a_server_that_cannot_be_measured_is_explained(failing, answer, models, cause, fix):
     server = failing(lambda connection, n: answer(connection), models=models)
     with pytest.raises(StartupError) as error:
@@ -361,6 +364,7 @@ def test_no_server_at_all():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
 def test_ctrl_c_prints_what_was_measured(failing, tmp_path, number):
     def answer(connection, at):
         if at < 6:

@@ -126,6 +126,7 @@ def _calls(path, entry):
 
 
 @pytest.mark.parametrize("path", list(NEEDED))
+@pytest.mark.slow
 def test_every_parameter_at_its_limits(ask, path):
     _, found = ask([])
     cases = list(_calls(path, found["endpoints"][path]))

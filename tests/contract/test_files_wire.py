@@ -102,6 +102,7 @@ def test_forms_in_any_pieces(make_stage, tmp_path, content, status, param):
     assert len(list((tmp_path / "files").iterdir())) == 2 * len(kept)
 
 
+@pytest.mark.slow
 def test_what_is_asked_wrongly_is_refused_by_name(serve):
     server = serve()
     file = server.upload([request_line("a")])

@@ -104,6 +104,7 @@ def test_time_that_is_up_while_a_prompt_is_scored_is_an_error(make_stage):
 @pytest.mark.parametrize(
     "payload", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}], ids=lambda payload: [*payload][-1]
 )
+@pytest.mark.slow
 def test_more_scores_than_an_answer_may_keep_are_refused(make_stage, payload):
     stage = _stage(make_stage)
 

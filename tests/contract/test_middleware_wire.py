@@ -283,6 +283,7 @@ def test_broken_and_oversized_heads_get_an_error_body_and_are_closed(make_server
     assert set(json.loads(answer.split(b"\r\n\r\n")[1])["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.slow
 def test_a_head_that_never_ends_is_closed(make_server, monkeypatch):
     monkeypatch.setattr("oarlock.server.http.connection.HEAD_TIMEOUT_S", 0.05)
     port = make_server().port

@@ -354,6 +354,7 @@ def test_the_public_module():
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.slow
 def test_ctrl_c_while_a_model_is_fetched_leaves_no_process(monkeypatch, tmp_path):
     files = {path.name: path.read_bytes() for path in DEMO.iterdir() if path.is_file()}
     with FakeHub(files) as hub:

@@ -85,6 +85,7 @@ def test_an_error_in_a_stream_is_raised_not_swallowed(server, client):
         list(client.completions.create(model="demo", prompt="x", stream=True))
 
 
+@pytest.mark.slow
 def test_a_full_queue_is_retried_by_the_client(server, client):
     server.stage.engine.refuse = QueueFullError("full", 0.1)
     with pytest.raises(openai.RateLimitError):
@@ -95,6 +96,7 @@ def test_a_full_queue_is_retried_by_the_client(server, client):
     assert len(server.stage.engine.requests) == 3
 
 
+@pytest.mark.slow
 def test_responses(client):
     plain = client.responses.create(model="demo", input="x", instructions="Be brief.")
     assert (plain.output_text, plain.status) == ("Hello, wörld! 😀", "completed")

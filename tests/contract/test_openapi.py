@@ -31,6 +31,7 @@ def _all(stage, calls):
     return anyio.run(send)
 
 
+@pytest.mark.slow
 def test_the_document_is_valid_and_names_no_response_that_is_never_sent(make_stage, document, tmp_path):
     """The one with batches, which the other is a part of."""
     named = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)))

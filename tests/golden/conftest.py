@@ -1,21 +1,31 @@
-"""Tiny models and their reference results, made once for all golden tests."""
+"""Tiny models and their reference results, made once for all golden tests.
+
+torch and transformers are imported by the fixture: every run of tests reads this file, whatever it selects.
+"""
+
+from __future__ import annotations
 
 import json
 import random
 from collections.abc import Callable
 from functools import cache
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from tests.golden.cases import CASES, TOTAL
-from tests.golden.exact_reference import ExactReference
-from tests.golden.tiny_models import make_tiny
+if TYPE_CHECKING:
+    import torch
+
+    from tests.golden.exact_reference import ExactReference
 
 
 @pytest.fixture(scope="session")
 def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ExactReference]:
     """`reference_of(case name)`, or with a dtype other than float32: the checkpoint is `reference.path`."""
+    from tests.golden.cases import CASES, TOTAL
+    from tests.golden.exact_reference import ExactReference
+    from tests.golden.tiny_models import make_tiny
+
     tokens = random.Random(3).choices(range(300), k=TOTAL)
 
     @cache
@@ -30,7 +40,8 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exac
         return path
 
     @cache
-    def reference(name: str, dtype: torch.dtype = torch.float32) -> ExactReference:
-        return ExactReference(path_of(name), tokens, dtype, CASES[name].max_model_len)
+    def reference(name: str, dtype: torch.dtype | None = None) -> ExactReference:
+        given = () if dtype is None else (dtype,)
+        return ExactReference(path_of(name), tokens, *given, max_model_len=CASES[name].max_model_len)
 
     return reference

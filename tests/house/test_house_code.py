@@ -47,6 +47,7 @@ def findings_of_every_rule() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("check", OF_PACKAGES, ids=lambda f: f.__name__)
+@pytest.mark.slow
 def test_every_file_of_the_packages(check):
     assert findings_of_every_rule()[check.__name__] == []
 

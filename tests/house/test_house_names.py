@@ -1,5 +1,7 @@
 """Every file, module, class and function that a page names exists. Each check is shown to fail on a planted mistake."""
 
+import pytest
+
 from tests.house import names
 from tests.house.rules import ROOT
 
@@ -42,6 +44,7 @@ def test_a_broken_link_is_noticed():
     assert names.broken_links(page, links) == ["cellar.md", "api.md#cellar", "#cellar"]
 
 
+@pytest.mark.slow
 def test_every_class_and_function_that_a_page_names_exists():
     found = {page.name: names.missing_names(page.read_text("utf-8")) for page in CODE_PAGES}
     assert {page: missing for page, missing in found.items() if missing} == {}

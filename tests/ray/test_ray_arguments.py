@@ -57,6 +57,7 @@ def test_the_page_names_what_is_there():
     )
 
 
+@pytest.mark.slow
 def test_an_installed_application_has_all_its_files(tmp_path):
     source = shutil.copytree(FOLDER, tmp_path / "source", ignore=shutil.ignore_patterns("__pycache__"))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]

@@ -47,6 +47,7 @@ QUIET = requests("quiet", 0.5, 60, 60, 60, 1)
     "num_blocks",
     [pytest.param(4096, id="rows are scarce", marks=pytest.mark.soak), pytest.param(160, id="blocks are scarce")],
 )
+@pytest.mark.slow
 def test_a_flood_of_one_client_delays_another_by_less_than_twice(num_blocks: int) -> None:
     """Beside ten times what the engine can do, and beside as much as is the other's share."""
     settings = config(num_blocks=num_blocks)
@@ -60,6 +61,7 @@ def test_a_flood_of_one_client_delays_another_by_less_than_twice(num_blocks: int
     assert np.mean(unshared.ttft_s) > 5 * np.mean(flooded)  # there is something to be fair about
 
 
+@pytest.mark.slow
 def test_a_client_alone_has_everything() -> None:
     arrivals = requests("only", 30.0, 6, 60, 60, 3)
     report = simulate(arrivals, config(waiting=4096))
@@ -69,6 +71,7 @@ def test_a_client_alone_has_everything() -> None:
     assert report == unnamed
 
 
+@pytest.mark.slow
 def test_two_that_flood_share_evenly_whatever_they_ask_for() -> None:
     """One with long prompts and answers, the other with short ones: as much work for both while both wait."""
     settings = config(waiting=4096, num_blocks=8192)
@@ -147,6 +150,7 @@ def test_quick_grammars_of_one_client_have_all_threads() -> None:
     ("client", "num_blocks"),
     [pytest.param("", 4096, id="rows are scarce"), pytest.param("other", 400, id="blocks are scarce")],
 )
+@pytest.mark.slow
 def test_nobody_waits_behind_requests_that_yield(client: str, num_blocks: int) -> None:
     """Neither for a row, nor for blocks, nor for a long prompt under way; however much its client has had before."""
     settings = config(num_blocks=num_blocks)

@@ -59,6 +59,7 @@ MIXES = {
 
 
 @pytest.mark.parametrize("name", MIXES)
+@pytest.mark.slow
 def test_a_pool_that_is_too_small_is_used_and_preemptions_are_bounded(name: str) -> None:
     arrivals = MIXES[name]
     random.Random(5).shuffle(arrivals)
@@ -114,6 +115,7 @@ def streams_beside(prompts: tuple[int, ...], max_step_s: float | None) -> tuple[
 
 
 @pytest.mark.parametrize("prompts", [(4096,), (4096,) * 8, (32_768, 4096, 4096)], ids=str)
+@pytest.mark.slow
 def test_prompts_hold_up_no_answer_for_long(prompts: tuple[int, ...]) -> None:
     """Chunks are as large as the measured time of steps allows, which costs hardly any throughput."""
     idle, _ = streams_beside((), None)
@@ -142,6 +144,7 @@ def test_a_preempted_request_ends_about_as_soon_as_without_later_requests() -> N
 
 
 @pytest.mark.parametrize("num_blocks", [POOL + 1, CONTEXT // BLOCK + 1])
+@pytest.mark.slow
 def test_the_least_urgent_request_is_served_within_the_bound(num_blocks: int) -> None:
     """Twenty levels of priority are worth twenty times as much waiting; what came within it is served first."""
     window = 20 * PRIORITY_STEP_S

@@ -106,6 +106,7 @@ def test_what_a_server_refuses_is_refused() -> None:
     assert crowd.refused > 100 and crowd.finished + crowd.refused == 300 and crowd.failed == 0
 
 
+@pytest.mark.slow
 def test_more_replicas_wait_less_and_routing_by_prefix_finds_more() -> None:
     requests = trace(150, 12.0)
     one, four = run(requests), run(requests, 4)

@@ -68,6 +68,7 @@ def test_a_long_prompt_keeps_all_stages_busy() -> None:
     assert two.time_to_first_token_s.max == pytest.approx(one.time_to_first_token_s.max * 5 / 8, rel=0.05)
 
 
+@pytest.mark.slow
 def test_traffic_with_preemptions_is_served_as_with_one_stage() -> None:
     crowd = make_trace(
         num_requests=80,

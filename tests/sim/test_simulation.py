@@ -45,6 +45,7 @@ def test_hundreds_of_requests_all_finish() -> None:
     assert report.time_to_first_token_s.p50 > 0 and report.output_tokens_per_s > 0
 
 
+@pytest.mark.slow
 def test_requests_for_vectors_run_beside_answers() -> None:
     mixed = [
         replace(arrival, pooling=PoolingParams(KINDS[n % 5], (3, 4) if n % 5 == 4 else ())) if n % 3 else arrival
@@ -56,6 +57,7 @@ def test_requests_for_vectors_run_beside_answers() -> None:
     assert report == simulate(mixed, config(num_blocks=70))
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_report_and_another_does_not() -> None:
     first = simulate(trace(num_requests=80), config())
     assert first == simulate(trace(num_requests=80), config())
@@ -103,6 +105,7 @@ def test_a_cached_prefix_saves_most_of_the_time_to_first_token() -> None:
     assert without.prefix_cache_hit_rate == 0 and without.time_to_first_token_s.max >= cold
 
 
+@pytest.mark.slow
 def test_a_full_queue_refuses_and_keeps_the_rest_quick() -> None:
     crowd = trace(requests_per_s=60.0)
     bounded = simulate(crowd, config(max_waiting_requests=32))

@@ -66,6 +66,7 @@ def test_a_decode_step_of_32_sequences_that_ask_for_more(name: str, capsys: pyte
 
 
 @pytest.mark.parametrize("num_seqs", [32, 1000])
+@pytest.mark.slow
 def test_a_decode_step_of_many_sequences(num_seqs: int) -> None:
     """`benchmarks/engine_step.py` measures the cost of such a step."""
     worker = _worker(num_seqs, 8192)

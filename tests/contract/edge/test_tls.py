@@ -136,6 +136,7 @@ def test_a_handshake_that_does_not_come_has_a_deadline(serve, authority, pair, m
         assert connection.recv(4096) == b""
 
 
+@pytest.mark.slow
 def test_a_renewed_certificate_is_taken_over_and_open_connections_stay(serve, authority, pair, wait_for):
     first = authority.write(pair, "localhost")
     port, _ = serve(pair)
@@ -148,6 +149,7 @@ def test_a_renewed_certificate_is_taken_over_and_open_connections_stay(serve, au
         assert kept.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_renewal_through_links_as_certbot_makes_it(serve, authority, pair, tmp_path, wait_for):
     live = Pair(tmp_path / "live.pem", tmp_path / "live-key.pem")
     first = authority.write(pair, "localhost")

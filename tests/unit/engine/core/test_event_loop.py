@@ -309,6 +309,7 @@ def run_in_thread(harness: Harness) -> tuple[threading.Thread, list[int]]:
     return thread, codes
 
 
+@pytest.mark.slow
 def test_idle_is_silent_but_for_heartbeats_and_uses_no_processor() -> None:
     harness = Harness(heartbeat_interval_s=0.1)
     turns = []

@@ -30,6 +30,7 @@ def started(checkpoint, **changes):
     return digest, executor.config, executor.info
 
 
+@pytest.mark.slow
 def test_it_is_the_same_at_every_start_and_another_for_another_type(checkpoint):
     first, _, _ = started(checkpoint)
     assert started(checkpoint)[0] == first

@@ -17,6 +17,7 @@ _WORDS = st.lists(st.lists(_IDS, min_size=1, max_size=5).map(tuple), max_size=12
 
 @settings(max_examples=200, deadline=None)
 @given(_WORDS, st.lists(_IDS, max_size=3), st.lists(_IDS, max_size=30))
+@pytest.mark.slow
 def test_every_step_bans_what_would_complete_a_word(words, prompt, generated) -> None:
     made = BadWords(words)
     for count in range(len(generated) + 1):

@@ -37,6 +37,7 @@ class ComparingDriver(Driver):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.slow
 def test_tables_of_random_scenes(depth: int) -> None:
     preemptions, reused, compared, entries = 0, 0, 0, 0
     for seed in range(100, 115):

@@ -72,6 +72,7 @@ def there_and_back(values) -> list[TokenEvent]:
     st.lists(_EVENTS | _ENDS, max_size=6),
     st.lists(st.tuples(st.integers(0, 2**63 - 1), _IDS, _IDS), max_size=6),
 )
+@pytest.mark.slow
 def test_events(values, plain) -> None:
     expected = [TokenEvent(number, (token,), num_cached_tokens=cached) for number, token, cached in plain] + values
     events = messages.read_events(frame_of(messages.events(events_of(values, plain))))
@@ -297,6 +298,7 @@ _GOOD = {
 @given(
     st.sampled_from(_READERS), st.dictionaries(st.sampled_from([*_GOOD, "stats", "info", "config"]), _JSON), st.data()
 )
+@pytest.mark.slow
 def test_frames_that_are_no_message_are_typed_errors(read, damage, data) -> None:
     frame = Frame({**_GOOD, "kind": "x", **damage})
     frame.ints.extend(data.draw(st.lists(st.integers(-9, 9), max_size=5)))

@@ -61,6 +61,7 @@ def check_equal(scene: Scene, one: Driver, other: Driver) -> None:
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 200), marks=pytest.mark.soak)], ids=["few", "many"])
+@pytest.mark.slow
 def test_every_answer_is_that_of_one_stage(stages: int, seeds: range) -> None:
     ahead, steps, most = 0, 0, 0
     for seed in seeds:
@@ -83,6 +84,7 @@ def test_a_preemption_waits_for_what_is_in_flight_and_nothing_else_does(stages: 
 
 
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 60), marks=pytest.mark.soak)], ids=["few", "many"])
+@pytest.mark.slow
 def test_refused_steps_change_no_answer(monkeypatch: pytest.MonkeyPatch, seeds: range) -> None:
     monkeypatch.setattr("oarlock.engine.scheduler.answers.GROWS_AFTER", 3)
     refused = ahead = 0
@@ -96,6 +98,7 @@ def test_refused_steps_change_no_answer(monkeypatch: pytest.MonkeyPatch, seeds: 
 
 
 @pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.slow
 def test_drafts_change_no_answer(stages: int) -> None:
     accepted = ahead = 0
     for seed in range(5):

@@ -28,6 +28,7 @@ def now_and_then(step: StepMetadata) -> bool:
 
 
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 60), marks=pytest.mark.soak)], ids=["few", "many"])
+@pytest.mark.slow
 def test_every_answer_is_that_of_enough_memory(monkeypatch: pytest.MonkeyPatch, seeds: range) -> None:
     """Chunks of prompts, shared prefixes, windows, penalties, grammars, preemptions and aborts among them."""
     monkeypatch.setattr("oarlock.engine.scheduler.answers.GROWS_AFTER", 3)

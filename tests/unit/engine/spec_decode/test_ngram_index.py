@@ -31,6 +31,7 @@ def searched(token_ids: list[int], shortest: int, longest: int, most: int) -> li
     st.integers(1, 9),
     st.integers(1, 40),
 )
+@pytest.mark.slow
 def test_drafts_are_those_of_the_search(tokens, growth, shortest, more, most, fold):
     """`growth`: how many tokens come between two drafts; `fold`: how many are kept in dicts."""
     index = NgramIndex(shortest, shortest + more)

@@ -3,6 +3,8 @@
 import time
 from pathlib import Path
 
+import pytest
+
 from oarlock.engine.structured_output import sandbox
 from oarlock.engine.types import Grammar
 
@@ -22,10 +24,12 @@ def problem_with(compiler: object) -> str | None:
     return sandbox._try(compiler, Grammar("regex", "a"))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_trial_that_waits_for_the_processor_is_not_refused():
     assert problem_with(Waiting()) is None
 
 
+@pytest.mark.slow
 def test_a_trial_that_computes_for_too_long_is_ended(monkeypatch):
     monkeypatch.setattr(sandbox, "_PATIENCE_S", 3600.0)  # so that nothing else ends it
     assert problem_with(Endless()) == sandbox.TOO_LONG
@@ -41,6 +45,7 @@ class EndlessAtFirst(Endless):
             super().compile(grammar)
 
 
+@pytest.mark.slow
 def test_a_grammar_that_took_too_long_once_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(sandbox, "DEADLINE_S", 0.2)
     grammar = Grammar("regex", "a")

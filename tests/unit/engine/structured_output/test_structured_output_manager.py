@@ -82,6 +82,7 @@ def test_requests_share_one_compilation_but_not_their_matcher(manager):
     ],
     ids=["wrong", "crashes", "endless"],
 )
+@pytest.mark.slow
 def test_a_hostile_grammar_is_refused_alone(manager, kind, text, reason):
     manager.submit(asked(1, kind, text), 0.0)
     manager.submit(asked(2, "regex", f"innocent|{kind}"), 0.0)
@@ -326,6 +327,7 @@ class _Wrong:
     ],
     ids=["time", "memory", "stack", "wrong"],
 )
+@pytest.mark.slow
 def test_a_trial_is_ended_at_its_limits(compiler, problem, monkeypatch):
     monkeypatch.setattr(sandbox, "DEADLINE_S", 0.3 if isinstance(compiler, _Endless) else 30)
     before = _children()  # servers that other tests share

@@ -29,6 +29,7 @@ def verdicts(comparison):
     return {row.metric: row.verdict for row in comparison.rows}
 
 
+@pytest.mark.slow
 def test_a_faster_server_is_called_faster_in_every_figure():
     found = verdicts(compare(run(1), run(2, tpot=0.016, ttft=0.08)))
     assert {found[name] for name in ("request_throughput", "output_throughput", "ttft_ms mean", "tpot_ms p50")} == {

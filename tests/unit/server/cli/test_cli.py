@@ -144,6 +144,7 @@ def test_a_port_in_use_is_named_with_the_process_that_uses_it(capsys):
     assert "--port" in lines[1]
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_fetched_is_explained(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["serve", "nobody/has-this-model", "--port", "0"]) == 3

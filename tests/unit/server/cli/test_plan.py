@@ -92,6 +92,7 @@ def test_every_layout_uses_all_gpus_and_the_command_is_of_the_first(model, capsy
     assert best["users"]["32768"] == 0, "no sequence may be so long"
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_told_what_makes_it_fit(model, capsys) -> None:
     status, found = plan(capsys, model, "--gpus", "1xT4")
     assert status == 1 and found["command"] is None and found["layouts"][0]["missing_bytes"] > 2 << 30
@@ -119,6 +120,7 @@ def test_a_host_shares_its_memory_among_ranks_and_replicas(model) -> None:
     assert given.refusal is not None and given.missing_bytes > 100 << 30
 
 
+@pytest.mark.slow
 def test_vectors_take_shared_memory_of_the_host(model, capsys) -> None:
     flags = ["--cpu", "--memory", "100GB", "--bandwidth", "10GB", "--max-num-seqs", "32"]
     generates, embeds = (plan(capsys, model, *flags, *more)[1] for more in ([], ["--runner", "pooling"]))
@@ -151,6 +153,7 @@ def open_model_of(model: str) -> Any:
     return open_model(WorkerConfig(model, load_format="dummy"))
 
 
+@pytest.mark.slow
 def test_of_a_model_on_the_hub_only_the_description_is_fetched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

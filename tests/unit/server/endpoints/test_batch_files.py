@@ -49,6 +49,7 @@ def test_a_body_is_kept_as_it_was_written():
     assert read_line(line.encode(), 1, "f").body == body.encode()
 
 
+@pytest.mark.slow
 def test_long_lines_are_parsed_by_the_process(monkeypatch):
     parsed_here = []
     monkeypatch.setattr(
@@ -70,6 +71,7 @@ def test_long_lines_are_parsed_by_the_process(monkeypatch):
     assert parsed_here == [len(_line("b"))]
 
 
+@pytest.mark.slow
 def test_of_a_file_only_places_stay_in_memory(tmp_path):
     count = 2500
     given = tmp_path / "in.jsonl"

@@ -8,6 +8,7 @@ import random
 import sys
 import types
 
+import pytest
 from pydantic import TypeAdapter
 
 from oarlock.server.endpoints.responses.schema import InputItem, sealed
@@ -73,6 +74,7 @@ def random_response(rng, number):
     }
 
 
+@pytest.mark.slow
 def test_it_never_holds_more_than_its_limit():
     for seed in range(3):
         rng, limit = random.Random(seed), 100_000

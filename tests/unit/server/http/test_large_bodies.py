@@ -111,6 +111,7 @@ def test_the_process_knows_every_body():
     assert len(names) > 9 and names - REQUEST_BODIES.keys() == set()
 
 
+@pytest.mark.slow
 def test_what_remains_without_texts_and_ids_is_bounded(bodies):
     parts = [{"type": "text", "text": "x"}] * 1000
     content = json.dumps({"messages": [{"role": "user", "content": parts}] * 45}).encode()
@@ -118,6 +119,7 @@ def test_what_remains_without_texts_and_ids_is_bounded(bodies):
         asyncio.run(bodies.read([ChatRequest], content, False))
 
 
+@pytest.mark.slow
 def test_a_lost_process_fails_one_body_and_is_started_again(bodies):
     async def scenario():
         good = b'{"prompt":"x"}'
@@ -135,6 +137,7 @@ def test_a_lost_process_fails_one_body_and_is_started_again(bodies):
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_who_leaves_frees_the_process(bodies):
     async def scenario():
         good = b'{"prompt":"x"}'

@@ -173,6 +173,7 @@ def sentencepiece_vocabulary() -> tuple[list[str], list[float], list[int]]:
 
 
 @pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.slow
 def test_sentencepiece_tokenizers_have_the_originals_ids(prefix: bool) -> None:
     pieces, scores, kinds = sentencepiece_vocabulary()
     values = {

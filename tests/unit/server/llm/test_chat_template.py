@@ -231,6 +231,7 @@ def test_processes_end_with_their_last_user(monkeypatch):
     assert process.poll() is not None and template_renderers.processes._process is None
 
 
+@pytest.mark.slow
 def test_processes_end_with_their_parent():
     code = (
         "import asyncio, os, sys\nfrom oarlock.server.llm.chat_template import ChatTemplate\n"

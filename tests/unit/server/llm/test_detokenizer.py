@@ -55,6 +55,7 @@ def _in_pieces(detokenizer, ids, sizes):
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
+@pytest.mark.slow
 def test_byte_level_pieces_equal_the_whole_decode(demo, data):
     """Random ids: broken characters, special tokens and all."""
     ids = data.draw(st.lists(st.integers(0, 4095), max_size=40))
@@ -92,6 +93,7 @@ def test_a_prompt_may_end_inside_a_character(demo):
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(["▁", "▁Hello", "▁world", "Hello", "!", "é", "<s>", "</s>", "😀", "中"]), max_size=20))
+@pytest.mark.slow
 def test_sentencepiece_pieces_equal_the_whole_decode(metaspace, names):
     ids = []
     for name in names:

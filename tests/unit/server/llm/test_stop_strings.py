@@ -31,6 +31,7 @@ def cut(text: str, cuts: list[int]) -> list[str]:
 
 @settings(max_examples=600, deadline=None)
 @given(LETTERS, STOPS, st.lists(st.integers(0, 100), max_size=8))
+@pytest.mark.slow
 def test_any_chunking_gives_the_naive_answer(text, stops, cuts):
     finder = StopStringMatcher(StopStrings(stops))
     shown, found = "", None

@@ -98,6 +98,7 @@ def test_backends_agree_with_the_reference(options, dtype, device, cache):
         {"block": 128, "window": 200},
     ],
 )
+@pytest.mark.slow
 def test_blocks_outside_the_window_are_never_read(options, backend, dtype, cache):
     seqs = [Seq(1, 300), Seq(70, 400), Seq(1, 41), Seq(1, 40), Seq(3, 129), Seq(5, 5)]
     case = case_of(seqs, dtype=dtype, cache=cache, **options)
@@ -197,6 +198,7 @@ def _next(context: int, end: int, chunk: int) -> tuple[int, int]:
     return max(0, stop - (end - chunk)), stop
 
 
+@pytest.mark.slow
 def test_long_prompts_are_cut_into_row_blocks_and_groups():
     """The scratch bounds hold: scores never exceed the limit, and both cuts really happen."""
     kv, layer = specs(dtype=torch.bfloat16, group=7, block=32)

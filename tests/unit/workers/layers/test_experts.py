@@ -69,6 +69,7 @@ def results(tp: TensorParallel, form: str, deals: bool, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("deals", [False, True], ids=["cut", "dealt"])
 @pytest.mark.parametrize("form", ["none", "int8"])
+@pytest.mark.slow
 def test_every_number_of_ranks_has_the_same_bits(form: str, deals: bool) -> None:
     x = torch.randn((7, HIDDEN), generator=torch.Generator().manual_seed(0)).bfloat16() * 30
     (alone,) = on_ranks(1, lambda tp: results(tp, form, deals, x))

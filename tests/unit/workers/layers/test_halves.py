@@ -92,6 +92,7 @@ def check_equal(path: Path, size: int, dtype: torch.dtype, quantization: str = "
 @pytest.mark.parametrize("level", PARAMETERS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", CHECKPOINTS)
+@pytest.mark.slow
 def test_both_forms_give_the_same_bits(
     checkpoints: dict[str, Path], family: str, dtype: torch.dtype, level: Level
 ) -> None:

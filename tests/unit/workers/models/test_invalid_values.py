@@ -169,6 +169,7 @@ values = st.sampled_from(ODD) | st.integers(-3, 70_000) | st.floats(0, 1e6) | st
     st.sampled_from(sorted(_ROPES)),
     st.dictionaries(st.sampled_from(sorted(_ROPE_KEYS)), values, max_size=3),
 )
+@pytest.mark.slow
 def test_so_are_several_at_once(architecture: str, outer: dict, kind: str, inner: dict) -> None:
     check({**base(architecture), "rope_scaling": {"type": kind, **_ROPES[kind], **inner}, **outer})
 

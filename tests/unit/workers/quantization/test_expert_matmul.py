@@ -171,6 +171,7 @@ def inputs(tokens: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("kind", PRODUCTS)
 @pytest.mark.parametrize("tokens", [1, 3, 17, 130])
 @pytest.mark.parametrize(("form", "dtype"), FORMS)
+@pytest.mark.slow
 def test_results_are_those_of_a_loop_in_float64(kind: str, tokens: int, form: str, dtype: torch.dtype) -> None:
     skip_what_is_not_interpreted(kind, dtype)
     experts, x = Experts(form, dtype), inputs(tokens, dtype)
@@ -183,6 +184,7 @@ def test_results_are_those_of_a_loop_in_float64(kind: str, tokens: int, form: st
 
 @pytest.mark.skipif("triton" not in PRODUCTS, reason="Triton is not installed")
 @pytest.mark.parametrize("shape", [{}, {"activation": "gelu_tanh"}, {"activation": "clamped_swiglu"}], ids=str)
+@pytest.mark.slow
 def test_torchs_grouped_products_are_near_too(shape: dict[str, object]) -> None:
     """The sums of all experts, and of two ranks with some each; between products numbers are rounded to bfloat16."""
     experts, x, chosen = Experts("none", torch.bfloat16, **shape), inputs(130, torch.bfloat16), routed(130, 4)
@@ -217,6 +219,7 @@ def test_ranks_of_every_number_add_up_to_the_same_bits(kind: str, form: str, dty
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)
+@pytest.mark.slow
 def test_whole_experts_dealt_to_ranks_add_up_to_the_same_bits(kind: str) -> None:
     """In groups of two, of which the third has one and the last none: every number of ranks has the same four."""
     dtype = torch.float16 if kind == "triton" else torch.bfloat16

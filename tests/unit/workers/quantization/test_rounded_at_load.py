@@ -93,6 +93,7 @@ def test_written_out_weights_have_the_same_bits_at_every_number_of_ranks(tmp_pat
 
 
 @with_kernels
+@pytest.mark.slow
 def test_the_demo_models_perplexity_stays_near() -> None:
     """docs/accuracy.md has it for a longer text."""
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))

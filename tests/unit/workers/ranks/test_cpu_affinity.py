@@ -176,6 +176,7 @@ for task in {str(os.getpid()), *started}:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc and affinity are Linux's")
+@pytest.mark.slow
 def test_threads_of_torch_are_pinned_with_the_one_that_starts_them() -> None:
     last = max(allowed_cpus())
     command = [sys.executable, "-c", COUNT_PINNED, str(last)]

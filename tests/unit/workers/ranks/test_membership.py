@@ -67,6 +67,7 @@ def test_a_difference_ends_the_start_everywhere_with_both_values() -> None:
     assert "differ in the setting dtype: float32 on node 0" in causes[0][0] and "bfloat16 on node 2" in causes[0][0]
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_come_is_named_on_those_that_are_there() -> None:
     head, node, _ = nodes_of(3, timeout_s=3.0)
     with ThreadPoolExecutor(2) as threads:
@@ -92,6 +93,7 @@ def test_a_host_that_left_while_others_were_awaited_may_come_again() -> None:
         assert all(len(start.result(60).names) == 3 for start in starts)
 
 
+@pytest.mark.slow
 def test_of_two_hosts_with_one_number_the_later_stays() -> None:
     head, node, _ = nodes_of(3, timeout_s=8.0)
     with ThreadPoolExecutor(3) as threads:

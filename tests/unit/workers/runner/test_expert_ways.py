@@ -56,6 +56,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     multiply_row_by_row(monkeypatch)
 
 
+@pytest.mark.slow
 def test_every_number_of_tokens_takes_the_way_of_the_next_larger_one() -> None:
     product = product_of()
     fastest = {1: SMALL, 16: LARGE, 64: SMALL, 256: MIDDLE, 1024: GROUPED, 2048: LARGE}

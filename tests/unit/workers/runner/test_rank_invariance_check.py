@@ -71,6 +71,7 @@ def test_ranks_that_add_in_another_order_are_found(checkpoint: Path, monkeypatch
 
 
 @pytest.mark.parametrize("deals", [False, True], ids=["cut", "dealt"])
+@pytest.mark.slow
 def test_sums_of_experts_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deals: bool) -> None:
     """The planted faults: what one rank holds adds up otherwise than in parts, and a row's experts from the last on."""
     path = make_tiny(tmp_path, "qwen3_moe", head_dim=32, num_hidden_layers=1)

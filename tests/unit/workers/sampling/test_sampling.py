@@ -121,6 +121,7 @@ def test_many_rows_are_scored_at_once():
 
 
 @pytest.mark.usefixtures("form")
+@pytest.mark.slow
 def test_broken_rows_are_reported_and_disturb_no_other():
     logits = peaked()
     for mode, size in itertools.product(MODES.values(), (1, 3)):
@@ -175,6 +176,7 @@ def test_top_k_one_is_greedy():
 
 
 @pytest.mark.usefixtures("form")
+@pytest.mark.slow
 def test_smaller_top_p_keeps_a_part_of_what_larger_keeps():
     """Nested for the definition, and draws stay inside it, whichever path the sampler takes."""
     logits = flat()[:1]

@@ -111,6 +111,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> VerifyCase:
     return VerifyCase(make_tiny(folder, "llama", seed=2, dtype=torch.bfloat16), folder / "verify", "bfloat16")
 
 
+@pytest.mark.slow
 def test_a_near_tie_is_no_fault_and_any_other_token_is(case: VerifyCase) -> None:
     case.run(1)
     text = Text.read(case.folder)
@@ -146,6 +147,7 @@ def make_tie(case: VerifyCase, at: int, one: int, other: int) -> None:
     save_file(tensors, path)
 
 
+@pytest.mark.slow
 def test_a_report_is_complete_json_and_a_table(case: VerifyCase) -> None:
     comparison, causes = case.run(2)
     report = Report("tiny", "LlamaForCausalLM", "bfloat16", 2, 24, comparison, causes, {"torch": "2"}, 1.0)

@@ -118,6 +118,7 @@ def test_a_hostile_file_is_refused_in_two_lines(tmp_path: Path, name: str) -> No
     assert len(caught.value.cause) < 400 and "\n" not in str(caught.value) and caught.value.fix
 
 
+@pytest.mark.slow
 def test_damage_anywhere_is_a_clear_error_or_harmless(tmp_path: Path) -> None:
     """Files cut short, and with bytes changed: no other exception, and no memory beyond the file's size."""
     path = tmp_path / "model.gguf"

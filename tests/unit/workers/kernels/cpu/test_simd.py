@@ -71,6 +71,7 @@ def same(ours: np.ndarray, exact: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("name", ["add", "subtract", "multiply", "divide"])
+@pytest.mark.slow
 def test_arithmetic_rounds_once(simd: ctypes.CDLL, name: str) -> None:
     x, y = numbers(), np.random.default_rng(1).permutation(numbers())
     with np.errstate(all="ignore"):
