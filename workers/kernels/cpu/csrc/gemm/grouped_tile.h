@@ -27,10 +27,72 @@ struct Tile {
 // `kFloats`, raised so that none is negative.
 alignas(16) constexpr uint8_t kRaisedFloats[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
+// Bytes of the values of four inputs.
+template <int kBits>
+constexpr long kStepBytes = kBits == 4 ? 4 * kLanes : 4 * kPanel;
+
+// whole [R] += x times the weights of one group, whose values are at `w`.
+template <class Dot, int kBits, bool kFloat, int kGroup, int R>
+inline void add_group(const uint8_t *x, const char *w, Ints numbers, Ints (&whole_low)[R], Ints (&whole_high)[R]) {
+  for (long step = 0; step < kGroup / 4; step++, x += 4, w += kStepBytes<kBits>) {
+    if constexpr (kBits == 8 && Dot::kOffset == 0) {
+      const typename Dot::Weight left = Dot::prepare(load_ints(w)), right = Dot::prepare(load_ints(w + 4 * kLanes));
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++) {
+        const Ints four = broadcast_four(x + r * kRowBytes);
+        whole_low[r] = Dot::add(whole_low[r], left, four);
+        whole_high[r] = Dot::add(whole_high[r], right, four);
+      }
+    } else {
+      const Ints both = load_ints(w);
+      Ints left = kBits == 4 ? low_nibbles(both) : both;
+      Ints right = kBits == 4 ? high_nibbles(both) : load_ints(w + 4 * kLanes);
+      if constexpr (kFloat) left = look_up(numbers, left), right = look_up(numbers, right);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++) {
+        const Ints four = broadcast_four(x + r * kRowBytes);
+        whole_low[r] = Dot::add_unsigned(whole_low[r], left, four);
+        whole_high[r] = Dot::add_unsigned(whole_high[r], right, four);
+      }
+    }
+  }
+}
+
+// Steps whose pairs of products are added up in 16 bits: 2 * 127 * 15 for whole numbers, 2 * 127 * 24 for floats.
+constexpr long kPairSteps[] = {32767 / (2 * 127 * 15), 4};
+static_assert(kPairSteps[0] == 8 && kPairSteps[1] * 2 * 127 * 24 <= 32767);
+
+// The same with weights of 4 bits and fewer multiplications. The loop over steps is hardly unrolled: of all steps, a
+// compiler adds up the products in another order, and needs more registers than there are.
+template <class Dot, bool kFloat, int kGroup, int R>
+inline void add_group_by_pairs(const uint8_t *x, const char *w, Ints numbers, Ints (&whole_low)[R],
+                               Ints (&whole_high)[R]) {
+  constexpr long kSteps = std::min<long>(kGroup / 4, kPairSteps[kFloat]);
+  for (long first = 0; first < kGroup / 4; first += kSteps) {
+    Ints pairs_low[R], pairs_high[R];
+    for (int r = 0; r < R; r++) pairs_low[r] = pairs_high[r] = broadcast_int(0);
+#pragma GCC unroll 2
+    for (long step = first; step < first + kSteps; step++) {
+      const Ints both = load_ints(w + step * 4 * kLanes);
+      Ints left = low_nibbles(both), right = high_nibbles(both);
+      if constexpr (kFloat) left = look_up(numbers, left), right = look_up(numbers, right);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++) {
+        const Ints four = broadcast_four(x + r * kRowBytes + step * 4);
+        pairs_low[r] = Dot::to_pairs(pairs_low[r], left, four);
+        pairs_high[r] = Dot::to_pairs(pairs_high[r], right, four);
+      }
+    }
+    for (int r = 0; r < R; r++) {
+      whole_low[r] = Dot::add_pairs(whole_low[r], pairs_low[r]);
+      whole_high[r] = Dot::add_pairs(whole_high[r], pairs_high[r]);
+    }
+  }
+}
+
 template <class Dot, int kBits, bool kFloat, int kGroup, int R>
 void multiply_tile(const Tile &t) {
-  constexpr long kStepBytes = kBits == 4 ? 4 * kLanes : 4 * kPanel;
-  const long values_at = t.group_bytes - kGroup / 4 * kStepBytes;
+  const long values_at = t.group_bytes - kGroup / 4 * kStepBytes<kBits>;
   const uint8_t *x = t.x;
   const char *w = t.weight, *fetch = t.fetch.from;
   [[maybe_unused]] const Ints numbers = kFloat ? load_table(kRaisedFloats) : broadcast_int(0);
@@ -43,29 +105,12 @@ void multiply_tile(const Tile &t) {
     for (long at = 0; at < t.fetch.step; at += 64) prefetch(fetch + at);
     Ints whole_low[R], whole_high[R];
     for (int r = 0; r < R; r++) whole_low[r] = whole_high[r] = broadcast_int(t.starts[r * t.stride + group]);
-    for (long step = 0; step < kGroup / 4; step++, x += 4) {
-      const char *values = w + values_at + step * kStepBytes;
-      if constexpr (kBits == 8 && Dot::kOffset == 0) {
-        const typename Dot::Weight left = Dot::prepare(load_ints(values)), right = Dot::prepare(load_ints(values + 4 * kLanes));
-#pragma GCC unroll 12
-        for (int r = 0; r < R; r++) {
-          const Ints four = broadcast_four(x + r * kRowBytes);
-          whole_low[r] = Dot::add(whole_low[r], left, four);
-          whole_high[r] = Dot::add(whole_high[r], right, four);
-        }
-      } else {
-        const Ints both = load_ints(values);
-        Ints left = kBits == 4 ? low_nibbles(both) : both;
-        Ints right = kBits == 4 ? high_nibbles(both) : load_ints(values + 4 * kLanes);
-        if constexpr (kFloat) left = look_up(numbers, left), right = look_up(numbers, right);
-#pragma GCC unroll 12
-        for (int r = 0; r < R; r++) {
-          const Ints four = broadcast_four(x + r * kRowBytes);
-          whole_low[r] = Dot::add_unsigned(whole_low[r], left, four);
-          whole_high[r] = Dot::add_unsigned(whole_high[r], right, four);
-        }
-      }
-    }
+    const char *values = w + values_at;
+    if constexpr (kBits == 4 && Dot::kAddsPairs)
+      add_group_by_pairs<Dot, kFloat, kGroup, R>(x, values, numbers, whole_low, whole_high);
+    else
+      add_group<Dot, kBits, kFloat, kGroup, R>(x, values, numbers, whole_low, whole_high);
+    x += kGroup;
     const Float16 *scales = reinterpret_cast<const Float16 *>(w);
     const Vec left = load(scales), right = load(scales + kLanes);
     if (t.totals) {

@@ -3,7 +3,8 @@
 //
 // Two forms: PlainDot has the instructions of its level alone. Dot has one more, which the processor may not know: it is
 // written in assembly, so that a level need not be compiled twice. `add` is exact for values from -127 to 127;
-// `add_unsigned` takes weights from 0 to 127 as they are, and rows without an offset.
+// `add_unsigned` takes weights from 0 to 127 as they are, and rows without an offset. Where `kAddsPairs`, products with
+// small weights may be added up in 16 bits, two in each, before they are added to 32-bit sums: half the multiplications.
 #pragma once
 #include "simd/simd.h"
 
@@ -39,6 +40,7 @@ inline void store_bytes(uint8_t *to, Vec x, int offset) {
 // sign goes to the other factor, and 127 * 127 * 2 fits.
 struct PlainDot {
   static constexpr int kRows = kTileRows, kOffset = 0;
+  static constexpr bool kAddsPairs = true;
   struct Weight {
     Ints size;
     __mmask64 negative;
@@ -48,8 +50,9 @@ struct PlainDot {
     const Ints turned = _mm512_mask_sub_epi8(x, w.negative, _mm512_setzero_si512(), x);
     return add_unsigned(acc, w.size, turned);
   }
-  static Ints add_unsigned(Ints acc, Ints w, Ints x) {
-    const Ints pairs = _mm512_maddubs_epi16(w, x);
+  static Ints add_unsigned(Ints acc, Ints w, Ints x) { return add_pairs(acc, _mm512_maddubs_epi16(w, x)); }
+  static Ints to_pairs(Ints pairs, Ints w, Ints x) { return _mm512_add_epi16(pairs, _mm512_maddubs_epi16(w, x)); }
+  static Ints add_pairs(Ints acc, Ints pairs) {
     return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
   }
 };
@@ -57,6 +60,7 @@ struct PlainDot {
 // AVX512-VNNI: the factor from the rows is unsigned, so it is stored 128 higher.
 struct Dot {
   static constexpr int kRows = kTileRows, kOffset = 128;
+  static constexpr bool kAddsPairs = false;
   using Weight = Ints;
   static Weight prepare(Ints w) { return w; }
   static Ints add(Ints acc, Weight w, Ints x) {
@@ -97,6 +101,7 @@ inline void store_bytes(uint8_t *to, Vec x, int offset) {
 // As with AVX-512: the weight's sign goes to the other factor, so that the sum of two products fits 16 bits.
 struct PlainDot {
   static constexpr int kRows = 4, kOffset = 0;  // the weights take four of the 16 registers
+  static constexpr bool kAddsPairs = true;
   struct Weight {
     Ints size, sign;
   };
@@ -104,8 +109,9 @@ struct PlainDot {
   static Ints add(Ints acc, Weight w, Ints x) {
     return add_unsigned(acc, w.size, _mm256_sign_epi8(x, w.sign));
   }
-  static Ints add_unsigned(Ints acc, Ints w, Ints x) {
-    const Ints pairs = _mm256_maddubs_epi16(w, x);
+  static Ints add_unsigned(Ints acc, Ints w, Ints x) { return add_pairs(acc, _mm256_maddubs_epi16(w, x)); }
+  static Ints to_pairs(Ints pairs, Ints w, Ints x) { return _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w, x)); }
+  static Ints add_pairs(Ints acc, Ints pairs) {
     return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
 };
@@ -113,6 +119,7 @@ struct PlainDot {
 // AVX-VNNI: the factor from the rows is unsigned, so it is stored 128 higher.
 struct Dot {
   static constexpr int kRows = kTileRows, kOffset = 128;
+  static constexpr bool kAddsPairs = false;
   using Weight = Ints;
   static Weight prepare(Ints w) { return w; }
   static Ints add(Ints acc, Weight w, Ints x) {
@@ -150,6 +157,7 @@ inline void store_bytes(uint8_t *to, Vec x, int offset) {
 
 struct PlainDot {
   static constexpr int kRows = kTileRows, kOffset = 0;
+  static constexpr bool kAddsPairs = false;
   using Weight = Ints;
   static Weight prepare(Ints w) { return w; }
   static Ints add(Ints acc, Weight w, Ints x) {
@@ -164,6 +172,7 @@ struct PlainDot {
 // The dot product extension of ARMv8.2; both factors are signed. The assembler is told of what all levels have together.
 struct Dot {
   static constexpr int kRows = kTileRows, kOffset = 0;
+  static constexpr bool kAddsPairs = false;
   using Weight = Ints;
   static Weight prepare(Ints w) { return w; }
   static Ints add(Ints acc, Weight w, Ints x) {
