@@ -103,7 +103,8 @@ def test_threads_of_a_rank_let_go_of_their_cores_soon_unless_the_user_chose(
     for name, value in of_user.items():
         monkeypatch.setenv(name, value)
     ranks = start_ranks(1)
-    variables = Path(f"/proc/{ranks[0].process.pid}/environ").read_bytes().decode().split("\0")
+    environ = Path(f"/proc/{ranks[0].process.pid}/environ")  # empty until the kernel has set up the new program
+    variables = eventually(environ.read_bytes, 10, "the program has variables").decode().split("\0")
     end_ranks(ranks)
     assert dict(line.split("=", 1) for line in variables if line).get("GOMP_SPINCOUNT") == spins
 
