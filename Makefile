@@ -19,7 +19,7 @@ help:
 	@echo 'make serve        install, then serve the demo model (ARGS="MODEL --tensor-parallel-size 2" for others)'
 	@echo 'make dev          install, with what the tests need, and let git run the linters before each commit'
 	@echo 'make wheel        a wheel in dist/ with compiled kernels, for machines without a compiler'
-	@echo 'make check        install, then linter, formatter check, type checker and what takes less than a second in one process'
+	@echo 'make check        install, then linter, formatter check, type checker and what takes less than half a second in one process'
 	@echo 'make test         the same, and every test with servers and ranks'
 	@echo 'make test-long    what takes longer: soak, fuzz, clients, a model of true size'
 	@echo 'make lint         linter, formatter check and type checker'
@@ -98,7 +98,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(B
 WITH_PROCESSES := tests/parallel tests/e2e tests/load tests/benchmarks tests/multihost
 
 check: lint
-	@echo '==> pytest, each test that takes less than a second once, without what starts servers or ranks'
+	@echo '==> pytest, each test that takes less than half a second once, without what starts servers or ranks'
 	@$(PYTEST) -n 3 -q -m 'not slow and not more and not soak and not product and not every' $(filter-out $(WITH_PROCESSES),$(wildcard tests/*))
 
 test: lint

@@ -414,6 +414,7 @@ def test_a_full_queue_refuses_before_the_body_comes_and_keeps_the_connection(mak
         server.stage.engine.resume.set()
 
 
+@pytest.mark.slow
 def test_the_bodies_of_all_requests_together_are_bounded_and_every_way_out_gives_back(make_stage, monkeypatch):
     """Two are being received, then more come; and they end well, wrongly, too late, or by clients that leave."""
     stage = make_stage("ok", body_memory=2**20)

@@ -19,6 +19,7 @@ def serve(make_stage, tmp_path):
         yield start
 
 
+@pytest.mark.slow
 def test_files_and_batches_belong_to_their_key(serve):
     server = serve(api_key=("one", "two"))
     one, two = (openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) for key in ("one", "two"))
@@ -40,6 +41,7 @@ def test_files_and_batches_belong_to_their_key(serve):
     assert {request.client for request in server.stage.engine.requests} == {"key-1"}
 
 
+@pytest.mark.slow
 def test_a_key_has_its_files_after_a_restart_and_the_disk_does_not_name_it(serve, tmp_path):
     server = serve(api_key=("one", "two"))
     server.client = server.client.with_options(api_key="one")
@@ -89,6 +91,7 @@ def test_a_key_leaves_batches_files_and_bytes_to_others(serve, monkeypatch):
         assert server.ended(batch).status == "completed"
 
 
+@pytest.mark.slow
 def test_batches_of_a_key_do_not_hold_up_those_of_another(serve):
     server = serve(api_key=("one", "two"))
     generate, held = server.stage.engine.generate, asyncio.Event()

@@ -26,6 +26,7 @@ def serve(make_stage, tmp_path):
         yield start
 
 
+@pytest.mark.slow
 def test_a_batch_of_each_endpoint_is_answered_as_the_server_would(serve):
     server = serve(max_body_size=4096)
     for url in BODIES:
@@ -61,6 +62,7 @@ def test_a_batch_of_each_endpoint_is_answered_as_the_server_would(serve):
     assert sum(request.yields for request in server.stage.engine.requests) == 15
 
 
+@pytest.mark.slow
 def test_batches_are_listed_in_pages(serve):
     server = serve()
     batches = [server.batch([request_line("a")]) for _ in range(5)]
@@ -69,6 +71,7 @@ def test_batches_are_listed_in_pages(serve):
         server.ended(batch)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_the_file_is_told_by_line(serve):
     server = serve(max_body_size=2048)
     cases = {
@@ -90,6 +93,7 @@ def test_what_is_wrong_with_the_file_is_told_by_line(serve):
     assert not server.stage.engine.requests
 
 
+@pytest.mark.slow
 def test_a_stopped_server_goes_on_and_each_request_has_one_line(serve, tmp_path):
     server = serve(pause_after=1)
     batch = server.batch([request_line(f"r{number}") for number in range(40)])
@@ -116,6 +120,7 @@ def test_a_stopped_server_goes_on_and_each_request_has_one_line(serve, tmp_path)
     assert third.client.batches.retrieve(batch.id) == found and third.lines(found.output_file_id) == lines
 
 
+@pytest.mark.slow
 def test_a_successor_serves_all_else_and_goes_on_when_the_server_before_it_has_ended(serve, caplog):
     first = serve(pause_after=1)
     batch = first.batch([request_line(f"r{number}") for number in range(20)])
@@ -143,6 +148,7 @@ def test_a_successor_serves_all_else_and_goes_on_when_the_server_before_it_has_e
     )
 
 
+@pytest.mark.slow
 def test_a_successor_that_waits_can_be_stopped_and_says_what_it_cannot_read(serve, tmp_path, caplog):
     first, second, third = serve(), serve(), serve()
     wait_for(lambda: caplog.text.count("batch_dir_waiting") == 2)
@@ -212,6 +218,7 @@ def test_a_cancelled_batch_keeps_what_is_answered(serve):
     server.client.files.delete(batch.input_file_id)
 
 
+@pytest.mark.slow
 def test_what_the_window_leaves_is_expired(serve):
     server = serve(pause_after=1)
     batch = server.ended(server.batch([request_line("a"), request_line("b")], window="1s"))
@@ -289,6 +296,7 @@ def test_one_request_with_many_sequences_is_no_more_than_others(serve, url, fiel
     assert len(engine.requests) == 20
 
 
+@pytest.mark.slow
 def test_metrics_count_batches_and_their_requests(serve):
     server = serve()
 
@@ -320,6 +328,7 @@ def test_metrics_count_batches_and_their_requests(serve):
     assert (found["cancelled"], found["in_progress"], found["failed"]) == (1, 0, 5)
 
 
+@pytest.mark.slow
 def test_cancelled_batches_read_one_file_at_a_time(serve, monkeypatch):
     server = serve(pause_after=1)
     opened, entered, go_on = server.runner._opened, [], threading.Event()

@@ -69,6 +69,7 @@ def plan_fields(plan):
     return {name: getattr(plan, name) for name in plan.__slots__}
 
 
+@pytest.mark.slow
 def test_an_open_loop_sends_at_its_times(ours):
     plan = ServePlan(
         ours.url, request_rate=100, num_requests=40, input_tokens=8, output_tokens=2, goodput={"ttft": 1e9}
@@ -298,6 +299,7 @@ def test_a_server_that_goes_away_is_not_asked_without_a_pause(failing):
     assert result.summary["completed"] == 3
 
 
+@pytest.mark.slow
 def test_a_kept_connection_that_the_server_closed_is_no_failure(failing):
     def answer(connection, number):
         good(connection)
@@ -307,6 +309,7 @@ def test_a_kept_connection_that_the_server_closed_is_no_failure(failing):
     assert result.summary["completed"] == 5
 
 
+@pytest.mark.slow
 def test_a_failed_turn_ends_its_conversation(failing):
     server = failing(lambda connection, n: refuses(connection) if n == 4 else good(connection))
     plan = ServePlan(server.url, workload="multi-turn", turns=4, num_requests=2, output_tokens=2, warmup=0)
@@ -317,6 +320,7 @@ def test_a_failed_turn_ends_its_conversation(failing):
     assert result.summary["completed"] == 6
 
 
+@pytest.mark.slow
 def test_a_server_without_usage_is_noted(failing, capsys):
     answer = whole(TEXT + TEXT + b"data: [DONE]\n\n")
     server = failing(lambda connection, n: connection.sendall(answer))
@@ -324,6 +328,7 @@ def test_a_server_without_usage_is_noted(failing, capsys):
     assert "counts no tokens" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_token_ids_that_are_refused_become_words(failing):
     def answer(connection, number):
         if number == 0:
@@ -390,6 +395,7 @@ def test_ctrl_c_prints_what_was_measured(failing, tmp_path, number):
     assert json.loads(out.read_text())["interrupted"] is True
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_bar(failing):
     server = failing(lambda connection, n: refuses(connection) if n == 5 else good(connection))
     master, terminal = os.openpty()
@@ -415,6 +421,7 @@ def test_it_can_run_in_any_thread(ours):
     assert found[0].summary["completed"] == 2
 
 
+@pytest.mark.slow
 def test_a_busy_client_is_noticed(ours):
     def block(sample):
         time.sleep(0.05)

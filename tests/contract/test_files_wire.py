@@ -21,6 +21,7 @@ def serve(make_stage, tmp_path):
         yield start
 
 
+@pytest.mark.slow
 def test_files_are_kept_listed_read_and_deleted(serve, tmp_path):
     server = serve()
     contents = [jsonl([request_line(f"f{number}")]) + b"\r\n--x" * number for number in range(5)]
@@ -169,6 +170,7 @@ def test_other_routes_of_the_api_are_refused_by_name(make_stage, path):
     assert "/v1/chat/completions" in error["message"]
 
 
+@pytest.mark.slow
 def test_the_document_describes_what_is_answered(serve):
     server = serve()
     file = server.upload([request_line("a")])

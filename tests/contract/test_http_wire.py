@@ -69,6 +69,7 @@ def test_a_head_that_is_too_large_is_refused_while_it_is_sent(make_server, loop)
         assert connection.recv(65536).startswith(b"HTTP/1.1 431 ")
 
 
+@pytest.mark.slow
 def test_a_refused_request_whose_rest_never_comes_does_not_keep_its_connection(make_server, monkeypatch):
     monkeypatch.setattr("oarlock.server.http.connection.LINGER_TIMEOUT_S", 0.05)
     server = make_server()
@@ -93,6 +94,7 @@ def test_trailers_are_accepted(make_server):
         assert _read(connection).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.slow
 def test_head_is_answered_like_get_without_the_body(make_server):
     client = http.client.HTTPConnection("127.0.0.1", make_server().port, timeout=60)
     answers = {}

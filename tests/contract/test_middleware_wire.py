@@ -301,6 +301,7 @@ def test_a_body_that_never_arrives_is_given_up(make_server, monkeypatch):
     assert set(json.loads(answer.split(b"\r\n\r\n")[1])["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.slow
 def test_a_client_that_never_reads_is_dropped(make_server, wait_for, monkeypatch, caplog):
     monkeypatch.setattr("oarlock.server.http.server_sent_events.SEND_TIMEOUT_S", 0.2)
     server = make_server(lambda request: [300] * 200, eos=False)

@@ -113,6 +113,7 @@ def test_responses(client):
         client.responses.retrieve(final.id)
 
 
+@pytest.mark.slow
 def test_a_response_that_is_cancelled_ends_with_its_text(make_server):
     server = make_server("Hello, wörld! 😀", pause_after=2)
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:

@@ -142,6 +142,7 @@ def _operations(document):
             yield method.upper(), filled, names, operation.get("x-any-query", False)
 
 
+@pytest.mark.slow
 def test_query_parameters_are_honoured_or_refused_by_name_on_every_route(make_stage, tmp_path):
     with serving(make_stage, tmp_path) as serve:
         server = serve(admin_api_key="boss")

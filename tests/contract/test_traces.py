@@ -118,6 +118,7 @@ def _ask(stage, *requests: tuple[dict, dict]):
     return asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_request_has_a_span_with_its_queue_prefill_and_decode_below_the_callers(make_stage, collector):
     stage = make_stage("some hidden text", otlp_traces_endpoint=collector.url)
     stage.engine.known = Known(stage)
@@ -148,6 +149,7 @@ def test_a_request_has_a_span_with_its_queue_prefill_and_decode_below_the_caller
     assert "hidden" not in str(collector.requests)
 
 
+@pytest.mark.slow
 def test_a_refused_request_has_a_span_and_without_a_caller_a_trace_of_its_own(make_stage, collector):
     stage = make_stage(otlp_traces_endpoint=collector.url)
     answers = _ask(stage, ({"prompt": "x", "top_p": 9}, {}), ({"prompt": "x"}, {"traceparent": "nonsense"}))
@@ -159,6 +161,7 @@ def test_a_refused_request_has_a_span_and_without_a_caller_a_trace_of_its_own(ma
     assert answers[1].headers["traceparent"].split("-")[1] == good.trace_id.hex()
 
 
+@pytest.mark.slow
 def test_a_caller_that_is_not_sampled_is_not_traced_and_gets_its_context_back(make_stage, collector):
     stage = make_stage(otlp_traces_endpoint=collector.url)
     (answer,) = _ask(stage, ({"prompt": "x"}, {"traceparent": UNSAMPLED}))
@@ -166,6 +169,7 @@ def test_a_caller_that_is_not_sampled_is_not_traced_and_gets_its_context_back(ma
     assert answer.headers["traceparent"].startswith(f"00-{TRACE}-") and answer.headers["traceparent"].endswith("-00")
 
 
+@pytest.mark.slow
 def test_an_engine_error_is_an_error_of_the_span(make_stage, collector):
     stage = make_stage(otlp_traces_endpoint=collector.url, fail_after=1)
     _ask(stage, ({"prompt": "x"}, {}))

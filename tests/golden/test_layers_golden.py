@@ -19,6 +19,7 @@ from tests.golden.layer_compare import findings
     ("name", "size"),
     [pytest.param(name, size, id=run_id(name, size)) for name, size in RUNS if size == max(CASES[name].sizes)],
 )
+@pytest.mark.slow
 def test_every_tensor_is_within_twice_transformers_own_error(
     reference_of: Callable[..., ExactReference], name: str, size: int
 ) -> None:

@@ -120,6 +120,7 @@ def test_a_replica_of_several_nodes_takes_an_equal_share_of_each(of_hosts):
     assert (replica.num_cpus, replica.num_gpus) == (4, 4), "the actor takes the first share"
 
 
+@pytest.mark.slow
 def test_each_part_is_told_where_it_is():
     one, other = (read("--device cpu -pp 2 --nnodes 2").part(number, "10.0.0.1", 7) for number in (0, 1))
     assert one[:-5] == other[:-5] == list(read("--device cpu -pp 2 --nnodes 2").command)

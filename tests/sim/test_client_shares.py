@@ -86,6 +86,7 @@ def test_two_that_flood_share_evenly_whatever_they_ask_for() -> None:
     assert 0.7 < work["long"] / work["short"] < 1.4
 
 
+@pytest.mark.slow
 def test_the_more_urgent_of_one_client_go_first_and_do_not_pass_another_client() -> None:
     loud = [Arrival(0.001 * n, tuple(range(n, n + 50)), 100, client="loud", priority=-10) for n in range(200)]
     mild = [Arrival(0.5 + 0.001 * n, tuple(range(n, n + 50)), 10, client="mild", priority=10) for n in range(4)]
@@ -99,6 +100,7 @@ def test_the_more_urgent_of_one_client_go_first_and_do_not_pass_another_client()
     assert sum(firsts[arrival] > 1.5 for arrival in loud) > 150
 
 
+@pytest.mark.slow
 def test_a_full_queue_takes_those_who_have_less_than_their_share_of_it() -> None:
     loud = [Arrival(0.0, tuple(range(n, n + 50)), 50, client="loud") for n in range(500)]
     quiet = [Arrival(0.5, tuple(range(n, n + 50)), 50, client="quiet") for n in range(40)]

@@ -81,6 +81,7 @@ def first_token_s(arrivals: list[Arrival], settings: SimulationConfig, number: i
 
 
 @pytest.mark.parametrize("tokens", [CONTEXT - 50, CONTEXT // 2])
+@pytest.mark.slow
 def test_a_stream_without_end_hardly_delays_an_earlier_request(tokens: int) -> None:
     """A long prompt in an overloaded engine: shorter ones that come later get half of each step at most."""
     before = [replace(a, time_s=0.1 * n) for n, a in enumerate(chat(60, 100, 100))]
@@ -127,11 +128,13 @@ def test_prompts_hold_up_no_answer_for_long(prompts: tuple[int, ...]) -> None:
     assert duration_s <= 1.1 * fastest_s
 
 
+@pytest.mark.slow
 def test_a_given_limit_of_steps_is_kept() -> None:
     watch, _ = streams_beside((4096,), 0.1)
     assert 0.08 < max(watch.itl_s) <= 0.11
 
 
+@pytest.mark.slow
 def test_a_preempted_request_ends_about_as_soon_as_without_later_requests() -> None:
     """Later requests may be admitted before a preempted one, but only a few."""
     before = chat(40, 30, 250, varied=False)

@@ -68,6 +68,7 @@ def same(one: FleetReport, other: FleetReport) -> None:
 @pytest.mark.parametrize(
     ("rate", "replicas", "routing"), [(1.5, 1, "prefix"), (6.0, 1, "prefix"), *((6.0, 3, name) for name in ROUTERS)]
 )
+@pytest.mark.slow
 def test_fast_forwards_give_the_times_of_single_steps(rate: float, replicas: int, routing: str) -> None:
     requests = trace(60, rate)
     forwarded = run(requests, replicas, routing)
@@ -75,6 +76,7 @@ def test_fast_forwards_give_the_times_of_single_steps(rate: float, replicas: int
     same(forwarded, run(requests, replicas, routing, fast_forward=False))
 
 
+@pytest.mark.slow
 def test_one_replica_is_the_engine_in_virtual_time() -> None:
     requests = trace(80, 3.0)
     arrivals = [
@@ -94,6 +96,7 @@ def test_one_replica_is_the_engine_in_virtual_time() -> None:
     assert fleet.prefix_hit_rate == pytest.approx(engine.prefix_cache_hit_rate)
 
 
+@pytest.mark.slow
 def test_a_small_pool_preempts_and_everyone_is_served() -> None:
     report = run(trace(40, 30.0, prefixes=40, mean=400), blocks=130)
     assert report.finished == 40 and report.preemptions > 0

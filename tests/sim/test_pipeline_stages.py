@@ -32,6 +32,7 @@ def answers(count: int, length: int = 400) -> list[Arrival]:
 
 
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (0.6, 0.4), (0.3, 0.7), (0.25, 0.25, 0.3, 0.2)])
+@pytest.mark.slow
 def test_steps_leave_at_the_rate_of_the_slowest_stage(shares: tuple[float, ...]) -> None:
     report = run(answers(64), tuple(map(part, shares)))
     slowest = shares.index(max(shares))
@@ -42,6 +43,7 @@ def test_steps_leave_at_the_rate_of_the_slowest_stage(shares: tuple[float, ...])
     assert report.duration_s / report.num_steps == pytest.approx(step_s, rel=0.15)  # contexts and prompts in addition
 
 
+@pytest.mark.slow
 def test_dealing_sequences_to_steps_costs_nothing_where_reading_weights_decides() -> None:
     weights = CostModel(step_s=0.02, token_s=1e-6, context_token_s=0.0)
     half = replace(weights, step_s=0.01)

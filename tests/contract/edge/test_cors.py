@@ -28,6 +28,7 @@ def _cors(response):
     return {name: value for name, value in response.headers.items() if name.startswith("access-control")}
 
 
+@pytest.mark.slow
 def test_an_allowed_origin_may_ask_without_a_key_what_it_may_send(make_stage):
     stage = make_stage(api_key=("k",), allowed_origins=(CHAT, "http://localhost:3000"))
     answer = _send(stage, "OPTIONS", "/v1/chat/completions", headers=ASKS)

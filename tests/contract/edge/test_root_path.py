@@ -18,6 +18,7 @@ def _get(stage, path, **options):
     return anyio.run(send)
 
 
+@pytest.mark.slow
 def test_routes_are_there_with_the_path_and_without(make_stage):
     stage = make_stage(root_path="/models/llm", served_model_name=("demo", "alias/with/slash"))
     for path in ("/health", "/v1/models", "/v1/models/alias/with/slash", "/openapi.json", "/docs", "/metrics"):

@@ -78,6 +78,7 @@ def _serial(port, authority, name="localhost"):
         return x509.load_der_x509_certificate(connection.getpeercert(binary_form=True)).serial_number
 
 
+@pytest.mark.slow
 def test_requests_streams_and_kept_connections(serve, authority, pair):
     authority.write(pair, "localhost")
     port, stage = serve(pair, "one two three", always_stream_usage=True)

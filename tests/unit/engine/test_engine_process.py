@@ -53,6 +53,7 @@ def test_it_ignores_the_terminals_interrupt_from_its_first_moment() -> None:
     assert ignored & (1 << (signal.SIGINT - 1)) and process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_frontend_whose_own_start_failed_leaves_no_error_of_the_engine() -> None:
     ours, its = socket.socketpair()
     code = "import sys; from oarlock.engine.core.process import run; sys.exit(run(int(sys.argv[1]), None))"

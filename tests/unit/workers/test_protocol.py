@@ -212,6 +212,7 @@ def test_foreign_bytes_are_refused(data: bytes) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 55), st.integers(1, 255))
+@pytest.mark.slow
 def test_a_damaged_header_is_refused(position: int, flip: int) -> None:
     buffer = bytearray(1 << 14)
     pack_step(random_step(np.random.default_rng(2), 4, 4, 4, 4, (2, 3, 2, 5)), memoryview(buffer))

@@ -3,6 +3,7 @@
 import random
 
 import numpy as np
+import pytest
 
 from oarlock.engine.input_batch.sampling_metadata import Constraints, GrammarBitmask, MaskedRows
 from oarlock.engine.scheduler.sequence import Sequence, Status
@@ -32,6 +33,7 @@ def draw_sequence(draw: random.Random) -> Sequence:
     return seq
 
 
+@pytest.mark.slow
 def test_masks_and_bans_leave_what_the_parameters_allow() -> None:
     num_compared = num_behind = 0
     for seed in range(400):

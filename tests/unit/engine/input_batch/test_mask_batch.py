@@ -73,6 +73,7 @@ def draw_drafts(draw: random.Random, compiler: Compiler, compiled: Compiled, ids
 
 
 @pytest.mark.parametrize("num_matchers", [1, 7])
+@pytest.mark.slow
 def test_masks_and_drafts_are_those_of_a_fresh_matcher(
     compiler: Compiler, kinds: list[Compiled], num_matchers: int
 ) -> None:

@@ -67,6 +67,7 @@ WAYS = {
 @pytest.mark.parametrize(
     "seeds", [(4, 14, 31), pytest.param((2, *range(5, 13), 15, 28), marks=pytest.mark.soak)], ids=["few", "many"]
 )
+@pytest.mark.slow
 def test_replayed_events_are_the_pools_content(way: str, seeds: Sequence[int]) -> None:
     stored = removed = preemptions = 0
     for seed in seeds:

@@ -158,6 +158,7 @@ def test_a_request_that_is_no_number_gets_no_answer_and_harms_nothing(tmp_path: 
         assert asking.recv_multipart() == [b"", b"", (-1).to_bytes(8, "big", signed=True), b""]
 
 
+@pytest.mark.slow
 def test_a_subscriber_that_never_reads_loses_batches_and_nobody_else_does(tmp_path: Path, context: zmq.Context) -> None:
     with publishing(tmp_path, wire=Wire(4000), hwm=2, buffer_steps=1000) as publisher:
         stuck = context.socket(zmq.SUB)

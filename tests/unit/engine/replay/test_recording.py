@@ -62,6 +62,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "r").stat().st_mode) == 0o600  # it holds what users wrote
 
 
+@pytest.mark.slow
 def test_a_file_torn_at_any_byte_gives_what_is_whole(tmp_path: Path) -> None:
     contents = [b"first", b"second!", b"third"]
     whole = write(tmp_path / "whole", contents, end=None)
@@ -252,6 +253,7 @@ def test_a_full_disk_stops_the_recording_and_nothing_else(
         ({"killed_at_step": 3}, "the engine process was ended by SIGKILL"),
     ],
 )
+@pytest.mark.slow
 def test_a_recording_says_how_its_engine_ended(tmp_path: Path, scenario: dict, ending: str) -> None:
     async def scene() -> None:
         path, config = str(tmp_path / "r"), make_config(record_path=str(tmp_path / "r"))

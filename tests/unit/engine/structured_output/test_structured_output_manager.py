@@ -54,6 +54,7 @@ def outcomes(manager, count: int) -> dict[int, Outcome]:
     return found
 
 
+@pytest.mark.slow
 def test_a_new_grammar_makes_its_request_pending_and_a_known_one_does_not(manager):
     assert manager.submit(asked(1, "regex", "a(b|c)"), 5.0) is None
     assert manager.num_pending == 1
@@ -242,6 +243,7 @@ def test_a_lost_sandbox_is_started_again(manager):
     assert manager._sandbox._process is not first
 
 
+@pytest.mark.slow
 def test_a_sandbox_that_stays_lost_is_the_engines_fault_and_nothing_is_kept(manager, monkeypatch):
     manager._sandbox.close()
     manager._sandbox._is_closed = False

@@ -54,6 +54,7 @@ def test_ratios_are_b_over_a():
 
 
 @pytest.mark.parametrize(("correlation", "length"), [(0.0, 6), (0.8, 20)])
+@pytest.mark.slow
 def test_intervals_cover_the_true_ratio(correlation, length):
     """150 pairs of runs of equal servers: how many 95 % intervals of the ratio of means hold 1.
 
@@ -73,6 +74,7 @@ def test_intervals_cover_the_true_ratio(correlation, length):
         assert held[1] / pairs < 0.7
 
 
+@pytest.mark.slow
 def test_throughput_intervals_cover_the_true_ratio_in_a_closed_loop():
     held, pairs = 0, 50
     for pair in range(pairs):
@@ -124,6 +126,7 @@ def test_an_open_loops_throughput_is_not_judged():
     assert found["request_throughput"] is Verdict.BY_ARRIVALS and found["ttft_ms mean"] is Verdict.NONE
 
 
+@pytest.mark.slow
 def test_what_differs_and_what_failed_is_said():
     failed = [Sample(0.0, 5, failure="timed out", detail="x")]
     other = run(11, failed=failed, prompts="shared-prefix", url="http://y")
@@ -141,6 +144,7 @@ def test_results_that_cannot_be_compared():
         compare(run(1, count=20), closed_loop([], [], failed=[Sample(0.0, 5, failure="x")], users=1))
 
 
+@pytest.mark.slow
 def test_gaps_of_nothing_have_no_ratio():
     """Chunks that arrive together: most gaps are 0, and some draws of requests have no other."""
     zero = run(13)

@@ -197,6 +197,7 @@ def every_command() -> dict[str, Parser]:
     return parsers | {f"bench {name}": child for name, child in parsers["bench"].children.items()}
 
 
+@pytest.mark.slow
 def test_every_help_begins_with_a_sentence_and_an_example_that_is_taken():
     parsers = every_command()
     assert len(parsers) == len(COMMANDS) + 4

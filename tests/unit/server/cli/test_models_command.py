@@ -81,6 +81,7 @@ def test_a_model_that_is_served(cache, demo, capsys):
     assert total.endswith(f"MiB in {cache.folder}")
 
 
+@pytest.mark.slow
 def test_why_the_others_are_not(cache, demo, capsys):
     config = json.loads(demo["config.json"])
     mamba = json.dumps(config | {"architectures": ["MambaForCausalLM"]}).encode()
@@ -114,6 +115,7 @@ def test_why_the_others_are_not(cache, demo, capsys):
     assert models["owner/nothing", ""]["size"] == 1000
 
 
+@pytest.mark.slow
 def test_what_ollama_and_llama_cpp_have(cache, tmp_path, capsys):
     models, own = tmp_path / "ollama", tmp_path / "llama.cpp"
     (models / "blobs").mkdir(parents=True)

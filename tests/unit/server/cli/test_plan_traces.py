@@ -131,6 +131,7 @@ def test_steps_are_calibrated_by_runs_of_bench(tmp_path: Path) -> None:
         calibrated([result(tmp_path / "flat.json", run_of(1, 0.02, 0.01), 1.0)], Slow())
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_fewest_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [OURS | {"arrival_s": 0.02 * number} for number in range(60)]
     file = written(tmp_path, *lines)

@@ -109,6 +109,7 @@ def test_batches_stand_at_the_end():
 
 
 @given(st.lists(st.tuples(st.sampled_from("hcf"), st.integers(1, 5000)), max_size=20), st.integers(1, 400))
+@pytest.mark.slow
 def test_a_map_is_never_larger_than_asked_and_keeps_its_order(runs, cells):
     text = "".join(f"{letter}{count}" for letter, count in runs)
     whole = "".join(letter * count for letter, count in runs)

@@ -271,6 +271,7 @@ def test_requests_sent_ahead_wait_unparsed_and_each_has_a_turn_of_its_own():
     run(scenario)
 
 
+@pytest.mark.slow
 def test_requests_sent_ahead_may_be_cut_anywhere():
     async def scenario():
         two = POST + b"Content-Length: 6\r\n\r\n\r\n\r\n{}" + b"GET / HTTP/1.1\r\n\r\n"
@@ -285,6 +286,7 @@ def test_requests_sent_ahead_may_be_cut_anywhere():
     run(scenario)
 
 
+@pytest.mark.slow
 def test_no_more_is_read_while_much_is_sent_ahead():
     async def scenario():
         released.clear()

@@ -83,6 +83,7 @@ def _forms(schema):
 
 
 @pytest.mark.parametrize(("schema", "body"), BODIES, ids=range(len(BODIES)))
+@pytest.mark.slow
 def test_the_process_reads_what_the_server_would_have_read(bodies, schema, body):
     content = json.dumps(body, ensure_ascii=False).encode()
     expected = parse_any(_forms(schema), content)
@@ -157,6 +158,7 @@ def test_who_leaves_frees_the_process(bodies):
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_only_bodies_that_take_long_are_sent_to_the_process():
     prose = b'{"prompt":"' + b"One two, three and four. " * 20_000 + b'"}'
     assert not takes_long(b'{"prompt":[' + b"1," * 30_000 + b"1]}")

@@ -191,6 +191,7 @@ def test_sentencepiece_tokenizers_have_the_originals_ids(prefix: bool) -> None:
     assert with_eos.encode("x") == [*ours.encode("x", add_special_tokens=False), 2]
 
 
+@pytest.mark.slow
 def test_user_defined_pieces_are_found_first_and_phi3s_special_tokens_take_the_space_behind_them() -> None:
     pieces, scores, kinds = sentencepiece_vocabulary()
     start = len(pieces)

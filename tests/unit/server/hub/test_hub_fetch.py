@@ -198,6 +198,7 @@ def test_a_damaged_rest_is_noticed_and_removed(hub, tmp_path):
     assert (run(hub) / "model.safetensors").read_bytes() == WEIGHTS
 
 
+@pytest.mark.slow
 def test_two_servers_fetch_a_file_once(hub, tmp_path):
     path = partial(hub, tmp_path, b"")
     with path.open("ab") as other:
@@ -332,6 +333,7 @@ def test_what_a_hub_sends_must_be_what_it_names(hub, monkeypatch):
     assert (run(hub) / "model.safetensors").read_bytes() == WEIGHTS
 
 
+@pytest.mark.slow
 def test_what_was_damaged_on_the_disk_is_found_and_fetched_again(hub):
     directory = run(hub, check_digests=True)
     hub.asked.clear()

@@ -55,6 +55,7 @@ def test_a_tokenizer_of_its_own(other):
     assert _find().tokenizer is None
 
 
+@pytest.mark.slow
 def test_a_template_of_its_own(other, tmp_path, monkeypatch):
     file = tmp_path / "template.jinja"
     file.write_text(TEMPLATE)

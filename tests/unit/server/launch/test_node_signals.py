@@ -44,6 +44,7 @@ def node(request: pytest.FixtureRequest):
 
 @pytest.mark.parametrize("node", ["orderly"], indirect=True)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 def test_the_first_signal_asks_for_an_orderly_end(node, number):
     node.send_signal(number)
     out, err = node.communicate(timeout=30)
@@ -53,6 +54,7 @@ def test_the_first_signal_asks_for_an_orderly_end(node, number):
 
 @pytest.mark.parametrize("node", ["stuck"], indirect=True)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(node, number):
     node.send_signal(number)
     assert node.stdout.read(6) == b"asked "

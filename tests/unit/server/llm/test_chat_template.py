@@ -125,6 +125,7 @@ async def _outcome(source: str, turn: asyncio.Semaphore) -> str:
         return f"{error.param}: {error.message}"
 
 
+@pytest.mark.slow
 def test_templates_are_stopped_and_take_nothing_from_the_server():
     """Each error is named; memory and time of this process, which stands for the server, do not move."""
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.process_time()
@@ -171,6 +172,7 @@ def test_renderings_after_a_killed_one_are_as_before():
     assert rendered(template, [USER], True, 100) == USER["content"]
 
 
+@pytest.mark.slow
 def test_others_do_not_wait_for_renderings_that_are_stopped():
     """Twelve hostile conversations take 24 s of processor time; one beside them needs a moment."""
     source = "{% if messages[0].content == 'x' %}" + ATTACKS["loops"] + "{% endif %}{{ messages[0].content }}"

@@ -66,6 +66,7 @@ def test_byte_level_pieces_equal_the_whole_decode(demo, data):
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_size=30))
+@pytest.mark.slow
 def test_valid_text_never_shows_a_broken_character(demo, text):
     ids = demo.encode(text, add_special_tokens=False)
     pieces, rest = _in_pieces(demo.detokenizer(), ids, [])

@@ -158,6 +158,7 @@ def test_pieces_have_the_tokens_of_the_whole(kind, text, size):
 
 @settings(max_examples=75, deadline=None)
 @given(text=TEXTS, times=st.integers(1, 50))
+@pytest.mark.slow
 def test_no_text_has_fewer_tokens_than_are_certain(kind, text, times):
     backend, known = kind
     assert known.least_tokens(text * times) <= len(_ids(backend, text * times))

@@ -58,6 +58,7 @@ def test_add_bos_token_is_obeyed(folder, in_file, wanted):
     loaded.close()
 
 
+@pytest.mark.slow
 def test_it_needs_neither_torch_nor_transformers():
     code = (
         "import sys\nfrom oarlock.server.llm.tokenizer import Tokenizer\n"

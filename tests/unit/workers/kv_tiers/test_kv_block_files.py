@@ -247,6 +247,7 @@ def test_a_directory_that_vanishes(
     assert caplog.text.count("event=kv_offload_failed kind=unwritable") == 1
 
 
+@pytest.mark.slow
 def test_the_first_rank_tells_what_others_wrote_and_makes_room(
     files: BlockDirectory, threads: Threads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

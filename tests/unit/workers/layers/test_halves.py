@@ -102,6 +102,7 @@ def test_both_forms_give_the_same_bits(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", [family for family in CHECKPOINTS if not family.startswith("olmo")])
+@pytest.mark.slow
 def test_both_forms_give_the_same_bits_on_two_ranks(
     checkpoints: dict[str, Path], family: str, dtype: torch.dtype
 ) -> None:

@@ -165,6 +165,7 @@ def test_progress_rises_to_one(tmp_path: Path) -> None:
     assert heard == sorted(heard) and heard[-1] == 1.0 and heard[0] < 0.5 and len(heard) > 10
 
 
+@pytest.mark.slow
 def test_noise_gives_the_same_model_at_every_number_of_ranks(tmp_path: Path) -> None:
     spec = read_spec(str(make_tiny(tmp_path, "qwen2", tie_word_embeddings=True, vocab_size=303)))
 

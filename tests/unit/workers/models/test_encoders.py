@@ -38,6 +38,7 @@ def edited(path: Path, into: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.slow
 def test_tensor_names_and_shapes_are_transformers_own(paths: dict[str, Path], name: str) -> None:
     checkpoint = open_checkpoint(paths[name])
     spec = read_encoder(str(paths[name]), checkpoint)

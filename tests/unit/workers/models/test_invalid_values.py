@@ -144,6 +144,7 @@ def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.slow
 def test_an_odd_value_is_refused_by_its_key_or_can_be_computed_with(architecture: str) -> None:
     refused, configs = 0, list(odd_configs(architecture))
     for key, config in configs:

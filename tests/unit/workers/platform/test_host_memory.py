@@ -29,6 +29,7 @@ def test_without_control_groups_the_machine_counts(tmp_path):
     assert free > 1 << 20
 
 
+@pytest.mark.slow
 def test_a_limit_on_addresses_counts():
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, resource.RLIM_INFINITY))"
     asked = "from oarlock.workers.platform.host_memory import free_host_bytes; assert 0 < free_host_bytes() < 2 << 30"

@@ -306,6 +306,7 @@ def test_the_kernel_has_the_bits_of_separate_products(level: Level, stored: str,
 
 
 @pytest.mark.skipif("triton" not in PRODUCTS, reason="Triton is not installed")
+@pytest.mark.slow
 def test_numbers_of_mxfp4_are_multiplied_as_they_are_stored() -> None:
     """Every number of e2m1, with scales of 2 ** -3 to 2 ** 2, beside the same experts written out."""
     draw = torch.Generator().manual_seed(2)

@@ -120,6 +120,7 @@ def test_packed_gate_equals_plain(level, dtype, activation, inputs, with_bias) -
 @each_form
 @each_dtype
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.slow
 def test_rows_do_not_depend_on_the_batch(level, dtype, threads: int) -> None:
     """Bit by bit: a token's numbers are its own."""
     linear, gated, fewest = fast_forms(level, dtype)
@@ -159,6 +160,7 @@ def test_subnormal_numbers_do_not_depend_on_the_batch(level) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.slow
 def test_a_row_alone_has_the_bits_that_it_has_beside_another(dtype, threads: int) -> None:
     """Whichever product was chosen: where its library rounds a single row differently, it is given two."""
     torch.manual_seed(0)

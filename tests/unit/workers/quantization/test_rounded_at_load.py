@@ -82,6 +82,7 @@ def test_a_model_stays_near_its_dense_form(
 
 
 @each_form
+@pytest.mark.slow
 def test_written_out_weights_have_the_same_bits_at_every_number_of_ranks(tmp_path: Path, form: str) -> None:
     """They are rounded as without that: only the products differ."""
     path, tokens = make_tiny(tmp_path, "qwen2", hidden_size=256, intermediate_size=512), list(range(3, 40))

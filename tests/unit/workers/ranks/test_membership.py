@@ -32,6 +32,7 @@ def joined(
     return threads.submit(join, nodes, facts, on_waiting)
 
 
+@pytest.mark.slow
 def test_three_hosts_meet_whoever_comes_first_and_read_the_first_ending() -> None:
     head, *others = nodes_of(3)
     with ThreadPoolExecutor(3) as threads:
@@ -76,6 +77,7 @@ def test_a_host_that_does_not_come_is_named_on_those_that_are_there() -> None:
                 start.result(60)
 
 
+@pytest.mark.slow
 def test_a_host_that_left_while_others_were_awaited_may_come_again() -> None:
     head, node, last = nodes_of(3)
     seen: list[str] = []

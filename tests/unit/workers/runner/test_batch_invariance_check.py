@@ -139,6 +139,7 @@ def test_experts_whose_rows_depend_on_others_are_found(
     assert not result_of(mixture).batch_invariant
 
 
+@pytest.mark.slow
 def test_a_head_size_without_a_kernel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = loaded(make_tiny(tmp_path, "qwen2", head_dim=8), dtype="bfloat16")
     cause = "of the C++ kernel: it wants heads of up to 256 elements in multiples of 16, not 8"
@@ -153,6 +154,7 @@ def test_reference_attention_is_not_batch_invariant(tmp_path: Path) -> None:
     assert not runner.invariance.batch_invariant and "reference" in runner.invariance.reason
 
 
+@pytest.mark.slow
 def test_a_start_that_was_asked_for_it_ends_where_it_does_not_hold(tmp_path: Path) -> None:
     path = make_tiny(tmp_path, "qwen2")
     assert loaded(path, batch_invariant=True, dtype="bfloat16").invariance.batch_invariant
@@ -174,6 +176,7 @@ def test_small_pools_and_short_contexts_are_tested_too(runner: ModelRunner, max_
     assert result.batch_invariant, result.reason
 
 
+@pytest.mark.slow
 def test_each_kind_of_layer_is_tried(tmp_path: Path) -> None:
     path = make_tiny(tmp_path, "qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=1)
     runner = loaded(path, dtype="bfloat16")

@@ -66,6 +66,7 @@ def test_kv_memory_is_what_the_largest_step_leaves(checkpoint: Path) -> None:
     assert smaller.step_memory.largest < runner.step_memory.largest
 
 
+@pytest.mark.slow
 def test_no_step_takes_more_than_is_said_before(checkpoint: Path) -> None:
     """On the device that was measured; so a rank that reserves so much gets to the end of its step."""
     runner = runner_on(checkpoint, MadeUpDevice(TOTAL, TOTAL))
@@ -229,6 +230,7 @@ def votes(request: pytest.FixtureRequest) -> list[Votes]:
     return made
 
 
+@pytest.mark.slow
 def test_all_ranks_refuse_the_same_steps(votes: list[Votes]) -> None:
     draw = random.Random(1)
     lacks = [{draw.randrange(300) for _ in range(20)} for _ in range(3)]  # by rank: steps

@@ -139,6 +139,7 @@ def test_broken_rows_are_reported_and_disturb_no_other():
 
 
 @pytest.mark.usefixtures("form")
+@pytest.mark.slow
 def test_a_row_whose_ids_are_all_banned_is_reported_as_such():
     """Rows 0 and 4 ban all ids by bias, and by bias and mask together; row 4 is broken as well, on one rank alone."""
     some = [3, 31, 700]

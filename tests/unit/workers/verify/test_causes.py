@@ -82,6 +82,7 @@ def test_a_shared_expert_that_is_dropped_is_named(
     assert cause in causes[0]
 
 
+@pytest.mark.slow
 def test_a_single_small_entry_is_enough(cases, tmp_path: Path) -> None:
     """One of 4096 numbers, wrong by a tenth of the weights' own spread."""
     case = cases("qwen2")
@@ -102,6 +103,7 @@ def test_the_shard_of_another_rank_is_recognised(cases, tmp_path: Path) -> None:
     assert case.run(SIZE, copy)[1] == ["lm_head.weight: the rows of rank 1 (rank 1 holds the shard of rank 0)"]
 
 
+@pytest.mark.slow
 def test_a_tied_head_is_named_as_tied(cases, tmp_path: Path) -> None:
     case = cases("qwen3")
     damaged = altered(case.model, tmp_path / "copy", "model.embed_tokens.weight", rows(310, 311))
@@ -109,6 +111,7 @@ def test_a_tied_head_is_named_as_tied(cases, tmp_path: Path) -> None:
     assert causes == ["model.embed_tokens.weight (tied head): the rows of rank 1"]
 
 
+@pytest.mark.slow
 def test_a_wrong_rotation_is_distinguished_from_a_wrong_projection(cases, tmp_path: Path) -> None:
     case = cases("qwen3")
     rope = json.loads((case.model / "config.json").read_text())["rope_parameters"]
@@ -118,6 +121,7 @@ def test_a_wrong_rotation_is_distinguished_from_a_wrong_projection(cases, tmp_pa
     assert causes == [f"rotary embedding of {x} in layer 0 on ranks 0, 1 {right_at_0}" for x in "qk"]
 
 
+@pytest.mark.slow
 def test_a_rotation_where_there_is_none_is_named(cases, tmp_path: Path) -> None:
     """Layer 1 of Cohere 2 sees all, and is not rotated."""
     case = cases("cohere2")
@@ -126,12 +130,14 @@ def test_a_rotation_where_there_is_none_is_named(cases, tmp_path: Path) -> None:
     assert causes == [f"{x} of layer 1 on ranks 0, 1: turned, in a layer without rotary embedding" for x in "qk"]
 
 
+@pytest.mark.slow
 def test_a_wrong_window_is_named(cases, tmp_path: Path) -> None:
     case = cases("mistral")
     copy = reconfigured(case.model, tmp_path / "copy", sliding_window=400)
     assert "attention of layer 0 on ranks 0, 1: the sliding window of 12 tokens" in case.run(SIZE, copy)[1][0]
 
 
+@pytest.mark.slow
 def test_a_sum_that_forgets_a_rank_is_found_by_comparing_ranks(cases) -> None:
     """Rank 1 keeps its own share in place of one sum, each time the text is run."""
     case = cases("qwen2")

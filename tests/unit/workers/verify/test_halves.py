@@ -69,6 +69,7 @@ def test_a_broken_half_is_named(case: VerifyCase, monkeypatch: pytest.MonkeyPatc
     assert len(causes) == 1 and f"the {first.half} half of layer {first.layer}" in causes[0]
 
 
+@pytest.mark.slow
 def test_layers_that_cannot_be_prepared_say_why(tmp_path: Path) -> None:
     """Heads of 8 numbers on blocks of 8 tokens, which the C++ attention does not take."""
     comparison, _ = VerifyCase(make_tiny(tmp_path, "qwen2"), tmp_path / "verify").run(1)

@@ -60,6 +60,7 @@ def test_written_out_weights_are_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.slow
 def test_what_rounding_costs_is_told_by_layer(cases: Callable[..., VerifyCase], form: str) -> None:
     case = cases("qwen2", form)
     loss = RoundingLoss.read(case.folder)
@@ -77,6 +78,7 @@ WRONG = [("self_attn.qkv_proj", "self_attn.q_proj.weight: the rows of rank 1"), 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("layer", "cause"), WRONG, ids=[name for name, _ in WRONG])
+@pytest.mark.slow
 def test_a_scale_cut_wrongly_is_named(
     cases: Callable[..., VerifyCase], monkeypatch: pytest.MonkeyPatch, form: str, layer: str, cause: str
 ) -> None:

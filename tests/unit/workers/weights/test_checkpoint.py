@@ -108,6 +108,7 @@ def test_whatever_an_index_says_is_refused_by_name(tmp_path: Path, place: str) -
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
+@pytest.mark.slow
 def test_any_flipped_byte_is_refused_or_leaves_a_consistent_header(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -187,6 +188,7 @@ def test_a_tensor_in_two_shards_needs_the_index_to_decide(tmp_path: Path) -> Non
         (["model-00001-of-00002.safetensors"], "neither model.safetensors nor"),
     ],
 )
+@pytest.mark.slow
 def test_a_folder_without_readable_weights_gives_the_reason(tmp_path: Path, present: list[str], message: str) -> None:
     for name in present:
         (tmp_path / name).write_bytes(b"x")

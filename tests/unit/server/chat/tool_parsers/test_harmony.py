@@ -73,6 +73,7 @@ _WORDS = st.sampled_from([*_MARKS, *_OTHERS, THOUGHTS, FINAL, CALL])
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(_WORDS, max_size=20).map("".join), st.booleans(), st.data())
+@pytest.mark.slow
 def test_how_the_text_is_cut_never_matters(text, parallel, data):
     whole = _parse([text], parallel=parallel)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))

@@ -79,6 +79,7 @@ def test_arithmetic_rounds_once(simd: ctypes.CDLL, name: str) -> None:
 
 
 @pytest.mark.parametrize("negated", [False, True])
+@pytest.mark.slow
 def test_fused_multiplication_rounds_once(simd: ctypes.CDLL, negated: bool) -> None:
     x, y = numbers()[:-16], np.random.default_rng(1).permutation(numbers()[:-16])
     z = -(x * y) if not negated else x * y  # cancels all but what the product loses when it is rounded
