@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    import torch
-
     from tests.golden.exact_reference import ExactReference
 
 
 @pytest.fixture(scope="session")
 def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ExactReference]:
     """`reference_of(case name)`, or with a dtype other than float32: the checkpoint is `reference.path`."""
+    import torch
+
     from tests.golden.cases import CASES, TOTAL
     from tests.golden.exact_reference import ExactReference
     from tests.golden.tiny_models import make_tiny
@@ -40,8 +40,7 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exac
         return path
 
     @cache
-    def reference(name: str, dtype: torch.dtype | None = None) -> ExactReference:
-        given = () if dtype is None else (dtype,)
-        return ExactReference(path_of(name), tokens, *given, max_model_len=CASES[name].max_model_len)
+    def reference(name: str, dtype: torch.dtype = torch.float32) -> ExactReference:
+        return ExactReference(path_of(name), tokens, dtype, CASES[name].max_model_len)
 
     return reference

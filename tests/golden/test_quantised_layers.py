@@ -23,6 +23,7 @@ from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.quantised import CASES, Quantised, write
 from tests.golden.quantised_errors import GPT_OSS, SHOWN, errors_of
 from tests.golden.tiny_models import make_tiny
+from tests.unit.workers.kernel_levels import threads
 
 pytestmark = pytest.mark.slow
 
@@ -91,17 +92,11 @@ def test_every_number_of_ranks_has_the_same_bits(
     quantised, reference = made_of(name)
 
     def logits(tp: TensorParallel) -> Tensor:
-        torch.set_num_threads(
-            1
-        )  # of this rank's thread: the reference computes attention by torch, which may divide sums
-        run = PagedRun(load_decoder(quantised.path, tp, dtype))
-        return torch.cat([run.step({0: reference.tokens[:PROMPT]})[0], run.step({0: reference.tokens[PROMPT:]})[0]])
+        with threads(1):  # attention is torch's here, which may add up in another order with more
+            run = PagedRun(load_decoder(quantised.path, tp, dtype))
+            return torch.cat([run.step({0: reference.tokens[:PROMPT]})[0], run.step({0: reference.tokens[PROMPT:]})[0]])
 
-    before = torch.get_num_threads()
-    try:
-        single = on_ranks(1, logits)[0]
-    finally:
-        torch.set_num_threads(before)
+    single = on_ranks(1, logits)[0]
     assert single.isfinite().all()
     for size in sizes:
         assert all(torch.equal(single, other) for other in on_ranks(size, logits)), f"{size} ranks"

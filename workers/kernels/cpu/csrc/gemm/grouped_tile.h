@@ -37,23 +37,13 @@ inline void add_group(const uint8_t *x, const char *w, Ints numbers, Ints (&whol
   for (long step = 0; step < kGroup / 4; step++, x += 4, w += kStepBytes<kBits>) {
     if constexpr (kBits == 8 && Dot::kOffset == 0) {
       const typename Dot::Weight left = Dot::prepare(load_ints(w)), right = Dot::prepare(load_ints(w + 4 * kLanes));
-#pragma GCC unroll 12
-      for (int r = 0; r < R; r++) {
-        const Ints four = broadcast_four(x + r * kRowBytes);
-        whole_low[r] = Dot::add(whole_low[r], left, four);
-        whole_high[r] = Dot::add(whole_high[r], right, four);
-      }
+      add_four_inputs<Dot::add>(x, left, right, whole_low, whole_high);
     } else {
       const Ints both = load_ints(w);
       Ints left = kBits == 4 ? low_nibbles(both) : both;
       Ints right = kBits == 4 ? high_nibbles(both) : load_ints(w + 4 * kLanes);
       if constexpr (kFloat) left = look_up(numbers, left), right = look_up(numbers, right);
-#pragma GCC unroll 12
-      for (int r = 0; r < R; r++) {
-        const Ints four = broadcast_four(x + r * kRowBytes);
-        whole_low[r] = Dot::add_unsigned(whole_low[r], left, four);
-        whole_high[r] = Dot::add_unsigned(whole_high[r], right, four);
-      }
+      add_four_inputs<Dot::add_unsigned>(x, left, right, whole_low, whole_high);
     }
   }
 }
@@ -76,12 +66,7 @@ inline void add_group_by_pairs(const uint8_t *x, const char *w, Ints numbers, In
       const Ints both = load_ints(w + step * 4 * kLanes);
       Ints left = low_nibbles(both), right = high_nibbles(both);
       if constexpr (kFloat) left = look_up(numbers, left), right = look_up(numbers, right);
-#pragma GCC unroll 12
-      for (int r = 0; r < R; r++) {
-        const Ints four = broadcast_four(x + r * kRowBytes + step * 4);
-        pairs_low[r] = Dot::to_pairs(pairs_low[r], left, four);
-        pairs_high[r] = Dot::to_pairs(pairs_high[r], right, four);
-      }
+      add_four_inputs<Dot::to_pairs>(x + step * 4, left, right, pairs_low, pairs_high);
     }
     for (int r = 0; r < R; r++) {
       whole_low[r] = Dot::add_pairs(whole_low[r], pairs_low[r]);

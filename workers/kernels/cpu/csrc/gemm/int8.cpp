@@ -61,12 +61,7 @@ void tile(const uint8_t *x, const uint8_t *w, long steps, int32_t *sums, const i
   for (long s = 0; s < steps; s++, x += 4, w += kStepBytes, fetch.from += fetch.step) {
     for (int at = 0; at < kStepBytes; at += 64) prefetch(fetch.from + at);
     const typename Dot::Weight left = Dot::prepare(load_ints(w)), right = Dot::prepare(load_ints(w + 4 * kLanes));
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-      const Ints four = broadcast_four(x + r * kRowBytes);
-      low[r] = Dot::add(low[r], left, four);
-      high[r] = Dot::add(high[r], right, four);
-    }
+    add_four_inputs<Dot::add>(x, left, right, low, high);
   }
   for (int r = 0; r < R; r++) {
     store_ints(sums + r * kPanel, low[r]);

@@ -80,6 +80,17 @@ struct RoundedRows {
   }
 };
 
+// sums [R] = kAdd(sums, weights, inputs) with the next four inputs of each row, for two registers of outputs.
+template <auto kAdd, int R, class Weight>
+inline void add_four_inputs(const uint8_t *x, Weight left, Weight right, Ints (&low)[R], Ints (&high)[R]) {
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++) {
+    const Ints four = broadcast_four(x + r * kRowBytes);
+    low[r] = kAdd(low[r], left, four);
+    high[r] = kAdd(high[r], right, four);
+  }
+}
+
 // What a tile fetches into the caches while it computes: from `from` on, `step` bytes for each step of the loop.
 struct Fetch {
   const char *from;
