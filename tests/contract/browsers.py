@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,16 +25,21 @@ FLAGS = (
     "--disable-sync",
 )
 LIMIT_MS = 60_000  # only keeps a broken test from hanging
+# The first with all commands that Playwright sends when it makes a context; `browser.setDownloadBehavior` came last
+# (Mozilla's release notes for developers). Debian has had both older and newer ones.
+OLDEST_FIREFOX = 149
 
 
 @contextlib.contextmanager
 def running(name: str = "chromium") -> Iterator[Any]:
-    """A browser, "chromium" or "firefox". Skips the test where it is missing."""
+    """A browser, "chromium" or "firefox". Skips the test where it is missing or too old."""
     programs = {"chromium": ("chromium", "chromium-browser", "google-chrome"), "firefox": ("firefox-esr", "firefox")}
     executable = next((found for program in programs[name] if (found := shutil.which(program))), None)
     if executable is None:
         pytest.skip(f"needs {name.title()} (Debian's package {programs[name][0]})")
     api = pytest.importorskip("playwright.sync_api", reason="needs Playwright (requirements-dev.txt)")
+    if name == "firefox" and (version := firefox_version(executable)) < OLDEST_FIREFOX:
+        pytest.skip(f"needs Firefox {OLDEST_FIREFOX} or later for Playwright's protocol, this is {version}")
     # The channel is Firefox as it is published, by WebDriver BiDi; without it Playwright drives its own build alone.
     options = {"chromium": {"args": list(FLAGS)}, "firefox": {"channel": "moz-firefox"}}[name]
     with tempfile.TemporaryDirectory() as folder, api.sync_playwright() as playwright:
@@ -41,6 +48,14 @@ def running(name: str = "chromium") -> Iterator[Any]:
         browser.folder = Path(folder)
         yield browser
         browser.close()
+
+
+def firefox_version(executable: str) -> int:
+    """The first number of this Firefox's version."""
+    told = subprocess.run([executable, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    found = re.search(r"Firefox (\d+)\.", told)
+    assert found, f"{executable} --version said {told!r}"
+    return int(found[1])
 
 
 class Window:
