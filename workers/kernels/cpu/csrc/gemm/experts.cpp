@@ -143,15 +143,12 @@ struct Step {
     for (long block = 0; block < sorted.count; block++) {
       const Sorted::Block &of = sorted.blocks[block];
       const T *bias = static_cast<const T *>(e.of[of.expert].down_bias);
-      for (long slice = 0; slice < e.slices; slice++) {
-        if (e.only_slice >= 0 && slice != e.only_slice) continue;
-        const bool adds = bias && slice == 0;
-        down.of[block]->multiply_add(panel, slice,
-                                     {sorted.row_of + of.begin, sorted.weight_of + of.begin,
-                                      totals + (of.expert / e.group + slice) * size,
-                                      adds ? load(bias + panel * kPanel, left) : zero(),
-                                      adds ? load(bias + panel * kPanel + kLanes, left - kLanes) : zero()});
-      }
+      down.of[block]->multiply_add_slices(panel, std::max(0L, e.only_slice),
+                                          e.only_slice < 0 ? e.slices : e.only_slice + 1,
+                                          {sorted.row_of + of.begin, sorted.weight_of + of.begin,
+                                           totals + of.expert / e.group * size, size,
+                                           bias ? load(bias + panel * kPanel, left) : zero(),
+                                           bias ? load(bias + panel * kPanel + kLanes, left - kLanes) : zero()});
     }
     for (long span = 1; span < parts(); span *= 2)
       for (long part = 0; part + span < parts(); part += 2 * span)

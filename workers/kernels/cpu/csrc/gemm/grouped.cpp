@@ -21,11 +21,14 @@ namespace {
 
 constexpr long kChunk = 240;        // rows whose sums of one panel stay in the caches
 constexpr long kFetchAhead = 4096;  // bytes of weights fetched ahead while they are read
+constexpr long kUnpackedRows = 4;   // rows from which on it pays to unpack values of 4 bits first
 static_assert(kBlock % 32 == 0, "a block has whole groups");
 
-using Rows = RoundedRows<kStrip, 0>;
+template <class Dot>
+using Rows = RoundedRows<kStrip<Dot>, 0>;
 
 // Of each group of each row of x: the sum of its numbers, and where sums with a weight begin. [rows][groups of all slices].
+template <class Dot>
 struct GroupSums {
   const PackedForm &form;
   long stride;
@@ -40,12 +43,13 @@ struct GroupSums {
     return row * stride + slices.slice_of(block) * form.groups() + slices.in_slice(block) * (kBlock / form.group);
   }
 
-  void compute(const Rows &x, int base) {
+  void compute(const Rows<Dot> &x) {
 #pragma omp parallel for if (x.size() > kSerialRows)
-    for (long strip = 0; strip < x.strips; strip++) compute_strip(x, strip, base);
+    for (long strip = 0; strip < x.strips; strip++) compute_strip(x, strip);
   }
 
-  void compute_strip(const Rows &x, long strip, int base) {
+  void compute_strip(const Rows<Dot> &x, long strip) {
+    const int base = base_of<Dot>(form);
     for (long r = 0; r < x.count(strip); r++)
       for (long block = 0; block < x.blocks; block++) {
         const long count = x.slices.inputs_of(block), groups = form.groups_of(count);
@@ -67,65 +71,54 @@ struct GroupSums {
   }
 };
 
-// sums [rows of the strip][kPanel] += what one block, whose weights are at `from`, gives to one strip.
-void sum_strip(const PackedForm &form, const char *from, long block, long strip, const Rows &x, const GroupSums &of,
-               const MultiplyTile *tiles, float *sums) {
-  const long bytes = form.group_bytes(), groups = form.groups_of(x.slices.inputs_of(block));
-  // While the strips compute, each of them fetches its share of the next block.
-  const Fetch next = x.strips == 1
-                         ? Fetch{from + kFetchAhead, bytes}
-                         : Fetch{from + groups * bytes * (x.strips + strip) / x.strips, bytes / x.strips};
-  const long at = of.at(x.begin(strip), block, x.slices);
-  tiles[x.count(strip)]({x.at(strip, block), from, groups, bytes, of.starts + at, of.totals ? of.totals + at : nullptr,
-                         of.stride, x.slices.in_slice(block) == 0, sums, next});
-}
+// One weight and the rows that it multiplies.
+template <class Dot>
+struct Operands {
+  const PackedForm &form;
+  const Rows<Dot> &x;
+  const GroupSums<Dot> &of;
+  Tiles tiles;
 
-// sums [rows][kPanel] of one panel and slice, whose weights are at `from`.
-void sum(const PackedForm &form, const char *from, long slice, const Rows &x, const GroupSums &of,
-         const MultiplyTile *tiles, float *sums) {
-  const long bytes = form.group_bytes();
-  for (long block = slice * x.slices.blocks; block < (slice + 1) * x.slices.blocks; block++) {
-    const long groups = form.groups_of(x.slices.inputs_of(block));
-    for (long strip = 0; strip < x.strips; strip++)
-      sum_strip(form, from, block, strip, x, of, tiles, sums + x.begin(strip) * kPanel);
-    from += groups * bytes;
-  }
-}
-
-// The same times their scales.
-void sum_scaled(const PackedForm &form, long panel, long slice, const Rows &x, const GroupSums &of,
-                const MultiplyTile *tiles, float *sums) {
-  const float *factors = reinterpret_cast<const float *>(form.panel(panel));
-  const char *weights = reinterpret_cast<const char *>(factors + kPanel);
-  sum(form, weights + slice * form.slice_bytes(), slice, x, of, tiles, sums);
-  const Vec left = load(factors), right = load(factors + kLanes);
-  for (long r = 0; r < x.rows; r++, sums += kPanel) {
-    const Vec scale = broadcast(x.scales[r * form.slices + slice]);
-    store(sums, rounded_product(rounded_product(load(sums), left), scale));
-    store(sums + kLanes, rounded_product(rounded_product(load(sums + kLanes), right), scale));
-  }
-}
-
-// Adds the same, strip by strip, to totals.
-void add_scaled(const PackedForm &form, long panel, long slice, const Rows &x, const GroupSums &of,
-                const MultiplyTile *tiles, WeightedTotals to) {
-  alignas(64) float sums[kStrip * kPanel];
-  const float *factors = reinterpret_cast<const float *>(form.panel(panel));
-  const char *weights = reinterpret_cast<const char *>(factors + kPanel) + slice * form.slice_bytes();
-  const Vec left = load(factors), right = load(factors + kLanes);
-  for (long strip = 0; strip < x.strips; strip++) {
-    const char *from = weights;
-    for (long block = slice * x.slices.blocks; block < (slice + 1) * x.slices.blocks; block++) {
-      sum_strip(form, from, block, strip, x, of, tiles, sums);
-      from += form.groups_of(x.slices.inputs_of(block)) * form.group_bytes();
-    }
-    for (long i = 0, r = x.begin(strip); i < x.count(strip); i++, r++) {
-      const Vec scale = broadcast(x.scales[r * form.slices + slice]);
-      to.add(r, rounded_product(rounded_product(load(sums + i * kPanel), left), scale),
-             rounded_product(rounded_product(load(sums + i * kPanel + kLanes), right), scale));
+  // The sums of one panel along the slices `first` to `end`, times their scales: added to what `to` says, or if that is
+  // null, of a single slice, stored to sums [rows][kPanel]. These are used otherwise where a slice has several blocks.
+  void multiply(long panel, long first, long end, float *sums, const WeightedTotals *to) const {
+    const float *factors = reinterpret_cast<const float *>(form.panel(panel));
+    const long bytes = form.group_bytes(), blocks = x.slices.blocks, in_place = 1L << x.shift;
+    const char *from = reinterpret_cast<const char *>(factors + kPanel) + first * form.slice_bytes();
+    alignas(64) char bytes_of_values[kBlock * kPanel];
+    for (long block = first * blocks, next; block < end * blocks; block = next) {
+      next = std::min(end * blocks, (block | (in_place - 1)) + 1);  // blocks that share a place
+      const long groups = form.groups_of(x.slices.inputs_of(block)), all = (next - block) * groups;
+      const bool unpacks = tiles.unpacked && x.rows >= kUnpackedRows;
+      const bool is_last = x.slices.in_slice(next - 1) == blocks - 1;
+      if (unpacks) tiles.unpack(from + form.values_at(), bytes, all, bytes_of_values);
+      for (long strip = 0; strip < x.strips; strip++) {
+        const long row = x.begin(strip), at = of.at(row, block, x.slices), slice = x.slices.slice_of(block);
+        Tile t{x.at(strip, block), from, from + form.values_at(), bytes, bytes};
+        if (unpacks) t.values = bytes_of_values, t.values_step = form.group * kPanel;
+        t.starts = of.starts + at;
+        t.totals = of.totals ? of.totals + at : nullptr;
+        t.stride = of.stride;
+        // While the strips compute, each of them fetches its share of what comes next.
+        t.fetch = x.strips == 1 ? Fetch{from + kFetchAhead, bytes}
+                                : Fetch{from + all * bytes * (x.strips + strip) / x.strips, bytes / x.strips};
+        t.slices = next - block;
+        t.groups = groups;
+        t.slice_bytes = x.padded(x.slices.length);
+        t.is_first = x.slices.in_slice(block) == 0;
+        t.sums = sums + row * kPanel;
+        t.factors = is_last ? factors : nullptr;
+        t.row_scales = x.scales + row * form.slices + slice;
+        t.scales_stride = form.slices;
+        t.to = to;
+        t.slice = slice;
+        t.row = row;
+        (unpacks ? tiles.unpacked : tiles.packed)[x.count(strip)](t);
+      }
+      from += all * bytes;
     }
   }
-}
+};
 
 // A row of x with its inputs in the order of the packed weight, and zeros where it has none.
 template <class T>
@@ -145,26 +138,27 @@ const T *in_order(const T *x, long stride, long rows, const int32_t *order, long
 template <class T, class Dot>
 void multiply(const Product &p) {
   const PackedForm &form = *static_cast<const PackedForm *>(p.weight);
-  const MultiplyTile *tiles = tiles_for<Dot>(form);
+  const Tiles tiles = tiles_for<Dot>(form);
   const long inputs = form.slices * form.length;
   for (long first = 0; first < p.rows; first += kChunk) {
     const Arena::Mark mark = arena().mark();
-    Rows x(std::min(kChunk, p.rows - first), inputs, form.slices);
+    Rows<Dot> x(std::min(kChunk, p.rows - first), inputs, form.slices);
     const T *from = static_cast<const T *>(p.x) + first * p.x_stride;
     const int32_t *order = form.order();
     if (order) from = in_order(from, p.x_stride, x.rows, order, inputs);
     x.packed = arena().take<uint8_t>(x.size());
     x.scales = arena().take<float>(x.rows * form.slices);
     x.pack(from, order ? inputs : p.x_stride);
-    GroupSums of(form, x.rows);
-    of.compute(x, base_of<Dot>(form));
+    GroupSums<Dot> of(form, x.rows);
+    of.compute(x);
+    const Operands<Dot> operands{form, x, of, tiles};
     const Shares shares(form.panels());
 #pragma omp parallel
     {
       alignas(64) float sums[kPending * kChunk * kPanel];
       shares.visit([&](long panel) {
         for (long slice = 0; slice < form.slices; slice++) {
-          sum_scaled(form, panel, slice, x, of, tiles, sums + pending_before(slice) * x.rows * kPanel);
+          operands.multiply(panel, slice, slice + 1, sums + pending_before(slice) * x.rows * kPanel, nullptr);
           add_slice(sums, slice, x.rows * kPanel);
         }
         for (long r = 0; r < x.rows; r++)
@@ -179,11 +173,12 @@ template <class T, class Dot>
 struct GroupedRows final : PanelRows {
   const PackedForm &form;
   const long inputs;
-  Rows x;
-  GroupSums of;
+  Rows<Dot> x;
+  GroupSums<Dot> of;
+  const Tiles tiles = tiles_for<Dot>(form);
   T *moved;  // [rows][inputs]  where the weight has an order of its own; or null
 
-  GroupedRows(const PackedForm &form, const Rows &rows)
+  GroupedRows(const PackedForm &form, const Rows<Dot> &rows)
       : PanelRows(rows.rows, rows.strips), form(form), inputs(form.slices * form.length), x(rows), of(form, rows.rows) {
     x.packed = arena().take<uint8_t>(x.size());
     x.scales = arena().take<float>(x.rows * form.slices);
@@ -196,21 +191,21 @@ struct GroupedRows final : PanelRows {
       move_in_order(there, form.order(), inputs, moved + row * inputs);
       return static_cast<const T *>(moved + row * inputs);
     });
-    of.compute_strip(x, strip, base_of<Dot>(form));
+    of.compute_strip(x, strip);
   }
   void multiply(long panel, long slice, float *sums) const override {
-    sum_scaled(form, panel, slice, x, of, tiles_for<Dot>(form), sums);
+    Operands<Dot>{form, x, of, tiles}.multiply(panel, slice, slice + 1, sums, nullptr);
   }
-  void multiply_add(long panel, long slice, const WeightedTotals &to) const override {
-    if (strips == 1) PanelRows::multiply_add(panel, slice, to);
-    else add_scaled(form, panel, slice, x, of, tiles_for<Dot>(form), to);
+  void multiply_add_slices(long panel, long first, long end, const WeightedTotals &to) const override {
+    alignas(64) float sums[kMostPanelRows * kPanel];
+    Operands<Dot>{form, x, of, tiles}.multiply(panel, first, end, sums, &to);
   }
 };
 
 template <class T, class Dot>
 PanelRows *rows_by(const Product &p) {
   const PackedForm &form = *static_cast<const PackedForm *>(p.weight);
-  const Rows rows(p.rows, form.slices * form.length, form.slices);
+  const Rows<Dot> rows(p.rows, form.slices * form.length, form.slices);
   return new (arena().take<GroupedRows<T, Dot>>(1)) GroupedRows<T, Dot>(form, rows);
 }
 

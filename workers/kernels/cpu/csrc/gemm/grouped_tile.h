@@ -1,48 +1,72 @@
-// The products of a few rows and one panel along one block of groups: all sums stay in registers.
+// The products of a few rows and one panel along some groups: all sums stay in registers.
 #pragma once
 #include <array>
 #include <utility>
 
 #include "gemm/grouped_form.h"
+#include "gemm/panel_rows.h"
 #include "gemm/rounded_rows.h"
 
 namespace gemm {
 namespace grouped {
 
-constexpr int kStrip = kTileRows / 2;  // sums in float32 take as many registers as those of a group
+// Rows of a tile at most. Sums in float32 take as many registers as those of a group; where pairs are added up, these are
+// whole numbers only at the end of a group, and those in float32 are read then.
+template <class Dot>
+constexpr int kStrip = Dot::kAddsPairs ? 6 : kTileRows / 2;
 
-// What a tile computes: sums [R][kPanel] += x w over `groups` groups, or = where the block is the first of its slice.
+// How the values of a weight lie (grouped_form.h). Those of 4 bits may be unpacked, to bytes as values of 8 bits lie.
+template <int kBits_, bool kFloat_, int kGroup_, bool kUnpacked_ = false>
+struct Values {
+  static constexpr int kBits = kBits_, kGroup = kGroup_;
+  static constexpr bool kFloat = kFloat_, kUnpacked = kUnpacked_;
+  static constexpr long kStepBytes = kBits == 4 && !kUnpacked ? 4 * kLanes : 4 * kPanel;  // of four inputs
+};
+
+// What a tile computes: the sums of R rows of x and one panel, for one slice after the other, or of a block of a slice.
 struct Tile {
   const uint8_t *x;       // rows of whole numbers, kRowBytes apart
-  const char *weight;     // the first group
-  long groups, group_bytes;
+  const char *scales;     // of the first group, and its zeros
+  const char *values;     // of the first group
+  long scales_step, values_step;  // bytes from those of a group to those of the next
   const int32_t *starts;  // where the whole sum of a group begins: [R][stride]
   const float *totals;    // [R][stride]  the sum of a row's numbers in a group; null if the weight has no zeros
   long stride;
-  bool is_first;
-  float *sums;
   Fetch fetch;            // `step` bytes for each group
+  long slices, groups;    // of each slice
+  long slice_bytes;       // from the numbers of a slice in x to those of the next
+  bool is_first;          // no block of the slice came before: sums begin at 0
+  float *sums;            // [R][kPanel]  where a block leaves them for the next, and the last block the result
+  const float *factors;   // [kPanel]  of the outputs; null unless the block is the slice's last
+  const float *row_scales;  // [R][scales_stride]  of x, for each slice
+  long scales_stride;
+  const WeightedTotals *to;  // where results are added, of slice `slice` and following, rows from `row` on; or null
+  long slice, row;
 };
 
 // `kFloats`, raised so that none is negative.
 alignas(16) constexpr uint8_t kRaisedFloats[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-// Bytes of the values of four inputs.
-template <int kBits>
-constexpr long kStepBytes = kBits == 4 ? 4 * kLanes : 4 * kPanel;
+// The values of four inputs, as unsigned numbers.
+template <class V>
+inline void load_values(const char *w, Ints numbers, Ints &left, Ints &right) {
+  const Ints both = load_ints(w);
+  constexpr bool kPacked = V::kBits == 4 && !V::kUnpacked;
+  left = kPacked ? low_nibbles(both) : both;
+  right = kPacked ? high_nibbles(both) : load_ints(w + 4 * kLanes);
+  if constexpr (kPacked && V::kFloat) left = look_up(numbers, left), right = look_up(numbers, right);
+}
 
 // whole [R] += x times the weights of one group, whose values are at `w`.
-template <class Dot, int kBits, bool kFloat, int kGroup, int R>
+template <class Dot, class V, int R>
 inline void add_group(const uint8_t *x, const char *w, Ints numbers, Ints (&whole_low)[R], Ints (&whole_high)[R]) {
-  for (long step = 0; step < kGroup / 4; step++, x += 4, w += kStepBytes<kBits>) {
-    if constexpr (kBits == 8 && Dot::kOffset == 0) {
+  for (long step = 0; step < V::kGroup / 4; step++, x += 4, w += V::kStepBytes) {
+    if constexpr (V::kBits == 8 && Dot::kOffset == 0) {
       const typename Dot::Weight left = Dot::prepare(load_ints(w)), right = Dot::prepare(load_ints(w + 4 * kLanes));
       add_four_inputs<Dot::add>(x, left, right, whole_low, whole_high);
     } else {
-      const Ints both = load_ints(w);
-      Ints left = kBits == 4 ? low_nibbles(both) : both;
-      Ints right = kBits == 4 ? high_nibbles(both) : load_ints(w + 4 * kLanes);
-      if constexpr (kFloat) left = look_up(numbers, left), right = look_up(numbers, right);
+      Ints left, right;
+      load_values<V>(w, numbers, left, right);
       add_four_inputs<Dot::add_unsigned>(x, left, right, whole_low, whole_high);
     }
   }
@@ -52,87 +76,147 @@ inline void add_group(const uint8_t *x, const char *w, Ints numbers, Ints (&whol
 constexpr long kPairSteps[] = {32767 / (2 * 127 * 15), 4};
 static_assert(kPairSteps[0] == 8 && kPairSteps[1] * 2 * 127 * 24 <= 32767);
 
-// The same with weights of 4 bits and fewer multiplications. The loop over steps is hardly unrolled: of all steps, a
-// compiler adds up the products in another order, and needs more registers than there are.
-template <class Dot, bool kFloat, int kGroup, int R>
-inline void add_group_by_pairs(const uint8_t *x, const char *w, Ints numbers, Ints (&whole_low)[R],
-                               Ints (&whole_high)[R]) {
-  constexpr long kSteps = std::min<long>(kGroup / 4, kPairSteps[kFloat]);
-  for (long first = 0; first < kGroup / 4; first += kSteps) {
+// whole [R] = start [R] + x times the weights of one group of 4 bits, with fewer multiplications. The sums may begin with
+// `start` in one half of the 32 bits where all steps fit: what is subtracted for the values of all inputs, and the products
+// of one half, are at most 127 * 32 * 8 together. The loop over steps is not unrolled: with all of them a tile is slower.
+template <class Dot, class V, int R>
+inline void sum_group_by_pairs(const Ints (&start)[R], const uint8_t *x, const char *w, Ints numbers,
+                               Ints (&whole_low)[R], Ints (&whole_high)[R]) {
+  constexpr long kAll = V::kGroup / 4, kSteps = std::min(kAll, kPairSteps[V::kFloat]);
+  for (long first = 0; first < kAll; first += kSteps) {
     Ints pairs_low[R], pairs_high[R];
-    for (int r = 0; r < R; r++) pairs_low[r] = pairs_high[r] = broadcast_int(0);
-#pragma GCC unroll 2
+    for (int r = 0; r < R; r++)
+      pairs_low[r] = pairs_high[r] = kSteps == kAll ? Dot::first_of_pairs(start[r]) : broadcast_int(0);
+#pragma GCC unroll 1
     for (long step = first; step < first + kSteps; step++) {
-      const Ints both = load_ints(w + step * 4 * kLanes);
-      Ints left = low_nibbles(both), right = high_nibbles(both);
-      if constexpr (kFloat) left = look_up(numbers, left), right = look_up(numbers, right);
+      Ints left, right;
+      load_values<V>(w + step * V::kStepBytes, numbers, left, right);
       add_four_inputs<Dot::to_pairs>(x + step * 4, left, right, pairs_low, pairs_high);
     }
     for (int r = 0; r < R; r++) {
-      whole_low[r] = Dot::add_pairs(whole_low[r], pairs_low[r]);
-      whole_high[r] = Dot::add_pairs(whole_high[r], pairs_high[r]);
+      const Ints low = Dot::sum_pairs(pairs_low[r]), high = Dot::sum_pairs(pairs_high[r]);
+      whole_low[r] = kSteps == kAll ? low : add(first == 0 ? start[r] : whole_low[r], low);
+      whole_high[r] = kSteps == kAll ? high : add(first == 0 ? start[r] : whole_high[r], high);
     }
   }
 }
 
-template <class Dot, int kBits, bool kFloat, int kGroup, int R>
-void multiply_tile(const Tile &t) {
-  const long values_at = t.group_bytes - kGroup / 4 * kStepBytes<kBits>;
-  const uint8_t *x = t.x;
-  const char *w = t.weight, *fetch = t.fetch.from;
-  [[maybe_unused]] const Ints numbers = kFloat ? load_table(kRaisedFloats) : broadcast_int(0);
-  Vec low[R], high[R];
-  for (int r = 0; r < R; r++) {
-    low[r] = t.is_first ? zero() : load(t.sums + r * kPanel);
-    high[r] = t.is_first ? zero() : load(t.sums + r * kPanel + kLanes);
+// low, high [R] += what group number `group` of the tile gives, whose numbers of x are at `x`.
+template <class Dot, class V, int R>
+inline void add_scaled_group(const Tile &t, long group, const uint8_t *x, Ints numbers, Vec (&low)[R], Vec (&high)[R]) {
+  Ints start[R], whole_low[R], whole_high[R];
+  for (int r = 0; r < R; r++) start[r] = broadcast_int(t.starts[r * t.stride + group]);
+  const char *values = t.values + group * t.values_step;
+  if constexpr (V::kBits == 4 && Dot::kAddsPairs) {
+    sum_group_by_pairs<Dot, V, R>(start, x, values, numbers, whole_low, whole_high);
+  } else {
+    for (int r = 0; r < R; r++) whole_low[r] = whole_high[r] = start[r];
+    add_group<Dot, V, R>(x, values, numbers, whole_low, whole_high);
   }
-  for (long group = 0; group < t.groups; group++, w += t.group_bytes, fetch += t.fetch.step) {
-    for (long at = 0; at < t.fetch.step; at += 64) prefetch(fetch + at);
-    Ints whole_low[R], whole_high[R];
-    for (int r = 0; r < R; r++) whole_low[r] = whole_high[r] = broadcast_int(t.starts[r * t.stride + group]);
-    const char *values = w + values_at;
-    if constexpr (kBits == 4 && Dot::kAddsPairs)
-      add_group_by_pairs<Dot, kFloat, kGroup, R>(x, values, numbers, whole_low, whole_high);
-    else
-      add_group<Dot, kBits, kFloat, kGroup, R>(x, values, numbers, whole_low, whole_high);
-    x += kGroup;
-    const Float16 *scales = reinterpret_cast<const Float16 *>(w);
-    const Vec left = load(scales), right = load(scales + kLanes);
-    if (t.totals) {
-      const Vec left_zero = load(scales + kPanel), right_zero = load(scales + kPanel + kLanes);
-      for (int r = 0; r < R; r++) {
-        const Vec total = broadcast(t.totals[r * t.stride + group]);
-        low[r] = low[r] + rounded_product(fma(left_zero, total, to_floats(whole_low[r])), left);
-        high[r] = high[r] + rounded_product(fma(right_zero, total, to_floats(whole_high[r])), right);
-      }
-    } else {
-      for (int r = 0; r < R; r++) {
-        low[r] = low[r] + rounded_product(to_floats(whole_low[r]), left);
-        high[r] = high[r] + rounded_product(to_floats(whole_high[r]), right);
-      }
+  const Float16 *scales = reinterpret_cast<const Float16 *>(t.scales + group * t.scales_step);
+  const Vec left = load(scales), right = load(scales + kLanes);
+  if (t.totals) {
+    const Vec left_zero = load(scales + kPanel), right_zero = load(scales + kPanel + kLanes);
+    for (int r = 0; r < R; r++) {
+      const Vec total = broadcast(t.totals[r * t.stride + group]);
+      low[r] = low[r] + rounded_product(fma(left_zero, total, to_floats(whole_low[r])), left);
+      high[r] = high[r] + rounded_product(fma(right_zero, total, to_floats(whole_high[r])), right);
+    }
+  } else {
+    for (int r = 0; r < R; r++) {
+      low[r] = low[r] + rounded_product(to_floats(whole_low[r]), left);
+      high[r] = high[r] + rounded_product(to_floats(whole_high[r]), right);
     }
   }
+}
+
+// The end of slice number `slice` of the tile: its sums times their scales, to where the tile wants them.
+template <int R>
+inline void finish_slice(const Tile &t, long slice, const Vec (&low)[R], const Vec (&high)[R]) {
+  const Vec left = load(t.factors), right = load(t.factors + kLanes);
   for (int r = 0; r < R; r++) {
-    store(t.sums + r * kPanel, low[r]);
-    store(t.sums + r * kPanel + kLanes, high[r]);
+    const Vec scale = broadcast(t.row_scales[r * t.scales_stride + slice]);
+    const Vec scaled_low = rounded_product(rounded_product(low[r], left), scale);
+    const Vec scaled_high = rounded_product(rounded_product(high[r], right), scale);
+    if (t.to) {
+      t.to->of_slice(t.slice + slice).add(t.row + r, scaled_low, scaled_high);
+    } else {
+      store(t.sums + r * kPanel, scaled_low);
+      store(t.sums + r * kPanel + kLanes, scaled_high);
+    }
+  }
+}
+
+template <class Dot, class V, int R>
+void multiply_tile(const Tile &t) {
+  const char *fetch = t.fetch.from;
+  [[maybe_unused]] const Ints numbers = V::kFloat ? load_table(kRaisedFloats) : broadcast_int(0);
+  for (long slice = 0, group = 0; slice < t.slices; slice++) {
+    Vec low[R], high[R];
+    for (int r = 0; r < R; r++) {
+      low[r] = t.is_first ? zero() : load(t.sums + r * kPanel);
+      high[r] = t.is_first ? zero() : load(t.sums + r * kPanel + kLanes);
+    }
+    const uint8_t *x = t.x + slice * t.slice_bytes;
+    for (const long end = group + t.groups; group < end; group++, x += V::kGroup, fetch += t.fetch.step) {
+      for (long at = 0; at < t.fetch.step; at += 64) prefetch(fetch + at);
+      add_scaled_group<Dot, V, R>(t, group, x, numbers, low, high);
+    }
+    if (t.factors) {
+      finish_slice<R>(t, slice, low, high);
+    } else {
+      for (int r = 0; r < R; r++) {
+        store(t.sums + r * kPanel, low[r]);
+        store(t.sums + r * kPanel + kLanes, high[r]);
+      }
+    }
   }
 }
 
 using MultiplyTile = void (*)(const Tile &);
 
-template <class Dot, int kBits, bool kFloat, int kGroup, int... R>
+template <class Dot, class V, int... R>
 constexpr auto table(std::integer_sequence<int, R...>) {
-  return std::array<MultiplyTile, sizeof...(R) + 1>{nullptr, multiply_tile<Dot, kBits, kFloat, kGroup, R + 1>...};
+  return std::array<MultiplyTile, sizeof...(R) + 1>{nullptr, multiply_tile<Dot, V, R + 1>...};
 }
-// Of R rows: kTable<Dot, kBits, kFloat, kGroup>[R], R from 1 to kStrip.
-template <class Dot, int kBits, bool kFloat, int kGroup>
-constexpr auto kTable = table<Dot, kBits, kFloat, kGroup>(std::make_integer_sequence<int, kStrip>());
+// Of R rows: kTable<Dot, V>[R], R from 1 to kStrip<Dot>.
+template <class Dot, class V>
+constexpr auto kTable = table<Dot, V>(std::make_integer_sequence<int, kStrip<Dot>>());
+
+// Values of `groups` groups, `step` bytes apart, to bytes as Values::kUnpacked has them.
+template <class V>
+void unpack(const char *values, long step, long groups, char *to) {
+  [[maybe_unused]] const Ints numbers = V::kFloat ? load_table(kRaisedFloats) : broadcast_int(0);
+  for (long group = 0; group < groups; group++, values += step)
+    for (long at = 0; at < V::kGroup / 4 * V::kStepBytes; at += V::kStepBytes, to += 4 * kPanel) {
+      Ints left, right;
+      load_values<V>(values + at, numbers, left, right);
+      store_ints(reinterpret_cast<int32_t *>(to), left);
+      store_ints(reinterpret_cast<int32_t *>(to + 4 * kLanes), right);
+    }
+}
+
+// The tiles for one form of weights; and, if there are any, those for its values when they are unpacked.
+struct Tiles {
+  const MultiplyTile *packed, *unpacked = nullptr;
+  void (*unpack)(const char *values, long step, long groups, char *to) = nullptr;
+};
+
+template <class Dot, bool kFloat, int kGroup>
+Tiles tiles_of_4_bits() {
+  using V = Values<4, kFloat, kGroup>;
+  if constexpr (Dot::kAddsPairs)
+    return {kTable<Dot, V>.data(), kTable<Dot, Values<4, kFloat, kGroup, true>>.data(), unpack<V>};
+  else
+    return {kTable<Dot, V>.data()};
+}
 
 template <class Dot>
-inline const MultiplyTile *tiles_for(const PackedForm &form) {
-  if (form.is_float) return form.group == 32 ? kTable<Dot, 4, true, 32>.data() : kTable<Dot, 4, true, 16>.data();
-  if (form.bits == 4) return form.group == 32 ? kTable<Dot, 4, false, 32>.data() : kTable<Dot, 4, false, 16>.data();
-  return form.group == 32 ? kTable<Dot, 8, false, 32>.data() : kTable<Dot, 8, false, 16>.data();
+Tiles tiles_for(const PackedForm &form) {
+  const bool long_groups = form.group == 32;
+  if (form.is_float) return long_groups ? tiles_of_4_bits<Dot, true, 32>() : tiles_of_4_bits<Dot, true, 16>();
+  if (form.bits == 4) return long_groups ? tiles_of_4_bits<Dot, false, 32>() : tiles_of_4_bits<Dot, false, 16>();
+  return {long_groups ? kTable<Dot, Values<8, false, 32>>.data() : kTable<Dot, Values<8, false, 16>>.data()};
 }
 
 }  // namespace grouped

@@ -4,7 +4,8 @@
 // Two forms: PlainDot has the instructions of its level alone. Dot has one more, which the processor may not know: it is
 // written in assembly, so that a level need not be compiled twice. `add` is exact for values from -127 to 127;
 // `add_unsigned` takes weights from 0 to 127 as they are, and rows without an offset. Where `kAddsPairs`, products with
-// small weights may be added up in 16 bits, two in each, before they are added to 32-bit sums: half the multiplications.
+// small weights may be added up in 16 bits, two in each, before they become 32-bit sums: half the multiplications. These
+// additions are in assembly too: compilers reorder their own, and then have too few registers.
 #pragma once
 #include "simd/simd.h"
 
@@ -50,11 +51,15 @@ struct PlainDot {
     const Ints turned = _mm512_mask_sub_epi8(x, w.negative, _mm512_setzero_si512(), x);
     return add_unsigned(acc, w.size, turned);
   }
-  static Ints add_unsigned(Ints acc, Ints w, Ints x) { return add_pairs(acc, _mm512_maddubs_epi16(w, x)); }
-  static Ints to_pairs(Ints pairs, Ints w, Ints x) { return _mm512_add_epi16(pairs, _mm512_maddubs_epi16(w, x)); }
-  static Ints add_pairs(Ints acc, Ints pairs) {
-    return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+  static Ints add_unsigned(Ints acc, Ints w, Ints x) {
+    return simd::add(acc, sum_pairs(_mm512_maddubs_epi16(w, x)));
   }
+  static Ints first_of_pairs(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi32(0xffff)); }
+  static Ints to_pairs(Ints pairs, Ints w, Ints x) {
+    asm("vpaddw %1, %0, %0" : "+v"(pairs) : "v"(_mm512_maddubs_epi16(w, x)));
+    return pairs;
+  }
+  static Ints sum_pairs(Ints pairs) { return _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)); }
 };
 
 // AVX512-VNNI: the factor from the rows is unsigned, so it is stored 128 higher.
@@ -109,11 +114,15 @@ struct PlainDot {
   static Ints add(Ints acc, Weight w, Ints x) {
     return add_unsigned(acc, w.size, _mm256_sign_epi8(x, w.sign));
   }
-  static Ints add_unsigned(Ints acc, Ints w, Ints x) { return add_pairs(acc, _mm256_maddubs_epi16(w, x)); }
-  static Ints to_pairs(Ints pairs, Ints w, Ints x) { return _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w, x)); }
-  static Ints add_pairs(Ints acc, Ints pairs) {
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  static Ints add_unsigned(Ints acc, Ints w, Ints x) {
+    return simd::add(acc, sum_pairs(_mm256_maddubs_epi16(w, x)));
   }
+  static Ints first_of_pairs(Ints x) { return _mm256_blend_epi16(_mm256_setzero_si256(), x, 0x55); }
+  static Ints to_pairs(Ints pairs, Ints w, Ints x) {
+    asm("vpaddw %1, %0, %0" : "+x"(pairs) : "x"(_mm256_maddubs_epi16(w, x)));
+    return pairs;
+  }
+  static Ints sum_pairs(Ints pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
 };
 
 // AVX-VNNI: the factor from the rows is unsigned, so it is stored 128 higher.
