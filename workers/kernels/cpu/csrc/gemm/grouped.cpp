@@ -77,45 +77,65 @@ struct Operands {
   const PackedForm &form;
   const Rows<Dot> &x;
   const GroupSums<Dot> &of;
-  Tiles tiles;
+  const Tiles tiles = tiles_for<Dot>(form);
+  const long group_bytes = form.group_bytes(), values_at = form.values_at(), slice_bytes = form.slice_bytes();
+  const long panel_bytes = form.panel_bytes();
+  const bool unpacks = tiles.unpacked && x.rows >= kUnpackedRows;
 
   // The sums of one panel along the slices `first` to `end`, times their scales: added to what `to` says, or if that is
   // null, of a single slice, stored to sums [rows][kPanel]. These are used otherwise where a slice has several blocks.
   void multiply(long panel, long first, long end, float *sums, const WeightedTotals *to) const {
-    const float *factors = reinterpret_cast<const float *>(form.panel(panel));
-    const long bytes = form.group_bytes(), blocks = x.slices.blocks, in_place = 1L << x.shift;
-    const char *from = reinterpret_cast<const char *>(factors + kPanel) + first * form.slice_bytes();
-    alignas(64) char bytes_of_values[kBlock * kPanel];
+    const char *factors = reinterpret_cast<const char *>(&form + 1) + panel * panel_bytes;
+    const char *from = factors + kPanel * sizeof(float) + first * slice_bytes;
+    const long blocks = x.slices.blocks, in_place = 1L << x.shift;
     for (long block = first * blocks, next; block < end * blocks; block = next) {
       next = std::min(end * blocks, (block | (in_place - 1)) + 1);  // blocks that share a place
-      const long groups = form.groups_of(x.slices.inputs_of(block)), all = (next - block) * groups;
-      const bool unpacks = tiles.unpacked && x.rows >= kUnpackedRows;
-      const bool is_last = x.slices.in_slice(next - 1) == blocks - 1;
-      if (unpacks) tiles.unpack(from + form.values_at(), bytes, all, bytes_of_values);
-      for (long strip = 0; strip < x.strips; strip++) {
-        const long row = x.begin(strip), at = of.at(row, block, x.slices), slice = x.slices.slice_of(block);
-        Tile t{x.at(strip, block), from, from + form.values_at(), bytes, bytes};
-        if (unpacks) t.values = bytes_of_values, t.values_step = form.group * kPanel;
-        t.starts = of.starts + at;
-        t.totals = of.totals ? of.totals + at : nullptr;
-        t.stride = of.stride;
-        // While the strips compute, each of them fetches its share of what comes next.
-        t.fetch = x.strips == 1 ? Fetch{from + kFetchAhead, bytes}
-                                : Fetch{from + all * bytes * (x.strips + strip) / x.strips, bytes / x.strips};
-        t.slices = next - block;
-        t.groups = groups;
-        t.slice_bytes = x.padded(x.slices.length);
-        t.is_first = x.slices.in_slice(block) == 0;
-        t.sums = sums + row * kPanel;
-        t.factors = is_last ? factors : nullptr;
-        t.row_scales = x.scales + row * form.slices + slice;
-        t.scales_stride = form.slices;
-        t.to = to;
-        t.slice = slice;
-        t.row = row;
-        (unpacks ? tiles.unpacked : tiles.packed)[x.count(strip)](t);
-      }
-      from += all * bytes;
+      const long slice = x.slices.slice_of(block);
+      Tile t;
+      t.scales = from;
+      t.values = from + values_at;
+      t.scales_step = t.values_step = group_bytes;
+      t.slices = next - block;
+      t.groups = form.groups_of(x.slices.inputs_of(block));
+      t.slice_bytes = x.padded(x.slices.length);
+      t.is_first = x.slices.in_slice(block) == 0;
+      t.factors = x.slices.in_slice(next - 1) == blocks - 1 ? reinterpret_cast<const float *>(factors) : nullptr;
+      t.row_scales = x.scales + slice;
+      t.scales_stride = form.slices;
+      t.starts = of.starts + of.at(0, block, x.slices);
+      t.totals = of.totals ? of.totals + of.at(0, block, x.slices) : nullptr;
+      t.stride = of.stride;
+      t.sums = sums;
+      t.to = to;
+      t.slice = slice;
+      from += t.slices * t.groups * group_bytes;
+      if (unpacks) multiply_unpacked(t, block, from);
+      else multiply_strips(tiles.packed, t, block, from);
+    }
+  }
+
+  void multiply_unpacked(Tile &t, long block, const char *next) const {
+    alignas(64) char values[kBlock * kPanel];
+    tiles.unpack(t.values, group_bytes, t.slices * t.groups, values);
+    t.values = values;
+    t.values_step = form.group * kPanel;
+    multiply_strips(tiles.unpacked, t, block, next);
+  }
+
+  // `next`: the weights that come after those of the tile. While strips compute, each fetches its share of them.
+  void multiply_strips(const MultiplyTile *multiply, Tile &t, long block, const char *next) const {
+    for (long strip = 0; strip < x.strips; strip++) {
+      Tile of_strip = t;
+      const long row = x.begin(strip);
+      of_strip.x = x.at(strip, block);
+      of_strip.starts += row * t.stride;
+      if (t.totals) of_strip.totals += row * t.stride;
+      of_strip.sums += row * kPanel;
+      of_strip.row_scales += row * t.scales_stride;
+      of_strip.row = row;
+      of_strip.fetch = x.strips == 1 ? Fetch{t.scales + kFetchAhead, group_bytes}
+                                     : Fetch{next + (next - t.scales) * strip / x.strips, group_bytes / x.strips};
+      multiply[x.count(strip)](of_strip);
     }
   }
 };
@@ -138,7 +158,6 @@ const T *in_order(const T *x, long stride, long rows, const int32_t *order, long
 template <class T, class Dot>
 void multiply(const Product &p) {
   const PackedForm &form = *static_cast<const PackedForm *>(p.weight);
-  const Tiles tiles = tiles_for<Dot>(form);
   const long inputs = form.slices * form.length;
   for (long first = 0; first < p.rows; first += kChunk) {
     const Arena::Mark mark = arena().mark();
@@ -151,7 +170,7 @@ void multiply(const Product &p) {
     x.pack(from, order ? inputs : p.x_stride);
     GroupSums<Dot> of(form, x.rows);
     of.compute(x);
-    const Operands<Dot> operands{form, x, of, tiles};
+    const Operands<Dot> operands{form, x, of};
     const Shares shares(form.panels());
 #pragma omp parallel
     {
@@ -175,7 +194,7 @@ struct GroupedRows final : PanelRows {
   const long inputs;
   Rows<Dot> x;
   GroupSums<Dot> of;
-  const Tiles tiles = tiles_for<Dot>(form);
+  const Operands<Dot> operands{form, x, of};
   T *moved;  // [rows][inputs]  where the weight has an order of its own; or null
 
   GroupedRows(const PackedForm &form, const Rows<Dot> &rows)
@@ -194,11 +213,11 @@ struct GroupedRows final : PanelRows {
     of.compute_strip(x, strip);
   }
   void multiply(long panel, long slice, float *sums) const override {
-    Operands<Dot>{form, x, of, tiles}.multiply(panel, slice, slice + 1, sums, nullptr);
+    operands.multiply(panel, slice, slice + 1, sums, nullptr);
   }
   void multiply_add_slices(long panel, long first, long end, const WeightedTotals &to) const override {
     alignas(64) float sums[kMostPanelRows * kPanel];
-    Operands<Dot>{form, x, of, tiles}.multiply(panel, first, end, sums, &to);
+    operands.multiply(panel, first, end, sums, &to);
   }
 };
 
