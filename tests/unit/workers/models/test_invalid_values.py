@@ -126,12 +126,12 @@ def assert_usable(spec: DecoderSpec) -> None:
 def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Configurations with odd values, each with its odd key.
 
-    Of rotations, which are read in one place, each family has two kinds in turn.
+    Of rotations, which are read in one place, each family has two kinds in turn, and of odd values every second one.
     """
-    kinds, turn = list(_ROPES), list(FAMILIES).index(architecture) % 3
+    kinds, turn = list(_ROPES), list(FAMILIES).index(architecture)
     # Phi-3 has no others, whatever else is said.
-    kinds = ["default", "longrope"] if architecture == "Phi3ForCausalLM" else kinds[turn::3]
-    for value in ODD:
+    kinds = ["default", "longrope"] if architecture == "Phi3ForCausalLM" else kinds[turn % 3 :: 3]
+    for value in ODD[turn % 2 :: 2]:
         for key in sorted(_KEYS):
             yield key, {**base(architecture), key: value}
         for kind in kinds:
