@@ -163,7 +163,7 @@ values = st.sampled_from(ODD) | st.integers(-3, 70_000) | st.floats(0, 1e6) | st
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from(sorted(FAMILIES)),
     st.dictionaries(st.sampled_from(sorted(_KEYS)), values, max_size=4),

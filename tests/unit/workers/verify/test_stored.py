@@ -47,9 +47,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VerifyCas
 
 
 def runs() -> list:
-    """Every form on 4 ranks, the usual ones on 2 as well, and one also alone; with little time, without those on 4."""
+    """The usual forms on 2 ranks and one also alone, and the others on 4, which takes longer."""
     quick = {("gptq-4-32-asym-act", 1), *((name, 2) for name in (*USUAL, *GGUF))}
-    every = [*sorted(quick), *((name, 4) for name in (*CASES, *GGUF))]
+    every = [*sorted(quick), *((name, 4) for name in CASES if name not in USUAL)]
     return [pytest.param(*run, marks=() if run in quick else pytest.mark.soak) for run in every]
 
 
