@@ -58,6 +58,9 @@ def pytest_collection(session: pytest.Session) -> None:
     All of them import every file, and in a fresh checkout pytest rewrites the assertions of each before that, which is
     half of the work. In one order for all, each worker would do it for every file; so it finds most of them done.
     """
+    if session.config.getoption("numprocesses", None):  # workers collect
+        return
+    gc.disable()  # imports and items make next to nothing but objects that stay
     if not hasattr(session.config, "workerinput"):
         return
     number, workers = int(session.config.workerinput["workerid"][2:]), session.config.workerinput["workercount"]
@@ -183,8 +186,8 @@ def pytest_collection_finish() -> None:
         from tests.interpreted_products import patch_language_once_a_launch
 
         patch_language_once_a_launch()
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
