@@ -142,8 +142,8 @@ def test_other_families(checkpoints: dict[str, Path], family: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("form", ["bfloat16", "bfloat16-int8", "bfloat16-int4"])
 def test_the_shape_of_a_real_model_on_processes(tmp_path: Path, form: str) -> None:
-    """Qwen2.5-0.5B with random weights: two ranks with one thread each against one rank with two."""
-    shape = AutoConfig.for_model("qwen2", **SHAPES["0.5b"], tie_word_embeddings=True)
+    """Qwen2.5-0.5B with random weights and 6 layers: two ranks with one thread each against one rank with two."""
+    shape = AutoConfig.for_model("qwen2", **SHAPES["0.5b"] | {"num_hidden_layers": 6}, tie_word_embeddings=True)
     shape.architectures = ["Qwen2ForCausalLM"]
     shape.save_pretrained(tmp_path)
     dtype, _, quantization = form.partition("-")
