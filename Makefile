@@ -121,7 +121,7 @@ TRITON_SAMPLE := (fit_every and model) or launches or random_batches or lost_sho
 
 test-long: $(TOOLS)
 	@echo '==> soak'
-	@$(PYTEST) -n 3 -m soak tests/e2e tests/contract tests/load tests/benchmarks/test_benchmarks.py $(addprefix tests/unit/workers/,verify/test_stored.py kernels/cpu/test_build.py) tests/parallel tests/multihost tests/sim
+	@$(PYTEST) -n 3 -m 'soak and not every' tests/e2e tests/contract tests/load tests/benchmarks/test_benchmarks.py $(addprefix tests/unit/workers/,verify/test_stored.py kernels/cpu/test_build.py) tests/parallel tests/multihost tests/sim
 	@echo '==> every pair of parameters'
 	@$(PYTEST) -q -m 'product and not every' tests/unit tests/golden tests/contract tests/parallel
 	@echo '==> the kernels of 64-bit ARM, emulated'

@@ -8,11 +8,13 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from _pytest.mark.expression import Expression
 from xdist.scheduler import LoadFileScheduling
 
 from tests.covering_set import covering_set
@@ -56,6 +58,9 @@ def pytest_collection(session: pytest.Session) -> None:
     All of them import every file, and in a fresh checkout pytest rewrites the assertions of each before that, which is
     half of the work. In one order for all, each worker would do it for every file; so it finds most of them done.
     """
+    if session.config.getoption("numprocesses", None):  # workers collect
+        return
+    gc.disable()  # imports and items make next to nothing but objects that stay
     if not hasattr(session.config, "workerinput"):
         return
     number, workers = int(session.config.workerinput["workerid"][2:]), session.config.workerinput["workercount"]
@@ -70,56 +75,80 @@ def _key(value: object) -> str:
     return f"{value!r} {id(value)}" if callable(value) else repr(value)
 
 
-def _factors(item: pytest.Function) -> dict[str, str]:
+def _factors(params: dict[str, object], marks: list[pytest.Mark]) -> dict[str, str]:
     """Values of a case that stand in a product with each other: of a table of cases, the whole row."""
-    params = item.callspec.params
     if LEVELS & params.keys():
         return {name: _key(value) for name, value in params.items()}
     factors = {name: name for name in params}
-    for mark in item.iter_markers("parametrize"):
-        names = mark.args[0] if isinstance(mark.args[0], str) else ",".join(mark.args[0])
-        factors |= {name.strip(): names for name in names.split(",")}
+    for mark in marks:
+        if mark.name == "parametrize":
+            names = mark.args[0] if isinstance(mark.args[0], str) else ",".join(mark.args[0])
+            factors |= {name.strip(): names for name in names.split(",")}
     rows: dict[str, list[str]] = {}
     for name, value in params.items():
         rows.setdefault(factors[name], []).append(_key(value))
     return {names: " ".join(row) for names, row in rows.items()}
 
 
-def _why_skipped(item: pytest.Function) -> str | None:
+def _why_skipped(marks: list[pytest.Mark]) -> str | None:
     """Reason why a case cannot run here, or None."""
-    reasons = [str(mark.kwargs.get("reason")) for mark in item.iter_markers("skipif") if mark.args[:1] == (True,)]
-    return next(iter(reasons), None if HAS_DEVICE or item.get_closest_marker("gpu") is None else "no device")
+    reasons = [str(mark.kwargs.get("reason")) for mark in marks if mark.name == "skipif" and mark.args[:1] == (True,)]
+    return next(iter(reasons), None if HAS_DEVICE or all(mark.name != "gpu" for mark in marks) else "no device")
+
+
+_told: set[tuple[Path, object]] = set()  # files and reasons to skip, one case of each
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Mark the combinations of a test's parameters beyond those that cover each value: as `product` where they are
+    among those that cover each pair, else as `every`. Of those that a value marks as `soak` or `product` already, such
+    as a level, each pair is covered without more marks. Of what cannot run here a file tells each reason once.
+
+    What `-m` leaves out is not made, which of all combinations takes longer than to run those of many files.
+    """
+    yield
+    calls, shared = metafunc._calls, list(metafunc.definition.iter_markers())
+    tests: dict[tuple[bool, bool], list[Any]] = {}
+    for call in calls:
+        names = {mark.name for mark in (*call.marks, *shared)}
+        tests.setdefault(("soak" in names, "product" in names), []).append(call)
+    needs_pairs = _is_wanted(metafunc.config, {"product"}) or _is_wanted(metafunc.config, {"product", "soak"})
+    for (is_soak, is_product), combinations in tests.items():
+        cases = [_factors(call.params, [*call.marks, *shared]) for call in combinations]
+        if len(cases[0]) < 2:
+            continue
+        reasons = [_why_skipped([*call.marks, *shared]) for call in combinations]
+        can_run = [reason is None for reason in reasons]
+        in_pairs = covering_set(cases, can_run, pairs=True) if needs_pairs or is_soak or is_product else set()
+        chosen = in_pairs if is_soak or is_product else covering_set(cases, can_run)
+        path = metafunc.definition.path
+        for index, (call, reason) in enumerate(zip(combinations, reasons, strict=True)):
+            if index not in chosen or (None in reasons and (path, reason) in _told):
+                call.marks.append((pytest.mark.product if index in in_pairs else pytest.mark.every).mark)
+            elif reason is not None:
+                _told.add((path, reason))
+    wanted = [call for call in calls if _is_wanted(metafunc.config, {mark.name for mark in (*call.marks, *shared)})]
+    calls[:] = wanted or calls[:1]
+
+
+_compiled = cache(Expression.compile)
+
+
+def _among(marks: set[str]) -> Callable[..., bool]:
+    return lambda name, **_: name in marks
+
+
+def _is_wanted(config: pytest.Config, marks: set[str]) -> bool:
+    """Whether `-m` can choose a case with these marks; where the arguments name a test, all of its cases are made."""
+    expression = config.option.markexpr
+    if not expression or any("::" in argument for argument in config.args):
+        return True
+    return any(_compiled(expression).evaluate(_among(known)) for known in (marks, marks | {"more"}))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the combinations of a test's parameters beyond those that cover each value: as `product` where they are
-    among those that cover each pair, else as `every`. Of those that a value marks as `soak` or `product` already, such
-    as a level, each pair is covered without more marks. Of what cannot run here a file tells each reason once."""
-    tests: dict[tuple[str, bool, bool], list[pytest.Function]] = {}
-    for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            key = item.nodeid.split("[")[0], "soak" in marks, "product" in marks
-            tests.setdefault(key, []).append(item)
-    told: set[tuple[Path, object]] = set()  # files and reasons to skip, one case of each
-    for (_, is_soak, is_product), combinations in tests.items():
-        cases = [_factors(item) for item in combinations]
-        if len(cases[0]) < 2:
-            continue
-        reasons = [_why_skipped(item) for item in combinations]
-        can_run = [reason is None for reason in reasons]
-        in_pairs = covering_set(cases, can_run, pairs=True)
-        chosen = in_pairs if is_soak or is_product else covering_set(cases, can_run)
-        for index, (item, reason) in enumerate(zip(combinations, reasons, strict=True)):
-            if index not in chosen or (None in reasons and (item.path, reason) in told):
-                item.add_marker("product" if index in in_pairs else "every")
-            elif reason is not None:
-                told.add((item.path, reason))
-    _mark_further_cases(items)
-
-
-def _mark_further_cases(items: list[pytest.Item]) -> None:
     """Mark all cases of a test but the first as `more`, of those that `make test` runs."""
     known: set[str] = set()
     for item in items:
@@ -157,8 +186,8 @@ def pytest_collection_finish() -> None:
         from tests.interpreted_products import patch_language_once_a_launch
 
         patch_language_once_a_launch()
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -25,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "oarlock-demo"
+QUICK_COMPILER = ROOT / "tests" / "e2e" / "quick_compiler"  # its kernels are slow, and there in seconds
 READY_WITHIN_S = 120.0
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from oarlock.workers.kernels.cpu.build import cache_directory
+from tests.e2e.running import QUICK_COMPILER
 from tests.house import recipes
 from tests.house.rules import ROOT
 
@@ -107,6 +108,7 @@ def test_the_command_of_the_image_serves_and_writes_only_to_cache_and_tmp(kernel
         PYTHONPATH=str(ROOT),
         OARLOCK_NUM_THREADS="1",
         KERNELS=str(cache_directory()) if kernels == "found" else "",
+        CXX="g++" if kernels == "found" else str(QUICK_COMPILER),
     )
     assert result.returncode == 0, result.stderr
     seen = json.loads(result.stdout)

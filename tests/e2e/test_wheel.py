@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from oarlock.workers.kernels.cpu import build
-from tests.e2e.running import ROOT, RunningServer, environment
+from tests.e2e.running import QUICK_COMPILER, ROOT, RunningServer, environment
 
 SOURCES = ("Makefile", "pyproject.toml", "requirements.txt", "README.md", "LICENSE", "oarlock", "server", "engine")
 HERE = [level for level in build.LEVELS if level.machine == build.machine_name()]
@@ -19,8 +19,9 @@ HERE = [level for level in build.LEVELS if level.machine == build.machine_name()
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Made from a copy of the sources, with this interpreter's packages."""
-    if shutil.which(os.environ.get("CXX", "g++")) is None:
+    """Made from a copy of the sources, with this interpreter's packages. Kernels of all levels are compiled without
+    optimising them, in seconds for minutes: nothing here asks how fast they are."""
+    if shutil.which("g++") is None:
         pytest.skip("there is no C++ compiler to make it with")
     copy = tmp_path_factory.mktemp("sources")
     ignored = shutil.ignore_patterns("__pycache__", "prebuilt", "training")
@@ -31,7 +32,8 @@ def wheel(tmp_path_factory) -> Path:
             shutil.copy2(ROOT / name, copy / name)
     folder = Path(sys.executable).parents[1]
     made = ["make", "wheel", f"VENV={folder}", "-o", str(folder / ".oarlock-installed")]
-    done = subprocess.run(made, cwd=copy, capture_output=True, text=True, timeout=900)
+    variables = {**os.environ, "CXX": str(QUICK_COMPILER)}
+    done = subprocess.run(made, cwd=copy, env=variables, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (copy / "workers/kernels/cpu/prebuilt").exists(), "the checkout is as before"
     (found,) = (copy / "dist").glob("*.whl")

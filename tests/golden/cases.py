@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-PROMPT, TOTAL = 31, 40  # tokens fed as a prompt, and with those that follow one by one
+PROMPT, TOTAL = 31, 36  # tokens fed as a prompt, and with those that follow one by one
 
 _ROPE_LONG = {"original_max_position_embeddings": 32, "factor": 4.0}
 _SPREAD = [1.0, 1.1, 1.3, 1.7, 2.2, 2.9, 3.7, 4.6]

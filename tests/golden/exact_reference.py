@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.verify.reference import TransformersRecorder, in_float64
-from tests.golden.cases import PROMPT, TOTAL
+from tests.golden.cases import PROMPT
 
 GREEDY = 5
 
@@ -95,7 +95,7 @@ class ExactReference:
     def _all_logits(self) -> Tensor:
         out = self.model(torch.tensor([self.tokens[:PROMPT]]), use_cache=True)
         rows = [out.logits[0]]
-        for token in self.tokens[PROMPT:TOTAL]:
+        for token in self.tokens[PROMPT:]:
             out = self.model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
             rows.append(out.logits[0])
         return torch.cat(rows).double()

@@ -27,8 +27,14 @@ from tests.unit.workers.kernel_levels import threads
 
 pytestmark = pytest.mark.slow
 
-SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
-EXPERTS = {"num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 192, "mlp_only_layers": [0]}
+SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 1}
+EXPERTS = {
+    "num_hidden_layers": 2,
+    "num_experts": 3,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 192,
+    "mlp_only_layers": [0],
+}
 ROUNDED, EXACT = 0.04, 2e-6  # of a tensor's size: with rows of x in 8 bits, and in float32
 # One of each way of storing and of multiplying, with the tensor that a fault in a scale spoils first.
 FORMS = ("gptq-4-64-asym", "gptq-4-64-sym-act-v2", "gptq-8-64-sym", "awq-64-fused", "packed-4-64-asym",

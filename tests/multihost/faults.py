@@ -1,6 +1,7 @@
 """Table of faults while two hosts serve one model: how each is made, how each host ends, and which cause they name.
 
-`test_faults.py` does every row to a real group while an answer is under way; `docs/scaling.md` shows the table.
+`test_faults.py` does the rows to a real group while an answer is under way, two of them when it is asked to;
+`docs/scaling.md` shows the table.
 """
 
 from __future__ import annotations

@@ -18,12 +18,16 @@ from tests.multihost.test_two_hosts import FLAGS, answers
 # Under torchrun, which ends what it started itself, only two in which one of its processes ends.
 FEW = 4  # tokens of an answer
 UNDER_TORCHRUN = ("a rank on a node is killed", "the head's frontend is killed")
+# A cut in one direction and a host without power stand for this one; a rank on the node, for one on the head.
+ALIKE = ("a rank on the head is killed", "the network between the hosts is cut")
 ROWS = [
     pytest.param(row, launcher, id=f"{row.what}, {launcher}", marks=marks)
     for launcher in ("flags", "torchrun")
     for row in FAULTS
     if launcher == "flags" or row.what in UNDER_TORCHRUN
-    for marks in ([] if row.is_quick and launcher == "flags" else pytest.mark.soak,)
+    for marks in (
+        [] if row.is_quick and launcher == "flags" else [pytest.mark.soak, *[pytest.mark.every] * (row.what in ALIKE)],
+    )
 ]
 
 

@@ -31,14 +31,15 @@ CONFIG = WorkerConfig(
     num_threads=1,
     kv_offload_bytes=4 << 20,
 )
+ALIKE = [pytest.mark.soak, pytest.mark.every]  # each of the two stands in another row of the longer run
 WAYS = [  # number type, of the KV memory, ranks of a stage, whether they are processes
     pytest.param("float32", "auto", 2, True, id="processes", marks=pytest.mark.soak),
     pytest.param("float32", "int8", 2, False, id="int8"),
     pytest.param("float32", "fp8", 1, False, id="fp8", marks=pytest.mark.soak),
-    pytest.param("float32", "auto", 1, False, id="float32", marks=pytest.mark.soak),
+    pytest.param("float32", "auto", 1, False, id="float32", marks=ALIKE),
     pytest.param("bfloat16", "auto", 1, False, id="bfloat16", marks=pytest.mark.soak),
     pytest.param("bfloat16", "auto", 2, True, id="bfloat16 processes", marks=pytest.mark.soak),
-    pytest.param("bfloat16", "int8", 1, False, id="bfloat16 int8", marks=pytest.mark.soak),
+    pytest.param("bfloat16", "int8", 1, False, id="bfloat16 int8", marks=ALIKE),
 ]
 
 

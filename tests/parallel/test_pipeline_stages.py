@@ -140,7 +140,7 @@ def run(
             prompt_token_ids=tuple(token for token in one.prompt_token_ids if token != POISONED),
             params=replace(one.params, max_tokens=one.params.max_tokens + 20),
         )
-        for one in requests_of(tuple(kinds), 16)
+        for one in requests_of(tuple(kinds), 12)
     ]
     matchers = {request.request_id: Alternating() for request in requests if request.params.grammar is not None}
     return engine.run(requests, arrives_at=lambda number: number // 2, matchers=matchers), engine

@@ -89,7 +89,7 @@ def answers(
 def test_every_answer_has_the_bits_of_those_without_drafts(executor: ThreadExecutor, num_blocks: int) -> None:
     if not executor.info.batch_invariant:
         pytest.skip(f"steps are put together otherwise, which shows here: {executor.info.batch_invariant_reason}")
-    requests = make_requests(30)
+    requests = make_requests(20)
     expected, plain = answers(executor, requests, None, 1, num_blocks)
     assert plain.scheduler.stats.num_drafts == 0
     for depth in (1, 2):

@@ -40,7 +40,8 @@ def first_tokens_of(client: str, arrivals: list[Arrival], settings: SimulationCo
     return [watch.first_s[number] - watch.arrived_s[number] for number in numbers]
 
 
-QUIET = requests("quiet", 0.5, 60, 60, 60, 1)
+UNTIL_S = 40
+QUIET = requests("quiet", 0.5, UNTIL_S, 60, 60, 1)
 
 
 @pytest.mark.parametrize(
@@ -51,11 +52,11 @@ QUIET = requests("quiet", 0.5, 60, 60, 60, 1)
 def test_a_flood_of_one_client_delays_another_by_less_than_twice(num_blocks: int) -> None:
     """Beside ten times what the engine can do, and beside as much as is the other's share."""
     settings = config(num_blocks=num_blocks)
-    fair = first_tokens_of("quiet", [*QUIET, *requests("loud", 1.6, 60, 200, 200, 2)], settings)
-    flooded = first_tokens_of("quiet", [*QUIET, *requests("loud", 30.0, 60, 200, 200, 2)], settings)
+    fair = first_tokens_of("quiet", [*QUIET, *requests("loud", 1.6, UNTIL_S, 200, 200, 2)], settings)
+    flooded = first_tokens_of("quiet", [*QUIET, *requests("loud", 30.0, UNTIL_S, 200, 200, 2)], settings)
     assert np.percentile(flooded, 95) <= 2 * np.percentile(fair, 95)
     assert np.mean(flooded) <= 2 * np.mean(fair)
-    one_queue = [replace(arrival, client="all") for arrival in (*QUIET, *requests("loud", 4.0, 60, 200, 200, 2))]
+    one_queue = [replace(arrival, client="all") for arrival in (*QUIET, *requests("loud", 4.0, UNTIL_S, 200, 200, 2))]
     unshared = Watch()
     simulate(sorted(one_queue, key=lambda arrival: arrival.time_s), settings, unshared)
     assert np.mean(unshared.ttft_s) > 5 * np.mean(flooded)  # there is something to be fair about

@@ -253,7 +253,7 @@ def raises(error: BaseException) -> Callable[[], list[str]]:
     ("second", "cause"),
     [
         (lambda: ["-c", "raise SystemExit(3)"], "could not be started again: "),
-        (lambda: ["-c", GARBAGE], "could not be started again: "),
+        pytest.param(lambda: ["-c", GARBAGE], "could not be started again: ", marks=pytest.mark.product),
         (lambda: ["-c", HALF], "could not be started again: "),
         (raises(BlockingIOError(11, "Resource temporarily unavailable")), "could not be started again: "),
         (raises(StartupError("No memory.", "Buy some.")), "could not be started again: No memory."),

@@ -97,7 +97,7 @@ def texts_without(requests: list[Request]) -> dict[int, list[int]]:
     return run.texts
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 20))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 20))])
 @pytest.mark.slow
 def test_text_does_not_depend_on_what_is_kept(seed: int) -> None:
     """Few blocks and slots, shared beginnings, aborts, preemptions, refused steps, files that fail, one step ahead."""

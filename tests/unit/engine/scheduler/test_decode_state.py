@@ -128,7 +128,7 @@ def one_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(1012, 1017), pytest.param(range(1017, 1040), marks=pytest.mark.soak)], ids=["few", "many"]
+    "seeds", [range(1012, 1015), pytest.param(range(1015, 1040), marks=pytest.mark.soak)], ids=["few", "many"]
 )
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def now_and_then(step: StepMetadata) -> bool:
     return step.step_id % 9 == 2 or step.num_tokens > 14
 
 
-@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 60), marks=pytest.mark.soak)], ids=["few", "many"])
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 60), marks=pytest.mark.soak)], ids=["few", "many"])
 @pytest.mark.slow
 def test_every_answer_is_that_of_enough_memory(monkeypatch: pytest.MonkeyPatch, seeds: range) -> None:
     """Chunks of prompts, shared prefixes, windows, penalties, grammars, preemptions and aborts among them."""

@@ -173,5 +173,5 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.finished[FinishReason.ERROR] == stats.num_errors == self.num_withdrawn
 
 
-EngineMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestEngineMachine = pytest.mark.slow(EngineMachine.TestCase)

@@ -98,7 +98,7 @@ def test_written_out_weights_have_the_same_bits_at_every_number_of_ranks(tmp_pat
 def test_the_demo_models_perplexity_stays_near() -> None:
     """docs/accuracy.md has it for a longer text."""
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    tokens = tokenizer.encode((DEMO / "questions.jsonl").read_text("utf-8")).ids[:1000]
+    tokens = tokenizer.encode((DEMO / "questions.jsonl").read_text("utf-8")).ids[:500]
 
     def loss(quantization: str) -> float:
         logits = logits_of(DEMO, tokens, quantization)

@@ -42,7 +42,7 @@ class VerifyCase:
         model: Path,
         folder: Path,
         dtype: str = "float32",
-        new_tokens: int = 6,
+        new_tokens: int = 3,
         prompts: list[list[int]] = PROMPTS,
         max_model_len: int = 64,
         block_size: int = 8,

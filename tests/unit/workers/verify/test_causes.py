@@ -17,6 +17,8 @@ from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.verify.cases import PROMPTS, VerifyCase, altered, reconfigured
 from tests.unit.workers.verify.faults import SIZE, WEIGHTS, rows
 
+TWO_LAYERS = {"num_hidden_layers": 2}
+
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VerifyCase]:
@@ -28,7 +30,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VerifyCas
         "llama": ("llama", {"attention_bias": True, "hidden_act": "gelu_pytorch_tanh"}),
         "mistral": ("mistral", {"sliding_window": 12}),
         "olmo2": ("olmo2", {}),
-        "cohere2": ("cohere2", {}),
+        "cohere2": ("cohere2", {"layer_types": ["sliding_attention", "full_attention"]}),
         "qwen2_moe": ("qwen2_moe", {}),
         "gpt_oss": ("gpt_oss", {}),
     }
@@ -37,7 +39,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VerifyCas
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
             family, overrides = special[name]
-            made[name] = VerifyCase(make_tiny(folder, family, seed=5, **overrides), folder / "verify")
+            made[name] = VerifyCase(make_tiny(folder, family, seed=5, **TWO_LAYERS, **overrides), folder / "verify")
         return made[name]
 
     return case
@@ -91,10 +93,10 @@ def test_a_single_small_entry_is_enough(cases, tmp_path: Path) -> None:
         weight[40, 3] += 0.008
         return weight
 
-    copy = altered(case.model, tmp_path / "copy", "model.layers.2.self_attn.q_proj.weight", change)
+    copy = altered(case.model, tmp_path / "copy", "model.layers.1.self_attn.q_proj.weight", change)
     comparison, causes = case.run(SIZE, copy)
-    assert causes == ["model.layers.2.self_attn.q_proj.weight: the rows of rank 1"]
-    assert comparison.first_fault is not None and comparison.first_fault.name == "2.q"
+    assert causes == ["model.layers.1.self_attn.q_proj.weight: the rows of rank 1"]
+    assert comparison.first_fault is not None and comparison.first_fault.name == "1.q"
 
 
 def test_the_shard_of_another_rank_is_recognised(cases, tmp_path: Path) -> None:
@@ -125,7 +127,7 @@ def test_a_wrong_rotation_is_distinguished_from_a_wrong_projection(cases, tmp_pa
 def test_a_rotation_where_there_is_none_is_named(cases, tmp_path: Path) -> None:
     """Layer 1 of Cohere 2 sees all, and is not rotated."""
     case = cases("cohere2")
-    kinds = ["sliding_attention", "sliding_attention", "sliding_attention"]
+    kinds = ["sliding_attention", "sliding_attention"]
     causes = case.run(SIZE, reconfigured(case.model, tmp_path / "copy", layer_types=kinds, sliding_window=12))[1]
     assert causes == [f"{x} of layer 1 on ranks 0, 1: turned, in a layer without rotary embedding" for x in "qk"]
 

@@ -47,10 +47,16 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VerifyCas
 
 
 def runs() -> list:
-    """Every form on 4 ranks, the usual ones on 2 as well, and one also alone; with little time, without those on 4."""
+    """The usual forms on 2 ranks and one also alone, and the others on 4, which takes longer."""
     quick = {("gptq-4-32-asym-act", 1), *((name, 2) for name in (*USUAL, *GGUF))}
-    every = [*sorted(quick), *((name, 4) for name in (*CASES, *GGUF))]
-    return [pytest.param(*run, marks=() if run in quick else pytest.mark.soak) for run in every]
+    every = [*sorted(quick), *((name, 4) for name in CASES if name not in USUAL)]
+    alike = ("gptq-8-64-sym", "packed-4-64-asym", "gguf-q8-0", "gguf-bf16")  # another of the same program stands for it
+    return [
+        pytest.param(
+            *run, marks=pytest.mark.soak if run not in quick else pytest.mark.product if run[0] in alike else ()
+        )
+        for run in every
+    ]
 
 
 @pytest.mark.parametrize(("name", "size"), runs())

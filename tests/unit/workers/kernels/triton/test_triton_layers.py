@@ -164,7 +164,7 @@ def test_a_sum_over_ranks_meets_the_residual_in_the_kernel_of_the_norm(
 @pytest.mark.slow
 def test_fused_layers_do_what_layers_do(tmp_path: Path, family: str, as_on_cuda: None) -> None:
     """All kernels of a layer on CUDA, with attention, against torch's operations one after the other."""
-    model = load_decoder(make_tiny(tmp_path, family), TensorParallel.solo())
+    model = load_decoder(make_tiny(tmp_path, family, num_hidden_layers=2), TensorParallel.solo())
     assert model.joins_halves and model.norm.triton is not None
     found = logits(model, TritonBackend)
     for norm in [model.norm, *(part for block in model.layers for part in block.parts if isinstance(part, RMSNorm))]:
