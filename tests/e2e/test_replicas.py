@@ -4,6 +4,7 @@ same on both.
 
 import contextlib
 import json
+import random
 import socket
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,7 @@ from oarlock.workers.platform.processor import available_cores
 from tests.e2e.block_reader import num_held, reading
 from tests.e2e.long_context import LONG, long_context_demo
 from tests.e2e.open_stream import OpenStream
-from tests.e2e.running import DEMO, ROOT, RunningServer, eventually, free_port
+from tests.e2e.running import DEMO, ROOT, RunningServer, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
@@ -25,12 +26,13 @@ def counted(server: RunningServer, metric: str) -> dict[str, float]:
     return {name: own[metric] for name, own in server.metrics_by_engine().items() if metric in own}
 
 
-def two_free_ports() -> int:
-    """The first of two neighbours that are free at this moment."""
+def free_neighbours(count: int) -> int:
+    """The first of so many neighbouring ports that are free at this moment, below those that clients are given."""
     while True:
-        port = free_port()
-        with socket.socket() as probe, contextlib.suppress(OSError, OverflowError):
-            probe.bind(("127.0.0.1", port + 1))
+        port = random.randrange(20000, 32000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for number in range(count):
+                stack.enter_context(socket.socket()).bind(("", port + number))
             return port
 
 
@@ -87,7 +89,8 @@ def with_four_cores(folder: Path) -> dict[str, str]:
 
 def test_two_replicas_of_two_ranks_each_tell_what_their_caches_have(tmp_path):
     """Each on its own port, and requests go where the header says."""
-    port, replay, topic, size = two_free_ports(), two_free_ports(), "kv@pod-1@demo", 16
+    port, topic, size = free_neighbours(4), "kv@pod-1@demo", 16
+    replay = port + 2
     config = {"endpoint": f"tcp://*:{port}", "replay_endpoint": f"tcp://*:{replay}", "topic": topic}
     config["enable_kv_cache_events"] = True
     flags = ("-dp", 2, "-tp", 2, "--block-size", size, "--kv-events-config", json.dumps(config))
