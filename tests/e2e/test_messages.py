@@ -1,4 +1,4 @@
-"""`/v1/messages` on a real server: what a coding agent sends, and a prompt of 16 Ki tokens."""
+"""`/v1/messages` on a real server: what a coding agent sends, and a prompt of 64 Ki tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.long_context import long_context_demo
+from tests.e2e.long_context import CONTEXT, long_context_demo
 from tests.e2e.running import RunningServer, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
@@ -26,14 +26,12 @@ TOOLS = [
     }
     for name, what, field in (("read", "Reads a file.", "path"), ("list", "Lists a folder.", "folder"))
 ]
-CONTEXT = 16_384  # tokens
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     model = long_context_demo(tmp_path_factory.mktemp("long"))
     flags = ("--served-model-name", "demo", "claude-of-our-own", "--api-key", "key", "--max-num-seqs", 8)
-    flags = (*flags, "--max-model-len", CONTEXT)
     with RunningServer(Path(model), *flags) as running:
         running.client.headers.update(HEADERS)
         yield running
@@ -76,7 +74,7 @@ def test_what_a_coding_agent_sends(server):
 
 
 @pytest.mark.timeout(900)  # beside other tests, on a processor without bfloat16
-def test_a_prompt_of_16_ki_tokens(server):
+def test_a_prompt_of_64_ki_tokens(server):
     text = "import os and then " * 20_000
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "model": "demo"}
     refused = server.client.post("/v1/messages", json=body)
@@ -85,7 +83,7 @@ def test_a_prompt_of_16_ki_tokens(server):
         {"role": "user", "content": "import os and then " * 100}]}).json()["input_tokens"] / 100  # fmt: skip
     body["messages"][0]["content"] = "import os and then " * int((CONTEXT - 300) / (per_word - 0.1))
     count = server.client.post("/v1/messages/count_tokens", json=body).json()["input_tokens"]
-    assert 15_500 < count <= CONTEXT - 8
+    assert 64_000 < count <= CONTEXT - 8
     events = []
     with server.client.stream("POST", "/v1/messages", json={**body, "stream": True}, timeout=800) as stream:
         assert stream.status_code == 200

@@ -40,12 +40,12 @@ class ComparingDriver(Driver):
 @pytest.mark.slow
 def test_tables_of_random_scenes(depth: int) -> None:
     preemptions, reused, compared, entries = 0, 0, 0, 0
-    for seed in range(100, 110):
+    for seed in range(100, 115):
         driver = run_scene(make_scene(seed), depth, ComparingDriver)
         preemptions += driver.scheduler.stats.num_preemptions
         reused += max(0, len(driver.requests) - driver.scheduler.max_num_seqs)
         compared, entries = compared + driver.num_compared, entries + driver.num_entries
-    assert preemptions > 0 and reused > 25
+    assert preemptions > 0 and reused > 50
     assert entries < compared / 3
 
 

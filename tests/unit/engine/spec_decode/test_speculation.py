@@ -77,7 +77,7 @@ def compare(scene: Scene, expected: Driver, got: Driver) -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(30, 36), pytest.param(range(36, 70), marks=pytest.mark.soak)], ids=["few", "many"]
+    "seeds", [range(30, 42), pytest.param(range(42, 70), marks=pytest.mark.soak)], ids=["few", "many"]
 )
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_every_answer_is_that_without_drafts(depth: int, seeds: range) -> None:
         assert stats.num_drafts <= stats.num_draft_tokens and stats.generation_tokens == sum(
             len(tokens) for tokens in got.tokens.values()
         )
-    assert 0.3 < accepted / drafted < 0.9 and accepted > 100 and saved > 30
+    assert 0.3 < accepted / drafted < 0.9 and accepted > 200 and saved > 60
     assert preemptions > 0 and (ahead > 0) == (depth == 2)
 
 

@@ -90,7 +90,7 @@ struct Operands {
     const long blocks = x.slices.blocks, in_place = 1L << x.shift;
     for (long block = first * blocks, next; block < end * blocks; block = next) {
       next = std::min(end * blocks, (block | (in_place - 1)) + 1);  // blocks that share a place
-      const long slice = x.slices.slice_of(block);
+      const long slice = x.slices.slice_of(block), sums_at = of.at(0, block, x.slices);
       Tile t;
       t.scales = from;
       t.values = from + values_at;
@@ -102,8 +102,8 @@ struct Operands {
       t.factors = x.slices.in_slice(next - 1) == blocks - 1 ? reinterpret_cast<const float *>(factors) : nullptr;
       t.row_scales = x.scales + slice;
       t.scales_stride = form.slices;
-      t.starts = of.starts + of.at(0, block, x.slices);
-      t.totals = of.totals ? of.totals + of.at(0, block, x.slices) : nullptr;
+      t.starts = of.starts + sums_at;
+      t.totals = of.totals ? of.totals + sums_at : nullptr;
       t.stride = of.stride;
       t.sums = sums;
       t.to = to;
