@@ -76,6 +76,31 @@ def test_they_are_kept_found_renamed_and_brought_back(serve, window, expect):
     expect(answers(other)).to_have_count(2)
 
 
+def test_an_open_menu_and_a_title_half_written_outlast_a_change_of_the_list(serve, window, expect):
+    url = serve(TEXT).url
+    page = window(url)
+    answered(page, expect, "A keel")
+    other = page.context.new_page()
+    other.goto(url)
+    expect(rows(other)).to_have_count(1)
+    other.get_by_label("More for A keel").click()
+    answered(page, expect, "And then?")
+    page.get_by_role("button", name="New chat").click()
+    answered(page, expect, "An oar")
+    expect(rows(page)).to_have_count(2)
+    other.wait_for_timeout(500)  # until the other tab has heard of both
+    expect(rows(other)).to_have_count(1)
+    other.get_by_label("More for A keel").press("Escape")
+    expect(rows(other)).to_have_count(2)
+    choose(other, "A keel", "Rename")
+    other.get_by_label("Title").fill("Rowing")
+    page.get_by_role("button", name="New chat").click()
+    answered(page, expect, "A rudder")
+    other.wait_for_timeout(500)
+    other.get_by_label("Title").press("Enter")
+    expect(rows(other).locator(".title")).to_have_text(["A rudder", "An oar", "Rowing"])
+
+
 def test_nothing_is_kept_where_one_wishes_so(serve, window, expect):
     url = serve(TEXT).url
     page = window(url)

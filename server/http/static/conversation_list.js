@@ -31,6 +31,8 @@ export class ConversationList {
     const wanted = this.search.value.trim();
     const [all, found] = await Promise.all([this.store.list(), wanted ? this.store.search(wanted) : null]);
     if (number !== this.number) return; // another refresh began meanwhile
+    this.isDue = this.list.querySelector("details[open], input:enabled") !== null;
+    if (this.isDue) return; // new rows would take an open menu, or a title half written, from under the hand
     const shown = all.filter((head) => !found || found.has(head.id));
     this.list.replaceChildren(...shown.map((head) => this.row(head)));
     $("no-conversations").hidden = shown.length > 0;
@@ -53,6 +55,7 @@ export class ConversationList {
         el("button", { onclick: () => this.export(head, "md") }, "As Markdown"),
         el("button", { onclick: () => this.delete(head) }, "Delete")));
     more.addEventListener("focusout", () => setTimeout(() => more.contains(document.activeElement) || (more.open = false), 150));
+    more.addEventListener("toggle", () => !more.open && this.isDue && this.refresh());
     more.addEventListener("keydown", (event) => {
       if (event.key !== "Escape" || !more.open) return;
       event.stopPropagation();
@@ -70,6 +73,7 @@ export class ConversationList {
     const end = async (isWanted) => {
       if (isDone) return;
       isDone = true;
+      field.disabled = true;
       const title = field.value.trim();
       if (isWanted && title) await this.store.put({ conversations: [{ ...head, title, isNamed: true }] });
       if (isWanted && title) this.renamed?.(head.id, title);
