@@ -215,19 +215,17 @@ def compile_to(target: Path, level: Level, compiler: str, sources: Sequence[Path
     scratch = target.with_suffix(f".{os.getpid()}.tmp")
     objects = [scratch.with_suffix(f".{number}.o") for number in range(len(units))]
     command = [compiler, *FLAGS, *level.flags, f"-I{SOURCES}", "-c", "-x", "c++", "-"]
-    running: list[tuple[subprocess.Popen[str], str]] = []
+    running: list[subprocess.Popen[str]] = []
     try:
         for unit, into in zip(units, objects, strict=True):
-            text = "".join(f'#include "{source}"\n' for source in unit)
-            running.append((_begin([*command, "-o", str(into)], text), f"compiling {unit[0].parent.name}"))
-        for process, what in running:
-            _finish(process, what)
-        link = _begin([compiler, "-shared", "-Wl,--as-needed", *map(str, objects), "-o", str(scratch)])
-        running.append((link, "linking"))
-        _finish(*running[-1])
+            _begin([*command, "-o", str(into)], running, "".join(f'#include "{source}"\n' for source in unit))
+        for process, unit in zip(running, units, strict=True):
+            _finish(process, f"compiling {unit[0].parent.name}")
+        _begin([compiler, "-shared", "-Wl,--as-needed", *map(str, objects), "-o", str(scratch)], running)
+        _finish(running[-1], "linking")
         scratch.replace(target)
     finally:
-        for process, _ in running:
+        for process in running:
             _end(process)
         for path in (*objects, scratch):
             path.unlink(missing_ok=True)
@@ -241,16 +239,21 @@ def compiler() -> str:
     return found
 
 
-def _begin(command: Sequence[str], text: str = "") -> subprocess.Popen[str]:
-    """A running compiler that has been given `text` to read."""
+def _begin(command: Sequence[str], running: list[subprocess.Popen[str]], text: str = "") -> None:
+    """Start a compiler, add it to `running`, and give it `text` to read."""
     pipe, silent = subprocess.PIPE, subprocess.DEVNULL
-    # In a group of its own with the processes that it starts, so that all of them can be ended.
-    process = subprocess.Popen(command, stdin=pipe, stdout=silent, stderr=pipe, text=True, process_group=0)
+    # Ctrl-C and SIGTERM wait until it can be found in `running`: one in between would leave it there for good.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        # In a group of its own with the processes that it starts, so that all of them can be ended.
+        process = subprocess.Popen(command, stdin=pipe, stdout=silent, stderr=pipe, text=True, process_group=0)
+        running.append(process)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin:  # a compiler that reads nothing says why, or succeeds
         process.stdin.write(text)
     process.stdin = None
-    return process
 
 
 def _finish(process: subprocess.Popen[str], what: str) -> None:
