@@ -109,7 +109,8 @@ def start_ik_llamacpp(plan: Plan) -> System:
     """Start the server of llama.cpp's fork on the same file, whose weights it lays out for its fastest kernels."""
     about = {"version": pinned_commit("ik_llamacpp")[1][:8], "dtype": models.llamacpp_type(plan), "interface": "HTTP"}
     command = [*_llamacpp_command(plan, "ik_llamacpp"), "--run-time-repack", "--cache-ram", "0"]
-    return HttpSystem("ik_llamacpp", "ik_llama.cpp server", about, command, clean_environment(plan.threads), ROOT)
+    place = folder("ik_llamacpp")  # it writes a log to where it runs
+    return HttpSystem("ik_llamacpp", "ik_llama.cpp server", about, command, clean_environment(plan.threads), place)
 
 
 def _llamacpp_command(plan: Plan, peer: str) -> list[str]:

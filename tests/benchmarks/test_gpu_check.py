@@ -345,7 +345,7 @@ def run_parts(tmp_path, names, *, is_bare):
     return found["parts"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_parts_run_where_packages_are_missing_and_those_that_need_them_are_named(tmp_path):
     found = run_parts(tmp_path, ["quantised products", "load"], is_bare=True)
@@ -375,6 +375,7 @@ def test_answers_that_depend_on_the_batch_are_a_fault(monkeypatch):
 
 
 @pytest.mark.soak
+@pytest.mark.every
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("is_bare", [True, False])
 def test_every_part_on_tiny_shapes(tmp_path, is_bare):

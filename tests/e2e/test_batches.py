@@ -17,7 +17,7 @@ BODIES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_killed_server_goes_on_with_its_batch(tmp_path):
     flags = ("--max-num-seqs", 4, "--dtype", "float32", "--batch-dir", tmp_path)
     lines = [

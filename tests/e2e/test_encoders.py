@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.running import RunningServer, command, environment
 from tests.golden.tiny_encoders import hidden_of, load_encoder, make_encoder, score_of, write_modules
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 DOCUMENTS = ["a river bank", "money in the bank!", "fish", "the sea. " * 9, "x"]
 QUERY = "where is the bank?"
 
@@ -131,7 +131,6 @@ def test_usage_is_what_the_counters_have_and_nothing_is_left(scoring):
     assert after["oarlock:kv_blocks_held"] == after["vllm:num_requests_running"] == 0
 
 
-@pytest.mark.soak
 def test_a_recording_gives_the_same_bits_on_two_ranks(tmp_path):
     path, file = make_encoder(tmp_path, "modernbert", tokenizer=True), tmp_path / "steps.rec"
     with RunningServer(path, "--record", file) as server:

@@ -74,6 +74,7 @@ def test_the_text_is_that_of_the_checkpoint(
         assert own_text[:40] == text[:40]
 
 
+@pytest.mark.soak
 def test_a_person_at_a_terminal_is_offered_what_ollama_has(tmp_path: Path, cache: str) -> None:
     models = tmp_path / "models"
     digest, manifest = "sha256:" + "0" * 64, models / "manifests" / "registry.ollama.ai" / "library" / "demo" / "latest"

@@ -4,6 +4,7 @@ import threading
 import time
 
 import psutil
+import pytest
 
 from tests.e2e.running import DEMO, RunningServer, eventually
 
@@ -22,6 +23,7 @@ def _chat(server: RunningServer, content: str):
     return server.client.post("/v1/chat/completions", json=body)
 
 
+@pytest.mark.soak
 def test_a_hostile_template_stops_nothing_but_its_own_requests(tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE + "{% for m in messages %}{{ m.content }}\n{% endfor %}import ")

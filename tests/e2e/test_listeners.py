@@ -28,6 +28,7 @@ def test_only_http_listens(name, request):
     check_only_http_listens(request.getfixturevalue(name))
 
 
+@pytest.mark.soak
 def test_only_http_listens_with_pipeline_stages_ray_is_not_imported_and_all_leave_when_asked(tmp_path):
     trace = tmp_path / "imported"  # by a `ray` that stands in the path of every process
     (tmp_path / "ray.py").write_text(f"open({str(trace)!r}, 'a').write('imported')")

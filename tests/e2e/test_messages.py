@@ -28,9 +28,9 @@ TOOLS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    model = long_context_demo(tmp_path_factory.mktemp("long"))
+@pytest.fixture
+def server(tmp_path, request):
+    model = long_context_demo(tmp_path, layers=getattr(request, "param", None))
     flags = ("--served-model-name", "demo", "claude-of-our-own", "--api-key", "key", "--max-num-seqs", 8)
     with RunningServer(Path(model), *flags) as running:
         running.client.headers.update(HEADERS)
@@ -74,6 +74,7 @@ def test_what_a_coding_agent_sends(server):
 
 
 @pytest.mark.timeout(900)  # beside other tests, on a processor without bfloat16
+@pytest.mark.parametrize("server", [1], ids=["1 layer"], indirect=True)
 def test_a_prompt_of_64_ki_tokens(server):
     text = "import os and then " * 20_000
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "model": "demo"}

@@ -25,7 +25,8 @@ def model(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_start_fails_with_the_tensors_name(model, ranks):
     result = subprocess.run(
         command("serve", model, "-tp", ranks, "--port", free_port()),

@@ -4,6 +4,8 @@ import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from tests.e2e.running import DEMO, ROOT, RunningServer, command, environment, free_port
 
 
@@ -11,6 +13,7 @@ def oarlock(*arguments, cwd=ROOT):
     return subprocess.run(command(*arguments), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.soak
 def test_a_killed_servers_recording_is_replayed_where_foreign_modules_lie(tmp_path, foreign, tp1):
     """The server has two pipeline stages, whose answers are those of one rank; one rank replays them."""
     file = tmp_path / "steps.rec"

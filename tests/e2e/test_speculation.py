@@ -2,6 +2,8 @@
 
 import subprocess
 
+import pytest
+
 from tests.e2e.running import DEMO, ROOT, RunningServer, command, environment, events
 
 CONFIG = '{"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
@@ -46,6 +48,7 @@ def streamed(server: RunningServer) -> tuple[str, int]:
     return "".join(texts), len([text for text in texts if text])
 
 
+@pytest.mark.soak
 def test_answers_are_those_without_drafts_and_the_recording_replays(tmp_path):
     file = tmp_path / "steps.rec"
     flags = ("--dtype", "float32", "--no-enable-prefix-caching")

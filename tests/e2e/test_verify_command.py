@@ -17,6 +17,7 @@ def verify(*arguments: str | int | Path, cwd: Path = ROOT) -> subprocess.Complet
     )  # fmt: skip
 
 
+@pytest.mark.soak
 def test_a_small_model(tmp_path: Path) -> None:
     model = make_tiny(tmp_path, "qwen2", num_hidden_layers=2)
     result = verify(model, "--output", tmp_path / "report.json")

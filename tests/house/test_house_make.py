@@ -178,7 +178,7 @@ def test_the_long_tests_are_soak_fuzz_clients_and_a_model_of_true_size(folder):
     install_by_hand(folder, ".oarlock-installed", ".oarlock-tools-installed")
     plan = run(folder, "make", "-n", "test-long").stdout
     steps = [
-        "-m 'soak and not every' tests/e2e",
+        "-m 'soak and not every' tests/multihost",
         "-m 'soak and not every' -k 'simd",
         "tests.fuzz.run",
         "tests.clients.run",

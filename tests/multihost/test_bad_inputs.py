@@ -21,6 +21,7 @@ WITHIN_S = 60.0
 # by the way of a row that is tried: these run when they are asked for.
 ALIKE = (
     "another type", "other limits", "another model", "another version of Oarlock", "another number of ranks",
+    "other sources of the same version",
     "a number too high", "ranks that cannot be dealt", "torchrun with processes for other ranks",
 )  # fmt: skip
 ROWS = [pytest.param(row, id=row.name, marks=pytest.mark.every if row.name in ALIKE else ()) for row in BAD_INPUTS]

@@ -25,9 +25,7 @@ ROWS = [
     for launcher in ("flags", "torchrun")
     for row in FAULTS
     if launcher == "flags" or row.what in UNDER_TORCHRUN
-    for marks in (
-        [] if row.is_quick and launcher == "flags" else [pytest.mark.soak, *[pytest.mark.every] * (row.what in ALIKE)],
-    )
+    for marks in ([pytest.mark.soak, *[pytest.mark.every] * (row.what in ALIKE)],)
 ]
 
 

@@ -36,6 +36,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
         path.unlink()
 
 
+@pytest.mark.soak
 def test_a_rank_holds_its_shard_and_little_more(big: tuple[Path, int]) -> None:
     directory, size = big
     config = WorkerConfig(

@@ -171,7 +171,7 @@ def test_the_shape_of_a_real_model_on_processes(tmp_path: Path, form: str) -> No
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("deals", [False, True], ids=["cut", "dealt"])
+@pytest.mark.parametrize("deals", [False, pytest.param(True, marks=pytest.mark.every)], ids=["cut", "dealt"])
 def test_a_mixture_on_eight_processes(checkpoints: dict[str, Path], deals: bool) -> None:
     one = start(checkpoints["qwen2_moe"], "bfloat16", 1)
     config = one.config.with_(enable_expert_parallel=deals, cpu_affinity="none")

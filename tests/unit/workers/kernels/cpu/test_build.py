@@ -175,10 +175,10 @@ def test_every_source_is_compiled() -> None:
 
 
 @needs_kernels
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "dtype",
-    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.soak) for dtype in (torch.float16, torch.float32))],
+    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.every) for dtype in (torch.float16, torch.float32))],
     ids=str,
 )
 def test_a_library_of_one_type_gives_the_bits_of_that_with_all(dtype: torch.dtype) -> None:
