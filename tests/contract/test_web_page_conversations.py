@@ -31,6 +31,11 @@ RECORDS = """() => new Promise((resolve) => {
     };
 })"""
 
+LISTEN = """() => {
+    window.heard = new Set();
+    new BroadcastChannel('oarlock /').onmessage = (event) => window.heard.add(event.data);
+}"""
+
 
 def rows(page):
     return page.locator("#conversation-list li")
@@ -76,6 +81,13 @@ def test_they_are_kept_found_renamed_and_brought_back(serve, window, expect):
     expect(answers(other)).to_have_count(2)
 
 
+def hears(page, conversations):
+    """Wait until the tab has heard of changes of as many conversations, and has read what is kept."""
+    while page.evaluate("window.heard.size") < conversations:
+        page.wait_for_timeout(20)
+    page.evaluate(RECORDS)
+
+
 def test_an_open_menu_and_a_title_half_written_outlast_a_change_of_the_list(serve, window, expect):
     url = serve(TEXT).url
     page = window(url)
@@ -83,12 +95,12 @@ def test_an_open_menu_and_a_title_half_written_outlast_a_change_of_the_list(serv
     other = page.context.new_page()
     other.goto(url)
     expect(rows(other)).to_have_count(1)
+    other.evaluate(LISTEN)
     other.get_by_label("More for A keel").click()
     answered(page, expect, "And then?")
     page.get_by_role("button", name="New chat").click()
     answered(page, expect, "An oar")
-    expect(rows(page)).to_have_count(2)
-    other.wait_for_timeout(500)  # until the other tab has heard of both
+    hears(other, 2)
     expect(rows(other)).to_have_count(1)
     other.get_by_label("More for A keel").press("Escape")
     expect(rows(other)).to_have_count(2)
@@ -96,7 +108,7 @@ def test_an_open_menu_and_a_title_half_written_outlast_a_change_of_the_list(serv
     other.get_by_label("Title").fill("Rowing")
     page.get_by_role("button", name="New chat").click()
     answered(page, expect, "A rudder")
-    other.wait_for_timeout(500)
+    hears(other, 3)
     other.get_by_label("Title").press("Enter")
     expect(rows(other).locator(".title")).to_have_text(["A rudder", "An oar", "Rowing"])
 

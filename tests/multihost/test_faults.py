@@ -21,11 +21,10 @@ UNDER_TORCHRUN = ("a rank on a node is killed", "the head's frontend is killed")
 # A cut in one direction and a host without power stand for this one; a rank on the node, for one on the head.
 ALIKE = ("a rank on the head is killed", "the network between the hosts is cut")
 ROWS = [
-    pytest.param(row, launcher, id=f"{row.what}, {launcher}", marks=marks)
+    pytest.param(row, launcher, id=f"{row.what}, {launcher}", marks=[pytest.mark.every] * (row.what in ALIKE))
     for launcher in ("flags", "torchrun")
     for row in FAULTS
     if launcher == "flags" or row.what in UNDER_TORCHRUN
-    for marks in ([pytest.mark.soak, *[pytest.mark.every] * (row.what in ALIKE)],)
 ]
 
 
@@ -51,6 +50,7 @@ def test_the_causes_that_readers_are_shown_are_those_that_are_looked_for():
     assert [row.what for row in FAULTS if not re.search(row.cause, row.shown)] == []
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("row", "launcher"), ROWS)
 def test_both_hosts_end_and_name_the_cause(request, hosts, model, row: Fault, launcher):
     """Where one is enough, two hosts first answer as one."""
