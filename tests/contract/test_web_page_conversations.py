@@ -30,7 +30,6 @@ RECORDS = """() => new Promise((resolve) => {
         Promise.all(counts).then((found) => resolve(found.reduce((a, b) => a + b)));
     };
 })"""
-
 LISTEN = """() => {
     window.heard = new Set();
     new BroadcastChannel('oarlock /').onmessage = (event) => window.heard.add(event.data);
@@ -49,6 +48,13 @@ def choose(page, title, action):
 def answered(page, expect, text):
     ask(page, text)
     expect(answers(page).last.locator(".numbers")).to_contain_text("cached")
+
+
+def hears(page, conversations):
+    """Wait until the tab has heard of changes of as many conversations, and has read what is kept."""
+    while page.evaluate("window.heard.size") < conversations:
+        page.wait_for_timeout(20)
+    page.evaluate(RECORDS)
 
 
 def test_they_are_kept_found_renamed_and_brought_back(serve, window, expect):
@@ -79,13 +85,6 @@ def test_they_are_kept_found_renamed_and_brought_back(serve, window, expect):
     other.get_by_role("button", name="Undo").click()
     expect(rows(page)).to_have_count(2)
     expect(answers(other)).to_have_count(2)
-
-
-def hears(page, conversations):
-    """Wait until the tab has heard of changes of as many conversations, and has read what is kept."""
-    while page.evaluate("window.heard.size") < conversations:
-        page.wait_for_timeout(20)
-    page.evaluate(RECORDS)
 
 
 def test_an_open_menu_and_a_title_half_written_outlast_a_change_of_the_list(serve, window, expect):

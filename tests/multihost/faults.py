@@ -36,7 +36,7 @@ class Fault:
     says: tuple[str, ...] = ("head", "node1")
     step_timeout_s: float = STEP_TIMEOUT_S
     goes_on: Callable[[Group], object] | None = None  # for what was stopped: it ends as soon as it goes on
-    is_quick: bool = False  # whether it is part of `make test`
+    answers_first: bool = False  # whether two hosts first answer as one
 
 
 def _pull(group: Group) -> None:
@@ -62,7 +62,7 @@ FAULTS = (
         cause=r"rank 1\b.*(SIGKILL|signal 9)",
         shown="rank 1 failed at step 6: killed by signal 9 (on node 1 (box2, 10.0.0.2))",
         advice=_ITS_LOG,
-        is_quick=True,
+        answers_first=True,
     ),
     Fault(
         "a rank on the head is killed",

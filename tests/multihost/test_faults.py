@@ -56,7 +56,7 @@ def test_both_hosts_end_and_name_the_cause(request, hosts, model, row: Fault, la
     """Where one is enough, two hosts first answer as one."""
     flags = ("-tp", 2, "--step-timeout", row.step_timeout_s)
     with Group(hosts, model, *FLAGS, *flags, launcher=launcher) as group:
-        if row.is_quick and launcher == "flags":
+        if row.answers_first and launcher == "flags":
             assert answers(group.head, FEW) == request.getfixturevalue("expected")
             assert "c10d" not in group.logs, "torch warns of hosts without a name, which nobody needs"
         with group.head.host.inside():

@@ -491,8 +491,8 @@ def steps_of(model: Path, tp: TensorParallel | None = None, **options: Any) -> D
 def test_a_step_with_prompts_is_one_launch_up_to_its_hidden_states(
     model: Path, cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two prompts, then decodes beside parts of prompts, in one graph: the tokens of steps without graphs. Tiles that
-    stay those of one row are found, with prompts whose numbers no memory holds any more."""
+    """Two prompts, then decodes beside parts of prompts, in one graph: the tokens of steps without graphs. Wrong
+    tiles are found, with prompts whose numbers no memory holds any more."""
     steps = steps_of(model, max_num_batched_tokens=16)
 
     def outputs(first: int = 0) -> list[list[int]]:
@@ -515,14 +515,14 @@ def test_a_step_with_prompts_is_one_launch_up_to_its_hidden_states(
     steps.release()
     find = triton_backend._find
 
-    def stay(batch: ForwardBatch, tiles: triton_backend.Tiles, tokens: int) -> None:
+    def find_one(batch: ForwardBatch, tiles: triton_backend.Tiles, tokens: int) -> None:
         if of_thread.graph is None:
             find(batch, tiles, tokens)
         else:
             tiles.seqs.zero_()
             tiles.first_rows.zero_()
 
-    monkeypatch.setattr(triton_backend, "_find", stay)
+    monkeypatch.setattr(triton_backend, "_find", find_one)
     steps.capture(CudaGraphs(), [], [16])
     assert outputs(40) != others
     steps.release()

@@ -78,6 +78,24 @@ def test_whoever_ends_it_ends_the_compilers_and_what_they_have_started(
     assert [path.name for path in (empty_cache / "oarlock" / "kernels").iterdir() if path.suffix != ".lock"] == []
 
 
+def test_a_signal_waits_until_a_compiler_that_starts_can_be_ended(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = subprocess.Popen, []
+
+    def interrupted(*arguments, **options):
+        started.append(start(*arguments, **options))
+        signal.raise_signal(signal.SIGINT)
+        return started[-1]
+
+    (empty_cache / "compiler").write_text(SLOW_COMPILER)
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    level = build.LEVELS[0]
+    with pytest.raises(KeyboardInterrupt):
+        build.compile_to(empty_cache / "made.so", level, str(empty_cache / "compiler"))
+    assert len(started) == 1 and not is_running(started[0].pid)
+
+
 def until(is_so) -> None:
     deadline = time.monotonic() + 60
     while not is_so():

@@ -14,9 +14,10 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -242,18 +243,32 @@ def compiler() -> str:
 def _begin(command: Sequence[str], running: list[subprocess.Popen[str]], text: str = "") -> None:
     """Start a compiler, add it to `running`, and give it `text` to read."""
     pipe, silent = subprocess.PIPE, subprocess.DEVNULL
-    # Ctrl-C and SIGTERM wait until it can be found in `running`: one in between would leave it there for good.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
+    with _handlers_wait():  # until it is in `running`: what they raise in between would leave it alive
         # In a group of its own with the processes that it starts, so that all of them can be ended.
         process = subprocess.Popen(command, stdin=pipe, stdout=silent, stderr=pipe, text=True, process_group=0)
         running.append(process)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin:  # a compiler that reads nothing says why, or succeeds
         process.stdin.write(text)
     process.stdin = None
+
+
+@contextmanager
+def _handlers_wait() -> Generator[None]:
+    """Let handlers of Ctrl-C and SIGTERM run afterwards. Signals are not blocked: a new process would inherit that."""
+    came: list[int] = []
+    in_main = threading.current_thread() is threading.main_thread()  # where handlers run, and nowhere else
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if in_main}
+    held = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in held:
+        signal.signal(number, lambda got, frame: came.append(got))
+    try:
+        yield
+    finally:
+        for number, handler in held.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _finish(process: subprocess.Popen[str], what: str) -> None:
