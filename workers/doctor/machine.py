@@ -156,7 +156,7 @@ def level() -> Finding:
         fix = "Use a processor with AVX2, AVX-512 or NEON, or a GPU."
         return Finding("CPU level", text, WARNING, fix)
     lacking = [
-        f"{better.name} ({', '.join(sorted(better.needs - processor.features())) or 'not allowed by the system'})"
+        f"{better.name} ({build.why_not_better(better)})"
         for better in build.LEVELS[: build.LEVELS.index(chosen)]
         if better.machine == chosen.machine
     ]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from oarlock.workers.errors import StartupError
-from oarlock.workers.platform.processor import features, may_use_tiles
+from oarlock.workers.platform.processor import features, may_use_tiles, vendor, widens_faster
 
 ENVIRONMENT = "OARLOCK_CPU_LEVEL"
 
@@ -78,14 +78,26 @@ def machine_name(machine: str | None = None) -> str:
     return {"AMD64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
 
 
-def available(machine: str | None = None, flags: frozenset[str] | None = None) -> list[Level]:
-    """The levels that a processor can run, best first: this one, or one described by machine and features."""
-    machine = machine_name(machine)
-    found = features() if flags is None else flags
-    levels = [level for level in LEVELS if level.machine == machine and level.needs <= found]
-    if flags is None and any("amx_tile" in level.needs for level in levels) and not may_use_tiles():
+def available(machine: str | None = None, flags: frozenset[str] | None = None, maker: str = "") -> list[Level]:
+    """The levels that a processor can run, best first: this one, or one described by machine, features and maker."""
+    machine, is_here = machine_name(machine), flags is None
+    if flags is None:
+        flags, maker = features(), vendor()
+    levels = [level for level in LEVELS if level.machine == machine and level.needs <= flags]
+    if is_here and any("amx_tile" in level.needs for level in levels) and not may_use_tiles():
         levels = [level for level in levels if "amx_tile" not in level.needs]
+    if widens_faster(flags, maker):
+        at = [level.needs for level in levels].index(_BF16)
+        levels[at : at + 2] = reversed(levels[at : at + 2])
     return levels
+
+
+def why_not_better(better: Level) -> str:
+    """Why this processor is not served at a level that comes before the best one that is `available`."""
+    lacking = sorted(better.needs - features())
+    if lacking:
+        return ", ".join(lacking)
+    return "slower here" if better in available() else "not allowed by the system"
 
 
 def chosen(environment: Mapping[str, str] = os.environ) -> Level | None:

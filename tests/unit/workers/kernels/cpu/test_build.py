@@ -260,11 +260,15 @@ def test_a_wheel_is_tagged_with_the_newest_c_library_that_it_needs(tmp_path: Pat
 
 
 def test_without_permission_for_tiles_the_next_level_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "features", lambda: build.LEVELS[0].needs)
+    monkeypatch.setattr(build, "features", lambda: build.LEVELS[0].needs | {"avx512_fp16"})
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
-    for allowed, best in ((True, "amx"), (False, "avx512_bf16")):
-        monkeypatch.setattr(build, "may_use_tiles", lambda allowed=allowed: allowed)
-        assert build.available()[0].name == best
+    orders = {"AuthenticAMD": ["avx512_bf16", "avx512", "avx2"], "GenuineIntel": ["avx512", "avx512_bf16", "avx2"]}
+    for maker, order in orders.items():
+        monkeypatch.setattr(build, "vendor", lambda maker=maker: maker)
+        for allowed, names in ((True, ["amx", *order]), (False, order)):
+            monkeypatch.setattr(build, "may_use_tiles", lambda allowed=allowed: allowed)
+            assert [level.name for level in build.available()] == names
+    assert [build.why_not_better(level) for level in build.LEVELS[:2]] == ["not allowed by the system", "slower here"]
     with pytest.raises(StartupError, match="tile registers"):
         build.chosen({build.ENVIRONMENT: "amx"})
     assert may_use_tiles() in (True, False)
@@ -306,6 +310,21 @@ def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_levels_of_a_processor(machine: str, flags: str, names: list[str]) -> None:
     assert [level.name for level in build.available(machine, frozenset(flags.split()))] == names
+
+
+@pytest.mark.parametrize(
+    ("maker", "more", "names"),
+    [
+        ("AuthenticAMD", "", ["avx512_bf16", "avx512", "avx2"]),
+        ("AuthenticAMD", "avx512_fp16", ["avx512_bf16", "avx512", "avx2"]),
+        ("GenuineIntel", "", ["avx512_bf16", "avx512", "avx2"]),  # Cooper Lake
+        ("GenuineIntel", "avx512_fp16", ["avx512", "avx512_bf16", "avx2"]),
+        ("GenuineIntel", "avx512_fp16 amx_tile amx_bf16", ["amx", "avx512", "avx512_bf16", "avx2"]),
+    ],
+)
+def test_a_level_that_is_slower_than_the_next_comes_after_it(maker: str, more: str, names: list[str]) -> None:
+    flags = next(level.needs for level in build.LEVELS if level.name == "avx512_bf16") | set(more.split())
+    assert [level.name for level in build.available("x86_64", flags, maker)] == names
 
 
 def test_the_environment_names_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
