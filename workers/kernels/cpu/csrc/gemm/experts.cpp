@@ -139,16 +139,16 @@ struct Step {
   // One panel of outputs of all blocks: totals [parts][rows][kPanel].
   void multiply_down(long panel, float *totals) const {
     const long size = rows * kPanel, left = e.hidden - panel * kPanel;
+    const long first = std::max(0L, e.only_slice), end = e.only_slice < 0 ? e.slices : e.only_slice + 1;
     std::fill(totals, totals + parts() * size, 0.0f);
     for (long block = 0; block < sorted.count; block++) {
       const Sorted::Block &of = sorted.blocks[block];
       const T *bias = static_cast<const T *>(e.of[of.expert].down_bias);
-      down.of[block]->multiply_add_slices(panel, std::max(0L, e.only_slice),
-                                          e.only_slice < 0 ? e.slices : e.only_slice + 1,
-                                          {sorted.row_of + of.begin, sorted.weight_of + of.begin,
-                                           totals + of.expert / e.group * size, size,
-                                           bias ? load(bias + panel * kPanel, left) : zero(),
-                                           bias ? load(bias + panel * kPanel + kLanes, left - kLanes) : zero()});
+      const WeightedTotals to{sorted.row_of + of.begin, sorted.weight_of + of.begin,
+                              totals + of.expert / e.group * size, size, bias != nullptr,
+                              bias ? load(bias + panel * kPanel, left) : zero(),
+                              bias ? load(bias + panel * kPanel + kLanes, left - kLanes) : zero()};
+      down.of[block]->multiply_add(panel, first, end, to);
     }
     for (long span = 1; span < parts(); span *= 2)
       for (long part = 0; part + span < parts(); part += 2 * span)

@@ -166,21 +166,25 @@ struct Chunk {
     sum(panel, slice * x.inputs.blocks, (slice + 1) * x.inputs.blocks, sums);
   }
 
-  // Adds the sums of one panel and slice to totals, strip by strip, where weights need not be widened.
-  void add_slice_to(long panel, long slice, WeightedTotals to) const {
+  // Adds the sums of one panel along slices `first` to `end` to totals, strip by strip, where weights need not be widened.
+  void add_slices_to(long panel, long first, long end, const WeightedTotals &to) const {
     alignas(64) float sums[S::kRows * kPanel];
-    const long begin = slice * x.inputs.blocks;
-    for (long strip = 0; strip < x.strips; strip++) {
-      for (long block = begin; block < begin + x.inputs.blocks; block++) {
-        const T *w = weights(panel, block);
-        const long count = x.padded(x.inputs.inputs_of(block));
-        const char *here = reinterpret_cast<const char *>(w);
-        const long bytes = count / S::kStep * kStepBytes<S>;
-        const Fetch next{here + bytes * (x.strips + strip) / x.strips, kStepBytes<S> / x.strips};
-        kTiles<S>[x.count(strip)](x.at(strip, block), w, count, sums, block == begin, next);
+    for (long slice = first; slice < end; slice++) {
+      const long begin = slice * x.inputs.blocks;
+      for (long strip = 0; strip < x.strips; strip++) {
+        for (long block = begin; block < begin + x.inputs.blocks; block++) {
+          const T *w = weights(panel, block);
+          const long count = x.padded(x.inputs.inputs_of(block));
+          const char *here = reinterpret_cast<const char *>(w);
+          const long bytes = count / S::kStep * kStepBytes<S>;
+          const Fetch next = x.strips == 1
+                                 ? Fetch{here + ahead<S>(x.rows), kStepBytes<S>}
+                                 : Fetch{here + bytes * (x.strips + strip) / x.strips, kStepBytes<S> / x.strips};
+          kTiles<S>[x.count(strip)](x.at(strip, block), w, count, sums, block == begin, next);
+        }
+        for (long i = 0, r = x.begin(strip); i < x.count(strip); i++, r++)
+          to.add(slice, r, load(sums + i * kPanel), load(sums + i * kPanel + kLanes));
       }
-      for (long i = 0, r = x.begin(strip); i < x.count(strip); i++, r++)
-        to.add(r, load(sums + i * kPanel), load(sums + i * kPanel + kLanes));
     }
   }
 
@@ -250,9 +254,9 @@ struct DenseRows final : PanelRows {
     x.pack_strip(strip, [&](long row) { return static_cast<const T *>(from) + row_of[row] * stride; });
   }
   void multiply(long panel, long slice, float *sums) const override { Chunk<T>{p, x, 0}.sum_slice(panel, slice, sums); }
-  void multiply_add(long panel, long slice, const WeightedTotals &to) const override {
-    if (strips == 1 || sizeof(T) != sizeof(typename Rows<T>::X)) PanelRows::multiply_add(panel, slice, to);
-    else Chunk<T>{p, x, 0}.add_slice_to(panel, slice, to);
+  void multiply_add(long panel, long first, long end, const WeightedTotals &to) const override {
+    if (strips > 1 && sizeof(T) != sizeof(typename Rows<T>::X)) PanelRows::multiply_add(panel, first, end, to);
+    else Chunk<T>{p, x, 0}.add_slices_to(panel, first, end, to);
   }
 };
 

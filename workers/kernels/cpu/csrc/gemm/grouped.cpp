@@ -215,7 +215,7 @@ struct GroupedRows final : PanelRows {
   void multiply(long panel, long slice, float *sums) const override {
     operands.multiply(panel, slice, slice + 1, sums, nullptr);
   }
-  void multiply_add_slices(long panel, long first, long end, const WeightedTotals &to) const override {
+  void multiply_add(long panel, long first, long end, const WeightedTotals &to) const override {
     alignas(64) float sums[kMostPanelRows * kPanel];
     operands.multiply(panel, first, end, sums, &to);
   }

@@ -57,10 +57,18 @@ inline void load_values(const char *w, Ints numbers, Ints &left, Ints &right) {
   if constexpr (kPacked && V::kFloat) left = look_up(numbers, left), right = look_up(numbers, right);
 }
 
-// whole [R] += x times the weights of one group, whose values are at `w`.
+// Whether a tile fetches with each step what that takes, into the second-level cache, and not all of a group at once: few
+// rows wait for memory alone, and are never one strip of several, so that what is fetched is one group for each group.
 template <class Dot, class V, int R>
-inline void add_group(const uint8_t *x, const char *w, Ints numbers, Ints (&whole_low)[R], Ints (&whole_high)[R]) {
-  for (long step = 0; step < V::kGroup / 4; step++, x += 4, w += V::kStepBytes) {
+constexpr bool kFetchesBySteps = R * 2 < kStrip<Dot> && !(V::kBits == 4 && Dot::kAddsPairs);
+
+// whole [R] += x times the weights of one group, whose values are at `w`. `fetch`: the values of another group.
+template <class Dot, class V, int R>
+inline void add_group(const uint8_t *x, const char *w, const char *fetch, Ints numbers, Ints (&whole_low)[R],
+                      Ints (&whole_high)[R]) {
+  for (long step = 0; step < V::kGroup / 4; step++, x += 4, w += V::kStepBytes, fetch += V::kStepBytes) {
+    if (kFetchesBySteps<Dot, V, R> && step * V::kStepBytes % 64 == 0)
+      for (long at = 0; at < V::kStepBytes; at += 64) prefetch_far(fetch + at);
     if constexpr (V::kBits == 8 && Dot::kOffset == 0) {
       const typename Dot::Weight left = Dot::prepare(load_ints(w)), right = Dot::prepare(load_ints(w + 4 * kLanes));
       add_four_inputs<Dot::add>(x, left, right, whole_low, whole_high);
@@ -103,7 +111,8 @@ inline void sum_group_by_pairs(const Ints (&start)[R], const uint8_t *x, const c
 
 // low, high [R] += what group number `group` of the tile gives, whose numbers of x are at `x`.
 template <class Dot, class V, int R>
-inline void add_scaled_group(const Tile &t, long group, const uint8_t *x, Ints numbers, Vec (&low)[R], Vec (&high)[R]) {
+inline void add_scaled_group(const Tile &t, long group, const uint8_t *x, const char *fetch, Ints numbers,
+                             Vec (&low)[R], Vec (&high)[R]) {
   Ints start[R], whole_low[R], whole_high[R];
   for (int r = 0; r < R; r++) start[r] = broadcast_int(t.starts[r * t.stride + group]);
   const char *values = t.values + group * t.values_step;
@@ -111,7 +120,7 @@ inline void add_scaled_group(const Tile &t, long group, const uint8_t *x, Ints n
     sum_group_by_pairs<Dot, V, R>(start, x, values, numbers, whole_low, whole_high);
   } else {
     for (int r = 0; r < R; r++) whole_low[r] = whole_high[r] = start[r];
-    add_group<Dot, V, R>(x, values, numbers, whole_low, whole_high);
+    add_group<Dot, V, R>(x, values, fetch, numbers, whole_low, whole_high);
   }
   const Float16 *scales = reinterpret_cast<const Float16 *>(t.scales + group * t.scales_step);
   const Vec left = load(scales), right = load(scales + kLanes);
@@ -139,7 +148,7 @@ inline void finish_slice(const Tile &t, long slice, const Vec (&low)[R], const V
     const Vec scaled_low = rounded_product(rounded_product(low[r], left), scale);
     const Vec scaled_high = rounded_product(rounded_product(high[r], right), scale);
     if (t.to) {
-      t.to->of_slice(t.slice + slice).add(t.row + r, scaled_low, scaled_high);
+      t.to->add(t.slice + slice, t.row + r, scaled_low, scaled_high);
     } else {
       store(t.sums + r * kPanel, scaled_low);
       store(t.sums + r * kPanel + kLanes, scaled_high);
@@ -159,8 +168,10 @@ void multiply_tile(const Tile &t) {
     }
     const uint8_t *x = t.x + slice * t.slice_bytes;
     for (const long end = group + t.groups; group < end; group++, x += V::kGroup, fetch += t.fetch.step) {
-      for (long at = 0; at < t.fetch.step; at += 64) prefetch(fetch + at);
-      add_scaled_group<Dot, V, R>(t, group, x, numbers, low, high);
+      constexpr bool kBySteps = kFetchesBySteps<Dot, V, R>;
+      for (long at = kBySteps ? V::kGroup / 4 * V::kStepBytes : 0; at < t.fetch.step; at += 64)
+        kBySteps ? prefetch_far(fetch + at) : prefetch(fetch + at);
+      add_scaled_group<Dot, V, R>(t, group, x, fetch, numbers, low, high);
     }
     if (t.factors) {
       finish_slice<R>(t, slice, low, high);

@@ -126,20 +126,22 @@ struct Chunk {
     scale(at, slice, sums, totals);
   }
 
-  // Adds the totals of one panel and slice to others.
-  void add_slice_to(long panel, long slice, WeightedTotals to) const {
+  // Adds the totals of one panel along slices `first` to `end` to others.
+  void add_slices_to(long panel, long first, long end, const WeightedTotals &to) const {
     alignas(64) int32_t sums[Dot::kRows * kPanel];
     const Panel at(p.weight, panel, p.inputs, p.slices);
     const Vec left = load(at.scales), right = load(at.scales + kLanes);
-    const long begin = slice * x.slices.blocks;
-    for (long strip = 0; strip < x.strips; strip++) {
-      for (long block = begin; block < begin + x.slices.blocks; block++)
-        sum_strip(at, block, strip, sums, block == begin ? at.first + slice * kPanel : nullptr);
-      for (long i = 0, r = x.begin(strip); i < x.count(strip); i++, r++) {
-        const Vec scale = broadcast(x.scales[r * p.slices + slice]);
-        const Vec low = rounded_product(to_floats(load_ints(sums + i * kPanel)), left);
-        const Vec high = rounded_product(to_floats(load_ints(sums + i * kPanel + kLanes)), right);
-        to.add(r, rounded_product(low, scale), rounded_product(high, scale));
+    for (long slice = first; slice < end; slice++) {
+      const long begin = slice * x.slices.blocks;
+      for (long strip = 0; strip < x.strips; strip++) {
+        for (long block = begin; block < begin + x.slices.blocks; block++)
+          sum_strip(at, block, strip, sums, block == begin ? at.first + slice * kPanel : nullptr);
+        for (long i = 0, r = x.begin(strip); i < x.count(strip); i++, r++) {
+          const Vec scale = broadcast(x.scales[r * p.slices + slice]);
+          const Vec low = rounded_product(to_floats(load_ints(sums + i * kPanel)), left);
+          const Vec high = rounded_product(to_floats(load_ints(sums + i * kPanel + kLanes)), right);
+          to.add(slice, r, rounded_product(low, scale), rounded_product(high, scale));
+        }
       }
     }
   }
@@ -217,9 +219,8 @@ struct Int8Rows final : PanelRows {
   void multiply(long panel, long slice, float *sums) const override {
     Chunk<T, Dot>{p, x, 0}.sum_slice(panel, slice, sums);
   }
-  void multiply_add(long panel, long slice, const WeightedTotals &to) const override {
-    if (strips == 1) PanelRows::multiply_add(panel, slice, to);
-    else Chunk<T, Dot>{p, x, 0}.add_slice_to(panel, slice, to);
+  void multiply_add(long panel, long first, long end, const WeightedTotals &to) const override {
+    Chunk<T, Dot>{p, x, 0}.add_slices_to(panel, first, end, to);
   }
 };
 

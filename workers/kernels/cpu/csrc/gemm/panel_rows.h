@@ -17,19 +17,15 @@ struct WeightedTotals {
   const float *weight_of;
   float *totals;  // of slice 0
   long part;      // from the totals of a slice to those of the next
+  bool has_bias;
   Vec low, high;  // the bias, which is added to the sums of slice 0
 
-  WeightedTotals of_slice(long slice) const {
-    WeightedTotals other = *this;
-    other.totals += slice * part;
-    if (slice > 0) other.low = other.high = zero();
-    return other;
-  }
-  void add(long r, Vec left, Vec right) const {
+  void add(long slice, long r, Vec left, Vec right) const {
+    if (has_bias && slice == 0) left = left + low, right = right + high;
     const Vec weight = broadcast(weight_of[r]);
-    float *to = totals + row_of[r] * kPanel;
-    store(to, load(to) + rounded_product(left + low, weight));
-    store(to + kLanes, load(to + kLanes) + rounded_product(right + high, weight));
+    float *to = totals + slice * part + row_of[r] * kPanel;
+    store(to, load(to) + rounded_product(left, weight));
+    store(to + kLanes, load(to + kLanes) + rounded_product(right, weight));
   }
 };
 
@@ -42,16 +38,14 @@ class PanelRows {
   virtual void pack(long strip, const void *x, long stride, const int32_t *row_of) = 0;
   // sums [rows][kPanel] of one panel along one slice of the inputs.
   virtual void multiply(long panel, long slice, float *sums) const = 0;
-  // Adds the same sums to totals, which are those of this slice. Forms do so strip by strip where there are several: where
+  // Adds the same sums, of each slice from `first` to `end`, to the totals of that slice. Forms do so strip by strip: where
   // slices are short, the sums of all rows would be read from beyond the first-level cache.
-  virtual void multiply_add(long panel, long slice, const WeightedTotals &to) const {
+  virtual void multiply_add(long panel, long first, long end, const WeightedTotals &to) const {
     alignas(64) float sums[kMostPanelRows * kPanel];
-    multiply(panel, slice, sums);
-    for (long r = 0; r < rows; r++) to.add(r, load(sums + r * kPanel), load(sums + r * kPanel + kLanes));
-  }
-  // The same for each slice from `first` to `end`.
-  virtual void multiply_add_slices(long panel, long first, long end, const WeightedTotals &to) const {
-    for (long slice = first; slice < end; slice++) multiply_add(panel, slice, to.of_slice(slice));
+    for (long slice = first; slice < end; slice++) {
+      multiply(panel, slice, sums);
+      for (long r = 0; r < rows; r++) to.add(slice, r, load(sums + r * kPanel), load(sums + r * kPanel + kLanes));
+    }
   }
 
   const long rows, strips;
