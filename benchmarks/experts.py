@@ -18,7 +18,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from benchmarks.machine import Ceilings
+from benchmarks.machine import Ceilings, beyond_caches
 from oarlock.workers.kernels.cpu.experts import CppExpertMatmul
 from oarlock.workers.quantization import int4
 from oarlock.workers.quantization.expert_matmul import TorchExpertMatmul
@@ -33,8 +33,6 @@ FORMS: dict[str, Callable[[Tensor], LinearWeight]] = {
     "int8": lambda weight: Int8Weight(*round_rows(weight), weight.dtype),
     "int4": int4.rounded,
 }
-LEAST_BYTES = 192 << 20  # of all layers: more than caches hold
-GIBIBYTES = 0.0625  # that the ceiling reads at a time: short enough for a busy machine
 
 
 class Layers:
@@ -49,7 +47,7 @@ class Layers:
         separate = (gate_up.gated_matmul(None, "silu"), down.matmul(float32_output=True), None)
         first = CppExpertMatmul(self.sizes, [separate] * self.experts)
         self.bytes = first.expert_bytes
-        count = -(-LEAST_BYTES // (self.bytes * self.experts)) if shape != "quick" else 1
+        count = -(-beyond_caches() // (self.bytes * self.experts)) if shape != "quick" else 1
         self.kernels = [first, *(CppExpertMatmul(self.sizes, [separate] * self.experts) for _ in range(1, count))]
         # One set for the loop: its few products come from the same weights, which does not make it slower.
         self.loop = TorchExpertMatmul(self.sizes, [ExpertWeights(gate_up, down)] * self.experts)
@@ -104,7 +102,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    ceilings = Ceilings(args.threads, GIBIBYTES)
+    ceilings = Ceilings(args.threads, beyond_caches() / 2**30)
     print("| shape | weights | rows | ms | read | loop |\n|---|---|---|---|---|---|")
     for shape in args.shapes:
         for form in args.forms:

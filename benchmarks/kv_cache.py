@@ -15,13 +15,13 @@ from statistics import median
 
 import torch
 
+from benchmarks.machine import beyond_caches
 from oarlock.workers.attention.backend import AttentionSpec, KVSpec
 from oarlock.workers.attention.cpp import CppBackend
 from oarlock.workers.attention.kv_format import ROUNDED
 from tests.unit.workers.attention_cases import Seq, batch_of, tables_for
 
 BLOCK = 32
-CACHE_BYTES = 160 << 20  # of the unrounded pages of a figure: more than caches hold
 FORMS = ["auto", *ROUNDED]
 PROMPT = "prompt"
 
@@ -31,7 +31,7 @@ def steps(shape: tuple[int, int, int], seqs: list[Seq], form: str, dtype: torch.
     heads, kv_heads, width = shape
     tables, blocks = tables_for(seqs, BLOCK)
     decodes = all(seq.query == 1 for seq in seqs)
-    layers = max(1, CACHE_BYTES // (blocks * BLOCK * kv_heads * width * dtype.itemsize * 2)) if decodes else 1
+    layers = max(1, beyond_caches() // (blocks * BLOCK * kv_heads * width * dtype.itemsize * 2)) if decodes else 1
     spec = KVSpec(layers, kv_heads, width, BLOCK, dtype, torch.device("cpu"), form)
     layer, backend = AttentionSpec(0, heads, kv_heads, width, width**-0.5), CppBackend(spec)
     pages = backend.allocate(blocks)

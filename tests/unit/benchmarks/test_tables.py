@@ -192,3 +192,11 @@ def test_an_installation_that_broke_off_does_not_count(tmp_path, monkeypatch):
     assert environments.installed("openvino")
     (tmp_path / "openvino" / "made-from").write_text("older pins")
     assert not environments.installed("openvino")
+
+
+def test_more_bytes_than_the_largest_cache_holds(tmp_path):
+    assert machine.beyond_caches(tmp_path) == 192 << 20
+    for level, size in enumerate(("48K", "2048K", "266240K")):
+        (tmp_path / f"index{level}").mkdir()
+        (tmp_path / f"index{level}" / "size").write_text(f"{size}\n")
+    assert machine.beyond_caches(tmp_path) == 3 * 266_240 * 1024
