@@ -73,7 +73,7 @@ def widens_faster(flags: frozenset[str], maker: str) -> bool:
 
 
 def _first_of(*names: str) -> str:
-    """What the system says of the first processor under one of these names; empty where it says nothing."""
+    """Value that the system gives for the first processor under one of these names; empty where it gives none."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

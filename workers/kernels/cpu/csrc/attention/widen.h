@@ -85,7 +85,7 @@ inline void store_exact(T *to, Vec x, Vec next) {
 }
 
 // On AVX-512 with VBMI, 64 at a time by a table of what each size means in bfloat16.
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #define OARLOCK_WIDENS_BY_TABLE 1
 
 struct BFloat16Table {
