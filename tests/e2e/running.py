@@ -6,8 +6,10 @@ Uses the command line, HTTP and the process table; imports nothing of the server
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -29,11 +31,19 @@ QUICK_COMPILER = ROOT / "tests" / "e2e" / "quick_compiler"  # its kernels are sl
 READY_WITHIN_S = 120.0
 
 
+# Below the ports of clients, and a thousand for each worker of a test run: no other test takes one between the moment
+# in which it is found free and the one in which a server listens there.
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_PORTS = itertools.cycle(random.sample(range(12_000 + 1_000 * _WORKER, 13_000 + 1_000 * _WORKER), 1_000))
+
+
 def free_port() -> int:
-    """A port that is free at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that is free at this moment, and that only this worker of the test run is given."""
+    while True:
+        port = next(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def command(*arguments: str | int | Path, module: str = "oarlock", python: str | Path = sys.executable) -> list[str]:
