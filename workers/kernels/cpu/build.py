@@ -86,9 +86,8 @@ def available(machine: str | None = None, flags: frozenset[str] | None = None, m
     levels = [level for level in LEVELS if level.machine == machine and level.needs <= flags]
     if is_here and any("amx_tile" in level.needs for level in levels) and not may_use_tiles():
         levels = [level for level in levels if "amx_tile" not in level.needs]
-    if widens_faster(flags, maker):
-        at = [level.needs for level in levels].index(_BF16)
-        levels[at : at + 2] = reversed(levels[at : at + 2])
+    if widens_faster(flags, maker):  # then the level after that of AVX512-BF16 comes before it
+        levels.sort(key=lambda level: LEVELS.index(level) + 1.5 * (level.needs == _BF16))
     return levels
 
 
