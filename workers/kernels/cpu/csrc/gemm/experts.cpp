@@ -25,6 +25,9 @@ namespace {
 // Pairs of a row and one of its experts that are multiplied together. Rows between the two products, and the totals of a
 // panel, then lie in the second-level caches; and each expert has rows enough to read its weights for.
 constexpr long kMostPairs = 2048, kPairsOfExpert = 32;
+// Totals that a thread adds to at a time: with few rows, those of several panels, so that each expert's panels are read one
+// after the other, as they lie in memory. Wherever reading goes on elsewhere, hardware has to find out again what to fetch.
+constexpr long kMostTotals = 1 << 14;
 
 template <class T>
 PanelRows *panel_rows(const Product &p, int kind) {
@@ -136,20 +139,29 @@ struct Step {
 
   long parts() const { return e.slices * e.groups; }
 
-  // One panel of outputs of all blocks: totals [parts][rows][kPanel].
-  void multiply_down(long panel, float *totals) const {
-    const long size = rows * kPanel, left = e.hidden - panel * kPanel;
-    const long first = std::max(0L, e.only_slice), end = e.only_slice < 0 ? e.slices : e.only_slice + 1;
-    std::fill(totals, totals + parts() * size, 0.0f);
+  // Panels of outputs, of all blocks: totals [panels][parts][rows][kPanel].
+  void multiply_down(long begin, long end, float *totals) const {
+    const long size = rows * kPanel, of_panel = parts() * size;
+    const long first = std::max(0L, e.only_slice), last = e.only_slice < 0 ? e.slices : e.only_slice + 1;
+    std::fill(totals, totals + (end - begin) * of_panel, 0.0f);
     for (long block = 0; block < sorted.count; block++) {
       const Sorted::Block &of = sorted.blocks[block];
       const T *bias = static_cast<const T *>(e.of[of.expert].down_bias);
-      const WeightedTotals to{sorted.row_of + of.begin, sorted.weight_of + of.begin,
-                              totals + of.expert / e.group * size, size, bias != nullptr,
-                              bias ? load(bias + panel * kPanel, left) : zero(),
-                              bias ? load(bias + panel * kPanel + kLanes, left - kLanes) : zero()};
-      down.of[block]->multiply_add(panel, first, end, to);
+      for (long panel = begin; panel < end; panel++) {
+        const long left = e.hidden - panel * kPanel;
+        const WeightedTotals to{sorted.row_of + of.begin, sorted.weight_of + of.begin,
+                                totals + (panel - begin) * of_panel + of.expert / e.group * size, size, bias != nullptr,
+                                bias ? load(bias + panel * kPanel, left) : zero(),
+                                bias ? load(bias + panel * kPanel + kLanes, left - kLanes) : zero()};
+        down.of[block]->multiply_add(panel, first, last, to);
+      }
     }
+    for (long panel = begin; panel < end; panel++, totals += of_panel) add_parts(panel, totals);
+  }
+
+  // One panel of y from totals [parts][rows][kPanel].
+  void add_parts(long panel, float *totals) const {
+    const long size = rows * kPanel, left = e.hidden - panel * kPanel;
     for (long span = 1; span < parts(); span *= 2)
       for (long part = 0; part + span < parts(); part += 2 * span)
         for (long at = 0; at < size; at += kLanes) {
@@ -171,17 +183,21 @@ void multiply_some(const Experts &e, const T *x, long x_stride, const int32_t *i
   T *gated = arena().take<T>(sorted.pairs * e.width);
   const BlockProducts gate_up(sorted, e, false, x), down(sorted, e, true, x);
   const Step<T> step{e, sorted, gate_up, down, gated, y, rows};
-  const long gate_panels = (e.width + kLanes - 1) / kLanes, size = step.parts() * rows * kPanel;
-  float *totals = arena().take<float>(omp_get_max_threads() * size);
-  const Shares of_gate_up(sorted.count * gate_panels), of_down((e.hidden + kPanel - 1) / kPanel);
+  const long gate_panels = (e.width + kLanes - 1) / kLanes, panels = (e.hidden + kPanel - 1) / kPanel;
+  const long size = step.parts() * rows * kPanel, threads = omp_get_max_threads();
+  const long together = std::max(1L, std::min(kMostTotals / size, panels / (2 * threads)));
+  float *totals = arena().take<float>(threads * together * size);
+  const Shares of_gate_up(sorted.count * gate_panels), of_down((panels + together - 1) / together);
 #pragma omp parallel
   {
     gate_up.pack(x, x_stride, sorted.row_of);
     of_gate_up.visit([&](long piece) { step.multiply_gate_up(piece / gate_panels, piece % gate_panels); });
 #pragma omp barrier
     down.pack(gated, e.width, sorted.own);
-    float *mine = totals + omp_get_thread_num() * size;
-    of_down.visit([&](long panel) { step.multiply_down(panel, mine); });
+    float *mine = totals + omp_get_thread_num() * together * size;
+    of_down.visit([&](long piece) {
+      step.multiply_down(piece * together, std::min(panels, (piece + 1) * together), mine);
+    });
   }
   arena().release(mark);
 }

@@ -20,7 +20,7 @@ namespace grouped {
 namespace {
 
 constexpr long kChunk = 240;        // rows whose sums of one panel stay in the caches
-constexpr long kFetchAhead = 4096;  // bytes of weights fetched ahead while they are read
+constexpr long kFetchAhead = 8192;  // bytes of weights fetched ahead while they are read
 constexpr long kUnpackedRows = 4;   // rows from which on it pays to unpack values of 4 bits first
 static_assert(kBlock % 32 == 0, "a block has whole groups");
 
@@ -122,20 +122,23 @@ struct Operands {
     multiply_strips(tiles.unpacked, t, block, next);
   }
 
-  // `next`: the weights that come after those of the tile. While strips compute, each fetches its share of them.
+  // `next`: the weights that come after those of the tile. While strips compute, each fetches its share of them. The tile
+  // is filled anew for each strip and not copied: a copy would wait until all that was written of it has left the core.
   void multiply_strips(const MultiplyTile *multiply, Tile &t, long block, const char *next) const {
+    const int32_t *starts = t.starts;
+    const float *totals = t.totals, *row_scales = t.row_scales;
+    float *sums = t.sums;
     for (long strip = 0; strip < x.strips; strip++) {
-      Tile of_strip = t;
       const long row = x.begin(strip);
-      of_strip.x = x.at(strip, block);
-      of_strip.starts += row * t.stride;
-      if (t.totals) of_strip.totals += row * t.stride;
-      of_strip.sums += row * kPanel;
-      of_strip.row_scales += row * t.scales_stride;
-      of_strip.row = row;
-      of_strip.fetch = x.strips == 1 ? Fetch{t.scales + kFetchAhead, group_bytes}
-                                     : Fetch{next + (next - t.scales) * strip / x.strips, group_bytes / x.strips};
-      multiply[x.count(strip)](of_strip);
+      t.x = x.at(strip, block);
+      t.starts = starts + row * t.stride;
+      t.totals = totals ? totals + row * t.stride : nullptr;
+      t.sums = sums + row * kPanel;
+      t.row_scales = row_scales + row * t.scales_stride;
+      t.row = row;
+      if (x.strips > 1) t.fetch = {next + (next - t.scales) * strip / x.strips, group_bytes / x.strips};
+      else t.fetch = {t.scales + kFetchAhead, group_bytes};
+      multiply[x.count(strip)](t);
     }
   }
 };

@@ -57,18 +57,10 @@ inline void load_values(const char *w, Ints numbers, Ints &left, Ints &right) {
   if constexpr (kPacked && V::kFloat) left = look_up(numbers, left), right = look_up(numbers, right);
 }
 
-// Whether a tile fetches with each step what that takes, into the second-level cache, and not all of a group at once: few
-// rows wait for memory alone, and are never one strip of several, so that what is fetched is one group for each group.
+// whole [R] += x times the weights of one group, whose values are at `w`.
 template <class Dot, class V, int R>
-constexpr bool kFetchesBySteps = R * 2 < kStrip<Dot> && !(V::kBits == 4 && Dot::kAddsPairs);
-
-// whole [R] += x times the weights of one group, whose values are at `w`. `fetch`: the values of another group.
-template <class Dot, class V, int R>
-inline void add_group(const uint8_t *x, const char *w, const char *fetch, Ints numbers, Ints (&whole_low)[R],
-                      Ints (&whole_high)[R]) {
-  for (long step = 0; step < V::kGroup / 4; step++, x += 4, w += V::kStepBytes, fetch += V::kStepBytes) {
-    if (kFetchesBySteps<Dot, V, R> && step * V::kStepBytes % 64 == 0)
-      for (long at = 0; at < V::kStepBytes; at += 64) prefetch_far(fetch + at);
+inline void add_group(const uint8_t *x, const char *w, Ints numbers, Ints (&whole_low)[R], Ints (&whole_high)[R]) {
+  for (long step = 0; step < V::kGroup / 4; step++, x += 4, w += V::kStepBytes) {
     if constexpr (V::kBits == 8 && Dot::kOffset == 0) {
       const typename Dot::Weight left = Dot::prepare(load_ints(w)), right = Dot::prepare(load_ints(w + 4 * kLanes));
       add_four_inputs<Dot::add>(x, left, right, whole_low, whole_high);
@@ -109,25 +101,40 @@ inline void sum_group_by_pairs(const Ints (&start)[R], const uint8_t *x, const c
   }
 }
 
-// low, high [R] += what group number `group` of the tile gives, whose numbers of x are at `x`.
+// The group that a tile comes to next. The tile is read once: a compiler that sees weights fetched, or sums stored, reads
+// again what it has in memory, and a group of one row then takes up to 1.3 times as long.
+struct Cursor {
+  const char *scales, *values, *fetch;
+  const int32_t *starts;
+  const float *totals;
+  const long scales_step, values_step, fetch_step, stride;
+
+  explicit Cursor(const Tile &t)
+      : scales(t.scales), values(t.values), fetch(t.fetch.from), starts(t.starts), totals(t.totals),
+        scales_step(t.scales_step), values_step(t.values_step), fetch_step(t.fetch.step), stride(t.stride) {}
+  void advance() {
+    scales += scales_step, values += values_step, fetch += fetch_step, starts++;
+    if (totals) totals++;
+  }
+};
+
+// low, high [R] += what the group at `at` gives, whose numbers of x are at `x`.
 template <class Dot, class V, int R>
-inline void add_scaled_group(const Tile &t, long group, const uint8_t *x, const char *fetch, Ints numbers,
-                             Vec (&low)[R], Vec (&high)[R]) {
+inline void add_scaled_group(const Cursor &at, const uint8_t *x, Ints numbers, Vec (&low)[R], Vec (&high)[R]) {
   Ints start[R], whole_low[R], whole_high[R];
-  for (int r = 0; r < R; r++) start[r] = broadcast_int(t.starts[r * t.stride + group]);
-  const char *values = t.values + group * t.values_step;
+  for (int r = 0; r < R; r++) start[r] = broadcast_int(at.starts[r * at.stride]);
   if constexpr (V::kBits == 4 && Dot::kAddsPairs) {
-    sum_group_by_pairs<Dot, V, R>(start, x, values, numbers, whole_low, whole_high);
+    sum_group_by_pairs<Dot, V, R>(start, x, at.values, numbers, whole_low, whole_high);
   } else {
     for (int r = 0; r < R; r++) whole_low[r] = whole_high[r] = start[r];
-    add_group<Dot, V, R>(x, values, fetch, numbers, whole_low, whole_high);
+    add_group<Dot, V, R>(x, at.values, numbers, whole_low, whole_high);
   }
-  const Float16 *scales = reinterpret_cast<const Float16 *>(t.scales + group * t.scales_step);
+  const Float16 *scales = reinterpret_cast<const Float16 *>(at.scales);
   const Vec left = load(scales), right = load(scales + kLanes);
-  if (t.totals) {
+  if (at.totals) {
     const Vec left_zero = load(scales + kPanel), right_zero = load(scales + kPanel + kLanes);
     for (int r = 0; r < R; r++) {
-      const Vec total = broadcast(t.totals[r * t.stride + group]);
+      const Vec total = broadcast(at.totals[r * at.stride]);
       low[r] = low[r] + rounded_product(fma(left_zero, total, to_floats(whole_low[r])), left);
       high[r] = high[r] + rounded_product(fma(right_zero, total, to_floats(whole_high[r])), right);
     }
@@ -158,20 +165,18 @@ inline void finish_slice(const Tile &t, long slice, const Vec (&low)[R], const V
 
 template <class Dot, class V, int R>
 void multiply_tile(const Tile &t) {
-  const char *fetch = t.fetch.from;
   [[maybe_unused]] const Ints numbers = V::kFloat ? load_table(kRaisedFloats) : broadcast_int(0);
-  for (long slice = 0, group = 0; slice < t.slices; slice++) {
+  Cursor at(t);
+  for (long slice = 0; slice < t.slices; slice++) {
     Vec low[R], high[R];
     for (int r = 0; r < R; r++) {
       low[r] = t.is_first ? zero() : load(t.sums + r * kPanel);
       high[r] = t.is_first ? zero() : load(t.sums + r * kPanel + kLanes);
     }
     const uint8_t *x = t.x + slice * t.slice_bytes;
-    for (const long end = group + t.groups; group < end; group++, x += V::kGroup, fetch += t.fetch.step) {
-      constexpr bool kBySteps = kFetchesBySteps<Dot, V, R>;
-      for (long at = kBySteps ? V::kGroup / 4 * V::kStepBytes : 0; at < t.fetch.step; at += 64)
-        kBySteps ? prefetch_far(fetch + at) : prefetch(fetch + at);
-      add_scaled_group<Dot, V, R>(t, group, x, fetch, numbers, low, high);
+    for (const uint8_t *end = x + t.groups * V::kGroup; x < end; x += V::kGroup, at.advance()) {
+      for (long byte = 0; byte < at.fetch_step; byte += 64) prefetch(at.fetch + byte);
+      add_scaled_group<Dot, V, R>(at, x, numbers, low, high);
     }
     if (t.factors) {
       finish_slice<R>(t, slice, low, high);

@@ -33,9 +33,6 @@ struct Float16 {
 
 namespace simd {
 
-// Into the second-level cache; `prefetch` fetches into the first.
-inline void prefetch_far(const void *address) { __builtin_prefetch(address, 0, 2); }
-
 inline float to_float(float value) { return value; }
 
 inline float to_float(BFloat16 value) {
