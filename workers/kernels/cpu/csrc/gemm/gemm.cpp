@@ -168,24 +168,25 @@ struct Chunk {
 
   // Adds the sums of one panel along slices `first` to `end` to totals, strip by strip, where weights need not be widened.
   void add_slices_to(long panel, long first, long end, const WeightedTotals &to) const {
+    for (long slice = first; slice < end; slice++)
+      for (long strip = 0; strip < x.strips; strip++) add_slice_to(panel, slice, strip, to);
+  }
+
+  void add_slice_to(long panel, long slice, long strip, const WeightedTotals &to) const {
     alignas(64) float sums[S::kRows * kPanel];
-    for (long slice = first; slice < end; slice++) {
-      const long begin = slice * x.inputs.blocks;
-      for (long strip = 0; strip < x.strips; strip++) {
-        for (long block = begin; block < begin + x.inputs.blocks; block++) {
-          const T *w = weights(panel, block);
-          const long count = x.padded(x.inputs.inputs_of(block));
-          const char *here = reinterpret_cast<const char *>(w);
-          const long bytes = count / S::kStep * kStepBytes<S>;
-          const Fetch next = x.strips == 1
-                                 ? Fetch{here + ahead<S>(x.rows), kStepBytes<S>}
-                                 : Fetch{here + bytes * (x.strips + strip) / x.strips, kStepBytes<S> / x.strips};
-          kTiles<S>[x.count(strip)](x.at(strip, block), w, count, sums, block == begin, next);
-        }
-        for (long i = 0, r = x.begin(strip); i < x.count(strip); i++, r++)
-          to.add(slice, r, load(sums + i * kPanel), load(sums + i * kPanel + kLanes));
-      }
+    const long begin = slice * x.inputs.blocks, row = x.begin(strip), rows = x.count(strip);
+    for (long block = begin; block < begin + x.inputs.blocks; block++) {
+      const T *w = weights(panel, block);
+      const long count = x.padded(x.inputs.inputs_of(block));
+      const char *here = reinterpret_cast<const char *>(w);
+      const long bytes = count / S::kStep * kStepBytes<S>;
+      const Fetch next = x.strips == 1 ? Fetch{here + ahead<S>(x.rows), kStepBytes<S>}
+                                       : Fetch{here + bytes * (x.strips + strip) / x.strips, kStepBytes<S> / x.strips};
+      if constexpr (kSumsInRegisters<S>)
+        if (x.inputs.blocks == 1) return kAddTiles<S>[rows](x.at(strip, block), w, count, next, to, slice, row);
+      kTiles<S>[rows](x.at(strip, block), w, count, sums, block == begin, next);
     }
+    for (long r = 0; r < rows; r++) to.add(slice, row + r, load(sums + r * kPanel), load(sums + r * kPanel + kLanes));
   }
 
   // Threads take panels.
