@@ -102,7 +102,7 @@ inline void sum_group_by_pairs(const Ints (&start)[R], const uint8_t *x, const c
 }
 
 // The group that a tile comes to next. The tile is read once: a compiler that sees weights fetched, or sums stored, reads
-// again what it has in memory, and a group of one row then takes up to 1.3 times as long.
+// again what it has in memory, and a group of one row then takes 1.2 times as long.
 struct Cursor {
   const char *scales, *values, *fetch;
   const int32_t *starts;
