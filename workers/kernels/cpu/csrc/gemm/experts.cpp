@@ -142,7 +142,7 @@ struct Step {
   // Panels of outputs, of all blocks: totals [panels][parts][rows][kPanel].
   void multiply_down(long begin, long end, float *totals) const {
     const long size = rows * kPanel, of_panel = parts() * size;
-    const long first = std::max(0L, e.only_slice), last = e.only_slice < 0 ? e.slices : e.only_slice + 1;
+    const long first_slice = std::max(0L, e.only_slice), end_slice = e.only_slice < 0 ? e.slices : e.only_slice + 1;
     std::fill(totals, totals + (end - begin) * of_panel, 0.0f);
     for (long block = 0; block < sorted.count; block++) {
       const Sorted::Block &of = sorted.blocks[block];
@@ -153,7 +153,7 @@ struct Step {
                                 totals + (panel - begin) * of_panel + of.expert / e.group * size, size, bias != nullptr,
                                 bias ? load(bias + panel * kPanel, left) : zero(),
                                 bias ? load(bias + panel * kPanel + kLanes, left - kLanes) : zero()};
-        down.of[block]->multiply_add(panel, first, last, to);
+        down.of[block]->multiply_add(panel, first_slice, end_slice, to);
       }
     }
     for (long panel = begin; panel < end; panel++, totals += of_panel) add_parts(panel, totals);

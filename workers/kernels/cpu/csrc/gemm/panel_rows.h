@@ -11,6 +11,12 @@ using namespace simd;
 
 constexpr long kMostPanelRows = 240;
 
+// What a tile fetches into the caches while it computes: from `from` on, `step` bytes for each step of the loop.
+struct Fetch {
+  const char *from;
+  long step;
+};
+
 // Where the sums of a panel are added: those of row r, and a bias, times weight_of[r] to totals[row_of[r]][kPanel].
 struct WeightedTotals {
   const int32_t *row_of;

@@ -91,10 +91,4 @@ inline void add_four_inputs(const uint8_t *x, Weight left, Weight right, Ints (&
   }
 }
 
-// What a tile fetches into the caches while it computes: from `from` on, `step` bytes for each step of the loop.
-struct Fetch {
-  const char *from;
-  long step;
-};
-
 }  // namespace gemm

@@ -107,12 +107,6 @@ inline void step(Vec (&low)[R], Vec (&high)[R], const typename S::X *x, const ty
   }
 }
 
-// What a tile fetches into the caches while it computes: from `from` on, `step` bytes for each step of the loop.
-struct Fetch {
-  const char *from;
-  long step;
-};
-
 // low, high [R] = x w over `count` inputs.
 template <class S, int R>
 inline void sum_inputs(const void *rows, const void *weights, long count, Fetch fetch, Vec (&low)[R], Vec (&high)[R]) {
