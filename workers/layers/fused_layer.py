@@ -12,7 +12,6 @@ over ranks comes in float32, and is rounded once, with the residual.
 
 import ctypes
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -81,8 +80,8 @@ class Layer(Protocol):
 
 
 class Program:
-    """The operations of layers, and the parts that they point into: it keeps these alive, and checks that the layers
-    still use them. Attributes are those of the branch that is being written."""
+    """The operations of layers, and the parts that they point into, which it keeps alive. Attributes are those of the
+    branch that is being written."""
 
     def __init__(self, backend: CppBackend, hidden: int) -> None:
         """The kernels and element type of `backend` are those that all weights must be packed for."""
@@ -91,9 +90,7 @@ class Program:
         self.dtype = backend.spec.dtype
         self.hidden = hidden
         self.branches: list[CBranch] = []
-        self._places: list[tuple[dict[str, Any], str]] = []
-        self._parts: list[object] = []
-        self._alive: list[object] = []  # structures that others point to
+        self._alive: list[object] = []  # parts, and structures that others point to
         self._begin()
 
     def take(self, owner: object, name: str, *kinds: type[Part]) -> Part:
@@ -101,22 +98,12 @@ class Program:
         part = vars(owner).get(name)
         if not isinstance(part, kinds) or type(part) not in kinds:
             raise CannotPrepare(f"{name} is a {type(part).__name__}, not a {kinds[0].__name__}")
-        self._note(owner, name, part)
+        self._alive.append(part)
         return part
 
     def take_optional(self, owner: object, name: str, *kinds: type[Part]) -> Part | None:
         """The attribute as `take` returns it; None if it is None."""
-        if vars(owner)[name] is not None:
-            return self.take(owner, name, *kinds)
-        self._note(owner, name, None)
-        return None
-
-    def _note(self, owner: object, name: str, part: object) -> None:
-        self._places.append((vars(owner), name))
-        self._parts.append(part)
-
-    def are_unchanged(self) -> bool:
-        return all(map(is_, [owner[name] for owner, name in self._places], self._parts))
+        return None if vars(owner)[name] is None else self.take(owner, name, *kinds)
 
     def keep(self, structure: ctypes.Structure) -> int:
         """The address of a structure, which stays alive."""
@@ -279,9 +266,9 @@ class PreparedLayers:
         self.after_branch: Callable[[int, Tensor], None] | None = None
 
     def serves(self, layers: Sequence[Layer], kv: list[LayerKV], backend: AttentionBackend) -> bool:
-        """Whether these are the layers, pages and backend as they were prepared: no part was replaced since."""
-        same = kv is self._kv and backend is self._backend and layers == self._layers
-        return same and self._program.are_unchanged()
+        """Whether these are the layers, pages and backend that were prepared. Parts of layers are not looked at, which
+        would take longer than all else that Python does for a small step: see `Decoder.parts_were_replaced`."""
+        return kv is self._kv and backend is self._backend and layers == self._layers
 
     def __call__(self, hidden: Tensor, batch: ForwardBatch, tables: list[Tensor], plan: CppPlan) -> None:
         """Replace `hidden` [T, hidden size] by the last layer's result.

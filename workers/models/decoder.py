@@ -269,7 +269,8 @@ class Decoder:
         return self.norm(hidden) if self.is_last else hidden
 
     def prepared_for(self, kv: list[LayerKV], backend: AttentionBackend) -> PreparedLayers | None:
-        """The layers in the form of one call, prepared again if a part was replaced; None: not possible."""
+        """The layers in the form of one call, prepared again if there are others or their parts were replaced; None:
+        not possible."""
         if self._prepared is None or not self._prepared.serves(self.layers, kv, backend):
             try:
                 self._prepared = PreparedLayers(
@@ -279,6 +280,10 @@ class Decoder:
             except CannotPrepare as reason:
                 self._prepared, self.why_not_prepared = None, str(reason)
         return self._prepared
+
+    def parts_were_replaced(self) -> None:
+        """Whoever replaces a part of a layer that has run must call this: otherwise the replaced one is used on."""
+        self._prepared = None
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Rows of a step's result [L, hidden] -> logits of this rank's vocabulary shard, float32 [L, vocab_local].

@@ -219,6 +219,7 @@ class RecordingDecoder:
         """Remove the hooks; what was recorded stays."""
         while self._undo:
             self._undo.pop()()
+        self.decoder.parts_were_replaced()
 
     def _record(self, name: str, value: Tensor) -> None:
         if self.steps:  # a sum over ranks may also be asked for outside a step
@@ -226,6 +227,7 @@ class RecordingDecoder:
 
     def _install(self) -> None:
         decoder = self.decoder
+        decoder.parts_were_replaced()
         self._hook(decoder, "norm", after=lambda y: self._record("final_norm", y))
         for place in range(len(decoder.layers)):
             self._install_layer(place)

@@ -260,8 +260,10 @@ def check_replacing(
         first = steps.step({0: [3, 4]})[0]
         with patch.context() as inner:
             inner.setattr(owner, name, replace(getattr(owner, name)))
+            decoder.parts_were_replaced()
             broken = steps.step({1: [3, 4]})[1]
             assert (decoder.why_not_prepared is None) == is_prepared
+        decoder.parts_were_replaced()
         again = steps.step({2: [3, 4]})[2]
         assert decoder.why_not_prepared is None
     assert torch.equal(first, again) and not torch.equal(first, broken)
