@@ -406,7 +406,7 @@ class ModelRunner:
             sampled.append(tokens)
             if part is not None:
                 parts.append(part)
-        self._sampled = torch.cat(sampled)
+        self._sampled = sampled[0] if len(sampled) == 1 else torch.cat(sampled)
         accepted = num_accepted(step, self._sampled) if len(step.num_drafts) else None
         if len(step.penalty_rows):
             self.sampler.histories.add(step, self._sampled, accepted)

@@ -230,7 +230,10 @@ def _columns(step: StepMetadata, vocab_size: int, device: torch.device) -> Filte
 
 def _states(step: StepMetadata, peaks: np.ndarray, vocab_size: int) -> np.ndarray:
     """`StepOutput.finite` from each row's largest adjusted logit, which is -inf where every allowed logit is."""
-    states = np.where(np.isfinite(peaks), FINITE, NONFINITE).astype(np.uint8)
+    are_finite = np.isfinite(peaks)
+    if are_finite.all():
+        return np.full(len(peaks), FINITE, np.uint8)
+    states = np.where(are_finite, FINITE, NONFINITE).astype(np.uint8)
     for row in np.flatnonzero(np.isneginf(peaks)):
         if bans_all(step, row, vocab_size):
             states[row] = ALL_BANNED
