@@ -282,7 +282,8 @@ class Decoder:
         return self._prepared
 
     def parts_were_replaced(self) -> None:
-        """Whoever replaces a part of a layer that has run must call this: otherwise the replaced one is used on."""
+        """Forgets the prepared layers: must be called when a part of a layer that has run was replaced, which would be
+        used on otherwise."""
         self._prepared = None
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
