@@ -95,11 +95,23 @@ constexpr auto tile_table(std::integer_sequence<int, R...>) {
 template <class Dot>
 constexpr auto kIntTiles = tile_table<Dot>(std::make_integer_sequence<int, Dot::kRows>());
 
+// Sums times the scales of their outputs, and then that of their row.
+inline Vec scaled(Ints sums, Vec of_outputs, Vec of_row) {
+  return rounded_product(rounded_product(to_floats(sums), of_outputs), of_row);
+}
+
 template <class T, class Dot>
 struct Chunk {
   const Product &p;
   const RoundedRows<Dot::kRows, Dot::kOffset> &x;
   long first_row;
+
+  // Panel number `panel`, which is read from slice number `slice` on.
+  Panel begin_panel(long panel, long slice) const {
+    const Panel at(p.weight, panel, p.inputs, p.slices);
+    if (x.strips == 1 && slice == 0) at.fetch_head();
+    return at;
+  }
 
   // sums [rows][kPanel] of one panel, over blocks `begin` to `end` of a slice; `first` [kPanel] is where they begin.
   void sum(const Panel &panel, long begin, long end, int32_t *sums, const int32_t *first) const {
@@ -126,18 +138,15 @@ struct Chunk {
     const Vec left = load(at.scales), right = load(at.scales + kLanes);
     for (long r = 0; r < x.rows; r++, to += kPanel) {
       const Vec scale = broadcast(x.scales[r * p.slices + slice]);
-      const Vec low = rounded_product(to_floats(load_ints(sums + r * kPanel)), left);
-      const Vec high = rounded_product(to_floats(load_ints(sums + r * kPanel + kLanes)), right);
-      store(to, rounded_product(low, scale));
-      store(to + kLanes, rounded_product(high, scale));
+      store(to, scaled(load_ints(sums + r * kPanel), left, scale));
+      store(to + kLanes, scaled(load_ints(sums + r * kPanel + kLanes), right, scale));
     }
   }
 
   // The totals [rows][kPanel] of one panel and slice.
   void sum_slice(long panel, long slice, float *totals) const {
     alignas(64) int32_t sums[kChunk * kPanel];
-    const Panel at(p.weight, panel, p.inputs, p.slices);
-    if (x.strips == 1 && slice == 0) at.fetch_head();
+    const Panel at = begin_panel(panel, slice);
     const long begin = slice * x.slices.blocks;
     sum(at, begin, begin + x.slices.blocks, sums, at.first + slice * kPanel);
     scale(at, slice, sums, totals);
@@ -145,10 +154,11 @@ struct Chunk {
 
   // Adds the totals of one panel along slices `first` to `end` to others.
   void add_slices_to(long panel, long first, long end, const WeightedTotals &to) const {
-    const Panel at(p.weight, panel, p.inputs, p.slices);
-    if (x.strips == 1) at.fetch_head();
+    // Of R rows: kAddShortSlices[R - 1].
+    static constexpr auto kAddShortSlices = short_slices_table(std::make_integer_sequence<int, kFewRows>());
+    const Panel at = begin_panel(panel, first);
     if (x.rows <= kFewRows && to.part <= kFewTotals && x.slices.blocks == 1)
-      return (this->*kAddShortSlices[x.rows])(at, first, end, to);
+      return (this->*kAddShortSlices[x.rows - 1])(at, first, end, to);
     alignas(64) int32_t sums[Dot::kRows * kPanel];
     const Vec left = load(at.scales), right = load(at.scales + kLanes);
     for (long slice = first; slice < end; slice++) {
@@ -158,9 +168,8 @@ struct Chunk {
           sum_strip(at, block, strip, sums, block == begin ? at.first + slice * kPanel : nullptr);
         for (long i = 0, r = x.begin(strip); i < x.count(strip); i++, r++) {
           const Vec scale = broadcast(x.scales[r * p.slices + slice]);
-          const Vec low = rounded_product(to_floats(load_ints(sums + i * kPanel)), left);
-          const Vec high = rounded_product(to_floats(load_ints(sums + i * kPanel + kLanes)), right);
-          to.add(slice, r, rounded_product(low, scale), rounded_product(high, scale));
+          to.add(slice, r, scaled(load_ints(sums + i * kPanel), left, scale),
+                 scaled(load_ints(sums + i * kPanel + kLanes), right, scale));
         }
       }
     }
@@ -181,14 +190,14 @@ struct Chunk {
       w = add_steps<Dot, R>(x.at(0, slice), w, steps, low, high, next);
       for (int r = 0; r < R; r++) {
         const Vec scale = broadcast(x.scales[r * p.slices + slice]);
-        to.add(slice, r, rounded_product(rounded_product(to_floats(low[r]), left), scale),
-               rounded_product(rounded_product(to_floats(high[r]), right), scale));
+        to.add(slice, r, scaled(low[r], left, scale), scaled(high[r], right, scale));
       }
     }
   }
-  static constexpr decltype(&Chunk::add_short_slices_to<1>) kAddShortSlices[kFewRows + 1] = {
-      nullptr, &Chunk::add_short_slices_to<1>, &Chunk::add_short_slices_to<2>, &Chunk::add_short_slices_to<3>,
-      &Chunk::add_short_slices_to<4>};
+  template <int... R>
+  static constexpr auto short_slices_table(std::integer_sequence<int, R...>) {
+    return std::array{&Chunk::add_short_slices_to<R + 1>...};
+  }
 
   void finish_rows(long panel, const float *totals) const {
     for (long r = 0; r < x.rows; r++)
