@@ -27,6 +27,8 @@ struct AmxPairs {
 template <>
 constexpr long kMostAhead<AmxPairs> = kAhead;
 template <>
+constexpr bool kFetchesOnce<AmxPairs> = false;
+template <>
 constexpr bool kSumsInRegisters<AmxPairs> = false;
 
 // The shapes of the eight tiles, as LDTILECFG reads them.

@@ -20,7 +20,6 @@ namespace grouped {
 namespace {
 
 constexpr long kChunk = 240;        // rows whose sums of one panel stay in the caches
-constexpr long kFetchAhead = 8192;  // bytes of weights fetched ahead while they are read
 constexpr long kUnpackedRows = 4;   // rows from which on it pays to unpack values of 4 bits first
 static_assert(kBlock % 32 == 0, "a block has whole groups");
 
@@ -137,7 +136,7 @@ struct Operands {
       t.row_scales = row_scales + row * t.scales_stride;
       t.row = row;
       if (x.strips > 1) t.fetch = {next + (next - t.scales) * strip / x.strips, group_bytes / x.strips};
-      else t.fetch = {t.scales + kFetchAhead, group_bytes};
+      else t.fetch = {t.scales + (are_read_once(x.rows, kStrip<Dot>) ? kAheadOnce : kAhead), group_bytes};
       multiply[x.count(strip)](t);
     }
   }

@@ -175,7 +175,7 @@ void multiply_tile(const Tile &t) {
     }
     const uint8_t *x = t.x + slice * t.slice_bytes;
     for (const uint8_t *end = x + t.groups * V::kGroup; x < end; x += V::kGroup, at.advance()) {
-      for (long byte = 0; byte < at.fetch_step; byte += 64) prefetch(at.fetch + byte);
+      fetch_weights<are_read_once(R, kStrip<Dot>)>(at.fetch, at.fetch_step);
       add_scaled_group<Dot, V, R>(at, x, numbers, low, high);
     }
     if (t.factors) {

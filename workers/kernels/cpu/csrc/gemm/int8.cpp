@@ -27,8 +27,6 @@ namespace gemm {
 namespace {
 
 constexpr long kChunk = 240;           // rows whose sums of one panel stay in the caches
-// Bytes of weights fetched ahead while they are read. Experts of one row took 0.86 of the time that they take with 2048.
-constexpr long kFetchAhead = 8192;
 constexpr long kStepBytes = 4 * kPanel;
 // Sums of short slices go to totals out of registers for so few rows, if a slice has so few totals. With Granite's shape the
 // second product of experts took 0.9 of its time so; where totals lie in the second-level cache, with 16 rows, 1.2 times.
@@ -50,10 +48,10 @@ struct Panel {
     first = reinterpret_cast<const int32_t *>(at + kPanel * sizeof(float));
     weights = reinterpret_cast<const uint8_t *>(first + slices * kPanel);
   }
-  // What lies between the weights of the panel before and these: fetching ahead within weights leaves as much out.
-  void fetch_head() const {
-    const char *end = reinterpret_cast<const char *>(weights);
-    for (const char *at = reinterpret_cast<const char *>(scales); at < end; at += 64) prefetch(at + kFetchAhead);
+  // What lies between the weights of the panel before and these: fetching `ahead` within weights leaves as much out.
+  void fetch_head(long ahead) const {
+    const char *begin = reinterpret_cast<const char *>(scales);
+    fetch_weights<true>(begin + ahead, reinterpret_cast<const char *>(weights) - begin);
   }
 };
 
@@ -62,7 +60,7 @@ template <class Dot, int R>
 inline const uint8_t *add_steps(const uint8_t *x, const uint8_t *w, long steps, Ints (&low)[R], Ints (&high)[R],
                                 Fetch fetch) {
   for (long s = 0; s < steps; s++, x += 4, w += kStepBytes, fetch.from += fetch.step) {
-    for (int at = 0; at < kStepBytes; at += 64) prefetch(fetch.from + at);
+    fetch_weights<are_read_once(R, Dot::kRows)>(fetch.from, kStepBytes);
     const typename Dot::Weight left = Dot::prepare(load_ints(w)), right = Dot::prepare(load_ints(w + 4 * kLanes));
     add_four_inputs<Dot::add>(x, left, right, low, high);
   }
@@ -105,11 +103,12 @@ struct Chunk {
   const Product &p;
   const RoundedRows<Dot::kRows, Dot::kOffset> &x;
   long first_row;
+  const long ahead = are_read_once(x.rows, Dot::kRows) ? kAheadOnce : kAhead;
 
   // Panel number `panel`, which is read from slice number `slice` on.
   Panel begin_panel(long panel, long slice) const {
     const Panel at(p.weight, panel, p.inputs, p.slices);
-    if (x.strips == 1 && slice == 0) at.fetch_head();
+    if (x.strips == 1 && slice == 0) at.fetch_head(ahead);
     return at;
   }
 
@@ -128,7 +127,7 @@ struct Chunk {
     const char *here = reinterpret_cast<const char *>(w);
     // While the strips compute, each of them fetches its share of the next block.
     const bool alone = x.strips == 1;
-    const Fetch next = alone ? Fetch{here + kFetchAhead, kStepBytes}
+    const Fetch next = alone ? Fetch{here + ahead, kStepBytes}
                              : Fetch{here + steps * kStepBytes * (x.strips + strip) / x.strips, kStepBytes / x.strips};
     kIntTiles<Dot>[x.count(strip)](x.at(strip, block), w, steps, sums, first, next);
   }
@@ -186,7 +185,7 @@ struct Chunk {
       const int32_t *from = at.first + slice * kPanel;
       Ints low[R], high[R];
       for (int r = 0; r < R; r++) low[r] = load_ints(from), high[r] = load_ints(from + kLanes);
-      const Fetch next{reinterpret_cast<const char *>(w) + kFetchAhead, kStepBytes};
+      const Fetch next{reinterpret_cast<const char *>(w) + ahead, kStepBytes};
       w = add_steps<Dot, R>(x.at(0, slice), w, steps, low, high, next);
       for (int r = 0; r < R; r++) {
         const Vec scale = broadcast(x.scales[r * p.slices + slice]);

@@ -17,6 +17,20 @@ struct Fetch {
   long step;
 };
 
+// Bytes of weights fetched ahead while one strip of rows reads them, since hardware's own fetching stops at page borders; at
+// the end of the last panel that reaches beyond the weight, where fetching does nothing.
+constexpr long kAhead = 8192, kAheadOnce = 6144;
+
+// Whether no other strip reads what a strip of `rows` rows does: strips are of about equal size, so there is none.
+constexpr bool are_read_once(long rows, long most_rows_of_a_strip) { return 2 * rows < most_rows_of_a_strip; }
+
+// Weights that are read once do not stay in the caches beyond the first level. What the rest of the server works on stays
+// there then: with int8 on Zen 5 a token of Granite took 0.92 of its time, of which the product itself gained 0.03.
+template <bool kOnce>
+inline void fetch_weights(const char *from, long bytes) {
+  for (long at = 0; at < bytes; at += 64) kOnce ? prefetch_once(from + at) : prefetch(from + at);
+}
+
 // Where the sums of a panel are added: those of row r, and a bias, times weight_of[r] to totals[row_of[r]][kPanel].
 struct WeightedTotals {
   const int32_t *row_of;

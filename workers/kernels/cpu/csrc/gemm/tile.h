@@ -13,16 +13,17 @@ namespace gemm {
 
 using namespace simd;
 
-// Bytes of weights fetched ahead while `rows` rows use them, since hardware's own fetching stops at page borders. The loads
-// of more rows stand in line with those of weights, which must then be asked for earlier; at the end of the last panel that
-// reaches beyond the weight, where fetching does nothing. `python -m benchmarks.products --threads 1` shows the effect most
-// clearly: a single thread does not fill the bus. A whole step of one row, of a mixture in bfloat16, took 0.93 of the time
-// that it takes with 2048.
-constexpr long kAhead = 8192, kAheadOfRow = 2048;
+// Bytes of weights fetched ahead while `rows` rows use them. The loads of more rows stand in line with those of weights, which
+// must then be asked for earlier. `python -m benchmarks.products --threads 1` shows the effect most clearly: a single thread
+// does not fill the bus. A whole step of one row, of a mixture in bfloat16, took 0.93 of the time that it takes with 2048.
+constexpr long kAheadOfRow = 2048;
 template <class S>
 constexpr long kMostAhead = 16384;
 template <class S>
+constexpr bool kFetchesOnce = true;
+template <class S>
 constexpr long ahead(long rows) {
+  if (kFetchesOnce<S> && are_read_once(rows, S::kRows)) return kAheadOnce;
   const long wanted = rows * kAheadOfRow;
   return wanted < kAhead ? kAhead : wanted < kMostAhead<S> ? wanted : kMostAhead<S>;
 }
@@ -114,7 +115,7 @@ inline void sum_inputs(const void *rows, const void *weights, long count, Fetch 
   const auto *w = static_cast<const typename S::W *>(weights);
   for (int r = 0; r < R; r++) low[r] = high[r] = zero();
   for (long k = 0; k < count; k += S::kStep, w += S::kStep * kPanel) {
-    for (int at = 0; at < kStepBytes<S>; at += 64) prefetch(fetch.from + at);
+    fetch_weights<are_read_once(R, S::kRows)>(fetch.from, kStepBytes<S>);
     fetch.from += fetch.step;
     step<S, R>(low, high, x + k, w);
   }

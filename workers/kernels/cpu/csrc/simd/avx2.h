@@ -116,5 +116,6 @@ inline Vec lower(Pairs x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16))
 inline Vec upper(Pairs x) { return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(0xffff0000))); }
 
 inline void prefetch(const void *address) { _mm_prefetch(static_cast<const char *>(address), _MM_HINT_T0); }
+inline void prefetch_once(const void *address) { _mm_prefetch(static_cast<const char *>(address), _MM_HINT_NTA); }
 
 }  // namespace simd

@@ -89,5 +89,6 @@ inline Vec dot(Vec acc, Pairs a, Pairs b) { return fma(lower(a), lower(b), fma(u
 #endif
 
 inline void prefetch(const void *address) { _mm_prefetch(static_cast<const char *>(address), _MM_HINT_T0); }
+inline void prefetch_once(const void *address) { _mm_prefetch(static_cast<const char *>(address), _MM_HINT_NTA); }
 
 }  // namespace simd

@@ -110,5 +110,6 @@ inline Vec dot(Vec acc, Pairs a, Pairs b) {
 #endif
 
 inline void prefetch(const void *address) { __builtin_prefetch(address); }
+inline void prefetch_once(const void *address) { __builtin_prefetch(address, 0, 0); }
 
 }  // namespace simd
