@@ -112,6 +112,7 @@ void multiply_piece(const float *x, const void *numbers, const float *scales, lo
                     const char *fetch) {
   const W *w = static_cast<const W *>(numbers);
   Vec low[R], high[R];
+#pragma GCC unroll 12
   for (int r = 0; r < R; r++) low[r] = high[r] = zero();
   for (long k = 0; k < count; k++, w += kPanel, fetch += kPanel) {
     if (k % (64 / kPanel) == 0) prefetch(fetch);
@@ -125,6 +126,7 @@ void multiply_piece(const float *x, const void *numbers, const float *scales, lo
   }
   const Vec wide = broadcast(kFloat8Scale);
   const Vec left = load(scales) * wide, right = load(scales + kLanes) * wide;
+#pragma GCC unroll 12
   for (int r = 0; r < R; r++) {
     float *to = sums + r * kPanel;
     store(to, fma(low[r], left, is_first ? zero() : load(to)));

@@ -85,6 +85,7 @@ inline void sum_group_by_pairs(const Ints (&start)[R], const uint8_t *x, const c
   constexpr long kAll = V::kGroup / 4, kSteps = std::min(kAll, kPairSteps[V::kFloat]);
   for (long first = 0; first < kAll; first += kSteps) {
     Ints pairs_low[R], pairs_high[R];
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++)
       pairs_low[r] = pairs_high[r] = kSteps == kAll ? Dot::first_of_pairs(start[r]) : broadcast_int(0);
 #pragma GCC unroll 1
@@ -93,6 +94,7 @@ inline void sum_group_by_pairs(const Ints (&start)[R], const uint8_t *x, const c
       load_values<V>(w + step * V::kStepBytes, numbers, left, right);
       add_four_inputs<Dot::to_pairs>(x + step * 4, left, right, pairs_low, pairs_high);
     }
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
       const Ints low = Dot::sum_pairs(pairs_low[r]), high = Dot::sum_pairs(pairs_high[r]);
       whole_low[r] = kSteps == kAll ? low : add(first == 0 ? start[r] : whole_low[r], low);
@@ -122,10 +124,12 @@ struct Cursor {
 template <class Dot, class V, int R>
 inline void add_scaled_group(const Cursor &at, const uint8_t *x, Ints numbers, Vec (&low)[R], Vec (&high)[R]) {
   Ints start[R], whole_low[R], whole_high[R];
+#pragma GCC unroll 12
   for (int r = 0; r < R; r++) start[r] = broadcast_int(at.starts[r * at.stride]);
   if constexpr (V::kBits == 4 && Dot::kAddsPairs) {
     sum_group_by_pairs<Dot, V, R>(start, x, at.values, numbers, whole_low, whole_high);
   } else {
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++) whole_low[r] = whole_high[r] = start[r];
     add_group<Dot, V, R>(x, at.values, numbers, whole_low, whole_high);
   }
@@ -133,12 +137,14 @@ inline void add_scaled_group(const Cursor &at, const uint8_t *x, Ints numbers, V
   const Vec left = load(scales), right = load(scales + kLanes);
   if (at.totals) {
     const Vec left_zero = load(scales + kPanel), right_zero = load(scales + kPanel + kLanes);
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
       const Vec total = broadcast(at.totals[r * at.stride]);
       low[r] = low[r] + rounded_product(fma(left_zero, total, to_floats(whole_low[r])), left);
       high[r] = high[r] + rounded_product(fma(right_zero, total, to_floats(whole_high[r])), right);
     }
   } else {
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
       low[r] = low[r] + rounded_product(to_floats(whole_low[r]), left);
       high[r] = high[r] + rounded_product(to_floats(whole_high[r]), right);
@@ -150,6 +156,7 @@ inline void add_scaled_group(const Cursor &at, const uint8_t *x, Ints numbers, V
 template <int R>
 inline void finish_slice(const Tile &t, long slice, const Vec (&low)[R], const Vec (&high)[R]) {
   const Vec left = load(t.factors), right = load(t.factors + kLanes);
+#pragma GCC unroll 12
   for (int r = 0; r < R; r++) {
     const Vec scale = broadcast(t.row_scales[r * t.scales_stride + slice]);
     const Vec scaled_low = rounded_product(rounded_product(low[r], left), scale);
@@ -169,6 +176,7 @@ void multiply_tile(const Tile &t) {
   Cursor at(t);
   for (long slice = 0; slice < t.slices; slice++) {
     Vec low[R], high[R];
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
       low[r] = t.is_first ? zero() : load(t.sums + r * kPanel);
       high[r] = t.is_first ? zero() : load(t.sums + r * kPanel + kLanes);
@@ -181,6 +189,7 @@ void multiply_tile(const Tile &t) {
     if (t.factors) {
       finish_slice<R>(t, slice, low, high);
     } else {
+#pragma GCC unroll 12
       for (int r = 0; r < R; r++) {
         store(t.sums + r * kPanel, low[r]);
         store(t.sums + r * kPanel + kLanes, high[r]);

@@ -28,9 +28,6 @@ namespace {
 
 constexpr long kChunk = 240;           // rows whose sums of one panel stay in the caches
 constexpr long kStepBytes = 4 * kPanel;
-// Sums of short slices go to totals out of registers for so few rows, if a slice has so few totals. With Granite's shape the
-// second product of experts took 0.9 of its time so; where totals lie in the second-level cache, with 16 rows, 1.2 times.
-constexpr long kFewRows = 4, kFewTotals = 8 * kPanel;
 
 long padded(long inputs) { return (inputs + 3) / 4 * 4; }
 long panel_bytes(long inputs, long slices) {
@@ -71,12 +68,14 @@ inline const uint8_t *add_steps(const uint8_t *x, const uint8_t *w, long steps, 
 template <class Dot, int R>
 void tile(const uint8_t *x, const uint8_t *w, long steps, int32_t *sums, const int32_t *first, Fetch fetch) {
   Ints low[R], high[R];
+#pragma GCC unroll 12
   for (int r = 0; r < R; r++) {
     const int32_t *from = first ? first : sums + r * kPanel;
     low[r] = load_ints(from);
     high[r] = load_ints(from + kLanes);
   }
   add_steps<Dot, R>(x, w, steps, low, high, fetch);
+#pragma GCC unroll 12
   for (int r = 0; r < R; r++) {
     store_ints(sums + r * kPanel, low[r]);
     store_ints(sums + r * kPanel + kLanes, high[r]);
@@ -154,10 +153,13 @@ struct Chunk {
   // Adds the totals of one panel along slices `first` to `end` to others.
   void add_slices_to(long panel, long first, long end, const WeightedTotals &to) const {
     // Of R rows: kAddShortSlices[R - 1].
-    static constexpr auto kAddShortSlices = short_slices_table(std::make_integer_sequence<int, kFewRows>());
+    static constexpr auto kAddShortSlices = short_slices_table(std::make_integer_sequence<int, Dot::kRows>());
     const Panel at = begin_panel(panel, first);
-    if (x.rows <= kFewRows && to.part <= kFewTotals && x.slices.blocks == 1)
-      return (this->*kAddShortSlices[x.rows - 1])(at, first, end, to);
+    if (x.slices.blocks == 1) {
+      for (long strip = 0; strip < x.strips; strip++)
+        (this->*kAddShortSlices[x.count(strip) - 1])(at, strip, first, end, to);
+      return;
+    }
     alignas(64) int32_t sums[Dot::kRows * kPanel];
     const Vec left = load(at.scales), right = load(at.scales + kLanes);
     for (long slice = first; slice < end; slice++) {
@@ -174,22 +176,29 @@ struct Chunk {
     }
   }
 
-  // The same for R rows and slices of one block: a slice is read in less time than its sums take to memory and back.
+  // The same for the R rows of a strip and slices of one block: a slice is read in less time than its sums take to memory
+  // and back.
   template <int R>
-  void add_short_slices_to(const Panel &at, long first, long end, const WeightedTotals &to) const {
-    static_assert(R <= Dot::kRows, "the rows are one strip");
+  void add_short_slices_to(const Panel &at, long strip, long first, long end, const WeightedTotals &given) const {
+    const WeightedTotals to = given;  // whose fields are not read again after each store
     const Vec left = load(at.scales), right = load(at.scales + kLanes);
-    const long steps = padded(x.slices.length) / 4;
+    const long steps = padded(x.slices.length) / 4, bytes = (end - first) * steps * kStepBytes, row = x.begin(strip);
     const uint8_t *w = at.weights + first * steps * kStepBytes;
+    const char *here = reinterpret_cast<const char *>(w);
+    Fetch next = x.strips == 1 ? Fetch{here + ahead, kStepBytes}
+                               : Fetch{here + bytes + bytes * strip / x.strips, kStepBytes / x.strips};
+    const float *scales = x.scales + row * p.slices;
     for (long slice = first; slice < end; slice++) {
       const int32_t *from = at.first + slice * kPanel;
       Ints low[R], high[R];
+#pragma GCC unroll 12
       for (int r = 0; r < R; r++) low[r] = load_ints(from), high[r] = load_ints(from + kLanes);
-      const Fetch next{reinterpret_cast<const char *>(w) + ahead, kStepBytes};
-      w = add_steps<Dot, R>(x.at(0, slice), w, steps, low, high, next);
+      w = add_steps<Dot, R>(x.at(strip, slice), w, steps, low, high, next);
+      next.from += steps * next.step;
+#pragma GCC unroll 12
       for (int r = 0; r < R; r++) {
-        const Vec scale = broadcast(x.scales[r * p.slices + slice]);
-        to.add(slice, r, scaled(low[r], left, scale), scaled(high[r], right, scale));
+        const Vec scale = broadcast(scales[r * p.slices + slice]);
+        to.add(slice, row + r, scaled(low[r], left, scale), scaled(high[r], right, scale));
       }
     }
   }

@@ -1,5 +1,5 @@
 // Scratch memory for intermediate results: grows to what the largest step needs and is kept, so that steps do not
-// allocate. One thread takes from it, outside of parallel regions; what it gets may be used by all of them.
+// allocate. What a thread takes outside of parallel regions may be used by all threads, what it takes inside by itself.
 #pragma once
 #include <cstddef>
 
@@ -36,5 +36,5 @@ class Arena {
   size_t used_ = 0;  // of the current chunk
 };
 
-// The arena of this thread: ranks call kernels from one thread each.
+// The arena of this thread.
 Arena &arena();
