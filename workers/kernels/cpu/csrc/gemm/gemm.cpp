@@ -143,12 +143,11 @@ struct Chunk {
         kTiles<S>[x.rows](x.at(0, block), w, count, totals, first, {here + ahead<S>(x.rows), kStepBytes<S>});
         continue;
       }
-      // While the strips compute, each of them fetches its share of the next block.
       if (kWidens) widen(w, count, wide);
       constexpr long kBytes = kWidens ? kPanel * sizeof(T) : kStepBytes<S>;
       const long steps = kWidens ? count : count / S::kStep;
       for (long strip = 0; strip < x.strips; strip++) {
-        const Fetch next{here + steps * kBytes * (x.strips + strip) / x.strips, kBytes / x.strips};
+        const Fetch next = Fetch::of_strip(here, steps * kBytes, kBytes, 0, strip, x.strips);
         float *to = totals + x.begin(strip) * kPanel;
         if constexpr (kWidens) kTiles<Widened>[x.count(strip)](x.at(strip, block), wide, count, to, first, next);
         else kTiles<S>[x.count(strip)](x.at(strip, block), w, count, to, first, next);
@@ -180,8 +179,7 @@ struct Chunk {
       const long count = x.padded(x.inputs.inputs_of(block));
       const char *here = reinterpret_cast<const char *>(w);
       const long bytes = count / S::kStep * kStepBytes<S>;
-      const Fetch next = x.strips == 1 ? Fetch{here + ahead<S>(x.rows), kStepBytes<S>}
-                                       : Fetch{here + bytes * (x.strips + strip) / x.strips, kStepBytes<S> / x.strips};
+      const Fetch next = Fetch::of_strip(here, bytes, kStepBytes<S>, ahead<S>(x.rows), strip, x.strips);
       if constexpr (kSumsInRegisters<S>)
         if (x.inputs.blocks == 1) return kAddTiles<S>[rows](x.at(strip, block), w, count, next, to, slice, row);
       kTiles<S>[rows](x.at(strip, block), w, count, sums, block == begin, next);

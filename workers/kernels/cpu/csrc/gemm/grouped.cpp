@@ -121,8 +121,8 @@ struct Operands {
     multiply_strips(tiles.unpacked, t, block, next);
   }
 
-  // `next`: the weights that come after those of the tile. While strips compute, each fetches its share of them. The tile
-  // is filled anew for each strip and not copied: a copy would wait until all that was written of it has left the core.
+  // `next`: the weights that come after those of the tile, of which each strip fetches its share. The tile is filled anew for
+  // each strip and not copied: a copy would wait until all that was written of it has left the core.
   void multiply_strips(const MultiplyTile *multiply, Tile &t, long block, const char *next) const {
     const int32_t *starts = t.starts;
     const float *totals = t.totals, *row_scales = t.row_scales;
@@ -135,8 +135,8 @@ struct Operands {
       t.sums = sums + row * kPanel;
       t.row_scales = row_scales + row * t.scales_stride;
       t.row = row;
-      if (x.strips > 1) t.fetch = {next + (next - t.scales) * strip / x.strips, group_bytes / x.strips};
-      else t.fetch = {t.scales + (are_read_once(x.rows, kStrip<Dot>) ? kAheadOnce : kAhead), group_bytes};
+      const long ahead = fetched_ahead(x.rows, kStrip<Dot>);
+      t.fetch = Fetch::of_strip(t.scales, next - t.scales, group_bytes, ahead, strip, x.strips);
       multiply[x.count(strip)](t);
     }
   }

@@ -102,7 +102,7 @@ struct Chunk {
   const Product &p;
   const RoundedRows<Dot::kRows, Dot::kOffset> &x;
   long first_row;
-  const long ahead = are_read_once(x.rows, Dot::kRows) ? kAheadOnce : kAhead;
+  const long ahead = fetched_ahead(x.rows, Dot::kRows);
 
   // Panel number `panel`, which is read from slice number `slice` on.
   Panel begin_panel(long panel, long slice) const {
@@ -124,10 +124,7 @@ struct Chunk {
     const uint8_t *w = panel.weights + (slice * padded(x.slices.length) + in_slice) * kPanel;
     const long steps = padded(x.slices.inputs_of(block)) / 4;
     const char *here = reinterpret_cast<const char *>(w);
-    // While the strips compute, each of them fetches its share of the next block.
-    const bool alone = x.strips == 1;
-    const Fetch next = alone ? Fetch{here + ahead, kStepBytes}
-                             : Fetch{here + steps * kStepBytes * (x.strips + strip) / x.strips, kStepBytes / x.strips};
+    const Fetch next = Fetch::of_strip(here, steps * kStepBytes, kStepBytes, ahead, strip, x.strips);
     kIntTiles<Dot>[x.count(strip)](x.at(strip, block), w, steps, sums, first, next);
   }
 
@@ -185,8 +182,7 @@ struct Chunk {
     const long steps = padded(x.slices.length) / 4, bytes = (end - first) * steps * kStepBytes, row = x.begin(strip);
     const uint8_t *w = at.weights + first * steps * kStepBytes;
     const char *here = reinterpret_cast<const char *>(w);
-    Fetch next = x.strips == 1 ? Fetch{here + ahead, kStepBytes}
-                               : Fetch{here + bytes + bytes * strip / x.strips, kStepBytes / x.strips};
+    Fetch next = Fetch::of_strip(here, bytes, kStepBytes, ahead, strip, x.strips);
     const float *scales = x.scales + row * p.slices;
     for (long slice = first; slice < end; slice++) {
       const int32_t *from = at.first + slice * kPanel;
