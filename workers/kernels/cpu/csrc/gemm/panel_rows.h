@@ -27,7 +27,7 @@ struct Fetch {
 // the end of the last panel that reaches beyond the weight, where fetching does nothing.
 constexpr long kAhead = 8192, kAheadOnce = 6144;
 
-// Whether no other strip reads what a strip of `rows` rows does: strips are of about equal size, so there is none.
+// Whether a strip of `rows` rows is alone: strips are of about equal size, so two have half of the most rows each, or more.
 constexpr bool are_read_once(long rows, long most_rows_of_a_strip) { return 2 * rows < most_rows_of_a_strip; }
 constexpr long fetched_ahead(long rows, long most_rows_of_a_strip) {
   return are_read_once(rows, most_rows_of_a_strip) ? kAheadOnce : kAhead;

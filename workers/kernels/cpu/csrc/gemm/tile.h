@@ -20,7 +20,7 @@ constexpr long kAheadOfRow = 2048;
 template <class S>
 constexpr long kMostAhead = 16384;
 template <class S>
-constexpr bool kFetchesOnce = true;
+constexpr bool kFetchesOnce = true;  // whether its tiles fetch weights that are read once past the caches
 template <class S>
 constexpr long ahead(long rows) {
   if (kFetchesOnce<S> && are_read_once(rows, S::kRows)) return kAheadOnce;
