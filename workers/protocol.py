@@ -18,7 +18,7 @@ import struct
 import zlib
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -112,6 +112,9 @@ class StepMetadata(RowColumns[np.ndarray]):
     # Whether the step was sent before the answer to the previous one was known. If ranks refused the previous one, they
     # refuse this one without trying it, since it builds on the other's results.
     is_ahead: bool = False
+
+    # What a rank has made of the addresses of these arrays, by what made it: see `StepReader`. Never of their contents.
+    kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def num_seqs(self) -> int:
@@ -435,6 +438,30 @@ def unpack_step(buffer: memoryview) -> StepMetadata:
     if layout.num_bytes > len(buffer):
         raise ProtocolError("the header announces more than the buffer holds")
     return StepMetadata(step_id=step_id, is_ahead=is_ahead, **layout.views(buffer))
+
+
+class StepReader:
+    """Reader of the steps in a ring's slots, which keeps the arrays of each slot.
+
+    A step of the same lengths as the last one in its slot, as decode steps mostly are, is returned as the same object:
+    its arrays have the same addresses, and with it stays what was made of them.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[memoryview, StepShape, StepMetadata]] = {}  # by the identity of a slot
+
+    def read(self, slot: memoryview) -> StepMetadata:
+        """The step in `slot`, valid until the next call with it. Raises `ProtocolError` on foreign bytes."""
+        last = self._last.get(id(slot))
+        if last is not None:
+            step_id, shape, _, is_ahead = _read_header(slot)
+            if shape == last[1]:
+                step = last[2]
+                step.step_id, step.is_ahead = step_id, is_ahead
+                return step
+        step = unpack_step(slot)
+        self._last[id(slot)] = slot, _shape_of(step), step
+        return step
 
 
 def mask_span(buffer: memoryview) -> tuple[int, int]:

@@ -74,28 +74,44 @@ class ForwardBatch:
     @staticmethod
     def from_step(step: StepMetadata, tables: BlockTables) -> "ForwardBatch":
         """Copy a step to the device of `tables`, whose entries for it must be written. On the CPU, arrays that need no
-        widening stay views of the step's buffer."""
+        widening stay views of the step's buffer, and memory of the others is used again with the step's."""
         device, starts = tables.tables.device, step.query_start_loc
-        moved = torch.from_numpy
-        if device.type != "cpu":
-
-            def moved(array: np.ndarray) -> Tensor:
-                return torch.from_numpy(array).to(device, non_blocking=True)
-
+        if device.type == "cpu":
+            inputs = step.kept.get(_HostInputs)
+            if inputs is None:
+                inputs = step.kept[_HostInputs] = _HostInputs(step)
+            tensors = inputs.of(step)
+        else:
+            arrays = {name: getattr(step, name) for name in _AS_THEY_ARE}
+            arrays |= {name: getattr(step, name).astype(np.int64) for name in _WIDENED}
+            tensors = {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
         return ForwardBatch(
             num_tokens=len(step.token_ids),
             num_logits=len(step.logits_indices),
             query_lens=(starts[1:] - starts[:-1]).tolist(),
             context_lens=step.seq_lens.tolist(),
-            token_ids=moved(step.token_ids.astype(np.int64)),
-            positions=moved(step.positions.astype(np.int64)),
-            slot_mapping=moved(step.slot_mapping.astype(np.int64)),
-            query_start_loc=moved(starts),
-            seq_lens=moved(step.seq_lens),
-            rows=moved(step.rows),
             block_tables=tables.tables,
-            logits_indices=moved(step.logits_indices.astype(np.int64)),
+            **tensors,
         )
+
+
+_AS_THEY_ARE = ("slot_mapping", "query_start_loc", "seq_lens", "rows")
+_WIDENED = ("token_ids", "positions", "logits_indices")
+
+
+class _HostInputs:
+    """Tensors of a step in the host's memory: views of its arrays, and wider copies."""
+
+    def __init__(self, step: StepMetadata) -> None:
+        self._tensors = {name: torch.from_numpy(getattr(step, name)) for name in _AS_THEY_ARE}
+        self._wide = {name: np.empty(len(getattr(step, name)), np.int64) for name in _WIDENED}
+        self._tensors |= {name: torch.from_numpy(array) for name, array in self._wide.items()}
+
+    def of(self, step: StepMetadata) -> dict[str, Tensor]:
+        """The tensors by name, for what the arrays hold now. Valid until the next call."""
+        for name, array in self._wide.items():
+            array[...] = getattr(step, name)
+        return self._tensors
 
 
 def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:

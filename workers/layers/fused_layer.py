@@ -232,14 +232,15 @@ class PreparedLayers:
     def __init__(
         self,
         layers: Sequence[Layer],
+        last_norm: Norm | None,
         rotary_of: Sequence[int],
         hidden: int,
         tp: TensorParallel,
         kv: list[LayerKV],
         backend: AttentionBackend,
     ) -> None:
-        """`rotary_of`: for each layer, which of the step's rotary tables; -1: none. `hidden`: numbers of a row. `kv`:
-        pages that `backend` allocated.
+        """`last_norm`: of the last layer's result; None: there is none. `rotary_of`: for each layer, which of the
+        step's rotary tables; -1: none. `hidden`: numbers of a row. `kv`: pages that `backend` allocated.
 
         Raises `CannotPrepare`.
         """
@@ -248,7 +249,7 @@ class PreparedLayers:
         if max(rotary_of, default=0) >= MOST_ROTARIES:
             raise CannotPrepare(f"layers have more than {MOST_ROTARIES} kinds of rotary embedding")
         self.tp = tp
-        self._layers = list(layers)
+        self._layers, self._last_norm = list(layers), last_norm
         self._kv, self._backend = kv, backend
         self._pages = [(pages.k, pages.v) for pages in kv]
         self._program = program = Program(backend, hidden)
@@ -257,6 +258,11 @@ class PreparedLayers:
         self._adding: list[int] = []  # numbers of the branches that add to `hidden`: not of norms that several share
         for layer, rotary, pages in zip(layers, rotary_of, kv, strict=True):
             self._add_layer(layer, rotary, pages)
+        # Whether results are normed. A norm that was replaced, by what records its result for example, is called after.
+        self.norms_last = type(last_norm) in (RMSNorm, LayerNorm)
+        if last_norm is not None and self.norms_last:
+            program.norm_rows(last_norm, Rows.RESIDUAL, Rows.RESIDUAL)
+            program.end()
         kernels = bound(program.kernels)
         self._run, self._finish = kernels.oarlock_run_branches, kernels.oarlock_finish_branch
         self._branches = (CBranch * len(program.branches))(*program.branches)
@@ -265,13 +271,16 @@ class PreparedLayers:
         # For checks: gets the number of each branch and what it left in `hidden`.
         self.after_branch: Callable[[int, Tensor], None] | None = None
 
-    def serves(self, layers: Sequence[Layer], kv: list[LayerKV], backend: AttentionBackend) -> bool:
-        """Whether these are the layers, pages and backend that were prepared. Their parts, twenty for each layer, are
-        not looked at, which took 0.15 ms of every step: see `Decoder.parts_were_replaced`."""
-        return kv is self._kv and backend is self._backend and layers == self._layers
+    def serves(
+        self, layers: Sequence[Layer], last_norm: Norm | None, kv: list[LayerKV], backend: AttentionBackend
+    ) -> bool:
+        """Whether these are the layers, norm, pages and backend that were prepared. Parts of layers, twenty for each,
+        are not looked at, which took 0.15 ms of every step: see `Decoder.parts_were_replaced`."""
+        same = kv is self._kv and backend is self._backend and last_norm is self._last_norm
+        return same and layers == self._layers
 
     def __call__(self, hidden: Tensor, batch: ForwardBatch, tables: list[Tensor], plan: CppPlan) -> None:
-        """Replace `hidden` [T, hidden size] by the last layer's result.
+        """Replace `hidden` [T, hidden size] by the last layer's result, normed if `norms_last`.
 
         `tables`: of each `RotaryTable`, the rows of all positions. `plan`: what the backend's `prepare` returned.
         """

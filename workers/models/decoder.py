@@ -256,7 +256,7 @@ class Decoder:
         prepared = self.prepared_for(kv, backend)
         if prepared is not None:
             prepared(hidden, batch, [table.up_to(longest) for table in self.rotary.values()], plan)
-            return self.norm(hidden) if self.is_last else hidden
+            return self.norm(hidden) if self.is_last and not prepared.norms_last else hidden
         angles = [table(batch.positions, longest) for table in self.rotary.values()]  # once per step for all layers
         steps = [
             LayerStep(None if which < 0 else angles[which], batch, pages, backend, plan)
@@ -271,10 +271,11 @@ class Decoder:
     def prepared_for(self, kv: list[LayerKV], backend: AttentionBackend) -> PreparedLayers | None:
         """The layers in the form of one call, prepared again if there are others or their parts were replaced; None:
         not possible."""
-        if self._prepared is None or not self._prepared.serves(self.layers, kv, backend):
+        last_norm = self.norm if self.is_last else None
+        if self._prepared is None or not self._prepared.serves(self.layers, last_norm, kv, backend):
             try:
                 self._prepared = PreparedLayers(
-                    self.layers, self.rotary_of, self.spec.hidden_size, self.place.tp, kv, backend
+                    self.layers, last_norm, self.rotary_of, self.spec.hidden_size, self.place.tp, kv, backend
                 )
                 self.why_not_prepared = None
             except CannotPrepare as reason:

@@ -101,7 +101,7 @@ class ModelRunner:
         self.step_cost: StepCost | None = None
         self.num_blocks: int | None = None
         self._tables = BlockTables(config.max_num_seqs, table_width(config), self.device)
-        self._sampled = torch.empty(0, dtype=torch.int64, device=self.device)  # [L], by the last step
+        self._sampled = torch.empty(0, dtype=torch.int64, device=self.device)  # integers [L], by the last step
         self._device_steps: DeviceSteps | None = None  # None: steps are over when `launch` returns
         self._graph_maker: GraphMaker = CudaGraphs() if self.device.type == "cuda" else Calls()
         self.kv_offload: RankOffload | None = None
@@ -363,7 +363,7 @@ class ModelRunner:
         if len(step.table_blocks):
             self._tables.write(step)
         batch = ForwardBatch.from_step(step, self._tables)
-        if (step.token_ids < 0).any():
+        if step.is_ahead and (step.token_ids < 0).any():
             batch.token_ids = with_sampled(batch.token_ids, self._sampled)
         plan = self.backend.prepare(batch)
         if self.stage.is_first:
@@ -397,8 +397,8 @@ class ModelRunner:
         parts, sampled = [], []
         for start in range(0, batch.num_logits, MAX_LOGITS_ROWS):
             stop = min(start + MAX_LOGITS_ROWS, batch.num_logits)
-            indices = batch.logits_indices[start:stop]
-            logits = model.compute_logits(hidden.index_select(0, indices))  # float32 [L, vocab_local]
+            rows = hidden if stop - start == len(hidden) else hidden.index_select(0, batch.logits_indices[start:stop])
+            logits = model.compute_logits(rows)  # float32 [L, vocab_local]
             if await_masks is not None and len(step.mask_rows):
                 await_masks()
             is_whole = stop - start == batch.num_logits

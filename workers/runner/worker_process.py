@@ -25,7 +25,7 @@ from oarlock.workers.distributed.shm_ring import ChannelClosedError, RingLayout,
 from oarlock.workers.errors import EXIT_CONFIGURATION, EXIT_OUT_OF_MEMORY, StartupError
 from oarlock.workers.kv_offload import KVReportSender
 from oarlock.workers.log_format import JsonFormatter
-from oarlock.workers.protocol import StepOutput, pack_output, unpack_step
+from oarlock.workers.protocol import StepOutput, StepReader, pack_output
 from oarlock.workers.ranks.cpu_affinity import use_cpus
 from oarlock.workers.ranks.spawn_ranks import RankArguments, RankRings, begin
 from oarlock.workers.runner.memory_needs import is_out_of_memory
@@ -181,10 +181,10 @@ def serve(arguments: RankArguments, control: Control, runner: ModelRunner | Enco
         assert rings.kv_report_fd is not None
         runner.kv_offload.start(KVReportSender(rings.kv_report_fd, arguments.rank))
     guard = StepGuard(runner.bytes_of, runner.device, groups.votes, groups.stage)
-    step_id = 0
+    step_id, reader = 0, StepReader()
     try:
         while True:
-            step = unpack_step(steps.receive())
+            step = reader.read(steps.receive())
             begun_ns, step_id = time.monotonic_ns(), step.step_id
             if len(step.kv_copies):
                 assert runner.kv_offload is not None

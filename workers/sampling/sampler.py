@@ -12,6 +12,7 @@ kept sets beyond the short lists. A single rank with the C++ kernels does all of
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -35,6 +36,8 @@ from oarlock.workers.sampling.top_k_top_p import (
     draw_in_rounds,
 )
 from oarlock.workers.sampling_parameters import ROW_NAMES, have_floor
+
+_KEPT = 64  # arrays of states, of so many different numbers of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ class Sampler:
         self._shards = LogitsShards(vocab_start, vocab_local, vocab_slice(vocab_size, tp.size))
 
     def sample(self, logits: Tensor, step: StepMetadata) -> tuple[Tensor, StepOutput | None]:
-        """The tokens, int64 [L], on every rank, and the step's output on rank 0, None on others.
+        """The tokens, integers [L], on every rank, and the step's output on rank 0, None on others.
 
         `logits`: this rank's float32 [L, vocab_local]; overwritten.
         """
@@ -112,10 +115,9 @@ class Sampler:
             assert isinstance(self.histories, TokenHistories)
             histories = self.histories.entries(step) if len(step.penalty_rows) else ()
             tops, columns = kernel_sample(logits, step, histories, self.vocab_size)
-            output = StepOutput(
-                step.step_id, finite=_states(step, tops, self.vocab_size), out_of_memory=False, **columns
-            )
-            return torch.from_numpy(output.token_ids).to(torch.int64), output
+            finite = _all_finite(len(logits)) if tops is None else _states(step, tops, self.vocab_size)
+            output = StepOutput(step.step_id, finite=finite, out_of_memory=False, **columns)
+            return torch.from_numpy(output.token_ids), output
         reporting = (step.num_logprobs >= 0) | (step.target_ids >= 0)
         adjusted = apply_logits_processors(logits, step, self.histories, self._shards.first_id, reporting)
         shard = self._shards(logits)
@@ -228,11 +230,16 @@ def _columns(step: StepMetadata, vocab_size: int, device: torch.device) -> Filte
     return Filters(**columns, keys=keys, floor=torch.full_like(columns["temperature"], float("-inf")))
 
 
+@lru_cache(_KEPT)
+def _all_finite(rows: int) -> np.ndarray:
+    states = np.full(rows, FINITE, np.uint8)
+    states.flags.writeable = False  # it is in many outputs
+    return states
+
+
 def _states(step: StepMetadata, peaks: np.ndarray, vocab_size: int) -> np.ndarray:
     """`StepOutput.finite` from each row's largest adjusted logit, which is -inf where every allowed logit is."""
     are_finite = np.isfinite(peaks)
-    if are_finite.all():
-        return np.full(len(peaks), FINITE, np.uint8)
     states = np.where(are_finite, FINITE, NONFINITE).astype(np.uint8)
     for row in np.flatnonzero(np.isneginf(peaks)):
         if bans_all(step, row, vocab_size):
@@ -264,7 +271,7 @@ def _output(
 def num_accepted(step: StepMetadata, sampled: Tensor) -> Tensor:
     """Number of right drafts of each sequence: int32 [S]. Waits for no device.
 
-    `sampled` int64 [L]: the tokens of all rows of logits. `step.num_drafts` must not be empty.
+    `sampled` integers [L]: the tokens of all rows of logits. `step.num_drafts` must not be empty.
 
     A draft is right if it and all before it equal the tokens that were sampled in their places. Noise is keyed by seed
     and position, so the token sampled after right drafts is the one that would have been sampled without drafts:

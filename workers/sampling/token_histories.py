@@ -52,7 +52,7 @@ class Histories(Protocol):
         """Write the histories that `step` brings, before it samples."""
 
     def add(self, step: StepMetadata, sampled: Tensor, accepted: Tensor | None) -> None:
-        """Count what the rows with penalties sampled: `sampled` int64 [L]; `accepted` int32 [S] if there are drafts."""
+        """Count what rows with penalties sampled: `sampled` integers [L]; `accepted` int32 [S] if there are drafts."""
 
 
 class TokenHistories:

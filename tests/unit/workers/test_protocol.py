@@ -18,6 +18,7 @@ from oarlock.workers.protocol import (
     ProtocolError,
     StepMetadata,
     StepOutput,
+    StepReader,
     empty_step,
     mask_words,
     max_output_bytes,
@@ -137,6 +138,31 @@ def test_offsets_are_kept_of_a_bounded_number_of_shapes() -> None:
     for num_tokens in range(1000):
         protocol.step_layout(protocol.StepShape(num_tokens=num_tokens))
     assert protocol.step_layout.cache_info().currsize <= 256
+
+
+def test_a_reader_keeps_the_arrays_of_a_slot_while_lengths_stay() -> None:
+    rng, reader = np.random.default_rng(0), StepReader()
+    slots = [memoryview(bytearray(1 << 16)) for _ in range(2)]
+
+    def read(slot: memoryview, num_seqs: int) -> StepMetadata:
+        step = random_step(rng, num_seqs, 1, 3, 4, (1, 2, 2, 5))
+        pack_step(step, slot)
+        found = reader.read(slot)
+        for name in StepMetadata.__dataclass_fields__:
+            if name != "kept":
+                np.testing.assert_array_equal(getattr(found, name), getattr(step, name), err_msg=name)
+        return found
+
+    first, other = read(slots[0], 2), read(slots[1], 2)
+    first.kept["addresses"] = True
+    assert other is not first and not other.kept
+    assert read(slots[0], 2) is first and first.kept
+    longer = read(slots[0], 3)
+    assert longer is not first and not longer.kept
+    assert read(slots[0], 2) is not first, "only the last step of a slot is kept"
+    slots[0][8] ^= 1
+    with pytest.raises(ProtocolError):
+        reader.read(slots[0])
 
 
 def test_masks_may_follow_the_step() -> None:

@@ -6,6 +6,7 @@ The same interface as `workers/sampling/logits_shard.py` has for torch's operati
 import ctypes
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,11 +126,13 @@ def _contiguous(*values: Tensor | int) -> list[Tensor | int]:
 
 
 @cache
-def _function(kernels: ctypes.CDLL, name: str, kinds: str) -> Callable[..., None]:
+def _function(
+    kernels: ctypes.CDLL, name: str, kinds: str, result: type[ctypes.c_long] | None = None
+) -> Callable[..., Any]:
     """`kinds`: p for a pointer, n for a long."""
     types = {"p": ctypes.c_void_p, "n": ctypes.c_long}
     function = getattr(kernels, name)
-    function.argtypes, function.restype = [types[kind] for kind in kinds.replace(" ", "")], None
+    function.argtypes, function.restype = [types[kind] for kind in kinds.replace(" ", "")], result
     return function
 
 
@@ -173,8 +176,9 @@ class _Output(ctypes.Structure):
 
 def sample(
     logits: Tensor, step: StepMetadata, histories: tuple[np.ndarray, ...], vocab_size: int
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """The largest logit of each row after its changes, float32 [L], and the arrays of a `StepOutput` but for `finite`.
+) -> tuple[np.ndarray | None, dict[str, np.ndarray]]:
+    """The largest logit of each row after its changes, float32 [L], or None where all of them are finite; and the
+    arrays of a `StepOutput` but for `finite`.
 
     `logits`: float32 [L, V], not changed; ids from `vocab_size` on are padding with -inf. `histories`: the arrays of
     `Entries`, of the rows with penalties if there are any.
@@ -184,42 +188,61 @@ def sample(
     steps, and logprobs equal to rounding; tests compare the two.
     """
     rows, width = logits.shape
-    given = _Step(rows=rows, vocab_size=vocab_size)
-    kept = _point(given, step, _COLUMNS)
-    for count, names in (("num_bias", _BIAS), ("num_penalties", _PENALTIES), ("num_masks", _MASKS)):
-        if number := len(getattr(step, names[0])):
-            setattr(given, count, number)
-            kept += _point(given, step, names)
-    if given.num_penalties:
-        kept += histories
+    kept = step.kept.get(_Kept)
+    if kept is None:
+        kept = step.kept[_Kept] = _Kept(step, rows)
+    given, taken = kept.given, kept.taken
+    given.vocab_size = vocab_size
+    if histories:
         for name, array in zip(_HISTORIES, histories, strict=True):
             assert array.flags.c_contiguous and array.itemsize == (8 if name == "history_firsts" else 4), name
             setattr(given, name, array.ctypes.data)
-    given.mask_words = step.mask_bits.shape[1]
-    columns = {"token_ids": np.empty(rows, np.int32)}
-    reporting = (step.num_logprobs >= 0).any() or (step.target_ids >= 0).any()
-    most = max(0, step.max_num_logprobs)
-    if reporting:
+    kernels, given_at = library.library(), ctypes.addressof(given)
+    columns = {}
+    most = _function(kernels, "oarlock_most_logprobs", "p", ctypes.c_long)(given_at)
+    if most >= 0:
         columns["logprobs"] = np.zeros(rows, np.float32)
         columns["ranks"] = np.zeros(rows, np.int32)
         columns["top_ids"] = np.full((rows, most), -1, np.int32)
         columns["top_logprobs"] = np.full((rows, most), -np.inf, np.float32)
-    tops = np.empty(rows, np.float32)
-    taken = _Output(top_columns=most, tops=tops.ctypes.data)
-    for name, array in columns.items():
-        setattr(taken, name, array.ctypes.data)
-    library.library().oarlock_sample(
-        ctypes.c_void_p(logits.data_ptr()), ctypes.c_long(logits.stride(0)), ctypes.c_long(width),
-        ctypes.byref(given), ctypes.byref(taken),
-    )  # fmt: skip
-    return tops, columns
+        for name, array in columns.items():
+            setattr(taken, name, array.ctypes.data)
+    taken.top_columns = max(0, most)
+    num_not_finite = _function(kernels, "oarlock_sample", "pnn pp", ctypes.c_long)(
+        logits.data_ptr(), logits.stride(0), width, given_at, ctypes.addressof(taken)
+    )
+    columns["token_ids"] = kept.token_ids.copy()
+    return kept.tops.copy() if num_not_finite else None, columns
 
 
-def _point(given: _Step, step: StepMetadata, names: tuple[str, ...]) -> list[np.ndarray]:
-    """Set the fields `names` to the step's arrays, which must live until the call returns."""
-    arrays = [np.ascontiguousarray(getattr(step, name)) for name in names]
-    for name, array in zip(names, arrays, strict=True):
+class _Kept:
+    """A step and its output as the kernel sees them; both hold for as long as the step's arrays are where they are.
+
+    Addresses take longer to find out than the kernel needs for one row.
+    """
+
+    def __init__(self, step: StepMetadata, rows: int) -> None:
+        self.given = _given(step, rows)
+        self.tops, self.token_ids = np.empty(rows, np.float32), np.empty(rows, np.int32)
+        self.taken = _Output(0, tops=self.tops.ctypes.data, token_ids=self.token_ids.ctypes.data)
+
+
+def _given(step: StepMetadata, rows: int) -> _Step:
+    """The step as the kernel reads it, but for histories."""
+    given = _Step(rows=rows, mask_words=step.mask_bits.shape[1])
+    _point(given, step, _COLUMNS)
+    for count, names in (("num_bias", _BIAS), ("num_penalties", _PENALTIES), ("num_masks", _MASKS)):
+        if number := len(getattr(step, names[0])):
+            setattr(given, count, number)
+            _point(given, step, names)
+    return given
+
+
+def _point(given: _Step, step: StepMetadata, names: tuple[str, ...]) -> None:
+    """Set the fields `names` to the addresses of the step's arrays."""
+    for name in names:
+        array = getattr(step, name)
+        assert array.flags.c_contiguous, name
         assert array.dtype.kind == ("f" if name in _FLOATS else "u" if name == "mask_bits" else "i"), name
         assert array.itemsize == (8 if name == "seeds" else 4), name
         setattr(given, name, array.ctypes.data)
-    return arrays

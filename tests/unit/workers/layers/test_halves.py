@@ -248,6 +248,21 @@ def test_a_replaced_norm_is_used(
     check_replacing(checkpoints, monkeypatch, lambda layer: layer.branches[branch], part, True)
 
 
+def test_a_replaced_last_norm_is_used(checkpoints: dict[str, Path]) -> None:
+    """By kernels if it is another norm, else by itself after the layers, as one that records its result."""
+    with torch.inference_mode():
+        decoder = load_decoder(checkpoints["gemma2"], TensorParallel.solo(), torch.bfloat16)
+        steps, real, seen = PagedRun(decoder, CppBackend), decoder.norm, []
+        assert isinstance(real, RMSNorm)
+        first = steps.step({0: [3, 4]})[0]
+        decoder.norm = broken_norm(real)
+        broken = steps.step({1: [3, 4]})[1]
+        decoder.norm = lambda x: seen.append(real(x)) or seen[-1]  # ty: ignore[invalid-assignment]
+        again = steps.step({2: [3, 4]})[2]
+        assert decoder.why_not_prepared is None and len(seen) == 1
+    assert torch.equal(first, again) and not torch.equal(first, broken)
+
+
 def check_replacing(
     checkpoints: dict[str, Path], patch: pytest.MonkeyPatch, owner_of: Any, name: str, is_prepared: bool
 ) -> None:

@@ -108,6 +108,22 @@ def test_logprobs_are_of_the_raw_distribution(make, size):
 
 
 @pytest.mark.usefixtures("form")
+def test_a_step_written_in_the_place_of_another_is_sampled_by_its_own_numbers():
+    """A kernel keeps the addresses of a step's arrays, and nothing of what they hold."""
+    logits, first = peaked(), step_of(ROWS, **MODES["mixture"])
+    sample_with(logits, first, 1)
+    asked = [-1, 2, -1, -1, 0, -1]
+    for mode in ("greedy", "all, hot", "top_p"):
+        other = step_of(ROWS, seeds=np.arange(ROWS) + 9, num_logprobs=asked if mode == "top_p" else -1, **MODES[mode])
+        for name in ("target_ids", *ROW_NAMES, "seeds", "sample_positions", "num_logprobs"):
+            getattr(first, name)[:] = getattr(other, name)
+        out, expected = sample_with(logits, first, 1), sample_with(logits, other, 1)
+        for name in ("token_ids", "finite", "logprobs", "ranks", "top_ids", "top_logprobs"):
+            np.testing.assert_array_equal(getattr(out, name), getattr(expected, name), err_msg=name)
+        assert out.token_ids.tolist() == naive_tokens(logits, other)
+
+
+@pytest.mark.usefixtures("form")
 def test_many_rows_are_scored_at_once():
     logits = torch.randn(70, 300)
     targets = np.arange(70) * 3

@@ -261,8 +261,17 @@ void sample_row(const float *x, long width, const Step &step, long i, const RowM
 
 }  // namespace
 
-// x [step.rows, width]: logits of all ids and, from `vocab_size` on, padding of -inf.
-extern "C" void oarlock_sample(const float *x, long stride, long width, const Step *step, const Output *out) {
+// The largest number of logprobs that a row of `step` wants, 0 if it is only its token's own; -1 where no row reports.
+extern "C" long oarlock_most_logprobs(const Step *step) {
+  long most = -1;
+  for (long i = 0; i < step->rows; i++)
+    if (step->reports(i)) most = std::max<long>({most, step->num_logprobs[i], 0});
+  return most;
+}
+
+// x [step.rows, width]: logits of all ids and, from `vocab_size` on, padding of -inf. Returns the number of rows whose
+// largest changed logit is not finite.
+extern "C" long oarlock_sample(const float *x, long stride, long width, const Step *step, const Output *out) {
   long longest = std::max(kCandidates, out->top_columns);
   for (long i = 0; i < step->rows; i++) longest = std::max(longest, step->filters(i).top_k);
   const Arena::Mark mark = arena().mark();
@@ -271,4 +280,5 @@ extern "C" void oarlock_sample(const float *x, long stride, long width, const St
 #pragma omp parallel for schedule(dynamic)
   for (long i = 0; i < step->rows; i++) sample_row(x + i * stride, width, *step, i, memories[this_thread()], *out);
   arena().release(mark);
+  return std::count_if(out->tops, out->tops + step->rows, [](float top) { return !std::isfinite(top); });
 }
