@@ -56,7 +56,8 @@ class StepMetadata(RowColumns[np.ndarray]):
     """
 
     step_id: int
-    token_ids: np.ndarray  # int32 [T]   below 0: -1 - r for the token that the step before sampled in its row r
+    # int32 [T]   below 0, only in a step that is ahead: -1 - r for the token that the step before sampled in its row r
+    token_ids: np.ndarray
     positions: np.ndarray  # int32 [T]
     slot_mapping: np.ndarray  # int64 [T]   block_id * block_size + offset: where the token's K and V are written
     query_start_loc: np.ndarray  # int32 [S + 1]

@@ -168,7 +168,7 @@ def test_a_reference_is_the_id_that_the_step_before_sampled(executor: Executor) 
     executor.submit(step_of(2, first, 3))
     known = executor.collect()
     executor.submit(step_of(1, [5, 9, 17], 0))
-    executor.submit(step_of(2, [-1], 3))
+    executor.submit(replace(step_of(2, [-1], 3), is_ahead=True))
     assert executor.collect().token_ids.tolist() == first
     referred = executor.collect()
     assert referred.token_ids.tolist() == known.token_ids.tolist()
