@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from tests.golden import paged_run
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.tiny_models import FAMILIES, MIXTURES, make_tiny
 from tests.unit.workers.gloo_groups import gloo_groups
-from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS
+from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, threads
 
 pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
 
@@ -211,6 +211,36 @@ def test_sums_over_two_hosts_lie_between_the_halves_and_give_the_bits_of_one(
     with ThreadPoolExecutor(size) as threads:
         for found, expected in zip(threads.map(work, range(size)), one_host, strict=True):
             assert torch.equal(found, expected) and found.isfinite().all()
+
+
+def decoded(decoder: Decoder, backend: type[CppBackend], cache_dtype: str) -> tuple[Tensor, Tensor]:
+    """The logits of tokens that one or two sequences decode, across the ends of pages and of a long context, and the
+    bytes of all pages, which held NaN before."""
+    steps = PagedRun(decoder, lambda spec: backend(replace(spec, cache_dtype=cache_dtype)))
+    parts = [part.view(torch.uint8) for layer in steps.pages for part in (layer.k, layer.v)]
+    for part in parts:
+        part.fill_(0xFF)
+    steps.step({0: list(range(3, 33)), 1: list(range(13))})
+    works = [{0: [token]} for token in range(4)] + [{0: [token], 1: [token + 5]} for token in range(5)]
+    logits = [rows for work in works for rows in steps.step(work).values()]
+    steps.step({2: [token % 50 for token in range(700)]})
+    logits += [steps.step({2: [token]})[2] for token in range(6)]
+    return torch.cat(logits), torch.cat([part.flatten() for part in parts])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8", "fp8"])
+def test_a_token_alone_is_stored_by_the_thread_that_reads_it(
+    checkpoints: dict[str, Path], family: str, cache_dtype: str, num_threads: int
+) -> None:
+    """In a prepared step; by separate operations all tokens are stored before any is read."""
+    with threads(num_threads), torch.inference_mode():
+        decoder = load_decoder(checkpoints[family], TensorParallel.solo(), torch.bfloat16)
+        logits, pages = decoded(decoder, SeparateOperations, cache_dtype)
+        found, stored = decoded(decoder, CppBackend, cache_dtype)
+        assert decoder.why_not_prepared is None
+    assert torch.equal(found, logits) and found.isfinite().all() and torch.equal(stored, pages)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -34,9 +34,10 @@ struct Call {
   const AttentionLayer &layer;
   const T *q;
   T *out;
-  const uint8_t *k, *v;
+  uint8_t *k, *v;
   long q_stride, out_stride;
-  const float *sinks;  // or null
+  const float *sinks;      // or null
+  const NewRows<T> *rows;  // which tasks store; or null
 };
 
 // Some spans of one tile. `partials`: null when these are all spans of the tile; else where the first one's results go.
@@ -259,8 +260,23 @@ void add_values(const Call<T> &call, const Groups &here, const Groups &next, con
   }
 }
 
+// The positions that a task's tile sees.
+struct Seen {
+  long begin, end;
+};
+
+Seen seen_by(const AttentionStep &step, const AttentionLayer &layer, const Task &task) {
+  const long num_queries_per_kv = layer.heads / layer.kv_heads;
+  const long tokens = step.query_start_loc[task.seq + 1] - step.query_start_loc[task.seq];
+  const long before = step.seq_lens[task.seq] - tokens;
+  return {first_position(layer, before + task.row / num_queries_per_kv),
+          before + (task.row + task.rows - 1) / num_queries_per_kv + 1};
+}
+
+// `following`: the task that this thread computes next, whose first keys are prefetched; or null.
 template <class T>
-__attribute__((noinline)) void compute(const Call<T> &call, const Task &task, Workspace<T> &space) {
+__attribute__((noinline)) void compute(const Call<T> &call, const Task &task, const Task *following,
+                                       Workspace<T> &space) {
   const AttentionLayer &layer = call.layer;
   const bool has_scales = layer.pages == kInt8Pages;
   const long width = layer.head_dim, rows = task.rows, blocks = find_rows(call, task, space);
@@ -272,12 +288,17 @@ __attribute__((noinline)) void compute(const Call<T> &call, const Task &task, Wo
   }
   if (!task.partials) clear(space.result, rows, width);
 
-  const long end = space.last[rows - 1] + 1, begin = first_position(layer, space.last[0]);
+  const auto [begin, end] = seen_by(call.step, layer, task);
+  if (call.rows && task.end_span * kSpan >= end)  // no other task reads what the sequence's token adds to this head
+    write_head(layer, *call.rows, call.step.query_start_loc[task.seq], task.head, call.k, call.v);
   Left<T> *weights = weights_of(space);
   Groups here, next;
   find_groups(call, task, begin, end, task.first_span, here);
   for (long span = task.first_span; span < task.end_span; span++, here = next) {
-    find_groups(call, task, begin, end, span + 1 < task.end_span ? span + 1 : span, next);
+    const bool is_last = span + 1 == task.end_span;
+    const Task &then = is_last && following ? *following : task;
+    const Seen there = is_last && following ? seen_by(call.step, layer, then) : Seen{begin, end};
+    find_groups(call, then, there.begin, there.end, !is_last ? span + 1 : following ? then.first_span : span, next);
     float *memory = task.partials ? task.partials + (span - task.first_span) * span_size(rows, width) : space.part;
     score_span(call, here, blocks, space);
     for (long r = 0; r < rows; r++) {
@@ -302,16 +323,21 @@ template <class Visit>
 void for_each_tile(const AttentionStep &step, const AttentionLayer &layer, const Visit &visit) {
   const long num_queries_per_kv = layer.heads / layer.kv_heads;
   for (long seq = 0; seq < step.seqs; seq++) {
-    const long tokens = step.query_start_loc[seq + 1] - step.query_start_loc[seq];
-    const long before = step.seq_lens[seq] - tokens, rows = tokens * num_queries_per_kv;
+    const long rows = (step.query_start_loc[seq + 1] - step.query_start_loc[seq]) * num_queries_per_kv;
     for (long row = (rows - 1) / kTile * kTile; row >= 0 && rows; row -= kTile) {
       const long count = rows - row < kTile ? rows - row : kTile;
-      const long begin = first_position(layer, before + row / num_queries_per_kv);
-      const long end = before + (row + count - 1) / num_queries_per_kv + 1;
+      const auto [begin, end] = seen_by(step, layer, {int(seq), 0, int(row), int(count), 0, 0, nullptr});
       for (long head = 0; head < layer.kv_heads; head++)
         visit(seq, head, row, count, begin / kSpan, (end + kSpan - 1) / kSpan);
     }
   }
+}
+
+// Whether every sequence has one query token, whose heads are in one tile each: then tasks store what they alone read.
+bool is_decode(const AttentionStep &step, const AttentionLayer &layer) {
+  for (long seq = 0; seq < step.seqs; seq++)
+    if (step.query_start_loc[seq + 1] - step.query_start_loc[seq] != 1) return false;
+  return layer.heads / layer.kv_heads <= kTile;
 }
 
 template <class T>
@@ -347,8 +373,15 @@ void run(const Call<T> &call) {
 #pragma omp parallel if (count > 1)
   {
     Workspace<T> space;
+    if (step.seqs == 1 && call.rows) {  // tasks of one size: each thread knows what it computes next
+      const long team = omp_get_num_threads(), me = omp_get_thread_num(), end = count * (me + 1) / team;
+      for (long i = count * me / team; i < end; i++)
+        compute(call, tasks[i], i + 1 < end ? tasks + i + 1 : nullptr, space);
+#pragma omp barrier
+    } else {
 #pragma omp for schedule(dynamic)
-    for (long i = 0; i < count; i++) compute(call, tasks[i], space);
+      for (long i = 0; i < count; i++) compute(call, tasks[i], static_cast<const Task *>(nullptr), space);
+    }
 #pragma omp for schedule(dynamic)
     for (long i = 0; i < splits; i++) {
       const Task &task = split[i];
@@ -366,19 +399,23 @@ void run(const Call<T> &call) {
 
 template <class T>
 void attend(const AttentionStep &step, const AttentionLayer &layer, const T *q, long q_stride, T *out, long out_stride,
-            const void *k_pages, const void *v_pages, const float *sinks) {
-  run(Call<T>{step, layer, q, out, static_cast<const uint8_t *>(k_pages), static_cast<const uint8_t *>(v_pages), q_stride,
-              out_stride, sinks});
+            void *k_pages, void *v_pages, const float *sinks, const NewRows<T> *rows) {
+  if (rows && !is_decode(step, layer)) {
+    write_kv(layer, *rows, k_pages, v_pages);
+    rows = nullptr;
+  }
+  run(Call<T>{step, layer, q, out, static_cast<uint8_t *>(k_pages), static_cast<uint8_t *>(v_pages), q_stride,
+              out_stride, sinks, rows});
 }
 
 #define OARLOCK_ATTEND(T)                                                                                          \
-  template void attend<T>(const AttentionStep &, const AttentionLayer &, const T *, long, T *, long, const void *, \
-                          const void *, const float *);
+  template void attend<T>(const AttentionStep &, const AttentionLayer &, const T *, long, T *, long, void *, void *, \
+                          const float *, const NewRows<T> *);
 OARLOCK_FOR_EACH_TYPE(OARLOCK_ATTEND)
 
 extern "C" void oarlock_attend(const AttentionStep *step, const AttentionLayer *layer, const void *q, long q_stride,
-                               void *out, long out_stride, const void *k_pages, const void *v_pages,
-                               const float *sinks, int type) {
+                               void *out, long out_stride, void *k_pages, void *v_pages, const float *sinks,
+                               int type) {
   with_type(type, [&](auto *of) {
     using T = std::remove_pointer_t<decltype(of)>;
     attend<T>(*step, *layer, static_cast<const T *>(q), q_stride, static_cast<T *>(out), out_stride,

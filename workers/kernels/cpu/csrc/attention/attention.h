@@ -29,16 +29,31 @@ struct AttentionLayer {
   int pages;      // a Pages: the form of keys and values in memory
 };
 
+// Keys and values of a step's own tokens, k and v [tokens, kv_heads, D], rows `k_stride` and `v_stride` elements apart,
+// and their `slots` [tokens]: block * block_size + offset.
+template <class T>
+struct NewRows {
+  const T *k;
+  long k_stride;
+  const T *v;
+  long v_stride;
+  const int64_t *slots;
+  long tokens;
+};
+
 // q [T, heads, D] and out [T, heads, D], rows `q_stride` and `out_stride` elements apart; pages [blocks, kv_heads,
 // block_size / 16] groups. sinks [heads]: a score of each head that joins those of the positions, after the softcap, and
-// has no value; or null. Called outside of parallel regions; uses all threads, and the arena of the calling one.
+// has no value; or null. Stores `rows` in the pages first, if there are any. Called outside of parallel regions; uses all
+// threads, and the arena of the calling one.
 template <class T>
 void attend(const AttentionStep &step, const AttentionLayer &layer, const T *q, long q_stride, T *out, long out_stride,
-            const void *k_pages, const void *v_pages, const float *sinks);
+            void *k_pages, void *v_pages, const float *sinks, const NewRows<T> *rows = nullptr);
 
-// Stores k, v [tokens, kv_heads, D], rows `k_stride` and `v_stride` elements apart, at `slots` [tokens]: block *
-// block_size + offset. Writing the first slot of a page clears the page of values first, or their scales: weight zero
-// times what an earlier sequence left there must be zero, and zero times NaN is not.
+// Stores `rows`. Writing the first slot of a page clears the page of values first, or their scales: weight zero times
+// what an earlier sequence left there must be zero, and zero times NaN is not.
 template <class T>
-void write_kv(const AttentionLayer &layer, const T *k, long k_stride, const T *v, long v_stride, void *k_pages,
-              void *v_pages, const int64_t *slots, long tokens);
+void write_kv(const AttentionLayer &layer, const NewRows<T> &rows, void *k_pages, void *v_pages);
+
+// Stores what row `token` has for one KV head, as `write_kv`: all heads of a row together are that row.
+template <class T>
+void write_head(const AttentionLayer &layer, const NewRows<T> &rows, long token, long head, void *k_pages, void *v_pages);

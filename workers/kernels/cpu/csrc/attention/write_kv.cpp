@@ -35,11 +35,12 @@ void round_row(const AttentionLayer &layer, const T *x, long position, uint8_t *
   }
 }
 
-// Clears what weight zero is multiplied by: of int8 the scales, which may be NaN, as the numbers cannot.
+// Clears what weight zero is multiplied by, for `heads` heads from `head` on: of int8 the scales, which may be NaN, as
+// the numbers cannot.
 template <class T>
-void clear_values(const AttentionLayer &layer, uint8_t *pages, long block) {
-  const long size = group_bytes<T>(layer), groups = layer.kv_heads * layer.block_size / kGroup;
-  uint8_t *first = pages + block * groups * size;
+void clear_values(const AttentionLayer &layer, uint8_t *pages, long block, long head, long heads) {
+  const long size = group_bytes<T>(layer), groups_per_page = layer.block_size / kGroup, groups = heads * groups_per_page;
+  uint8_t *first = pages + (block * layer.kv_heads + head) * groups_per_page * size;
   if (layer.pages != kInt8Pages) {
     memset(first, 0, groups * size);
     return;
@@ -47,43 +48,55 @@ void clear_values(const AttentionLayer &layer, uint8_t *pages, long block) {
   for (long g = 0; g < groups; g++) memset(first + g * size + numbers_bytes<T>(layer), 0, scales_bytes(layer));
 }
 
+template <class T>
+void place_head(const AttentionLayer &layer, const NewRows<T> &rows, long token, long head, uint8_t *keys,
+                uint8_t *values) {
+  const long width = layer.head_dim, slot = rows.slots[token];
+  const long block = slot / layer.block_size, offset = slot % layer.block_size, position = offset % kGroup;
+  const long groups_per_page = layer.block_size / kGroup;
+  const long at = ((block * layer.kv_heads + head) * groups_per_page + offset / kGroup) * group_bytes<T>(layer);
+  const T *key = rows.k + token * rows.k_stride + head * width, *value = rows.v + token * rows.v_stride + head * width;
+  if (layer.pages == kUnrounded) {
+    place_key<T>(key, width, position, reinterpret_cast<T *>(keys + at));
+    place_value<T>(value, width, position, reinterpret_cast<T *>(values + at));
+    return;
+  }
+  uint8_t rounded[kMaxHead];
+  round_row(layer, key, position, rounded, keys + at);
+  place_key<T>(rounded, width, position, keys + at);
+  round_row(layer, value, position, rounded, values + at);
+  place_value<T>(rounded, width, position, values + at);
+}
+
 }  // namespace
 
 template <class T>
-void write_kv(const AttentionLayer &layer, const T *k, long k_stride, const T *v, long v_stride, void *k_pages,
-              void *v_pages, const int64_t *slots, long tokens) {
-  const long kv_heads = layer.kv_heads, width = layer.head_dim, size = group_bytes<T>(layer);
-  const long groups_per_page = layer.block_size / kGroup;
+void write_kv(const AttentionLayer &layer, const NewRows<T> &rows, void *k_pages, void *v_pages) {
   uint8_t *keys = static_cast<uint8_t *>(k_pages), *values = static_cast<uint8_t *>(v_pages);
-#pragma omp parallel if (tokens >= 64)
+#pragma omp parallel if (rows.tokens >= 64)
   {
 #pragma omp for schedule(static)
-    for (long t = 0; t < tokens; t++)
-      if (slots[t] % layer.block_size == 0) clear_values<T>(layer, values, slots[t] / layer.block_size);
+    for (long t = 0; t < rows.tokens; t++)
+      if (rows.slots[t] % layer.block_size == 0)
+        clear_values<T>(layer, values, rows.slots[t] / layer.block_size, 0, layer.kv_heads);
 #pragma omp for schedule(static)
-    for (long t = 0; t < tokens; t++) {
-      const long block = slots[t] / layer.block_size, offset = slots[t] % layer.block_size, position = offset % kGroup;
-      for (long head = 0; head < kv_heads; head++) {
-        const long group = ((block * kv_heads + head) * groups_per_page + offset / kGroup) * size;
-        const T *key = k + t * k_stride + head * width, *value = v + t * v_stride + head * width;
-        if (layer.pages == kUnrounded) {
-          place_key<T>(key, width, position, reinterpret_cast<T *>(keys + group));
-          place_value<T>(value, width, position, reinterpret_cast<T *>(values + group));
-          continue;
-        }
-        uint8_t rounded[kMaxHead];
-        round_row(layer, key, position, rounded, keys + group);
-        place_key<T>(rounded, width, position, keys + group);
-        round_row(layer, value, position, rounded, values + group);
-        place_value<T>(rounded, width, position, values + group);
-      }
-    }
+    for (long t = 0; t < rows.tokens; t++)
+      for (long head = 0; head < layer.kv_heads; head++) place_head(layer, rows, t, head, keys, values);
   }
 }
 
-#define OARLOCK_WRITE_KV(T)                                                                                        \
-  template void write_kv<T>(const AttentionLayer &, const T *, long, const T *, long, void *, void *, const int64_t *, \
-                            long);
+template <class T>
+void write_head(const AttentionLayer &layer, const NewRows<T> &rows, long token, long head, void *k_pages,
+                void *v_pages) {
+  uint8_t *keys = static_cast<uint8_t *>(k_pages), *values = static_cast<uint8_t *>(v_pages);
+  const long slot = rows.slots[token];
+  if (slot % layer.block_size == 0) clear_values<T>(layer, values, slot / layer.block_size, head, 1);
+  place_head(layer, rows, token, head, keys, values);
+}
+
+#define OARLOCK_WRITE_KV(T)                                                                      \
+  template void write_kv<T>(const AttentionLayer &, const NewRows<T> &, void *, void *);         \
+  template void write_head<T>(const AttentionLayer &, const NewRows<T> &, long, long, void *, void *);
 OARLOCK_FOR_EACH_TYPE(OARLOCK_WRITE_KV)
 
 extern "C" void oarlock_write_kv(const AttentionLayer *layer, const void *k, long k_stride, const void *v,
@@ -91,7 +104,7 @@ extern "C" void oarlock_write_kv(const AttentionLayer *layer, const void *k, lon
                                  int type) {
   with_type(type, [&](auto *of) {
     using T = std::remove_pointer_t<decltype(of)>;
-    write_kv<T>(*layer, static_cast<const T *>(k), k_stride, static_cast<const T *>(v), v_stride, k_pages, v_pages,
-                slots, tokens);
+    const NewRows<T> rows{static_cast<const T *>(k), k_stride, static_cast<const T *>(v), v_stride, slots, tokens};
+    write_kv(*layer, rows, k_pages, v_pages);
   });
 }

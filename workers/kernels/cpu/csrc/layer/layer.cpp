@@ -109,9 +109,9 @@ void attend_rows(const Turn<T> &turn, const Operation &op) {
   const AttentionLayer &a = *layer.attention;
   const long mixed_width = a.heads * a.head_dim, kv_width = a.kv_heads * a.head_dim, stride = mixed_width + 2 * kv_width;
   const T *qkv = turn.at(op.from), *k = qkv + mixed_width, *v = k + kv_width;
-  write_kv(a, k, stride, v, stride, layer.k_pages, layer.v_pages, turn.step.slots, turn.rows);
+  const NewRows<T> rows{k, stride, v, stride, turn.step.slots, turn.rows};
   attend<T>(*turn.step.attention, a, qkv, stride, turn.at(op.to), mixed_width, layer.k_pages, layer.v_pages,
-            layer.sinks);
+            layer.sinks, &rows);
 }
 
 template <class T>
