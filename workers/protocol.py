@@ -16,9 +16,10 @@ pickled. Imports numpy, not torch. Sizes in the shapes below:
 import math
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -36,6 +37,8 @@ NONFINITE, FINITE, ALL_BANNED = 0, 1, 2  # of `StepOutput.finite`
 LAST, MEAN, CLS, TOKEN, LOGITS, LABELS = range(6)
 NOT_POOLED = -1  # of `StepOutput.pooled_lens`
 _MAGIC = 0x4F41524C  # "OARL"
+
+Made = TypeVar("Made")
 
 # defaults of the sections that few steps use
 _no_ints = partial(np.zeros, 0, "<i4")
@@ -114,8 +117,7 @@ class StepMetadata(RowColumns[np.ndarray]):
     # refuse this one without trying it, since it builds on the other's results.
     is_ahead: bool = False
 
-    # What a rank has made of the addresses of these arrays, by what made it: see `StepReader`. Never of their contents.
-    kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # see `made_once`
 
     @property
     def num_seqs(self) -> int:
@@ -129,6 +131,14 @@ class StepMetadata(RowColumns[np.ndarray]):
     def max_num_logprobs(self) -> int:
         """-1 when no row wants logprobs."""
         return int(self.num_logprobs.max()) if len(self.num_logprobs) else -1
+
+    def made_once(self, make: Callable[["StepMetadata"], Made]) -> Made:
+        """Result of `make`, kept with this step and with those that a `StepReader` reads in its place: it must depend
+        on the lengths and addresses of the arrays alone, not on what they hold."""
+        made = self.kept.get(make)
+        if made is None:
+            made = self.kept[make] = make(self)
+        return made
 
 
 @dataclass(slots=True)

@@ -77,10 +77,7 @@ class ForwardBatch:
         widening stay views of the step's buffer, and memory of the others is used again with the step's."""
         device, starts = tables.tables.device, step.query_start_loc
         if device.type == "cpu":
-            inputs = step.kept.get(_HostInputs)
-            if inputs is None:
-                inputs = step.kept[_HostInputs] = _HostInputs(step)
-            tensors = inputs.of(step)
+            tensors = step.made_once(_HostInputs).of(step)
         else:
             arrays = {name: getattr(step, name) for name in _AS_THEY_ARE}
             arrays |= {name: getattr(step, name).astype(np.int64) for name in _WIDENED}

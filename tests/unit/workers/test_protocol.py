@@ -143,6 +143,11 @@ def test_offsets_are_kept_of_a_bounded_number_of_shapes() -> None:
 def test_a_reader_keeps_the_arrays_of_a_slot_while_lengths_stay() -> None:
     rng, reader = np.random.default_rng(0), StepReader()
     slots = [memoryview(bytearray(1 << 16)) for _ in range(2)]
+    made: list[StepMetadata] = []
+
+    def address(step: StepMetadata) -> int:
+        made.append(step)
+        return step.token_ids.ctypes.data
 
     def read(slot: memoryview, num_seqs: int) -> StepMetadata:
         step = random_step(rng, num_seqs, 1, 3, 4, (1, 2, 2, 5))
@@ -154,11 +159,11 @@ def test_a_reader_keeps_the_arrays_of_a_slot_while_lengths_stay() -> None:
         return found
 
     first, other = read(slots[0], 2), read(slots[1], 2)
-    first.kept["addresses"] = True
-    assert other is not first and not other.kept
-    assert read(slots[0], 2) is first and first.kept
+    assert other is not first and other.made_once(address) != first.made_once(address)
+    assert read(slots[0], 2) is first
+    assert first.made_once(address) == first.token_ids.ctypes.data and len(made) == 2
     longer = read(slots[0], 3)
-    assert longer is not first and not longer.kept
+    assert longer is not first and longer.made_once(address) and len(made) == 3
     assert read(slots[0], 2) is not first, "only the last step of a slot is kept"
     slots[0][8] ^= 1
     with pytest.raises(ProtocolError):

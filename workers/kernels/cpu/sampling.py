@@ -188,9 +188,7 @@ def sample(
     steps, and logprobs equal to rounding; tests compare the two.
     """
     rows, width = logits.shape
-    kept = step.kept.get(_Kept)
-    if kept is None:
-        kept = step.kept[_Kept] = _Kept(step, rows)
+    kept = step.made_once(_Kept)
     given, taken = kept.given, kept.taken
     given.vocab_size = vocab_size
     if histories:
@@ -221,7 +219,8 @@ class _Kept:
     Addresses take longer to find out than the kernel needs for one row.
     """
 
-    def __init__(self, step: StepMetadata, rows: int) -> None:
+    def __init__(self, step: StepMetadata) -> None:
+        rows = len(step.logits_indices)
         self.given = _given(step, rows)
         self.tops, self.token_ids = np.empty(rows, np.float32), np.empty(rows, np.int32)
         self.taken = _Output(0, tops=self.tops.ctypes.data, token_ids=self.token_ids.ctypes.data)
