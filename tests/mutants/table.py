@@ -8,6 +8,7 @@ _AVX2 = ("-k", "avx2")
 CONCERNS: dict[str, tuple[str, ...]] = {
     "attention": ("tests/unit/workers/attention/test_attention.py", *_AVX2),
     "attention-forms": ("tests/unit/workers/attention/test_attention.py", "-k", "backends_agree"),
+    "decoded-alone": ("tests/unit/workers/layers/test_halves.py", "-k", "alone"),
     "elementwise": ("tests/unit/workers/kernels/cpu/test_elementwise.py", *_AVX2),
     "products": (
         "tests/unit/workers/quantization/test_slices.py",
