@@ -445,6 +445,10 @@ def pack_step(step: StepMetadata, buffer: memoryview, *, without_masks: bool = F
 def unpack_step(buffer: memoryview) -> StepMetadata:
     """Views of the step in `buffer`: valid until the slot is written again. Raises `ProtocolError` on foreign bytes."""
     step_id, shape, _, is_ahead = _read_header(buffer)
+    return _views_of_step(buffer, step_id, shape, is_ahead=is_ahead)
+
+
+def _views_of_step(buffer: memoryview, step_id: int, shape: StepShape, *, is_ahead: bool) -> StepMetadata:
     layout = step_layout(shape)
     if layout.num_bytes > len(buffer):
         raise ProtocolError("the header announces more than the buffer holds")
@@ -463,15 +467,14 @@ class StepReader:
 
     def read(self, slot: memoryview) -> StepMetadata:
         """The step in `slot`, valid until the next call with it. Raises `ProtocolError` on foreign bytes."""
+        step_id, shape, _, is_ahead = _read_header(slot)
         last = self._last.get(id(slot))
-        if last is not None:
-            step_id, shape, _, is_ahead = _read_header(slot)
-            if shape == last[1]:
-                step = last[2]
-                step.step_id, step.is_ahead = step_id, is_ahead
-                return step
-        step = unpack_step(slot)
-        self._last[id(slot)] = slot, _shape_of(step), step
+        if last is not None and shape == last[1]:
+            step = last[2]
+            step.step_id, step.is_ahead = step_id, is_ahead
+            return step
+        step = _views_of_step(slot, step_id, shape, is_ahead=is_ahead)
+        self._last[id(slot)] = slot, shape, step
         return step
 
 

@@ -397,7 +397,8 @@ class ModelRunner:
         parts, sampled = [], []
         for start in range(0, batch.num_logits, MAX_LOGITS_ROWS):
             stop = min(start + MAX_LOGITS_ROWS, batch.num_logits)
-            rows = hidden if stop - start == len(hidden) else hidden.index_select(0, batch.logits_indices[start:stop])
+            indices = batch.logits_indices[start:stop]  # ascending, none twice: as many as tokens are all of them
+            rows = hidden if len(indices) == len(hidden) else hidden.index_select(0, indices)
             logits = model.compute_logits(rows)  # float32 [L, vocab_local]
             if await_masks is not None and len(step.mask_rows):
                 await_masks()

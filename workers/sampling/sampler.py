@@ -240,6 +240,8 @@ def _all_finite(rows: int) -> np.ndarray:
 def _states(step: StepMetadata, peaks: np.ndarray, vocab_size: int) -> np.ndarray:
     """`StepOutput.finite` from each row's largest adjusted logit, which is -inf where every allowed logit is."""
     are_finite = np.isfinite(peaks)
+    if are_finite.all():
+        return _all_finite(len(peaks))
     states = np.where(are_finite, FINITE, NONFINITE).astype(np.uint8)
     for row in np.flatnonzero(np.isneginf(peaks)):
         if bans_all(step, row, vocab_size):

@@ -52,6 +52,19 @@ long first_position(const AttentionLayer &layer, long position) {
   return layer.window && position >= layer.window ? (position - layer.window + 1) / kGroup * kGroup : 0;
 }
 
+// The positions that a task's tile sees.
+struct Seen {
+  long begin, end;
+};
+
+Seen seen_by(const AttentionStep &step, const AttentionLayer &layer, const Task &task) {
+  const long num_queries_per_kv = layer.heads / layer.kv_heads;
+  const long tokens = step.query_start_loc[task.seq + 1] - step.query_start_loc[task.seq];
+  const long before = step.seq_lens[task.seq] - tokens;
+  return {first_position(layer, before + task.row / num_queries_per_kv),
+          before + (task.row + task.rows - 1) / num_queries_per_kv + 1};
+}
+
 // Rows of a tile that are multiplied together.
 template <class T>
 struct Block {
@@ -158,10 +171,10 @@ struct Groups {
   const uint8_t *k[kSpan / kGroup + kMore], *v[kSpan / kGroup + kMore];
 };
 
-// `begin` and `end`: the positions that the tile sees.
 template <class T>
-void find_groups(const Call<T> &call, const Task &task, long begin, long end, long span, Groups &groups) {
+void find_groups(const Call<T> &call, const Task &task, long span, Groups &groups) {
   const AttentionLayer &layer = call.layer;
+  const auto [begin, end] = seen_by(call.step, layer, task);
   const int32_t *table = call.step.tables + call.step.rows[task.seq] * call.step.table_width;
   const long groups_per_page = layer.block_size / kGroup, size = group_bytes<T>(layer);
   const long first = begin > span * kSpan ? begin : span * kSpan;
@@ -260,19 +273,6 @@ void add_values(const Call<T> &call, const Groups &here, const Groups &next, con
   }
 }
 
-// The positions that a task's tile sees.
-struct Seen {
-  long begin, end;
-};
-
-Seen seen_by(const AttentionStep &step, const AttentionLayer &layer, const Task &task) {
-  const long num_queries_per_kv = layer.heads / layer.kv_heads;
-  const long tokens = step.query_start_loc[task.seq + 1] - step.query_start_loc[task.seq];
-  const long before = step.seq_lens[task.seq] - tokens;
-  return {first_position(layer, before + task.row / num_queries_per_kv),
-          before + (task.row + task.rows - 1) / num_queries_per_kv + 1};
-}
-
 // `following`: the task that this thread computes next, whose first keys are prefetched; or null.
 template <class T>
 __attribute__((noinline)) void compute(const Call<T> &call, const Task &task, const Task *following,
@@ -288,17 +288,15 @@ __attribute__((noinline)) void compute(const Call<T> &call, const Task &task, co
   }
   if (!task.partials) clear(space.result, rows, width);
 
-  const auto [begin, end] = seen_by(call.step, layer, task);
-  if (call.rows && task.end_span * kSpan >= end)  // no other task reads what the sequence's token adds to this head
+  if (call.rows && task.end_span * kSpan > space.last[rows - 1])  // no other task reads what the sequence's token adds to this head
     write_head(layer, *call.rows, call.step.query_start_loc[task.seq], task.head, call.k, call.v);
   Left<T> *weights = weights_of(space);
   Groups here, next;
-  find_groups(call, task, begin, end, task.first_span, here);
+  find_groups(call, task, task.first_span, here);
   for (long span = task.first_span; span < task.end_span; span++, here = next) {
-    const bool is_last = span + 1 == task.end_span;
-    const Task &then = is_last && following ? *following : task;
-    const Seen there = is_last && following ? seen_by(call.step, layer, then) : Seen{begin, end};
-    find_groups(call, then, there.begin, there.end, !is_last ? span + 1 : following ? then.first_span : span, next);
+    if (span + 1 < task.end_span) find_groups(call, task, span + 1, next);
+    else if (following) find_groups(call, *following, following->first_span, next);
+    else next = here;
     float *memory = task.partials ? task.partials + (span - task.first_span) * span_size(rows, width) : space.part;
     score_span(call, here, blocks, space);
     for (long r = 0; r < rows; r++) {
@@ -317,18 +315,18 @@ __attribute__((noinline)) void compute(const Call<T> &call, const Task &task, co
   if (!task.partials) finish(call, task, space);
 }
 
-// The tiles of all sequences and KV heads, later ones of a sequence first because they take longer: calls
-// visit(sequence, KV head, first row, rows, first span, end span).
+// The tiles of all sequences and KV heads, later ones of a sequence first because they take longer: calls visit(task) with
+// all spans of each.
 template <class Visit>
 void for_each_tile(const AttentionStep &step, const AttentionLayer &layer, const Visit &visit) {
   const long num_queries_per_kv = layer.heads / layer.kv_heads;
-  for (long seq = 0; seq < step.seqs; seq++) {
+  for (int seq = 0; seq < step.seqs; seq++) {
     const long rows = (step.query_start_loc[seq + 1] - step.query_start_loc[seq]) * num_queries_per_kv;
     for (long row = (rows - 1) / kTile * kTile; row >= 0 && rows; row -= kTile) {
-      const long count = rows - row < kTile ? rows - row : kTile;
-      const auto [begin, end] = seen_by(step, layer, {int(seq), 0, int(row), int(count), 0, 0, nullptr});
-      for (long head = 0; head < layer.kv_heads; head++)
-        visit(seq, head, row, count, begin / kSpan, (end + kSpan - 1) / kSpan);
+      Task task{seq, 0, static_cast<int>(row), static_cast<int>(rows - row < kTile ? rows - row : kTile), 0, 0, nullptr};
+      const auto [begin, end] = seen_by(step, layer, task);
+      task.first_span = begin / kSpan, task.end_span = (end + kSpan - 1) / kSpan;
+      for (; task.head < layer.kv_heads; task.head++) visit(task);
     }
   }
 }
@@ -346,7 +344,7 @@ void run(const Call<T> &call) {
   const AttentionLayer &layer = call.layer;
   const long width = layer.head_dim, threads = omp_get_max_threads();
   long tiles = 0, spans = 0;
-  for_each_tile(step, layer, [&](long, long, long, long, long first, long end) { tiles++, spans += end - first; });
+  for_each_tile(step, layer, [&](const Task &task) { tiles++, spans += task.end_span - task.first_span; });
   // Parts of tiles of at most `share` spans: small enough to keep all threads busy until the end.
   long share = threads == 1 ? spans : spans / (threads * kPartsPerThread);
   if (share < kLeastSpans) share = kLeastSpans;
@@ -354,13 +352,13 @@ void run(const Call<T> &call) {
   Task *tasks = arena().take<Task>(tiles + spans / share);
   Task *split = arena().take<Task>(spans / share);
   long count = 0, splits = 0;
-  for_each_tile(step, layer, [&](int seq, int head, int row, int rows, long first, long end) {
-    Task task{seq, head, row, rows, first, end, nullptr};
+  for_each_tile(step, layer, [&](Task task) {
+    const long first = task.first_span, end = task.end_span;
     if (end - first <= share) {
       tasks[count++] = task;
       return;
     }
-    const long size = span_size(rows, width), parts = (end - first + share - 1) / share;
+    const long size = span_size(task.rows, width), parts = (end - first + share - 1) / share;
     task.partials = arena().take<float>((end - first) * size);
     split[splits++] = task;
     for (long part = 0; part < parts; part++) {
@@ -380,7 +378,7 @@ void run(const Call<T> &call) {
 #pragma omp barrier
     } else {
 #pragma omp for schedule(dynamic)
-      for (long i = 0; i < count; i++) compute(call, tasks[i], static_cast<const Task *>(nullptr), space);
+      for (long i = 0; i < count; i++) compute(call, tasks[i], nullptr, space);
     }
 #pragma omp for schedule(dynamic)
     for (long i = 0; i < splits; i++) {
