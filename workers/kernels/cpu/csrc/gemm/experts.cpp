@@ -1,7 +1,7 @@
 // y = for each row the sum over its experts of weight * down(activation(gate x) * (up x)).
 //
-// Rows are sorted by expert: one block has up to kMostPanelRows rows of one expert, so that only weights of experts in use
-// are read, each panel once for all rows of a block. First threads take panels of gate and up, of one block after the
+// Rows are sorted by expert: one block has up to kMostRows rows of one expert, so that only weights of experts in use are
+// read, each panel once for all rows of a block. First threads take panels of gate and up, of one block after the
 // other, as their weights lie in memory. Then they take panels of outputs, and add up what all blocks give there: a row's
 // experts ascend, whichever thread takes a panel. Each product has the bits of its form (panel_rows.h), so the
 // bits of a row depend on that row, its experts and their weights alone.
@@ -54,10 +54,10 @@ struct Sorted {
     for (long i = 0; i < rows * per_row; i++)
       if (const long expert = ids[i] - e.first; expert >= 0 && expert < e.count) next[expert + 1]++, pairs++;
     long most = 0;
-    for (long expert = 0; expert < e.count; expert++) most += (next[expert + 1] + kMostPanelRows - 1) / kMostPanelRows;
+    for (long expert = 0; expert < e.count; expert++) most += (next[expert + 1] + kMostRows - 1) / kMostRows;
     blocks = arena().take<Block>(most);
     for (long expert = 0; expert < e.count; expert++) {
-      const long all = next[expert + 1], parts = (all + kMostPanelRows - 1) / kMostPanelRows;
+      const long all = next[expert + 1], parts = (all + kMostRows - 1) / kMostRows;
       for (long part = 0; part < parts; part++) {
         const long begin = all * part / parts;
         blocks[count++] = {expert, next[expert] + begin, all * (part + 1) / parts - begin};
@@ -123,7 +123,7 @@ struct Step {
 
   // Panels of gate and up of a block.
   void multiply_gate_up(long block, long panel) const {
-    alignas(64) float sums[kMostPanelRows * kPanel];
+    alignas(64) float sums[kMostRows * kPanel];
     const Sorted::Block &of = sorted.blocks[block];
     gate_up.of[block]->multiply(panel, 0, sums);
     Product p{};

@@ -61,22 +61,17 @@ static_assert(sizeof(Float8Form) == 64);
 
 namespace {
 
-constexpr long kChunk = 240;               // rows whose sums of one panel stay in the caches
 constexpr long kFetchAhead = 4096;         // bytes of weights fetched ahead while one strip of rows reads them
 constexpr long kSerialRows = 1 << 14;      // elements of x that one thread packs sooner than it wakes another
 constexpr long kPieceStride = kMostAtOnce + 16;  // from a row of x to the next: a cache line more than a piece
 
-// Rows of x in float32, in strips of at most kTileRows and of about equal size: [strips][pieces of all slices][rows of the
-// strip][kPieceStride].
-struct FloatRows {
+// Rows of x in float32, in strips: [strips][pieces of all slices][rows of the strip][kPieceStride].
+struct FloatRows : Strips<kTileRows> {
   const Float8Form &form;
   float *packed;
-  long rows, strips, pieces;
+  long pieces;
 
-  FloatRows(const Float8Form &form, long rows)
-      : form(form), rows(rows), strips((rows + kTileRows - 1) / kTileRows), pieces(form.slices * form.pieces()) {}
-  long begin(long strip) const { return rows * strip / strips; }
-  long count(long strip) const { return begin(strip + 1) - begin(strip); }
+  FloatRows(const Float8Form &form, long rows) : Strips(rows), form(form), pieces(form.slices * form.pieces()) {}
   long size() const { return rows * pieces * kPieceStride; }
   float *at(long strip, long piece) const {
     return packed + (begin(strip) * pieces + count(strip) * piece) * kPieceStride;
@@ -170,15 +165,15 @@ void sum(const FloatRows &x, long panel, long slice, float *sums) {
 template <class T>
 void multiply(const Product &p) {
   const Float8Form &form = *static_cast<const Float8Form *>(p.weight);
-  for (long first = 0; first < p.rows; first += kChunk) {
+  for (long first = 0; first < p.rows; first += kMostRows) {
     const Arena::Mark mark = arena().mark();
-    FloatRows x(form, std::min(kChunk, p.rows - first));
+    FloatRows x(form, std::min(kMostRows, p.rows - first));
     x.packed = arena().take<float>(x.size());
     x.pack(static_cast<const T *>(p.x) + first * p.x_stride, p.x_stride);
     const Shares shares(form.panels());
 #pragma omp parallel
     {
-      alignas(64) float sums[kPending * kChunk * kPanel];
+      alignas(64) float sums[kPending * kMostRows * kPanel];
       const long size = x.rows * kPanel;
       shares.visit([&](long panel) {
         for (long slice = 0; slice < form.slices; slice++) {

@@ -1,4 +1,4 @@
-// y = epilogue(x w^T + bias), every weight read once from memory for up to kChunk rows.
+// y = epilogue(x w^T + bias), every weight read once from memory for up to kMostRows rows.
 //
 // An output is the sum, in order, of its sums over blocks of inputs, each taken input by input in float32; of a weight
 // in slices, each slice is summed so and the slices are added up in a tree (slices.h). That order depends on the number of
@@ -18,6 +18,7 @@
 #include "gemm/panel_rows.h"
 #include "gemm/shares.h"
 #include "gemm/slices.h"
+#include "gemm/strips.h"
 #include "gemm/tile.h"
 #if defined(__AMX_BF16__) || defined(OARLOCK_EMULATE_AMX)
 #include "gemm/amx.h"
@@ -27,10 +28,8 @@
 namespace gemm {
 namespace {
 
-constexpr long kChunk = 240;         // rows whose totals of one panel stay in the caches; a multiple of kTileRows
 constexpr long kSerial = 1 << 14;    // elements of x that one thread packs sooner than it wakes another
 constexpr long kFullTile = 32;       // inputs of a whole tile of AMX
-static_assert(kChunk % kTileRows == 0);
 
 template <class T>
 struct TypeOf {
@@ -49,27 +48,23 @@ struct TypeOf<BFloat16> {
 #endif
 };
 
-// Up to kChunk rows of x, in strips of about equal size: [strips][blocks][rows of the strip][kRowStride]. Slices that are
-// shorter than a block share one: what strips read again for each panel lies close together.
+// Rows of x in strips: [strips][blocks][rows of the strip][kRowStride]. Slices that are shorter than a block share one: what
+// strips read again for each panel lies close together.
 template <class T>
-struct Rows {
+struct Rows : Strips<TypeOf<T>::Tiles::kRows> {
   using S = typename TypeOf<T>::Tiles;
   using X = typename S::X;
+  using Strips<S::kRows>::begin, Strips<S::kRows>::count, Strips<S::kRows>::rows, Strips<S::kRows>::strips;
   X *packed;
-  long rows, strips;
   Slices inputs;
   long blocks, places;  // blocks of all slices, and where they lie side by side
   int shift;            // a place has 1 << shift blocks
 
-  Rows(long rows, const Slices &inputs)
-      : rows(rows), strips((rows + S::kRows - 1) / S::kRows), inputs(inputs), blocks(inputs.all_blocks()),
-        shift(0) {
+  Rows(long rows, const Slices &inputs) : Strips<S::kRows>(rows), inputs(inputs), blocks(inputs.all_blocks()), shift(0) {
     while (inputs.blocks == 1 && padded(inputs.length) << (shift + 1) <= S::kBlock) shift++;
     places = (blocks + (1L << shift) - 1) >> shift;
   }
   static long padded(long inputs) { return (inputs + S::kStep - 1) / S::kStep * S::kStep; }
-  long begin(long strip) const { return first_of_strip(rows, strip, strips); }
-  long count(long strip) const { return begin(strip + 1) - begin(strip); }
   long size() const { return rows * places * kRowStride<S>; }
   X *at(long strip, long block) const {
     X *place = packed + (begin(strip) * places + count(strip) * (block >> shift)) * kRowStride<S>;
@@ -167,8 +162,24 @@ struct Chunk {
 
   // Adds the sums of one panel along slices `first` to `end` to totals, strip by strip, where weights need not be widened.
   void add_slices_to(long panel, long first, long end, const WeightedTotals &to) const {
+    if constexpr (kSumsInRegisters<S>)
+      if (x.inputs.blocks == 1) return add_short_slices_to(panel, first, end, to);
     for (long slice = first; slice < end; slice++)
       for (long strip = 0; strip < x.strips; strip++) add_slice_to(panel, slice, strip, to);
+  }
+
+  // The same for slices of one block. What each strip fetches of the next slice is found out once for all of them.
+  void add_short_slices_to(long panel, long first, long end, const WeightedTotals &to) const {
+    const long count = x.padded(x.inputs.length), bytes = count / S::kStep * kStepBytes<S>;
+    const char *here = reinterpret_cast<const char *>(weights(panel, first));
+    Fetch next[Rows<T>::kMostStrips];
+    for (long strip = 0; strip < x.strips; strip++)
+      next[strip] = Fetch::of_strip(here, bytes, kStepBytes<S>, ahead<S>(x.rows), strip, x.strips);
+    for (long slice = first; slice < end; slice++, here += bytes)
+      for (long strip = 0; strip < x.strips; strip++) {
+        kAddTiles<S>[x.count(strip)](x.at(strip, slice), here, count, next[strip], to, slice, x.begin(strip));
+        next[strip].from += bytes;
+      }
   }
 
   void add_slice_to(long panel, long slice, long strip, const WeightedTotals &to) const {
@@ -180,8 +191,6 @@ struct Chunk {
       const char *here = reinterpret_cast<const char *>(w);
       const long bytes = count / S::kStep * kStepBytes<S>;
       const Fetch next = Fetch::of_strip(here, bytes, kStepBytes<S>, ahead<S>(x.rows), strip, x.strips);
-      if constexpr (kSumsInRegisters<S>)
-        if (x.inputs.blocks == 1) return kAddTiles<S>[rows](x.at(strip, block), w, count, next, to, slice, row);
       kTiles<S>[rows](x.at(strip, block), w, count, sums, block == begin, next);
     }
     for (long r = 0; r < rows; r++) to.add(slice, row + r, load(sums + r * kPanel), load(sums + r * kPanel + kLanes));
@@ -193,7 +202,7 @@ struct Chunk {
     const Shares shares(panels);
 #pragma omp parallel
     {
-      alignas(64) float totals[kPending * kChunk * kPanel];
+      alignas(64) float totals[kPending * kMostRows * kPanel];
       const long size = x.rows * kPanel;
       shares.visit([&](long panel) {
         for (long slice = 0; slice < p.slices; slice++) {
@@ -271,8 +280,8 @@ void multiply(const Product &p) {
   const long columns_per_panel = kPanel;
   const long panels = (p.columns + columns_per_panel - 1) / columns_per_panel;
   const Slices inputs = slices_of<T>(p);
-  for (long row = 0; row < p.rows; row += kChunk) {
-    Rows<T> x(std::min(kChunk, p.rows - row), inputs);
+  for (long row = 0; row < p.rows; row += kMostRows) {
+    Rows<T> x(std::min(kMostRows, p.rows - row), inputs);
     const Arena::Mark mark = arena().mark();
     x.packed = arena().take<typename Rows<T>::X>(x.size());
     x.pack(static_cast<const T *>(p.x) + row * p.x_stride, p.x_stride);

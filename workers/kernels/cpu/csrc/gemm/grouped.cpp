@@ -19,7 +19,6 @@ namespace gemm {
 namespace grouped {
 namespace {
 
-constexpr long kChunk = 240;        // rows whose sums of one panel stay in the caches
 constexpr long kUnpackedRows = 4;   // rows from which on it pays to unpack values of 4 bits first
 static_assert(kBlock % 32 == 0, "a block has whole groups");
 
@@ -161,9 +160,9 @@ template <class T, class Dot>
 void multiply(const Product &p) {
   const PackedForm &form = *static_cast<const PackedForm *>(p.weight);
   const long inputs = form.slices * form.length;
-  for (long first = 0; first < p.rows; first += kChunk) {
+  for (long first = 0; first < p.rows; first += kMostRows) {
     const Arena::Mark mark = arena().mark();
-    Rows<Dot> x(std::min(kChunk, p.rows - first), inputs, form.slices);
+    Rows<Dot> x(std::min(kMostRows, p.rows - first), inputs, form.slices);
     const T *from = static_cast<const T *>(p.x) + first * p.x_stride;
     const int32_t *order = form.order();
     if (order) from = in_order(from, p.x_stride, x.rows, order, inputs);
@@ -176,7 +175,7 @@ void multiply(const Product &p) {
     const Shares shares(form.panels());
 #pragma omp parallel
     {
-      alignas(64) float sums[kPending * kChunk * kPanel];
+      alignas(64) float sums[kPending * kMostRows * kPanel];
       shares.visit([&](long panel) {
         for (long slice = 0; slice < form.slices; slice++) {
           operands.multiply(panel, slice, slice + 1, sums + pending_before(slice) * x.rows * kPanel, nullptr);
@@ -218,7 +217,7 @@ struct GroupedRows final : PanelRows {
     operands.multiply(panel, slice, slice + 1, sums, nullptr);
   }
   void multiply_add(long panel, long first, long end, const WeightedTotals &to) const override {
-    alignas(64) float sums[kMostPanelRows * kPanel];
+    alignas(64) float sums[kMostRows * kPanel];
     operands.multiply(panel, first, end, sums, &to);
   }
 };

@@ -26,7 +26,6 @@
 namespace gemm {
 namespace {
 
-constexpr long kChunk = 240;           // rows whose sums of one panel stay in the caches
 constexpr long kStepBytes = 4 * kPanel;
 
 long padded(long inputs) { return (inputs + 3) / 4 * 4; }
@@ -140,7 +139,7 @@ struct Chunk {
 
   // The totals [rows][kPanel] of one panel and slice.
   void sum_slice(long panel, long slice, float *totals) const {
-    alignas(64) int32_t sums[kChunk * kPanel];
+    alignas(64) int32_t sums[kMostRows * kPanel];
     const Panel at = begin_panel(panel, slice);
     const long begin = slice * x.slices.blocks;
     sum(at, begin, begin + x.slices.blocks, sums, at.first + slice * kPanel);
@@ -214,7 +213,7 @@ struct Chunk {
     const Shares shares(panels);
 #pragma omp parallel
     {
-      alignas(64) float totals[kPending * kChunk * kPanel];
+      alignas(64) float totals[kPending * kMostRows * kPanel];
       const long size = x.rows * kPanel;
       shares.visit([&](long panel) {
         for (long slice = 0; slice < p.slices; slice++) {
@@ -241,7 +240,7 @@ struct Chunk {
         const long block = unit % x.blocks, slice = block / x.slices.blocks;
         sum(at, block, block + 1, sums + unit * size, block % x.slices.blocks ? zeros : at.first + slice * kPanel);
       }
-      alignas(64) float totals[kPending * kChunk * kPanel];
+      alignas(64) float totals[kPending * kMostRows * kPanel];
 #pragma omp for schedule(static)
       for (long panel = 0; panel < panels; panel++) {
         const Panel at(p.weight, panel, p.inputs, p.slices);
@@ -290,8 +289,8 @@ PanelRows *rows_by(const Product &p) {
 template <class T, class Dot>
 void multiply_by(const Product &p) {
   const long panels = (p.columns + kPanel - 1) / kPanel;
-  for (long row = 0; row < p.rows; row += kChunk) {
-    RoundedRows<Dot::kRows, Dot::kOffset> x(std::min(kChunk, p.rows - row), p.inputs, p.slices);
+  for (long row = 0; row < p.rows; row += kMostRows) {
+    RoundedRows<Dot::kRows, Dot::kOffset> x(std::min(kMostRows, p.rows - row), p.inputs, p.slices);
     const Arena::Mark mark = arena().mark();
     x.packed = arena().take<uint8_t>(x.size());
     x.scales = arena().take<float>(x.rows * p.slices);

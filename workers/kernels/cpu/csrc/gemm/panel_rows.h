@@ -3,13 +3,12 @@
 // own product.
 #pragma once
 #include "gemm/grouped.h"
+#include "gemm/strips.h"
 #include "simd/int8.h"
 
 namespace gemm {
 
 using namespace simd;
-
-constexpr long kMostPanelRows = 240;
 
 // What a tile fetches into the caches while it computes: from `from` on, `step` bytes for each step of the loop.
 struct Fetch {
@@ -58,7 +57,7 @@ struct WeightedTotals {
   }
 };
 
-// Made by one thread, in memory of the arena. `rows` are at most kMostPanelRows.
+// Made by one thread, in memory of the arena. `rows` are at most kMostRows.
 class PanelRows {
  public:
   PanelRows(long rows, long strips) : rows(rows), strips(strips) {}
@@ -70,7 +69,7 @@ class PanelRows {
   // Adds the same sums, of each slice from `first` to `end`, to the totals of that slice. Forms do so strip by strip: where
   // slices are short, the sums of all rows would be read from beyond the first-level cache.
   virtual void multiply_add(long panel, long first, long end, const WeightedTotals &to) const {
-    alignas(64) float sums[kMostPanelRows * kPanel];
+    alignas(64) float sums[kMostRows * kPanel];
     for (long slice = first; slice < end; slice++) {
       multiply(panel, slice, sums);
       for (long r = 0; r < rows; r++) to.add(slice, r, load(sums + r * kPanel), load(sums + r * kPanel + kLanes));

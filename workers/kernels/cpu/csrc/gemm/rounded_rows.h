@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "gemm/slices.h"
+#include "gemm/strips.h"
 #include "simd/element_types.h"
 #include "simd/int8.h"
 
@@ -18,27 +19,25 @@ constexpr long kRowBytes = kBlock + 64;  // from a row of x to the next: a cache
 constexpr long kSerialRows = 1 << 14;    // elements of x that one thread rounds sooner than it wakes another
 constexpr float kSmallest = 1e-30f;      // a row without a larger number is all zeros: its scale has no inverse
 
-// Rows of x in strips of at most kStrip and of about equal size: [strips][places][rows of the strip][kRowBytes]. Each
-// block has a place; slices that are shorter than a block share one, so that what is read again for each panel lies close
-// together.
+// Rows of x in strips: [strips][places][rows of the strip][kRowBytes]. Each block has a place; slices that are shorter than a
+// block share one, so that what is read again for each panel lies close together.
 template <int kStrip, int kOffset>
-struct RoundedRows {
+struct RoundedRows : Strips<kStrip> {
+  using Strips<kStrip>::begin, Strips<kStrip>::count, Strips<kStrip>::rows, Strips<kStrip>::strips;
   uint8_t *packed;
   float *scales;  // [rows][slices]
-  long rows, strips, inputs;
+  long inputs;
   Slices slices;
   long blocks, places;  // of all slices
   int shift;            // a place has 1 << shift blocks
 
   RoundedRows(long rows, long inputs, long slices = 1)
-      : rows(rows), strips((rows + kStrip - 1) / kStrip), inputs(inputs), slices(inputs, slices, kBlock),
+      : Strips<kStrip>(rows), inputs(inputs), slices(inputs, slices, kBlock),
         blocks(this->slices.all_blocks()), shift(0) {
     while (this->slices.blocks == 1 && padded(this->slices.length) << (shift + 1) <= kBlock) shift++;
     places = (blocks + (1L << shift) - 1) >> shift;
   }
   static long padded(long inputs) { return (inputs + 63) / 64 * 64; }  // whole cache lines
-  long begin(long strip) const { return first_of_strip(rows, strip, strips); }
-  long count(long strip) const { return begin(strip + 1) - begin(strip); }
   long size() const { return rows * places * kRowBytes; }
   uint8_t *at(long strip, long block) const {
     uint8_t *place = packed + (begin(strip) * places + count(strip) * (block >> shift)) * kRowBytes;

@@ -36,11 +36,6 @@ struct Slices {
   long inputs_of(long index) const { return std::min(block, length - in_slice(index) * block); }
 };
 
-// The first row of strip number `strip` of `strips`, of about equal size; without a division for a single one.
-inline long first_of_strip(long rows, long strip, long strips) {
-  return strip == 0 ? 0 : strip == strips ? rows : rows * strip / strips;
-}
-
 // Where the sums of slice number `slice` go, if those before it are added up as far as the tree allows: after so many others.
 inline long pending_before(long slice) { return __builtin_popcountl(slice); }
 
