@@ -265,6 +265,8 @@ def float8(weight: Tensor) -> Fp8Weight:
 # Weights [N, K] as each kind of packed weight holds them.
 STORED: dict[str, Callable[[Tensor], LinearWeight]] = {
     "dense": DenseWeight,
+    "dense, bfloat16": DenseWeight,
+    "dense, float32": DenseWeight,
     "int8": lambda weight: Int8Weight(*round_rows(weight), weight.dtype),
     "int4": rounded,
     "offsets, another order": grouped,
@@ -274,12 +276,14 @@ STORED: dict[str, Callable[[Tensor], LinearWeight]] = {
 
 @pytest.mark.parametrize("level", PARAMETERS)
 @pytest.mark.parametrize(
-    ("stored", "slices"), [*((stored, 1) for stored in STORED), ("dense", 2), ("int8", 2), ("fp8", 2)]
+    ("stored", "slices"),
+    [*((stored, 1) for stored in STORED), *((stored, 2) for stored in ("dense", "dense, float32", "int8", "fp8"))],
 )
 def test_the_kernel_has_the_bits_of_separate_products(level: Level, stored: str, slices: int) -> None:
     """With any number of threads and tokens; the first expert is stored in another form than the rest."""
     draw = torch.Generator().manual_seed(1)
-    hidden, width, dtype = 136, 160, torch.float16 if stored == "dense" else torch.bfloat16
+    hidden, width = 136, 160
+    dtype = {"dense": torch.float16, "dense, float32": torch.float32}.get(stored, torch.bfloat16)
     shape = ExpertsShape(0, EXPERTS, hidden, width, dtype, slices)
     products = []
     with using(level):
