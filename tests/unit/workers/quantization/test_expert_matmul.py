@@ -265,7 +265,6 @@ def float8(weight: Tensor) -> Fp8Weight:
 # Weights [N, K] as each kind of packed weight holds them.
 STORED: dict[str, Callable[[Tensor], LinearWeight]] = {
     "dense": DenseWeight,
-    "dense, bfloat16": DenseWeight,
     "dense, float32": DenseWeight,
     "int8": lambda weight: Int8Weight(*round_rows(weight), weight.dtype),
     "int4": rounded,
