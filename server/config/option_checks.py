@@ -185,6 +185,9 @@ def is_pattern(pattern: str) -> bool:
     return _PATTERN.fullmatch(pattern.lower()) is not None or _address(pattern.strip("[]")) is not None
 
 
+_AUTHORITY = re.compile(r"(?:\[(?P<address>[^\[\]]*)\]|(?P<name>[^\[\]:]*))(?::[0-9]*)?")
+
+
 class AllowedHosts:
     """The names of one server.
 
@@ -209,8 +212,10 @@ class AllowedHosts:
         text = header.decode("latin-1").strip().lower()
         if self._any or not text:
             return True
-        name = text[1 : text.index("]")] if text.startswith("[") and "]" in text else text.rpartition(":")[0] or text
-        name = name.removesuffix(".")
+        authority = _AUTHORITY.fullmatch(text)
+        if authority is None:
+            return False
+        name = (authority["address"] or authority["name"]).removesuffix(".")
         if name in self._names or name.endswith(self._endings) or _address(name) is not None:
             return True
         return self._is_wide and re.fullmatch("[a-z0-9_-]+", name) is not None

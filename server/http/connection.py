@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from oarlock.server.errors import HttpError, error_bytes
+from oarlock.server.http.request_head import head_error
 
 HEAD_TIMEOUT_S = 20.0
 KEEP_ALIVE_S = 65.0  # above the usual 60 s of proxies, which then close idle connections before the server does
@@ -108,6 +109,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _lingering = False  # answered and half closed: further bytes are dropped
     _replaying = False  # the parser reads a head for the second time
     _upgrade_offered = False
+    _head_problem: str | None = None  # the reason to refuse the last head that was read
     _head_size = 0
     _unframed = 0  # bytes since the last head, piece of a body, or end of a request
     _num_dropped = 0
@@ -243,6 +245,9 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self.parser.get_method() == b"CONNECT" or len(self.pipeline) >= _MAX_PIPELINED:
             raise ValueError("CONNECT, or too many pipelined requests")
+        self._head_problem = head_error(self.parser.get_http_version(), self.url, self.headers)
+        if self._head_problem is not None:
+            raise ValueError(self._head_problem)
         super().on_headers_complete()
         self._in_head = False
         self._body_left = self._declared_length()
@@ -305,7 +310,7 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self._in_head and self._head_size > MAX_HEAD_BYTES:
             self._refuse_framing()
         else:
-            self._refuse(400, msg)
+            self._refuse(400, self._head_problem or msg)
 
     def pause_writing(self) -> None:
         super().pause_writing()

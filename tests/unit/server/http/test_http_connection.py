@@ -164,7 +164,7 @@ def test_a_websocket_request_is_answered_as_a_plain_get():
         client = Client()
         (answer,) = await client.feed(head + key)
         assert (answer[0], answer[1]["method"], answer[1]["body"]) == (200, "GET", "")
-        assert len(await client.feed(b"GET / HTTP/1.1\r\n\r\n")) == 2
+        assert len(await client.feed(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")) == 2
 
     run(scenario)
 
@@ -198,7 +198,7 @@ def test_trailers_are_read_and_are_not_fields_of_the_request():
 @pytest.mark.parametrize(
     ("data", "status"),
     [
-        (b"GET / HTTP/1.1\r\nX: " + b"x" * 2**20 + b"\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: h\r\nX: " + b"x" * 2**20 + b"\r\n\r\n", 431),
         (b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\n\r\n", 431),
         (b"GET / HTTP/1.1\r\n" + b"X: " + b"y" * 16_000 + b"\r\nY: " + b"z" * 17_000 + b"\r\n\r\n", 431),
         (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 101 + b"\r\n", 431),
@@ -225,7 +225,7 @@ def test_what_is_too_large_is_refused_before_the_parser_has_read_it_all(data, st
 def test_a_refusal_waits_for_a_client_that_is_still_writing():
     async def scenario():
         client = Client()
-        close = b"POST /early HTTP/1.1\r\nConnection: close\r\nContent-Length: 1000\r\n\r\n"
+        close = b"POST /early HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: 1000\r\n\r\n"
         ((status, _),) = await client.feed(close, b"x" * 10)
         assert (status, client.transport.half_closed, client.transport.closed) == (200, True, False)
         await client.feed(b"x" * 500)
@@ -253,7 +253,7 @@ def test_a_connection_that_the_client_has_reset_is_closed_at_once(monkeypatch):
 def test_requests_sent_ahead_wait_unparsed_and_each_has_a_turn_of_its_own():
     async def scenario():
         client = Client()
-        get, post = b"GET /%d HTTP/1.1\r\n\r\n", POST + b"Content-Length: 2\r\n\r\n{}"
+        get, post = b"GET /%d HTTP/1.1\r\nHost: h\r\n\r\n", POST + b"Content-Length: 2\r\n\r\n{}"
         client.protocol.data_received(b"".join(get % number for number in range(20)) + post + get % 20)
         answered = []
         while len(answered) < 22:
@@ -274,7 +274,7 @@ def test_requests_sent_ahead_wait_unparsed_and_each_has_a_turn_of_its_own():
 @pytest.mark.slow
 def test_requests_sent_ahead_may_be_cut_anywhere():
     async def scenario():
-        two = POST + b"Content-Length: 6\r\n\r\n\r\n\r\n{}" + b"GET / HTTP/1.1\r\n\r\n"
+        two = POST + b"Content-Length: 6\r\n\r\n\r\n\r\n{}" + b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
         for cut in range(1, 2 * len(two)):
             client = Client()
             data = two + two
@@ -291,10 +291,10 @@ def test_no_more_is_read_while_much_is_sent_ahead():
     async def scenario():
         released.clear()
         client = Client()
-        await client.feed(b"GET /slow HTTP/1.1\r\n\r\n")
-        client.protocol.data_received(b"GET / HTTP/1.1\r\n\r\n" * 500)
+        await client.feed(b"GET /slow HTTP/1.1\r\nHost: h\r\n\r\n")
+        client.protocol.data_received(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n" * 500)
         assert not client.transport.paused
-        client.protocol.data_received(b"GET / HTTP/1.1\r\n\r\n" * 4000)
+        client.protocol.data_received(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n" * 4000)
         assert client.transport.paused
         released.add("/slow")
         while client.transport.sent.count(b"HTTP/1.1 200 OK") < 4501:
@@ -310,7 +310,7 @@ def test_requests_behind_chunks_are_bounded():
     async def scenario():
         client = Client()
         chunked = POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
-        await client.feed(chunked + b"GET / HTTP/1.1\r\n\r\n" * 100)
+        await client.feed(chunked + b"GET / HTTP/1.1\r\nHost: h\r\n\r\n" * 100)
         assert client.transport.closed
         assert len(client.protocol.pipeline) <= 32
 
@@ -321,10 +321,13 @@ def test_a_whole_answer_is_one_write_and_a_head_alone_does_not_wait():
     async def scenario():
         released.clear()
         client = Client()
-        for request in (b"GET / HTTP/1.1\r\n\r\n", b"POST /early HTTP/1.1\r\nContent-Length: 4\r\n\r\n{}  "):
+        for request in (
+            b"GET / HTTP/1.1\r\nHost: h\r\n\r\n",
+            b"POST /early HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\n\r\n{}  ",
+        ):
             await client.feed(request)
         assert client.transport.writes == 2
-        client.protocol.data_received(b"GET /head HTTP/1.1\r\n\r\n")  # of a stream that has nothing to send yet
+        client.protocol.data_received(b"GET /head HTTP/1.1\r\nHost: h\r\n\r\n")  # a stream without data yet
         while not client.transport.sent.endswith(b"transfer-encoding: chunked\r\n\r\n"):
             await asyncio.sleep(0)
         released.add("/head")
@@ -340,13 +343,13 @@ def test_every_state_but_answering_has_a_deadline():
         assert client.left_s <= HEAD_TIMEOUT_S
         await client.feed(b"GET / HT")
         assert client.left_s <= HEAD_TIMEOUT_S
-        await client.feed(b"TP/1.1\r\n\r\n")
+        await client.feed(b"TP/1.1\r\nHost: h\r\n\r\n")
         assert HEAD_TIMEOUT_S < client.left_s <= KEEP_ALIVE_S
         await client.feed(POST + b"Content-Length: 4\r\n\r\n{")
         assert client.left_s == math.inf  # reading the body has a limit of its own
         await client.feed(b"   ")
         assert client.left_s <= KEEP_ALIVE_S
-        await client.feed(b"POST /early HTTP/1.1\r\nContent-Length: 4\r\n\r\n")  # answered, and the body is to come
+        await client.feed(b"POST /early HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\n\r\n")  # the body is to come
         assert client.left_s <= LINGER_TIMEOUT_S
         await client.feed(b"{")
         assert client.left_s <= LINGER_TIMEOUT_S
@@ -361,7 +364,7 @@ def test_every_state_but_answering_has_a_deadline():
 def test_a_body_that_comes_too_late_after_its_answer_ends_the_connection():
     async def scenario():
         client = Client()
-        await client.feed(b"POST /early HTTP/1.1\r\nContent-Length: 4\r\n\r\n")
+        await client.feed(b"POST /early HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\n\r\n")
         await client.feed(b"{}")
         client.expire()
         assert client.transport.closed
