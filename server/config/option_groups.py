@@ -236,8 +236,8 @@ class HttpSettings:
         example="0",
         is_bytes=True,
         limits=(0, 2**36),
-        help="memory for the responses of /v1/responses that previous_response_id goes on from; all that they take "
-        "counts, the oldest are dropped first; 0: none is kept",
+        help="memory for the responses of /v1/responses that previous_response_id goes on from; if it is full, the API "
+        "key that holds the most loses its oldest response; 0: none is kept",
     )
     batch_dir: str | None = option(
         None,

@@ -1,12 +1,13 @@
-"""Responses that were answered lately, for `previous_response_id`: in memory, bounded in bytes, the oldest go first.
+"""Keeps the latest responses for `previous_response_id`, in memory and bounded in bytes.
 
-A response belongs to the API key that asked for it: no other key finds it. Everything is kept as JSON, so that its size
-is known, and without what no later request reads.
+A response belongs to the API key that asked for it: no other key finds it. If the memory is full, the key that holds
+the most of it loses its oldest response, so no key can push out another's beyond an equal share. Everything is kept as
+JSON, so that its size is known, and without the members that no later request reads.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic_core import from_json
@@ -64,6 +65,23 @@ class StoredResponse:
         return [*self.input, *(_parsed(from_json(item)) for item in self.output.values())]
 
 
+@dataclass(slots=True)
+class _Shelf:
+    """The responses of one owner, the oldest first."""
+
+    responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
+    items: dict[str, str] = field(default_factory=dict)  # id of an item -> id of its response
+    num_bytes: int = 0
+
+    def remove(self, response_id: str) -> StoredResponse:
+        """Take a response out and return it. Raises `KeyError`."""
+        found = self.responses.pop(response_id)
+        for item_id in found.output:
+            self.items.pop(item_id, None)
+        self.num_bytes -= found.size
+        return found
+
+
 class ResponseStore:
     """Responses stored for each owner."""
 
@@ -71,8 +89,7 @@ class ResponseStore:
         """`max_bytes`: 0 stores nothing."""
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._stored: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
-        self._items: dict[tuple[str, str], str] = {}  # (owner, id of an item) -> id of its response
+        self._shelves: dict[str, _Shelf] = {}  # by owner; none is empty
 
     @property
     def is_on(self) -> bool:
@@ -80,11 +97,11 @@ class ResponseStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all stored responses take at most."""
+        """Upper bound of the bytes that all stored responses take."""
         return self._bytes
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return sum(len(shelf.responses) for shelf in self._shelves.values())
 
     def put(self, owner: str, response: dict[str, Any], items: Iterable[Item]) -> None:
         """Keep a response whose conversation before it was `items`. One that is larger than the store is not kept."""
@@ -95,32 +112,37 @@ class ResponseStore:
         if size > self._max_bytes:
             return
         self.delete(owner, response["id"])
-        self._stored[owner, response["id"]] = StoredResponse(written, before, output, size)
-        self._items |= {(owner, item_id): response["id"] for item_id in output}
+        shelf = self._shelves.setdefault(owner, _Shelf())
+        shelf.responses[response["id"]] = StoredResponse(written, before, output, size)
+        shelf.items |= dict.fromkeys(output, response["id"])
+        shelf.num_bytes += size
         self._bytes += size
         while self._bytes > self._max_bytes:
-            self.delete(*next(iter(self._stored)))
+            largest = max(self._shelves, key=lambda name: self._shelves[name].num_bytes)
+            self.delete(largest, next(iter(self._shelves[largest].responses)))
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        """Used ones are dropped later."""
-        found = self._stored.get((owner, response_id))
-        if found is not None:
-            self._stored.move_to_end((owner, response_id))
-        return found
+        """Return a response, which counts as the owner's latest from now on."""
+        shelf = self._shelves.get(owner)
+        if shelf is None or response_id not in shelf.responses:
+            return None
+        shelf.responses.move_to_end(response_id)
+        return shelf.responses[response_id]
 
     def item(self, owner: str, item_id: str) -> Item | None:
-        """An output item of a stored response."""
-        found = self.get(owner, self._items.get((owner, item_id), ""))
+        """Return an output item of a stored response."""
+        shelf = self._shelves.get(owner)
+        found = None if shelf is None else self.get(owner, shelf.items.get(item_id, ""))
         return None if found is None else _parsed(from_json(found.output[item_id]))
 
     def delete(self, owner: str, response_id: str) -> bool:
-        """Whether it was there."""
-        found = self._stored.pop((owner, response_id), None)
-        if found is None:
+        """Remove a response. Returns whether it was there."""
+        shelf = self._shelves.get(owner)
+        if shelf is None or response_id not in shelf.responses:
             return False
-        for item_id in found.output:
-            self._items.pop((owner, item_id), None)
-        self._bytes -= found.size
+        self._bytes -= shelf.remove(response_id).size
+        if not shelf.responses:
+            del self._shelves[owner]
         return True
 
 

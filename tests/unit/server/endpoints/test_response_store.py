@@ -93,7 +93,7 @@ def test_it_never_holds_more_than_its_limit():
         assert store.num_bytes > limit // 2
         for name in stored:
             store.delete("a", name), store.delete("b", name)
-        assert len(store) == store.num_bytes == 0 and not store._items
+        assert len(store) == store.num_bytes == 0 and not store._shelves
 
 
 def test_one_byte_too_many_is_not_kept():
@@ -123,3 +123,18 @@ def test_what_is_kept_goes_on_as_it_was():
     assert said.content[0].annotations is None and call.id == "fc_1"
     assert new == store.item("a", "rs_1") and new.text == "new thought" and new.encrypted_content is None
     assert json.loads(store.get("a", "r").response)["output"] == output, "an answer is read as it was given"
+
+
+def test_a_key_that_stores_much_pushes_out_its_own_responses():
+    """The other keys keep theirs up to an equal share of the memory."""
+    store, rng = ResponseStore(100_000), random.Random(0)
+    for number in range(3):
+        store.put("quiet", random_response(rng, number), [])
+        store.put("other", random_response(rng, number), [])
+    for number in range(100, 300):
+        store.put("greedy", random_response(rng, number), [])
+        assert store.num_bytes <= 100_000
+    for owner in ("quiet", "other"):
+        assert all(store.get(owner, f"resp_{number:024d}") for number in range(3)), owner
+    assert store.get("greedy", f"resp_{299:024d}") is not None, "its newest one stays"
+    assert store.get("greedy", f"resp_{100:024d}") is None
