@@ -16,11 +16,14 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 EXIT_UNREAD = 128 + signal.SIGPIPE  # as a shell reports a program that the signal ended
 _PR_SET_PDEATHSIG = 1
+# Variables that hold keys. No child gets them unless it needs one: many of them read what clients or checkpoints wrote.
+SECRETS = frozenset({"OARLOCK_API_KEY", "OARLOCK_ADMIN_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
+HUB_SECRETS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
 _ROOT = Path(__file__).absolute().parents[2]  # the folder of the package, which a checkout links to this file
 
 
@@ -31,11 +34,12 @@ def start_python(
     stdin: int | None = subprocess.DEVNULL,
     output: int | None = None,
     environment: Mapping[str, str] | None = None,
+    secrets: Collection[str] = (),
 ) -> subprocess.Popen[bytes]:
     """Start `python -P COMMAND` with this interpreter, e.g. ("-m", "oarlock.workers.runner.worker_process", ...).
 
-    `environment`: added to ours. `stdin` and `output`, which is stdout and stderr: as for `subprocess.Popen`; None
-    shares ours.
+    `environment`: variables besides ours. `secrets`: the variables of `SECRETS` that the process needs. `stdin` and
+    `output`, which is stdout and stderr: as for `subprocess.Popen`; None shares ours.
     """
     return subprocess.Popen(
         python_command(command),
@@ -43,8 +47,17 @@ def start_python(
         stdin=stdin,
         stdout=output,
         stderr=output,
-        env={**os.environ, "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", "")), **(environment or {})},
+        env={
+            **child_environment(secrets),
+            "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", "")),
+            **(environment or {}),
+        },
     )
+
+
+def child_environment(secrets: Collection[str] = ()) -> dict[str, str]:
+    """Return the environment of this process without the variables of `SECRETS`, except those in `secrets`."""
+    return {name: value for name, value in os.environ.items() if name not in SECRETS or name in secrets}
 
 
 def python_command(command: Sequence[str]) -> list[str]:

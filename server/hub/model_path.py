@@ -20,7 +20,7 @@ from typing import Any
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import is_there, read_table
-from oarlock.engine.python_child import start_python
+from oarlock.engine.python_child import HUB_SECRETS, start_python
 from oarlock.server.config.settings import Settings
 from oarlock.server.hub.gguf_directory import described, gguf_model
 
@@ -193,7 +193,9 @@ async def download(request: HubModel, on_progress: OnDetailedProgress) -> str:
     ours, theirs = socket.socketpair()  # end-of-file on it ends the process, however this one ends
     with theirs:
         process = start_python(
-            ["-m", "oarlock.server.launch.fetch_model", "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            ["-m", "oarlock.server.launch.fetch_model", "--fd", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            secrets=HUB_SECRETS,
         )
     writer: asyncio.StreamWriter | None = None
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from oarlock.engine.errors import StartupError
-from oarlock.engine.python_child import die_with_parent, start_python
+from oarlock.engine.python_child import HUB_SECRETS, die_with_parent, start_python
 
 _URL = re.compile(r"^  URL +(\S+)$", re.MULTILINE)
 _PROGRESS = re.compile(r"^[a-z][a-z ]* +\d+%.*$", re.MULTILINE)
@@ -40,6 +40,7 @@ class OwnServer:
             [*words, "--host", "127.0.0.1", "--port", "0"],
             output=self._log.fileno(),
             environment={"OARLOCK_API_KEY": self.key},
+            secrets=HUB_SECRETS,
         )
 
     def __enter__(self) -> "OwnServer":

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from oarlock.workers.python_child import import_path, start_python
+from oarlock.server.config.settings import OPTIONS
+from oarlock.workers.python_child import HUB_SECRETS, SECRETS, import_path, start_python
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -25,3 +26,20 @@ def test_a_folder_of_the_caller_is_not_imported_from(tmp_path: Path, monkeypatch
 def test_the_users_own_path_comes_after_ours() -> None:
     assert import_path("") == str(ROOT)
     assert import_path("/one::/two:") == f"{ROOT}:/one:/two"
+
+
+def test_keys_reach_only_a_child_that_needs_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in SECRETS:
+        monkeypatch.setenv(name, "the-key")
+    seen = tmp_path / "seen"
+    program = f"import os; open({str(seen)!r}, 'w').write(' '.join(k for k, v in os.environ.items() if 'the-key' in v))"
+    for needed in ((), HUB_SECRETS):
+        with start_python(["-c", program], secrets=needed) as process:
+            assert process.wait(60) == 0
+        assert set(seen.read_text().split()) == set(needed)
+
+
+def test_every_secret_option_is_kept_from_children() -> None:
+    options = {described.env for described in OPTIONS.values() if described.secret}
+    assert options <= SECRETS, "a secret option's variable is not in SECRETS"
+    assert options | HUB_SECRETS == SECRETS
