@@ -36,6 +36,7 @@ PURPOSES = {
     "jinja2": "chat templates, in a sandbox",
     "huggingface_hub": "looking up and fetching models",
     "llguidance": "structured output: masks of grammars and schemas",
+    "regex": "patterns of a checkpoint's quantisation settings, matched within a time limit",
     "rich": "Markdown and tables in `chat` and `top`",
     "shtab": "completion scripts for shells",
     "cryptography": "reading certificates before they are served",

@@ -49,6 +49,9 @@ def rope_kind(table: dict[str, Any]) -> str:
         what = f"rope setting {unknown[0]}" if unknown else "rope type"
         value = table[unknown[0]] if unknown else kind
         raise unsupported(what, value, f"Supported rope types: {', '.join(_KINDS)}.")
+    for key, value in table.items():  # also of settings that this kind does not use: the file is damaged
+        if isinstance(value, float) and not math.isfinite(value):
+            raise wrong(key if key == "rope_theta" else f"rope setting {key}", "a finite number", value)
     return kind
 
 

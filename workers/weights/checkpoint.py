@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +19,8 @@ from oarlock.workers.weights.expert_tensors import apart
 from oarlock.workers.weights.located import Located, TensorEntry
 
 MOST_BYTES = 64 << 20  # of a description: the longest known, an index of a hundred thousand tensors, has 20 MB
+# Values take far more memory as Python's objects than as text: a million of them up to 500 MB.
+MOST_VALUES = 1_000_000
 _FIX = "Fetch that file of the checkpoint again."
 
 
@@ -57,14 +60,22 @@ def read_text(path: Path, most: int = MOST_BYTES) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a file. Raises `StartupError`, for the same name twice in one object too."""
+    """Return the JSON value in a file. Raises `StartupError`, also if an object has the same name twice or there are
+    more than `MOST_VALUES` values."""
     text = read_text(path)
+    if _num_values(text) > MOST_VALUES:
+        raise StartupError(f"{path} cannot be read: it holds more than {MOST_VALUES} values.", _FIX)
     try:
         return json.loads(text, object_pairs_hook=_once)
     except RecursionError:
         raise StartupError(f"{path} cannot be read: its JSON is nested too deeply.", _FIX) from None
     except ValueError as error:
         raise StartupError(f"{path} cannot be read: it is not valid JSON: {error}.", _FIX) from None
+
+
+def _num_values(text: str) -> int:
+    """Return an upper bound of the number of values in JSON: each but the first has a separator before it."""
+    return 1 + sum(map(text.count, ",[{"))
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -78,8 +89,7 @@ def read_table(path: Path) -> dict[str, Any]:
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for number, name in enumerate(names) if name in names[:number])
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"it has {shown(twice)} twice")
     return found
 
@@ -96,6 +106,7 @@ def _kind(mode: int) -> str:
 
 # The format's own limit: a longer header is a damaged length field, not a big model.
 MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_VALUES = 2_000_000  # of a header: 250,000 tensors, as a Python table about 300 MB
 MAX_DIMENSIONS = 64  # of a tensor; torch has as many at most
 ITEM_BYTES = {
     "BOOL": 1,
@@ -153,7 +164,7 @@ def _damaged(path: Path, what: str) -> StartupError:
     return StartupError(f"{path} {what}.", _DOWNLOAD_AGAIN)
 
 
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
+def _parse(path: Path, data: bytes) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -161,7 +172,10 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
         return found
 
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=once)
+        text = data.decode("utf-8")
+        if _num_values(text) > MAX_HEADER_VALUES:
+            raise ValueError(f"it holds more than {MAX_HEADER_VALUES} values")
+        header = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"has an unreadable header ({error})") from error
     if not isinstance(header, dict):

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from oarlock.workers.errors import StartupError
+from oarlock.workers.errors import StartupError, shown
 from oarlock.workers.weights.located import Located
 
 # Names that say the same, by patterns that the first part of a name is replaced by.
@@ -30,6 +30,9 @@ _OF_ALL = re.compile(r"(?P<module>.*\.)experts\.(?P<part>gate_up_proj|down_proj)
 # gpt-oss: rows of gate and of up take turns. In floating point matrices are transposed; in MXFP4 they are not.
 _TAKING_TURNS = re.compile(r"(?P<module>.*\.experts)\.(?P<part>gate_up_proj|down_proj)(_(?P<kind>blocks|scales|bias))?")
 _DIMENSIONS = {None: 3, "blocks": 4, "scales": 3, "bias": 2}
+
+
+_MOST_EXPERTS = 4096  # of one layer; the largest known model has 1,024
 
 
 def apart(tensors: dict[str, Located]) -> dict[str, Located]:
@@ -69,8 +72,23 @@ def _apart(name: str, located: Located) -> Iterator[tuple[str, Located]]:
     elif len(shape) != 3:
         yield name, located
     else:
-        for expert in range(shape[0]):
+        for expert in _experts(name, located):
             yield from _halves(f"{match['module']}experts.{expert}", match["part"], located.part(expert))
+
+
+def _experts(name: str, located: Located) -> range:
+    """Return the numbers of the experts in a tensor of all of them. Raises `StartupError`.
+
+    A tensor without bytes may have any number of them.
+    """
+    shape = located.entry.shape
+    if shape[0] > _MOST_EXPERTS or 0 in shape:
+        raise StartupError(
+            f"{located.path}: tensor {shown(name)} holds experts in the shape {shown(list(shape))}; a layer has 1 to "
+            f"{_MOST_EXPERTS} of them, none of which is empty.",
+            "Fetch that file of the checkpoint again.",
+        )
+    return range(shape[0])
 
 
 def _turns(match: re.Match[str], located: Located) -> Iterator[tuple[str, Located]]:
@@ -80,7 +98,7 @@ def _turns(match: re.Match[str], located: Located) -> Iterator[tuple[str, Locate
     if len(shape) != _DIMENSIONS[kind] or (part == "gate_up_proj" and shape[2 if kind is None else 1] % 2):
         yield match.string, located  # not gpt-oss's: it stays unused, which is refused by its name
         return
-    for expert in range(shape[0]):
+    for expert in _experts(match.string, located):
         one, module = located.part(expert), f"{match['module']}.{expert}"
         if kind is None:
             one = one.turned()

@@ -95,6 +95,9 @@ MAX_HEADER_BYTES = 512 << 20
 MAX_STRINGS = 8_000_000
 MAX_ENTRIES = 200_000  # settings, and tensors
 MAX_NAME_BYTES = 65_535
+# Of an entry in a list of texts, which are tokens and pairs of them. The longest known tokens are 512 spaces; to build
+# a tokenizer takes time and memory in the square of a token's length.
+MAX_TOKEN_BYTES = 4096
 _MOST_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 20
 _READ_AHEAD = 1 << 20
@@ -181,6 +184,8 @@ class _Cursor:
 
     def text(self, what: str) -> str:
         length = self.count()
+        if what == "a token" and length > MAX_TOKEN_BYTES:
+            raise _Damaged(f"has a token of {length} bytes, and at most {MAX_TOKEN_BYTES} are read of one")
         self.strings_left -= 1
         if self.strings_left < 0:
             raise _Damaged(f"has more than {MAX_STRINGS} texts in its header")

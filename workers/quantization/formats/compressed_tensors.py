@@ -5,7 +5,6 @@ Activations are rounded as ours are wherever weights are whole numbers: to 8 bit
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from oarlock.workers.quantization.formats.form import (
     stored,
 )
 from oarlock.workers.quantization.formats.fp8 import FLOAT8, FP8Form, block_of
+from oarlock.workers.quantization.formats.module_pattern import ModulePattern
 from oarlock.workers.quantization.groups import fp8_bytes, whole_number_bytes
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _PACKED, _INTEGERS, _FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 _FORMATS = (_PACKED, _INTEGERS, _FLOATS, "naive-quantized", "mixed-precision")
-_LONGEST_PATTERN = 500  # characters
+_PATTERN = "re:"  # begins a target that is a regular expression
 # Values of `actorder`: inputs are assigned to groups one by one, or only the order of rounding differs.
 _BY_GROUP, _BY_WEIGHT = ("group", "dynamic", True), ("weight", "static", False)
 
@@ -124,11 +124,12 @@ def _scales(strategy: str, rows: int, groups: int) -> StoredTensor:
 class _Group:
     """Modules of one form."""
 
-    targets: tuple[str, ...]  # names, kinds of layers, or patterns after `re:`
+    targets: tuple[str, ...]  # names of modules and of kinds of layers
+    patterns: tuple[ModulePattern, ...]
     form: StoredForm
 
     def has(self, module: str) -> bool:
-        return any(_matches(target, module) for target in self.targets)
+        return module in self.targets or any(pattern.matches(module) for pattern in self.patterns)
 
     @property
     def describes_all(self) -> bool:
@@ -166,9 +167,14 @@ def compressed_tensors(settings: Settings) -> CompressedTensorsScheme:
         own = table.one_of(("format",), outer, _FORMATS)
         kind = weights.one_of(("type",), "int", ("int", "float"))
         form = _integers(weights, own) if kind == "int" else _floats(weights, own, rounds_rows)
-        targets = tuple(table.words("targets"))
-        _check_patterns(table, targets)
-        groups.append(_Group(targets, form))
+        targets = table.words("targets")
+        names = tuple(target for target in targets if not target.startswith(_PATTERN))
+        patterns = tuple(
+            ModulePattern(target.removeprefix(_PATTERN), f"{table.where}.targets")
+            for target in targets
+            if target.startswith(_PATTERN)
+        )
+        groups.append(_Group(names, patterns, form))
         kinds.append(_described(form))
     return CompressedTensorsScheme(f"compressed-tensors ({'; '.join(dict.fromkeys(kinds))})", tuple(groups))
 
@@ -222,20 +228,6 @@ def _has_activations(table: Settings) -> bool:
             "dynamic", inputs.get("dynamic"), f"Activations with stored scales are not served. {USE_ANOTHER}"
         )
     return True
-
-
-def _check_patterns(table: Settings, targets: tuple[str, ...]) -> None:
-    for target in targets:
-        try:
-            re.compile(target.removeprefix("re:")[:_LONGEST_PATTERN])
-        except re.error as error:
-            raise table.unsupported("targets", f"a pattern with {error}") from error
-
-
-def _matches(target: str, module: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:")[:_LONGEST_PATTERN], module) is not None
-    return target == module
 
 
 def _described(form: IntegerForm | FP8Form | FloatForm) -> str:

@@ -5,20 +5,19 @@ As AutoGPTQ and GPTQModel write it. The first version of the format stores zeros
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from oarlock.workers.quantization.formats.form import (
     SCALES,
-    USE_ANOTHER,
     Arithmetic,
     Settings,
     StoredTensor,
     check_divides,
     stored,
 )
+from oarlock.workers.quantization.formats.module_pattern import ModulePattern
 from oarlock.workers.quantization.groups import whole_number_bytes
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class GPTQScheme:
     """`Scheme` of GPTQ."""
 
     form: GPTQForm
-    exceptions: tuple[tuple[re.Pattern[str], GPTQForm | None], ...]  # the first that matches a module counts
+    exceptions: tuple[tuple[ModulePattern, GPTQForm | None], ...]  # the first that matches a module counts
 
     @property
     def description(self) -> str:
@@ -81,7 +80,7 @@ class GPTQScheme:
         return f"gptq ({form.bits} bits, {groups}{', act-order' if form.ordered else ''})"
 
     def form_of(self, module: str) -> GPTQForm | None:
-        return next((form for pattern, form in self.exceptions if pattern.match(module)), self.form)
+        return next((form for pattern, form in self.exceptions if pattern.matches(module)), self.form)
 
 
 def gptq(settings: Settings) -> GPTQScheme:
@@ -101,12 +100,9 @@ def gptq(settings: Settings) -> GPTQScheme:
     return GPTQScheme(form, tuple(_exception(form, dynamic, name) for name in dynamic.raw))
 
 
-def _exception(form: GPTQForm, dynamic: Settings, name: str) -> tuple[re.Pattern[str], GPTQForm | None]:
+def _exception(form: GPTQForm, dynamic: Settings, name: str) -> tuple[ModulePattern, GPTQForm | None]:
     """GPTQModel's settings for modules whose names match: `-:` before the pattern leaves them as they were."""
-    try:
-        pattern = re.compile(name.removeprefix("-:").removeprefix("+:"))
-    except re.error as error:
-        raise dynamic.unsupported(name, f"a pattern with {error}", USE_ANOTHER) from error
+    pattern = ModulePattern(name.removeprefix("-:").removeprefix("+:"), dynamic.where)
     if name.startswith("-:"):
         return pattern, None
     own = dynamic.table(name)

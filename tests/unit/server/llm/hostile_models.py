@@ -18,6 +18,7 @@ INDEX = "model.safetensors.index.json"
 DEEP = 100_000
 DEEP_JSON = "[" * DEEP + "]" * DEEP
 HUGE = 10**400
+MANY = "[" + "1, " * 1_000_000 + "1]"
 Fault = Callable[[Path], None]
 
 
@@ -188,6 +189,8 @@ def token_id(value: int) -> Fault:
     return make
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64}
+EXPERTS = "model.layers.0.block_sparse_moe."
 ONE = {"model.embed_tokens.weight": tensor([2], [0, 8])}
 FAULTS: dict[str, Case] = {
     # config.json
@@ -204,6 +207,10 @@ FAULTS: dict[str, Case] = {
     "config is a folder": Case(folder("config.json"), ("config.json",)),
     "config links to itself": Case(link("config.json", "config.json"), ("config.json",)),
     "config is huge": Case(sparse("config.json", 1 << 40), ("config.json",)),
+    "config holds millions of values": Case(text("config.json", MANY), ("config.json", "values")),
+    "config has one field many times": Case(
+        text("config.json", "{" + '"a": 1, ' * 400_000 + '"b": 1, "b": 2}'), ("config.json", "'a'")
+    ),
     "architectures is a number": Case(config(architectures=5), ("config.json", "architecture")),
     "architectures holds a table": Case(config(architectures=[{}]), ("architecture",)),
     "vocab_size is a text": Case(config(vocab_size="many"), ("config.json", "vocab_size")),
@@ -233,6 +240,12 @@ FAULTS: dict[str, Case] = {
         ("config.json", "original_max_position_embeddings"),
     ),
     "rope mscale is huge": Case(rope(rope_type="yarn", factor=2.0, mscale=HUGE), ("config.json", "mscale")),
+    "rope factor is infinite and not used": Case(rope(factor=float("inf")), ("config.json", "factor")),
+    "rope mscale is NaN and not used": Case(rope(mscale=float("nan")), ("config.json", "mscale")),
+    "a GPTQ pattern is long": Case(
+        config(quantization_config=GPTQ | {"dynamic": {"-:" + "a" * 501: {}}}), ("dynamic", "500 characters")
+    ),
+    "a GPTQ pattern is none": Case(config(quantization_config=GPTQ | {"dynamic": {"-:(": {}}}), ("dynamic", "'('")),
     "quantization_config is a list": Case(config(quantization_config=[1]), ("quantization_config",)),
     "quant_method is a list": Case(config(quantization_config={"quant_method": ["gptq"]}), ("quantization_config",)),
     "quantization bits are huge": Case(
@@ -274,6 +287,9 @@ FAULTS: dict[str, Case] = {
     ),
     # tokenizer_config.json, the chat template, special tokens
     "tokenizer_config is deep": Case(text("tokenizer_config.json", DEEP_JSON), ("tokenizer_config.json",)),
+    "tokenizer_config holds millions of values": Case(
+        text("tokenizer_config.json", MANY), ("tokenizer_config.json", "values")
+    ),
     "tokenizer_config is a pipe": Case(pipe("tokenizer_config.json"), ("tokenizer_config.json",)),
     "tokenizer_config is a folder": Case(folder("tokenizer_config.json"), ("tokenizer_config.json",)),
     "chat_template is a number": Case(
@@ -344,6 +360,16 @@ FAULTS: dict[str, Case] = {
     "the header's length lies": Case(weights(ONE, bytes(8), length=2**63), (WEIGHTS,)),
     "the header's length is short": Case(weights(ONE, bytes(8), length=10), (WEIGHTS,)),
     "the header is deep": Case(weights(DEEP_JSON), (WEIGHTS,)),
+    "the header holds millions of values": Case(
+        weights('{"a":{"dtype":"F32","data_offsets":[0,8],"shape":[' + "1," * 2_000_000 + "2]}}"), (WEIGHTS, "values")
+    ),
+    "a billion experts have no bytes": Case(
+        weights({f"{EXPERTS}input_linear.weight": tensor([10**9, 0, 2], [0, 0])}), (WEIGHTS, "[1000000000, 0, 2]")
+    ),
+    "gpt-oss has a billion experts": Case(
+        weights({f"{EXPERTS}experts.gate_up_proj_bias": tensor([10**9, 0], [0, 0]), **ONE}, bytes(8)),
+        (WEIGHTS, "[1000000000, 0]"),
+    ),
     "the header is a list": Case(weights([]), (WEIGHTS,)),
     "the header names a tensor twice": Case(
         weights('{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{}}', bytes(8)), (WEIGHTS,)
@@ -415,6 +441,10 @@ FAULTS: dict[str, Case] = {
     "GGUF announces many settings": Case(
         lambda path: (gguf()(path), (path / "model.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2**63))),
         ("model.gguf",),
+    ),
+    "GGUF has a long token": Case(
+        gguf(("tokenizer.ggml.tokens", 9, struct.pack("<IQ", 8, 1) + gguf_text("a" * 100_000))),
+        ("model.gguf", "100000 bytes"),
     ),
     "GGUF announces a long text": Case(gguf(("general.architecture", 8, struct.pack("<Q", 2**62))), ("model.gguf",)),
     "GGUF announces a long list": Case(

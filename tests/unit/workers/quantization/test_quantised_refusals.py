@@ -52,7 +52,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "gptq marlin of old": (GPTQ | {"is_marlin_format": True}, r"is_marlin_format = True"),
     "gptq sym": (GPTQ | {"sym": "yes"}, r"sym = 'yes'"),
     "gptq of one module": (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 2}}}, r"dynamic\.\+:\.\*down\.\*\.bits = 2"),
-    "gptq pattern": (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic\.-:\( = 'a pattern with"),
+    "gptq pattern": (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic that is not a regular expression"),
     "awq bits": (AWQ | {"bits": 3}, r"bits = 3"),
     "awq version": (AWQ | {"version": "GEMV_fast"}, r"version = 'gemv_fast'.*Supported: gemm"),
     "awq without zeros": (AWQ | {"zero_point": False}, r"zero_point = False"),
