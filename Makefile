@@ -122,7 +122,7 @@ TRITON_SAMPLE := (fit_every and model) or launches or random_batches or lost_sho
 # Several hosts first: their tests wait for most of their time, while others compute.
 test-long: $(TOOLS)
 	@echo '==> soak'
-	@$(PYTEST) -n 3 -m 'soak and not every' tests/multihost tests/e2e tests/contract tests/load tests/benchmarks tests/unit/server/llm/test_hostile_models.py $(addprefix tests/unit/workers/,verify/test_stored.py kernels/cpu/test_build.py) tests/parallel tests/sim
+	@$(PYTEST) -n 3 -m 'soak and not every' tests/multihost tests/e2e tests/contract tests/load tests/benchmarks tests/unit/server/llm tests/unit/server/chat $(addprefix tests/unit/workers/,verify/test_stored.py kernels/cpu/test_build.py) tests/parallel tests/sim
 	@echo '==> every pair of parameters'
 	@$(PYTEST) -q -m 'product and not every' tests/unit tests/golden tests/contract tests/parallel
 	@echo '==> the kernels of 64-bit ARM, emulated'
