@@ -5,7 +5,7 @@ of the schema, so that it is in the OpenAPI document.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic.config import JsonDict
@@ -42,6 +42,9 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 # In a field's `json_schema_extra`: accepted so that clients need not change, without effect on the answer's text.
 ACCEPTED: JsonDict = {"x-effect": "none"}
+# The same for a field that asks for something this server does not do, if an answer without it is still right. Such a
+# field is reported as ignored, and refused with `--strict-parameters`.
+IGNORED: JsonDict = {"x-effect": "ignored"}
 
 
 class FieldError(ValueError):
@@ -56,6 +59,14 @@ class StrictModel(BaseModel):
     """Strict, and `null` means the default everywhere."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", protected_namespaces=())
+    _ignored_names: ClassVar[tuple[str, ...]] = ()  # fields that are marked `IGNORED`
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Note the fields that are marked `IGNORED`."""
+        super().__pydantic_init_subclass__(**kwargs)
+        fields = cls.model_fields.items()
+        cls._ignored_names = tuple(name for name, field in fields if field.json_schema_extra == IGNORED)
 
     def model_post_init(self, context: Any, /) -> None:
         """A field that is null counts as not given: it is not in `model_fields_set`."""
@@ -64,15 +75,21 @@ class StrictModel(BaseModel):
                 setattr(self, name, described.get_default(call_default_factory=True))
                 self.model_fields_set.discard(name)
 
-    def unknown_fields(self, prefix: str = "") -> Iterator[str]:
-        """The fields that no schema declares, those of nested objects included, as `outer.inner`."""
+    def ignored_fields(self, prefix: str = "") -> Iterator[str]:
+        """Yield the fields that no schema declares or that are without effect, with nested ones as `outer.inner`."""
         yield from (prefix + name for name in self.model_extra or ())
+        yield from (prefix + name for name in self.without_effect())
         for name in type(self).model_fields:
             value = getattr(self, name)
             items = value if isinstance(value, list) and value and isinstance(value[0], StrictModel) else (value,)
             for item in items:
                 if isinstance(item, StrictModel):
-                    yield from item.unknown_fields(f"{prefix}{name}.")
+                    yield from item.ignored_fields(f"{prefix}{name}.")
+
+    def without_effect(self) -> Iterator[str]:
+        """Yield the declared fields of this object that ask for something and have no effect."""
+        if ignored := type(self)._ignored_names:
+            yield from (name for name in ignored if getattr(self, name))
 
 
 def prompt_form(value: Any) -> str | None:

@@ -85,4 +85,4 @@ async def _answer_all(settings: Settings, requests: RequestFile, answers: Answer
     finally:
         progress.finish()
     for name, count in ignored.most_common(32):
-        sys.stderr.write(f"note: {name!r:.64}, a field of {count} request(s), is not known and was ignored\n")
+        sys.stderr.write(f"note: {name!r:.64}, a field of {count} request(s), has no effect here and was ignored\n")

@@ -253,7 +253,9 @@ class HttpSettings:
         "several API keys each may hold as much as it leaves free",
     )
     strict_parameters: bool = option(
-        False, help="refuse unknown request parameters (400) instead of reporting them in X-Ignored-Parameters"
+        False,
+        help="refuse request parameters that are unknown or have no effect (400) instead of reporting them in "
+        "X-Ignored-Parameters",
     )
     strict_max_tokens: bool = option(
         False, help="refuse a token limit that does not fit the context (400) instead of lowering it"

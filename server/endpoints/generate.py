@@ -67,6 +67,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         body.cache_salt = salt_of(request.scope, body.cache_salt)
         rank = self._chosen_replica(request)
         processed = await until_disconnect(request, self._process_in_time(body))
+        headers = self.reported(request, processed.ignored, headers)
         generation = self.async_llm.start(processed, label_of(request.scope), data_parallel_rank=rank)
         try:
             generation.request_id = request_id = request_id_of(request.scope)
@@ -95,6 +96,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         body.timeout = self._time_limit(None, body.timeout)
         async with self.async_llm.one_prompt:
             processed = await self._process_in_time(body)
+        self.report(processed.ignored, label)
         generation = self.async_llm.start(processed, label, has_place=True)
         try:
             return processed, generation, await collect(generation)
@@ -121,6 +123,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         object for each prompt, else the object of the only one. Routers read `token_ids` there."""
         model = self.check_model(body.model)
         processed = await until_disconnect(request, self.process(body))
+        headers = self.reported(request, processed.ignored, headers)
         per_prompt = len(processed.choices) // processed.num_prompts
         first = processed.choices[0].request
         parameters: dict[str, Any] = asdict(first.params)

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 from starlette.requests import Request
@@ -13,8 +13,10 @@ from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import EngineInfo
 from oarlock.server.config.settings import Settings
 from oarlock.server.errors import HttpError, ModelNotFoundError
+from oarlock.server.http.ignored_parameters import refuse, with_ignored
 from oarlock.server.http.large_body import takes_long
-from oarlock.server.http.request_body import ignored_header, parse_any, read_json, unknown_parameters
+from oarlock.server.http.request_body import ignored_parameters, parse_any, read_json
+from oarlock.server.http.request_record import label_of
 from oarlock.server.http.server_sent_events import until_disconnect
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.hub.model_path import served_names
@@ -112,12 +114,26 @@ class OpenAIServing:
             content = await read_json(request, self.settings.max_body_size, held)
             if takes_long(content):
                 reading = self.state.large_bodies.read(schemas, content, is_strict)
-                body, unknown = await until_disconnect(request, reading)
+                body, ignored = await until_disconnect(request, reading)
             else:
                 body = parse_any(schemas, content)
-                unknown = unknown_parameters(body, is_strict)
-        self.counters.ignored_parameters += len(unknown)
-        return body, ignored_header(unknown)
+                ignored = ignored_parameters(body, is_strict)
+        return body, self.reported(request, ignored, {})
+
+    def reported(self, request: Request, ignored: Sequence[str], headers: dict[str, str]) -> dict[str, str]:
+        """Report parameters that have no effect, and return `headers` with their names. Raises as `report` does."""
+        self.report(ignored, label_of(request.scope), request.headers.get("user-agent"))
+        return with_ignored(headers, ignored)
+
+    def report(self, ignored: Sequence[str], label: str | None, agent: str | None = None) -> None:
+        """Count and log parameters that have no effect. Raises `RequestError` with `--strict-parameters`.
+
+        `label`: of the API key. `agent`: the header User-Agent.
+        """
+        if self.settings.strict_parameters:
+            refuse(ignored)
+        self.counters.ignored_parameters += len(ignored)
+        self.state.ignored_parameters.report(ignored, label, agent)
 
     async def engine_numbers(self) -> tuple[list[EngineStats], EngineInfo | None]:
         """The statistics of each replica; the last ones known of one that does not answer in time."""

@@ -51,8 +51,8 @@ def _parameter(schemas: dict[str, Any], described: dict[str, Any], is_required: 
         found["default"] = described.get("default")
     if "description" in described:
         found["does"] = described["description"]
-    if described.get("x-effect") == "none":
-        found["effect"] = "none"
+    if "x-effect" in described:
+        found["effect"] = described["x-effect"]
     shapes = [_shape(schemas, form) for form in forms]
     flat = [shape for nested in shapes for shape in nested]
     return {**found, **flat[0]} if len(flat) == 1 else {**found, "forms": flat}

@@ -33,7 +33,7 @@ from pydantic_core import from_json
 from oarlock.engine.errors import RequestError
 from oarlock.engine.python_child import start_python
 from oarlock.server.endpoints.batches.schema import BatchRequest, WrongBatchError, read_line
-from oarlock.server.http.request_body import REQUEST_BODIES, parse_any, unknown_parameters
+from oarlock.server.http.request_body import REQUEST_BODIES, ignored_parameters, parse_any
 from oarlock.server.observability.logs import event, logger
 from oarlock.server.strict_model import StrictModel
 
@@ -46,7 +46,7 @@ _ResultT = TypeVar("_ResultT")
 _log = logger("bodies")
 
 MAX_REST_BYTES = 2**20  # of a body without its long texts and ids: the server parses that at once
-_MAX_NAME = 65  # characters of an unknown name; longer ones are never repeated
+_MAX_NAME = 65  # characters of an ignored name; longer ones are never repeated
 _NICENESS = 5  # the server's own work has priority
 _MIN_MEMORY_BYTES = 2 << 30
 _MEMORY_PER_BYTE = 128  # what `[[],[],…` becomes, twice
@@ -85,7 +85,10 @@ class LargeBodies:
         self._reading: object = None
 
     async def read(self, schemas: Sequence[type[StrictModel]], body: bytes, is_strict: bool) -> tuple[Any, list[str]]:
-        """Return what `parse_any` and `unknown_parameters` do. Raises `RequestError`. Cancelling it ends the work."""
+        """Return the results of `parse_any` and `ignored_parameters`. Cancelling it ends the work.
+
+        Raises `RequestError`.
+        """
         work, bodies = object(), [body]
         try:
             loop = asyncio.get_running_loop()
@@ -128,7 +131,7 @@ class LargeBodies:
         parsed = schema.model_validate_json(rest)
         for path, kind, data in long:
             attach(parsed, path, value_of(kind, data))
-        return parsed, answer["unknown"]
+        return parsed, answer["ignored"]
 
     def _read_line(self, line: bytes, number: int, name: str) -> BatchRequest:
         def received(sock: socket.socket, answer: dict[str, Any]) -> bytes:
@@ -243,7 +246,7 @@ def main(argv: Sequence[str]) -> int:
 def _read(stream: io.BufferedIOBase, schemas: list[type[StrictModel]], body: bytes, is_strict: bool) -> None:
     """Parse one body and send the result. Raises `RequestError`."""
     parsed = parse_any(schemas, body)
-    unknown = unknown_parameters(parsed, is_strict)
+    ignored = ignored_parameters(parsed, is_strict)
     schema = type(parsed)
     value: dict[str, Any] = {name: item for name, item in from_json(body).items() if name in schema.model_fields}
     leaves: list[Leaf] = detach(value, parsed)
@@ -254,8 +257,8 @@ def _read(stream: io.BufferedIOBase, schemas: list[type[StrictModel]], body: byt
             "Send fewer messages, parts or tools."
         )
     described = [leaf.described() for leaf in leaves]
-    names = [name[:_MAX_NAME] for name in unknown]
-    _send(stream, schema=schema.__name__, unknown=names, rest=len(rest), leaves=described)
+    names = [name[:_MAX_NAME] for name in ignored]
+    _send(stream, schema=schema.__name__, ignored=names, rest=len(rest), leaves=described)
     stream.write(rest)
     for leaf in leaves:
         stream.write(leaf.data)

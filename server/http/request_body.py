@@ -27,6 +27,7 @@ from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, PoolingReq
 from oarlock.server.endpoints.responses.schema import ResponsesRequest
 from oarlock.server.endpoints.schema import AbortRequest, CompletionRequest
 from oarlock.server.errors import ClientGoneError, HttpError, retry_after
+from oarlock.server.http.ignored_parameters import refuse
 from oarlock.server.strict_model import FieldError, StrictModel
 
 DEFAULT_BYTES = 128 * 2**20
@@ -54,9 +55,7 @@ REQUEST_BODIES: dict[str, type[StrictModel]] = {
 }
 READ_TIMEOUT_S = 30.0
 _ParsedT = TypeVar("_ParsedT", bound=StrictModel)
-_HEADER_SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MAX_REPORTED = 32
-_MAX_UNKNOWN = 256
+_MAX_IGNORED = 256
 _NESTED = ("messages", "input")  # conversations: errors in them name the place
 
 # Fields of the API that are not supported, with the values that have no effect. Any other value is refused: a field is
@@ -218,24 +217,17 @@ def _has_messages(body: bytes) -> bool:
     return isinstance(value, dict) and "messages" in value
 
 
-def unknown_parameters(parsed: StrictModel, strict: bool) -> list[str]:
-    """Names of unknown fields, sorted. Raises `RequestError` for too many, and for the first when `strict`."""
-    unknown = sorted({name for name in parsed.unknown_fields() if name not in NEUTRAL_VALUES})
-    if len(unknown) > _MAX_UNKNOWN:
-        raise RequestError(f"The body has {len(unknown)} unknown fields, at most {_MAX_UNKNOWN} are tolerated.")
-    if unknown and strict:
-        shown = [name[:64] for name in unknown[:_MAX_REPORTED]]
-        message = f"Unknown parameters: {', '.join(shown)}. This server refuses what it would ignore; leave them out."
-        raise RequestError(message, shown[0], "unknown_parameter")
-    return unknown
+def ignored_parameters(parsed: StrictModel, strict: bool) -> list[str]:
+    """Return the names of unknown fields and of fields without effect, sorted.
 
-
-def ignored_header(unknown: list[str]) -> dict[str, str]:
-    """The response header that reports unknown fields: safe names, a bounded number, and how many more there are."""
-    shown = [name for name in unknown if _HEADER_SAFE.fullmatch(name)][:_MAX_REPORTED]
-    hidden = len(unknown) - len(shown)
-    value = ", ".join([*shown, f"+{hidden}"] if hidden else shown)
-    return {"X-Ignored-Parameters": value} if value else {}
+    Raises `RequestError` if there are too many, and for any if `strict`.
+    """
+    ignored = sorted({name for name in parsed.ignored_fields() if name not in NEUTRAL_VALUES})
+    if len(ignored) > _MAX_IGNORED:
+        raise RequestError(f"The body has {len(ignored)} fields that are ignored here, at most {_MAX_IGNORED} may be.")
+    if strict:
+        refuse(ignored)
+    return ignored
 
 
 def _refuse_unsupported(parsed: StrictModel) -> None:

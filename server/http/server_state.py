@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+from oarlock.server.http.ignored_parameters import IgnoredParameters
 from oarlock.server.http.large_body import LargeBodies
 from oarlock.server.http.request_body import BodyMemory
 from oarlock.server.http.request_record import RecentRequests
@@ -75,6 +76,7 @@ class ServerState:
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
     body_memory: BodyMemory = field(default_factory=BodyMemory)
     requests: RecentRequests = field(default_factory=RecentRequests)  # to generate
+    ignored_parameters: IgnoredParameters = field(default_factory=IgnoredParameters)
     tracer: RequestTracer | None = None  # None: no traces are sent
     batches: Batches | None = None  # None: there is no --batch-dir
     num_in_flight: int = 0  # requests accepted and not yet answered to their last byte

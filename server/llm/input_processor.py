@@ -40,6 +40,7 @@ class ProcessedRequest:
     num_prompts: int
     timeout_s: float | None = None
     spent_s: float = 0.0  # of the timeout, on processing
+    ignored: tuple[str, ...] = ()  # parameters that have no effect with this model
 
 
 class InputProcessor:

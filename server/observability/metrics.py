@@ -266,7 +266,7 @@ class _Snapshot(Collector):
             for reason, number in replica.finished.items():
                 finished.add_metric([*labels, reason], number)
         yield finished
-        ignored = "Request parameters that are unknown here."
+        ignored = "Request parameters that are unknown or without effect here."
         yield self._counter("oarlock:ignored_parameters", ignored, self._http.ignored_parameters)
         unread = "Requests that a full queue refused before their bodies were read."
         yield self._counter("oarlock:requests_refused_unread", unread, self._http.refused_unread)

@@ -159,7 +159,7 @@ def test_a_dead_engine_ends_the_batch_and_its_answers_stay(batch, capsys):
 def test_unknown_fields_are_told_or_refused(batch, capsys):
     lines = [_line(name, prompt="x", max_tokens=2, colour="red") for name in "ab"]
     assert batch(lines) == 0
-    assert "note: 'colour', a field of 2 request(s), is not known and was ignored" in capsys.readouterr().err
+    assert "note: 'colour', a field of 2 request(s), has no effect here and was ignored" in capsys.readouterr().err
     batch.found.unlink()
     assert batch(None, "--strict-parameters") == 1
     assert batch.answers[0]["response"]["body"]["error"]["code"] == "unknown_parameter"

@@ -298,3 +298,47 @@ def test_every_field_of_the_official_types_is_known(theirs, ours):
     fields = getattr(types, theirs, None) or getattr(types.message_create_params, theirs)
     known = ours.model_fields.keys() | schema.REFUSED.keys()
     assert sorted(fields.__annotations__.keys() - known) == []
+
+
+KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "ignored"),
+    [
+        ({"context_management": KEEP_ALL}, "context_management"),
+        ({"context_management": {"edits": []}}, "context_management"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        ({"context_management": {"edits": [{"type": "compact_20260112", "trigger": {}}]}}, "context_management"),
+        ({"context_management": None}, None),
+        ({"context_management": {}}, None),
+    ],
+)
+def test_fields_that_cannot_be_followed_are_reported(make_stage, body, ignored):
+    stage = make_stage()
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        for more in ({}, {"stream": True}) if path == "/v1/messages" else ({},):
+            sent = {"messages": HI, "max_tokens": 9, **body, **more}
+            if path != "/v1/messages":
+                del sent["max_tokens"]
+            answer = send(stage, sent, path)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers.get("X-Ignored-Parameters") == ignored
+    assert stage.counters.ignored_parameters == (3 if ignored else 0)
+    strict = send(make_stage(strict_parameters=True), {"messages": HI, "max_tokens": 9, **body})
+    assert strict.status_code == (400 if ignored else 200)
+    assert ignored is None or ignored in strict.json()["error"]["message"]
+
+
+def test_fields_of_a_large_body_are_reported_too(make_stage):
+    stage = make_stage()
+    answer = send(stage, {"messages": HI, "max_tokens": 9, "context_management": KEEP_ALL, "x": [[]] * 40_000})
+    assert answer.status_code == 200, answer.text
+    assert stage.state.large_bodies._process is not None
+    assert answer.headers["X-Ignored-Parameters"] == "context_management, x"
+
+
+def test_an_edit_that_is_not_known_is_refused(make_stage):
+    for edits in ([{"type": "replace_all_20270101"}], [{}], ["x"], {"type": "x"}):
+        answer = send(make_stage(), {"messages": HI, "max_tokens": 9, "context_management": {"edits": edits}})
+        assert answer.status_code == 400 and "context_management" in answer.json()["error"]["message"]

@@ -23,7 +23,7 @@ from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.schema import CompletionRequest, SamplingFields
 from oarlock.server.errors import describe, error_bytes
 from oarlock.server.http.large_body import LargeBodies, takes_long
-from oarlock.server.http.request_body import parse, unknown_parameters
+from oarlock.server.http.request_body import ignored_parameters, parse
 from oarlock.server.observability.logs import event, logger
 from oarlock.server.strict_model import StrictModel
 
@@ -176,7 +176,11 @@ class BatchEndpoints:
         self._responses = responses
         self._embeddings = embeddings
         self._large_bodies = large_bodies or completions.state.large_bodies
-        self.ignored: Counter[str] = Counter()  # unknown fields of requests
+
+    @property
+    def ignored(self) -> Counter[str]:
+        """Parameters that had no effect: name -> requests."""
+        return self._completions.state.ignored_parameters.counts
 
     async def answer(
         self,
@@ -192,25 +196,25 @@ class BatchEndpoints:
         `owner` and `label`: of the API key that it belongs to. `priority`: of a request that asks for none.
         """
         if request.url == "/v1/completions":
-            completion = _with_priority(await self._read(CompletionRequest, request.body), priority)
+            completion = _with_priority(await self._read(CompletionRequest, request.body, label), priority)
             return await self._completions.complete(completion, request_id, owner=owner, label=label)
         if request.url == "/v1/responses":
-            response = _with_priority(await self._read(ResponsesRequest, request.body), priority)
+            response = _with_priority(await self._read(ResponsesRequest, request.body, label), priority)
             return await self._responses.complete_one(response, request_id, owner=owner, label=label)
         if request.url == "/v1/embeddings":
-            embedding = _with_priority(await self._read(EmbeddingRequest, request.body), priority)
+            embedding = _with_priority(await self._read(EmbeddingRequest, request.body, label), priority)
             return await self._embeddings.complete(embedding, request_id, owner=owner, label=label)
-        chat = _with_priority(await self._read(ChatRequest, request.body), priority)
+        chat = _with_priority(await self._read(ChatRequest, request.body, label), priority)
         return await self._chat_completions.complete(chat, request_id, owner=owner, label=label)
 
-    async def _read(self, schema: type[_BodyT], content: bytes) -> _BodyT:
+    async def _read(self, schema: type[_BodyT], content: bytes, label: str | None) -> _BodyT:
         is_strict = self._completions.settings.strict_parameters
         if takes_long(content):
-            body, unknown = await self._large_bodies.read((schema,), content, is_strict)
+            body, ignored = await self._large_bodies.read((schema,), content, is_strict)
         else:
             body = parse(schema, content)
-            unknown = unknown_parameters(body, is_strict)
-        self.ignored.update(unknown)
+            ignored = ignored_parameters(body, is_strict)
+        self._completions.report(ignored, label)
         return body
 
 

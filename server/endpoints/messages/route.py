@@ -33,6 +33,7 @@ class AnthropicServingMessages(OpenAIServingChatCompletion):
         self.check_model(body.model)
         try:
             processed = await until_disconnect(request, self.process(turn_of(body)))
+            headers = self.reported(request, processed.ignored, headers)
         except RequestError as error:
             raise renamed(error) from None
         count = len(processed.choices[0].request.prompt_token_ids)

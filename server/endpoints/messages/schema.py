@@ -13,6 +13,7 @@ from oarlock.server.endpoints.chat.schema import MAX_MESSAGES, MAX_PARTS, MAX_TO
 from oarlock.server.endpoints.schema import JsonSchema, ResponseFormat, SamplingFields
 from oarlock.server.strict_model import (
     ACCEPTED,
+    IGNORED,
     INT32_MAX,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
@@ -182,7 +183,6 @@ REFUSED: dict[str, str] = {
     "mcp_servers": "this server calls no tools; connect them in the client",
     "diagnostics": "there are none; 'usage' has cached tokens, /metrics the rest",
     "inference_geo": "the answer comes from this server",
-    "context_management": "send the messages that the model shall read",
     "fallbacks": "there is one model",
 }
 
@@ -286,6 +286,20 @@ class Metadata(StrictModel):
     user_id: Annotated[str, Field(max_length=1024)] | None = None
 
 
+# Edits that only make a prompt shorter: an answer to the whole conversation is right without them.
+_EDITS = ("clear_thinking_", "clear_tool_uses_", "compact_")
+
+
+def _known_edits(value: dict[str, Any]) -> dict[str, Any]:
+    edits = value.get("edits") or []
+    for edit in edits if isinstance(edits, list) else [edits]:
+        kind = edit.get("type") if isinstance(edit, dict) else None
+        if not isinstance(kind, str) or not kind.startswith(_EDITS):
+            known = ", ".join(f"{name}…" for name in _EDITS)
+            raise FieldError("context_management", f"holds an edit of type '{str(kind)[:64]}'; known here: {known}")
+    return value
+
+
 class _Conversation(SamplingFields):
     """Fields that both requests have: all that becomes the prompt."""
 
@@ -307,6 +321,11 @@ class _Conversation(SamplingFields):
     )
     output_config: OutputConfig | None = Field(
         None, description="`format`: JSON that matches a schema; `effort` is refused if the template does not use it"
+    )
+    context_management: Annotated[JsonObject, AfterValidator(_known_edits)] | None = Field(
+        None,
+        description="`edits` that clear or compact: nothing is left out of the prompt here",
+        json_schema_extra=IGNORED,
     )
     cache_control: CacheControlField = None
     speed: Literal["standard"] | None = Field(None, description="there is one speed")

@@ -61,6 +61,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         self.check_model(body.model)
         try:
             processed = await until_disconnect(request, self.process(self._turn(_owner(request), body)))
+            headers = self.reported(request, processed.ignored, headers)
         except RequestError as error:
             raise renamed(error) from None
         count = len(processed.choices[0].request.prompt_token_ids)

@@ -19,7 +19,7 @@ from oarlock.server.endpoints.responses.schema import ResponsesRequest
 from oarlock.server.endpoints.schema import CompletionRequest
 from oarlock.server.http.docs_page import body_schemas
 from oarlock.server.http.large_body import LargeBodies, takes_long
-from oarlock.server.http.request_body import REQUEST_BODIES, parse_any, unknown_parameters
+from oarlock.server.http.request_body import REQUEST_BODIES, ignored_parameters, parse_any
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.observability.metrics import HttpCounters
 
@@ -88,7 +88,7 @@ def test_the_process_reads_what_the_server_would_have_read(bodies, schema, body)
     content = json.dumps(body, ensure_ascii=False).encode()
     expected = parse_any(_forms(schema), content)
     parsed, unknown = asyncio.run(bodies.read(_forms(schema), content, False))
-    assert unknown == unknown_parameters(expected, False)
+    assert unknown == ignored_parameters(expected, False)
     assert type(parsed) is type(expected) is schema
     # Unknown fields of the request itself are not sent back: nothing uses them.
     assert parsed.model_dump() == expected.model_dump(exclude=set(expected.model_extra or ()))
@@ -99,7 +99,7 @@ def test_the_process_reads_what_the_server_would_have_read(bodies, schema, body)
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_the_process_refuses_with_the_same_errors(bodies, content, is_strict):
     with pytest.raises(RequestError) as expected:
-        unknown_parameters(parse_any([CompletionRequest], content), is_strict)
+        ignored_parameters(parse_any([CompletionRequest], content), is_strict)
     with pytest.raises(RequestError) as refused:
         asyncio.run(bodies.read([CompletionRequest], content, is_strict))
     assert _fields(refused.value) == _fields(expected.value)
