@@ -24,7 +24,7 @@ BAN, FORCE = -100.0, 100.0  # values of `logit_bias`: the id is never chosen; on
 class Grammar:
     """A grammar that the whole answer must match."""
 
-    kind: str  # json_schema | regex | lark | choice | json_object
+    kind: str  # json_schema | regex | lark | ebnf | choice | json_object
     text: str  # the schema or choices as JSON, the expression, or the grammar; empty for json_object
     param: str = "structured_outputs"  # the field of the request to blame when it does not compile
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
+from oarlock.engine.structured_output.ebnf import lark_of
 from oarlock.engine.types import Grammar
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Compiler:
         """Compile `grammar`. Raises `GrammarError`. May take long or crash the process for a hostile text."""
         try:
             source = _source(grammar)
-        except (ValueError, RecursionError, GbnfToLarkError) as error:
+        except (ValueError, RecursionError) as error:
             raise GrammarError(_short(str(error))) from error
         is_json = grammar.kind in ("json_schema", "json_object") or (grammar.kind == "lark" and "%json" in grammar.text)
         try:
@@ -156,7 +156,9 @@ def _source(grammar: Grammar) -> str:
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(grammar.text))
         return LLMatcher.grammar_from_lark(f"start: {choices}")
     if grammar.kind == "lark":
-        return LLMatcher.grammar_from_lark(any_to_lark(grammar.text) if "::=" in grammar.text else grammar.text)
+        return LLMatcher.grammar_from_lark(grammar.text)
+    if grammar.kind == "ebnf":
+        return LLMatcher.grammar_from_lark(lark_of(grammar.text))
     raise ValueError(f"a grammar of kind {grammar.kind!r} is not known")
 
 

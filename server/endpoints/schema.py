@@ -129,7 +129,9 @@ class _Closed(StrictModel):
 class JsonSchemaFormat(_Closed):
     """A named schema, as the official clients send it."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] = Field(description="what the form is called")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = Field(
+        None, description="a name for the form; the model is not told", json_schema_extra={"x-effect": "none"}
+    )
     description: Annotated[str, Field(max_length=16 * 1024)] | None = Field(
         None, description="for people; the model is not told", json_schema_extra={"x-effect": "none"}
     )
@@ -144,14 +146,29 @@ class ResponseFormat(_Closed):
 
     type: Literal["text", "json_object", "json_schema"] = Field(description="the form of the answer")
     json_schema: JsonSchemaFormat | None = Field(None, description="with `type: json_schema` only")
+    schema_: JsonSchema | None = Field(
+        None, alias="schema", description="the schema itself, as llama.cpp has it; with both JSON types"
+    )
 
     @model_validator(mode="after")
     def _schema_fits_type(self) -> ResponseFormat:
-        if self.type == "json_schema" and self.json_schema is None:
+        if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
             raise FieldError("response_format", "needs a json_schema with this type: {name, schema}")
         if self.type != "json_schema" and self.json_schema is not None:
             raise FieldError("response_format", "has a json_schema, which only goes with type json_schema")
+        if self.type == "text" and self.schema_ is not None:
+            raise FieldError("response_format", "has a schema, which only goes with json_object and json_schema")
+        named = None if self.json_schema is None else self.json_schema.schema_
+        if named is not None and self.schema_ is not None and named != self.schema_:
+            raise FieldError("response_format", "has two schemas, 'schema' and 'json_schema.schema', which differ")
         return self
+
+    @property
+    def json_form(self) -> dict[str, Any] | bool | None:
+        """The schema, wherever it is; None if there is none."""
+        if self.schema_ is None and self.json_schema is not None:
+            return self.json_schema.schema_
+        return self.schema_
 
 
 class StructuredOutputs(_Closed):
@@ -160,7 +177,9 @@ class StructuredOutputs(_Closed):
     json_: JsonSchema | None = Field(None, alias="json", description="JSON that matches this schema")
     regex: Pattern | None = Field(None, description="a regular expression without look-around and back-references")
     choice: Alternatives | None = Field(None, description="one of these texts")
-    grammar: GrammarText | None = Field(None, description="a context-free grammar, in Lark's or in GBNF notation")
+    grammar: GrammarText | None = Field(
+        None, description="a context-free grammar, in Lark's notation or in EBNF (GBNF)"
+    )
     json_object: bool | None = Field(None, description="any JSON object")
 
 
@@ -255,12 +274,20 @@ class SamplingFields(_ScalarFields):
         None, description="the answer is JSON, any object or as a schema says"
     )
     structured_outputs: StructuredOutputs | None = Field(
-        None, description="the whole answer matches it; one constraint for each request, whatever the field"
+        None, description="the whole answer matches it; constraints under several names must be equal"
     )
     guided_json: JsonSchema | None = Field(None, description="the same as `structured_outputs.json`")
     guided_regex: Pattern | None = Field(None, description="the same as `structured_outputs.regex`")
     guided_choice: Alternatives | None = Field(None, description="the same as `structured_outputs.choice`")
     guided_grammar: GrammarText | None = Field(None, description="the same as `structured_outputs.grammar`")
+    json_schema: JsonSchema | None = Field(None, description="the same as `structured_outputs.json`; llama.cpp's name")
+    regex: Pattern | None = Field(None, description="the same as `structured_outputs.regex`; SGLang's name")
+    ebnf: GrammarText | None = Field(
+        None, description="the same as `structured_outputs.grammar`, always EBNF (GBNF); SGLang's name"
+    )
+    grammar: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARACTERS)] | None = Field(
+        None, description="the same as `structured_outputs.grammar`; llama.cpp's name, where an empty text is none"
+    )
     stream: bool | None = Field(False, description="server-sent events")
     stream_options: StreamOptions | None = Field(None, description="only with `stream`")
     return_progress: bool | None = Field(

@@ -86,11 +86,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (None, {}),
     "logits_processors": (None, []),
     "use_beam_search": (None, False),
-    # Names of constraints in other servers: an answer without the constraint would look like one that keeps it.
-    "regex": (None,),
-    "ebnf": (None,),
-    "grammar": (None, ""),
-    "json_schema": (None,),
+    # A constraint of other servers: an answer without it would look like one that keeps it.
     "guided_whitespace_pattern": (None,),
     "length_penalty": (None, 1),
     # Of Cohere's and Jina's rerankers.

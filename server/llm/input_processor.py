@@ -8,6 +8,7 @@ HTTP or conversations.
 import asyncio
 import hashlib
 import json
+import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ _WHOLE_CONTEXT = -1  # of truncate_prompt_tokens
 _IDS_AT_ONCE = 100_000  # about 2 ms
 _CHOICES_AT_ONCE = 16  # about 2 ms
 _MANY_IDS = 1000  # of one prompt, of which a request may have a thousand
+_EBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_.-]+[ \t]*(?:\[[^\]\n]*\][ \t]*)?::=", re.MULTILINE)  # Lark has `:` there
 _GREEDY_BELOW = 1e-5  # a temperature; dividing logits by less would overflow
 
 
@@ -349,59 +351,67 @@ def _choice_seed(seed: int | None, index: int) -> int:
 
 
 def constraint_of(request: SamplingFields) -> Grammar | None:
-    """The one grammar that the fields of `request` ask for. Raises `RequestError` when they ask for two."""
+    """Return the one grammar that the fields of `request` ask for; equal constraints under several names are one.
+
+    Raises `RequestError` if they differ.
+    """
     found = list(_constraints(request))
-    if len(found) > 1:
-        first, second = found[0].param, found[1].param
-        if first == second:
-            problem = f"'{first}' holds more than one constraint"
-        else:
-            problem = f"'{second}' cannot be combined with '{first}'"
-        raise RequestError(f"{problem}: the whole answer matches one. Leave one of them out.", second)
-    return found[0] if found else None
+    for name, grammar in found[1:]:
+        first, wanted = found[0]
+        if (grammar.kind, grammar.text) != (wanted.kind, wanted.text):
+            message = (
+                f"'{first}' and '{name}' differ, and the whole answer matches one constraint. Leave one of them out."
+            )
+            raise RequestError(message, grammar.param)
+    return found[0][1] if found else None
 
 
-def _constraints(request: SamplingFields) -> Iterator[Grammar]:
+def _constraints(request: SamplingFields) -> Iterator[tuple[str, Grammar]]:
+    """Every constraint, each with the path of its field."""
     yield from _of_response_format(request)
     yield from _of_structured_outputs(request)
     aliases = (
         ("guided_json", request.guided_json, "json_schema"),
         ("guided_regex", request.guided_regex, "regex"),
         ("guided_choice", request.guided_choice, "choice"),
-        ("guided_grammar", request.guided_grammar, "lark"),
+        ("guided_grammar", request.guided_grammar, "grammar"),
+        ("json_schema", request.json_schema, "json_schema"),
+        ("regex", request.regex, "regex"),
+        ("ebnf", request.ebnf, "ebnf"),
+        ("grammar", request.grammar or None, "grammar"),
     )
     for name, value, kind in aliases:
         if value is not None:
-            yield _grammar(kind, value, name)
+            yield name, _grammar(kind, value, name)
 
 
-def _of_response_format(request: SamplingFields) -> Iterator[Grammar]:
-    wanted = request.response_format
+def _of_response_format(request: SamplingFields) -> Iterator[tuple[str, Grammar]]:
+    wanted, name = request.response_format, "response_format"
     if wanted is None or wanted.type == "text":
         return
-    if wanted.json_schema is None:
-        yield Grammar("json_object", "", "response_format")
+    schema = wanted.json_form
+    if schema is None and wanted.type == "json_object":
+        yield name, Grammar("json_object", "", name)
     else:
-        schema = wanted.json_schema.schema_
-        yield _grammar("json_schema", True if schema is None else schema, "response_format")
+        yield name, _grammar("json_schema", True if schema is None else schema, name)
 
 
-def _of_structured_outputs(request: SamplingFields) -> Iterator[Grammar]:
+def _of_structured_outputs(request: SamplingFields) -> Iterator[tuple[str, Grammar]]:
     wanted, name = request.structured_outputs, "structured_outputs"
     if wanted is None:
         return
     found = [
-        _grammar(kind, value, name)
-        for value, kind in (
-            (wanted.json_, "json_schema"),
-            (wanted.regex, "regex"),
-            (wanted.choice, "choice"),
-            (wanted.grammar, "lark"),
+        (f"{name}.{key}", _grammar(kind, value, name))
+        for key, value, kind in (
+            ("json", wanted.json_, "json_schema"),
+            ("regex", wanted.regex, "regex"),
+            ("choice", wanted.choice, "choice"),
+            ("grammar", wanted.grammar, "grammar"),
         )
         if value is not None
     ]
     if wanted.json_object:
-        found.append(Grammar("json_object", "", name))
+        found.append((f"{name}.json_object", Grammar("json_object", "", name)))
     if not found:
         message = (
             f"'{name}' holds no constraint. Give one of json, regex, choice, grammar, json_object, or leave it out."
@@ -411,7 +421,9 @@ def _of_structured_outputs(request: SamplingFields) -> Iterator[Grammar]:
 
 
 def _grammar(kind: str, value: Any, param: str) -> Grammar:
-    """Text is taken as it is; what is JSON is written without needless space, its order kept."""
+    """The grammar of a field. Text stays as it is; JSON is written without needless space, its order kept."""
+    if kind == "grammar":
+        kind = "ebnf" if _EBNF_RULE.search(value) else "lark"
     if isinstance(value, str):
         return Grammar(kind, value, param)
     plain: Any = {} if value is True else value

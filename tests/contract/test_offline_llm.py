@@ -157,9 +157,10 @@ def test_every_field_of_a_request_is_here_or_of_http():
     """A field that is added to the schema must be considered here."""
     of_http = {"model", "stream", "stream_options", "return_progress", "user", "metadata", "store", "service_tier"}
     of_http |= {"return_token_ids", "return_tokens_as_token_ids"}  # an output always has them
-    older_names = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+    other_names = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+    other_names |= {"json_schema", "regex", "ebnf", "grammar"}
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert fields - {"max_tokens", "logprobs"} == SamplingFields.model_fields.keys() - of_http - older_names
+    assert fields - {"max_tokens", "logprobs"} == SamplingFields.model_fields.keys() - of_http - other_names
     arguments = {
         "messages",
         "max_completion_tokens",

@@ -141,12 +141,26 @@ def test_ids_come_with_each_choice_and_the_prompts_once_in_a_stream(make_stage, 
         assert [token for chunk in own for token in chunk["token_ids"]] == reply
 
 
-@pytest.mark.parametrize("name", ["regex", "ebnf", "grammar", "json_schema", "guided_whitespace_pattern"])
-def test_constraints_under_the_names_of_other_servers_are_never_ignored(make_stage, name):
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("regex", "a", "regex"),
+        ("ebnf", 'root ::= "a"', "ebnf"),
+        ("grammar", 'root ::= "a"', "ebnf"),
+        ("json_schema", {"const": "a"}, "json_schema"),
+        ("guided_whitespace_pattern", "a", None),
+    ],
+)
+def test_constraints_under_the_names_of_other_servers_are_never_ignored(make_stage, name, value, kind):
     stage = make_stage()
     for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [{"role": "user", "content": "x"}]})):
-        answer = _post(stage, {**body, name: "a"}, path)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+        answer = _post(stage, {**body, name: value}, path)
+        if kind is None:
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+        else:
+            assert answer.status_code == 200
+            grammar = stage.engine.requests[-1].params.grammar
+            assert (grammar.kind, grammar.param) == (kind, name)
         assert _post(stage, {**body, name: None}, path).status_code == 200
 
 

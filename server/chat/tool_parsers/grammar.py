@@ -26,22 +26,20 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def literal(value: Any) -> str:
-    """A text, or any JSON, as a grammar holds it: without `::=`, by which the compiler recognises GBNF."""
-    return json.dumps(value, ensure_ascii=False).replace("::=", "\\u003a:=")
+    """A text, or any JSON, as a grammar holds it."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def pattern_text(pattern: str) -> str:
-    """The expression between slashes: a bare slash or line end inside would end it; `::=` would be taken for GBNF."""
+    """The expression between slashes: a bare slash or line end inside would end it."""
     result: list[str] = []
     after_backslash = False
-    for position, character in enumerate(pattern):
+    for character in pattern:
         written = character
         if character == "\n":
             written = "\\n"
         elif character == "/" and not after_backslash:
             written = "\\/"
-        elif character == ":" and pattern[position - 1 : position + 2] == "::=":
-            written = "\\x3a"
         result.append(written)
         after_backslash = character == "\\" and not after_backslash
     return "".join(result)

@@ -300,8 +300,8 @@ class TextFormat(StrictModel):
     @model_validator(mode="after")
     def _schema_fits_type(self) -> TextFormat:
         is_schema = self.type == "json_schema"
-        if is_schema and (self.name is None or self.schema_ is None):
-            raise FieldError("text", "has a format of type json_schema, which needs a name and a schema")
+        if is_schema and self.schema_ is None:
+            raise FieldError("text", "has a format of type json_schema, which needs a schema")
         if not is_schema and self.schema_ is not None:
             raise FieldError("text", "has a format with a schema, which only goes with type json_schema")
         return self

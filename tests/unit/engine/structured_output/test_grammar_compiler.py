@@ -45,7 +45,7 @@ GRAMMARS = [
     (Grammar("regex", r"[A-Z][a-z]+ \d{3}"), ["Abc 123"], ["abc 123", "Abc 12", "Abc 1234"]),
     (Grammar("regex", r"^(a|b)$"), ["a", "b"], ["ab", "c"]),
     (Grammar("lark", 'start: "<" name ">"\nname: /[a-z]+/'), ["<abc>"], ["<>", "abc", "<abc"]),
-    (Grammar("lark", 'root ::= "yes" | "no" [0-9]+'), ["yes", "no12"], ["no", "yes1"]),
+    (Grammar("ebnf", 'root ::= "yes" | "no" [0-9]+'), ["yes", "no12"], ["no", "yes1"]),
     (Grammar("lark", 'start: "f(" args ")"\nargs: %json {"type": "integer"}'), ["f(12)"], ["f()", "f(a)"]),
     (Grammar("json_object", ""), ["{}", '{"a":[1,{"b":null}],"c":-1.5}'], ["[]", '{"a": 1}', "{}\n", '{"a":1,}', ""]),
     (schema({"type": "array", "items": {"type": "boolean"}, "minItems": 1}), ["[true,false]"], ["[]", "[true, false]"]),
@@ -209,7 +209,7 @@ REFUSED = [
     (Grammar("json_schema", "{"), ""),
     (Grammar("lark", 'begin: "a"'), "start"),
     (Grammar("lark", "start: " + "(" * 5000), "nested"),
-    (Grammar("lark", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000), "recursion"),
+    (Grammar("ebnf", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000), "recursion"),
     (Grammar("choice", "[]"), ""),
     (Grammar("poem", "a"), "poem"),
 ]

@@ -74,7 +74,6 @@ def _matcher(compiler, tool_format, special_ids=None, **fields):
     choice = resolve_tool_choice(_request(**fields), tool_format)
     grammar = answer_grammar(None, ChatPrompt("x", choice, False, False), special_ids or {})
     assert grammar is not None
-    assert "::=" not in grammar.text
     source = llguidance.LLMatcher.grammar_from_lark(grammar.text)
     assert llguidance.LLMatcher.validate_grammar(source, compiler) == ""
     return llguidance.LLMatcher(compiler, source)
