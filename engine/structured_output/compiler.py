@@ -8,7 +8,6 @@ Knows llguidance and the tokenizer's file. Does not know requests, sequences, th
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +15,13 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from oarlock.engine.structured_output.ebnf import lark_of
+from oarlock.engine.structured_output.json_schema import rewritten, rewritten_in_lark, schemas_in_lark
+from oarlock.engine.structured_output.schema_faults import fault_of
 from oarlock.engine.types import Grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-_TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
-# Keywords whose values are a schema, a list of schemas, and schemas by name.
-_ONE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames", "unevaluatedItems")
-_LIST = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 MAX_OBJECT_DEPTH = 16  # nesting of `json_object`
 _COMPACT: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _MAX_REASON = 300
@@ -108,7 +104,7 @@ class Compiler:
         try:
             compiled = Compiled(self, source, is_json)
         except GrammarError as error:
-            fault = wrong_type(json.loads(grammar.text)) if grammar.kind == "json_schema" else None
+            fault = next((found for schema in _schemas(grammar) if (found := fault_of(schema, str(error)))), None)
             raise error if fault is None else GrammarError(_short(fault)) from error
         self._check_beginning(compiled.matcher.deep_copy())
         return compiled
@@ -147,7 +143,10 @@ def _short(reason: str) -> str:
 def _source(grammar: Grammar) -> str:
     """The grammar in the format of llguidance."""
     if grammar.kind == "json_schema":
-        return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_COMPACT)
+        schema = rewritten(json.loads(grammar.text))
+        if schema is False:
+            raise ValueError("no value matches the schema")
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False), overrides=_COMPACT)
     if grammar.kind == "json_object":
         return LLMatcher.grammar_from_json_schema(_any_object(), overrides=_COMPACT)
     if grammar.kind == "regex":
@@ -156,10 +155,17 @@ def _source(grammar: Grammar) -> str:
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(grammar.text))
         return LLMatcher.grammar_from_lark(f"start: {choices}")
     if grammar.kind == "lark":
-        return LLMatcher.grammar_from_lark(grammar.text)
+        return LLMatcher.grammar_from_lark(rewritten_in_lark(grammar.text))
     if grammar.kind == "ebnf":
         return LLMatcher.grammar_from_lark(lark_of(grammar.text))
     raise ValueError(f"a grammar of kind {grammar.kind!r} is not known")
+
+
+def _schemas(grammar: Grammar) -> list[Any]:
+    """The schemas of a caller in `grammar`."""
+    if grammar.kind == "lark":
+        return schemas_in_lark(grammar.text)
+    return [json.loads(grammar.text)] if grammar.kind == "json_schema" else []
 
 
 def _any_object() -> str:
@@ -172,31 +178,3 @@ def _any_object() -> str:
             forms += [{"type": "object", "additionalProperties": inner}, {"type": "array", "items": inner}]
         values[f"value{depth}"] = {"anyOf": forms}
     return json.dumps({"type": "object", "additionalProperties": {"$ref": "#/$defs/value1"}, "$defs": values})
-
-
-def wrong_type(schema: Any) -> str | None:
-    """One sentence about the first type that JSON lacks, or None."""
-    for path, part in _schemas(schema, ""):
-        kinds = part.get("type", [])
-        for kind in kinds if isinstance(kinds, list) else [kinds]:
-            if kind not in _TYPES:
-                where = f"the schema at {path[1:]}" if path else "the schema"
-                return f"{where} has the type {str(kind)[:40]!r}; use {', '.join(_TYPES[:-1])} or {_TYPES[-1]}"
-    return None
-
-
-def _schemas(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`value` and all schemas in it, each with its path."""
-    if not isinstance(value, dict):
-        return
-    yield path, value
-    for key in _ONE:
-        yield from _schemas(value.get(key), f"{path}.{key}")
-    for key in _LIST:
-        held = value.get(key)
-        for number, one in enumerate(held if isinstance(held, list) else []):
-            yield from _schemas(one, f"{path}.{key}[{number}]")
-    for key in _NAMED:
-        named = value.get(key)
-        for name, one in (named if isinstance(named, dict) else {}).items():
-            yield from _schemas(one, f"{path}.{key}.{name}")

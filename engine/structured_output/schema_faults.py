@@ -1,0 +1,96 @@
+"""Says in one sentence which part of a JSON schema cannot be enforced, where it is, and how to do without it.
+
+The library names a keyword, not its place. Knows JSON schemas and the words of the library's errors.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from oarlock.engine.structured_output.json_schema import TYPES, Schema, schemas
+
+# Keyword -> how to do without it.
+_INSTEAD = {
+    "uniqueItems": "leave it out and drop repeated items yourself, or list the values as boolean properties",
+    "propertyNames": "name the properties in `properties`, or give one expression in `patternProperties`",
+    "not": "say what is allowed: an enum, a pattern or anyOf",
+    "if": "use anyOf with one branch for each case",
+    "then": "use anyOf with one branch for each case",
+    "else": "use anyOf with one branch for each case",
+    "contains": "say with prefixItems what the first items are, or with items what all are",
+    "dependentRequired": "use anyOf with one branch for each case",
+    "dependentSchemas": "use anyOf with one branch for each case",
+    "dependencies": "use anyOf with one branch for each case",
+    "unevaluatedProperties": "write one object with all properties and additionalProperties: false",
+    "unevaluatedItems": "use prefixItems with items: false",
+    "minContains": "use minItems",
+    "maxContains": "use maxItems",
+}
+_KEYS = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
+_FORMAT = re.compile(r"Unknown format: (\S+)")
+
+
+def fault_of(schema: Any, error: str) -> str | None:
+    """Return a sentence about the part of `schema` that made the library say `error`; None if it is not known."""
+    for rule in (_wrong_type, _unknown_format, _unsupported_key, _overlap, _look_around):
+        fault = rule(schema, error)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _place(schema: Any, has: Callable[[Schema], bool]) -> str | None:
+    """The first part of a schema that `has` is true of, in words."""
+    path = next((path for path, part in schemas(schema) if has(part)), None)
+    if path is None:
+        return None
+    return f"the schema at {path[1:]}" if path else "the schema"
+
+
+def _wrong_type(schema: Any, error: str) -> str | None:
+    del error  # the library has several for this
+    for path, part in schemas(schema):
+        kinds = part.get("type", [])
+        for kind in kinds if isinstance(kinds, list) else [kinds]:
+            if kind not in TYPES:
+                where = f"the schema at {path[1:]}" if path else "the schema"
+                return f"{where} has the type {str(kind)[:40]!r}; use {', '.join(TYPES[:-1])} or {TYPES[-1]}"
+    return None
+
+
+def _unknown_format(schema: Any, error: str) -> str | None:
+    match = _FORMAT.search(error)
+    where = match and _place(schema, lambda part: part.get("format") == match[1])
+    if not match or not where:
+        return None
+    return f"{where} has the format '{match[1][:40]}', which is not known; leave it out, or give a pattern instead"
+
+
+def _unsupported_key(schema: Any, error: str) -> str | None:
+    match = _KEYS.search(error)
+    key = match and match[1].split(",")[0].strip(' "')
+    where = key and _place(schema, lambda part: key in part)
+    if not where:
+        return None
+    instead = _INSTEAD.get(key, "leave it out")
+    return f"{where} has '{key}', which cannot be enforced while a text is written; {instead}"
+
+
+def _overlap(schema: Any, error: str) -> str | None:
+    where = _place(schema, lambda part: "oneOf" in part) if error.startswith("oneOf") else None
+    if where is None:
+        return None
+    return (
+        f"{where} has a oneOf whose branches may both match; use anyOf, or give each branch a property with a const of "
+        "its own"
+    )
+
+
+def _look_around(schema: Any, error: str) -> str | None:
+    marks = ("(?=", "(?!", "(?<=", "(?<!")
+    if "look-around" not in error:
+        return None
+    where = _place(schema, lambda part: any(mark in str(part.get("pattern", "")) for mark in marks))
+    if where is None:
+        return None
+    return f"{where} has a pattern with look-around; (?=…) right behind ^ is understood, others have to be rewritten"
