@@ -8,6 +8,7 @@ models use other marks (`REASONING_FORMATS`). Whether a model uses any is found 
 from dataclasses import dataclass
 
 from oarlock.engine.types import FinishReason
+from oarlock.server.chat.draft_calls import DraftCalls
 from oarlock.server.chat.tool_choice import ToolChoice
 from oarlock.server.chat.tool_parsers.call_parser import (
     ContentDelta,
@@ -68,6 +69,11 @@ class ReasoningParser:
         self._began = False  # their first character has come: line ends count from here on
         self._num_undecided = 0
         self.num_tokens = 0  # of the thoughts and their tags
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the text so far ends inside the thoughts."""
+        return self._state == _INSIDE
 
     def push(self, text: str, num_tokens: int = 0) -> list[MessageEvent]:
         """The events that this piece of text, made of so many tokens, completes."""
@@ -190,13 +196,15 @@ class MessageParser:
         choice = shape.tool_choice
         self._reasoning_parser = ReasoningParser(shape.is_thinking, shape.reasoning) if thinks else None
         self._tool_parser = choice.parser() if choice else None
-        self._thought_tokens = 0  # of an answer in Harmony, whose thoughts the tool parser reads
+        self._drafts = DraftCalls(choice.parser(parallel=True)) if choice and thinks else None
+        self._thought_tokens = 0  # where the reasoning parser does not count them, and corrections of its count
         if shape.harmony is not None:
             messages = self._tool_parser if isinstance(self._tool_parser, HarmonyParser) else HarmonyParser({})
             messages.thoughts = ReasoningDelta if shape.may_think else ContentDelta
             messages.in_items = in_items
             messages.push(shape.harmony)
             self._tool_parser = messages
+        self._choice = choice
         self._is_named = choice is not None and choice.is_named
         self._only_calls = choice is not None and choice.must_call
         self._num_calls = 0
@@ -204,27 +212,70 @@ class MessageParser:
     @property
     def reasoning_tokens(self) -> int:
         """Tokens of the reasoning so far, its tags included."""
-        return self._reasoning_parser.num_tokens if self._reasoning_parser else self._thought_tokens
+        return self._thought_tokens + (self._reasoning_parser.num_tokens if self._reasoning_parser else 0)
 
     def push(self, delta: Delta) -> list[MessageEvent]:
         """The events that one piece of the choice's text completes."""
-        events: list[MessageEvent] = [ContentDelta(delta.text)]
+        if delta.read is not None:  # stop strings needed them already
+            self._thought_tokens = delta.read.reasoning_tokens
+            self._num_calls += sum(isinstance(event, ToolCallStart) for event in delta.read.events)
+            return merged(delta.read.events)
+        is_ended = delta.finish_reason == FinishReason.STOP.value and delta.stop_reason is None
+        return self.read(delta.text, delta.num_tokens, is_last=delta.finish_reason is not None, is_ended=is_ended)
+
+    def read(self, text: str, num_tokens: int, *, is_last: bool, is_ended: bool = False) -> list[MessageEvent]:
+        """The events that a piece of text, made of so many tokens, completes.
+
+        `is_last`: no more text comes. `is_ended`: the model itself has ended its answer.
+        """
+        events: list[MessageEvent] = [ContentDelta(text)]
         if self._reasoning_parser is not None:
-            events = self._reasoning_parser.push(delta.text, delta.num_tokens)
-            if delta.finish_reason is not None:
+            events = self._reasoning_parser.push(text, num_tokens)
+            if is_last:
                 events = merged([*events, *self._reasoning_parser.flush()])
+            if self._drafts is not None:
+                events = self._without_drafts(self._reasoning_parser, self._drafts, events, num_tokens, is_last)
         if self._tool_parser is not None:
             parsed: list[MessageEvent] = []
             for event in events:
                 parsed += self._tool_parser.push(event.text) if isinstance(event, ContentDelta) else [event]
-            if delta.finish_reason is not None:
-                parsed += self._tool_parser.flush()
+            if is_last:
+                parsed += self._tool_parser.flush(is_ended)
             if any(isinstance(event, ReasoningDelta) for event in parsed) and self._reasoning_parser is None:
-                self._thought_tokens += delta.num_tokens
+                self._thought_tokens += num_tokens
             # Where calls are forced, the rest is their packing, or the beginning of one that was cut short.
             events = [event for event in parsed if not (self._only_calls and isinstance(event, ContentDelta))]
-        self._num_calls += sum(isinstance(event, ToolCallStart) for event in events)
-        return merged(events)
+        return merged(map(self._counted, events))
+
+    def _without_drafts(
+        self,
+        reasoning: ReasoningParser,
+        drafts: DraftCalls,
+        events: list[MessageEvent],
+        num_tokens: int,
+        is_last: bool,
+    ) -> list[MessageEvent]:
+        """Hold back calls inside the thoughts; those with which the answer ends become its text."""
+        kept: list[MessageEvent] = []
+        for event in events:
+            if isinstance(event, ReasoningDelta):
+                kept.append(ReasoningDelta(drafts.push(event.text, num_tokens)))
+            else:
+                kept += [ReasoningDelta(drafts.close()), event]
+        if is_last and reasoning.is_inside:
+            self._thought_tokens -= drafts.held_tokens
+            thoughts, calls = drafts.end()
+            kept += [ReasoningDelta(thoughts), ContentDelta(calls)]
+        elif not reasoning.is_inside:
+            kept.append(ReasoningDelta(drafts.close()))
+        return merged(kept)
+
+    def _counted(self, event: MessageEvent) -> MessageEvent:
+        """Count a call, and give it its id where the model's template needs one of its own notation."""
+        if not isinstance(event, ToolCallStart):
+            return event
+        self._num_calls += 1
+        return event if self._choice is None else self._choice.with_id(event, self._num_calls - 1)
 
     def finish_reason(self, delta: Delta) -> str | None:
         """Finish reason of the message: `tool_calls` if it has calls, is not cut short, and no function was named."""

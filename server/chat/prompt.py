@@ -24,7 +24,7 @@ from oarlock.server.chat.tool_parsers.grammar import (
 )
 from oarlock.server.chat.tool_parsers.harmony import HARMONY, TURN, after_thoughts, final_head
 from oarlock.server.chat.tool_parsers.registry import choose
-from oarlock.server.endpoints.chat.schema import ChatMessage, ChatRequest
+from oarlock.server.endpoints.chat.schema import ChatMessage, ChatRequest, ToolCall
 from oarlock.server.llm.chat_template import Rendering, text_parts
 from oarlock.server.llm.tokenizer import Tokenizer
 
@@ -165,7 +165,8 @@ def _marks(tokenizer: Tokenizer) -> ReasoningFormat | None:
 
 def _messages(given: list[ChatMessage], tool_format: ToolFormat, has_developer: bool) -> list[dict[str, Any]]:
     """The conversation in the form that Hugging Face templates are written for."""
-    short_ids, as_text = tool_format.short_call_ids, tool_format.text_arguments
+    as_text = tool_format.text_arguments
+    ids = _CallIds(tool_format)
     names: dict[str, str] = {}  # of called functions, by the call's id
     messages = []
     for message in given:
@@ -180,7 +181,7 @@ def _messages(given: list[ChatMessage], tool_format: ToolFormat, has_developer: 
             names |= {call.id: call.function.name for call in message.tool_calls}
             written["tool_calls"] = [
                 {
-                    "id": _short(call.id) if short_ids else call.id,
+                    "id": ids.of_call(call),
                     "type": "function",
                     "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, as_text)},
                 }
@@ -191,7 +192,7 @@ def _messages(given: list[ChatMessage], tool_format: ToolFormat, has_developer: 
                 both = f"{message.thoughts}\n{message.text}"
                 written |= {"content": "", **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), both)}
         if message.tool_call_id is not None:
-            written["tool_call_id"] = _short(message.tool_call_id) if short_ids else message.tool_call_id
+            written["tool_call_id"] = ids.of_result(message.tool_call_id)
         messages.append(written)
     return messages
 
@@ -217,6 +218,28 @@ def _arguments(text: str, as_text: bool) -> Any:
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text
+
+
+class _CallIds:
+    """The ids of calls and results as a format's templates write them, in the order of the conversation."""
+
+    def __init__(self, tool_format: ToolFormat) -> None:
+        self._format = tool_format
+        self._known: dict[str, str] = {}  # the newest call of each id
+        self._num_calls = 0
+
+    def of_call(self, call: ToolCall) -> str:
+        make = self._format.call_id
+        written = self._written(call.id) if make is None else make(call.function.name, self._num_calls)
+        self._num_calls += 1
+        self._known[call.id] = written
+        return written
+
+    def of_result(self, call_id: str) -> str:
+        return self._known.get(call_id) or self._written(call_id)
+
+    def _written(self, call_id: str) -> str:
+        return _short(call_id) if self._format.short_call_ids else call_id
 
 
 def _short(call_id: str) -> str:

@@ -1,10 +1,11 @@
 """A request's `tools` and `tool_choice`, resolved: what the prompt shows, what the model may call, whether it must."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from oarlock.engine.errors import RequestError
 from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
+from oarlock.server.chat.tool_parsers.call_parser import ToolCallStart
 from oarlock.server.chat.tool_parsers.grammar import MAX_CALLS, SpecialIds
 from oarlock.server.endpoints.chat.schema import AllowedChoice, ChatRequest, NamedChoice, Tool
 
@@ -21,16 +22,26 @@ class ToolChoice:
     must_call: bool
     is_named: bool  # the caller named the one to call
     parallel: bool
+    num_earlier: int = 0  # calls in the conversation so far
 
     def for_template(self) -> list[dict[str, Any]]:
         """The tools as chat templates expect them."""
         return [tool.for_template() for tool in self.tools]
 
-    def parser(self) -> ToolParser:
-        """A parser for the calls in one answer."""
+    def parser(self, *, parallel: bool | None = None) -> ToolParser:
+        """A parser for the calls in one answer. `parallel`: whether it reads more than one."""
         return self.format.parser(
-            {tool.function.name: tool.function.parameters or _NO_PARAMETERS for tool in self.callable}, self.parallel
+            {tool.function.name: tool.function.parameters or _NO_PARAMETERS for tool in self.callable},
+            self.parallel if parallel is None else parallel,
         )
+
+    def with_id(self, call: ToolCallStart, number: int) -> ToolCallStart:
+        """The call with the id that the model's template will show, if that has a notation of its own.
+
+        `number`: calls in the answer before it.
+        """
+        make = self.format.call_id
+        return call if make is None else replace(call, id=make(call.name, self.num_earlier + number))
 
     @property
     def is_strict(self) -> bool:
@@ -52,10 +63,11 @@ def resolve_tool_choice(request: ChatRequest, tool_format: ToolFormat) -> ToolCh
             return None
         raise RequestError("'tool_choice' asks for a call, and there are no tools.", "tool_choice")
     parallel = request.parallel_tool_calls is not False
+    num_earlier = sum(len(message.tool_calls or ()) for message in request.messages)
     if choice == "none":
         return None
     if isinstance(choice, NamedChoice):
-        return ToolChoice(tool_format, tools, _named(tools, choice), True, True, parallel)
+        return ToolChoice(tool_format, tools, _named(tools, choice), True, True, parallel, num_earlier)
     must_call = choice == "required"
     if isinstance(choice, AllowedChoice):
         tools = tuple(tool for wanted in choice.allowed_tools.tools for tool in _named(tools, wanted))
@@ -66,7 +78,7 @@ def resolve_tool_choice(request: ChatRequest, tool_format: ToolFormat) -> ToolCh
             "the function: such calls are written in a form of the server's own."
         )
         raise RequestError(message, "tool_choice", "unsupported_parameter")
-    return ToolChoice(tool_format, tools, tools, must_call, False, parallel)
+    return ToolChoice(tool_format, tools, tools, must_call, False, parallel, num_earlier)
 
 
 def _named(tools: tuple[Tool, ...], wanted: NamedChoice) -> tuple[Tool, ...]:

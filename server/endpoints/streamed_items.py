@@ -38,6 +38,7 @@ class StreamedItems(ABC):
         self.items: list[dict[str, Any]] = []  # ended, and the open one
         self._open: Kind | None = None  # the kind of the open item
         self._texts: list[str] = []  # of the open item
+        self._call_id = ""  # of the open call, if the model has a notation for ids
         self._blank = ""  # white space that is text only if text follows, or if nothing else comes
 
     @abstractmethod
@@ -67,6 +68,7 @@ class StreamedItems(ABC):
                 yield from self._grow(event.text)
             elif isinstance(event, ToolCallStart):
                 self._blank = ""
+                self._call_id = event.id
                 yield from self._begin(Kind.CALL, event.name)
             else:
                 yield from self._grow(event.text)

@@ -197,11 +197,11 @@ class StopStringMatcher:
         self._held = ""
         self.found: str | None = None
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Feed a piece. After a match everything is swallowed."""
+    def push(self, text: str, may_end: bool = True) -> tuple[str, str | None]:
+        """Feed a piece. After a match everything is swallowed. Without `may_end` nothing is looked for."""
         if self.found is not None:
             return "", self.found
-        if not self._set:
+        if not (self._set and may_end):
             return text, None
         for position, character in enumerate(text):
             longest = self._step(character)
@@ -216,6 +216,14 @@ class StopStringMatcher:
         keep = max(self._matched)
         self._held = whole[len(whole) - keep :]
         return whole[: len(whole) - keep], None
+
+    def finish(self, text: str, is_ended: bool) -> tuple[str, str | None]:
+        """Feed the last piece: as `push`, and nothing stays held back."""
+        shown, found = self.push(text)
+        return shown + self.flush(), found
+
+    def take(self) -> None:
+        """It finds stop strings in the text itself, and reads nothing from it."""
 
     def flush(self) -> str:
         """Return the text that was held back, when the text ends for another reason."""

@@ -18,10 +18,10 @@ from typing import Any
 from oarlock.engine.errors import ContextLengthError, RequestError
 from oarlock.engine.types import Grammar, Request, SamplingParams
 from oarlock.server.endpoints.schema import CompletionRequest, SamplingFields
-from oarlock.server.llm.detokenizer import StopStrings
+from oarlock.server.llm.detokenizer import StopStringMatcher, StopStrings
 from oarlock.server.llm.generation import Engine
 from oarlock.server.llm.generation_config import GenerationConfig
-from oarlock.server.llm.output_processor import ChoiceOutput, OutputOptions
+from oarlock.server.llm.output_processor import ChoiceOutput, OutputOptions, StopFinders
 from oarlock.server.llm.tokenizer import Tokenizer, TooManyTokensError
 
 MAX_SCORES = 8_000_000  # log-probabilities of prompts in one answer, kept until it is complete: 64 MB
@@ -91,12 +91,20 @@ class InputProcessor:
         grammar: Grammar | None,
         shown: frozenset[int],
         param: str,
+        stop_finders: StopFinders = StopStringMatcher,
     ) -> ProcessedRequest:
         """The choices of one rendered prompt, which is tokenized without further marks. Arguments as of `process`."""
         ids = await self.encode(text, request, max_tokens, param, False)
         await self.check_ids(ids, param)
         return await self.process(
-            request, [tuple(ids)], max_tokens, logprobs=logprobs, grammar=grammar, shown=shown, param=param
+            request,
+            [tuple(ids)],
+            max_tokens,
+            logprobs=logprobs,
+            grammar=grammar,
+            shown=shown,
+            param=param,
+            stop_finders=stop_finders,
         )
 
     async def process(
@@ -110,6 +118,7 @@ class InputProcessor:
         grammar: Grammar | None = None,
         shown: frozenset[int] = frozenset(),
         param: str = "prompt",
+        stop_finders: StopFinders = StopStringMatcher,
     ) -> ProcessedRequest:
         """One engine request for each prompt and choice. `shown`: special ids that count as text.
 
@@ -140,7 +149,7 @@ class InputProcessor:
             for number in range(request.num_generated):
                 params = replace(of_prompt, seed=_choice_seed(request.seed, number))
                 wanted = Request(self._engine.new_request_id(), prompt_ids, params, request.priority or 0, salt)
-                choices.append(ChoiceOutput(len(choices), wanted, self.tokenizer, stops, output_options))
+                choices.append(ChoiceOutput(len(choices), wanted, self.tokenizer, stops, output_options, stop_finders))
                 if not len(choices) % _CHOICES_AT_ONCE:
                     await asyncio.sleep(0)
         if scored is not None:

@@ -7,10 +7,10 @@ knows nothing of HTTP. The scores of a prompt come in the parts in which the eng
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from oarlock.engine.types import FinishReason, Request, ScoredTokens, TokenEvent, TokenLogprobs
 from oarlock.server.json_text import PIECE_NUMBERS
@@ -27,6 +27,33 @@ class PromptProgress:
     processed: int  # of these, cached or computed
     time_ms: int  # since the request was sent to the engine
     queue_position: int | None  # requests ahead of it; None: it runs, or the engine does not say
+
+
+@dataclass(frozen=True, slots=True)
+class ReadText:
+    """The events that a piece of text was read as, before stop strings were looked for in the visible part of it."""
+
+    events: Sequence[Any]
+    reasoning_tokens: int  # so far
+
+
+class StopFinder(Protocol):
+    """Finds stop strings in a growing text: a `StopStringMatcher`, or a reader that knows which part is visible.
+
+    Its methods return (the text that may be shown now, the stop string that ended it).
+    """
+
+    def push(self, text: str, may_end: bool = True) -> tuple[str, str | None]: ...
+
+    def finish(self, text: str, is_ended: bool) -> tuple[str, str | None]: ...
+
+    def take(self) -> ReadText | None:
+        """The events since the last call, for a reader, whose `push` and `finish` show no text."""
+        ...
+
+
+# (stop strings, whether the match is shown) -> a finder for one choice
+StopFinders = Callable[[StopStrings, bool], StopFinder]
 
 
 @dataclass(slots=True)
@@ -46,6 +73,7 @@ class Delta:
     error_param: str | None = None  # the field of the request that is at fault
     error_code: str | None = None  # what was not available
     progress: PromptProgress | None = None  # of the prompt: then there is nothing else in it
+    read: ReadText | None = None  # in place of `text`, where stop strings are looked for in a part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +103,7 @@ class ChoiceOutput:
         tokenizer: Tokenizer,
         stops: StopStrings,
         output_options: OutputOptions = _PLAIN,
+        stop_finders: StopFinders = StopStringMatcher,
     ) -> None:
         self.index = index
         self.request = request
@@ -86,7 +115,7 @@ class ChoiceOutput:
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids, output_options.shown)
         # None: there are no stop strings.
-        self._finder = StopStringMatcher(stops, output_options.include_stop) if stops else None
+        self._finder = stop_finders(stops, output_options.include_stop) if stops else None
         self._num_characters = 0  # decoded so far: where the next token's text begins
         self._opened = False  # its first piece has been made
         wants_scores = output_options.echo_scores or output_options.prompt_scores
@@ -107,6 +136,8 @@ class ChoiceOutput:
         self._take_tokens(event, delta)
         if self.finish_reason is None and event.finish_reason is not None:
             self._finish(event, delta)
+        if self._finder is not None:
+            delta.read = self._finder.take()
         if delta.num_tokens or delta.text or delta.prompt_scores or delta.scores or self.finish_reason is not None:
             return delta
         return None
@@ -128,7 +159,11 @@ class ChoiceOutput:
         if not self._opened and self.output_options.echo_text:
             delta.text = self.output_options.echo_text
         rest = self._detokenizer.flush()
-        delta.text += rest if self._finder is None else self._finder.push(rest)[0] + self._finder.flush()
+        if self._finder is None:
+            delta.text += rest
+        else:
+            delta.text += self._finder.finish(rest, False)[0]
+            delta.read = self._finder.take()
         self.finish_reason = delta.finish_reason = reason
         return delta
 
@@ -166,10 +201,10 @@ class ChoiceOutput:
                 return  # a stop token is counted, not shown
             text = self._detokenizer.push((token_id,))
             self._num_characters += len(text)
-            if self.num_tokens <= min_tokens or self._finder is None:
+            if self._finder is None:
                 delta.text += text
                 continue
-            shown, found = self._finder.push(text)
+            shown, found = self._finder.push(text, self.num_tokens > min_tokens)
             delta.text += shown
             if found is not None:
                 delta.token_ids = event.token_ids[: position + 1]
@@ -179,21 +214,20 @@ class ChoiceOutput:
     def _finish(self, event: TokenEvent, delta: Delta) -> None:
         """The engine has ended the request: show what was held back."""
         rest = self._detokenizer.flush()
+        reason = event.finish_reason or FinishReason.ERROR
+        is_requested = event.stop_token_id in self.request.params.stop_token_ids
         if self._finder is not None:
-            shown, found = self._finder.push(rest)
-            delta.text += shown
+            rest, found = self._finder.finish(rest, reason is FinishReason.STOP and not is_requested)
             if found is not None:
+                delta.text += rest
                 self._end(delta, FinishReason.STOP, found)
                 return
-            rest = self._finder.flush()
         delta.text += rest
-        reason = event.finish_reason or FinishReason.ERROR
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             delta.error, delta.error_param = event.error or "The engine gave this request up.", event.error_param
             delta.error_code = event.error_code
             self._end(delta, FinishReason.ERROR, None)
             return
-        is_requested = event.stop_token_id in self.request.params.stop_token_ids
         self._end(delta, reason, event.stop_token_id if is_requested else None)
 
     def _end(self, delta: Delta, reason: FinishReason, stop_reason: str | int | None) -> None:

@@ -45,6 +45,9 @@ class ToolFormat:
     aliases: tuple[str, ...] = ()  # other names by which an operator may choose it
     is_parsed: bool = True  # False: only forced calls can be parsed, the model's own have no parser here
     short_call_ids: bool = False  # the template accepts ids of nine letters and digits only
+    # (function, number of calls before it in the conversation) -> the id of a call, where the model writes and reads
+    # ids in a notation of its own
+    call_id: Callable[[str, int], str] | None = None
     text_arguments: bool = False  # the template takes those of earlier calls as the text they were
     # For templates that know nothing of tools: the messages, with the tools and calls in their text.
     write_into_messages: Callable[[Messages, list[dict[str, Any]] | None, bool, bool], Messages] | None = None
@@ -90,13 +93,28 @@ class ToolParser(ABC):
                     text, position = self._again(text, position)
         return merged(self._without_packing(events))
 
-    def flush(self) -> list[MessageEvent]:
-        """The events of what was held back, when no more text comes."""
+    def flush(self, is_ended: bool = False) -> list[MessageEvent]:
+        """The events of the text that was held back, when no more text comes.
+
+        `is_ended`: the model has ended its answer, so that a call that lacks only its last tags is complete.
+        """
         rest: list[MessageEvent] = [ContentDelta("".join(self._attempt)), self._sink(self._held)]
+        if is_ended and self._call is not None:
+            rest += self._call.finish()
         self._attempt, self._held = [], ""
         events = self._without_packing(rest)
         blank, self._blank = "".join(self._blank), []
         return merged([*events, ContentDelta("" if self._num_calls else blank)])
+
+    @property
+    def num_undecided(self) -> int:
+        """Number of characters at the end of the text so far that are held back, if no call has been announced."""
+        return len(self._held) + sum(map(len, self._attempt)) + sum(map(len, self._blank))
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the last call's arguments have ended in text that cannot be part of them."""
+        return self._sink is ArgumentsDelta
 
     def _again(self, text: str, position: int) -> tuple[str, int]:
         """Step back over the end of an attempt that was no call; returns the text and the position to go on from."""
@@ -170,6 +188,7 @@ class ToolParser(ABC):
         if call.done or call.broken:
             self._call = None
             self._searching = True
+            self._rewind = call.rest
             self._closers = list(self.CLOSING)
             self._sink = ArgumentsDelta if call.broken else ContentDelta
         return True

@@ -1,10 +1,11 @@
 """Parses one call, character by character: an object with a name and arguments, or the bare arguments.
 
-A call is announced once its name is known to be one of the tools and its arguments begin; from there on its arguments
-are returned as they come. Before that, anything wrong makes the whole no call at all. JSON is followed by a scanner,
-which raises at the first character that cannot be there.
+A call is announced once its name is known to be one of the tools and its arguments are known to begin as an object:
+with a first key, or empty. From there on its arguments are returned as they come. Before that, anything wrong makes the
+whole text no call at all. JSON is followed by a scanner, which raises at the first character that cannot be there.
 """
 
+import contextlib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -32,6 +33,7 @@ class ToolCallStart:
     """A call begins. Its arguments follow."""
 
     name: str
+    id: str = ""  # in the model's own notation; "": any id will do
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ _MAX_SCALAR = 1024
 _MAX_DEPTH = 128
 _HEX = frozenset("0123456789abcdefABCDEF")
 Tools = Mapping[str, Mapping[str, Any]]  # the JSON schema of its arguments, by a function's name
+_NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 Steps = Generator[None, str, None]  # takes one character at a time
 Reads = Generator[None, str, str]  # and returns what it has read
@@ -106,6 +109,11 @@ class JsonScanner:
     def depth(self) -> int:
         """Number of objects and lists that are open."""
         return len(self._stack)
+
+    @property
+    def awaits_value(self) -> bool:
+        """Whether the last character ended a key and its colon."""
+        return self._expects == "value" and self._stack[-1:] == ["{"]
 
     @property
     def in_string(self) -> bool:
@@ -212,6 +220,8 @@ class NoCallError(ValueError):
 class CallParser:
     """Parser of one call. After `announced` it can only end (`done`) or break off."""
 
+    rest = ""
+
     def __init__(self, tools: Tools, name: str | None = None) -> None:
         """With a `name` the text is the bare arguments; without, an object that holds both."""
         self._tools = tools
@@ -221,6 +231,7 @@ class CallParser:
         self._value: list[str] | None = None  # of the name, or of arguments that cannot be returned yet
         self._arguments = ""  # complete, before the name was known
         self._streams = False  # the current value is the arguments, returned as they come
+        self._beginning: list[str] = []  # of the arguments, until it is known to be that of an object
         self.announced = False
         self.broken = False  # after the announcement something came that is not JSON
         self.done = False
@@ -246,12 +257,28 @@ class CallParser:
         return [ArgumentsDelta(character)]
 
     def _bare(self, character: str) -> list[MessageEvent]:
-        if not self.announced and character.isspace():
+        if not self._scanner.depth and character.isspace():
             return []
-        events: list[MessageEvent] = [] if self.announced else [ToolCallStart(self._name or "")]
-        self.announced = True
+        events: list[MessageEvent] = []
+        self._stream(character, events)
         self.done = self._scanner.done
-        return [*events, ArgumentsDelta(_escaped(character, self._scanner.in_string))]
+        return events
+
+    def finish(self) -> list[MessageEvent]:
+        """The events of the text's end: JSON that is not complete stays so."""
+        return []
+
+    def _stream(self, character: str, events: list[MessageEvent]) -> None:
+        """Pass on a character of the arguments, once they are known to be an object."""
+        scanner = self._scanner
+        text = _escaped(character, scanner.in_string)
+        if not self.announced:
+            self._beginning.append(text)
+            if not (scanner.awaits_value or scanner.value_ended or scanner.done):
+                return
+            self._announce(events)
+            text = "".join(self._beginning)
+        events.append(ArgumentsDelta(text))
 
     def _in_object(self, character: str) -> list[MessageEvent]:
         scanner = self._scanner
@@ -259,7 +286,7 @@ class CallParser:
         if scanner.value_began:
             self._begin_value(character, events)
         if self._streams:
-            events.append(ArgumentsDelta(_escaped(character, scanner.in_string)))
+            self._stream(character, events)
         elif self._value is not None and not scanner.ended_before:
             self._value.append(_escaped(character, scanner.in_string))
         if scanner.value_ended:
@@ -270,7 +297,7 @@ class CallParser:
 
     def _begin_value(self, character: str, events: list[MessageEvent]) -> None:
         key = self._scanner.key
-        if key == "name" and self._name is None:
+        if key in _NAME_KEYS and self._name is None:
             if character != '"':
                 raise NoCallError
             self._value = []
@@ -278,7 +305,6 @@ class CallParser:
             if character not in '{"n':  # an object, an object in a string, or null
                 raise NoCallError
             if self._name is not None and character == "{":
-                self._announce(events)
                 self._streams = True
             else:
                 self._value = []
@@ -288,7 +314,7 @@ class CallParser:
         if self._value is None:
             return
         text, self._value = "".join(self._value), None
-        if self._scanner.key == "name":
+        if self._scanner.key in _NAME_KEYS:
             self._name = json.loads(text)
             if self._name not in self._tools:
                 raise NoCallError
@@ -342,18 +368,33 @@ class CallReader(Protocol):
     announced: bool
     broken: bool
     done: bool
+    rest: str  # read beyond the end of the call: it is looked at again
 
     def push(self, character: str) -> list[MessageEvent]:
         """The events that one character completes. Raises `NoCallError`."""
         ...
 
+    def finish(self) -> list[MessageEvent]:
+        """The events that complete the call, if the model may end its answer here."""
+        ...
+
+
+class EndOfTextError(Exception):
+    """The model has ended its answer."""
+
 
 class CallScript(ABC):
-    """A call is announced once its name is known; from then on it can only end (`done`) or break off (`broken`)."""
+    """A call in a notation of its own, read step by step.
+
+    It is announced by `_open`; from then on it can only end (`done`) or break off (`broken`).
+    """
 
     def __init__(self, tools: Tools) -> None:
         self.announced = self.broken = self.done = False
+        self.rest = ""
         self._tools = tools
+        self._name = ""
+        self._beginning: list[str] = []  # of the arguments, until the call is announced
         self._events: list[MessageEvent] = []
         self._back = ""  # a character that the next step looks at again
         self._steps = self._read()
@@ -373,6 +414,14 @@ class CallScript(ABC):
             self._write(character)
         return self._events
 
+    def finish(self) -> list[MessageEvent]:
+        """The events of the text's end. A notation that can do without its last tags completes the call."""
+        self._events = []
+        if self.announced and not (self.broken or self.done):
+            with contextlib.suppress(StopIteration, EndOfTextError):
+                self._steps.throw(EndOfTextError())
+        return self._events
+
     @abstractmethod
     def _read(self) -> Steps:
         """Reads the call, from the character behind its delimiter. Raises `MalformedError`.
@@ -380,14 +429,23 @@ class CallScript(ABC):
         Its last step takes a character that can only be the call's last.
         """
 
-    def _announce(self, name: str) -> None:
+    def _expect(self, name: str) -> None:
+        """Expect the arguments of this function."""
         if name not in self._tools:
             raise MalformedError
-        self.announced = True
-        self._events.append(ToolCallStart(name))
+        self._name = name
+
+    def _open(self) -> None:
+        """Announce the call: its arguments are known to be an object."""
+        if not self.announced:
+            self.announced = True
+            self._events += [ToolCallStart(self._name), *map(ArgumentsDelta, self._beginning)]
 
     def _write(self, text: str) -> None:
-        self._events.append(ArgumentsDelta(text))
+        if self.announced:
+            self._events.append(ArgumentsDelta(text))
+        else:
+            self._beginning.append(text)
 
     def _character(self) -> Reads:
         if self._back:
@@ -423,15 +481,6 @@ class CallScript(ABC):
             read += character
             if len(read) > _MAX_WORD:
                 raise MalformedError
-
-    def _until(self, end: str) -> Reads:
-        """A short text and its end."""
-        read = ""
-        while not read.endswith(end):
-            read += yield from self._character()
-            if len(read) > _MAX_WORD:
-                raise MalformedError
-        return read.removesuffix(end)
 
     def _json_arguments(self, name: str) -> Steps:
         """The arguments as one JSON object: announces the call."""

@@ -145,10 +145,10 @@ class GemmaCall(LiteralCall):
 
     def _read(self) -> Steps:
         yield from self._space()
-        yield from self._one_of("call:")
+        yield from self._one_of("call:", ":")  # the model sometimes leaves the word out
         name = yield from self._word()
         yield from self._one_of("{")
-        self._announce(name)
+        self._expect(name)
         yield from self._pairs("}", ":")
 
     def _begins_string(self, character: str) -> bool:

@@ -43,10 +43,10 @@ class HarmonyParser(ToolParser):
         self._last: type[MessageEvent] | None = None  # of what the newest was
         self._begin_head("")  # the prompt ends with `TURN`
 
-    def flush(self) -> list[MessageEvent]:
+    def flush(self, is_ended: bool = False) -> list[MessageEvent]:
         if not self._searching and self._call is None:
             self._attempt = []  # a head that was cut short
-        return super().flush()
+        return super().flush(is_ended)
 
     def _reader(self, delimiter: str) -> CallReader:
         raise NotImplementedError(f"{delimiter} begins a head, which names the function")

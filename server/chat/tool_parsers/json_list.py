@@ -11,7 +11,14 @@ from typing import Any
 
 from oarlock.server.chat.tool_parsers import grammar
 from oarlock.server.chat.tool_parsers.base import Messages, ToolFormat, ToolParser
-from oarlock.server.chat.tool_parsers.call_parser import CallParser, CallReader, ContentDelta, MessageEvent, Tools
+from oarlock.server.chat.tool_parsers.call_parser import (
+    CallParser,
+    CallReader,
+    ContentDelta,
+    MessageEvent,
+    NoCallError,
+    Tools,
+)
 from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 
 TOOL_CALL, TOOL_CALL_END, FUNCTOOLS = "<|tool_call|>", "<|/tool_call|>", "functools["
@@ -233,12 +240,41 @@ MISTRAL_NAMED = replace(
 
 
 TAG = "<|python_tag|>"
+_LLAMA_KEYS = ("name", "parameters", "arguments", "type", "id")
+
+
+class LlamaCall(CallParser):
+    """Reader of an object that may be a call. One that is none is text to its end, whatever objects are in it."""
+
+    def __init__(self, tools: Tools, in_text: bool = False) -> None:
+        """`in_text`: a call needs arguments, since words precede it."""
+        super().__init__(tools)
+        self._in_text = in_text
+        self.is_text = False  # it is no call
+
+    def _in_object(self, character: str) -> list[MessageEvent]:
+        scanner = self._scanner
+        events: list[MessageEvent] = []
+        if scanner.value_began and scanner.key not in _LLAMA_KEYS and not self.announced:
+            self.is_text = True
+        if not self.is_text:
+            try:
+                events = super()._in_object(character)
+            except NoCallError:
+                self.is_text = True
+        self.done = scanner.done
+        return events
+
+    def _end_call(self, events: list[MessageEvent]) -> None:
+        if self._in_text and not self.announced:
+            raise NoCallError
+        super()._end_call(events)
 
 
 class LlamaToolParser(ToolParser):
-    """A call as the whole answer, or behind the tag; `;` separates several."""
+    """A call as the whole answer, behind the tag, or behind a text; `;` separates several."""
 
-    DELIMITERS = (TAG,)
+    DELIMITERS = (TAG, "{")
 
     def __init__(self, tools: Tools, parallel: bool = True) -> None:
         super().__init__(tools, parallel)
@@ -247,13 +283,22 @@ class LlamaToolParser(ToolParser):
         self._any_call = False
 
     def _reader(self, delimiter: str) -> CallReader:
-        return CallParser(self._tools)
+        reader = LlamaCall(self._tools, delimiter == "{")
+        if delimiter == "{":
+            reader.push(delimiter)
+        return reader
 
     def _on_character(self, character: str, events: list[MessageEvent]) -> bool:
         if self._call is None:
             return self._before_call(character, events)
-        consumed = self._follow_call(self._call, character, events)
-        if consumed and self._searching and self._sink is ContentDelta:
+        call = self._call
+        consumed = self._follow_call(call, character, events)
+        if isinstance(call, LlamaCall) and call.is_text:
+            events.append(ContentDelta("".join(self._attempt)))
+            self._attempt = []
+            if call.done:
+                self._call, self._searching = None, True
+        elif consumed and self._searching and self._sink is ContentDelta:
             self._searching = False  # complete: another may follow
             self._any_call = True
         return consumed
@@ -285,9 +330,11 @@ def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialId
 
 
 def _optional_calls(special_ids: SpecialIds) -> tuple[str, str]:
-    """An answer that begins with a brace is a call."""
+    """An answer that begins with a brace is a call; another one has no object in it that could be read as a call."""
     before = f"<[{special_ids[TAG]}]>? " if TAG in special_ids else ""
-    return "(words | tagged)", f"tagged: {before}calls\nwords: /([^{{](?s:.*))?/"
+    object_begins = "(?s:.*)" + r"""\{[ \t\r\n]*"(?:""" + "|".join(_LLAMA_KEYS) + """)"(?s:.*)"""
+    words = f"words: WORDS\nWORDS: /([^{{](?s:.*))?/ & ~/{object_begins}/"
+    return "(words | tagged)", f"tagged: {before}calls\n{words}"
 
 
 def _matches(template: str) -> bool:

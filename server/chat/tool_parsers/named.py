@@ -42,7 +42,8 @@ _KIMI = (
     "<|tool_call_end|>",
     "<|tool_calls_section_end|>",
 )
-KIMI = Syntax(_KIMI[0], _KIMI[1], "functions.", (":", "0", _KIMI[2]), "", _KIMI[3], _KIMI[4])
+_FUNCTIONS = "functions."
+KIMI = Syntax(_KIMI[0], _KIMI[1], _FUNCTIONS, (":", "0", _KIMI[2]), "", _KIMI[3], _KIMI[4])
 
 
 class NamedCall(CallScript):
@@ -65,6 +66,23 @@ class NamedCall(CallScript):
         for text in syntax.before_arguments:
             yield from self._word() if text == "0" else self._one_of(text)
         yield from self._json_arguments(name)
+
+
+class KimiCall(NamedCall):
+    """One call of Kimi K2. The model sometimes leaves out parts of the id, or adds white space around it."""
+
+    def _read(self) -> Steps:
+        if self._is_first:
+            yield from self._space()
+            yield from self._one_of(KIMI.call)
+        yield from self._space()
+        name = yield from self._word()
+        if self._back == ":":
+            yield from self._one_of(":")
+            yield from self._word()
+        yield from self._space()
+        yield from self._one_of(_KIMI[2])
+        yield from self._json_arguments(name if name in self._tools else name.removeprefix(_FUNCTIONS))
 
 
 class DeepSeekV3ToolParser(ToolParser):
@@ -93,6 +111,9 @@ class KimiToolParser(DeepSeekV3ToolParser):
     DELIMITERS = (KIMI.calls, KIMI.call, KIMI.call_end, KIMI.calls_end)
     CLOSING = DELIMITERS[2:]
 
+    def _reader(self, delimiter: str) -> CallReader:
+        return KimiCall(self._tools, KIMI, delimiter == KIMI.calls)
+
 
 def _forced_calls(syntax: Syntax, tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
     """Rules for forced calls between the delimiters of the format."""
@@ -112,6 +133,10 @@ def _forced_calls(syntax: Syntax, tools: Sequence[ToolSchema], most: int, specia
     return "\n".join([*rules, grammar.one_of_calls(tools), *grammar.arguments(tools)])
 
 
+def _kimi_id(name: str, number: int) -> str:
+    return f"{_FUNCTIONS}{name}:{number}"
+
+
 def _format(name: str, models: str, parser: type[DeepSeekV3ToolParser], *marks: str, no: str = "") -> ToolFormat:
     """Describes a format. `marks`: texts that its templates contain; `no`: a text that they must not contain."""
     syntax = parser.SYNTAX
@@ -127,6 +152,7 @@ def _format(name: str, models: str, parser: type[DeepSeekV3ToolParser], *marks: 
         forced_calls=partial(_forced_calls, syntax),
         optional_calls=partial(grammar.text_then_calls, syntax.calls),
         text_arguments=syntax is not KIMI,
+        call_id=_kimi_id if syntax is KIMI else None,
     )
 
 

@@ -38,6 +38,7 @@ class LiteralCall(CallScript):
             yield from self._space()
             if self._back == close:
                 yield from self._character()
+                self._open()
                 self._write("}")
                 return
             if separator:
@@ -51,6 +52,7 @@ class LiteralCall(CallScript):
                 self._write(json.dumps((yield from self._word())))
             yield from self._space()
             yield from self._one_of(between)
+            self._open()
             self._write(": ")
             yield from self._value(depth)
 
@@ -108,6 +110,7 @@ class LiteralCall(CallScript):
             json.loads(written, parse_constant=_refuse)
         except ValueError:
             if not (self.is_lenient and text):
+                self._write(text)  # broken arguments are shown as they came
                 raise MalformedError from None
             return json.dumps(text, ensure_ascii=False)
         return written
@@ -132,7 +135,7 @@ class PythonCall(LiteralCall):
     def _read(self) -> Steps:
         name = yield from self._word()
         yield from self._one_of("(")
-        self._announce(name)
+        self._expect(name)
         yield from self._pairs(")", "=")
 
     def _begins_string(self, character: str) -> bool:

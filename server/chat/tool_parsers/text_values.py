@@ -126,8 +126,14 @@ def argument_names(schema: Schema) -> list[tuple[str, bool]]:
     return [(name, name in required) for name in dict.fromkeys(names)]
 
 
-def value_rules(rule: str, root: Schema, name: str, wrap: str, end: str, special_ids: SpecialIds) -> Sequence[str]:
-    """Rules for `rule`: the value of one argument, `wrap` behind it, and the delimiter `end`."""
+def value_rules(
+    rule: str, root: Schema, name: str, wrap: str, ends: Sequence[str], special_ids: SpecialIds
+) -> Sequence[str]:
+    """Rules for `rule`: the value of one argument, `wrap` behind it, and the first delimiter of `ends`.
+
+    A parser takes the others for the end of a text as well, so none of them may be part of one.
+    """
+    end, *others = ends
     schema = property_schema(root, name)
     ending = f"{literal(wrap)} {delimiter(end, special_ids)}" if wrap else delimiter(end, special_ids)
     if not is_text(schema, root):
@@ -137,11 +143,16 @@ def value_rules(rule: str, root: Schema, name: str, wrap: str, end: str, special
     if isinstance(values, list):
         words = [literal(value) for value in values if isinstance(value, str)]
         return [f"{rule}: ({' | '.join(words)}) {ending}"]
-    return text_rules(rule, schema, wrap, end, special_ids)
+    return text_rules(rule, schema, wrap, end, special_ids, others)
 
 
-def text_rules(rule: str, schema: Schema, wrap: str, end: str, special_ids: SpecialIds) -> list[str]:
-    """Rules for `rule`: a string of the schema without quotes, `wrap` behind it, and the delimiter `end`."""
+def text_rules(
+    rule: str, schema: Schema, wrap: str, end: str, special_ids: SpecialIds, without: Sequence[str] = ()
+) -> list[str]:
+    """Rules for `rule`: a string of the schema without quotes, `wrap` behind it, and the delimiter `end`.
+
+    `without`: texts that the string must not contain.
+    """
     unbound = next((name for name in _UNBOUND_TEXTS if name in schema), None)
     if unbound is not None:
         message = (
@@ -153,6 +164,10 @@ def text_rules(rule: str, schema: Schema, wrap: str, end: str, special_ids: Spec
     closing = "" if end in special_ids else re.escape(end)
     patterns = [f"{body}{wrap}{closing}" for body in _text_patterns(schema)]
     written = " & ".join(f"/{pattern_text(pattern)}/" for pattern in patterns)
+    # A special token is never part of a text.
+    without = [re.escape(text) for text in without if text not in special_ids]
+    if without:
+        written += f" & ~/(?s:.*)(?:{pattern_text('|'.join(without))})(?s:.*)/"
     if end in special_ids:
         return [f"{rule}: {rule.upper()} {delimiter(end, special_ids)}", f"{rule.upper()}: {written}"]
     return [f"{rule}: {rule.upper()}", f"{rule.upper()}: {written} & ~/(?s:.*){pattern_text(closing)}(?s:.+)/"]

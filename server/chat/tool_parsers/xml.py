@@ -1,6 +1,7 @@
 """Calls between tags, each argument a text of its own: `<function=f><parameter=a>…` and `<arg_key>a</arg_key>…`.
 
 Qwen3-Coder and the models of GLM write them. What a text means is decided by the argument's schema (`text_values.py`).
+Models leave end tags out at times: the next tag of the format, opening or closing, ends a value as well.
 """
 
 import json
@@ -10,7 +11,15 @@ from functools import partial
 
 from oarlock.server.chat.tool_parsers import grammar
 from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
-from oarlock.server.chat.tool_parsers.call_parser import CallReader, CallScript, MalformedError, Steps, Tools
+from oarlock.server.chat.tool_parsers.call_parser import (
+    CallReader,
+    CallScript,
+    EndOfTextError,
+    MalformedError,
+    Reads,
+    Steps,
+    Tools,
+)
 from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 from oarlock.server.chat.tool_parsers.text_values import (
     argument_names,
@@ -36,6 +45,12 @@ class Tags:
     call_end: str  # before `end`; "": there is none
     end: str
 
+    @property
+    def value_ends(self) -> tuple[str, ...]:
+        """The tags that end a value: its own, or the next one where that is missing."""
+        others = (self.before_key, self.call_end, self.end, self.start, self.before_name)
+        return (self.value_end, *filter(None, others))
+
 
 QWEN = Tags(
     "<tool_call>", "<function=", ">", "<parameter=", ">", "", "</parameter>", "\n", "</function>", "</tool_call>"
@@ -55,12 +70,17 @@ SEED = Tags(
 GLM = Tags("<tool_call>", "", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "", "", "</tool_call>")
 
 
+_LINE = "\n"
+_MAX_KEY = 256  # characters
+
+
 class TaggedCall(CallScript):
     """One call, from behind its first tag, or from behind the tag of its name."""
 
     def __init__(self, tools: Tools, tags: Tags, delimiter: str) -> None:
         self._tags = tags
         self._is_first = delimiter == tags.start
+        self._ends = tags.value_ends
         super().__init__(tools)
 
     def _read(self) -> Steps:
@@ -73,54 +93,96 @@ class TaggedCall(CallScript):
             yield from self._one_of(tags.after_name)
         elif not (self._back.isspace() or self._back == "<"):
             raise MalformedError
-        self._announce(name)
+        self._expect(name)
         self._write("{")
-        separator = ""
+        separator, ending = "", tags.value_end
         while True:
-            yield from self._space()
-            endings = (tags.call_end, tags.end) if tags.call_end else (tags.end,)
-            if (yield from self._one_of(tags.before_key, *endings)) != tags.before_key:
+            if ending == tags.value_end:
+                try:
+                    yield from self._space()
+                    ending = yield from self._one_of(*self._ends[1:])
+                except EndOfTextError:
+                    break
+            if ending != tags.before_key:
                 break
-            key = yield from self._until(tags.after_key)
-            if tags.before_value:
-                yield from self._space()
-                yield from self._one_of(tags.before_value)
-            yield from self._argument(name, key, separator)
+            key = yield from self._key()
+            self._open()
+            ending = yield from self._argument(name, key, separator)
             separator = ", "
+        self._open()
         self._write("}")
+        if ending in (tags.start, tags.before_name):  # the next call's
+            self.rest = ending
 
-    def _argument(self, name: str, key: str, separator: str) -> Steps:
-        """One argument: a string is returned as it comes, another value when it is complete."""
+    def _key(self) -> Reads:
+        """The name of an argument, from behind its first tag to the beginning of its value."""
+        tags = self._tags
+        read = ""
+        while not read.endswith((tags.after_key, _LINE)):
+            read += yield from self._character()
+            if len(read) > _MAX_KEY:
+                raise MalformedError
+            if tags.before_value and read.endswith(tags.before_value):  # the end of the key is missing
+                return _checked(read.removesuffix(tags.before_value))
+            if read == _LINE and tags.before_value:
+                read = ""
+        if tags.before_value:
+            yield from self._space()
+            yield from self._one_of(tags.before_value)
+        elif read.endswith(_LINE):
+            self._back = tags.wrap  # it is the line end before the value
+        return _checked(read.removesuffix(tags.after_key))
+
+    def _argument(self, name: str, key: str, separator: str) -> Reads:
+        """One argument: a string is returned as it comes, another value when it is complete. Reads the tag behind it.
+
+        The end of the model's answer ends a value too.
+        """
         root = self._tools[name]
         schema = property_schema(root, key)
         head = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
         if is_text(schema, root):
             self._write(f'{head}"')
-            yield from self._text(lambda text: self._write(json.dumps(text, ensure_ascii=False)[1:-1]))
+            ending = yield from self._text(lambda text: self._write(json.dumps(text, ensure_ascii=False)[1:-1]))
             self._write('"')
-            return
+            return ending
         pieces: list[str] = []
-        yield from self._text(pieces.append)
+        ending = yield from self._text(pieces.append)
         self._write(head + json_value("".join(pieces), schema, root))
+        return ending
 
-    def _text(self, on_text: Callable[[str], None]) -> Steps:
-        """The text up to the value's end, without the line ends next to the tags."""
-        wrap, end = self._tags.wrap, self._tags.value_end
-        held = ""  # what may be packing: a line end, and the beginning of the end
-        character = yield from self._character()
-        if character == wrap:
+    def _text(self, on_text: Callable[[str], None]) -> Reads:
+        """The text up to the tag that ends it, without the line ends next to the tags; returns the tag."""
+        tags = self._tags
+        held = ""  # a line end, and the beginning of a tag
+        try:
             character = yield from self._character()
-        while True:
-            held += character
-            tag = held.removeprefix(wrap)
-            if tag == end:
-                return
-            if not end.startswith(tag):
-                on_text(held[:-1])
-                held = character if character in (wrap, end[0]) else ""
-                if not held:
-                    on_text(character)
-            character = yield from self._character()
+            if character == tags.wrap:
+                character = yield from self._character()
+            while True:
+                held += character
+                tag = held.removeprefix(_LINE)
+                if tag in self._ends:
+                    if held != tag and tag == tags.value_end and not tags.wrap:
+                        on_text(_LINE)
+                    return tag
+                if not any(end.startswith(tag) for end in self._ends):
+                    on_text(held[:-1])
+                    held = character if character in (_LINE, "<") else ""
+                    if not held:
+                        on_text(character)
+                character = yield from self._character()
+        except EndOfTextError:
+            on_text(held.removesuffix(_LINE))
+            return tags.end
+
+
+def _checked(key: str) -> str:
+    """The name of an argument without the white space and quotes around it. Raises `MalformedError`."""
+    name = key.strip().strip("\"'")
+    if not name or "<" in name or ">" in name:
+        raise MalformedError
+    return name
 
 
 class QwenCoderToolParser(ToolParser):
@@ -163,7 +225,7 @@ def _forced_calls(tags: Tags, tools: Sequence[ToolSchema], most: int, special_id
         parts = []
         for number, (key, is_required) in enumerate(argument_names(schema)):
             rule = f"v_{index}_{number}"
-            rules += value_rules(rule, schema, key, tags.wrap, tags.value_end, special_ids)
+            rules += value_rules(rule, schema, key, tags.wrap, tags.value_ends, special_ids)
             head = [mark(tags.before_key), grammar.literal(key), mark(tags.after_key), *value]
             parts.append(f"({' '.join([*head, rule, line])})" + ("" if is_required else "?"))
         head = f"{before}{grammar.literal(name + tags.after_name)} {line}"

@@ -3,7 +3,8 @@
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -19,6 +20,7 @@ from oarlock.server.chat.tool_parsers.call_parser import (
     ToolCallStart,
     merged,
 )
+from oarlock.server.chat.visible_stops import VisibleStops
 from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.endpoints.generate import OpenAIServingGenerate
 from oarlock.server.endpoints.response_writer import ResponseHead, ResponseOptions, ResponseWriter, finite, usage
@@ -26,9 +28,10 @@ from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.openapi import describe
 from oarlock.server.http.server_sent_events import AnswerWriter
 from oarlock.server.json_text import dumps, json_text
+from oarlock.server.llm.detokenizer import StopStringMatcher
 from oarlock.server.llm.generation import Generation
 from oarlock.server.llm.input_processor import ProcessedRequest, constraint_of
-from oarlock.server.llm.output_processor import Delta, Scores, TokenScore
+from oarlock.server.llm.output_processor import Delta, Scores, StopFinders, TokenScore
 from oarlock.server.llm.tokenizer import Tokenizer
 
 
@@ -45,6 +48,7 @@ class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedCh
 
     state_name = "serving_chat_completion"
     _prompt_field = "messages"
+    _in_items: ClassVar[bool] = False  # thoughts, texts and calls are shown in the order that they came in
 
     async def process(self, body: ChatRequest) -> ProcessedChat:
         prompt = await render_prompt(self.tokenizer, body)
@@ -58,10 +62,14 @@ class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedCh
             grammar=grammar,
             shown=frozenset(marks.values()),
             param=self._prompt_field,
+            stop_finders=self._stop_finders(prompt.shape),
         )
         return ProcessedChat(
             processed.choices, processed.num_prompts, processed.timeout_s, shape=prompt.shape, prompt=prompt.text
         )
+
+    def _stop_finders(self, shape: AnswerShape) -> StopFinders:
+        return StopStringMatcher if shape.is_plain else partial(VisibleStops, shape, self._in_items)
 
     def _writer(
         self, body: ChatRequest, processed: ProcessedChat, generation: Generation, model: str, request_id: str
@@ -135,7 +143,7 @@ class ChatCompletionWriter(ResponseWriter):
             return f'"delta":{{"reasoning_content":{text},"reasoning":{text}}}'
         if isinstance(event, ToolCallStart):
             self._num_calls[index] += 1
-            call = {"index": self._num_calls[index] - 1, **_call(event.name, "")}
+            call = {"index": self._num_calls[index] - 1, **_call(event)}
         else:
             call = {"index": self._num_calls[index] - 1, "function": {"arguments": event.text}}
         return f'"delta":{{"tool_calls":[{dumps(call)}]}}'
@@ -183,10 +191,10 @@ def token_logprobs(tokenizer: Tokenizer, score: TokenScore, num_top: int, as_ids
     return {**entry(score.token_id, score.logprob or 0.0), "top_logprobs": top}
 
 
-def _call(name: str, arguments: str) -> dict[str, Any]:
-    """A call under an id of its own."""
-    function = {"name": name, "arguments": arguments}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+def _call(start: ToolCallStart) -> dict[str, Any]:
+    """A call without arguments, under an id of its own."""
+    function = {"name": start.name, "arguments": ""}
+    return {"id": start.id or f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 def read_message(parser: MessageParser, pieces: Sequence[Delta]) -> tuple[dict[str, Any], str | None]:
@@ -202,7 +210,7 @@ def _message(events: Sequence[MessageEvent]) -> dict[str, Any]:
     calls: list[dict[str, Any]] = []
     for event in events:
         if isinstance(event, ToolCallStart):
-            calls.append(_call(event.name, ""))
+            calls.append(_call(event))
         elif isinstance(event, ArgumentsDelta):
             calls[-1]["function"]["arguments"] += event.text
     message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}

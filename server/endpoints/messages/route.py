@@ -20,6 +20,7 @@ class AnthropicServingMessages(OpenAIServingChatCompletion):
     """The messages endpoint."""
 
     state_name = "serving_messages"
+    _in_items = True
 
     async def respond(self, request: Request, body: MessagesRequest, headers: dict[str, str]) -> Response:
         """Answer a request. Raises `RequestError`."""

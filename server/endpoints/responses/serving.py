@@ -32,6 +32,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
 
     state_name = "serving_responses"
     _prompt_field = "input"
+    _in_items = True
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

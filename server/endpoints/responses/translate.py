@@ -208,8 +208,8 @@ class OutputItems(StreamedItems):
         elif kind is Kind.THOUGHTS:
             item = {"id": _new_id("rs"), "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
         else:
-            item = {"id": _new_id("fc"), "type": "function_call", "status": "in_progress", "call_id": _new_id("call")}
-            item |= {"name": name, "arguments": ""}
+            item = {"id": _new_id("fc"), "type": "function_call", "status": "in_progress"}
+            item |= {"call_id": self._call_id or _new_id("call"), "name": name, "arguments": ""}
         self.items.append(item)
         yield "response.output_item.added", {"output_index": self._index, "item": dict(item)}
         if kind is not Kind.CALL:

@@ -9,7 +9,7 @@ import pytest
 
 from oarlock.engine.errors import RequestError
 from oarlock.server.chat.tool_parsers.call_parser import ArgumentsDelta, ContentDelta, ToolCallStart, merged
-from oarlock.server.chat.tool_parsers.gemma import FUNCTIONGEMMA, SchemaGrammar
+from oarlock.server.chat.tool_parsers.gemma import FUNCTIONGEMMA, GEMMA_4, SchemaGrammar
 from oarlock.server.chat.tool_parsers.pythonic import PYTHONIC
 from tests.unit.server.chat.tool_parsers.test_every_format import _admits, compiler  # noqa: F401
 
@@ -64,13 +64,20 @@ def test_a_value(tool_format, written, value):
         (PYTHONIC, "[1, 2]", None),
         (PYTHONIC, "[h()]", None),
         (PYTHONIC, "I [f()]", None),
-        (PYTHONIC, "[f(a=b)]", [F, ArgumentsDelta('{"a": )]')]),
-        (PYTHONIC, "[f(1)]", [F, ArgumentsDelta('{"1")]')]),
-        (PYTHONIC, "[f(a=NaN)]", [F, ArgumentsDelta('{"a": )]')]),
+        (PYTHONIC, "[f(a=b)]", [F, ArgumentsDelta('{"a": b)]')]),
+        (PYTHONIC, "[f(1)]", None),
+        (PYTHONIC, '[f("x")]', None),
+        (PYTHONIC, '[g(), f("x")]', [ToolCallStart("g"), ArgumentsDelta("{}"), ContentDelta(', f("x")]')]),
+        (PYTHONIC, "[f(x)]", None),
+        (PYTHONIC, "[f(**{'a': 1})]", None),
+        (PYTHONIC, "[f(a=NaN)]", [F, ArgumentsDelta('{"a": NaN)]')]),
         (PYTHONIC, '[f(a="x', [F, ArgumentsDelta('{"a": "x')]),
         (PYTHONIC, "[f(a=" + "[" * 70, None),
         (FUNCTIONGEMMA, "<start_function_call>call:h{}<end_function_call>", None),
         (FUNCTIONGEMMA, "<start_function_call>call:f{a:}<end_function_call>", [F, ArgumentsDelta('{"a": }')]),
+        (FUNCTIONGEMMA, "<start_function_call>call:f{<escape>x<escape>}<end_function_call>", None),
+        (GEMMA_4, "<|tool_call>:f{a:1}<tool_call|>", [F, ArgumentsDelta('{"a": 1}')]),
+        (GEMMA_4, "<|tool_call>.f{a:1}<tool_call|>", None),
     ],
 )
 def test_what_is_parsed(tool_format, text, expected):

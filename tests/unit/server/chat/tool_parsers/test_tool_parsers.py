@@ -68,7 +68,14 @@ LLAMA = {
         '{"name": "f", "parameters": {}}; {"name": "get_weather", "parameters": {}}', [F, EMPTY, WEATHER, EMPTY]),
     "words, then the tag": ('So <|python_tag|>{"name": "f", "parameters": {}}', [ContentDelta("So "), F, EMPTY]),
     "words behind": ('{"name": "f", "parameters": {}} done', [F, EMPTY, ContentDelta(" done")]),
-    "words, then braces": ('So {"name": "f", "parameters": {}}', None),
+    "words, then a call": (
+        'So {"name": "f", "parameters": {}} {"name": "get_weather", "arguments": {"a": 1}}',
+        [ContentDelta("So "), F, EMPTY, WEATHER, ArgumentsDelta('{"a": 1}')]),
+    "words, then a name alone": ('So {"name": "f"}', None),
+    "words, then an unknown name": ('So {"name": "g", "parameters": {"name": "f", "parameters": {}}}.', None),
+    "words, then other JSON": ('So {"a": {"name": "f", "parameters": {}}} and {1', None),
+    "words, then a broken object, then a call": (
+        'So {"a": x {"name": "f", "parameters": {}}', [ContentDelta('So {"a": x '), F, EMPTY]),
     "other JSON": ('  {"answer": {"name": "f"}}', None),
     "a built-in tool": ('<|python_tag|>brave_search.call(query="x")', None),
     "a cut tag": ("<|pyth", None),
@@ -88,7 +95,8 @@ MISTRAL = {
     "two names": ("[TOOL_CALLS]f g{}", None),
     "a list of numbers": ("[TOOL_CALLS][1]", None),
     "cut": ("[TOOL_CALLS]", None),
-    "broken": ('[TOOL_CALLS]f[ARGS]{"a" 1}', [F, ArgumentsDelta('{"a" 1}')]),
+    "broken": ('[TOOL_CALLS]f[ARGS]{"a": 1 2}', [F, ArgumentsDelta('{"a": 1 2}')]),
+    "a set": ('[TOOL_CALLS]f[ARGS]{"a" 1}', None),
 }  # fmt: skip
 CASES = [
     pytest.param(parser, text, expected, id=f"{parser.__name__}, {name}")
@@ -112,8 +120,9 @@ def test_what_is_parse(parser, text, expected):
 def test_arguments_are_returned_as_they_come():
     parser = HermesToolParser(NAMES)
     assert parser.push('<tool_call>{"name": "f", "arg') == []
-    assert parser.push('uments": {"a"') == [F, ArgumentsDelta('{"a"')]
-    assert parser.push(": 1") == [ArgumentsDelta(": 1")]
+    assert parser.push('uments": {"a"') == []  # it may still be no object
+    assert parser.push(":") == [F, ArgumentsDelta('{"a":')]
+    assert parser.push(" 1") == [ArgumentsDelta(" 1")]
 
 
 @pytest.mark.parametrize("parser", [HermesToolParser, LlamaToolParser, MistralToolParser])

@@ -1,0 +1,46 @@
+"""Finds stop strings in the visible text of an answer: not in thoughts, and not in calls.
+
+A client that sends `stop` means the text that it is shown. Thoughts are a draft that it may never see, and a call that
+is cut at a stop string has broken arguments. So the text is read first, and stop strings are looked for in its content.
+None reaches across a thought or a call.
+"""
+
+from oarlock.server.chat.message_parser import AnswerShape, MessageParser
+from oarlock.server.chat.tool_parsers.call_parser import ContentDelta, MessageEvent
+from oarlock.server.llm.detokenizer import StopStringMatcher, StopStrings
+from oarlock.server.llm.output_processor import ReadText
+
+
+class VisibleStops:
+    """Reader of one choice's text that ends at a stop string (`StopFinder`)."""
+
+    def __init__(self, shape: AnswerShape, in_items: bool, stops: StopStrings, include: bool) -> None:
+        """`in_items`: as of `MessageParser`. `include`: the stop string is shown."""
+        self._parser = MessageParser(shape, in_items=in_items)
+        self._matcher = StopStringMatcher(stops, include)
+        self._events: list[MessageEvent] = []  # since the last `take`
+
+    def push(self, text: str, may_end: bool = True) -> tuple[str, str | None]:
+        """Read the text of one token."""
+        return "", self._pass_on(self._parser.read(text, 1, is_last=False), may_end)
+
+    def finish(self, text: str, is_ended: bool) -> tuple[str, str | None]:
+        """Read the last text, which belongs to tokens that have come before."""
+        found = self._pass_on(self._parser.read(text, 0, is_last=True, is_ended=is_ended), True)
+        self._events.append(ContentDelta(self._matcher.flush()))
+        return "", found
+
+    def take(self) -> ReadText:
+        """The events since the last call."""
+        events, self._events = self._events, []
+        return ReadText(events, self._parser.reasoning_tokens)
+
+    def _pass_on(self, events: list[MessageEvent], may_end: bool) -> str | None:
+        for event in events:
+            if self._matcher.found is not None:
+                break
+            if isinstance(event, ContentDelta):
+                self._events.append(ContentDelta(self._matcher.push(event.text, may_end)[0]))
+            else:
+                self._events += [ContentDelta(self._matcher.flush()), event]
+        return self._matcher.found
