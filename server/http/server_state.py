@@ -13,6 +13,7 @@ from oarlock.server.http.ignored_parameters import IgnoredParameters
 from oarlock.server.http.large_body import LargeBodies
 from oarlock.server.http.request_body import BodyMemory
 from oarlock.server.http.request_record import RecentRequests
+from oarlock.server.llm.introduction import Introduction
 
 if TYPE_CHECKING:
     from oarlock.server.http.tracing import RequestTracer
@@ -73,6 +74,7 @@ class ServerState:
     started_at: float = field(default_factory=time.time)
     heartbeat: Heartbeat | None = None
     async_llm: AsyncLLM | None = None
+    introduction: Introduction = field(default_factory=Introduction)  # of the model, by its owner
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
     body_memory: BodyMemory = field(default_factory=BodyMemory)
     requests: RecentRequests = field(default_factory=RecentRequests)  # to generate

@@ -7,6 +7,7 @@ import json
 import shlex
 import shutil
 import sys
+import textwrap
 import time
 from typing import Any, Self, TextIO
 
@@ -28,6 +29,7 @@ _TRIALS: dict[str, tuple[str, dict[str, Any]]] = {
     "embed": ("/v1/embeddings", {"input": ["The sea is blue"]}),
     "score": ("/v1/rerank", {"query": "What is blue?", "documents": ["The sea is blue", "Grass is green"]}),
 }
+_ROW_CHARACTERS = 100  # of a text that is wrapped
 _PLAIN_STEP = 0.25  # without a terminal, a line per quarter is enough
 _REDRAW_S = 0.1  # between two looks at what is counted
 _PLAIN_S = 30.0  # and one as often for what a start waits for
@@ -130,9 +132,11 @@ def banner(
     key: bool,
     page: bool = False,
     task: str = "generate",
+    about: str | None = None,
 ) -> str:
-    """The summary of a successful start. `max_len`: tokens of prompt and answer; `key`: requests need an API key;
-    `page`: there is a web page. `task`: what the model is served for."""
+    """Return the summary of a successful start. `max_len`: tokens of prompt and answer; `key`: requests need an API
+    key; `page`: there is a web page; `task`: the task the model is served for; `about`: its owner's sentences about it.
+    """
     tokens = (info.num_blocks - 1) * info.block_size
     context = min(_TYPICAL_CONTEXT, max_len)
     users = _plural(info.data_parallel_size * (tokens // context), "user")
@@ -146,6 +150,7 @@ def banner(
         f"  URL      {url}",
         *([f"  page     {url}/ in a browser"] if page else []),
         f"  model    {', '.join(names)} ({info.architecture}, {_parameters(info)})",
+        *(_wrapped("about", about) if about else []),
         f"  compute  {compute}, attention {info.attention_backend}, weights{form} {per_rank} per rank",
         *([f"  numbers  {_rounding(info)}"] if info.input_rounding else []),
         f"  KV       {_kv_size(info)} = {users} at {label}, {_kv_form(info)}"
@@ -157,6 +162,12 @@ def banner(
         "  try      " + _curl(url, "chat" if chat else task, key),
     ]
     return "\n".join(["Oarlock is ready.", *lines])
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    """Return the lines of a row whose text is longer than a line."""
+    lines = textwrap.wrap(text, _ROW_CHARACTERS)
+    return [f"  {name:<8} {line}" for name, line in zip([label, *[""] * len(lines)], lines, strict=False)]
 
 
 def _rounding(info: EngineInfo) -> str:

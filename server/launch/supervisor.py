@@ -43,6 +43,7 @@ from oarlock.server.launch import banner
 from oarlock.server.launch.service_manager import ServiceManager
 from oarlock.server.llm.generation import Engine
 from oarlock.server.llm.generation_config import GenerationConfig
+from oarlock.server.llm.introduction import Introduction
 from oarlock.server.llm.pooler_config import PoolerConfig
 from oarlock.server.llm.tokenizer import Tokenizer, find_files
 from oarlock.server.observability import logs
@@ -174,6 +175,7 @@ class Supervisor:
         files = await find_files(self.settings, self._on_progress)
         config = self.settings.engine_config(files.model, self._nodes, files.tokenizer)
         self._generation_config = GenerationConfig.load(files.model, self.settings.generation_config)
+        self.state.introduction = Introduction.load(files.model)
         pooler = PoolerConfig.load(files.model, self.settings.runner, self.settings.classifier_from_token)
         config = replace(config, writes_text=pooler.generates)
         tokenizer = asyncio.create_task(asyncio.to_thread(files.load_tokenizer))
@@ -235,8 +237,8 @@ class Supervisor:
         max_len = async_llm.input_processor.max_len
         self._manager.ready()
         seconds, page = self._progress.seconds, self.settings.web_page and self._url.startswith("http")
-        task = str(self._pooler.task)
-        print(banner.banner(self._url, names, info, max_len, chat, seconds, key, page, task), flush=True)
+        task, about = str(self._pooler.task), self.state.introduction.about
+        print(banner.banner(self._url, names, info, max_len, chat, seconds, key, page, task, about), flush=True)
 
     async def _on_engine_death(self, engine: RunningEngine) -> int:
         """Fail every open request. Returns the exit code of the cause."""

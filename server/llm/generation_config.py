@@ -2,6 +2,10 @@
 
 `--generation-config` works as vLLM's: `auto` reads the model's file, a folder reads that folder's file instead, and
 `vllm` leaves the sampling neutral. End tokens count in each case. Values have the ranges of requests.
+
+`do_sample: false` means greedy decoding, as in transformers, whatever temperature the file names beside it. Without
+`do_sample` the temperature is the file's, or 1, as OpenAI's API, vLLM and their users expect; transformers would decode
+greedily. A temperature in the request wins over all of this.
 """
 
 from collections.abc import Mapping
@@ -23,6 +27,7 @@ AUTO, NEUTRAL = "auto", "vllm"
 _SAMPLING = tuple(row.name for row in SamplingParams.table() if row.is_model_default)
 _fields: dict[str, Any] = {name: (SamplingFields.model_fields[name].rebuild_annotation(), None) for name in _SAMPLING}
 _fields["max_new_tokens"] = (Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None, None)
+_fields["do_sample"] = (bool | None, None)
 _Sampling = create_model("_Sampling", __base__=StrictModel, **_fields)
 _EndTokens = TypeAdapter(list[Annotated[int, Field(ge=0, le=INT32_MAX)]], config=ConfigDict(strict=True))
 
@@ -52,6 +57,8 @@ class GenerationConfig:
             return GenerationConfig(eos_token_ids=ends)
         sampling = _sampling(file, values)
         limit = sampling.pop("max_new_tokens", None)
+        if sampling.pop("do_sample", None) is False:
+            sampling["temperature"] = 0.0
         return GenerationConfig(str(file) if sampling or limit else "neutral", sampling, limit, ends)
 
 

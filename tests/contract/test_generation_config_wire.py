@@ -9,7 +9,8 @@ import pytest
 
 import oarlock
 from oarlock.server.llm.generation_config import GenerationConfig
-from tests.contract.conftest import INFO
+from oarlock.server.llm.introduction import Introduction
+from tests.contract.conftest import DEMO, INFO
 
 SAMPLING = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "repetition_penalty": 1.5}
 CONFIG = GenerationConfig("/m/generation_config.json", SAMPLING, 9, (5, 4096, 2))
@@ -90,6 +91,25 @@ def test_capabilities_show_what_is_in_force(stage, make_stage):
     assert neutral["features"]["product_inputs"] == neutral["features"]["dtype"] == "float32"
     assert neutral["generation_config"]["sampling"] == {}
     assert neutral["endpoints"]["/v1/completions"]["parameters"]["temperature"]["default"] == 1.0
+
+
+def test_capabilities_show_greedy_as_the_default(make_stage):
+    stage = make_stage(generation_config=GenerationConfig.load(DEMO))
+    reported = _send(stage, "GET", "/v1/capabilities").json()
+    assert reported["generation_config"]["sampling"] == {"temperature": 0.0}
+    for path in BODIES:
+        assert reported["endpoints"][path]["parameters"]["temperature"]["default"] == 0.0
+        assert _params(stage, path).temperature == 0
+        assert _params(stage, path, temperature=0.75).temperature == 0.75, "a temperature in the request wins"
+
+
+def test_capabilities_show_the_introduction_of_the_model(make_stage):
+    stage = make_stage()
+    assert _send(stage, "GET", "/v1/capabilities").json()["introduction"] == {"about": None, "questions": []}
+    stage = make_stage()
+    stage.state.introduction = Introduction("It counts.", ("What is 1 + 1?",))
+    reported = _send(stage, "GET", "/v1/capabilities").json()
+    assert reported["introduction"] == {"about": "It counts.", "questions": ["What is 1 + 1?"]}
 
 
 def test_the_offline_llm_has_the_same_defaults(make_stage, monkeypatch, tmp_path):

@@ -12,7 +12,12 @@ from tests.e2e.running import DEMO, RunningServer, eventually
 
 URL = "/v1/chat/completions"
 BODIES = {
-    f"r{number}": {"messages": [{"role": "user", "content": f"Explain {number}"}], "max_tokens": 24, "seed": number}
+    f"r{number}": {
+        "messages": [{"role": "user", "content": f"Explain {number}"}],
+        "max_tokens": 24,
+        "temperature": 1,
+        "seed": number,
+    }
     for number in range(60)
 }
 

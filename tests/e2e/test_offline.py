@@ -38,7 +38,12 @@ def output_of(code):
 def test_a_batch_that_was_killed_goes_on_and_answers_as_the_server(tmp_path):
     given, found = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     bodies = {
-        str(number): {"messages": [{"role": "user", "content": f"Explain {number}"}], "max_tokens": 40, "seed": number}
+        str(number): {
+            "messages": [{"role": "user", "content": f"Explain {number}"}],
+            "max_tokens": 40,
+            "temperature": 1,
+            "seed": number,
+        }
         for number in range(100)
     }
     url = "/v1/chat/completions"

@@ -6,6 +6,7 @@ checks the admin key of `/admin/` and, where the server has keys or is not for t
 """
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter
@@ -38,6 +39,7 @@ def capabilities(document: dict[str, Any], serving: OpenAIServing) -> dict[str, 
         "object": "capabilities",
         "version": VERSION,
         "models": list(serving.model_names),
+        "introduction": asdict(serving.state.introduction),
         "limits": {
             "max_model_len": processor.max_len,
             "vocab_size": info.vocab_size,

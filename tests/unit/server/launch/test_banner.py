@@ -83,6 +83,16 @@ def test_the_banner_says_what_is_not_proven_on_cuda():
     assert ["not measured on a GPU yet" in text for text in texts] == [False, True]
 
 
+def test_the_banner_says_what_the_owner_of_the_model_says_about_it():
+    about = "It knows docstrings and nothing else. " * 8
+    text = banner.banner("http://127.0.0.1:8000", ("demo",), INFO, 8192, True, {}, False, about=about.strip())
+    lines = [line for line in text.splitlines() if "docstrings" in line]
+    assert lines[0].startswith("  about    It knows docstrings and nothing else. ")
+    assert len(lines) > 1 and all(line.startswith("           ") and len(line) <= 120 for line in lines[1:])
+    without = banner.banner("http://127.0.0.1:8000", ("demo",), INFO, 8192, True, {}, False)
+    assert "about" not in without
+
+
 @pytest.mark.parametrize("chat", [True, False])
 def test_the_curl_line_can_be_pasted(chat):
     text = banner.banner("http://127.0.0.1:8000", ("demo",), INFO, 8192, chat, {}, True)

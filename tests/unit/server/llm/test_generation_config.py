@@ -55,6 +55,34 @@ def test_without_a_file_sampling_is_neutral(model):
     assert GenerationConfig.load(model) == GenerationConfig(eos_token_ids=(3, 4))
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"do_sample": False}, {"temperature": 0}),
+        ({"do_sample": False, "temperature": 0.7, "top_p": 0.9}, {"temperature": 0, "top_p": 0.9}),
+        ({"do_sample": False, "temperature": None, "max_new_tokens": 5}, {"temperature": 0}),
+        ({"do_sample": True, "temperature": 0.7}, {"temperature": 0.7}),
+        ({"do_sample": True}, {}),
+        ({"do_sample": None}, {}),
+        ({"temperature": 0.7}, {"temperature": 0.7}),
+        ({}, {}),
+    ],
+)
+def test_only_an_explicit_false_means_greedy(model, values, expected):
+    (model / "generation_config.json").write_text(json.dumps(values))
+    found = GenerationConfig.load(model)
+    assert dict(found.sampling) == expected
+    assert found.source == ("neutral" if not expected else str(model / "generation_config.json"))
+    assert GenerationConfig.load(model, "vllm").sampling == {}
+
+
+@pytest.mark.parametrize("value", ["false", 0, 1, "", [], {}])
+def test_do_sample_is_true_or_false(model, value):
+    (model / "generation_config.json").write_text(json.dumps({"do_sample": value}))
+    with pytest.raises(StartupError, match=r"'do_sample' in .*generation_config\.json is"):
+        GenerationConfig.load(model)
+
+
 @pytest.mark.parametrize("value", ["hot", "0.7", True, -1, 3, float("nan"), [0.5], {}])
 def test_a_value_that_no_request_may_have_is_refused(model, value):
     (model / "generation_config.json").write_text(json.dumps({"temperature": value}))

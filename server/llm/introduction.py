@@ -1,0 +1,78 @@
+"""The introduction of a model: sentences about it, and questions to begin with, from `introduction.json` beside it.
+
+The owner of a model writes the file, and no model needs one. It changes no answer, so a file that is damaged or has
+another meaning is reported in the log and left out. The web page offers the questions, and the start prints the
+sentences, so both are short, on one line, and without characters that move a cursor or reverse the direction of text.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from oarlock.server.observability.logs import event, logger
+
+FILE = "introduction.json"
+MAX_FILE_BYTES = 65_536
+MAX_ABOUT_CHARACTERS = 400
+MAX_QUESTIONS = 8
+MAX_QUESTION_CHARACTERS = 200
+_log = logger("introduction")
+
+
+def _one_line(text: str) -> str:
+    """The text without spaces around it. Raises `ValueError` if it is empty or cannot be printed as it is."""
+    stripped = text.strip()
+    if not stripped or not stripped.isprintable():
+        raise ValueError("must be one line of printable characters")
+    return stripped
+
+
+_Text = Annotated[str, AfterValidator(_one_line)]
+
+
+class _File(BaseModel):
+    """The file. Fields that are not known are left to other programs."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    about: Annotated[_Text, Field(max_length=MAX_ABOUT_CHARACTERS)] | None = None
+    questions: Annotated[
+        list[Annotated[_Text, Field(max_length=MAX_QUESTION_CHARACTERS)]], Field(max_length=MAX_QUESTIONS)
+    ] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """The sentences and questions of one model; empty if there is no file."""
+
+    about: str | None = None
+    questions: tuple[str, ...] = ()
+
+    @staticmethod
+    def load(model: str | Path) -> "Introduction":
+        """Read the introduction of the model in this directory. A file that cannot be used is logged as a warning."""
+        file = Path(model) / FILE
+        try:
+            with file.open("rb") as stream:
+                data = stream.read(MAX_FILE_BYTES + 1)
+            if len(data) > MAX_FILE_BYTES:
+                raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
+            found = _File.model_validate(json.loads(data))
+        except (FileNotFoundError, NotADirectoryError):
+            return Introduction()
+        except (OSError, ValueError, RecursionError) as error:
+            _log.warning(event("introduction_ignored", file=file, reason=_reason(error)))
+            return Introduction()
+        return Introduction(found.about, tuple(found.questions))
+
+
+def _reason(error: Exception) -> str:
+    """Describe the first fault of the file in one sentence, with the field."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {first['msg']}" if place else first["msg"]
