@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from oarlock.engine.config import EngineConfig, OnProgress
+from oarlock.engine.config import EngineConfig, OnProgress, WorkerConfig
 from oarlock.engine.engine_process import ENGINE_MODULE, EngineProcess
 from oarlock.engine.errors import (
     EXIT_OUT_OF_MEMORY,
@@ -32,6 +32,7 @@ from oarlock.engine.kv_cache.manager import BlockChanges
 from oarlock.engine.replay.recording import end_of_killed
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import EngineInfo, Request, TokenEvent
+from oarlock.workers.compile_ahead import CompilationWatch
 
 logger = logging.getLogger("oarlock.engine.client")
 
@@ -45,6 +46,7 @@ _HISTORY_TIMEOUT_S = 5.0
 _REAP_S = 8.0  # more than the engine allows its own clean-up
 _POLL_S = 0.01
 _WATCH_S = 0.25
+_COMPILING_S = 0.5  # between two looks at how far the kernels are compiled
 _SILENCE_MARGIN_S = 1.5  # time for the engine to report a hung rank by itself: its report says more
 
 
@@ -111,7 +113,11 @@ class EngineClient:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             writer.write(messages.config(config))
             frames = FrameReader()
-            info = await _until_ready(child, reader, frames, on_progress)
+            compiling = asyncio.create_task(_report_compiling(config.worker, on_progress))
+            try:
+                info = await _until_ready(child, reader, frames, on_progress, compiling)
+            finally:
+                compiling.cancel()
         except BaseException:  # cancellation as well: the process must not be left behind
             ours.close()
             child.kill()
@@ -407,10 +413,27 @@ class _Questions:
                 future.set_exception(error)
 
 
+async def _report_compiling(config: WorkerConfig, on_progress: OnProgress) -> None:
+    """Report how far the kernels for CPUs are compiled, until cancelled: ranks that wait for them report nothing."""
+    if config.device == "cuda":
+        return
+    watch = CompilationWatch(config.model_path, config.dtype)
+    while True:
+        if (state := watch.read()) is not None:
+            on_progress("compiling kernels", *state)
+        await asyncio.sleep(_COMPILING_S)
+
+
 async def _until_ready(
-    process: subprocess.Popen[bytes], reader: asyncio.StreamReader, frames: FrameReader, on_progress: OnProgress
+    process: subprocess.Popen[bytes],
+    reader: asyncio.StreamReader,
+    frames: FrameReader,
+    on_progress: OnProgress,
+    compiling: asyncio.Task[None],
 ) -> EngineInfo:
+    """Wait until every rank has loaded. `compiling`: cancelled when the engine itself reports progress."""
     while data := await reader.read(_READ_BYTES):
+        compiling.cancel()
         for frame in frames.feed(data):
             if frame.kind == "progress":
                 on_progress(*messages.read_progress(frame))

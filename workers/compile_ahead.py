@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 from oarlock.workers.errors import StartupError
@@ -32,6 +33,30 @@ def begin_compiling(model: str | None, dtype: str) -> None:
         return
     process = start_python(["-m", "oarlock.workers.compile_ahead", element], output=subprocess.DEVNULL)
     threading.Thread(target=process.wait, name="compiling", daemon=True).start()
+
+
+class CompilationWatch:
+    """Reads how far the kernels of one model are compiled, whichever process compiles them."""
+
+    def __init__(self, model: str, dtype: str) -> None:
+        """`model` and `dtype` as for `likely_element_type`."""
+        self._files: list[Path] = []
+        try:
+            level = build.chosen()
+            if level is not None:
+                levels = (build.of_one_type(level, likely_element_type(model, dtype)), level)
+                self._files = [build.lock_file(one) for one in levels]
+        except (StartupError, build.KernelsUnavailable):
+            pass  # nothing can be compiled: the ranks report the reason
+
+    def read(self) -> tuple[float, str] | None:
+        """Return the share that is done and a description, or None if nothing is compiled at the moment."""
+        for file in self._files:
+            if (found := build.read_compilation(file)) is not None:
+                seconds = max(0.0, time.time() - found.started_at)
+                text = f"{found.done} of {found.total} parts, {seconds:.0f} s; only a first start, {build.USUAL_TIME}"
+                return found.fraction, text
+        return None
 
 
 def likely_element_type(model: str | None, dtype: str) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError, StartupError
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, TokenEvent
+from oarlock.workers.kernels.cpu import build
 from tests.unit.engine.engine_fakes import expected_tokens, make_config, make_request
 
 pytestmark = pytest.mark.slow
@@ -95,6 +97,31 @@ def test_many_requests_at_once_get_their_own_answers() -> None:
         assert client.exit_code == 0 and client.dead.is_set() and not client.is_alive
 
     run(scene)
+
+
+def test_progress_begins_with_the_compilation_that_the_ranks_wait_for(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    level = build.chosen()
+    if level is None:
+        pytest.skip("there are no kernels for this processor")
+    phases: list[tuple[str, float, str]] = []
+
+    async def scene() -> None:
+        async with started(scenario_config(load_s=0.5), lambda *seen: phases.append(seen)):
+            pass
+
+    run(scene)
+    assert {phase for phase, *_ in phases} == {"loading"}, "nothing is compiled"
+    phases.clear()
+    dtype = scenario_config().worker.dtype
+    with open(build.lock_file(build.of_one_type(level, dtype)), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(f"1 2 {time.time() - 14}\n")
+        lock.flush()
+        run(scene)
+    assert phases[0] == ("compiling kernels", 0.5, "1 of 2 parts, 14 s; only a first start, 10 to 60 s")
+    assert phases[-1] == ("loading", 1.0, "")
+    assert len({phase for phase, *_ in phases[-3:]}) == 1, "what the engine reports is not overwritten"
 
 
 def test_it_works_on_uvloop_too() -> None:

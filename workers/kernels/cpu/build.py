@@ -16,10 +16,11 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 from oarlock.workers.errors import StartupError
 from oarlock.workers.platform.processor import features, may_use_tiles, vendor, widens_faster
@@ -143,6 +144,8 @@ UNITS = (
     ),
 )
 _COMPILE_TIMEOUT_S = 600
+_POLL_S = 0.05
+USUAL_TIME = "10 to 60 s"  # on two cores: the lower figure if nothing else uses them
 _NO_COMPILER = "there is no C++ compiler: install g++, name one in CXX, or install a wheel of `make wheel`"
 
 
@@ -179,17 +182,72 @@ def compiled(level: Level) -> Path:
     if target.exists():
         return target
     found = compiler()
-    with open(target.with_name(f"{level.name}.lock"), "w") as lock:
+    with open(lock_file(level), "a+") as lock:
         started = time.monotonic()
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks start together; one compiles, the others wait and use the result
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # ranks start together: one process compiles, the others wait and use the result
+            _log.info("event=awaiting_kernels level=%s reason='another process compiles them'", level.name)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if target.exists():
             event = "awaited_kernels"
         else:
             event = "compiled_kernels"
-            compile_to(target, level, found)
+            _log.info("event=compiling_kernels level=%s compiler=%s usual_time=%r", level.name, found, USUAL_TIME)
+            with _state_in(lock) as on_part:
+                compile_to(target, level, found, on_part=on_part)
         seconds = time.monotonic() - started
         _log.info("event=%s level=%s compiler=%s seconds=%.1f", event, level.name, found, seconds)
     return target
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """State of a compilation, which any process can read while another one compiles."""
+
+    done: int  # parts, of `total`
+    total: int
+    started_at: float  # as `time.time` counts
+
+    @property
+    def fraction(self) -> float:
+        return self.done / self.total
+
+
+def lock_file(level: Level) -> Path:
+    """Path of the file that a process locks while it compiles for `level`. Raises `KernelsUnavailable`."""
+    return cache_directory() / f"{level.name}.lock"
+
+
+def read_compilation(file: Path) -> Compilation | None:
+    """Return the state of the compilation that holds this lock file, or None if there is none."""
+    try:
+        with open(file) as lock:
+            words = lock.read().split()
+            if len(words) != 3:
+                return None
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # succeeds if the process that wrote the state was killed
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        return Compilation(int(words[0]), int(words[1]), float(words[2]))
+    return None
+
+
+@contextmanager
+def _state_in(lock: TextIO) -> Generator[Callable[[int, int], None]]:
+    """Yield a function that writes (parts done, all parts) into the lock file, which is empty again afterwards."""
+    started_at = time.time()
+
+    def write(done: int, total: int) -> None:
+        lock.truncate(0)
+        lock.write(f"{done} {total} {started_at:.1f}\n")  # the file is open for appending
+        lock.flush()
+
+    try:
+        yield write
+    finally:
+        lock.truncate(0)
 
 
 def existing(level: Level) -> Path | None:
@@ -218,10 +276,17 @@ def prebuilt(level: Level) -> Path:
     return PREBUILT / f"{level.name}-{fingerprint(level)}.so"
 
 
-def compile_to(target: Path, level: Level, compiler: str, sources: Sequence[Path] = ()) -> None:
-    """Compile `sources` (all of the kernels') for `level` and link them into `target`. Raises `KernelsUnavailable`.
+def compile_to(
+    target: Path,
+    level: Level,
+    compiler: str,
+    sources: Sequence[Path] = (),
+    on_part: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Compile `sources` (by default all of the kernels) for `level` and link them into `target`.
 
-    However this ends, no compiler is left running.
+    `on_part` gets the number of parts that are done, and of all parts. Raises `KernelsUnavailable`. However this ends,
+    no compiler is left running.
     """
     units = [[source] for source in sources] or [_sources(*patterns) for patterns in UNITS]
     scratch = target.with_suffix(f".{os.getpid()}.tmp")
@@ -229,12 +294,13 @@ def compile_to(target: Path, level: Level, compiler: str, sources: Sequence[Path
     command = [compiler, *FLAGS, *level.flags, f"-I{SOURCES}", "-c", "-x", "c++", "-"]
     running: list[subprocess.Popen[str]] = []
     try:
+        on_part(0, len(units))
         for unit, into in zip(units, objects, strict=True):
             _begin([*command, "-o", str(into)], running, "".join(f'#include "{source}"\n' for source in unit))
-        for process, unit in zip(running, units, strict=True):
-            _finish(process, f"compiling {unit[0].parent.name}")
+        for done, _ in enumerate(_finished(running, [f"compiling {unit[0].parent.name}" for unit in units]), 1):
+            on_part(done, len(units))
         _begin([compiler, "-shared", "-Wl,--as-needed", *map(str, objects), "-o", str(scratch)], running)
-        _finish(running[-1], "linking")
+        list(_finished(running[-1:], ["linking"]))
         scratch.replace(target)
     finally:
         for process in running:
@@ -282,15 +348,27 @@ def _handlers_wait() -> Generator[None]:
             signal.raise_signal(number)
 
 
-def _finish(process: subprocess.Popen[str], what: str) -> None:
-    try:
-        _, messages = process.communicate(timeout=_COMPILE_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise KernelsUnavailable(f"{what} took more than {_COMPILE_TIMEOUT_S} s") from None
-    if process.returncode:
-        errors = messages.splitlines()
-        lines = [line for line in errors if "error" in line] or errors or ["no message"]
-        raise KernelsUnavailable(f"{what} failed: {lines[0].strip()[:200]}")
+def _finished(processes: Sequence[subprocess.Popen[str]], names: Sequence[str]) -> Generator[str]:
+    """Yield the name of each process when it has succeeded, in the order in which they end.
+
+    Raises `KernelsUnavailable` for the first one that fails or takes too long.
+    """
+    deadline = time.monotonic() + _COMPILE_TIMEOUT_S
+    running = dict(zip(processes, names, strict=True))
+    while running:
+        for process, name in list(running.items()):
+            try:
+                _, messages = process.communicate(timeout=_POLL_S)
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > deadline:
+                    raise KernelsUnavailable(f"{name} took more than {_COMPILE_TIMEOUT_S} s") from None
+                continue
+            if process.returncode:
+                errors = messages.splitlines()
+                lines = [line for line in errors if "error" in line] or errors or ["no message"]
+                raise KernelsUnavailable(f"{name} failed: {lines[0].strip()[:200]}")
+            del running[process]
+            yield name
 
 
 def _end(process: subprocess.Popen[str]) -> None:

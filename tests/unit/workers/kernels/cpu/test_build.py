@@ -1,11 +1,14 @@
 """Building and loading the kernels: once, by one process at a time, and with a reason when it is not possible."""
 
+import fcntl
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -160,13 +163,58 @@ def test_who_only_waits_for_another_process_does_not_say_that_it_compiled(
 ) -> None:
     caplog.set_level(logging.INFO)
     target = build.compiled(LEVELS[0])
-    assert [message.split()[0] for message in caplog.messages] == ["event=compiled_kernels"]
+    events = ["event=compiling_kernels", "event=compiled_kernels"]
+    assert [message.split()[0] for message in caplog.messages] == events
     target.unlink()
-    # In place of waiting for the lock: meanwhile another process compiles.
-    monkeypatch.setattr(build.fcntl, "flock", lambda *_: target.touch())
+
+    def other_compiles(file: object, how: int) -> None:
+        if how & fcntl.LOCK_NB:
+            raise BlockingIOError
+        target.touch()
+
+    monkeypatch.setattr(build.fcntl, "flock", other_compiles)
     caplog.clear()
     assert build.compiled(LEVELS[0]) == target
-    assert [message.split()[0] for message in caplog.messages] == ["event=awaited_kernels"]
+    assert [message.split()[0] for message in caplog.messages] == ["event=awaiting_kernels", "event=awaited_kernels"]
+
+
+# Stands in for a compiler that is slow: compiles one part at once, the others when there is a file "go".
+GATED_COMPILER = """#!/bin/sh
+what=$1
+while [ "$1" != -o ]; do shift; done
+case $2 in *.1.o) until [ -e "$XDG_CACHE_HOME/go" ]; do sleep 0.02; done;; esac
+touch "$2"
+"""
+
+
+@pytest.mark.usefixtures("fake_compiler")
+def test_other_processes_can_read_how_far_a_compilation_is(tmp_path: Path) -> None:
+    (tmp_path / "compiler").write_text(GATED_COMPILER)
+    level = LEVELS[0]
+    assert build.read_compilation(build.lock_file(level)) is None, "nothing was ever compiled"
+    began = time.time()
+    with ThreadPoolExecutor(1) as threads:
+        compiling = threads.submit(build.compiled, level)
+        try:
+            while (found := build.read_compilation(build.lock_file(level))) is None or not found.done:
+                assert time.time() - began < 60 and not compiling.done()
+                time.sleep(0.01)
+            assert (found.done, found.total, found.fraction) == (1, len(build.UNITS), 1 / len(build.UNITS))
+            assert began - 1 <= found.started_at <= time.time()
+        finally:
+            (tmp_path / "go").touch()
+        assert compiling.result().exists()
+    assert build.read_compilation(build.lock_file(level)) is None
+
+
+@pytest.mark.usefixtures("fake_compiler")
+def test_the_state_that_a_killed_process_left_is_not_a_compilation() -> None:
+    file = build.lock_file(LEVELS[0])
+    file.write_text("1 2 1000.0\n")
+    assert build.read_compilation(file) is None
+    with open(file) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert build.read_compilation(file) == build.Compilation(1, 2, 1000.0)
 
 
 def test_every_source_is_compiled() -> None:
