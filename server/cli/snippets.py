@@ -32,7 +32,16 @@ class Snippet:
         found = self.text.replace("@QUESTION@", quote(_QUESTION)).replace("@OF_OPENAI@", quote(f"openai/{model}"))
         found = found.replace("@BODY@", quote(body)).replace("@CHAT_URL@", quote(f"{url}/chat/completions"))
         found = found.replace("@BEARER@", quote(f"Authorization: Bearer {key}"))
+        found = found.replace("@OPENCODE@", quote(json.dumps(_opencode(url, model, key))))
+        found = found.replace("@BASE_URL@", quote(url.removesuffix("/v1")))
         return found.replace("@URL@", quote(url)).replace("@MODEL@", quote(model)).replace("@KEY@", quote(key))
+
+
+def _opencode(url: str, model: str, key: str) -> dict[str, object]:
+    """Return opencode's configuration for one server."""
+    options = {"baseURL": url, "apiKey": key}
+    provider = {"npm": "@ai-sdk/openai-compatible", "name": "Oarlock", "options": options, "models": {model: {}}}
+    return {"model": f"oarlock/{model}", "provider": {"oarlock": provider}}
 
 
 _QUOTES: dict[str, Callable[[str], str]] = {
@@ -161,6 +170,40 @@ models:
 export OPENAI_API_BASE=@URL@
 export OPENAI_API_KEY=@KEY@
 aider --model @OF_OPENAI@ --no-show-model-warnings
+""",
+    ),
+    "claude-code": Snippet(
+        "Claude Code: npm install -g @anthropic-ai/claude-code",
+        "sh",
+        """\
+export ANTHROPIC_BASE_URL=@BASE_URL@ ANTHROPIC_AUTH_TOKEN=@KEY@ CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1
+export ANTHROPIC_MODEL=@MODEL@ ANTHROPIC_DEFAULT_HAIKU_MODEL=@MODEL@ CLAUDE_CODE_SUBAGENT_MODEL=@MODEL@
+claude
+""",
+    ),
+    "codex": Snippet(
+        "Codex CLI: npm install -g @openai/codex",
+        "sh",
+        """\
+export OARLOCK_KEY=@KEY@
+codex --model @MODEL@ -c model_provider=oarlock -c model_providers.oarlock.name=Oarlock \\
+  -c model_providers.oarlock.base_url=@URL@ -c model_providers.oarlock.env_key=OARLOCK_KEY
+""",
+    ),
+    "opencode": Snippet(
+        "opencode: npm install -g opencode-ai",
+        "sh",
+        """\
+export OPENCODE_CONFIG_CONTENT=@OPENCODE@
+opencode
+""",
+    ),
+    "qwen-code": Snippet(
+        "Qwen Code: npm install -g @qwen-code/qwen-code",
+        "sh",
+        """\
+export OPENAI_BASE_URL=@URL@ OPENAI_API_KEY=@KEY@ OPENAI_MODEL=@MODEL@
+qwen
 """,
     ),
 }

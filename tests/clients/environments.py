@@ -12,11 +12,13 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import Any
 
 from tests.clients.matrix import Client, Kind
 
@@ -25,10 +27,16 @@ PINS = HERE / "pins"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "oarlock" / "clients"
 _STAMP = "made-from"
 _LENT = ("torch", "torchgen", "functorch")
+_BY_NPM = (Kind.NODE, Kind.COMMAND)
+# How npm and pip name a registry that does not answer.
+_AWAY = re.compile(
+    r"\b(ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT|ENETUNREACH|EHOSTUNREACH|ERR_SOCKET_TIMEOUT)\b"
+    r"|NewConnectionError|NameResolutionError|ConnectTimeoutError|ReadTimeoutError|ProxyError"
+)
 
 
 class NotInstalledError(Exception):
-    """A program that a client needs is not installed on this machine; the text is one sentence."""
+    """A client cannot be tried on this machine; the text names the missing program or registry."""
 
 
 def bare_python(directory: Path, *, with_pip: bool = True) -> Path:
@@ -42,7 +50,7 @@ def prepare(client: Client) -> tuple[list[str], bool]:
 
     Raises `NotInstalledError`.
     """
-    program = {Kind.PROGRAM: client.package, Kind.NODE: "npm"}.get(client.kind)
+    program = client.package if client.kind is Kind.PROGRAM else "npm" if client.kind in _BY_NPM else None
     if program is not None and shutil.which(program) is None:
         raise NotInstalledError(f"{program} is not installed")
     if client.kind is Kind.PROGRAM:
@@ -59,7 +67,11 @@ def prepare(client: Client) -> tuple[list[str], bool]:
             directory.mkdir()
             _make(client, directory)
             stamp.write_text(wanted)
-    return (["node"] if client.kind is Kind.NODE else [str(directory / "bin" / "python")]), fresh
+    if client.kind is Kind.NODE:
+        return ["node"], fresh
+    if client.kind is Kind.COMMAND:
+        return [str(directory / "node_modules" / ".bin" / next(iter(_package(client)["bin"])))], fresh
+    return [str(directory / "bin" / "python")], fresh
 
 
 def version(client: Client) -> str:
@@ -68,11 +80,15 @@ def version(client: Client) -> str:
     if client.kind is Kind.PROGRAM:
         printed = subprocess.run([client.package, "--version"], capture_output=True, text=True, check=True).stdout
         return printed.split()[1]
-    if client.kind is Kind.NODE:
-        return json.loads((directory / "node_modules" / client.package / "package.json").read_text())["version"]
+    if client.kind in _BY_NPM:
+        return _package(client)["version"]
     question = f"import importlib.metadata as m; print(m.version({client.package!r}))"
     python = directory / "bin" / "python"
     return subprocess.run([python, "-c", question], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _package(client: Client) -> dict[str, Any]:
+    return json.loads((CACHE / client.name / "node_modules" / client.package / "package.json").read_text())
 
 
 def _fingerprint(client: Client) -> str:
@@ -88,17 +104,30 @@ def _fingerprint(client: Client) -> str:
 
 
 def _make(client: Client, directory: Path) -> None:
-    if client.kind is Kind.NODE:
-        quiet = ["--no-audit", "--no-fund", "--no-package-lock", "--ignore-scripts", "--loglevel=error"]
+    if client.kind in _BY_NPM:
+        npm = ["npm", "install", "--no-audit", "--no-fund", "--no-package-lock", "--loglevel=error"]
+        if client.kind is Kind.NODE:  # a program's script puts the binary of this platform in its place
+            npm.append("--ignore-scripts")
         (directory / "package.json").write_text('{"private": true}\n')
-        subprocess.run(["npm", "install", *quiet, *client.requires], cwd=directory, check=True)
+        _install([*npm, *client.requires], directory)
         return
     # By this environment's pip, and without compiling what no script imports: both took longer than most scripts do.
-    pip = [sys.executable, "-m", "pip", "--python", bare_python(directory, with_pip=False)]
+    pip = [sys.executable, "-m", "pip", "--python", str(bare_python(directory, with_pip=False))]
     pip += ["--disable-pip-version-check", "install", "-qq", "--no-deps", "--no-compile"]
-    subprocess.run([*pip, "-r", PINS / f"{client.name}.txt"], check=True)
+    _install([*pip, "-r", str(PINS / f"{client.name}.txt")], directory)
     if client.borrows_torch:
         lend_torch(directory)
+
+
+def _install(command: list[str], directory: Path) -> None:
+    """Run npm or pip. Raises `NotInstalledError` if the registry does not answer."""
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return
+    if _AWAY.search(done.stderr):
+        raise NotInstalledError(f"the registry of {'npm' if command[0] == 'npm' else 'PyPI'} does not answer")
+    print(done.stderr, file=sys.stderr, flush=True)
+    done.check_returncode()
 
 
 def lend_torch(directory: Path) -> None:

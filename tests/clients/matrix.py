@@ -14,6 +14,7 @@ class Kind(Enum):
 
     PYTHON = "python"
     NODE = "node"
+    COMMAND = "command"  # a program that npm installs
     PROGRAM = "program"  # already on the machine
 
 
@@ -31,6 +32,8 @@ class Client:
     needs_small_server: bool = False  # one that is easily full, and that may be asked to leave
     needs_embedding_server: bool = False  # of a checkpoint of sentence-transformers
     needs_encoder_servers: bool = False  # of encoders: one of vectors, one of scores
+    needs_scripted_server: bool = False  # of the model of scripted_model.py, which calls tools
+    is_agent: bool = False  # its turns are in agents.py
     timeout_s: float = 1200.0
     is_large: bool = False  # gigabytes: tried where it is named, and with --all
     is_older: bool = False  # a version before the newest: likewise
@@ -99,6 +102,64 @@ CLIENTS = (
     Client("openai-node", "openai", "openai_node.mjs", ("openai@7.55.0",), kind=Kind.NODE, snippet="openai-node"),
     Client("anthropic-node", "@anthropic-ai/sdk", "anthropic_node.mjs", ("@anthropic-ai/sdk@1.12.0",), kind=Kind.NODE),
     Client("continue", "@continuedev/cli", "", ("@continuedev/cli@1.5.47",), kind=Kind.NODE, snippet="continue"),
+    Client(
+        "claude-code",
+        "@anthropic-ai/claude-code",
+        "",
+        ("@anthropic-ai/claude-code@2.1.332",),
+        kind=Kind.COMMAND,
+        needs_scripted_server=True,
+        is_agent=True,
+        timeout_s=180.0,
+        snippet="claude-code",
+    ),
+    Client(
+        "claude-code-2.1.197",
+        "@anthropic-ai/claude-code",
+        "",
+        ("@anthropic-ai/claude-code@2.1.197",),
+        kind=Kind.COMMAND,
+        needs_scripted_server=True,
+        is_agent=True,
+        is_older=True,
+        timeout_s=180.0,
+        snippet="claude-code",
+    ),
+    Client(
+        "codex",
+        "@openai/codex",
+        "",
+        ("@openai/codex@0.171.0",),
+        kind=Kind.COMMAND,
+        needs_scripted_server=True,
+        is_agent=True,
+        timeout_s=180.0,
+        snippet="codex",
+    ),
+    Client(
+        "opencode",
+        "opencode-ai",
+        "",
+        ("opencode-ai@1.18.33",),
+        kind=Kind.COMMAND,
+        needs_scripted_server=True,
+        is_agent=True,
+        is_slow=True,
+        timeout_s=180.0,
+        snippet="opencode",
+    ),
+    Client(
+        "qwen-code",
+        "@qwen-code/qwen-code",
+        "",
+        ("@qwen-code/qwen-code@0.15.10",),
+        kind=Kind.COMMAND,
+        needs_scripted_server=True,
+        is_agent=True,
+        is_slow=True,
+        timeout_s=180.0,
+        snippet="qwen-code",
+    ),
     Client(
         "open-webui", "open-webui", "", ("open-webui==0.12.4",), borrows_torch=True, is_large=True, snippet="open-webui"
     ),

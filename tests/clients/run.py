@@ -25,8 +25,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.clients.agents import try_agent
 from tests.clients.environments import CACHE, HERE, NotInstalledError, prepare, version
 from tests.clients.matrix import CLIENTS, Client
+from tests.clients.scripted_model import scripted_model
 from tests.clients.snippets import run_snippet
 from tests.clients.table import as_text, write_docs
 from tests.e2e.embedding_demo import embedding_demo
@@ -36,7 +38,18 @@ from tests.e2e.running import DEMO, ROOT, RunningServer
 MODEL = "demo"
 FLAGS = ("--dtype", "float32", "--served-model-name", MODEL)
 SMALL = (*FLAGS, "--max-num-seqs", 1, "--max-waiting-requests", 16)
+SCRIPTED = ("--served-model-name", MODEL, "--kv-cache-memory", "64MiB")
 MARK = "@@ "
+
+
+@dataclass(frozen=True)
+class Served:
+    """The servers that all clients share."""
+
+    url: str  # of the demo model
+    embedding: list[str]  # arguments, from `embedding_server`
+    scripted: RunningServer | None  # of the model whose answers are scripted, if a client needs it
+    reference: Path  # log-probabilities that transformers computed
 
 
 @dataclass
@@ -50,13 +63,20 @@ class Outcome:
     seconds: float = 0.0
     skipped: str = ""  # why it was not tried
 
+    def report(self, what: str, problem: str | None) -> None:
+        """Add and print one exercise. `problem`: None if it went well."""
+        if problem is None:
+            self.exercised.append(what)
+            print(f"    ok      {what}", flush=True)
+        else:
+            self.problems.append(f"{what}: {problem}")
+            print(f"    FAILED  {self.problems[-1]}", flush=True)
 
-def try_client(
-    client: Client, prepared: Future[tuple[list[str], bool]], url: str, embedding: list[str], reference: Path
-) -> Outcome:
+
+def try_client(client: Client, prepared: Future[tuple[list[str], bool]], served: Served) -> Outcome:
     """Wait for its environment, run its script, collect its lines.
 
-    `prepared`: what `environments.prepare` returns. `embedding`: what `embedding_server` yields.
+    `prepared`: the result of `environments.prepare`.
     """
     outcome = Outcome(client)
     began = time.monotonic()
@@ -74,14 +94,20 @@ def try_client(
     print(f"==> {client.name} ({client.package} {outcome.version}){made}", flush=True)
     began = time.monotonic()
     with small_server(client) as small, encoder_servers(client) as encoders:
-        command = [*interpreter, str(HERE / "scripts" / client.script), "--url", url, "--model", MODEL]
-        command += ["--tokenizer", str(DEMO), *small, *encoders, *(embedding if client.needs_embedding_server else ())]
+        command = [*interpreter, str(HERE / "scripts" / client.script), "--url", served.url, "--model", MODEL]
+        command += ["--tokenizer", str(DEMO), *small, *encoders]
+        if client.needs_embedding_server:
+            command += served.embedding
+        if client.needs_scripted_server and served.scripted is not None:
+            command += ["--scripted-url", served.scripted.url]
         if client.needs_transformers_numbers:
-            command += ["--reference", str(reference)]
+            command += ["--reference", str(served.reference)]
         if client.script:
             run_script(command, client, outcome)
-    if client.snippet:
-        try_snippet(client, interpreter, url, outcome)
+    if client.is_agent and served.scripted is not None:
+        try_agent(client, interpreter, served.scripted, outcome.report)
+    elif client.snippet:
+        try_snippet(client, interpreter, served.url, outcome)
     outcome.seconds = time.monotonic() - began
     return outcome
 
@@ -109,6 +135,19 @@ def embedding_server(clients: Sequence[Client]) -> Generator[list[str]]:
         checkpoint = embedding_demo(Path(directory) / "demo", dense=96)
         with RunningServer(checkpoint, *FLAGS) as server:
             yield ["--embedding-url", server.url, "--embedding-checkpoint", str(checkpoint)]
+
+
+@contextlib.contextmanager
+def scripted_server(clients: Sequence[Client]) -> Generator[RunningServer | None]:
+    """Serve the model whose answers are scripted, for all clients that need it."""
+    if not any(client.needs_scripted_server for client in clients):
+        yield None
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="oarlock-scripted-") as directory,
+        RunningServer(scripted_model(Path(directory) / "scripted"), *SCRIPTED) as server,
+    ):
+        yield server
 
 
 @contextlib.contextmanager
@@ -146,12 +185,8 @@ def run_script(command: list[str], client: Client, outcome: Outcome) -> None:
             line_read = json.loads(line.removeprefix(MARK))
             if "end" in line_read:
                 ended = line_read["end"] == len(outcome.exercised) + len(outcome.problems)
-            elif line_read["problem"] is None:
-                outcome.exercised.append(line_read["exercised"])
-                print(f"    ok      {line_read['exercised']}", flush=True)
             else:
-                outcome.problems.append(f"{line_read['exercised']}: {line_read['problem']}")
-                print(f"    FAILED  {outcome.problems[-1]}", flush=True)
+                outcome.report(line_read["exercised"], line_read["problem"])
         status = process.wait()
     finally:
         watchdog.cancel()
@@ -170,11 +205,9 @@ def try_snippet(client: Client, interpreter: list[str], url: str, outcome: Outco
     try:
         run_snippet(client, interpreter, url, environment(client))
     except (AssertionError, subprocess.TimeoutExpired) as error:
-        outcome.problems.append(f"{what}: {error}")
-        print(f"    FAILED  {outcome.problems[-1]}", flush=True)
+        outcome.report(what, str(error))
     else:
-        outcome.exercised.append(what)
-        print(f"    ok      {what}", flush=True)
+        outcome.report(what, None)
 
 
 def environment(client: Client) -> dict[str, str]:
@@ -215,14 +248,13 @@ def main(arguments: list[str] | None = None) -> int:
         with (
             RunningServer(DEMO, *FLAGS) as server,
             embedding_server(wanted) as embedding,
+            scripted_server(wanted) as scripted,
             ThreadPoolExecutor(2) as pool,
         ):
             print(f"==> serving {DEMO.name} at {server.url}", flush=True)
             prepared = [pool.submit(prepare, client) for client in wanted]
-            outcomes = [
-                try_client(client, future, server.url, embedding, reference)
-                for client, future in zip(wanted, prepared, strict=True)
-            ]
+            served = Served(server.url, embedding, scripted, reference)
+            outcomes = [try_client(client, future, served) for client, future in zip(wanted, prepared, strict=True)]
             idle = server.metrics()
     print("\n" + as_text(outcomes))
     failed = [outcome.client.name for outcome in outcomes if outcome.problems]

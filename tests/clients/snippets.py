@@ -16,17 +16,22 @@ from tests.e2e.running import environment as of_repository
 _TIMEOUT_S = 300
 
 
-def run_snippet(client: Client, interpreter: list[str], url: str, env: dict[str, str]) -> str:
-    """Run a client's snippet and return its output. Raises `AssertionError` with that output where it fails."""
-    name = client.snippet
-    language = SNIPPETS[name].language
+def printed_snippet(name: str, url: str) -> str:
+    """Return what `oarlock snippets` prints for one client of the server at `url`."""
     command = [sys.executable, "-P", "-m", "oarlock", "snippets", url, "--client", name]
     printed = subprocess.run(command, env=of_repository(), capture_output=True, text=True, timeout=120, check=False)
     assert printed.returncode == 0, printed.stderr
+    return printed.stdout
+
+
+def run_snippet(client: Client, interpreter: list[str], url: str, env: dict[str, str]) -> str:
+    """Run a client's snippet and return its output. Raises `AssertionError` with that output where it fails."""
+    language = SNIPPETS[client.snippet].language
+    printed = printed_snippet(client.snippet, url)
     directory = CACHE / client.name
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"snippet.{language}"
-    file.write_text(printed.stdout)
+    file.write_text(printed)
     words, env = _command(client, interpreter, file, env)
     try:
         done = subprocess.run(

@@ -26,7 +26,7 @@ NAMES = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, 
 def test_any_name_is_quoted(name, model, key):
     snippet = SNIPPETS[name]
     text = snippet.filled("http://h:1/v1", model, key)
-    assert "@" not in text
+    assert not re.search("@[A-Z_]+@", text)
     if snippet.language == "py":
         found = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)}
     elif snippet.language == "sh":
@@ -36,10 +36,10 @@ def test_any_name_is_quoted(name, model, key):
     else:
         found = {json.loads(f'"{part}"') for part in _quoted(text)}
     joined = "\n".join(str(value) for value in found)
-    assert key in joined
+    assert key in joined or json.dumps(key)[1:-1] in joined
     if name != "open-webui":  # asks the server for its models
         assert model in joined or json.dumps(model)[1:-1] in joined
-    assert "http://h:1/v1" in joined
+    assert ("http://h:1" if name == "claude-code" else "http://h:1/v1") in joined
 
 
 def _values(text: str) -> list[str]:
