@@ -77,7 +77,7 @@ class StrictModel(BaseModel):
 
     def ignored_fields(self, prefix: str = "") -> Iterator[str]:
         """Yield the fields that no schema declares or that are without effect, with nested ones as `outer.inner`."""
-        yield from (prefix + name for name in self.model_extra or ())
+        yield from (prefix + name for name, value in (self.model_extra or {}).items() if value is not None)
         yield from (prefix + name for name in self.without_effect())
         for name in type(self).model_fields:
             value = getattr(self, name)
@@ -87,9 +87,10 @@ class StrictModel(BaseModel):
                     yield from item.ignored_fields(f"{prefix}{name}.")
 
     def without_effect(self) -> Iterator[str]:
-        """Yield the declared fields of this object that ask for something and have no effect."""
+        """Yield the declared fields of this object that have no effect and are not at their default."""
         if ignored := type(self)._ignored_names:
-            yield from (name for name in ignored if getattr(self, name))
+            values = ((name, getattr(self, name)) for name in ignored)
+            yield from (name for name, value in values if value and value != type(self).model_fields[name].default)
 
 
 def prompt_form(value: Any) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 from oarlock.engine.errors import RequestError
 from oarlock.engine.types import Grammar
 from oarlock.server.chat.message_parser import REASONING_FORMATS, THINK, AnswerShape, ReasoningFormat
+from oarlock.server.chat.thinking import thinking_of
 from oarlock.server.chat.tool_choice import ToolChoice, resolve_tool_choice
 from oarlock.server.chat.tool_parsers.base import ToolFormat
 from oarlock.server.chat.tool_parsers.grammar import (
@@ -45,6 +46,7 @@ class ChatPrompt:
     may_think: bool  # the answer may begin with thoughts
     is_thinking: bool  # the prompt ends inside them
     reasoning: ReasoningFormat = THINK  # how they are marked
+    ignored: tuple[str, ...] = ()  # fields of the request that have no effect with this template
     harmony: str | None = None  # where answers are in Harmony: what the prompt's end holds of this one already
 
     @property
@@ -70,20 +72,23 @@ async def render_prompt(tokenizer: Tokenizer, request: ChatRequest) -> ChatPromp
     if tool_format.write_into_messages is not None and template.exists:
         takes = await template.takes_system(), await template.takes_runs()
     as_parts = template.exists and await template.reads_parts()
+    reasons = tool_format is HARMONY or _marks(tokenizer) is not None
+    thinking = await thinking_of(template, request, reasons)
     size = sum(len(message.text) for message in request.messages)
     if size + len(request.messages) * _MESSAGE_SIZE <= _AT_ONCE:
-        rendering = _prepare(tokenizer, request, tool_format, choice, takes, as_parts)
+        rendering = _prepare(tokenizer, request, tool_format, choice, takes, as_parts, thinking.variables)
     else:
         rendering = await tokenizer.run(
-            lambda: _prepare(tokenizer, request, tool_format, choice, takes, as_parts), size
+            lambda: _prepare(tokenizer, request, tool_format, choice, takes, as_parts, thinking.variables), size
         )
     text = await template.write(rendering)
     if request.continue_final_message:
         text = _cut(text)
     if tool_format is HARMONY:
         thinks = tokenizer.template.parsers.get("reasoning_parser") != "none"
-        return ChatPrompt(text, choice, thinks, False, harmony=text.rpartition(TURN)[2] if TURN in text else "")
-    return ChatPrompt(text, choice, *_thoughts(tokenizer, text, request))
+        begun = text.rpartition(TURN)[2] if TURN in text else ""
+        return ChatPrompt(text, choice, thinks, False, ignored=thinking.ignored, harmony=begun)
+    return ChatPrompt(text, choice, *_thoughts(tokenizer, text, request), ignored=thinking.ignored)
 
 
 def _prepare(
@@ -93,6 +98,7 @@ def _prepare(
     choice: ToolChoice | None,
     takes: tuple[bool, bool],
     as_parts: bool,
+    variables: dict[str, Any],
 ) -> Rendering:
     template = tokenizer.template
     messages = _messages(request.messages, tool_format, "developer" in template.source)
@@ -103,7 +109,6 @@ def _prepare(
         messages[-1] = {**messages[-1], "content": messages[-1]["content"] + _CUT_HERE}
     if as_parts:
         messages = _in_parts(messages, request.messages)
-    variables = _variables(request, template.source)
     size = _size([messages, tools, variables])
     most = 4 * size + _MAX_ADDED
     return template.prepare(messages, request.opens_answer, most, tools=tools, variables=variables)
@@ -116,17 +121,6 @@ def _size(value: Any) -> int:
     if isinstance(value, list):
         return sum(2 + _size(item) for item in value)
     return len(value) + 2 if isinstance(value, str) else 5
-
-
-def _variables(request: ChatRequest, source: str) -> dict[str, Any]:
-    """The variables that the caller sets for the template. Raises `RequestError`."""
-    variables = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        if "reasoning_effort" not in source:
-            message = "'reasoning_effort' means nothing to this model's chat template. Leave it out."
-            raise RequestError(message, "reasoning_effort", "unsupported_parameter")
-        variables["reasoning_effort"] = request.reasoning_effort
-    return variables
 
 
 def _cut(text: str) -> str:

@@ -32,7 +32,8 @@ class OpenAIServingTokenization(OpenAIServing):
     async def tokenize(self, request: Request, body: TokenFields, headers: dict[str, str]) -> Response:
         """The ids of a text or of a conversation's prompt. Raises `RequestError`."""
         self.check_model(body.model)
-        ids = await until_disconnect(request, self._ids(body))
+        ids, ignored = await until_disconnect(request, self._ids(body))
+        headers = self.reported(request, ignored, headers)
         answer: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": self.max_len,
@@ -48,11 +49,12 @@ class OpenAIServingTokenization(OpenAIServing):
         text = await self.tokenizer.atext(body.tokens)
         return await whole_response(pieces_of({"prompt": text}), headers)
 
-    async def _ids(self, body: TokenFields) -> list[int]:
+    async def _ids(self, body: TokenFields) -> tuple[list[int], tuple[str, ...]]:
+        """Return the token ids, and the fields that have no effect on them."""
         if isinstance(body, TokenizeRequest):
-            return await self._encode(body.prompt, "prompt", body.add_special_tokens is not False)
+            return await self._encode(body.prompt, "prompt", body.add_special_tokens is not False), ()
         prompt = await render_prompt(self.tokenizer, as_chat(body))
-        return await self._encode(prompt.text, "messages", False)
+        return await self._encode(prompt.text, "messages", False), prompt.ignored
 
     async def _encode(self, text: str, param: str, marks: bool) -> list[int]:
         """The ids of a text, however long the context is; no more than a request may hold."""

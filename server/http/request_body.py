@@ -58,8 +58,9 @@ _ParsedT = TypeVar("_ParsedT", bound=StrictModel)
 _MAX_IGNORED = 256
 _NESTED = ("messages", "input")  # conversations: errors in them name the place
 
-# Fields of the API that are not supported, with the values that have no effect. Any other value is refused: a field is
-# never accepted and ignored. Where an endpoint declares one of these fields, it is supported there.
+# Fields of the API that are not supported, with the values that have no effect. Any other value is refused, since an
+# answer without it would be wrong. Where an endpoint declares one of these fields, it is supported there. The list does
+# not have fields without which an answer is still right, such as a hosted tool: they are reported as ignored.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "best_of": (None, 1),
@@ -71,10 +72,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),
     "audio": (None,),
-    "web_search_options": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "verbosity": (None, "medium"),
     "spaces_between_special_tokens": (None, True),
     "prompt_embeds": (None,),
     "chat_template": (None,),
@@ -83,12 +80,10 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (None, False),
     "add_special_tokens": (None, False),
     "documents": (None, []),
-    "mm_processor_kwargs": (None, {}),
     "logits_processors": (None, []),
     "use_beam_search": (None, False),
     # A constraint of other servers: an answer without it would look like one that keeps it.
     "guided_whitespace_pattern": (None,),
-    "length_penalty": (None, 1),
     # Of Cohere's and Jina's rerankers.
     "max_tokens_per_doc": (None,),
     "max_chunks_per_doc": (None,),

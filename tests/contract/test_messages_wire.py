@@ -22,6 +22,7 @@ TWO = f'Sure.\n{CALL}\n<tool_call>\n{{"name": "g", "arguments": {{}}}}\n</tool_c
 ON = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
 INFO_LONG = dataclasses.replace(INFO, max_model_len=2048, max_num_batched_tokens=2048, num_blocks=600)
 HI = [{"role": "user", "content": "x"}]
+WEB = {"type": "web_search_20250305", "name": "w", "max_uses": 5}
 
 
 @cache
@@ -216,18 +217,25 @@ def test_a_failure_in_the_middle_is_an_event_of_this_api(make_stage):
         ({"messages": HI, "max_tokens": 0}, "", {}, 400, "invalid_request_error", "max_tokens"),
         ({"messages": HI, "max_tokens": 1, "n": 2}, "", {}, 400, "invalid_request_error", "'n'"),
         ({"messages": HI, "max_tokens": 1, "stop": ["x"]}, "", {}, 400, "invalid_request_error", "stop_sequences"),
-        ({"messages": HI, "max_tokens": 1, "container": "c"}, "", {}, 400, "invalid_request_error", "container"),
-        ({"messages": HI, "max_tokens": 1, "speed": "fast"}, "", {}, 400, "invalid_request_error", "speed"),
+        ({"messages": HI, "max_tokens": 1, "inference_geo": "us"}, "", {}, 400, "invalid_request_error", "_geo"),
         (
-            {"messages": HI, "max_tokens": 1, "tools": [{"type": "bash_20250124", "name": "bash"}]},
-            "", {}, 400, "invalid_request_error", "bash_20250124",
+            {"messages": HI, "max_tokens": 1, "tools": [WEB, TOOLS[0]], "tool_choice": {"type": "tool", "name": "w"}},
+            "", {}, 400, "invalid_request_error", "tool_choice",
+        ),
+        (
+            {"messages": HI, "max_tokens": 1, "tools": [WEB], "tool_choice": {"type": "any"}},
+            "", {}, 400, "invalid_request_error", "tool_choice",
+        ),
+        (
+            {"messages": HI, "max_tokens": 1, "tools": [TOOLS[0] | {"allowed_callers": ["code_execution_20250825"]}]},
+            "", {}, 400, "invalid_request_error", "allowed_callers",
         ),
         (
             {"messages": HI, "max_tokens": 1, "tools": [TOOLS[0], TOOLS[0]]},
             "", {}, 400, "invalid_request_error", "'f'",
         ),
         (
-            {"messages": HI, "max_tokens": 1, "output_config": {"effort": "high"}},
+            {"messages": HI, "max_tokens": 1, "output_config": {"effort": "most"}},
             "", {}, 400, "invalid_request_error", "output_config.effort",
         ),
         (
@@ -296,8 +304,7 @@ def test_arguments_that_are_cut_or_broken_are_what_can_be_read_of_them():
 def test_every_field_of_the_official_types_is_known(theirs, ours):
     types = client_types()
     fields = getattr(types, theirs, None) or getattr(types.message_create_params, theirs)
-    known = ours.model_fields.keys() | schema.REFUSED.keys()
-    assert sorted(fields.__annotations__.keys() - known) == []
+    assert sorted(fields.__annotations__.keys() - ours.model_fields.keys()) == []
 
 
 KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
@@ -310,6 +317,23 @@ KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
         ({"context_management": {"edits": []}}, "context_management"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"context_management": {"edits": [{"type": "compact_20260112", "trigger": {}}]}}, "context_management"),
+        ({"tools": [WEB, TOOLS[0]]}, "tools.web_search_20250305"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.bash_20250124"),
+        ({"tools": [TOOLS[0] | {"defer_loading": True}]}, "tools.defer_loading"),
+        ({"tools": [TOOLS[0] | {"input_examples": [{"a": "x"}]}]}, "tools.input_examples"),
+        ({"tools": [TOOLS[0] | {"defer_loading": False, "input_examples": []}]}, None),
+        ({"container": "c"}, "container"),
+        ({"container": {"skills": []}}, "container"),
+        ({"mcp_servers": [{"type": "url", "url": "u", "name": "n"}]}, "mcp_servers"),
+        ({"mcp_servers": [], "container": None, "fallbacks": [], "inference_geo": "global"}, None),
+        ({"diagnostics": {"previous_message_id": "m"}}, "diagnostics"),
+        ({"fallbacks": [{"model": "m"}]}, "fallbacks"),
+        ({"speed": "fast"}, "speed"),
+        ({"speed": "standard", "store": True}, None),
+        ({"output_config": {"effort": "high"}}, "output_config.effort"),
+        ({"thinking": {"type": "adaptive"}}, "thinking"),
+        ({"thinking": {"type": "disabled"}}, None),
+        ({"betas": ["x"]}, "betas"),
         ({"context_management": None}, None),
         ({"context_management": {}}, None),
     ],
@@ -328,6 +352,70 @@ def test_fields_that_cannot_be_followed_are_reported(make_stage, body, ignored):
     strict = send(make_stage(strict_parameters=True), {"messages": HI, "max_tokens": 9, **body})
     assert strict.status_code == (400 if ignored else 200)
     assert ignored is None or ignored in strict.json()["error"]["message"]
+
+
+def test_tools_of_other_servers_are_not_offered(chat):
+    stage = chat("Yes.", templates.QWEN, (), info=INFO_LONG)
+    for tools in ([WEB, *TOOLS], TOOLS, [WEB], None):
+        create(stage, tools=tools)
+    with_web, without, only_web, nothing = (request.prompt_token_ids for request in stage.engine.requests)
+    assert with_web == without and only_web == nothing
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.197.1c0; cc_entrypoint=sdk-cli;"
+
+
+@pytest.mark.parametrize(
+    ("system", "kept"),
+    [
+        ([BILLING, "A.", "B."], "A.B."),
+        ([f"{BILLING}\nA.", "B."], "A.B."),
+        (f"{BILLING}\nA.", "A."),
+        ([BILLING], None),
+        (BILLING, None),
+    ],
+)
+def test_the_billing_line_of_a_client_is_left_out(chat, system, kept):
+    stage = chat("Yes.", templates.QWEN, (), info=INFO_LONG)
+    counts = []
+    for text in (system, kept):
+        given = [{"type": "text", "text": one} for one in text] if isinstance(text, list) else text
+        body = {} if given is None else {"system": given}
+        create(stage, **body)
+        counts.append(send(stage, {"messages": HI, **body}, "/v1/messages/count_tokens").json())
+    lengths = [len(request.prompt_token_ids) for request in stage.engine.requests]
+    assert stage.engine.requests[0].prompt_token_ids == stage.engine.requests[1].prompt_token_ids, lengths
+    assert counts[0] == counts[1] == {"input_tokens": lengths[0]}
+
+
+@pytest.mark.parametrize(
+    "system", [["A.", BILLING], f"A.\n{BILLING}", f" {BILLING}", "x-anthropic-billing-headers: x", BILLING.upper()]
+)
+def test_only_the_first_line_of_a_system_prompt_is_a_billing_line(chat, system):
+    stage = chat("Yes.", templates.QWEN, (), info=INFO_LONG)
+    blocks = [{"type": "text", "text": one} for one in system] if isinstance(system, list) else system
+    create(stage, system=blocks)
+    tokenizer = stage.state.async_llm.input_processor.tokenizer
+    text = tokenizer.backend.decode(stage.engine.requests[0].prompt_token_ids, skip_special_tokens=False)
+    assert "".join(system).strip() in text
+
+
+def test_an_effort_decides_about_thinking(chat):
+    stage = chat("Yes.", templates.QWEN, (), info=INFO_LONG)
+    tokenizer = stage.state.async_llm.input_processor.tokenizer
+    for config, thinking, is_on in (
+        (None, None, False),
+        ("high", None, True),
+        ("none", None, False),
+        ("low", {"type": "adaptive"}, True),
+        ("high", {"type": "disabled"}, False),
+    ):
+        body = {"output_config": config and {"effort": config}, "thinking": thinking}
+        answer = send(stage, {"messages": HI, "max_tokens": 9, **body})
+        text = tokenizer.backend.decode(stage.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+        assert text.endswith("</think>\n\n") is not is_on
+        ignored = "output_config.effort" if (config, thinking) == ("high", {"type": "disabled"}) else None
+        assert answer.headers.get("X-Ignored-Parameters") == ignored
 
 
 def test_fields_of_a_large_body_are_reported_too(make_stage):

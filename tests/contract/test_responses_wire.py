@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import get_type_hints
 
@@ -29,11 +30,18 @@ from openai.types.shared_params import Reasoning
 from pydantic import TypeAdapter
 
 from oarlock.server.endpoints.responses import schema
+from oarlock.server.endpoints.responses.items import schema as items
 from oarlock.server.endpoints.schema import StreamOptions
+from tests.contract.conftest import INFO
 from tests.unit.server.llm import chat_templates as templates
 
+INFO_LONG = dataclasses.replace(INFO, max_model_len=2048, max_num_batched_tokens=2048, num_blocks=600)
 EVENTS: TypeAdapter = TypeAdapter(ResponseStreamEvent)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
+WEB = {"type": "web_search", "external_web_access": False}
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [WEB]}
+FIND = {"type": "function", "name": "find", "description": "d", "parameters": {"type": "object"}, "strict": False}
+SPACE = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [FIND]}
 TOOLS = [
     {"type": "function", "name": "f", "description": "d", "parameters": SCHEMA},
     {"type": "function", "name": "g", "strict": False},
@@ -268,21 +276,29 @@ def test_the_tokens_of_a_prompt_are_counted_without_an_answer(make_stage):
         ),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
-        ({"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]}, "input"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "oarlock-text:?"}]}, "input"),
+        ({"input": [{"type": "image_generation_call", "id": "i", "result": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "custom_tool_call", "name": "f", "input": "x"}]}, "input[0]"),
+        ({"input": "x", "context_management": [{"type": "other"}]}, "context_management"),
+        ({"input": "x", "prompt_cache_options": {"prewarm": True}}, "prompt_cache_options"),
         ({"input": "x", "background": True}, "background"),
-        ({"input": "x", "truncation": "auto"}, "truncation"),
         ({"input": "x", "conversation": "conv_1"}, "conversation"),
         ({"input": "x", "prompt": {"id": "p"}}, "prompt"),
         ({"input": "x", "moderation": {"model": "m"}}, "moderation"),
         ({"input": "x", "n": 2}, "n"),
         ({"input": "x", "response_format": {"type": "json_object"}}, "response_format"),
-        ({"input": "x", "include": ["file_search_call.results"]}, "include"),
         ({"input": "x", "top_logprobs": 2}, "top_logprobs"),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
         ({"input": "x", "tools": TOOLS + TOOLS[:1]}, "tools"),
+        ({"input": "x", "tools": [SPACE, {"type": "function", "name": "crm__find"}]}, "tools"),
+        ({"input": "x", "tools": [SPACE | {"name": "c" * 125}]}, "tools"),
+        ({"input": "x", "tools": [WEB], "tool_choice": "required"}, "tool_choice"),
+        ({"input": "x", "tools": [WEB, *TOOLS], "tool_choice": WEB}, "tool_choice"),
+        ({"input": "x", "tools": TOOLS, "tool_choice": {"type": "custom", "name": "p"}}, "tool_choice"),
+        ({"input": "x", "tools": [WEB, *TOOLS], "tool_choice": ALLOWED | {"mode": "required"}}, "tool_choice"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),
         ({"input": "x", "tool_choice": {"type": "function", "name": "h"}, "tools": TOOLS}, "tool_choice"),
-        ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"input": "x", "reasoning": {"effort": "most"}}, "reasoning"),
         ({"input": "x", "max_output_tokens": 5, "min_tokens": 6}, "min_tokens"),
         ({"input": "x" * 4000}, "input"),
         ({"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}}, "text"),
@@ -310,16 +326,16 @@ def test_bad_input_is_refused_by_name(make_stage, body, param):
         (ResponseTextConfigParam, schema.TextConfig),
         (ResponseFormatTextJSONSchemaConfigParam, schema.TextFormat),
         (Reasoning, schema.Reasoning),
-        (EasyInputMessageParam, schema.MessageItem),
-        (response_input_item_param.Message, schema.MessageItem),
-        (ResponseOutputMessageParam, schema.MessageItem),
-        (ResponseInputTextParam, schema.ContentPart),
-        (ResponseOutputTextParam, schema.ContentPart),
-        (ResponseOutputRefusalParam, schema.ContentPart),
-        (ResponseFunctionToolCallParam, schema.FunctionCallItem),
-        (response_input_item_param.FunctionCallOutput, schema.FunctionCallOutputItem),
-        (ResponseReasoningItemParam, schema.ReasoningItem),
-        (response_input_item_param.ItemReference, schema.ItemReference),
+        (EasyInputMessageParam, items.MessageItem),
+        (response_input_item_param.Message, items.MessageItem),
+        (ResponseOutputMessageParam, items.MessageItem),
+        (ResponseInputTextParam, items.ContentPart),
+        (ResponseOutputTextParam, items.ContentPart),
+        (ResponseOutputRefusalParam, items.ContentPart),
+        (ResponseFunctionToolCallParam, items.FunctionCallItem),
+        (response_input_item_param.FunctionCallOutput, items.FunctionCallOutputItem),
+        (ResponseReasoningItemParam, items.ReasoningItem),
+        (response_input_item_param.ItemReference, items.ItemReference),
     ],
     ids=lambda kind: kind.__name__,
 )
@@ -332,29 +348,8 @@ def test_every_field_of_the_official_types_is_known(theirs, ours):
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"tools": [{"type": "custom", "name": "f"}]}, "tools", "declare a function with one string"),
-        ({"tools": [TOOLS[0] | {"defer_loading": True}]}, "tools", "'defer_loading'"),
         ({"tools": [TOOLS[0] | {"async": True}]}, "tools", "'async'"),
-        ({"tools": [TOOLS[0] | {"allowed_callers": ["programmatic"]}]}, "tools", "'allowed_callers'"),
-        ({"tools": [TOOLS[0] | {"output_schema": {}}]}, "tools", "'output_schema'"),
-        ({"reasoning": {"context": "all_turns"}}, "reasoning", "'reasoning.context'"),
-        ({"reasoning": {"mode": "pro"}}, "reasoning", "'reasoning.mode'"),
-        ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options", "is not supported"),
-        ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x"}]}, "input[0]", "functions"),
-        (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "namespace": "n"}]},
-            "input[0]",
-            "'namespace'",
-        ),
-        (
-            {
-                "input": [
-                    {"role": "user", "content": [{"type": "input_text", "text": "x", "prompt_cache_breakpoint": {}}]}
-                ]
-            },
-            "input[0]",
-            "'prompt_cache_breakpoint'",
-        ),
+        ({"tools": [TOOLS[0] | {"allowed_callers": ["programmatic"]}]}, "tools", "allowed_callers"),
     ],
 )
 def test_what_the_official_types_offer_and_this_server_does_not_is_named(make_stage, body, param, words):
@@ -382,3 +377,153 @@ def test_a_replica_can_be_named(make_stage):
         assert len(stage.engine.requests) == (status == 200)
         if status == 400:
             assert answer.json()["error"]["param"] == "X-data-parallel-rank"
+
+
+def _text(stage, index=-1):
+    tokenizer = stage.state.async_llm.input_processor.tokenizer
+    return tokenizer.backend.decode(stage.engine.requests[index].prompt_token_ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("body", "ignored"),
+    [
+        ({"tools": [WEB, TOOLS[0]]}, "tools.web_search"),
+        ({"tools": [{"type": kind} for kind in ("local_shell", "shell", "custom")]},
+         "tools.custom, tools.local_shell, tools.shell"),
+        ({"tools": [{**SPACE, "tools": [FIND, {"type": "custom", "name": "p"}]}]}, "tools.custom"),
+        ({"tools": [TOOLS[0] | {"defer_loading": True, "output_schema": {"type": "object"}}]},
+         "tools.defer_loading, tools.output_schema"),
+        ({"tools": [WEB, TOOLS[0]], "tool_choice": ALLOWED}, "tool_choice.tools.web_search, tools.web_search"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"verbosity": "medium"}}, None),
+        ({"reasoning": {"effort": "high", "summary": "auto"}}, "reasoning.effort"),
+        ({"reasoning": {"context": "all_turns", "mode": "pro"}}, "reasoning.context, reasoning.mode"),
+        ({"reasoning": {"context": "auto", "mode": "standard"}}, None),
+        ({"include": ["reasoning.encrypted_content", "web_search_call.results"]}, "include.web_search_call.results"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "disabled"}, None),
+        ({"context_management": [{"type": "compaction", "compact_threshold": 1000}]}, "context_management"),
+        ({"prompt_cache_options": {"mode": "explicit"}, "client_metadata": {"a": "b"}},
+         "client_metadata, prompt_cache_options"),
+        ({"store": False, "prompt_cache_key": "k", "prompt_cache_retention": "12h"}, None),
+        ({"input": [{"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search"}},
+                    {"role": "user", "content": "x"}]}, "input.web_search_call"),
+        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"},
+                    {"role": "user", "content": "x"}]}, "input.encrypted_content"),
+    ],
+)  # fmt: skip
+def test_fields_that_cannot_be_followed_are_reported(make_stage, body, ignored):
+    stage = make_stage("Yes.")
+    for path in ("/v1/responses", "/v1/responses/input_tokens"):
+        for more in ({}, {"stream": True}) if path == "/v1/responses" else ({},):
+            answer = _send(stage, "POST", path, {"input": "x", **body, **more})
+            assert answer.status_code == 200, answer.text
+            assert answer.headers.get("X-Ignored-Parameters") == ignored
+    strict = _send(make_stage(strict_parameters=True), "POST", "/v1/responses", {"input": "x", **body})
+    assert strict.status_code == (400 if ignored else 200)
+    assert ignored is None or ignored in strict.json()["error"]["message"]
+
+
+def test_tools_of_other_servers_are_not_offered(chat):
+    stage = chat("Yes.", info=INFO_LONG)
+    for tools in ([WEB, *TOOLS], TOOLS, [WEB, {"type": "custom", "name": "p"}], []):
+        _create(stage, tools=tools)
+    with_web, without, only_web, nothing = (request.prompt_token_ids for request in stage.engine.requests)
+    assert with_web == without and only_web == nothing
+    assert [tool["name"] for tool in _create(stage, tools=[WEB, *TOOLS])["tools"]] == [one["name"] for one in TOOLS]
+
+
+CALL_FIND = '<tool_call>\n{"name": "crm__find", "arguments": {"a": "x"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "choice", ["auto", "required", {"type": "function", "name": "find"}, {"type": "function", "name": "crm__find"}]
+)
+def test_functions_of_a_namespace_are_called_by_both_names(chat, choice):
+    stage = chat(CALL_FIND, info=INFO_LONG)
+    answer = _create(stage, tools=[SPACE], tool_choice=choice)
+    (call,) = answer["output"]
+    assert (call["namespace"], call["name"], call["arguments"]) == ("crm", "find", '{"a": "x"}')
+    assert '"name": "crm__find"' in _text(stage)
+    assert answer["tools"] == [SPACE]
+    streamed = _send(stage, "POST", "/v1/responses", {"input": "x", "tools": [SPACE], "stream": True}).text
+    events = [json.loads(line[6:]) for line in streamed.split("\n") if line.startswith("data: ")]
+    items = [event["item"] for event in events if event["type"].startswith("response.output_item.")]
+    assert {(item["namespace"], item["name"]) for item in items} == {("crm", "find")}
+    (done,) = (event for event in events if event["type"] == "response.function_call_arguments.done")
+    assert done["name"] == "find"
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "42"}
+    _create(stage, input=[{"role": "user", "content": "x"}, call, result], tools=[SPACE])
+    assert '"name": "crm__find", "arguments": {"a": "x"}' in _text(stage)
+    _create(stage, input=[result], previous_response_id=answer["id"], tools=[SPACE])
+    assert '"name": "crm__find", "arguments": {"a": "x"}' in _text(stage)
+
+
+@pytest.mark.parametrize(
+    ("call", "output", "shown"),
+    [
+        (
+            {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** Begin"},
+            {"type": "custom_tool_call_output", "call_id": "c", "output": "Done."},
+            ('"name": "apply_patch", "arguments": {"input": "*** Begin"}', "Done."),
+        ),
+        (
+            {"type": "custom_tool_call", "call_id": "c", "name": "p", "input": "x", "namespace": "crm"},
+            {"type": "custom_tool_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "Done."}]},
+            ('"name": "crm__p"', "Done."),
+        ),
+        (
+            {"type": "local_shell_call", "id": "c", "call_id": "c", "status": "completed",
+             "action": {"type": "exec", "command": ["ls"]}},
+            {"type": "local_shell_call_output", "id": "c", "output": "a.py"},
+            ('"name": "local_shell"', '"command": ["ls"]', "a.py"),
+        ),
+        (
+            {"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}},
+            {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "a.py", "stderr": ""}]},
+            ('"name": "shell"', '"commands": ["ls"]', '"stdout": "a.py"'),
+        ),
+        (
+            {"type": "apply_patch_call", "call_id": "c", "status": "completed",
+             "operation": {"type": "delete_file", "path": "a.py"}},
+            {"type": "apply_patch_call_output", "call_id": "c", "status": "failed"},
+            ('"name": "apply_patch"', '"path": "a.py"', '"status": "failed"'),
+        ),
+        (
+            {"type": "mcp_call", "id": "c", "server_label": "s", "name": "roll", "arguments": '{"a": 1}',
+             "output": "4"},
+            None,
+            ('"name": "roll", "arguments": {"a": 1}', "4"),
+        ),
+        (
+            {"type": "code_interpreter_call", "id": "c", "container_id": "k", "status": "completed", "code": "1 + 1",
+             "outputs": [{"type": "logs", "logs": "two"}]},
+            None,
+            ('"name": "code_interpreter"', '"code": "1 + 1"', '"logs": "two"'),
+        ),
+    ],
+    ids=lambda value: value.get("type") if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_calls_of_other_tools_are_read_as_calls_of_functions(chat, call, output, shown):
+    stage = chat("Yes.", info=INFO_LONG)
+    turns = [
+        {"role": "user", "content": "x"},
+        call,
+        *([output] if output else []),
+        {"role": "user", "content": "Go on."},
+    ]
+    answer = _send(stage, "POST", "/v1/responses", {"input": turns})
+    assert answer.status_code == 200, answer.text
+    text = _text(stage)
+    places = [text.index(part) for part in (*shown, "Go on.")]
+    assert places == sorted(places)
+    _create(stage, input="More.", previous_response_id=answer.json()["id"])
+    assert all(part in _text(stage) for part in shown)
+
+
+def test_an_effort_decides_about_thinking(chat):
+    stage = chat("Yes.", info=INFO_LONG)
+    for effort, is_on in (("none", False), ("low", True), ("xhigh", True)):
+        answer = _send(stage, "POST", "/v1/responses", {"input": "x", "reasoning": {"effort": effort}})
+        assert answer.status_code == 200 and "X-Ignored-Parameters" not in answer.headers
+        assert _text(stage).endswith("</think>\n\n") is not is_on

@@ -9,7 +9,16 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, create_model, model_validator
 
 from oarlock.server.endpoints.schema import SamplingFields
-from oarlock.server.strict_model import INT32_MAX, MAX_LOGPROBS, MAX_PROMPT_IDS, WHOLE, FieldError, StrictModel, TokenId
+from oarlock.server.strict_model import (
+    IGNORED,
+    INT32_MAX,
+    MAX_LOGPROBS,
+    MAX_PROMPT_IDS,
+    WHOLE,
+    FieldError,
+    StrictModel,
+    TokenId,
+)
 
 MAX_PARTS = 1024
 MAX_CALLS = 128
@@ -45,7 +54,8 @@ def plain_json(value: dict[str, Any]) -> dict[str, Any]:
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(plain_json)]
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+MAX_NAME = 128  # characters of a tool's name
+ToolName = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_.-]{{1,{MAX_NAME}}}$")]
 
 
 class TextPart(StrictModel):
@@ -212,7 +222,9 @@ MAX_VARIABLES_CHARACTERS = 16 * 1024
 _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 # Set by this server, or by other fields of the request.
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
-_RESERVED |= {"tokenize", "raise_exception", "strftime_now", "reasoning_effort"}
+_RESERVED |= {"tokenize", "raise_exception", "strftime_now"}
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 
 
 class ChatRequest(SamplingFields):
@@ -255,8 +267,13 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: JsonObject | None = Field(
         None, description="variables for the template, such as `enable_thinking`; 16 KiB at most"
     )
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None, description="handed to the template; refused if it does not use it"
+    reasoning_effort: ReasoningEffort | None = Field(
+        None,
+        description="`none` switches thinking off, other values switch it on, at the nearest level that the template "
+        "knows; ignored by models that do not think",
+    )
+    verbosity: Verbosity | None = Field(
+        "medium", description="ignored: no template knows it", json_schema_extra=IGNORED
     )
 
     @model_validator(mode="before")
@@ -306,6 +323,20 @@ class ChatRequest(SamplingFields):
     @property
     def limit_field(self) -> str:
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def thinking_switch(self) -> bool | None:
+        """Whether the model thinks first, where that does not follow from the other fields."""
+        return None
+
+    @property
+    def sets_thinking(self) -> bool:
+        """Whether the caller chose the value of `thinking_switch`."""
+        return False
+
+    def name_of(self, field: str) -> str:
+        """Return the name under which the caller knows a field of this chat turn."""
+        return field
 
     @property
     def opens_answer(self) -> bool:

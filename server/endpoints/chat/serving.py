@@ -65,7 +65,12 @@ class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedCh
             stop_finders=self._stop_finders(prompt.shape),
         )
         return ProcessedChat(
-            processed.choices, processed.num_prompts, processed.timeout_s, shape=prompt.shape, prompt=prompt.text
+            processed.choices,
+            processed.num_prompts,
+            processed.timeout_s,
+            ignored=tuple(map(body.name_of, prompt.ignored)),
+            shape=prompt.shape,
+            prompt=prompt.text,
         )
 
     def _stop_finders(self, shape: AnswerShape) -> StopFinders:

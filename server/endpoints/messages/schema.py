@@ -5,11 +5,20 @@ Sampling fields are those of the other endpoints.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from oarlock.server.endpoints.chat.schema import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, JsonObject, ToolName, content_form
+from oarlock.server.endpoints.chat.schema import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    JsonObject,
+    ReasoningEffort,
+    ToolName,
+    content_form,
+)
 from oarlock.server.endpoints.schema import JsonSchema, ResponseFormat, SamplingFields
 from oarlock.server.strict_model import (
     ACCEPTED,
@@ -165,34 +174,16 @@ def text_of(content: str | list[Any] | None) -> str:
     return "".join(block.text for block in content)
 
 
-# Fields of the other endpoints, with the values that ask for nothing and what to say instead.
+# Fields of the other endpoints, with the values that ask for nothing and the field or route to use instead. An answer
+# without them would be wrong, or without a part that was asked for.
 _ELSEWHERE: dict[str, tuple[Any, str]] = {
     "n": (1, "there is one answer; send several requests"),
-    "stop": ([], "say it with 'stop_sequences'"),
-    "user": (None, "say it with 'metadata.user_id'"),
-    "response_format": (None, "say it with 'output_config.format'"),
-    "stream_options": (None, "a stream always ends with its usage"),
-    "prompt_logprobs": (None, "ask /v1/completions"),
-    "return_token_ids": (False, "ask /v1/completions"),
-    "return_tokens_as_token_ids": (False, "ask /v1/completions"),
-    "store": (False, "nothing is stored"),
+    "stop": ([], "use 'stop_sequences'"),
+    "response_format": (None, "use 'output_config.format'"),
+    "prompt_logprobs": (None, "use /v1/completions"),
+    "return_token_ids": (False, "use /v1/completions"),
+    "return_tokens_as_token_ids": (False, "use /v1/completions"),
 }
-# Fields of the API that a server of one model has nothing for.
-REFUSED: dict[str, str] = {
-    "container": "no code is run here",
-    "mcp_servers": "this server calls no tools; connect them in the client",
-    "diagnostics": "there are none; 'usage' has cached tokens, /metrics the rest",
-    "inference_geo": "the answer comes from this server",
-    "fallbacks": "there is one model",
-}
-
-
-def _tool_type(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in (None, "custom"):
-        shown = str(kind)[:64]
-        raise FieldError("tools", f"holds a tool of type '{shown}'; this server runs no tools: declare custom ones")
-    return value
 
 
 class MessagesTool(StrictModel):
@@ -205,19 +196,39 @@ class MessagesTool(StrictModel):
     strict: bool | None = Field(None, json_schema_extra=ACCEPTED)
     cache_control: CacheControlField = None
     eager_input_streaming: bool | None = Field(None, json_schema_extra=ACCEPTED)
-    defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
-    input_examples: Annotated[list[Any], Field(max_length=0)] | None = None
+    defer_loading: bool | None = Field(None, json_schema_extra=IGNORED)  # the model sees the tool at once
+    allowed_callers: Annotated[list[str], Field(max_length=16)] | None = None
+    input_examples: Annotated[list[Any], Field(max_length=MAX_PARTS)] | None = Field(None, json_schema_extra=IGNORED)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_ours_to_read(cls, value: Any) -> Any:
-        if isinstance(_tool_type(value), dict):
-            if value.get("defer_loading"):
-                raise FieldError("tools", "holds defer_loading: true; send the tools that the model shall know")
-            if value.get("input_examples"):
-                raise FieldError("tools", "holds input_examples; put them into the description")
-        return value
+    @model_validator(mode="after")
+    def _model_may_call(self) -> MessagesTool:
+        if self.allowed_callers and "direct" not in self.allowed_callers:
+            raise FieldError(
+                "tools", f"holds '{self.name}', whose allowed_callers leave out 'direct': no code is run here"
+            )
+        return self
+
+
+class HostedTool(StrictModel):
+    """A tool that Anthropic's servers run or know the schema of. The model is not offered it."""
+
+    type: Annotated[str, Field(max_length=64)]
+    name: Annotated[str, Field(max_length=256)] | None = None
+
+    def ignored_fields(self, prefix: str = "") -> Iterator[str]:
+        """Yield the type: the whole tool is ignored."""
+        yield prefix + self.type
+
+
+def _tool_form(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return "form:custom"
+    return "form:custom" if value.get("type") in (None, "custom") else "form:hosted"
+
+
+Tool = Annotated[
+    Annotated[MessagesTool, Tag("form:custom")] | Annotated[HostedTool, Tag("form:hosted")], Discriminator(_tool_form)
+]
 
 
 class ToolChoice(StrictModel):
@@ -277,7 +288,7 @@ class OutputConfig(StrictModel):
     """The form of the answer, and how much is thought for it."""
 
     format: OutputFormat | None = None
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: ReasoningEffort | None = None
 
 
 class Metadata(StrictModel):
@@ -308,8 +319,9 @@ class _Conversation(SamplingFields):
         "text comes last, the answer goes on with it"
     )
     system: Text | None = Field(None, description="the system message, as text or as blocks of text")
-    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="tools that the client runs; those that a server would run are refused"
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None,
+        description="tools that the client runs; tools of Anthropic's servers are ignored: the model does not see them",
     )
     tool_choice: ToolChoiceField | None = Field(
         None,
@@ -317,10 +329,13 @@ class _Conversation(SamplingFields):
     )
     thinking: Thinking | None = Field(
         None,
-        description="off without it, if the template knows `enable_thinking`; `display: omitted` hides thoughts",
+        description="off without it and without an `effort`, where the template has a switch; `display: omitted` "
+        "hides thoughts",
     )
     output_config: OutputConfig | None = Field(
-        None, description="`format`: JSON that matches a schema; `effort` is refused if the template does not use it"
+        None,
+        description="`format`: JSON that matches a schema; `effort`: as `reasoning_effort` of chat completions, where "
+        "`thinking` does not switch thinking off",
     )
     context_management: Annotated[JsonObject, AfterValidator(_known_edits)] | None = Field(
         None,
@@ -328,11 +343,29 @@ class _Conversation(SamplingFields):
         json_schema_extra=IGNORED,
     )
     cache_control: CacheControlField = None
-    speed: Literal["standard"] | None = Field(None, description="there is one speed")
+    speed: Annotated[str, Field(max_length=64)] | None = Field(
+        "standard", description="there is one speed", json_schema_extra=IGNORED
+    )
+    container: Any = Field(None, description="no code is run here", json_schema_extra=IGNORED)
+    mcp_servers: Annotated[list[JsonObject], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="no tools are called here: connect them in the client", json_schema_extra=IGNORED
+    )
+    diagnostics: JsonObject | None = Field(
+        None, description="there are none; `usage` has the cached tokens", json_schema_extra=IGNORED
+    )
+    fallbacks: Annotated[list[JsonObject], Field(max_length=MAX_PARTS)] | None = Field(
+        None, description="there is one model", json_schema_extra=IGNORED
+    )
+    inference_geo: Annotated[str, Field(max_length=64)] | None = Field(
+        None, description="only `global`: where this server stands is not for the request to choose"
+    )
     user_profile_id: Annotated[str, Field(max_length=256)] | None = Field(None, json_schema_extra=ACCEPTED)
     workspace_id: Annotated[str, Field(max_length=256)] | None = Field(None, json_schema_extra=ACCEPTED)
     response_format: ResponseFormat | None = Field(None, description="refused: `output_config.format` says it")
     n: Annotated[int, Field(ge=1, le=1), WHOLE] | None = Field(1, description="there is one answer")
+    user: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="the same as `metadata.user_id`, which wins", json_schema_extra=ACCEPTED
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -342,20 +375,35 @@ class _Conversation(SamplingFields):
         for name, (nothing, instead) in _ELSEWHERE.items():
             if value.get(name) is not None and value[name] != nothing:
                 raise FieldError(name, f"does not go with /v1/messages: {instead}")
-        for name, why in REFUSED.items():
-            if value.get(name):
-                raise FieldError(name, f"is not supported: {why}")
-        if value.get("speed") == "fast":
-            raise FieldError("speed", "'fast' is not there: there is one speed, 'standard'")
+        if value.get("inference_geo") not in (None, "global"):
+            raise FieldError("inference_geo", "is not supported: the answer comes from this server; leave it out")
         return value
 
     @model_validator(mode="after")
     def _tools_agree(self) -> Self:
-        names = [tool.name for tool in self.tools or ()]
+        names = [tool.name for tool in self.own_tools]
         twice = next((name for position, name in enumerate(names) if name in names[:position]), None)
         if twice is not None:
             raise FieldError("tools", f"holds two tools with the name '{twice}'")
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.name not in names:
+            raise FieldError(
+                "tool_choice", f"forces the tool '{choice.name[:64]}', which the model is not offered here"
+            )
+        if isinstance(choice, ToolChoice) and choice.type == "any" and not names:
+            raise FieldError("tool_choice", "forces a call, and the model is offered no tools here")
         return self
+
+    def without_effect(self) -> Iterator[str]:
+        """Yield `stream_options` as well: a stream always ends with its usage."""
+        yield from super().without_effect()
+        if self.stream_options is not None:
+            yield "stream_options"
+
+    @property
+    def own_tools(self) -> list[MessagesTool]:
+        """The tools that the model is offered: the client runs them."""
+        return [tool for tool in self.tools or () if isinstance(tool, MessagesTool)]
 
 
 class MessagesRequest(_Conversation):
@@ -374,7 +422,7 @@ class MessagesRequest(_Conversation):
     metadata: Metadata | None = Field(  # ty: ignore[incompatible-attribute-override]
         None, description="`user_id`: a hash of it in the request log", json_schema_extra=ACCEPTED
     )
-    service_tier: Literal["auto", "standard_only"] | None = Field(  # ty: ignore[incompatible-attribute-override]
+    service_tier: Annotated[str, Field(max_length=64)] | None = Field(  # ty: ignore[incompatible-attribute-override]
         None, description="accepted; there is one tier", json_schema_extra=ACCEPTED
     )
 

@@ -4,6 +4,7 @@ The same prompt, grammar and tool parsers serve both. On the wire an answer is a
 one up.
 """
 
+import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -42,12 +43,12 @@ _FIELDS = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "stop": "stop_sequences",
-    "chat_template_kwargs": "thinking",
     "continue_final_message": "messages",
     "parallel_tool_calls": "tool_choice",
 }
-_OWN = {"metadata", "service_tier", "response_format"}  # that mean something else there
+_OWN = {"metadata", "service_tier", "response_format", "stream_options", "user"}  # they mean something else there
 _MODES = {"auto": "auto", "any": "required", "none": "none"}
+_BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header: [^\n]*\n?")
 _FAILED = "Error: "  # before the result of a tool that failed: templates have no other place for that
 
 
@@ -64,6 +65,21 @@ class MessagesTurn(ChatRequest):
     @property
     def limit_field(self) -> str:
         return "max_tokens"
+
+    @property
+    def thinking_switch(self) -> bool | None:
+        """As `thinking` says; without it off, unless an effort is asked for."""
+        thinking = self._source.thinking
+        if thinking is not None:
+            return thinking.is_on
+        return None if self.reasoning_effort is not None else False
+
+    @property
+    def sets_thinking(self) -> bool:
+        return self._source.thinking is not None
+
+    def name_of(self, field: str) -> str:
+        return _FIELDS.get(field, field)
 
 
 def turn_of(request: Source) -> MessagesTurn:
@@ -89,19 +105,18 @@ def renamed(error: RequestError) -> RequestError:
 
 def _others(request: Source) -> dict[str, Any]:
     """The members that have other names or places."""
-    thinking = request.thinking
-    found: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": thinking is not None and thinking.is_on}}
+    found: dict[str, Any] = {}
     if isinstance(request, MessagesRequest):
         found["max_completion_tokens"] = request.max_tokens
         found["stop"] = request.stop_sequences or []
-        found["user"] = request.metadata and request.metadata.user_id
-    if request.tools:
+        found["user"] = (request.metadata and request.metadata.user_id) or request.user
+    if request.own_tools:
         found["tools"] = [
             {
                 "type": "function",
                 "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
             }
-            for tool in request.tools
+            for tool in request.own_tools
         ]
     if (choice := request.tool_choice) is not None:
         named = isinstance(choice, NamedTool)
@@ -112,7 +127,7 @@ def _others(request: Source) -> dict[str, Any]:
         form = {"name": "answer", "schema": config.format.schema_}
         found["response_format"] = {"type": "json_schema", "json_schema": form}
     if config is not None and config.effort is not None:
-        found["reasoning_effort"] = "xhigh" if config.effort == "max" else config.effort
+        found["reasoning_effort"] = config.effort
     last = request.messages[-1]
     if last.role == "assistant" and text_of([block for block in last.blocks if isinstance(block, TextBlock)]):
         found["continue_final_message"] = True
@@ -122,7 +137,7 @@ def _others(request: Source) -> dict[str, Any]:
 def _messages(request: Source) -> list[ChatMessage]:
     """Turns become messages. Results of tools are messages of their own, before the words of the user beside them; one
     speaker's turns in a row are one, as the API has it. Raises `FieldError`."""
-    system = text_of(request.system)
+    system = _system(request.system)
     messages = [_message("system", system)] if system else []
     for turn in request.messages:
         if turn.role == "system":
@@ -136,6 +151,18 @@ def _messages(request: Source) -> list[ChatMessage]:
             if rest or not results:
                 _say(messages, "user", _text(rest, "user"))
     return messages
+
+
+def _system(content: str | list[Any] | None) -> str:
+    """Return the system prompt without the billing line that Claude Code writes first.
+
+    The line differs in each run of that client, so no run would find the prompt of another in the prefix cache.
+    """
+    if not content:
+        return ""
+    if isinstance(content, str):
+        return _BILLING_LINE.sub("", content, count=1)
+    return _BILLING_LINE.sub("", content[0].text, count=1) + text_of(content[1:])
 
 
 def _message(role: str, content: str | None) -> ChatMessage:

@@ -1,13 +1,12 @@
-"""The request of `/v1/responses`, field for field, and its input items: messages, calls, results, thoughts, ids.
+"""The request of `/v1/responses`, field for field; its input items are in `items`.
 
-Sampling fields are those of the other endpoints. Fields of the official types for what this server does not do take
-only the values that ask for nothing.
+Sampling fields are those of the other endpoints. Official fields that this server does not follow are reported as
+ignored if an answer is right without them; else they take only the values that ask for nothing.
 """
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -15,255 +14,141 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from oarlock.server.endpoints.chat.schema import (
     MAX_CALLS,
     MAX_MESSAGES,
-    MAX_PARTS,
+    MAX_NAME,
     MAX_TOOLS,
     JsonObject,
+    ReasoningEffort,
     ToolName,
+    Verbosity,
     choice_form,
-    content_form,
 )
+from oarlock.server.endpoints.responses.items.schema import InputItem, ItemId, Word, flat_name, only
 from oarlock.server.endpoints.schema import JsonSchema, ResponseFormat, SamplingFields
-from oarlock.server.strict_model import ACCEPTED, INT32_MAX, MAX_LOGPROBS, WHOLE, FieldError, StrictModel
+from oarlock.server.strict_model import ACCEPTED, IGNORED, INT32_MAX, MAX_LOGPROBS, WHOLE, FieldError, StrictModel
 
-
-def _only(place: str, name: str, *neutral: Any) -> Callable[[Any], Any]:
-    """`place`: the parameter that the error names."""
-
-    def check(value: Any) -> Any:
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in (None, *neutral)):
-            raise FieldError(place, f"has '{name}', which is not supported here; leave it out")
-        return value
-
-    return check
-
-
-# Of functions: each is called by the model itself, at once, and its result is text.
-AllowedCallers = Annotated[Any, AfterValidator(_only("tools", "allowed_callers", ["direct"]))]
-DeferLoading = Annotated[Any, AfterValidator(_only("tools", "defer_loading", False))]
-OutputSchema = Annotated[Any, AfterValidator(_only("tools", "output_schema"))]
-AsyncTool = Annotated[Any, AfterValidator(_only("tools", "async", False))]
-# Of calls and their results.
-Caller = Annotated[Any, AfterValidator(_only("input", "caller", {"type": "direct"}))]
-Namespace = Annotated[Any, AfterValidator(_only("input", "namespace"))]
-AsyncCall = Annotated[Any, AfterValidator(_only("input", "async", False))]
-CacheBreakpoint = Annotated[Any, AfterValidator(_only("input", "prompt_cache_breakpoint"))]
-# Of the reasoning: which thoughts a template shows is for the template to say.
-ReasoningContext = Annotated[Any, AfterValidator(_only("reasoning", "reasoning.context", "auto"))]
-ReasoningMode = Annotated[Any, AfterValidator(_only("reasoning", "reasoning.mode", "standard"))]
-
-
-ItemId = Annotated[str, Field(min_length=1, max_length=256)]
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
-_TEXT_PARTS = ("input_text", "output_text", "text")
-
-
-def _part_type(value: str) -> str:
-    if value not in (*_TEXT_PARTS, "refusal"):
-        raise FieldError("input", f"holds a part of type '{value}': this server reads text only, type 'input_text'")
-    return value
-
-
-class ContentPart(StrictModel):
-    """A part of a message or of a call's result; a refusal is an assistant's own text."""
-
-    type: Annotated[str, Field(max_length=64), AfterValidator(_part_type)]
-    text: str = ""
-    refusal: str = ""
-    annotations: list[Any] | None = None  # of answers; they add no text
-    logprobs: list[Any] | None = None
-    prompt_cache_breakpoint: CacheBreakpoint = None
-
-    @model_validator(mode="after")
-    def _has_its_member(self) -> ContentPart:
-        member = "refusal" if self.type == "refusal" else "text"
-        if member not in self.model_fields_set:
-            raise FieldError("input", f"holds a part of type '{self.type}' without the key '{member}'")
-        return self
-
-
-Content = Annotated[
-    Annotated[str, Tag("form:plain")]
-    | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("form:parts")],
-    Discriminator(
-        content_form, custom_error_type="content_form", custom_error_message="must be a string or a list of text parts"
-    ),
-]
-
-
-def text_of(content: str | list[ContentPart]) -> str:
-    """The parts joined."""
-    return content if isinstance(content, str) else "".join(part.text or part.refusal for part in content)
-
-
-class MessageItem(StrictModel):
-    """A turn of the conversation; an assistant's as it was answered, or written by the caller."""
-
-    type: Literal["message"] | None = None
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Content
-    id: ItemId | None = None
-    status: ItemStatus | None = None
-    phase: Literal["commentary", "final_answer"] | None = None
-
-
-class FunctionCallItem(StrictModel):
-    """A call that an earlier answer made."""
-
-    type: Literal["function_call"]
-    call_id: ItemId
-    name: ToolName
-    arguments: str
-    id: ItemId | None = None
-    status: ItemStatus | None = None
-    caller: Caller = None
-    namespace: Namespace = None
-    async_: AsyncCall = Field(None, alias="async")
-
-
-class FunctionCallOutputItem(StrictModel):
-    """Output of a function that was called."""
-
-    type: Literal["function_call_output"]
-    call_id: ItemId
-    output: Content
-    id: ItemId | None = None
-    status: ItemStatus | None = None
-    name: str | None = None  # of the function; the call says it, too
-    caller: Caller = None
-    namespace: Namespace = None
-
-
-class ThoughtPart(StrictModel):
-    """A piece of the thoughts, or of their summary."""
-
-    type: Literal["reasoning_text", "summary_text"]
-    text: str
-
-
-class ReasoningItem(StrictModel):
-    """Reasoning of an earlier answer. `encrypted_content`, if there is no other, as this server writes it."""
-
-    type: Literal["reasoning"]
-    id: ItemId | None = None
-    summary: Annotated[list[ThoughtPart], Field(max_length=MAX_PARTS)] | None = None
-    content: Annotated[list[ThoughtPart], Field(max_length=MAX_PARTS)] | None = None
-    encrypted_content: str | None = None
-    status: ItemStatus | None = None
-
-    @property
-    def text(self) -> str:
-        """The thoughts. Raises `FieldError` for content that another server encrypted."""
-        if self.content:
-            return "".join(part.text for part in self.content)
-        if self.encrypted_content is not None:
-            return unsealed(self.encrypted_content)
-        return "".join(part.text for part in self.summary or ())
-
-
-class ItemReference(StrictModel):
-    """An item of a stored response, by its id."""
-
-    type: Literal["item_reference"] | None = None
-    id: ItemId
-
-
-_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
-
-
-def _unread(kind: str) -> str:
-    if kind in ("custom_tool_call", "custom_tool_call_output"):
-        raise FieldError(
-            "input", f"holds an item of type '{kind}'; tools are functions here: send 'function_call' items"
-        )
-    raise FieldError("input", f"holds an item of type '{kind}'; read here: {', '.join(_TYPES)}")
-
-
-class UnreadItem(StrictModel):
-    """Any other item: of tools that a server runs, or of media. Refused by its name."""
-
-    type: Annotated[str, Field(max_length=64), AfterValidator(_unread)]
-
-
-def _item_form(value: Any) -> str | None:
-    if not isinstance(value, dict):
-        return None
-    kind = value.get("type")
-    if kind is None:
-        return "form:message" if "role" in value or "content" in value else "form:item_reference"
-    return f"form:{kind}" if kind in _TYPES else "form:unread"
-
-
-InputItem = Annotated[
-    Annotated[MessageItem, Tag("form:message")]
-    | Annotated[FunctionCallItem, Tag("form:function_call")]
-    | Annotated[FunctionCallOutputItem, Tag("form:function_call_output")]
-    | Annotated[ReasoningItem, Tag("form:reasoning")]
-    | Annotated[ItemReference, Tag("form:item_reference")]
-    | Annotated[UnreadItem, Tag("form:unread")],
-    Discriminator(_item_form, custom_error_type="item_form", custom_error_message="must be an object"),
-]
-
-_SEAL = "oarlock-text:"
-
-
-def sealed(thoughts: str) -> str:
-    """Thoughts as a client that stores nothing sends them back: base64, not encrypted, since they are its own."""
-    return _SEAL + base64.b64encode(thoughts.encode("utf-8", "replace")).decode()
-
-
-def unsealed(text: str) -> str:
-    """Recover the text that `sealed` was given. Raises `FieldError`."""
-    try:
-        if not text.startswith(_SEAL):
-            raise ValueError
-        return base64.b64decode(text[len(_SEAL) :], validate=True).decode()
-    except ValueError:
-        problem = "holds encrypted_content that this server did not write; send the item's content, or leave it out"
-        raise FieldError("input", problem) from None
-
-
+AsyncTool = Annotated[Any, AfterValidator(only("tools", "async", False))]
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-# Official fields of which no value has a meaning here.
-REFUSED = ("context_management", "moderation", "access_programs", "image", "prompt_cache_options")
+# Official fields without which an answer would be wrong, or without a part that was asked for.
+REFUSED = ("moderation", "access_programs", "image")
 _INCLUDABLE = (LOGPROBS, ENCRYPTED)
 # Fields of the other endpoints that mean nothing for one answer in items, with the values that ask for nothing.
 _ELSEWHERE: dict[str, tuple[Any, str]] = {
     "n": (1, "there is one answer; send several requests"),
-    "response_format": (None, "say it with 'text.format'"),
-    "prompt_logprobs": (None, "ask /v1/completions"),
-    "return_token_ids": (False, "ask /v1/completions"),
-    "return_tokens_as_token_ids": (False, "ask /v1/completions"),
+    "response_format": (None, "use 'text.format'"),
+    "prompt_logprobs": (None, "use /v1/completions"),
+    "return_token_ids": (False, "use /v1/completions"),
+    "return_tokens_as_token_ids": (False, "use /v1/completions"),
 }
-
-
-def _tool_type(value: str) -> str:
-    if value == "custom":
-        problem = "holds a tool of type 'custom', whose input is free text: declare a function with one string instead"
-        raise FieldError("tools", problem)
-    if value != "function":
-        raise FieldError("tools", f"holds a tool of type '{value}'; this server runs no tools: declare functions")
-    return value
 
 
 class FunctionTool(StrictModel):
     """A function that may be called."""
 
-    type: Annotated[str, Field(max_length=64), AfterValidator(_tool_type)]
+    type: Literal["function"]
     name: ToolName
     description: Annotated[str, Field(max_length=65_536)] | None = None
     parameters: JsonObject | None = None
     strict: bool | None = Field(True, description="calls that the model makes of its own accord match the schema too")
-    allowed_callers: AllowedCallers = None
-    defer_loading: DeferLoading = None
-    output_schema: OutputSchema = None
+    allowed_callers: Annotated[list[Word], Field(max_length=16)] | None = None
+    defer_loading: bool | None = Field(None, json_schema_extra=IGNORED)  # the model sees the function at once
+    output_schema: Any = Field(None, json_schema_extra=IGNORED)
     async_: AsyncTool = Field(None, alias="async")
+
+    @model_validator(mode="after")
+    def _model_may_call(self) -> FunctionTool:
+        if self.allowed_callers and "direct" not in self.allowed_callers:
+            problem = f"holds '{self.name}', whose allowed_callers leave out 'direct': no program is run here"
+            raise FieldError("tools", problem)
+        return self
+
+
+class HostedTool(StrictModel):
+    """A tool that OpenAI's servers run, or whose input is free text. The model is not offered it."""
+
+    type: Word
+
+    def ignored_fields(self, prefix: str = "") -> Iterator[str]:
+        """Yield the type: the whole tool is ignored."""
+        yield prefix + self.type
+
+
+def _nested_tool_form(value: Any) -> str:
+    return "form:function" if not isinstance(value, dict) or value.get("type") == "function" else "form:hosted"
+
+
+class NamespaceTool(StrictModel):
+    """A group of tools. The model knows its functions as `NAMESPACE__NAME`, as with vLLM."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: Annotated[str, Field(max_length=65_536)] | None = None  # of the group; each function has its own
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[FunctionTool, Tag("form:function")] | Annotated[HostedTool, Tag("form:hosted")],
+                Discriminator(_nested_tool_form),
+            ]
+        ],
+        Field(max_length=MAX_TOOLS),
+    ]
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> NamespaceTool:
+        for tool in self.functions:
+            if len(flat_name(self.name, tool.name)) > MAX_NAME:
+                problem = f"holds a namespace whose function '{tool.name}' has more than {MAX_NAME} characters with it"
+                raise FieldError("tools", problem)
+        return self
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """The functions of the group."""
+        return [tool for tool in self.tools if isinstance(tool, FunctionTool)]
+
+    def ignored_fields(self, prefix: str = "") -> Iterator[str]:
+        """Yield the ignored fields of its tools as those of tools outside a group."""
+        for tool in self.tools:
+            yield from tool.ignored_fields(prefix)
+
+
+def _tool_form(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else "function"
+    return f"form:{kind}" if kind in ("function", "namespace") else "form:hosted"
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("form:function")]
+    | Annotated[NamespaceTool, Tag("form:namespace")]
+    | Annotated[HostedTool, Tag("form:hosted")],
+    Discriminator(_tool_form),
+]
 
 
 class ChosenTool(StrictModel):
     """A function by name."""
 
-    type: Annotated[str, Field(max_length=64), AfterValidator(_tool_type)]
+    type: Literal["function"]
     name: str
+
+
+class AllowedTool(StrictModel):
+    """A tool that may be called: a function by name, or a hosted tool, which is ignored."""
+
+    type: Word
+    name: str | None = None
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> AllowedTool:
+        if self.type == "function" and self.name is None:
+            raise FieldError("tool_choice", "holds a function without a name")
+        return self
+
+    def ignored_fields(self, prefix: str = "") -> Iterator[str]:
+        """Yield the type of a hosted tool."""
+        if self.type == "function":
+            yield from super().ignored_fields(prefix)
+        else:
+            yield prefix + self.type
 
 
 class ResponsesAllowedTools(StrictModel):
@@ -271,7 +156,12 @@ class ResponsesAllowedTools(StrictModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_CALLS)]
+    tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_CALLS)]
+
+    @property
+    def names(self) -> list[str]:
+        """The functions among them."""
+        return [tool.name for tool in self.tools if tool.type == "function" and tool.name is not None]
 
 
 ToolChoice = Annotated[
@@ -311,21 +201,34 @@ class TextConfig(StrictModel):
     """`text`: the form of the answer."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = Field(None, description="other values mean nothing to these models")
+    verbosity: Verbosity | None = Field(
+        "medium", description="ignored: no template knows it", json_schema_extra=IGNORED
+    )
 
 
 class Reasoning(StrictModel):
     """`reasoning`: how much is thought."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None, description="handed to the template; refused if it does not use it"
-    )
+    effort: ReasoningEffort | None = Field(None, description="as `reasoning_effort` of chat completions")
     summary: Literal["auto", "concise", "detailed"] | None = Field(
         None, description="thoughts are given whole, never summarised", json_schema_extra=ACCEPTED
     )
     generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, json_schema_extra=ACCEPTED)
-    context: ReasoningContext = None
-    mode: ReasoningMode = None
+    context: Word | None = Field("auto", json_schema_extra=IGNORED)  # the template decides which thoughts it shows
+    mode: Word | None = Field("standard", json_schema_extra=IGNORED)
+
+
+def _known_edits(value: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for edit in value:
+        if edit.get("type") != "compaction":
+            raise FieldError("context_management", f"holds '{str(edit.get('type'))[:64]}'; known here: compaction")
+    return value
+
+
+def _no_prewarming(value: dict[str, Any]) -> dict[str, Any]:
+    if value.get("prewarm"):
+        raise FieldError("prompt_cache_options", "asks to prewarm the cache without an answer; leave 'prewarm' out")
+    return value
 
 
 def _input_form(value: Any) -> str | None:
@@ -349,8 +252,10 @@ class ResponsesRequest(SamplingFields):
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = Field(
         None, description="a ceiling, thoughts included; without one, what the context has room for"
     )
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="functions that may be called; tools that a server would run are refused"
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None,
+        description="functions that may be called, also in a `namespace`; other tools are ignored: the model is not "
+        "offered them",
     )
     tool_choice: ToolChoice | None = Field(
         None, description="`none`, `auto` (the default with tools), `required`, one by name, or `allowed_tools`"
@@ -364,10 +269,10 @@ class ResponsesRequest(SamplingFields):
     chat_template_kwargs: JsonObject | None = Field(
         None, description="variables for the template, such as `enable_thinking`; 16 KiB at most"
     )
-    include: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=16)] | None = Field(
+    include: Annotated[list[Word], Field(max_length=16)] | None = Field(
         None,
         description=f"`{LOGPROBS}`, for answers that are plain text; `{ENCRYPTED}`, the thoughts in base64 for clients "
-        "that send them back",
+        "that send them back; parts of hosted tools' calls are ignored",
     )
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
         None, description=f"so many alternatives with every token; needs `{LOGPROBS}`"
@@ -379,8 +284,17 @@ class ResponsesRequest(SamplingFields):
         None, description="keep the response for `previous_response_id`: the default where storing is switched on"
     )
     background: bool | None = Field(False, description="only false: a response is answered to the one who asks")
-    truncation: Literal["disabled"] | None = Field(
-        "disabled", description="`auto` is refused: what is dropped is for the caller to choose"
+    truncation: Literal["disabled", "auto"] | None = Field(
+        "disabled",
+        description="`auto` is ignored: a conversation that does not fit is refused, since the caller knows best which "
+        "items matter least",
+        json_schema_extra=IGNORED,
+    )
+    context_management: Annotated[list[JsonObject], AfterValidator(_known_edits)] | None = Field(
+        None, description="`compaction`: the conversation is never compacted here", json_schema_extra=IGNORED
+    )
+    prompt_cache_options: Annotated[JsonObject, AfterValidator(_no_prewarming)] | None = Field(
+        None, description="equal beginnings of prompts are found without it", json_schema_extra=IGNORED
     )
     conversation: None = Field(None, description="refused: send the items, or `previous_response_id`")
     prompt: None = Field(None, description="refused: there are no stored prompts")
@@ -399,7 +313,7 @@ class ResponsesRequest(SamplingFields):
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = Field(
         None, description="accepted; equal beginnings of prompts are found without it", json_schema_extra=ACCEPTED
     )
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(None, json_schema_extra=ACCEPTED)
+    prompt_cache_retention: Word | None = Field(None, json_schema_extra=ACCEPTED)
 
     @model_validator(mode="before")
     @classmethod
@@ -409,8 +323,6 @@ class ResponsesRequest(SamplingFields):
             return value
         if value.get("background"):
             raise FieldError("background", "is not supported: responses are not kept running; use stream: true")
-        if value.get("truncation") == "auto":
-            raise FieldError("truncation", "'auto' is refused: drop the items that matter least before sending")
         if value.get("conversation") is not None:
             raise FieldError("conversation", "is not supported: send its items, or previous_response_id")
         if value.get("prompt") is not None:
@@ -425,14 +337,34 @@ class ResponsesRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
-        unknown = next((name for name in self.include or () if name not in _INCLUDABLE), None)
-        if unknown is not None:
-            raise FieldError("include", f"holds '{unknown}'; there are {' and '.join(_INCLUDABLE)}")
+        choice = self.tool_choice
+        if isinstance(choice, ResponsesAllowedTools) and choice.mode == "required" and not choice.names:
+            raise FieldError("tool_choice", "forces a call of tools that the model is not offered here")
         if self.top_logprobs and not self.with_logprobs:
             raise FieldError("top_logprobs", f"needs include: ['{LOGPROBS}']")
         if not self.input and self.previous_response_id is None:
             raise FieldError("input", "is empty; send the user's message")
         return self
+
+    def without_effect(self) -> Iterator[str]:
+        """Yield the values of `include` that name parts of calls which no answer here has, too."""
+        yield from super().without_effect()
+        yield from (f"include.{name}" for name in self.include or () if name not in _INCLUDABLE)
+
+    @property
+    def functions(self) -> dict[str, tuple[FunctionTool, str | None]]:
+        """The functions that the model is offered: name -> function, and its namespace. Raises `FieldError`."""
+        found: dict[str, tuple[FunctionTool, str | None]] = {}
+        for tool in self.tools or ():
+            space = tool.name if isinstance(tool, NamespaceTool) else None
+            members = tool.functions if isinstance(tool, NamespaceTool) else [tool]
+            for one in members:
+                if isinstance(one, FunctionTool):
+                    name = flat_name(space, one.name)
+                    if name in found:
+                        raise FieldError("tools", f"holds two functions with the name '{name}'")
+                    found[name] = (one, space)
+        return found
 
     @property
     def with_logprobs(self) -> bool:

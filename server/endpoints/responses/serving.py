@@ -12,7 +12,15 @@ from starlette.responses import Response
 from oarlock.engine.errors import RequestError
 from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion, ProcessedChat, token_logprobs
-from oarlock.server.endpoints.responses.schema import ItemReference, MessageItem, ResponsesRequest, UnreadItem
+from oarlock.server.endpoints.responses.items.schema import (
+    HostedCallItem,
+    ItemReference,
+    MessageItem,
+    OtherCallItem,
+    OtherCallOutputItem,
+    UnreadItem,
+)
+from oarlock.server.endpoints.responses.schema import FunctionTool, HostedTool, NamespaceTool, ResponsesRequest
 from oarlock.server.endpoints.responses.store import ResponseStore, StoredResponse
 from oarlock.server.endpoints.responses.translate import Item, ResponsesTurn, ResponsesWriter, renamed, turn_of
 from oarlock.server.errors import HttpError
@@ -137,7 +145,9 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         for position, item in enumerate(body.input):
             if isinstance(item, ItemReference):
                 found.append(self._referred(item, position, owner))
-            elif not isinstance(item, UnreadItem):  # which no body is parsed to
+            elif isinstance(item, OtherCallItem | OtherCallOutputItem):
+                found += item.as_functions
+            elif not isinstance(item, HostedCallItem | UnreadItem):  # no body is parsed to the latter
                 found.append(item)
         return found
 
@@ -173,7 +183,13 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
                 self._store.put(owner, response, items)
 
         writer = ResponsesWriter(
-            fields, generation, processed.shape, entry, ended, with_encrypted=source.with_encrypted
+            fields,
+            generation,
+            processed.shape,
+            entry,
+            ended,
+            source.functions,
+            with_encrypted=source.with_encrypted,
         )
         self._running[owner, response_id] = writer
         return writer
@@ -204,12 +220,20 @@ def _echo(source: ResponsesRequest, processed: ProcessedChat, model: str) -> dic
         "temperature": params.temperature,
         "text": {"format": written, "verbosity": "medium"},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [tool.model_dump(include=_SHOWN_OF_TOOL) for tool in source.tools or ()],
+        "tools": [_shown_tool(tool) for tool in source.tools or () if not isinstance(tool, HostedTool)],
         "top_logprobs": source.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",
         "user": source.user,
     }
+
+
+def _shown_tool(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+    """A tool that the model was offered, on the wire."""
+    if isinstance(tool, FunctionTool):
+        return tool.model_dump(include=_SHOWN_OF_TOOL)
+    group = {"type": tool.type, "name": tool.name, "description": tool.description or ""}
+    return {**group, "tools": [_shown_tool(one) for one in tool.functions]}
 
 
 def _shown(item: Item, position: int) -> dict[str, Any]:

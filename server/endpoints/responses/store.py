@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from oarlock.server.endpoints.responses.schema import (
+from oarlock.server.endpoints.responses.items.schema import (
     FunctionCallItem,
     FunctionCallOutputItem,
     MessageItem,
@@ -33,7 +33,6 @@ _UNREAD = frozenset(
         # Only values that mean nothing pass.
         "prompt_cache_breakpoint",
         "caller",
-        "namespace",
         "async_",
     }
 )

@@ -6,7 +6,7 @@ that end with one.
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import PrivateAttr, ValidationError
@@ -14,17 +14,20 @@ from pydantic import PrivateAttr, ValidationError
 from oarlock.engine.errors import RequestError
 from oarlock.server.chat.message_parser import AnswerShape
 from oarlock.server.endpoints.chat.schema import CalledFunction, ChatMessage, ChatRequest, ToolCall
-from oarlock.server.endpoints.responses.schema import (
-    ChosenTool,
+from oarlock.server.endpoints.responses.items.schema import (
     FunctionCallItem,
     FunctionCallOutputItem,
     MessageItem,
     ReasoningItem,
+    sealed,
+    text_of,
+)
+from oarlock.server.endpoints.responses.schema import (
+    ChosenTool,
+    FunctionTool,
     ResponsesAllowedTools,
     ResponsesRequest,
     ToolChoice,
-    sealed,
-    text_of,
 )
 from oarlock.server.endpoints.schema import SamplingFields
 from oarlock.server.endpoints.streamed_items import Event, ItemsWriter, Kind, StreamedItems
@@ -35,6 +38,8 @@ from oarlock.server.llm.output_processor import ABORT, TIMEOUT, Delta, TokenScor
 from oarlock.server.strict_model import FieldError
 
 Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+Functions = Mapping[str, tuple[FunctionTool, str | None]]  # name for the model -> function, and its namespace
+_OF_FUNCTION = {"description", "parameters", "strict"}
 # Fields of a chat turn, and those that they come from.
 _FIELDS = {
     "messages": "input",
@@ -70,6 +75,9 @@ class ResponsesTurn(ChatRequest):
     def limit_field(self) -> str:
         return "max_output_tokens"
 
+    def name_of(self, field: str) -> str:
+        return _FIELDS.get(field, field)
+
 
 def turn_of(request: ResponsesRequest, items: Sequence[Item], owner: str) -> ResponsesTurn:
     """The chat turn of a request of `owner` whose conversation is `items`. Raises `RequestError`."""
@@ -97,13 +105,14 @@ def _others(request: ResponsesRequest) -> dict[str, Any]:
     found: dict[str, Any] = {"parallel_tool_calls": request.parallel_tool_calls}
     if request.max_output_tokens is not None:
         found["max_completion_tokens"] = request.max_output_tokens
-    if request.tools:
+    functions = request.functions
+    if functions:
         found["tools"] = [
-            {"type": "function", "function": tool.model_dump(include={"name", "description", "parameters", "strict"})}
-            for tool in request.tools
+            {"type": "function", "function": tool.model_dump(include=_OF_FUNCTION) | {"name": name}}
+            for name, (tool, _) in functions.items()
         ]
     if request.tool_choice is not None:
-        found["tool_choice"] = _choice(request.tool_choice)
+        found["tool_choice"] = _choice(request.tool_choice, functions)
     if request.text is not None and request.text.format is not None:
         form = request.text.format
         named = {"json_schema": {"name": form.name, "schema": form.schema_}} if form.type == "json_schema" else {}
@@ -117,17 +126,21 @@ def _others(request: ResponsesRequest) -> dict[str, Any]:
     return found
 
 
-def _choice(choice: ToolChoice) -> Any:
+def _choice(choice: ToolChoice, functions: Functions) -> Any:
     if isinstance(choice, ChosenTool):
-        return _named(choice)
+        return _named(choice.name, functions)
     if isinstance(choice, ResponsesAllowedTools):
-        tools = [_named(tool) for tool in choice.tools]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+        tools = [_named(name, functions) for name in choice.names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}} if tools else "none"
     return choice
 
 
-def _named(tool: ChosenTool) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": tool.name}}
+def _named(name: str, functions: Functions) -> dict[str, Any]:
+    """Choose a function by its one name, or by its name in a namespace if only one function has that."""
+    if name not in functions:
+        others = [flat for flat, (tool, space) in functions.items() if space is not None and tool.name == name]
+        name = others[0] if len(others) == 1 else name
+    return {"type": "function", "function": {"name": name}}
 
 
 def _messages(instructions: str | None, items: Iterable[Item]) -> list[ChatMessage]:
@@ -170,7 +183,7 @@ def _goes_into(item: Item, answer: ChatMessage) -> bool:
 
 def _add(item: Item, answer: ChatMessage) -> None:
     if isinstance(item, FunctionCallItem):
-        function = CalledFunction.model_construct(name=item.name, arguments=item.arguments)
+        function = CalledFunction.model_construct(name=item.flat_name, arguments=item.arguments)
         call = ToolCall.model_construct(id=item.call_id, type="function", function=function)
         answer.tool_calls = [*(answer.tool_calls or ()), call]
     elif isinstance(item, ReasoningItem):
@@ -184,9 +197,11 @@ class OutputItems(StreamedItems):
 
     shows_nothing = True
 
-    def __init__(self, *, with_encrypted: bool) -> None:
-        """`with_encrypted`: thoughts are there once more, for clients that send them back."""
+    def __init__(self, functions: Functions, *, with_encrypted: bool) -> None:
+        """`functions`: those of the request. `with_encrypted`: thoughts are there once more, for clients that send them
+        back."""
         super().__init__()
+        self._functions = functions
         self._with_encrypted = with_encrypted
         self._logprobs: list[dict[str, Any]] = []  # of the open item
 
@@ -208,8 +223,10 @@ class OutputItems(StreamedItems):
         elif kind is Kind.THOUGHTS:
             item = {"id": _new_id("rs"), "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
         else:
+            tool, space = self._functions.get(name, (None, None))
             item = {"id": _new_id("fc"), "type": "function_call", "status": "in_progress"}
-            item |= {"call_id": self._call_id or _new_id("call"), "name": name, "arguments": ""}
+            item |= {"call_id": self._call_id or _new_id("call"), "name": name if tool is None else tool.name}
+            item |= {"arguments": ""} if space is None else {"arguments": "", "namespace": space}
         self.items.append(item)
         yield "response.output_item.added", {"output_index": self._index, "item": dict(item)}
         if kind is not Kind.CALL:
@@ -273,12 +290,13 @@ class ResponsesWriter(ItemsWriter):
         shape: AnswerShape,
         entry: Callable[[TokenScore], dict[str, Any]] | None,
         on_end: Callable[[dict[str, Any]], None],
+        functions: Functions,
         *,
         with_encrypted: bool,
     ) -> None:
         """`fields`: the members of the response that the request decides. `entry`: a token's logprob on the wire; None:
         there are none. `on_end` gets the response when it is complete."""
-        super().__init__(generation, shape, OutputItems(with_encrypted=with_encrypted))
+        super().__init__(generation, shape, OutputItems(functions, with_encrypted=with_encrypted))
         self._fields = fields
         self._entry = entry
         self._on_end = on_end

@@ -229,10 +229,3 @@ def test_the_tools_of_phi_4_mini_are_a_text_of_the_system_message():
         '<|system|><|tool|>[{"name": "f", "parameters": {"type": "object"}}]<|/tool|><|end|><|user|>a<|end|>'
         '<|assistant|><|tool_call|>[{"name": "f", "arguments": {"x": [1]}}]<|/tool_call|><|end|><|tool|>b<|end|>'
     )
-
-
-def test_reasoning_effort_is_for_templates_that_read_it():
-    assert _prompt("{{ reasoning_effort }}", TURNS[:1], reasoning_effort="low")[0] == "low"
-    with pytest.raises(RequestError, match="means nothing") as caught:
-        _prompt(DUMP, TURNS[:1], reasoning_effort="low")
-    assert caught.value.param == "reasoning_effort"

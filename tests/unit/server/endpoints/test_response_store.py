@@ -11,7 +11,7 @@ import types
 import pytest
 from pydantic import TypeAdapter
 
-from oarlock.server.endpoints.responses.schema import InputItem, sealed
+from oarlock.server.endpoints.responses.items.schema import InputItem, sealed
 from oarlock.server.endpoints.responses.store import ResponseStore
 
 _ITEM = TypeAdapter(InputItem)

@@ -1,0 +1,1 @@
+"""Input items of `/v1/responses`."""

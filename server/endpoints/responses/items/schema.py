@@ -1,0 +1,318 @@
+"""Input items of `/v1/responses`: messages, calls and their outputs, thoughts, ids, and calls of other kinds of tools.
+
+A model reads calls of functions only, so calls of other kinds are turned into those. Items without text for the model
+are accepted and reported as ignored; items that it would need and cannot read are refused by their type.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+
+from oarlock.server.endpoints.chat.schema import MAX_PARTS, JsonObject, ToolName, content_form
+from oarlock.server.strict_model import ACCEPTED, FieldError, StrictModel
+
+
+def only(place: str, name: str, *neutral: Any) -> Callable[[Any], Any]:
+    """`place`: the parameter that the error names."""
+
+    def check(value: Any) -> Any:
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in (None, *neutral)):
+            raise FieldError(place, f"has '{name}', which is not supported here; leave it out")
+        return value
+
+    return check
+
+
+# Of calls and their results.
+Caller = Annotated[Any, AfterValidator(only("input", "caller", {"type": "direct"}))]
+AsyncCall = Annotated[Any, AfterValidator(only("input", "async", False))]
+Word = Annotated[str, Field(max_length=64)]
+ItemId = Annotated[str, Field(min_length=1, max_length=256)]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+def _part_type(value: str) -> str:
+    if value not in (*_TEXT_PARTS, "refusal"):
+        raise FieldError("input", f"holds a part of type '{value}': this server reads text only, type 'input_text'")
+    return value
+
+
+class ContentPart(StrictModel):
+    """A part of a message or of a call's result; a refusal is an assistant's own text."""
+
+    type: Annotated[str, Field(max_length=64), AfterValidator(_part_type)]
+    text: str = ""
+    refusal: str = ""
+    annotations: list[Any] | None = None  # of answers; they add no text
+    logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: Any = Field(None, json_schema_extra=ACCEPTED)  # equal prefixes are found without it
+
+    @model_validator(mode="after")
+    def _has_its_member(self) -> ContentPart:
+        member = "refusal" if self.type == "refusal" else "text"
+        if member not in self.model_fields_set:
+            raise FieldError("input", f"holds a part of type '{self.type}' without the key '{member}'")
+        return self
+
+
+Content = Annotated[
+    Annotated[str, Tag("form:plain")]
+    | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("form:parts")],
+    Discriminator(
+        content_form, custom_error_type="content_form", custom_error_message="must be a string or a list of text parts"
+    ),
+]
+
+
+def text_of(content: str | list[ContentPart]) -> str:
+    """The parts joined."""
+    return content if isinstance(content, str) else "".join(part.text or part.refusal for part in content)
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """Return the one name of a function in a namespace, or of a function outside."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+class MessageItem(StrictModel):
+    """A turn of the conversation; an assistant's as it was answered, or written by the caller."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: ItemId | None = None
+    status: ItemStatus | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class FunctionCallItem(StrictModel):
+    """A call that an earlier answer made."""
+
+    type: Literal["function_call"]
+    call_id: ItemId
+    name: ToolName
+    arguments: str
+    id: ItemId | None = None
+    status: ItemStatus | None = None
+    caller: Caller = None
+    namespace: ToolName | None = None
+    async_: AsyncCall = Field(None, alias="async")
+
+    @property
+    def flat_name(self) -> str:
+        """The name under which the model knows the function."""
+        return flat_name(self.namespace, self.name)
+
+
+class FunctionCallOutputItem(StrictModel):
+    """Output of a function that was called."""
+
+    type: Literal["function_call_output"]
+    call_id: ItemId
+    output: Content
+    id: ItemId | None = None
+    status: ItemStatus | None = None
+    name: str | None = None  # of the function, as in the call
+    caller: Caller = None
+    namespace: ToolName | None = None
+
+
+class OtherCallItem(StrictModel):
+    """A call of a tool that is no function, from an earlier turn. The model reads it as a call of a function."""
+
+    type: Literal[
+        "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call", "mcp_call", "code_interpreter_call"
+    ]
+    id: ItemId | None = None
+    call_id: ItemId | None = None
+    status: Word | None = None
+    name: ToolName | None = None
+    namespace: ToolName | None = None
+    input: str | None = None
+    action: JsonObject | None = None
+    operation: JsonObject | None = None
+    arguments: str | None = None
+    code: str | None = None
+    output: str | None = None  # of calls that hold their own result
+    outputs: Annotated[list[JsonObject], Field(max_length=MAX_PARTS)] | None = None
+    error: Any = None
+
+    @model_validator(mode="after")
+    def _can_be_answered(self) -> OtherCallItem:
+        if self.call_id is None and self.id is None:
+            raise FieldError("input", f"holds an item of type '{self.type}' without a call_id")
+        return self
+
+    @property
+    def as_functions(self) -> list[FunctionCallItem | FunctionCallOutputItem]:
+        """The call, and its result if the item holds one."""
+        call_id = self.call_id or self.id or ""
+        name = flat_name(self.namespace, self.name or self.type.removesuffix("_call"))
+        given = {"input": self.input, "action": self.action, "operation": self.operation, "code": self.code}
+        written = json.dumps({key: value for key, value in given.items() if value is not None}, ensure_ascii=False)
+        call = FunctionCallItem(
+            type="function_call", call_id=call_id, name=name, arguments=self.arguments or written, id=self.id
+        )
+        result = next((one for one in (self.output, self.outputs, self.error) if one is not None), None)
+        if result is None:
+            return [call]
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        return [call, FunctionCallOutputItem(type="function_call_output", call_id=call_id, output=text)]
+
+
+def _output_form(value: Any) -> str | None:
+    if isinstance(value, list) and not any(isinstance(part, dict) and "type" in part for part in value):
+        return "form:objects"
+    return content_form(value)
+
+
+class OtherCallOutputItem(StrictModel):
+    """Output of a tool that is no function. The model reads it as the output of a function."""
+
+    type: Literal["custom_tool_call_output", "local_shell_call_output", "shell_call_output", "apply_patch_call_output"]
+    id: ItemId | None = None
+    call_id: ItemId | None = None
+    status: Word | None = None
+    output: (
+        Annotated[
+            Annotated[str, Tag("form:plain")]
+            | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("form:parts")]
+            | Annotated[list[JsonObject], Field(max_length=MAX_PARTS), Tag("form:objects")],
+            Discriminator(
+                _output_form, custom_error_type="content_form", custom_error_message="must be a string or a list"
+            ),
+        ]
+        | None
+    ) = None
+
+    @model_validator(mode="after")
+    def _answers_a_call(self) -> OtherCallOutputItem:
+        if self.call_id is None and self.id is None:
+            raise FieldError("input", f"holds an item of type '{self.type}' without a call_id")
+        return self
+
+    @property
+    def as_functions(self) -> list[FunctionCallItem | FunctionCallOutputItem]:
+        """The output, with objects and a missing output as JSON."""
+        output = self.output if self.output is not None else [{"status": self.status or "completed"}]
+        if isinstance(output, list) and not any(isinstance(part, ContentPart) for part in output):
+            output = json.dumps(output, ensure_ascii=False)
+        call_id = self.call_id or self.id or ""
+        return [
+            FunctionCallOutputItem.model_construct(
+                type="function_call_output", call_id=call_id, output=output, id=self.id
+            )
+        ]
+
+
+class HostedCallItem(StrictModel):
+    """A call that another server ran, without its result: the text that follows has what was found."""
+
+    type: Literal["web_search_call", "file_search_call", "mcp_list_tools"]
+
+    def ignored_fields(self, prefix: str = "") -> Iterator[str]:
+        """Yield the type: the whole item is ignored."""
+        yield prefix + self.type
+
+
+class ThoughtPart(StrictModel):
+    """A piece of the thoughts, or of their summary."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(StrictModel):
+    """Reasoning of an earlier answer. `encrypted_content`, if there is no other, as this server writes it."""
+
+    type: Literal["reasoning"]
+    id: ItemId | None = None
+    summary: Annotated[list[ThoughtPart], Field(max_length=MAX_PARTS)] | None = None
+    content: Annotated[list[ThoughtPart], Field(max_length=MAX_PARTS)] | None = None
+    encrypted_content: str | None = None
+    status: ItemStatus | None = None
+
+    @property
+    def text(self) -> str:
+        """The thoughts; of thoughts that another server encrypted, the summary. Raises `FieldError`."""
+        if self.content:
+            return "".join(part.text for part in self.content)
+        if self.encrypted_content is not None and self.encrypted_content.startswith(_SEAL):
+            return unsealed(self.encrypted_content)
+        return "".join(part.text for part in self.summary or ())
+
+    def without_effect(self) -> Iterator[str]:
+        """Yield `encrypted_content` if another server encrypted it."""
+        if self.encrypted_content and not self.content and not self.encrypted_content.startswith(_SEAL):
+            yield "encrypted_content"
+
+
+class ItemReference(StrictModel):
+    """An item of a stored response, by its id."""
+
+    type: Literal["item_reference"] | None = None
+    id: ItemId
+
+
+_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+_OTHER_CALLS = get_args(OtherCallItem.model_fields["type"].annotation)
+_OTHER_OUTPUTS = get_args(OtherCallOutputItem.model_fields["type"].annotation)
+_HOSTED_CALLS = get_args(HostedCallItem.model_fields["type"].annotation)
+
+
+def _unread(kind: str) -> str:
+    raise FieldError("input", f"holds an item of type '{kind}'; read here: {', '.join(_TYPES)}")
+
+
+class UnreadItem(StrictModel):
+    """Any other item: of tools that a server runs, or of media. Refused by its name."""
+
+    type: Annotated[str, Field(max_length=64), AfterValidator(_unread)]
+
+
+def _item_form(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return None
+    kind = value.get("type")
+    if kind is None:
+        return "form:message" if "role" in value or "content" in value else "form:item_reference"
+    for form, kinds in (("other", _OTHER_CALLS), ("other_output", _OTHER_OUTPUTS), ("hosted", _HOSTED_CALLS)):
+        if kind in kinds:
+            return f"form:{form}"
+    return f"form:{kind}" if kind in _TYPES else "form:unread"
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("form:message")]
+    | Annotated[FunctionCallItem, Tag("form:function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("form:function_call_output")]
+    | Annotated[ReasoningItem, Tag("form:reasoning")]
+    | Annotated[ItemReference, Tag("form:item_reference")]
+    | Annotated[OtherCallItem, Tag("form:other")]
+    | Annotated[OtherCallOutputItem, Tag("form:other_output")]
+    | Annotated[HostedCallItem, Tag("form:hosted")]
+    | Annotated[UnreadItem, Tag("form:unread")],
+    Discriminator(_item_form, custom_error_type="item_form", custom_error_message="must be an object"),
+]
+
+_SEAL = "oarlock-text:"
+
+
+def sealed(thoughts: str) -> str:
+    """Thoughts as a client that stores nothing sends them back: base64, not encrypted, since they are its own."""
+    return _SEAL + base64.b64encode(thoughts.encode("utf-8", "replace")).decode()
+
+
+def unsealed(text: str) -> str:
+    """Recover the text that `sealed` was given. Raises `FieldError`."""
+    try:
+        return base64.b64decode(text[len(_SEAL) :], validate=True).decode()
+    except ValueError:
+        problem = "holds encrypted_content that was changed; send it as this server wrote it, or leave it out"
+        raise FieldError("input", problem) from None
