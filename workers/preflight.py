@@ -41,7 +41,13 @@ from oarlock.workers.quantization.formats.checkpoint_forms import input_rounding
 from oarlock.workers.quantization.formats.form import WeightForms
 from oarlock.workers.quantization.registry import NONE, QUANTIZATIONS, STORED
 from oarlock.workers.ranks.cpu_affinity import with_cpus
-from oarlock.workers.runner.memory_needs import check_given_size, check_kv_fits, check_weights_fit
+from oarlock.workers.runner.memory_needs import (
+    check_given_size,
+    check_given_size_fits_device,
+    check_given_sizes_fit_host,
+    check_kv_fits,
+    check_weights_fit,
+)
 from oarlock.workers.weights.checkpoint import (
     HEAD,
     Checkpoint,
@@ -77,6 +83,8 @@ def check_without_weights(config: WorkerConfig) -> None:
             forms = QUANTIZATIONS.get(config.quantization, NONE)  # of a quantised checkpoint: more than there will be
             dtype = served_dtype(config, spec.dtype or least, device, forms, spec, this_cpu())
         check_given_size(config.with_(max_model_len=length, device=device, dtype=dtype), spec)
+        if device != "cuda":
+            check_given_sizes_fit_host(config, 0)
 
 
 def preflight(config: WorkerConfig) -> WorkerConfig:
@@ -93,6 +101,7 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     config = with_lengths_and_types(model, device)
     if device == "cuda":
         check_products_on_cuda(config)
+        _check_device_memory(config, spec, forms)
     else:
         check_weights_fit(config, spec, config.dtype, forms)
     config = with_kv_offload(with_cpus(config, device), spec)
@@ -104,6 +113,16 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
         tie_word_embeddings=spec.tie_word_embeddings,
         hidden_size=spec.hidden_size,
     )
+
+
+def _check_device_memory(config: WorkerConfig, spec: DecoderSpec, forms: WeightForms) -> None:
+    """Check a given KV size against the smallest of the devices that ranks use."""
+    if config.kv_cache_bytes is None:
+        return
+    devices = min(cuda_driver.device_count(), ranks_here(config))
+    smallest = cuda_driver.smallest_memory(devices)
+    if smallest is not None:
+        check_given_size_fits_device(config, spec, forms, smallest, -(-ranks_here(config) // devices))
 
 
 class OpenModel(NamedTuple):

@@ -4,7 +4,7 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.topology import Topology
 from oarlock.workers.errors import StartupError
 from oarlock.workers.kv_offload import DEFAULT_SLOT_BYTES
-from oarlock.workers.kv_tiers.directory import check_directory, disk_limit
+from oarlock.workers.kv_tiers.directory import check_directory, disk_limit, room_on_disk
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.models.hf_quantization import GGUF
 from oarlock.workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES
@@ -124,6 +124,7 @@ def with_kv_offload(config: WorkerConfig, spec: DecoderSpec) -> WorkerConfig:
     if config.kv_offload_path is not None:
         memory = memory or DEFAULT_SLOT_BYTES
         check_directory(config.kv_offload_path)
+        _check_disk(config.kv_offload_path, disk)
         disk = disk_limit(config.kv_offload_path, disk)
         if disk < _LEAST_DISK_BYTES:
             raise StartupError(
@@ -140,3 +141,13 @@ def with_kv_offload(config: WorkerConfig, spec: DecoderSpec) -> WorkerConfig:
             "Lower --kv-offload-memory.",
         )
     return config.with_(kv_offload_bytes=memory, kv_offload_disk_bytes=disk)
+
+
+def _check_disk(path: str, asked: int | None) -> None:
+    """Check that a given `--kv-offload-disk` fits on its disk, with the files that are there already."""
+    most = room_on_disk(path)
+    if asked is not None and asked > most:
+        raise StartupError(
+            f"kv_offload_disk wants {human_bytes(asked)}, and the disk of {path} has {human_bytes(most)} for it.",
+            f"Lower --kv-offload-disk to {most >> 20}MiB or less, free space, or choose another disk.",
+        )

@@ -132,8 +132,13 @@ def check_directory(path: str) -> None:
 
 
 def disk_limit(path: str, asked: int | None) -> int:
-    """Bytes that all files may take: as asked, else half of what is free now and what they take already."""
-    return asked if asked is not None else (shutil.disk_usage(path).free + _usage(Path(path))) // 2
+    """Bytes that all files may take: as asked, else half of the room for them."""
+    return asked if asked is not None else room_on_disk(path) // 2
+
+
+def room_on_disk(path: str) -> int:
+    """Bytes that all files could take: those that are free now, and those that they take already."""
+    return shutil.disk_usage(path).free + _usage(Path(path))
 
 
 class Usage(NamedTuple):

@@ -99,6 +99,22 @@ def lowest_capability(count: int) -> tuple[int, int]:
     return min(found)
 
 
+def smallest_memory(count: int) -> int | None:
+    """Bytes of the smallest of the first `count` devices; None if the driver does not say, as AMD's is not asked."""
+    if built_for("hip") is not None:
+        return None
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    size, found = ctypes.c_size_t(0), []
+    for device in range(count):
+        if driver.cuDeviceTotalMem_v2(ctypes.byref(size), device) != 0:
+            return None
+        found.append(size.value)
+    return min(found, default=None)
+
+
 LEAST_CAPABILITY = (8, 0)  # of a device
 
 

@@ -156,11 +156,63 @@ def check_weights_fit(config: WorkerConfig, spec: DecoderSpec, dtype: str, forms
 
 
 def check_kv_fits(config: WorkerConfig, spec: DecoderSpec, forms: WeightForms) -> None:
-    """Checks that a CPU rank's KV memory holds one sequence before weights are read: a given size, or the share of what
-    is free once they are. Raises `StartupError` (exit code 4) with the arithmetic. `config`: all resolved."""
+    """Check that a CPU rank's KV memory holds one sequence before weights are read: a given size, or the share of the
+    memory that is free once they are. A given size must itself fit in that memory.
+
+    Raises `StartupError` (exit code 4) with the arithmetic. `config`: all resolved."""
     loading = config.with_(host_free_bytes=free_before_load(config))
     weights = weight_bytes_of_node(config, spec, config.dtype, forms)
     blocks_that_fit(kv_shape(config, spec), config, room_for_kv(loading, None, 0, weight_bytes=weights))
+    check_given_sizes_fit_host(config, weights * config.data_parallel_size)
+
+
+def check_given_sizes_fit_host(config: WorkerConfig, weights: int) -> None:
+    """Check that KV memory and host tiers of the sizes that were given fit beside `weights`, the bytes of all replicas.
+
+    Swap does not count, as every step reads KV memory. Raises `StartupError` (exit code 4) with the arithmetic."""
+    ranks, free = config.ranks_on_host, free_before_load(config)
+    given = (("--kv-cache-memory", config.kv_cache_bytes), ("--kv-offload-memory", config.kv_offload_bytes))
+    sizes = [(name, size) for name, size in given if size]
+    need = weights + ranks * sum(size for _, size in sizes)
+    if not sizes or need <= free:
+        return
+    parts = [
+        f"{human_bytes(weights)} of weights",
+        *(f"{ranks} x {human_bytes(size)} of {name}" for name, size in sizes),
+    ]
+    name, largest = max(sizes, key=lambda pair: pair[1])
+    rest = free - need + ranks * largest
+    fix = f"Lower {name} to {rest // ranks >> 20}MiB or less" if rest // ranks >> 20 else f"Lower {name}"
+    automatic = ", or leave it out: the size is then measured" if name == "--kv-cache-memory" else ""
+    shared = "" if config.data_parallel_size == 1 else ", or lower --data-parallel-size"
+    raise StartupError(
+        f"Not enough memory for the sizes that are given: {' and '.join(parts)} ({ranks} rank(s) on this host) take "
+        f"{human_bytes(need)}, and {human_bytes(free)} is free, swap not counted.",
+        f"{fix}{automatic}{shared}.",
+        EXIT_OUT_OF_MEMORY,
+    )
+
+
+def check_given_size_fits_device(
+    config: WorkerConfig, spec: DecoderSpec, forms: WeightForms, device_bytes: int, ranks_of_device: int
+) -> None:
+    """Check that `--kv-cache-memory` fits on a CUDA device of `device_bytes` beside a rank's weights, before they are
+    read. Raises `StartupError` (exit code 4) with the arithmetic."""
+    given = config.kv_cache_bytes or 0
+    weights = max(rank_weight_bytes(config, spec, forms, stage) for stage in range(config.pipeline_parallel_size))
+    need = ranks_of_device * (weights + given)
+    if need > device_bytes:
+        most = (device_bytes // ranks_of_device - weights) >> 20
+        times = "" if ranks_of_device == 1 else f"{ranks_of_device} ranks on one device, each with "
+        raise StartupError(
+            f"Not enough device memory for --kv-cache-memory: {times}{human_bytes(weights)} of weights and "
+            f"{human_bytes(given)} of KV memory take {human_bytes(need)}, and a device has "
+            f"{human_bytes(device_bytes)}.",
+            f"Lower --kv-cache-memory below {most}MiB, or leave it out: the size is then measured."
+            if most > 0
+            else "Use more ranks (--tensor-parallel-size), larger devices or smaller weights.",
+            EXIT_OUT_OF_MEMORY,
+        )
 
 
 def free_before_load(config: WorkerConfig) -> int:

@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from oarlock.workers.checks import devices
+from oarlock.workers.checks import devices, limits
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu import build
 from oarlock.workers.models.registry import read_spec
 from oarlock.workers.platform import cuda_driver, processor
 from oarlock.workers.platform.processor import available_cores
-from oarlock.workers.preflight import preflight
+from oarlock.workers.preflight import check_without_weights, preflight
 from oarlock.workers.runner import memory_needs
 from oarlock.workers.weights.checkpoint import SINGLE_FILE
 from tests.golden.tiny_models import FAMILIES, make_tiny
@@ -173,7 +173,7 @@ def test_float32_is_not_chosen_where_it_does_not_fit(
     parameters = read_spec(str(model)).num_parameters
     for target in (devices, memory_needs):
         monkeypatch.setattr(target, "free_host_bytes", lambda: 3 * parameters)
-    assert preflight(config(model, kv_cache_bytes=1 << 30)).dtype == "bfloat16"
+    assert preflight(config(model, kv_cache_bytes=1 << 16, max_model_len=32)).dtype == "bfloat16"
     assert "event=dtype_chosen dtype=bfloat16" in caplog.text and "there is less" in caplog.text
     for dtype, free in (("float32", 3 * parameters), ("bfloat16", parameters)):
         monkeypatch.setattr(memory_needs, "free_host_bytes", lambda free=free: free)
@@ -195,6 +195,87 @@ def test_pages_that_cannot_hold_one_sequence_are_refused_before_weights_are_read
     assert error.value.exit_code == 4 and "lower --max-model-len to" in error.value.fix
     assert preflight(config(model, fit_model_len=True)).max_model_len == 1 << 20
     assert preflight(config(model, max_model_len=128)).max_model_len == 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "takes", "fix"),
+    [
+        ({"kv_cache_bytes": 100 << 30}, "1 x 100.0 GiB of --kv-cache-memory (1 rank(s)", "Lower --kv-cache-memory to"),
+        ({"kv_cache_bytes": 13 << 30, "data_parallel_size": 2}, "2 x 13.0 GiB", "or lower --data-parallel-size"),
+        (
+            {"kv_cache_bytes": 13 << 30, "tensor_parallel_size": 2},
+            "2 x 13.0 GiB",
+            "Lower --kv-cache-memory to 12287MiB",
+        ),
+        ({"kv_cache_bytes": 14 << 30, "kv_offload_bytes": 12 << 30}, "1 x 12.0 GiB of --kv-offload-memory", "12287MiB"),
+        (
+            {"kv_cache_bytes": 10 << 30, "kv_offload_bytes": 20 << 30},
+            "30.0 GiB",
+            "Lower --kv-offload-memory to 14335MiB",
+        ),
+    ],
+)
+def test_given_sizes_that_do_not_fit_together_are_refused_before_weights_are_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, takes: str, fix: str
+) -> None:
+    for target in (devices, memory_needs, limits):
+        monkeypatch.setattr(target, "free_host_bytes", lambda: 24 << 30)
+    with pytest.raises(
+        StartupError, match=r"sizes that are given: .* of weights and .* 24.0 GiB is free, swap"
+    ) as error:
+        preflight(config(model, **changes))
+    assert takes in error.value.cause and fix in error.value.fix and error.value.exit_code == 4
+    small = {name: 1 << 30 if name.endswith("bytes") else value for name, value in changes.items()}
+    assert preflight(config(model, **small)).kv_cache_bytes == 1 << 30
+
+
+def test_a_given_size_beyond_the_host_is_refused_before_weights_are_fetched(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_needs, "free_host_bytes", lambda: 24 << 30)
+    check_without_weights(config(model, kv_cache_bytes=24 << 30))
+    with pytest.raises(StartupError, match=r"given: 1 x 100.0 GiB of --kv-cache-memory .* take 100.0 GiB"):
+        check_without_weights(config(model, kv_cache_bytes=100 << 30))
+
+
+def test_a_given_size_beyond_the_device_is_refused_before_weights_are_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_driver, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda_driver, "smallest_memory", lambda count: 80 << 30)
+    asked = config(model, device="cuda", kv_cache_bytes=100 << 30)
+    with pytest.raises(
+        StartupError, match=r"100.0 GiB of KV memory take 100.0 GiB, and a device has 80.0 GiB"
+    ) as error:
+        preflight(asked)
+    assert "--kv-cache-memory below 81919MiB" in error.value.fix and error.value.exit_code == 4
+    assert preflight(asked.with_(kv_cache_bytes=50 << 30)).device == "cuda"
+    assert preflight(asked.with_(kv_cache_bytes=None)).device == "cuda"
+    shared = asked.with_(kv_cache_bytes=50 << 30, tensor_parallel_size=4, share_device=True)
+    with pytest.raises(StartupError, match="2 ranks on one device, each with"):
+        preflight(shared)
+    monkeypatch.setattr(cuda_driver, "smallest_memory", lambda count: None)
+    assert preflight(asked).device == "cuda", "the driver does not say"
+
+
+def test_the_smallest_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        def cuDeviceTotalMem_v2(self, size: Any, device: int) -> int:
+            size._obj.value = (80, 24, 16)[device] << 30
+            return 0
+
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda name: Driver())
+    monkeypatch.setattr(cuda_driver, "built_for", lambda platform="cuda": None)
+    assert [cuda_driver.smallest_memory(count) for count in (1, 2, 3)] == [80 << 30, 24 << 30, 16 << 30]
+
+
+def test_a_disk_limit_beyond_the_disk_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "room_on_disk", lambda path: 100 << 30)
+    asked = config(model, kv_offload_path=str(tmp_path), kv_offload_bytes=1 << 20, kv_cache_bytes=1 << 24)
+    assert preflight(asked.with_(kv_offload_disk_bytes=100 << 30)).kv_offload_disk_bytes == 100 << 30
+    with pytest.raises(StartupError, match=r"wants 200.0 GiB, .* has 100.0 GiB for it") as error:
+        preflight(asked.with_(kv_offload_disk_bytes=200 << 30))
+    assert "Lower --kv-offload-disk to 102400MiB" in error.value.fix
 
 
 def test_without_a_declared_dtype_the_tensors_decide(model: Path, with_bfloat16: None) -> None:
