@@ -2,8 +2,6 @@
 
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from oarlock.server.config.option_checks import AllowedHosts
@@ -14,6 +12,7 @@ from oarlock.server.endpoints.batches.serving import OpenAIServingBatches, open_
 from oarlock.server.endpoints.chat import serving as chat
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion
 from oarlock.server.endpoints.completions import OpenAIServingCompletion
+from oarlock.server.endpoints.framework_errors import FrameworkErrors
 from oarlock.server.endpoints.messages import route as messages
 from oarlock.server.endpoints.messages.route import AnthropicServingMessages
 from oarlock.server.endpoints.operations import route as operations
@@ -26,7 +25,6 @@ from oarlock.server.endpoints.responses import serving as responses
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.endpoints.tokenize import OpenAIServingTokenization
-from oarlock.server.errors import HttpError, answer_of
 from oarlock.server.http import pages
 from oarlock.server.http.api_keys import load_admin_key, load_keys
 from oarlock.server.http.middleware import METRICS, PROBES, ApiMiddleware, Cors, RootPath
@@ -98,7 +96,7 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
     routers = _routers(settings)
     for router in routers:
         app.include_router(router)
-    app.add_exception_handler(HTTPException, _framework_error)
+    app.add_exception_handler(HTTPException, FrameworkErrors(routers, settings.root_path or ""))
     serving = OpenAIServing(settings, state, counters)
     app.state.serving = serving
     app.state.documents = MadeOnce()
@@ -120,55 +118,3 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
         with_defaults(build(app, routers), serving.sampling_defaults) | servers
     )
     return app
-
-
-async def _framework_error(request: Request, error: Exception) -> Response:
-    """Errors of the framework itself, with the body that all errors have."""
-    assert isinstance(error, HTTPException)
-    path = request.url.path[:200]
-    if error.status_code == 404:
-        message = f"There is no route {request.method} {path}; GET /docs shows those that there are."
-        unknown = HttpError(404, message, code="route_not_found")
-        return answer_of(not_served(path) or unknown, request.scope)
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        message = f"{path} does not answer to {request.method}. Send {allowed.replace(', ', ' or ')}."
-        headers = {"Allow": "GET, HEAD" if allowed == "GET" else allowed}
-        return answer_of(HttpError(405, message, code="method_not_allowed", headers=headers), request.scope)
-    return answer_of(HttpError(error.status_code, str(error.detail), headers=error.headers), request.scope)
-
-
-_SERVED = "/v1/completions, /v1/chat/completions, /v1/responses, /v1/messages and /v1/embeddings"
-_BATCHES = ("batches", "files")  # served with an option
-_NOT_SERVED = (
-    "assistants",
-    "audio",
-    "chatkit",
-    "containers",
-    "conversations",
-    "evals",
-    "fine_tuning",
-    "images",
-    "moderations",
-    "organization",
-    "realtime",
-    "skills",
-    "threads",
-    "uploads",
-    "vector_stores",
-    "videos",
-)
-
-
-def not_served(path: str) -> HttpError | None:
-    """The error (404) for a path that is known and not served; None: it is not known."""
-    if not path.startswith("/v1/"):
-        return None
-    family = path.removeprefix("/v1/").split("/")[0]
-    if family in _BATCHES:
-        message = f"{path} is not served here: start the server with --batch-dir DIR for /v1/files and /v1/batches."
-    elif family in _NOT_SERVED:
-        message = f"{path} is not served here: this server answers {_SERVED}."
-    else:
-        return None
-    return HttpError(404, message, code="route_not_supported")

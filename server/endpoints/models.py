@@ -3,6 +3,7 @@
 from typing import Any
 
 from fastapi import APIRouter
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -23,6 +24,8 @@ async def list_models(request: Request) -> Response:
 @router.get("/v1/models/{model:path}", openapi_extra=describe("Retrieve model", "Model"))
 async def retrieve_model(request: Request, model: str) -> Response:
     """One of the served names, which may contain slashes."""
+    if not model:  # the path ends with a slash
+        raise HTTPException(404)
     serving = OpenAIServing.of(request)
     return JSONResponse(_card(serving, serving.check_model(model)))
 

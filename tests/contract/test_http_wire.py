@@ -156,3 +156,68 @@ def test_the_limit_of_connections_leaves_descriptors_for_the_rest():
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert soft <= hard
+
+
+def _ask(server, method, path):
+    client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    client.request(method, path, BODY if method == "POST" else None, {"Content-Type": "application/json"})
+    answer = client.getresponse()
+    try:
+        return answer.status, json.loads(answer.read())["error"]
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "meant"),
+    [
+        *(
+            ("POST", f"/{name}", f"POST /v1/{name}")
+            for name in ("chat/completions", "completions", "messages", "responses", "embeddings")
+        ),
+        ("GET", "/models", "GET /v1/models"),
+        ("POST", "/v1/chat/completions/", "POST /v1/chat/completions"),
+        ("POST", "//v1//completions", "POST /v1/completions"),
+        ("GET", "/v1/models/", "GET /v1/models"),
+        ("GET", "/health/", "GET /health"),
+        ("POST", "/v1/v1/chat/completions", "POST /v1/chat/completions"),
+        ("POST", "/V1/Chat/Completions", "POST /v1/chat/completions"),
+        ("POST", "/v1/chat", "POST /v1/chat/completions"),
+        ("POST", "/v1/chat/completion", "POST /v1/chat/completions"),
+        ("GET", "/chat/completions", "POST /v1/chat/completions"),
+        ("POST", "/api/generate", "POST /v1/completions"),
+        ("POST", "/api/chat", "POST /v1/chat/completions"),
+        ("GET", "/api/tags", "GET /v1/models"),
+        ("POST", "/api/v1/chat/completions", "POST /v1/chat/completions"),
+        ("POST", "/openai/v1/embeddings", "POST /v1/embeddings"),
+        ("POST", "/openai/deployments/gpt-4o/chat/completions", "POST /v1/chat/completions"),
+        ("POST", "/completion", "POST /v1/completions"),
+        ("POST", "/generate", "POST /v1/completions"),
+    ],
+)
+def test_an_address_that_is_almost_right_is_answered_with_the_right_one(make_server, method, path, meant):
+    status, error = _ask(make_server(), method, path)
+    assert (status, error["code"]) == (404, "route_not_found")
+    assert f"Did you mean {meant}? " in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/nope", "/wp-login.php", "/v1/quotes", "/x" * 200])
+def test_an_address_that_is_like_none_suggests_none(make_server, path):
+    status, error = _ask(make_server(), "POST", path)
+    assert (status, error["code"]) == (404, "route_not_found")
+    assert "Did you mean" not in error["message"] and "GET /docs" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("GET", "/v1/chat/completions", "POST"), ("POST", "/v1/models", "GET"), ("PUT", "/v1/completions", "POST")],
+)
+def test_a_wrong_method_is_answered_with_the_right_one(make_server, method, path, allowed):
+    status, error = _ask(make_server(), method, path)
+    assert (status, error["code"]) == (405, "method_not_allowed")
+    assert f"does not answer to {method}. Send {allowed}" in error["message"]
+
+
+def test_a_suggestion_has_the_path_of_the_proxy(make_server):
+    status, error = _ask(make_server(root_path="/llm"), "POST", "/llm/chat/completions")
+    assert status == 404 and "Did you mean POST /llm/v1/chat/completions?" in error["message"]
