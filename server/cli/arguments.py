@@ -18,14 +18,19 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from oarlock.engine.errors import StartupError
 from oarlock.server.config import vllm_flags
 from oarlock.server.config.option_checks import removed
-from oarlock.server.config.options import Option, OptionError, nearest
+from oarlock.server.config.options import Option, OptionError, format_size, nearest
 from oarlock.server.config.settings import OPTIONS
 from oarlock.server.config.sources import LoadedSettings, load_settings
 
 _END = re.compile(r"; |\. | \((?=default|environment|docs/)")
+_DEFAULT = re.compile(r"\(default: ([^()]*)\)")
 _WIDTH = 100  # characters of a line
+_SHORT_WIDTH = 120  # characters of a line of the short help
+_MOST_VALUES = 70  # characters of the values that the short help shows
 _COLON_AFTER = 20  # characters: what stands before a colon earlier than that is a value, not a sentence
 _OF_HELP = "this list; --help=all: everything, --help=WORD: all of a group, of an option, or of those with this word"
+
+KINDS_OF_MODEL = OPTIONS["model"].help.partition(";")[0]  # the kinds of MODEL that there are
 
 Group = tuple[str, Sequence[argparse.Action]]
 _CONFIG_HELP = "TOML file with the same names (environment: OARLOCK_CONFIG)"
@@ -49,13 +54,40 @@ def short_help(parser: argparse.ArgumentParser) -> str:
     for title, actions in _groups(parser):
         names = [_shown(action) for action in actions]
         width = max(map(len, names))
-        texts = [
-            _OF_HELP if isinstance(action, argparse._HelpAction) else first_sentence(action.help or "")
-            for action in actions
+        lines = [
+            line
+            for name, action in zip(names, actions, strict=True)
+            for line in _lines_of(f"  {name:<{width}}  ", action)
         ]
-        lines = [f"  {name:<{width}}  {text}" for name, text in zip(names, texts, strict=True)]
         parts.append("\n".join([f"{title}:", *lines]))
     return "\n\n".join(part for part in [*parts, epilog.format_help().strip()] if part) + "\n"
+
+
+def _lines_of(start: str, action: argparse.Action) -> list[str]:
+    """Return the lines of one option in the short help: its first sentence, then its default and allowed values."""
+    if isinstance(action, argparse._HelpAction):
+        return [start + _OF_HELP]
+    line = start + first_sentence(action.help or "")
+    described = OPTIONS.get(action.dest)
+    if described is None:
+        return [line]
+    values = described.values_text
+    if len(values) > _MOST_VALUES:
+        values = f"--help={described.name.replace('_', '-')} lists the others"
+    note = f"[default: {_default_of(described)}{f'; {values}' if values else ''}]"
+    if len(line) + 1 + len(note) <= _SHORT_WIDTH:
+        return [f"{line} {note}"]
+    return [line, " " * len(start) + note]
+
+
+def _default_of(described: Option) -> str:
+    """Return the default as the short help shows it: what the text of the option says, if that says more."""
+    if described.kind is bool:
+        return "on" if described.default else "off"
+    if described.is_bytes and described.default is not None:
+        return format_size(described.default).replace(".0 ", " ")
+    in_words = _DEFAULT.search(described.help)
+    return in_words[1] if in_words and described.default in (None, ()) else described.default_text
 
 
 def help_about(parser: argparse.ArgumentParser, word: str) -> str | None:
@@ -238,7 +270,8 @@ def _add_option(group: Any, described: Option, positional: bool) -> None:
 
 
 def _help(described: Option) -> str:
-    parts = [f"default {described.default_text}", described.env]
+    values = [] if described.kind is bool else [described.values_text]
+    parts = [f"default {described.default_text}", *filter(None, values), described.env]
     if described.example and not described.positional:
         parts.append(f"e.g. {described.usage}")
     return f"{described.help} ({'; '.join(parts)})".replace("%", "%%")

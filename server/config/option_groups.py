@@ -59,7 +59,9 @@ class ModelSettings:
         None,
         positional=True,
         example="Qwen/Qwen2.5-0.5B-Instruct",
-        help="directory in the Hugging Face layout, or a hub id; without one, the demo model of this repository",
+        unset="the demo model",
+        help="directory of a checkpoint, GGUF file, hub id, or a name that `oarlock models` lists; "
+        "without one, the demo model of this repository",
     )
     served_model_name: tuple[str, ...] = option(
         (),

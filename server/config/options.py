@@ -93,6 +93,19 @@ class Option:
             return self.unset_text
         return str(self.default).lower() if self.kind is bool else str(self.default)
 
+    @property
+    def values_text(self) -> str:
+        """Names the values that are allowed: the choices, or the range of a number; empty if any value is."""
+        if self.choices:
+            return ", ".join(self.choices)
+        if self.kind is bool:
+            return f"--no-{self.flag[2:]} turns it off" if self.default else ""
+        if self.limits is None:
+            return ""
+        low, high = (_limit(limit, is_bytes=self.is_bytes) for limit in self.limits)
+        others = "".join(f", or {number}" for number in self.special)
+        return f"{low} to {high}{others}"
+
     def from_text(self, text: str) -> Any:
         """The value of a flag or of an environment variable. Lists are split at commas."""
         if self.many:
@@ -191,6 +204,11 @@ def option(default: Any, *, help: str, example: str = "", **metadata: Any) -> An
 def _number(value: float) -> str:
     """A number as a person would write it: 16,777,216, and not 1.67772e+07."""
     return f"{value:,.0f}" if value >= 1e5 else f"{value:g}"
+
+
+def _limit(value: float, *, is_bytes: bool) -> str:
+    """A limit of a range: 16 MiB for a number of bytes."""
+    return format_size(int(value)).replace(".0 ", " ") if is_bytes else _number(value)
 
 
 def describe(cls: type[DataclassInstance]) -> dict[str, Option]:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from oarlock.server.cli.arguments import not_negative, positive, whole
+from oarlock.server.cli.arguments import KINDS_OF_MODEL, not_negative, positive, whole
 
 HELP = "talk to a model: of a server, or of one that is started for it"
 EXAMPLE = "oarlock chat http://127.0.0.1:8000 --temperature 0"
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument(
         "target", nargs="?", metavar="URL|MODEL",
-        help="address of a server, or a hub id or directory of a model to serve",
+        help=f"address of a server, or a model to serve: {KINDS_OF_MODEL}",
     )  # fmt: skip
     parser.add_argument("--model", metavar="NAME", help="which of the server's models (default: the first it lists)")
     parser.add_argument(
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", default="", metavar="FILE.json", help="go on with a conversation that /save wrote")
     parser.add_argument("--temperature", type=not_negative, metavar="X", help="default: the model's")
     parser.add_argument("--top-p", type=positive, metavar="X", help="default: the model's")
-    parser.add_argument("--max-tokens", type=whole(1), metavar="N", help="longest answer")
+    parser.add_argument("--max-tokens", type=whole(1), metavar="N", help="longest answer (default: the server's)")
     parser.add_argument("--seed", type=whole(0), metavar="N", help="the same answers again")
     parser.add_argument("--no-history", action="store_true", help="do not keep the typed lines for the next chat")
 
