@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from oarlock.server.cli.arguments import add_settings, loaded_settings
 from oarlock.server.config.settings import SERVER_ONLY
+from oarlock.server.hub.local_model import check_names
 
 if TYPE_CHECKING:
     from oarlock.server.config.settings import Settings
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     loaded = loaded_settings(arguments)
     settings = loaded.settings
+    check_names(settings)
     if loaded.origins["log_level"] == "default":  # nobody watches a server here
         settings = replace(settings, log_level="warning")
     for note in arguments.notes:

@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from oarlock.server.cli.arguments import add_settings, loaded_settings
 from oarlock.server.config.nodes import nodes_config
@@ -69,6 +68,17 @@ def _find(settings: Settings) -> tuple[str, list[str]]:
         files.load_tokenizer().close()
         return files.model, []
     except StartupError as error:
-        if settings.model is None or Path(settings.model).exists():
-            return "", [f"--model-wrong={json.dumps([error.cause, error.fix])}"]
-        return "", [f"--missing={error.cause} Fetch it first: oarlock pull {settings.model}"]
+        if _is_on_hub(settings):
+            return "", [f"--missing={error.cause} Fetch it first: oarlock pull {settings.model}"]
+        return "", [f"--model-wrong={json.dumps([error.cause, error.fix])}"]
+
+
+def _is_on_hub(settings: Settings) -> bool:
+    """Return whether the model is one that can be fetched: its name is a hub id."""
+    from oarlock.engine.errors import StartupError
+    from oarlock.server.hub.local_model import find_local
+
+    try:
+        return settings.model is not None and find_local(settings.model, settings.download_dir) is None
+    except StartupError:
+        return False

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from oarlock.engine.errors import StartupError
+from oarlock.server.cli.arguments import UsageError
 
 HELP = "tell what happened to one of a server's last requests, and what would make it faster"
 EXAMPLE = "oarlock explain cmpl-bf5fdae34de7111919b618f3 http://127.0.0.1:8000"
@@ -34,8 +35,12 @@ def run(arguments: argparse.Namespace) -> int:
     import asyncio
     from urllib.parse import quote
 
-    from oarlock.server.cli.remote import DEFAULT_URL, Remote, ServerError
+    from oarlock.server.cli.remote import DEFAULT_URL, Remote, ServerError, is_bare_address, is_url
 
+    if is_url(arguments.request_id) or (arguments.url is None and is_bare_address(arguments.request_id)):
+        raise UsageError(
+            f"{arguments.request_id} is an address, but REQUEST_ID comes first.", f"For example: {EXAMPLE}"
+        )
     remote = Remote(arguments.url or DEFAULT_URL, arguments.admin_api_key or os.environ.get(_KEY) or None)
     try:
         answer = asyncio.run(remote.get_json(f"/v1/requests/{quote(arguments.request_id, safe='')}"))

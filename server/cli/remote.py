@@ -27,6 +27,9 @@ from oarlock.server.cli.arguments import UsageError
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "OPENAI_API_KEY"
 _EXAMPLE = "For example: http://127.0.0.1:8000"
+_BARE_ADDRESS = re.compile(r"(localhost|\d+(\.\d+){3}|\[[\da-fA-F:]+\]|[\w.-]+(?=:\d))(:\d+)?(/.*)?")
+# The end of an address that was copied from a client or from the documentation.
+_ROUTE = re.compile(r"(/v1)?/(chat/completions|completions|messages|responses|embeddings|models|rerank|score)$")
 
 
 def is_url(text: str) -> bool:
@@ -34,13 +37,22 @@ def is_url(text: str) -> bool:
     return text.startswith(("http://", "https://"))
 
 
+def is_bare_address(text: str) -> bool:
+    """Return whether this is the address of a server but for the scheme, such as `localhost:8000` or `10.0.0.7`."""
+    return _BARE_ADDRESS.fullmatch(text) is not None
+
+
 def base_of(url: str) -> str:
     """The address without a path of the API: `http://host:8000/v1/` is `http://host:8000`. Raises `UsageError`."""
+    base = url.rstrip("/").removesuffix("/v1")
     try:
         Target.parse(url)
     except ValueError as error:
-        raise UsageError(f"{url} is no address of a server: {error}.", _EXAMPLE) from None
-    return url.rstrip("/").removesuffix("/v1")
+        fix = f"Write http://{base}" if is_bare_address(url) else _EXAMPLE
+        raise UsageError(f"{url} is no address of a server: {error}.", fix) from None
+    if (route := _ROUTE.search(base)) is not None:
+        raise UsageError(f"{url} is the address of a route, not of a server.", f"Write {base[: route.start()]}")
+    return base
 
 
 def given_key() -> str | None:

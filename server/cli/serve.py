@@ -22,6 +22,7 @@ from oarlock.server.config.nodes import first_on_host, nodes_config
 from oarlock.server.config.option_groups import RAY
 from oarlock.server.config.settings import OPTIONS, Settings
 from oarlock.server.launch.child_process import engine_processes
+from oarlock.server.launch.usage import check_usage
 
 if TYPE_CHECKING:
     from oarlock.server.launch.ray_group import RayGroup
@@ -60,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         from oarlock.server.launch.node import serve_node
 
         return serve_node(settings, nodes)
+    check_usage(settings)
     if not on_ray:
         return _serve(settings if nodes is not None or settings.model is not None else _offered(settings), nodes)
     from oarlock.server.launch.ray_group import RayGroup
@@ -96,14 +98,12 @@ def _offered(settings: Settings) -> Settings:
     from oarlock.server.cli.remote import single_keys
     from oarlock.server.config.options import format_size
     from oarlock.server.hub.cached import cached_models, gguf_models
-    from oarlock.server.launch.service_manager import check_port
 
     cache = Path(settings.download_dir or constants.HF_HUB_CACHE).expanduser()
     found = [*cached_models(cache, settings.engine_config("")), *gguf_models()]
     found = [model for model in found if model.is_served][:_MOST_OFFERED]
     if not found:
         return settings
-    check_port(settings)  # nobody chooses for a server whose port is taken
     width = max(len(model.name) for model in found)
     rows = [
         f"  {number}  {model.name:<{width}}  {format_size(model.size):>10}  {model.source}"

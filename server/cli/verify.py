@@ -6,14 +6,12 @@ their own.
 
 import argparse
 
-from oarlock.server.cli.arguments import OneCommand
+from oarlock.server.cli.arguments import KINDS_OF_MODEL, OneCommand
 from oarlock.server.launch.child_process import run_program
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="hub id or directory of the checkpoint (default: the demo model)"
-    )
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=f"{KINDS_OF_MODEL} (default: the demo model)")
     parser.add_argument("-tp", "--tensor-parallel-size", metavar="N", default="1", help="ranks (default 1)")
     parser.add_argument(
         "-pp", "--pipeline-parallel-size", metavar="N", default="1",
@@ -25,7 +23,8 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--quantization", metavar="FORM", default="none",
-        help="none, int8 or int4: as the server rounds weights; also shows what that costs, layer by layer",
+        help="none, int8 or int4: as the server rounds weights; also shows what that costs, layer by layer "
+        "(default none)",
     )  # fmt: skip
     parser.add_argument(
         "--dequantize", action="store_true", help="as the server writes quantised weights out in the model's dtype"
@@ -36,12 +35,9 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    import asyncio
-
     from oarlock.engine.errors import StartupError
     from oarlock.server.config.settings import make_settings
-    from oarlock.server.hub.model_path import resolve
-    from oarlock.server.launch.banner import Progress
+    from oarlock.server.hub.local_model import check_names
 
     size, stages = arguments.tensor_parallel_size, arguments.pipeline_parallel_size
     if not size.isdecimal():
@@ -52,6 +48,12 @@ def _verify(arguments: argparse.Namespace) -> int:
     values = {"model": arguments.model, "tensor_parallel_size": int(size), "pipeline_parallel_size": int(stages)}
     options = {name: getattr(arguments, name) for name in ("dtype", "quantization", "device")}
     settings = make_settings(values | options | {"dequantize": arguments.dequantize})
+    check_names(settings)
+    import asyncio  # which is slow, as are those below
+
+    from oarlock.server.hub.model_path import resolve
+    from oarlock.server.launch.banner import Progress
+
     progress = Progress()
     try:
         model = asyncio.run(resolve(settings, progress))
@@ -64,7 +66,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, name)
         if value is not None:
             words.append(f"--{name}={value}")
-    if arguments.model is not None and arguments.model.endswith(".gguf"):  # its description has another name
+    if arguments.model is not None and (arguments.model.endswith(".gguf") or ":" in arguments.model):
+        # The directory that describes a GGUF model has another name.
         words.append(f"--name={arguments.model}")
     return run_program("oarlock.workers.verify", [*words, "--", model])
 

@@ -1,6 +1,5 @@
 """The models on this machine: in the hub's cache, and the GGUF files of Ollama and llama.cpp; which can be served."""
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,13 +7,12 @@ from pathlib import Path
 
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import StartupError
-from oarlock.engine.preflight import ENCODERS, GGUFModel, check_model, hf_config, open_model, parts_of, weight_files
+from oarlock.engine.preflight import ENCODERS, GGUFModel, check_model, hf_config, open_model, weight_files
+from oarlock.server.hub.local_model import hub_files, hub_name, llama_cpp_files, ollama_files
 from oarlock.server.hub.model_path import VOCABULARY_FILES, read_json
 
-_PREFIX, _SEPARATOR = "models--", "--"
+_PREFIX = "models--"
 _PARTIAL = ".incomplete"
-_OLLAMA_LAYER = "application/vnd.ollama.image.model"
-_OLLAMA_HUB = "registry.ollama.ai"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class CachedModel:
     @property
     def argument(self) -> str:
         """The MODEL that `serve` is given for it."""
-        return self.name if "main" in self.revisions else self.directory
+        return self.name if self.source == "ollama" or "main" in self.revisions else self.directory
 
 
 def cached_models(cache: Path, config: EngineConfig) -> Iterator[CachedModel]:
@@ -48,13 +46,13 @@ def cached_models(cache: Path, config: EngineConfig) -> Iterator[CachedModel]:
     if not cache.is_dir():
         return
     for folder in sorted(cache.glob(f"{_PREFIX}*")):
-        name = folder.name.removeprefix(_PREFIX).replace(_SEPARATOR, "/")
+        name = hub_name(folder)
         revisions = _revisions(folder / "refs")
         snapshots = [path for path in sorted(folder.glob("snapshots/*")) if path.is_dir()]
         for directory in snapshots:
-            files = _gguf_files(directory)
+            files = hub_files(name, directory)
             if files and not (directory / "config.json").exists():
-                yield from (_gguf(f"{name}/{file.relative_to(directory)}", file, "hub") for file in files)
+                yield from (_gguf(listed, file, "hub") for listed, file in files)
                 continue
             named = tuple(revision for revision, commit in revisions if commit == directory.name)
             architecture, why_not = _verdict(directory, config, unfinished=_size_of_partial(folder) > 0)
@@ -66,41 +64,10 @@ def cached_models(cache: Path, config: EngineConfig) -> Iterator[CachedModel]:
 
 def gguf_models() -> Iterator[CachedModel]:
     """Every GGUF model that Ollama and llama.cpp have fetched, by name."""
-    root = os.environ.get("OLLAMA_MODELS")
-    roots = [Path(root)] if root else [Path.home() / ".ollama/models", Path("/usr/share/ollama/.ollama/models")]
-    for models in roots:
-        for manifest in sorted(models.glob("manifests/*/*/*/*")):
-            if (file := _ollama_file(manifest, models / "blobs")) is not None:
-                host, namespace, name, tag = manifest.relative_to(models / "manifests").parts
-                before = "" if host == _OLLAMA_HUB else f"{host}/"
-                before += "" if before == "" and namespace == "library" else f"{namespace}/"
-                yield _gguf(f"{before}{name}:{tag}", file, "ollama")
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    for file in _gguf_files(Path(os.environ.get("LLAMA_CACHE") or Path(cache) / "llama.cpp")):
-        yield _gguf(file.name, file, "llama.cpp")
-
-
-def _ollama_file(manifest: Path, blobs: Path) -> Path | None:
-    """The weights of a model of Ollama; None where there are none that this user may read."""
-    try:
-        layers = json.loads(manifest.read_bytes())["layers"]
-        digests = [layer["digest"] for layer in layers if layer["mediaType"] == _OLLAMA_LAYER]
-        files = [blobs / digest.replace(":", "-") for digest in digests]
-        return next((file for file in files if os.access(file, os.R_OK)), None)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _gguf_files(folder: Path) -> list[Path]:
-    """The first file of each GGUF model below `folder`, without the projectors that come beside some."""
-    files = [path for path in sorted(folder.rglob("*.gguf")) if not path.name.startswith("mmproj")]
-    later = set()
-    for path in files:
-        try:
-            later.update(parts_of(path)[1:])
-        except StartupError:  # a part is missing: the verdict says so
-            continue
-    return [path for path in files if path not in later]
+    for name, file in ollama_files():
+        yield _gguf(name, file, "ollama")
+    for name, file in llama_cpp_files():
+        yield _gguf(name, file, "llama.cpp")
 
 
 def _gguf(name: str, file: Path, source: str) -> CachedModel:

@@ -22,6 +22,7 @@ from typing import Any
 
 from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import GGUFModel, Settings, hf_config, parts_of
+from oarlock.server.hub.local_model import begins_as_gguf
 
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -295,7 +296,7 @@ def gguf_model(path: Path) -> Path | None:
     holds several.
     """
     if not path.is_dir():
-        return path if path.suffix == ".gguf" or _begins_as_gguf(path) else None
+        return path if path.suffix == ".gguf" or begins_as_gguf(path) else None
     names = sorted(path.glob("*.gguf"))
     if not names or any(path.glob("*.safetensors")):
         return None
@@ -307,14 +308,6 @@ def gguf_model(path: Path) -> Path | None:
             "Name one of these files.",
         )
     return names[0]
-
-
-def _begins_as_gguf(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == b"GGUF"
-    except OSError:
-        return False
 
 
 def described(path: Path) -> Path:

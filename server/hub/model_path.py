@@ -23,9 +23,9 @@ from oarlock.engine.preflight import is_there, read_table
 from oarlock.engine.python_child import HUB_SECRETS, start_python
 from oarlock.server.config.settings import Settings
 from oarlock.server.hub.gguf_directory import described, gguf_model
+from oarlock.server.hub.local_model import check_local, check_revision, find_local, near_path
 
 DEMO_NAME = "oarlock-demo"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|[A-Za-z0-9][\w.-]*")
 _PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")  # of the name of one of several GGUF files
 _REVISION = re.compile(r"\w[\w./-]*")
 
@@ -52,29 +52,28 @@ async def resolve(settings: Settings, on_progress: OnDetailedProgress, tokenizer
     model = settings.model
     if model is None:
         return str(_demo())
-    path = Path(model).expanduser()
-    if path.exists():
-        if settings.revision is not None:
-            raise StartupError(
-                f"{path} is on this machine, so --revision {settings.revision} does not apply.",
-                "Leave --revision out, or give a hub id.",
-            )
-        return _checked(path)
-    if not _HUB_ID.fullmatch(model):
-        raise StartupError(
-            f"{model} is neither a directory, nor a GGUF file, nor a hub id.",
-            "Check the path; hub ids look like Qwen/Qwen2.5-0.5B-Instruct.",
-        )
-    return await download(_on_hub(settings, model, _checked_revision(settings), tokenizer), on_progress)
+    path = find_local(model, settings.download_dir)
+    if path is None:
+        wanted = _on_hub(settings, model, _checked_revision(settings), tokenizer)
+        try:
+            return await download(wanted, on_progress)
+        except StartupError as error:
+            near = near_path(model)
+            if near is None:
+                raise
+            fix = f"{error.fix} Or did you mean {near}, which is on this machine?"
+            raise StartupError(error.cause, fix, error.exit_code) from None
+    check_revision(settings)
+    return _checked(path)
 
 
 async def pull(settings: Settings, on_progress: OnDetailedProgress) -> str:
     """The directory of a model of the hub, fetched and checked whole. Raises `StartupError`."""
     model = settings.model or ""
-    if not _HUB_ID.fullmatch(model) or Path(model).expanduser().exists():
+    if not model or find_local(model, settings.download_dir) is not None:
         raise StartupError(
-            f"{model or 'The demo model'} is not a model of the hub: there is nothing to pull.",
-            "Hub ids look like Qwen/Qwen2.5-0.5B-Instruct.",
+            f"{model or 'The demo model'} is on this machine, and not a model of the hub: there is nothing to pull.",
+            f"`oarlock serve{f' {model}' if model else ''}` serves it.",
         )
     wanted = _on_hub(settings, model, _checked_revision(settings))
     return await download(replace(wanted, check_digests=True), on_progress)
@@ -92,19 +91,14 @@ async def resolve_tokenizer(settings: Settings, on_progress: OnDetailedProgress)
     name = settings.tokenizer
     if name is None:
         return None
-    path = Path(name).expanduser()
-    file = gguf_model(path) if path.exists() else None
-    if file is not None:
-        return str(described(file))
-    if path.is_dir():
-        return str(path.resolve())
-    if path.exists():
+    path = find_local(name, settings.download_dir, "--tokenizer")
+    if path is not None:
+        file = gguf_model(path)
+        if file is not None:
+            return str(described(file))
+        if path.is_dir():
+            return str(path.resolve())
         raise StartupError(f"--tokenizer {path} is a file.", "Give the directory that has the tokenizer.json.")
-    if not _HUB_ID.fullmatch(name):
-        raise StartupError(
-            f"--tokenizer {name} is neither a directory nor a hub id.",
-            "Check the path; hub ids look like Qwen/Qwen2.5-0.5B-Instruct.",
-        )
     wanted = replace(_on_hub(settings, name, "main"), tokenizer_only=True)
     return await download(wanted, on_progress)
 
@@ -124,16 +118,9 @@ def _on_hub(settings: Settings, model: str, revision: str, tokenizer: str | None
 
 def _checked(path: Path) -> str:
     """Return `path` if it may be a checkpoint's directory; for a GGUF model, the directory that describes it."""
+    check_local(path)
     file = gguf_model(path)
-    if file is not None:
-        return str(described(file))
-    if not path.is_dir():
-        raise StartupError(f"{path} is a file.", "Give the directory of the checkpoint, not one of its files.")
-    if not is_there(path / "config.json"):
-        raise StartupError(
-            f"The directory {path} holds no config.json.", "Give a checkpoint in the Hugging Face layout."
-        )
-    return str(path.resolve())
+    return str(path.resolve()) if file is None else str(described(file))
 
 
 def _demo() -> Path:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from oarlock.engine.errors import StartupError
 from oarlock.server.config.option_groups import HttpSettings
 from oarlock.server.config.settings import Settings
-from oarlock.server.http.uvicorn_server import address_of, bind, inherited
+from oarlock.server.http.listeners import address_of, inherited
 from oarlock.server.observability.logs import event, logger
 
 # While a model loads, its progress moves the limit of the start; loading itself ends when it stands still for 300 s.
@@ -107,9 +107,3 @@ def _shown(address: tuple[str, int] | str | None) -> str:
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         return f"{host}:{address[1]}"
     return str(address)
-
-
-def check_port(settings: Settings) -> None:
-    """Raise `StartupError`, which names the process, where another one listens on the port."""
-    if settings.uds is None:
-        bind(settings.host, settings.port).close()

@@ -28,16 +28,10 @@ from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.app import create_app
 from oarlock.server.endpoints.serving import connect_engine
 from oarlock.server.errors import HttpError
+from oarlock.server.http.listeners import listen, remove_unused, url_of, warn_if_exposed
 from oarlock.server.http.server_state import STALL_LIMIT_S, Phase, ServerState
 from oarlock.server.http.tls import ServerTls
-from oarlock.server.http.uvicorn_server import (
-    HttpServer,
-    listen,
-    raise_descriptor_limit,
-    remove_unused,
-    url_of,
-    warn_if_exposed,
-)
+from oarlock.server.http.uvicorn_server import HttpServer, raise_descriptor_limit
 from oarlock.server.hub.model_path import served_names
 from oarlock.server.launch import banner
 from oarlock.server.launch.service_manager import ServiceManager

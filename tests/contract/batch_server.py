@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import openai
 
-from oarlock.server.http.uvicorn_server import HttpServer, bind, url_of
+from oarlock.server.http.listeners import bind, url_of
+from oarlock.server.http.uvicorn_server import HttpServer
 from tests.contract.conftest import wait_for
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"

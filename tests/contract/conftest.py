@@ -23,8 +23,9 @@ from oarlock.server.config.settings import Settings, make_settings
 from oarlock.server.endpoints.app import create_app
 from oarlock.server.endpoints.serving import connect_engine
 from oarlock.server.http import openapi
+from oarlock.server.http.listeners import bind, url_of
 from oarlock.server.http.server_state import Phase, ServerState
-from oarlock.server.http.uvicorn_server import HttpServer, bind, url_of
+from oarlock.server.http.uvicorn_server import HttpServer
 from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.observability.metrics import HttpCounters
 from tests.contract.browsers import browser, expect, serve, window  # noqa: F401  (fixtures of the page's tests)

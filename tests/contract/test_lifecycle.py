@@ -11,8 +11,8 @@ import pytest
 
 from oarlock.engine.errors import StartupError
 from oarlock.server.config.settings import make_settings
+from oarlock.server.http.listeners import bind, url_of
 from oarlock.server.http.server_state import Phase
-from oarlock.server.http.uvicorn_server import bind, url_of
 from oarlock.server.launch.supervisor import Supervisor
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGTERM"), reason="signals")

@@ -12,8 +12,8 @@ import pytest
 from oarlock.engine.types import EngineInfo, Request
 from oarlock.server.config.settings import make_settings
 from oarlock.server.endpoints.serving import connect_engine
+from oarlock.server.http.listeners import bind, url_of
 from oarlock.server.http.server_state import Phase
-from oarlock.server.http.uvicorn_server import bind, url_of
 from oarlock.server.launch.supervisor import Supervisor
 from tests.contract.conftest import FakeEngine
 

@@ -15,8 +15,8 @@ from oarlock.server.cli import serve
 from oarlock.server.cli.main import main
 from oarlock.server.config.settings import Settings
 from oarlock.server.errors import describe
+from oarlock.server.http.listeners import bind
 from oarlock.server.http.server_state import Phase, ServerState
-from oarlock.server.http.uvicorn_server import bind
 from oarlock.server.hub.model_path import resolve
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import WorkerError

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from oarlock.server.cli.arguments import add_settings, loaded_settings, whole
 from oarlock.server.config.settings import OPTIONS, SERVER_ONLY
+from oarlock.server.hub.local_model import check_names
 
 if TYPE_CHECKING:
     from oarlock.server.bench.metrics import Result
+    from oarlock.server.config.settings import Settings
 
 _UNUSED = SERVER_ONLY | {"runner", "classifier_from_token"}  # what is measured is texts
 
@@ -60,10 +62,14 @@ class EngineMeasure:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Measure, print the table, write the file, and choose the exit code."""
-        from oarlock.server.bench.metrics import write
+        settings = loaded_settings(arguments).settings
+        check_names(settings)
+        for note in arguments.notes:
+            sys.stderr.write(f"note: {note}\n")
+        from oarlock.server.bench.metrics import write  # which is slow to import
         from oarlock.server.bench.report import aligned
 
-        result = self._measure(arguments)
+        result = self._measure(arguments, settings)
         for name in ("model", "compute", "prompts"):
             print(f"{name:<8}  {result.settings[name]}")
         rounds = max((len(values) for values in result.series.values()), default=0)
@@ -76,11 +82,8 @@ class EngineMeasure:
             write(result, arguments.output)
         return 130 if result.is_interrupted else 0
 
-    def _measure(self, arguments: argparse.Namespace) -> Result:
+    def _measure(self, arguments: argparse.Namespace, settings: Settings) -> Result:
         """Load the model and run the rounds; Ctrl-C ends them early. Raises `StartupError` and `OptionError`."""
-        settings = loaded_settings(arguments).settings
-        for note in arguments.notes:
-            sys.stderr.write(f"note: {note}\n")
         from oarlock.server.bench.metrics import Result
         from oarlock.server.bench.workload import IdPrompts
         from oarlock.server.launch.banner import Counted

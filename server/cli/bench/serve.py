@@ -108,12 +108,14 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         "--vocab-size", type=whole(64), metavar="N", help="ids are below it (default: as the server says)"
     )
     group.add_argument(
-        "--prefix-tokens", type=whole(1), metavar="N", help="shared-prefix: tokens before the new ones (256)"
+        "--prefix-tokens", type=whole(1), metavar="N", help="shared-prefix: tokens before the new ones (default 256)"
     )
-    group.add_argument("--num-prefixes", type=whole(1), metavar="N", help="shared-prefix: how many there are (1)")
-    group.add_argument("--turns", type=whole(1), metavar="N", help="multi-turn: turns of a conversation (4)")
+    group.add_argument(
+        "--num-prefixes", type=whole(1), metavar="N", help="shared-prefix: how many there are (default 1)"
+    )
+    group.add_argument("--turns", type=whole(1), metavar="N", help="multi-turn: turns of a conversation (default 4)")
     group.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="trace: lines with timestamp (ms) and lengths")
-    group.add_argument("--trace-speed", type=finite, metavar="X", help="trace: replayed X times as fast (1)")
+    group.add_argument("--trace-speed", type=finite, metavar="X", help="trace: replayed X times as fast (default 1)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -174,7 +176,9 @@ def make_plan(arguments: argparse.Namespace) -> ServePlan:
         "goodput": _slo(arguments.goodput),
         "ramp": None if arguments.ramp is None else _ramp(arguments.ramp),
     }
-    _check_url(arguments.url)
+    from oarlock.server.cli.remote import base_of
+
+    base_of(arguments.url)  # refuses an address that is none
     from oarlock.server.bench.serve import ServePlan
     from oarlock.server.bench.workload import read_trace
 
@@ -253,15 +257,6 @@ def _extra(text: str | None) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UsageError("--extra-body is not a JSON object.", """Write an object: --extra-body '{"top_k": 5}'.""")
     return found
-
-
-def _check_url(url: str) -> None:
-    from oarlock.server.bench.http_stream import Target
-
-    try:
-        Target.parse(url)
-    except ValueError as error:
-        raise UsageError(f"URL is {url!r}: {error}.", "Write it such as http://127.0.0.1:8000.") from None
 
 
 def _ramp(text: str) -> tuple[float, float]:

@@ -15,7 +15,8 @@ from oarlock.server.cli.arguments import UsageError
 from oarlock.server.cli.chat.own_server import OwnServer, own_flag
 from oarlock.server.cli.chat.session import COMMANDS, Conversation, ConversationError, LeaveError, Session, run_command
 from oarlock.server.cli.chat.terminal import History, LineEditor, history_file, make_screen
-from oarlock.server.cli.remote import DEFAULT_URL, Remote, ServerError, given_key, is_url
+from oarlock.server.cli.remote import DEFAULT_URL, Remote, ServerError, given_key, is_bare_address, is_url
+from oarlock.server.hub.local_model import find_local
 from oarlock.server.launch.child_process import signals_handled
 
 _SAMPLING = ("temperature", "top_p", "max_tokens", "seed")
@@ -97,11 +98,26 @@ def _server(
                 raise error.as_startup_error() from None
         else:
             return remote, None
+    if target is not None and is_bare_address(target):
+        _check_model(target)
     own = stack.enter_context(OwnServer(target, flags))
     with _progress_line() as show:
         show("starting a server")
         own.wait(show)
     return Remote(own.url, own.key), own
+
+
+def _check_model(target: str) -> None:
+    """Refuse an address without a scheme, unless a model of this machine has that name."""
+    try:
+        found = find_local(target)
+    except StartupError:
+        found = None
+    if found is None:
+        raise UsageError(
+            f"{target} is no model of this machine, and as the address of a server it lacks its scheme.",
+            f"Write http://{target}",
+        )
 
 
 @contextmanager

@@ -6,16 +6,20 @@ Reads the model's description and the headers of its weights; loads nothing.
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from oarlock.engine.errors import StartupError
 from oarlock.server.cli.arguments import UsageError, add_settings, loaded_settings
+from oarlock.server.hub.local_model import check_names
 
 HELP = "say what a machine would hold of a model, and how many replicas a load takes"
 EXAMPLE = "oarlock plan Qwen/Qwen2.5-7B-Instruct --gpus 2x24GB"
 _EXIT_CODES = """exit codes:
   0  it fits, or a number of replicas holds --slo      2  wrong command line, model or trace
   1  it does not fit, or no number of replicas does    3  a setting that no machine could serve"""
+EXIT_MODEL = 2  # a wrong model or trace
 _ROUTING = ("prefix", "least-loaded", "random")
 
 
@@ -58,16 +62,20 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from oarlock.server.cli.plan import layouts, report, simulate
-    from oarlock.server.cli.plan.machine import machine_of
-
     if arguments.simulate is None:
         for flag in ("replicas", "slo", "calibrate"):
             if getattr(arguments, flag) is not None:
                 raise UsageError(f"--{flag} is of a simulation.", "Add --simulate TRACE.jsonl, or leave it out.")
-    simulate.parse_replicas(arguments.replicas)  # a mistake is told before files are read
-    simulate.parse_slo(arguments.slo)
     loaded = loaded_settings(arguments)
+    try:
+        check_names(replace(loaded.settings, tokenizer=None))  # which no number of a plan depends on
+    except StartupError as error:
+        raise StartupError(error.cause, error.fix, EXIT_MODEL) from None
+    from oarlock.server.cli.plan import layouts, report, simulate  # which are slow to import
+    from oarlock.server.cli.plan.machine import machine_of
+
+    simulate.parse_replicas(arguments.replicas)  # a mistake is reported before files are read
+    simulate.parse_slo(arguments.slo)
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
     if loaded.settings.tokenizer is not None:

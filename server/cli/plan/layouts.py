@@ -26,6 +26,7 @@ from oarlock.engine.preflight import (
 )
 from oarlock.server.cli.plan.machine import Machine
 from oarlock.server.config.settings import Settings
+from oarlock.server.hub.local_model import find_local
 from oarlock.server.hub.model_path import resolve
 
 CONTEXTS = (4096, 32_768)  # tokens of one user
@@ -56,12 +57,13 @@ def has_vectors(settings: Settings, model: OpenModel) -> bool:
 
 def _directory(settings: Settings) -> Path:
     """Directory of this machine's copy; of a model on the hub without one, only the description is fetched."""
+    model, is_local = settings.model, True
     try:
+        is_local = model is None or find_local(model, settings.download_dir) is not None
         return Path(asyncio.run(resolve(replace(settings, offline=True), lambda *progress: None)))
     except StartupError as error:
-        model = settings.model
         is_offline = settings.offline or os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
-        if model is None or is_offline or Path(model).expanduser().exists() or "hub id" in error.cause:
+        if model is None or is_offline or is_local:
             raise StartupError(error.cause, error.fix, _EXIT_CODE) from None
     return _fetched(settings, model)
 

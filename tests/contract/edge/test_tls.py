@@ -18,8 +18,9 @@ from cryptography import x509
 
 from oarlock.engine.errors import StartupError
 from oarlock.engine.stats import EngineStats
+from oarlock.server.http.listeners import bind
 from oarlock.server.http.tls import ServerTls
-from oarlock.server.http.uvicorn_server import HttpServer, bind
+from oarlock.server.http.uvicorn_server import HttpServer
 from oarlock.server.observability.metrics import HttpCounters, exposition
 from tests.contract.edge.certificates import Authority, Pair
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
+import io
 import re
 import shlex
 import socket
@@ -32,11 +34,35 @@ def _clean_environment(monkeypatch):
             monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["--version"], ["config", "show"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["serve", "--help"],
+        ["--version"],
+        ["config", "show"],
+        # Mistakes that are found before anything is started.
+        ["serve", "/nope"],
+        ["serve", "nope-Q4_K_M.gguf"],
+        ["serve", "nope:3b"],
+        ["serve", "tests"],
+        ["serve", "--tokenizer", "/nope"],
+        ["serve", "--chat-template", "/nope"],
+        ["serve", "--api-key-file", "/nope"],
+        ["serve", "--ssl-certfile", "/nope", "--ssl-keyfile", "/nope"],
+        ["serve", "--host", "256.0.0.1"],
+        ["verify", "/nope"],
+        ["plan", "/nope"],
+        ["batch", "in.jsonl", "out.jsonl", "--model", "/nope"],
+        ["bench", "latency", "/nope"],
+    ],
+    ids=" ".join,
+)
 def test_quick_commands_import_nothing_heavy(arguments):
     code = (
         "import sys\nfrom oarlock.server.cli.main import main\n"
-        f"try:\n    main({arguments!r})\nexcept SystemExit as end:\n    assert end.code in (0, None)\n"
+        f"try:\n    code = main({arguments!r})\nexcept SystemExit as end:\n    code = end.code\n"
+        "assert code in (0, 2, 3, None)\n"
         "heavy = {'torch', 'transformers', 'fastapi', 'pydantic', 'uvicorn', 'numpy', 'tokenizers', 'asyncio'}\n"
         "print('heavy:', sorted(heavy & set(sys.modules)))"
     )
@@ -77,8 +103,22 @@ def test_quick_commands_import_nothing_heavy(arguments):
             ["serve", "./no/such/dir/model"],
             3,
             "neither a directory, nor a GGUF file, nor a hub id",
-            "hub ids look like",
+            "no/such/dir does not exist",
         ),
+        (["serve", str(ROOT / "models" / "oarlok-demo")], 3, "oarlok-demo is neither", "models/oarlock-demo?"),
+        (["serve", str(ROOT / "models")], 3, "no config.json", "Did you mean"),
+        (["serve", "model-Q4_K_M.gguf"], 3, "There is no GGUF file model-Q4_K_M.gguf", "`oarlock models`"),
+        (["serve", "https://huggingface.co/Qwen/Qwen3-0.6B"], 3, "is an address", "Give the hub id: Qwen/Qwen3-0.6B"),
+        (["serve", "--chat-template", "/nope.jinja"], 3, "--chat-template /nope.jinja cannot be read", "a file"),
+        (["serve", "--ssl-certfile", "/nope", "--ssl-keyfile", "/nope"], 3, "--ssl-certfile /nope", "a file"),
+        (["verify", "model-Q4_K_M.gguf"], 3, "There is no GGUF file", "`oarlock models`"),
+        (["plan", "model-Q4_K_M.gguf"], 2, "There is no GGUF file", "`oarlock models`"),
+        (["pull", "model-Q4_K_M.gguf"], 3, "There is no GGUF file", "`oarlock models`"),
+        (["chat", "localhost:8000"], 2, "lacks its scheme", "Write http://localhost:8000"),
+        (["chat", "localhost"], 2, "lacks its scheme", "Write http://localhost"),
+        (["top", "127.0.0.1:8000/v1"], 2, "is no address of a server", "Write http://127.0.0.1:8000"),
+        (["snippets", "http://a:8000/v1/chat/completions"], 2, "address of a route", "Write http://a:8000"),
+        (["explain", "http://127.0.0.1:8000"], 2, "REQUEST_ID comes first", "For example"),
         (["serve", str(ROOT / "pyproject.toml")], 3, "is a file", "directory"),
         (["serve", str(ROOT / "server")], 3, "no config.json", "Hugging Face layout"),
         (["serve", "--host", "256.0.0.1"], 3, "256.0.0.1", "127.0.0.1"),
@@ -86,10 +126,11 @@ def test_quick_commands_import_nothing_heavy(arguments):
         (["serve", "--api-key", "a", "--api-key", "b", "--host", "256.0.0.1"], 3, "256.0.0.1", "127.0.0.1"),
     ],
 )
-def test_a_mistake_is_one_line_of_cause_and_one_of_fix(capsys, arguments, code, cause, fix):
-    arguments = [*arguments, "--port", "0"] if code == 3 else arguments
+def test_a_mistake_is_one_line_of_cause_and_one_of_fix(capsys, monkeypatch, arguments, code, cause, fix):
+    arguments = [*arguments, "--port", "0"] if code == 3 and arguments[0] == "serve" else arguments
+    monkeypatch.setattr("sys.stdin", io.StringIO("a question"))
     assert main(arguments) == code
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("time=")]
+    lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2, lines
     assert lines[0].startswith("error: ")
     assert cause in lines[0]
@@ -258,7 +299,47 @@ def test_help_of_serve_is_a_line_for_each_option_by_groups(capsys):
     assert headings == ["options", *dict.fromkeys(option.group for option in OPTIONS.values()), "exit codes"]
     for option in OPTIONS.values():
         (line,) = [line for line in lines if line.startswith(f"  {option.flag} ")]
-        assert option.help.startswith(line.removeprefix(f"  {option.flag} ").strip())
+        assert option.help.startswith(line.removeprefix(f"  {option.flag} ").partition(" [default")[0].strip())
+
+
+def test_help_has_the_default_and_the_range_of_each_option(capsys):
+    lines = shown_help(capsys, "--help").splitlines()
+    notes = {}
+    for number, line in enumerate(lines):
+        if line.startswith(("  --", "  MODEL")):
+            both = line if "[default" in line else line + lines[number + 1]
+            notes[line.split()[0]] = both.partition("[default: ")[2]
+    for option in OPTIONS.values():
+        note = notes[option.flag]
+        assert note.endswith("]"), option.flag
+        assert option.limits is None or " to " in note, note
+    assert notes["--port"] == "8000; 0 to 65535]"
+    assert notes["--max-body-size"] == "16 MiB; 1 KiB to 1 GiB]"
+    assert notes["--dtype"] == "auto; auto, bfloat16, float16, float32]"
+    assert notes["--check-weights"] == "on; --no-check-weights turns it off]"
+    assert notes["--offline"] == "off]"
+    assert notes["--revision"] == "main]"
+    assert notes["--max-num-seqs"] == "64; 1 to 4096]"
+    assert notes["MODEL"] == "the demo model]"
+    assert notes["--tool-call-parser"] == "auto; --help=tool-call-parser lists the others]"
+    assert "qwen3_coder, qwen3_xml" in " ".join(shown_help(capsys, "--help=tool-call-parser").split())
+
+
+def test_help_names_the_kinds_of_models_wherever_one_is_taken():
+    parsers = every_command()
+    for name, parser in parsers.items():
+        models = [action for action in parser._actions if "MODEL" in str(action.metavar) and not action.option_strings]
+        for action in models:
+            for kind in ("directory", "GGUF file", "hub id", "`oarlock models`"):
+                assert kind in action.help, (name, action.help)
+        assert models or name not in ("serve", "verify", "plan", "doctor", "chat", "pull", "bench latency")
+
+
+def test_help_has_the_default_of_each_flag_that_has_one():
+    for name, parser in every_command().items():
+        for action in parser._actions:
+            if action.default not in (None, False, "", argparse.SUPPRESS):
+                assert "default" in (action.help or "") or action.choices, (name, action.option_strings)
 
 
 def test_help_says_all_of_everything_of_a_group_of_an_option_or_of_a_word(capsys):

@@ -13,15 +13,7 @@ from oarlock.engine.errors import StartupError
 from oarlock.server.config.option_checks import is_loopback
 from oarlock.server.config.options import OptionError
 from oarlock.server.config.settings import Settings, make_settings
-from oarlock.server.http.uvicorn_server import (
-    bind,
-    bind_unix,
-    inherited,
-    listen,
-    remove_unused,
-    url_of,
-    warn_if_exposed,
-)
+from oarlock.server.http.listeners import bind, bind_unix, inherited, listen, remove_unused, url_of, warn_if_exposed
 
 
 def test_addresses():

@@ -96,7 +96,7 @@ def test_a_wrong_tokenizer_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(model_path, "download", forbidden)
     for name, cause in (
         (str(DEMO / "tokenizer.json"), "is a file"),
-        ("/no/such/dir", "is neither a directory nor a hub id"),
+        ("/no/such/dir", "is neither a directory, nor a GGUF file, nor a hub id"),
     ):
         with pytest.raises(StartupError, match=f"--tokenizer {name} {cause}"):
             _find(tokenizer=name)

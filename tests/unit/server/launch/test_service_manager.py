@@ -10,7 +10,7 @@ import pytest
 
 from oarlock.engine.errors import StartupError
 from oarlock.server.config.settings import Settings
-from oarlock.server.http.uvicorn_server import bind, bind_unix
+from oarlock.server.http.listeners import bind, bind_unix
 from oarlock.server.launch.service_manager import ServiceManager
 
 ME, ANOTHER = str(os.getpid()), "1"
