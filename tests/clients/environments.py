@@ -113,7 +113,7 @@ def _make(client: Client, directory: Path) -> None:
         return
     # By this environment's pip, and without compiling what no script imports: both took longer than most scripts do.
     pip = [sys.executable, "-m", "pip", "--python", str(bare_python(directory, with_pip=False))]
-    pip += ["--disable-pip-version-check", "install", "-qq", "--no-deps", "--no-compile"]
+    pip += ["--disable-pip-version-check", "install", "-q", "--no-deps", "--no-compile"]
     _install([*pip, "-r", str(PINS / f"{client.name}.txt")], directory)
     if client.borrows_torch:
         lend_torch(directory)

@@ -103,6 +103,23 @@ CLIENTS = (
     Client("anthropic-node", "@anthropic-ai/sdk", "anthropic_node.mjs", ("@anthropic-ai/sdk@1.12.0",), kind=Kind.NODE),
     Client("continue", "@continuedev/cli", "", ("@continuedev/cli@1.5.47",), kind=Kind.NODE, snippet="continue"),
     Client(
+        "ai-sdk",
+        "ai",
+        "ai_sdk.mjs",
+        ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.92", "zod@4.1.8"),
+        kind=Kind.NODE,
+        needs_scripted_server=True,
+    ),
+    Client(
+        "langchain-node",
+        "@langchain/openai",
+        "langchain_node.mjs",
+        ("@langchain/openai@1.5.8", "@langchain/core@1.4.0"),
+        kind=Kind.NODE,
+        needs_scripted_server=True,
+    ),
+    Client("llm", "llm", "llm_client.py", ("llm==0.36",), needs_scripted_server=True),
+    Client(
         "claude-code",
         "@anthropic-ai/claude-code",
         "",

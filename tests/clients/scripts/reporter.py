@@ -56,6 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--reference", help="log-probabilities that transformers computed")
     parser.add_argument("--embedding-url", help="a server of vectors")
     parser.add_argument("--embedding-checkpoint", help="directory of what it serves")
+    parser.add_argument("--scripted-url", help="a server of the model whose answers are scripted, which calls tools")
     parser.add_argument("--encoders", nargs=4, help="servers of vectors and of scores, each before its directory")
     return parser.parse_args()
 

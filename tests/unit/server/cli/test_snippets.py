@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from oarlock.server.cli.main import main
 from oarlock.server.cli.snippets import SNIPPETS
+from tests.e2e.running import ROOT
 
 NAMES = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=20).filter(
     lambda name: "@" not in name  # a place within a value is one that this test could not tell from ours
@@ -40,6 +41,13 @@ def test_any_name_is_quoted(name, model, key):
     if name != "open-webui":  # asks the server for its models
         assert model in joined or json.dumps(model)[1:-1] in joined
     assert ("http://h:1" if name == "claude-code" else "http://h:1/v1") in joined
+
+
+@pytest.mark.parametrize("name", ["claude-code", "codex", "opencode", "qwen-code"])
+def test_the_page_shows_the_setup_of_agents(name):
+    setup = SNIPPETS[name].filled("http://127.0.0.1:8000/v1", "demo", "none")
+    assert f"```sh\n{setup}```" in (ROOT / "docs" / "clients.md").read_text()
+    assert len(setup.splitlines()) <= 3
 
 
 def _values(text: str) -> list[str]:
