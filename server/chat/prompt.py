@@ -4,13 +4,14 @@ Also finds out whether the model thinks before it answers, and whether the promp
 holds forced calls, the caller's own constraint, or either; thoughts may come before.
 """
 
-import hashlib
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from oarlock.engine.errors import RequestError
 from oarlock.engine.types import Grammar
+from oarlock.server.chat.conversation import in_parts, template_messages
 from oarlock.server.chat.message_parser import REASONING_FORMATS, THINK, AnswerShape, ReasoningFormat
 from oarlock.server.chat.thinking import thinking_of
 from oarlock.server.chat.tool_choice import ToolChoice, resolve_tool_choice
@@ -25,8 +26,10 @@ from oarlock.server.chat.tool_parsers.grammar import (
 )
 from oarlock.server.chat.tool_parsers.harmony import HARMONY, TURN, after_thoughts, final_head
 from oarlock.server.chat.tool_parsers.registry import choose
-from oarlock.server.endpoints.chat.schema import ChatMessage, ChatRequest, ToolCall
-from oarlock.server.llm.chat_template import Rendering, text_parts
+from oarlock.server.chat.turn_folding import Folding
+from oarlock.server.chat.turn_trial import Outline, TurnTrial
+from oarlock.server.endpoints.chat.schema import ChatRequest
+from oarlock.server.llm.chat_template import ChatTemplate, Rendering
 from oarlock.server.llm.tokenizer import Tokenizer
 
 _CUT_HERE = "\ue0c7\ue0f1\ue0c7"  # added to a message to be continued: the prompt ends there (private use area)
@@ -34,7 +37,6 @@ _MAX_ADDED = 64 * 1024  # characters a template may add to four times its input
 _AT_ONCE = 32 * 1024  # characters that the event loop prepares itself, in about 0.1 ms
 _MESSAGE_SIZE = 256  # characters that take as long as what a message takes beside its text
 _MAX_END = 256  # characters of the prompt's end in which `<think>` is looked for
-_SHORT_ID_SIZE = 9  # letters and digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +70,20 @@ async def render_prompt(tokenizer: Tokenizer, request: ChatRequest) -> ChatPromp
     template = tokenizer.template
     tool_format = choose(template.source, template.parsers)
     choice = resolve_tool_choice(request, tool_format)
-    takes = (True, True)  # messages of the role system, and turns of one role that follow each other
-    if tool_format.write_into_messages is not None and template.exists:
-        takes = await template.takes_system(), await template.takes_runs()
     as_parts = template.exists and await template.reads_parts()
     reasons = tool_format is HARMONY or _marks(tokenizer) is not None
     thinking = await thinking_of(template, request, reasons)
     size = sum(len(message.text) for message in request.messages)
-    if size + len(request.messages) * _MESSAGE_SIZE <= _AT_ONCE:
-        rendering = _prepare(tokenizer, request, tool_format, choice, takes, as_parts, thinking.variables)
-    else:
-        rendering = await tokenizer.run(
-            lambda: _prepare(tokenizer, request, tool_format, choice, takes, as_parts, thinking.variables), size
-        )
+    is_small = size + len(request.messages) * _MESSAGE_SIZE <= _AT_ONCE
+    folding = Folding()
+    if template.exists:
+        outline_of = partial(Outline.of, request.messages)
+        outline = outline_of() if is_small else await tokenizer.run(outline_of, size)
+        has_tools, variables = choice is not None, thinking.variables
+        trial = TurnTrial(template, tool_format, as_parts, has_tools, request.opens_answer, variables)
+        folding = await trial.folding(outline)
+    prepare = partial(_prepare, template, request, tool_format, choice, folding, as_parts, thinking.variables)
+    rendering = prepare() if is_small else await tokenizer.run(prepare, size)
     text = await template.write(rendering)
     if request.continue_final_message:
         text = _cut(text)
@@ -92,23 +95,22 @@ async def render_prompt(tokenizer: Tokenizer, request: ChatRequest) -> ChatPromp
 
 
 def _prepare(
-    tokenizer: Tokenizer,
+    template: ChatTemplate,
     request: ChatRequest,
     tool_format: ToolFormat,
     choice: ToolChoice | None,
-    takes: tuple[bool, bool],
+    folding: Folding,
     as_parts: bool,
     variables: dict[str, Any],
 ) -> Rendering:
-    template = tokenizer.template
-    messages = _messages(request.messages, tool_format, "developer" in template.source)
     tools = choice.for_template() if choice else None
-    if tool_format.write_into_messages is not None:
-        messages, tools = tool_format.write_into_messages(messages, tools, *takes), None
+    messages, tools = template_messages(
+        request.messages, tools, tool_format, folding, has_developer="developer" in template.source
+    )
     if request.continue_final_message:
         messages[-1] = {**messages[-1], "content": messages[-1]["content"] + _CUT_HERE}
     if as_parts:
-        messages = _in_parts(messages, request.messages)
+        messages = in_parts(messages, request.messages)
     size = _size([messages, tools, variables])
     most = 4 * size + _MAX_ADDED
     return template.prepare(messages, request.opens_answer, most, tools=tools, variables=variables)
@@ -155,92 +157,6 @@ def _marks(tokenizer: Tokenizer) -> ReasoningFormat | None:
     return next(
         (known for known in REASONING_FORMATS if all(token_to_id(token) is not None for token in known.tokens)), None
     )
-
-
-def _messages(given: list[ChatMessage], tool_format: ToolFormat, has_developer: bool) -> list[dict[str, Any]]:
-    """The conversation in the form that Hugging Face templates are written for."""
-    as_text = tool_format.text_arguments
-    ids = _CallIds(tool_format)
-    names: dict[str, str] = {}  # of called functions, by the call's id
-    messages = []
-    for message in given:
-        role = "system" if message.role == "developer" and not has_developer else message.role
-        written: dict[str, Any] = {"role": role, "content": message.text}
-        name = message.name or names.get(message.tool_call_id or "")
-        if name is not None:
-            written["name"] = name
-        if message.thoughts is not None and message.role == "assistant":
-            written |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), message.thoughts)
-        if message.tool_calls:
-            names |= {call.id: call.function.name for call in message.tool_calls}
-            written["tool_calls"] = [
-                {
-                    "id": ids.of_call(call),
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, as_text)},
-                }
-                for call in message.tool_calls
-            ]
-            if tool_format is HARMONY and message.thoughts and message.text:
-                # Its template takes one of them before a call, and writes it as thoughts.
-                both = f"{message.thoughts}\n{message.text}"
-                written |= {"content": "", **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), both)}
-        if message.tool_call_id is not None:
-            written["tool_call_id"] = ids.of_result(message.tool_call_id)
-        messages.append(written)
-    return messages
-
-
-def _in_parts(written: list[dict[str, Any]], given: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Give messages their contents as lists of parts: the caller's own where the texts are still theirs."""
-    sources = given if len(given) == len(written) else [None] * len(written)
-    found = []
-    for message, source in zip(written, sources, strict=True):
-        texts = [message["content"]] if message["content"] else []
-        if source is not None and isinstance(source.content, list) and source.text == message["content"]:
-            texts = [part.text or part.refusal for part in source.content]
-        found.append({**message, "content": text_parts(*texts)})
-    return found
-
-
-def _arguments(text: str, as_text: bool) -> Any:
-    """Arguments of a call as an object, as most templates write the JSON themselves; broken ones stay text."""
-    if as_text:
-        return text or "{}"
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
-
-
-class _CallIds:
-    """The ids of calls and results as a format's templates write them, in the order of the conversation."""
-
-    def __init__(self, tool_format: ToolFormat) -> None:
-        self._format = tool_format
-        self._known: dict[str, str] = {}  # the newest call of each id
-        self._num_calls = 0
-
-    def of_call(self, call: ToolCall) -> str:
-        make = self._format.call_id
-        written = self._written(call.id) if make is None else make(call.function.name, self._num_calls)
-        self._num_calls += 1
-        self._known[call.id] = written
-        return written
-
-    def of_result(self, call_id: str) -> str:
-        return self._known.get(call_id) or self._written(call_id)
-
-    def _written(self, call_id: str) -> str:
-        return _short(call_id) if self._format.short_call_ids else call_id
-
-
-def _short(call_id: str) -> str:
-    """Call id in the form that Mistral's templates accept; an id in another form is replaced by its digest."""
-    if len(call_id) == _SHORT_ID_SIZE and call_id.isalnum() and call_id.isascii():
-        return call_id
-    return hashlib.blake2b(call_id.encode(), digest_size=8).hexdigest()[:_SHORT_ID_SIZE]
 
 
 def answer_grammar(own: Grammar | None, prompt: ChatPrompt, special_ids: SpecialIds) -> Grammar | None:

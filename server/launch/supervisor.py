@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from oarlock.engine.config import EngineConfig, NodesConfig, OnProgress
 from oarlock.engine.engine_process import EngineProcess, check_network
 from oarlock.engine.errors import EngineDeadError, StartupError
+from oarlock.server.chat.template_report import report_foldings
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.app import create_app
 from oarlock.server.endpoints.serving import connect_engine
@@ -177,6 +178,8 @@ class Supervisor:
         try:
             self._tokenizer = await tokenizer  # much faster, so a missing file is reported before the load ends
             self._pooler = pooler.loaded(self._tokenizer)
+            if self._pooler.generates:
+                await report_foldings(self._tokenizer.template)
             self._engine = await engine
         except BaseException:
             engine.cancel()

@@ -49,6 +49,7 @@ class ChatTemplate:
         self.source = given.get(_TOOL_USE) or given.get(_DEFAULT) or ""  # of the one for tools, if there is one
         self._renderers = TemplateRenderers(self._sources, names, cpu_limit_s)
         self._written: dict[tuple[tuple[str, ...], bool], bool] = {}
+        self.trials: dict[Any, Any] = {}  # results of the trials that others make of it
         if self._sources:
             _compile(self._renderers, f"The chat template {source_file}", _MEND)
 
@@ -77,14 +78,6 @@ class ChatTemplate:
         if asked is not None:
             return asked == "openai"
         return not await self._writes("user", as_parts=False) and await self._writes("user", as_parts=True)
-
-    async def takes_system(self) -> bool:
-        """Whether messages of the role `system` are written: some templates refuse them, some drop them silently."""
-        return await self._writes("system", "user", as_parts=await self.reads_parts())
-
-    async def takes_runs(self) -> bool:
-        """Whether turns of one role may follow each other."""
-        return await self._writes("user", "user", "assistant", "assistant", "user", as_parts=await self.reads_parts())
 
     async def takes_pairs(self) -> bool:
         """Whether it is a template for rerankers: its source names the roles of a query and a document, and it writes

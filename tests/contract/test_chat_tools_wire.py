@@ -196,7 +196,7 @@ def test_every_format_is_found_in_the_template_and_read(chat, tool_format, is_sp
     reply = WRITERS[tool_format.name]([("f", {"a": "é <b>"})])
     if is_special and tool_format.name == "llama3":
         reply = f"<|python_tag|>{reply}"
-    source = "{{ messages | length }}{# " + TEMPLATES[tool_format.name] + " #}"
+    source = "{{ messages[0].content }}{# " + TEMPLATES[tool_format.name] + " #}"
     stage = chat(reply, source, special=tool_format.delimiters if is_special else ())
     for choice in (_post(stage, {"tools": TOOLS}).json()["choices"][0], _streamed(stage, {"tools": TOOLS})[0][0]):
         (call,) = choice["message"]["tool_calls"]
@@ -209,7 +209,7 @@ def test_every_format_is_found_in_the_template_and_read(chat, tool_format, is_sp
 def test_an_answer_in_harmony_needs_no_tools_to_be_read(chat):
     marks = HARMONY.delimiters
     reply = "<|channel|>analysis<|message|>Hm 😀<|end|><|start|>assistant<|channel|>final<|message|>Hello"
-    stage = chat(reply, f"{{{{ messages | length }}}}{{# {''.join(marks)} #}}<|start|>assistant", special=marks[1:])
+    stage = chat(reply, f"{{{{ messages[0].content }}}}{{# {''.join(marks)} #}}<|start|>assistant", special=marks[1:])
     plain, (streamed, usage) = _post(stage, {}).json(), _streamed(stage, {})
     for choice in (plain["choices"][0], streamed[0]):
         assert choice["message"]["reasoning_content"] == "Hm 😀"

@@ -27,12 +27,12 @@ ORDER: dict[str, Order] = {
     "server": {
         "cli": entries("launch offline endpoints llm hub config bench version.py"),
         "offline": entries("launch endpoints http chat llm hub config observability json_text.py") | {SCHEMAS},
-        "launch": entries("endpoints http llm hub config observability errors.py"),
+        "launch": entries("endpoints http chat llm hub config observability errors.py"),
         "bench": entries(""),
         "endpoints": entries("http chat llm hub config observability errors.py json_text.py strict_model.py version.py")
         | {SCHEMAS},
         "http": entries("llm config observability errors.py strict_model.py version.py") | {SCHEMAS},
-        "chat": entries("llm") | {SCHEMAS},
+        "chat": entries("llm observability") | {SCHEMAS},
         "llm": entries("hub config observability errors.py json_text.py strict_model.py") | {SCHEMAS},
         "hub": entries("config"),
         "config": entries(""),

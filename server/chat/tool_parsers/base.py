@@ -49,8 +49,10 @@ class ToolFormat:
     # ids in a notation of its own
     call_id: Callable[[str, int], str] | None = None
     text_arguments: bool = False  # the template takes those of earlier calls as the text they were
+    # Writes a text and earlier calls behind it as the model's own text, for templates that leave out or refuse calls.
+    calls_as_text: Callable[[str, list[dict[str, Any]]], str] | None = None
     # For templates that know nothing of tools: the messages, with the tools and calls in their text.
-    write_into_messages: Callable[[Messages, list[dict[str, Any]] | None, bool, bool], Messages] | None = None
+    write_into_messages: Callable[[Messages, list[dict[str, Any]] | None], Messages] | None = None
 
 
 class ToolParser(ABC):

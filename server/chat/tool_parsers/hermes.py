@@ -46,14 +46,22 @@ def _matches(template: str) -> bool:
     return START in template and "<function=" not in template and "<arg_key>" not in template
 
 
-def write_into_messages(
-    messages: Messages, tools: list[dict[str, Any]] | None, takes_system: bool, takes_runs: bool
-) -> Messages:
-    """Writes the tools, calls and results of a conversation as text; without any it stays as it was given.
+def calls_as_text(content: str, calls: list[dict[str, Any]]) -> str:
+    """Write a text and the calls behind it as the model's own text."""
+    lines = [content] if content else []
+    lines += [f"{START}\n{json.dumps(call['function'], ensure_ascii=False)}\n{END}" for call in calls]
+    return "\n".join(lines)
 
-    The system message gets the list of tools, calls become text, results become the user's words. `takes_system`: the
-    template has a role `system`; else the user's first turn gets the list. `takes_runs`: turns of one role may follow
-    each other.
+
+def result_as_text(content: str) -> str:
+    """Write a result as text of the user."""
+    return f"<tool_response>\n{content}\n</tool_response>"
+
+
+def write_into_messages(messages: Messages, tools: list[dict[str, Any]] | None) -> Messages:
+    """Write the tools, calls and results of a conversation as text.
+
+    The system message gets the list of tools, calls become text of the assistant, and results become text of the user.
     """
     written = [_plain(message) for message in messages]
     if tools:
@@ -63,37 +71,17 @@ def write_into_messages(
             written[0] = {**written[0], "content": f"{written[0]['content']}\n\n{instructions}"}
         else:
             written.insert(0, {"role": "system", "content": instructions})
-    if written == messages or (takes_system and takes_runs):
-        return written
-    if not takes_system or [message["role"] for message in written[:2]] == ["system", "assistant"]:
-        written = [{**message, "role": "user"} if message["role"] == "system" else message for message in written]
-    return _merged(written)
-
-
-def _merged(messages: Messages) -> Messages:
-    """Joins consecutive turns of the same role into one."""
-    merged: Messages = []
-    for message in messages:
-        if merged and merged[-1]["role"] == message["role"]:
-            texts = [text for text in (merged[-1]["content"], message["content"]) if text]
-            merged[-1] = {**merged[-1], **message, "content": "\n\n".join(texts)}
-        else:
-            merged.append(message)
-    return merged
+    return written
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """The message without calls: they, and results, become text."""
+    """Return the message without calls: they, and results, become text."""
     if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        return {"role": "user", "content": result_as_text(message["content"])}
     calls = message.get("tool_calls")
     if not calls:
         return message
-    lines = [message["content"]] if message["content"] else []
-    for call in calls:
-        body = json.dumps(call["function"], ensure_ascii=False)
-        lines.append(f"{START}\n{body}\n{END}")
-    return {"role": message["role"], "content": "\n".join(lines)}
+    return {"role": message["role"], "content": calls_as_text(message["content"], calls)}
 
 
 HERMES = ToolFormat(
@@ -105,6 +93,7 @@ HERMES = ToolFormat(
     matches=_matches,
     forced_calls=_forced_calls,
     optional_calls=partial(grammar.text_then_calls, START),
+    calls_as_text=calls_as_text,
 )
 GENERIC = replace(
     HERMES,

@@ -101,9 +101,7 @@ def forced_list(
     return "\n".join([*rules, *grammar.call_objects(tools, "arguments")])
 
 
-def _write_into_messages(
-    messages: Messages, tools: list[dict[str, Any]] | None, takes_system: bool, takes_runs: bool
-) -> Messages:
+def _write_into_messages(messages: Messages, tools: list[dict[str, Any]] | None) -> Messages:
     """Phi-4-mini's template takes the tools as a text of the system message, and calls as the text they were."""
     written = [_plain(message) for message in messages]
     if tools:
@@ -118,8 +116,11 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not calls:
         return message
-    body = json.dumps([call["function"] for call in calls], ensure_ascii=False)
-    return {"role": message["role"], "content": f"{message['content'] or ''}{TOOL_CALL}{body}{TOOL_CALL_END}"}
+    return {"role": message["role"], "content": _calls_as_text(message["content"], calls) + TOOL_CALL_END}
+
+
+def _calls_as_text(content: str, calls: list[dict[str, Any]]) -> str:
+    return content + TOOL_CALL + json.dumps([call["function"] for call in calls], ensure_ascii=False)
 
 
 GRANITE = ToolFormat(
@@ -131,6 +132,7 @@ GRANITE = ToolFormat(
     matches=lambda template: "<|start_of_role|>" in template and "</tool_call>" not in template,
     forced_calls=partial(forced_list, TOOL_CALL),
     optional_calls=partial(grammar.text_then_calls, TOOL_CALL),
+    calls_as_text=_calls_as_text,
 )
 PHI4_MINI = ToolFormat(
     name="phi4_mini",
@@ -217,6 +219,12 @@ def _forced_named_calls(tools: Sequence[ToolSchema], most: int, special_ids: Spe
     return "\n".join([*heads, *rules, *grammar.arguments(tools)])
 
 
+def _named_calls_as_text(content: str, calls: list[dict[str, Any]]) -> str:
+    functions = [call["function"] for call in calls]
+    written = [f"{START}{f['name']}{ARGS}{json.dumps(f['arguments'], ensure_ascii=False)}" for f in functions]
+    return content + "".join(written)
+
+
 MISTRAL = ToolFormat(
     name="mistral",
     models="Mistral, until 2024",
@@ -236,6 +244,7 @@ MISTRAL_NAMED = replace(
     delimiters=(START, ARGS, CALL_ID),
     matches=lambda template: START in template and ARGS in template,
     forced_calls=_forced_named_calls,
+    calls_as_text=_named_calls_as_text,
 )
 
 

@@ -62,7 +62,8 @@ def test_contents_are_lists_of_parts_where_the_template_writes_those_alone_or_th
     turns = [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": t} for t in "bc"]}]
     chosen = [{"chat_template_content_format": name} for name in ("string", "openai")]
     assert _prompt(PARTS, turns)[0] == "<a><b><c>"
-    assert _prompt(PARTS, turns, chosen[0])[0] == "<><><>"  # jinja walks through the characters of a text
+    with pytest.raises(RequestError, match=r"leaves out messages\[0\]"):  # jinja walks through the characters of a text
+        _prompt(PARTS, turns, chosen[0])
     assert '"content": "bc"' in _prompt(DUMP, turns)[0]
     text = _prompt(DUMP, turns, chosen[1])[0]
     assert '"content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]' in text
@@ -121,8 +122,9 @@ def test_tools_reach_templates_with_no_system_or_strict_turns(source, opening):
     words = text[text.index("You can call") : text.index(" and nothing else.") + len(" and nothing else.")]
     assert '"name": "f"' in words
     call = '<tool_call>\n{"name": "f", "arguments": {"x": [1]}}\n</tool_call>'
-    results = "<tool_response>\nb\n</tool_response>\n\n<tool_response>\nc\n</tool_response>\n\nd"
-    turns = [("assistant", call), ("user", results)]
+    results = ["<tool_response>\nb\n</tool_response>", "<tool_response>\nc\n</tool_response>", "d"]
+    is_strict = source is not templates.DROPS_SYSTEM
+    turns = [("assistant", call), *(("user", each) for each in (["\n\n".join(results)] if is_strict else results))]
     if opening and opening[0]["role"] == "assistant":
         turns = [("user", words), ("assistant", "Hello."), ("user", "a"), *turns]
     else:
@@ -141,11 +143,10 @@ def test_results_reach_such_templates_when_no_tools_are_given(source):
     assert "You can call" not in text
 
 
-def test_a_conversation_without_tools_is_the_templates_own_to_refuse():
-    with pytest.raises(RequestError, match="No system role"):
-        _prompt(templates.GEMMA2, [BRIEF, TURNS[0]])
-    with pytest.raises(RequestError, match="Roles must take turns"):
-        _prompt(templates.GEMMA3, [TURNS[0], TURNS[0]], tools=[TOOL], tool_choice="none")
+def test_a_conversation_that_no_rewriting_keeps_is_the_templates_own_to_refuse():
+    refuses = "{{ raise_exception('Not today') }}{{ messages }}"
+    with pytest.raises(RequestError, match="refuses these messages: Not today"):
+        _prompt(refuses, [BRIEF, TURNS[0]])
 
 
 @pytest.mark.parametrize("last", ["Sure: ", "e", "<|im_end|", "Sure"])
@@ -158,8 +159,9 @@ def test_the_answer_goes_on_with_the_last_message(last):
 
 
 def test_a_template_that_hides_the_last_message_cannot_continue_it():
+    hides = "{% for m in messages %}{{ m.content.replace('\ue0c7', '') }}{% endfor %}"
     with pytest.raises(RequestError, match="cannot be continued") as caught:
-        _prompt("{{ messages | length }}", TURNS[:1], continue_final_message=True)
+        _prompt(hides, TURNS[:1], continue_final_message=True)
     assert caught.value.param == "continue_final_message"
 
 

@@ -1,0 +1,411 @@
+"""Finds out by trial which rewriting of a conversation a chat template needs to show all of its turns.
+
+A template is foreign code that may leave out a turn or refuse it. So the shape of a conversation (roles, calls,
+results, whether there is text) is rendered once with a marker in place of each text, and the first `Folding` is taken
+for which all markers are in the prompt in their order. Shapes repeat, so results are kept with the template. In a long
+conversation repeated rounds are left out of the trial.
+"""
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+from oarlock.engine.errors import RequestError
+from oarlock.server.chat.conversation import Tools, in_parts, template_messages
+from oarlock.server.chat.tool_parsers.base import Messages, ToolFormat
+from oarlock.server.chat.turn_folding import INSTRUCTIONS, CallText, CallTurns, Folding, Runs, SystemTurns
+from oarlock.server.endpoints.chat.schema import CalledFunction, ChatMessage, ToolCall
+from oarlock.server.llm.chat_template import ChatTemplate
+from oarlock.server.llm.template_renderers import TemplateLimitError
+
+MAX_TRIAL_TURNS = 64
+MAX_PROMPT = 1 << 18  # characters of a trial's prompt
+_MAX_RESULTS = 512  # per template
+_MAX_KIND = 16  # characters of JSON
+_TOOL = "trial_tool"
+TOOLS = -1  # in place of a turn: the list of tools
+_ANY_NAME = re.compile(r"function\d+x\d+end")
+_TRIAL_TOOLS: Tools = [
+    {
+        "type": "function",
+        "function": {
+            "name": _TOOL,
+            "description": "Tries the template.",
+            "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "Any text."}}},
+        },
+    }
+]
+
+
+class Turn(NamedTuple):
+    """The shape of one message."""
+
+    role: str
+    has_text: bool
+    num_calls: int = 0
+    has_thoughts: bool = False
+    answers: tuple[int, int] | None = None  # of a result: (how many turns back, number) of its call
+
+
+class Fault(NamedTuple):
+    """The first turn that a prompt does not show as it should."""
+
+    turn: int  # index in the trial, or TOOLS
+    is_lost: bool = True  # False: it is shown in another place, or as the result of another call
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """The shape of a conversation as it is tried."""
+
+    turns: tuple[Turn, ...]
+    indices: tuple[int, ...]  # of the turns in the conversation
+
+    @staticmethod
+    def of(messages: Sequence[ChatMessage]) -> "Outline":
+        """Return the outline of a conversation."""
+        shape = shape_of(messages)
+        kept = kept_turns(shape)
+        places = {position: number for number, position in enumerate(kept)}
+        turns = []
+        for number, position in enumerate(kept):
+            turn = shape[position]
+            if turn.answers is not None:
+                place = places.get(position - turn.answers[0])
+                turn = turn._replace(answers=None if place is None else (number - place, turn.answers[1]))
+            turns.append(turn)
+        return Outline(tuple(turns), tuple(kept))
+
+
+def shape_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
+    """Return the shape of a conversation."""
+    calls: dict[str, tuple[int, int]] = {}
+    turns = []
+    for position, message in enumerate(messages):
+        found = calls.get(message.tool_call_id or "") if message.role == "tool" else None
+        answers = None if found is None else (position - found[0], found[1])
+        made = message.tool_calls or ()
+        calls |= {call.id: (position, number) for number, call in enumerate(made)}
+        has_text, has_thoughts = bool(message.text.strip()), bool(message.thoughts) and message.role == "assistant"
+        turns.append(Turn(message.role, has_text, len(made), has_thoughts, answers))
+    return tuple(turns)
+
+
+def kept_turns(shape: Sequence[Turn]) -> list[int]:
+    """Return the indices of the turns that a trial needs: without repeated rounds, and repeated steps in a round."""
+    rounds: list[list[list[int]]] = [[]]
+    for position, turn in enumerate(shape):
+        if turn.role == "user" and rounds[-1]:
+            rounds.append([])
+        if turn.role == "tool" and rounds[-1] and shape[rounds[-1][-1][0]].num_calls:
+            rounds[-1][-1].append(position)  # results belong to the step of their call
+        else:
+            rounds[-1].append([position])
+    return _without_repeats(shape, [_without_repeats(shape, steps) for steps in rounds])
+
+
+def _without_repeats(shape: Sequence[Turn], parts: Sequence[list[int]]) -> list[int]:
+    """Return the turns of all parts but those whose kind has followed the kind before it already; the last stays."""
+    seen: set[tuple[Any, Any]] = set()
+    before = None
+    kept: list[int] = []
+    for number, part in enumerate(parts):
+        kind = tuple(shape[position] for position in part)
+        is_new = (before, kind) not in seen and len(kept) + len(part) <= MAX_TRIAL_TURNS
+        if is_new or number == len(parts) - 1:
+            kept += part
+        seen.add((before, kind))
+        before = kind
+    return kept
+
+
+def trial_messages(shape: Sequence[Turn]) -> list[ChatMessage]:
+    """Return a conversation of this shape, with a marker in place of each text, name and argument."""
+    messages = []
+    for position, turn in enumerate(shape):
+        calls = [
+            ToolCall(
+                id=_call_id(position, number),
+                function=CalledFunction(
+                    name=_name(position, number), arguments=json.dumps({"x": _argument(position, number)})
+                ),
+            )
+            for number in range(turn.num_calls)
+        ]
+        call_id = None
+        if turn.role == "tool":
+            back, number = turn.answers or (position + 1, 0)
+            call_id = _call_id(position - back, number)
+        messages.append(
+            ChatMessage.model_construct(
+                role=turn.role,
+                content=_text(position) if turn.has_text else "",
+                tool_calls=calls or None,
+                tool_call_id=call_id,
+                reasoning_content=f"think{position}end" if turn.has_thoughts else None,
+            )
+        )
+    return messages
+
+
+def _text(turn: int) -> str:
+    return f"turn{turn}end"
+
+
+def _name(turn: int, call: int) -> str:
+    return f"function{turn}x{call}end"
+
+
+def _argument(turn: int, call: int) -> str:
+    return f"argument{turn}x{call}end"
+
+
+def _call_id(turn: int, call: int) -> str:
+    """Return an id of nine letters and digits, as Mistral's templates want it."""
+    return f"c{turn % 10000:05d}{call % 1000:03d}" if turn >= 0 else "unknown00"
+
+
+def fault_in(prompt: str, shape: Sequence[Turn], has_tools: bool) -> Fault | None:
+    """Return the first fault of a trial's prompt.
+
+    Instructions at the beginning may be anywhere, since many templates write them with the tools or into a turn of the
+    user. The text before a call may be anywhere between the turns of the user around it.
+    """
+    places = [[prompt.find(marker) for marker in _markers(turn, position)] for position, turn in enumerate(shape)]
+    lost = next((position for position, found in enumerate(places) if -1 in found), None)
+    if lost is not None:
+        return Fault(lost)
+    end = -1
+    for task in _tasks(shape):
+        found = [place for group in task for position in group for place in places[position]]
+        if found and min(found) < end:
+            return Fault(task[0][0], False)
+        wrong = _disorder(prompt, shape, task)
+        if wrong is not None:
+            return Fault(wrong, False)
+        end = max([end, *found])
+    wrong = _wrong_result(prompt, shape, places)
+    if wrong is not None:
+        return Fault(wrong, False)
+    return Fault(TOOLS) if has_tools and _TOOL not in prompt else None
+
+
+def _markers(turn: Turn, position: int) -> list[str]:
+    calls = range(turn.num_calls)
+    texts = [_text(position)] if turn.has_text else []
+    return [*texts, *(_name(position, i) for i in calls), *(_argument(position, i) for i in calls)]
+
+
+def _groups(shape: Sequence[Turn]) -> list[list[int]]:
+    """Return the turns behind the opening instructions: one by one, calls together with their results."""
+    opening = next((i for i, turn in enumerate(shape) if turn.role not in INSTRUCTIONS), len(shape))
+    groups: list[list[int]] = []
+    for position in range(opening, len(shape)):
+        if shape[position].role == "tool" and groups and shape[groups[-1][0]].num_calls:
+            groups[-1].append(position)
+        else:
+            groups.append([position])
+    return groups
+
+
+def _tasks(shape: Sequence[Turn]) -> list[list[list[int]]]:
+    """Return the groups of turns, those together that belong to one task: calls, and the answer behind them."""
+    tasks: list[list[list[int]]] = []
+    for group in _groups(shape):
+        is_assistant = shape[group[0]].role == "assistant"
+        if is_assistant and tasks and any(shape[each[0]].num_calls for each in tasks[-1]):
+            tasks[-1].append(group)
+        else:
+            tasks.append([group])
+    return tasks
+
+
+def _disorder(prompt: str, shape: Sequence[Turn], task: Sequence[Sequence[int]]) -> int | None:
+    """Return the first turn of a task whose call, result or answer stands in another place than its own."""
+    end = -1
+    for group in task:
+        caller = group[0]
+        calls = [(caller, number) for number in range(shape[caller].num_calls)]
+        found = [prompt.find(marker(*call)) for call in calls for marker in (_name, _argument)]
+        found += [prompt.find(_text(i)) for i in (group[1:] if calls else group) if shape[i].has_text]
+        if found and min(found) < end:
+            return caller
+        end = max([end, *found])
+    return None
+
+
+def _has_stray(shape: Sequence[Turn]) -> bool:
+    """Whether a result does not stand behind its call."""
+    behind = {i for caller, *others in _groups(shape) for i in others if _is_answer(shape, i, caller)}
+    return any(turn.role == "tool" and position not in behind for position, turn in enumerate(shape))
+
+
+def _is_answer(shape: Sequence[Turn], position: int, caller: int) -> bool:
+    answers = shape[position].answers
+    return answers is not None and position - answers[0] == caller
+
+
+def _wrong_result(prompt: str, shape: Sequence[Turn], places: Sequence[Sequence[int]]) -> int | None:
+    """Return the first result that stands before its call, or behind the name of another one."""
+    known = sorted(place for found in places for place in found)
+    for position, turn in enumerate(shape):
+        if turn.role != "tool" or not turn.has_text:
+            continue
+        place = places[position][0]
+        caller = None if turn.answers is None else (position - turn.answers[0], turn.answers[1])
+        if caller is not None and place < prompt.find(_argument(*caller)):
+            return position
+        before = known[bisect_left(known, place) - 1] if place > known[0] else 0
+        names = _ANY_NAME.findall(prompt, before + 1, place)  # a name at `before` belongs to a call
+        if names and (caller is None or names[-1] != _name(*caller)):
+            return position
+    return None
+
+
+def _in_order(shape: Sequence[Turn]) -> tuple[Turn, ...]:
+    """Return the shape as it is read by a template that looks at no ids: results answer the first calls, in order."""
+    turns = list(shape)
+    for caller, *others in _groups(shape):
+        own = [position for position in others if _is_answer(shape, position, caller)]
+        for number, position in enumerate(own):
+            turns[position] = turns[position]._replace(answers=(position - caller, number))
+    return tuple(turns)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTrial:
+    """Trials of one template, for requests with or without tools and with the same variables."""
+
+    template: ChatTemplate
+    tool_format: ToolFormat
+    as_parts: bool
+    has_tools: bool
+    opens_answer: bool
+    variables: Mapping[str, Any]
+
+    async def folding(self, outline: Outline) -> Folding:
+        """Return the folding that keeps all turns of a conversation.
+
+        No rewriting is returned if the template refuses the conversation in every form: the request is refused in the
+        template's words. Raises `RequestError` if it would leave out a turn.
+        """
+        found = await self.result(outline)
+        if isinstance(found, Fault):
+            raise _refusal(found, outline)
+        return found or Folding()
+
+    async def result(self, outline: Outline) -> Folding | Fault | None:
+        """Return the folding, or what none of them mends; None if the template refuses all forms."""
+        known = self.template.trials
+        key = (outline.turns, self.has_tools, self.opens_answer, _kinds(self.variables))
+        if key not in known:
+            found = await self._find(outline.turns)
+            while len(known) >= _MAX_RESULTS:
+                del known[next(iter(known))]
+            known[key] = found
+        return known[key]
+
+    async def _find(self, shape: tuple[Turn, ...]) -> Folding | Fault | None:
+        conversation = trial_messages(shape)
+        first: Fault | RequestError | None = None
+        without_tools: Folding | None = None
+        tried: set[str] = set()
+        for folding in self._foldings(shape):
+            messages, tools = self._written(conversation, folding)
+            form = json.dumps(messages)
+            if form in tried:
+                continue
+            tried.add(form)
+            outcome = await self._fault(messages, tools, shape)
+            if outcome is None and not await self._mixes_results_up(shape, folding):
+                return folding
+            if isinstance(outcome, Fault) and outcome.turn == TOOLS:
+                without_tools = without_tools or folding
+            first = first or outcome or Fault(_first_result(shape), False)
+        if without_tools is not None:
+            return without_tools  # the model knows its tools from elsewhere
+        return first if isinstance(first, Fault) else None
+
+    def _foldings(self, shape: Sequence[Turn]) -> Iterator[Folding]:
+        """Yield the foldings that may change a conversation of this shape; those that change less come first."""
+        has_calls = any(turn.num_calls for turn in shape)
+        has_results = any(turn.role == "tool" for turn in shape)
+        writes_tools = self.has_tools and self.tool_format.write_into_messages is not None  # as a system turn
+        has_system = writes_tools or any(turn.role in INSTRUCTIONS for turn in shape)
+        texts = list(CallText) if any(turn.num_calls and turn.has_text for turn in shape) else [CallText.KEPT]
+        calls = [CallTurns.KEPT]
+        if _in_order(shape) != tuple(shape):
+            calls.append(CallTurns.ORDERED)
+        if any(turn.num_calls > 1 for turn in shape):
+            calls.append(CallTurns.SINGLE)
+        forms = [*product((False, True)[: 1 + _has_stray(shape)], (False, True)[: 1 + has_calls], texts, calls)]
+        if (has_calls or has_results) and self.tool_format.calls_as_text is not None:
+            forms += [(False, False, CallText.KEPT, each) for each in CallTurns if each >= CallTurns.LAST_TEXT]
+        systems = list(SystemTurns) if has_system else [SystemTurns.KEPT]
+        developers = (False, True)[: 1 + any(turn.role == "developer" for turn in shape)]
+        for (stray, other, text, call), system, runs, developer in product(forms, systems, Runs, developers):
+            yield Folding(call, text, system, runs, developer, stray, other)
+
+    async def _fault(
+        self, messages: Messages, tools: Tools | None, shape: tuple[Turn, ...]
+    ) -> Fault | RequestError | None:
+        """Return what is wrong with the prompt of a trial, or the template's refusal."""
+        try:
+            prompt = await self._render(messages, tools)
+        except TemplateLimitError:
+            raise  # which says nothing about these turns
+        except RequestError as error:
+            return error
+        return fault_in(prompt, shape, self.has_tools)
+
+    async def _mixes_results_up(self, shape: tuple[Turn, ...], folding: Folding) -> bool:
+        """Whether results do not answer the first calls in order, and the prompt hides which calls they answer."""
+        ordered = _in_order(shape)
+        if ordered == shape:
+            return False
+        prompts = []
+        for each in (shape, ordered):
+            messages, tools = self._written(trial_messages(each), folding)
+            prompts.append(await self._render(messages, tools))
+        return prompts[0] == prompts[1]
+
+    def _written(self, conversation: list[ChatMessage], folding: Folding) -> tuple[Messages, Tools | None]:
+        has_developer = "developer" in self.template.source
+        tools = _TRIAL_TOOLS if self.has_tools else None
+        messages, tools = template_messages(conversation, tools, self.tool_format, folding, has_developer=has_developer)
+        return (in_parts(messages, conversation) if self.as_parts else messages), tools
+
+    async def _render(self, messages: Messages, tools: Tools | None) -> str:
+        return await self.template.render(
+            messages, self.opens_answer, MAX_PROMPT, tools=tools, variables=self.variables
+        )
+
+
+def _first_result(shape: Sequence[Turn]) -> int:
+    return next(position for position, turn in enumerate(shape) if turn.role == "tool")
+
+
+def _kinds(variables: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return the part of variables that results are kept for: a date, for example, does not need trials of its own."""
+    return tuple(sorted((name, _value_kind(value)) for name, value in variables.items()))
+
+
+def _value_kind(value: Any) -> str:
+    """Return short values as they are, and of others their type."""
+    written = json.dumps(value)
+    return written if len(written) <= _MAX_KIND else type(value).__name__
+
+
+def _refusal(fault: Fault, outline: Outline) -> RequestError:
+    position, role = outline.indices[fault.turn], outline.turns[fault.turn].role
+    what = "leaves out" if fault.is_lost else "writes in another place"
+    message = (
+        f"This model's chat template {what} messages[{position}] (role '{role}') of such a conversation, in every form "
+        "that this server can give it. Move its text into another message, or serve the model with --chat-template and "
+        "a template that shows it."
+    )
+    return RequestError(message, "messages", "unsupported_value")
