@@ -187,7 +187,9 @@ class StreamOptions(StrictModel):
     """Options that only a stream has."""
 
     include_usage: bool | None = Field(False, description="a last chunk without choices carries `usage`")
-    continuous_usage_stats: bool | None = Field(False, description="every chunk carries the `usage` so far")
+    continuous_usage_stats: bool | None = Field(
+        False, description="every chunk carries the `usage` so far; none does with `include_usage: false`"
+    )
     include_obfuscation: bool | None = Field(
         None, description="chunks are never padded, whatever is asked", json_schema_extra=ACCEPTED
     )
@@ -270,6 +272,9 @@ class SamplingFields(_ScalarFields):
         description="keep only so many tokens from the prompt's end; -1: as many as fit beside the answer, "
         "at least half of the context; 0 is refused",
     )
+    truncation_side: Literal["left", "right"] | None = Field(
+        "left", description="where `truncate_prompt_tokens` cuts: `right` keeps the prompt's beginning"
+    )
     response_format: ResponseFormat | None = Field(
         None, description="the answer is JSON, any object or as a schema says"
     )
@@ -340,8 +345,11 @@ class SamplingFields(_ScalarFields):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk of a stream carries `usage`."""
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        """Whether every chunk of a stream carries `usage`, unless the request says that none does."""
+        options = self.stream_options
+        if options is None or ("include_usage" in options.model_fields_set and not options.include_usage):
+            return False
+        return bool(options.continuous_usage_stats)
 
     @property
     def limit_field(self) -> str:

@@ -159,7 +159,7 @@ class InputProcessor:
     async def encode(
         self, text: str, request: SamplingFields, max_tokens: int | None, param: str, marks: bool = True
     ) -> list[int]:
-        """The ids of a prompt's text, or those at its end that are kept. Raises `ContextLengthError`.
+        """Return the ids of a prompt's text, or those at one end that are kept. Raises `ContextLengthError`.
 
         What cannot fit is not tokenized to its end. `marks`: with those that the checkpoint puts around a text.
         """
@@ -167,10 +167,19 @@ class InputProcessor:
         keep = self._kept(request, max_tokens)
         try:
             if keep is not None and keep <= most:
+                if request.truncation_side == "right":
+                    return await self._beginning(text, keep, marks)
                 return await self.tokenizer.aencode(text, marks, last=keep + 1)  # one more shows that some are cut
             return await self.tokenizer.aencode(text, marks, most=most)
         except TooManyTokensError as error:
             raise self._does_not_fit(error.at_least, "at least ", max_tokens, param) from None
+
+    async def _beginning(self, text: str, keep: int, marks: bool) -> list[int]:
+        """The ids of a text, or with what opens it at least the first `keep` of one that has more."""
+        first = await self.tokenizer.aencode(text, False, first=keep + 1)
+        if len(first) <= keep:
+            return await self.tokenizer.aencode(text, marks)
+        return [*self.tokenizer.opening, *first] if marks else first
 
     async def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raises `RequestError` when one of them is no token of the model."""
@@ -234,12 +243,12 @@ class InputProcessor:
         """The prompt, cut only if the request asks for it. Raises `ContextLengthError`."""
         keep = self._kept(request, max_tokens)
         if keep is not None:
-            ids = ids[-keep:]
+            ids = ids[:keep] if request.truncation_side == "right" else ids[-keep:]
         self.check_length(len(ids), max_tokens, param)
         return ids
 
     def _kept(self, request: SamplingFields, max_tokens: int | None) -> int | None:
-        """Number of tokens that the request keeps from the end of a prompt; None: all."""
+        """Number of tokens that the request keeps of a prompt; None: all."""
         keep = request.truncate_prompt_tokens
         if keep == _WHOLE_CONTEXT:
             return max(self.max_len - (1 if max_tokens is None else max_tokens), self.max_len // 2)

@@ -38,6 +38,7 @@ class SamplingParams:
     logprobs: int | None = None  # so many alternatives with each token
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None  # left (the default) or right: which end is cut
     response_format: Mapping[str, Any] | None = None
     structured_outputs: Mapping[str, Any] | None = None
     timeout: float | None = None  # seconds

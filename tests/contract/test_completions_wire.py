@@ -416,6 +416,16 @@ def test_the_end_of_a_long_text_is_kept_and_no_more_is_tokenized(make_stage, tok
         assert stage.engine.requests[-1].prompt_token_ids == tuple(whole[-kept:])
         assert response.json()["choices"][0]["text"].startswith(tokenizer.decode(whole[-kept:]))
     assert sum(seen) < 3 * 80_000
+    seen.clear()
+    for keep, kept in ((1, 1), (20, 20), (-1, 255)):
+        fields = {"truncate_prompt_tokens": keep, "truncation_side": "right", "max_tokens": 1}
+        assert _post(stage, {"prompt": words, **fields}).status_code == 200
+        assert stage.engine.requests[-1].prompt_token_ids == tuple(whole[:kept])
+    assert sum(seen) < 3 * 80_000
+    assert (
+        _post(stage, {"prompt": "word0", "truncate_prompt_tokens": 200, "truncation_side": "right"}).status_code == 200
+    )
+    assert stage.engine.requests[-1].prompt_token_ids == tuple(tokenizer.encode("word0"))
     response = _post(stage, {"prompt": words, "truncate_prompt_tokens": 400})
     assert response.json()["error"]["code"] == "context_length_exceeded"
 

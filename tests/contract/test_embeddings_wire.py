@@ -196,6 +196,8 @@ def test_an_answer_has_only_so_many_vectors_of_tokens(embeds, monkeypatch):
         ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "x", "dimensions": 0}, "dimensions"),
         ({"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "x", "truncate_prompt_tokens": 5, "truncation_side": "left"}, "truncation_side"),
+        ({"input": "x", "truncation_side": "middle"}, "truncation_side"),
         ({"input": "x", "priority": 11}, "priority"),
         ({"input": "x", "model": "nope"}, "model"),
     ],

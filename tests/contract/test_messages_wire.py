@@ -186,6 +186,15 @@ def test_sampling_format_and_the_user_reach_the_engine(make_stage):
     assert params.grammar is not None and json.loads(params.grammar.text) == SCHEMA
 
 
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_a_strict_tool_binds_the_calls_that_the_model_makes_by_itself(chat, strict):
+    stage = chat(CALL, templates.QWEN, (), info=INFO_LONG)
+    create(stage, tools=[{**TOOLS[0], "strict": strict}])
+    grammar = stage.engine.requests[0].params.grammar
+    assert (grammar is not None) is (strict is True)
+    assert strict is not True or json.dumps(SCHEMA["properties"]) in grammar.text
+
+
 def test_a_full_context_is_not_the_limit_of_the_request(make_stage):
     stage = make_stage(lambda request: [5] * 4096)
     answer = create(stage, max_tokens=INFO.max_model_len)

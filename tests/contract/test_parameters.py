@@ -242,8 +242,9 @@ def test_scoring_needs_no_echo(make_stage):
 def test_the_end_of_a_prompt_is_kept_on_request_only(make_stage, payload, kept):
     stage = make_stage("a")
     ids = [5 + number for number in range(240)]
-    choice = _choice(stage, {"prompt": ids, **payload, "return_token_ids": True})
-    assert choice["prompt_token_ids"] == ids[-kept:]
+    for side, expected in ((None, ids[-kept:]), ("left", ids[-kept:]), ("right", ids[:kept])):
+        choice = _choice(stage, {"prompt": ids, **payload, "return_token_ids": True, "truncation_side": side})
+        assert choice["prompt_token_ids"] == expected
 
 
 def test_a_prompt_that_is_too_long_even_when_cut_is_refused(make_stage):
@@ -369,6 +370,10 @@ def test_usage_so_far_in_every_chunk(make_stage):
     response = _post(stage, {"prompt": "x", "stream": True, "stream_options": {"continuous_usage_stats": True}})
     events = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
     assert all(event["choices"] and event["usage"] for event in events)
+    for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [{"role": "user", "content": "x"}]})):
+        refused = {"include_usage": False, "continuous_usage_stats": True}
+        text = _post(stage, {**body, "stream": True, "stream_options": refused}, path).text
+        assert '"usage"' not in text and text.endswith("data: [DONE]\n\n"), "as vLLM has it"
 
 
 @pytest.mark.parametrize("stream", [False, True])

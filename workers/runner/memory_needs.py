@@ -176,10 +176,8 @@ def check_given_sizes_fit_host(config: WorkerConfig, weights: int) -> None:
     need = weights + ranks * sum(size for _, size in sizes)
     if not sizes or need <= free:
         return
-    parts = [
-        f"{human_bytes(weights)} of weights",
-        *(f"{ranks} x {human_bytes(size)} of {name}" for name, size in sizes),
-    ]
+    parts = [f"{human_bytes(weights)} of weights"] if weights else []
+    parts += [f"{ranks} x {human_bytes(size)} of {name}" for name, size in sizes]
     name, largest = max(sizes, key=lambda pair: pair[1])
     rest = free - need + ranks * largest
     fix = f"Lower {name} to {rest // ranks >> 20}MiB or less" if rest // ranks >> 20 else f"Lower {name}"

@@ -193,7 +193,7 @@ class MessagesTool(StrictModel):
     name: ToolName
     description: Annotated[str, Field(max_length=65_536)] | None = None
     input_schema: JsonObject
-    strict: bool | None = Field(None, json_schema_extra=ACCEPTED)
+    strict: bool | None = Field(None, description="calls that the model makes by itself match the schema too")
     cache_control: CacheControlField = None
     eager_input_streaming: bool | None = Field(None, json_schema_extra=ACCEPTED)
     defer_loading: bool | None = Field(None, json_schema_extra=IGNORED)  # the model sees the tool at once

@@ -114,7 +114,12 @@ def _others(request: Source) -> dict[str, Any]:
         found["tools"] = [
             {
                 "type": "function",
-                "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                    "strict": tool.strict,
+                },
             }
             for tool in request.own_tools
         ]

@@ -32,6 +32,9 @@ class PoolingFields(StrictModel):
         description="keep only so many tokens from a text's beginning, those that the model puts around it included; "
         "-1: as many as fit; without it a text that is too long is refused",
     )
+    truncation_side: Literal["left", "right"] | None = Field(
+        "right", description="where a text is cut: only at its end; `left` is refused"
+    )
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = Field(
         None,
         description="seconds until the answer is 408. The header X-Request-Timeout says the same; the shorter counts",
@@ -50,6 +53,8 @@ class PoolingFields(StrictModel):
     def _some_tokens_are_kept(self) -> PoolingFields:
         if self.truncate_prompt_tokens == 0:
             raise FieldError("truncate_prompt_tokens", "is 0, which would leave nothing; use -1 for what fits")
+        if self.truncation_side == "left":
+            raise FieldError("truncation_side", "is 'left', and texts are cut at their end only; cut them yourself")
         return self
 
 
