@@ -28,6 +28,8 @@ from oarlock.server.hub.transfer import Digest, Report, TransferRate
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # beside the weights; nothing that could run code
 # Of the modules of sentence-transformers, whose folders are numbered: how they work, and the weights of Dense ones.
 _MODULE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
+# Chat templates beside the default one, as transformers saves them.
+_TEMPLATE = re.compile(r"additional_chat_templates/[\w.-]+\.jinja")
 _AT_ONCE = 4  # connections: one alone seldom fills a fast line
 _TRIES = 5  # without a new byte
 _RETRY_S = 1.0
@@ -104,7 +106,7 @@ class Snapshot:
 
 
 def look_up(model: str, revision: str) -> tuple[str, list[HubFile]]:
-    """The commit that `revision` means on the hub, and the files of its top folder and of modules.
+    """Return the commit that `revision` means on the hub, and the files of its top folder, of modules and of templates.
 
     Raises the library's errors.
     """
@@ -112,7 +114,8 @@ def look_up(model: str, revision: str) -> tuple[str, list[HubFile]]:
     files = []
     for sibling in info.siblings or ():
         etag = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
-        is_inside = "/" in sibling.rfilename and not _MODULE.fullmatch(sibling.rfilename)
+        is_wanted = any(pattern.fullmatch(sibling.rfilename) for pattern in (_MODULE, _TEMPLATE))
+        is_inside = "/" in sibling.rfilename and not is_wanted
         if is_inside or sibling.rfilename.startswith(".") or sibling.size is None:
             continue  # other subfolders hold other formats of the same weights
         if etag is None or not _HASH.fullmatch(etag):

@@ -203,6 +203,17 @@ def _member(item: Any, name: str) -> str:
     return value
 
 
+def with_template(config: Mapping[str, Any], name: str, source: str) -> list[dict[str, str]]:
+    """Return the templates of a tokenizer configuration, and in the place of `name` the one with this source."""
+    given = config.get("chat_template")
+    if isinstance(given, str):
+        given = [{"name": _DEFAULT, "template": given}]
+    elif not isinstance(given, list | None):
+        raise _not_a_template(given)
+    others = [item for item in given or () if _member(item, "name") != name]
+    return [*others, {"name": name, "template": source}]
+
+
 def _not_a_template(value: Any) -> StartupError:
     what = "neither a text nor a list of texts with names"
     return StartupError(f"chat_template in tokenizer_config.json is {what}: {shown(value)}.", _MEND)

@@ -21,7 +21,7 @@ from oarlock.engine.errors import StartupError, shown
 from oarlock.engine.preflight import check_file, is_there, read_text
 from oarlock.server.config.settings import Settings
 from oarlock.server.hub.model_path import VOCABULARY_FILES, OnDetailedProgress, read_json, resolve, resolve_tokenizer
-from oarlock.server.llm.chat_template import MOST_CHARACTERS, ChatTemplate, read_template
+from oarlock.server.llm.chat_template import MOST_CHARACTERS, ChatTemplate, read_template, with_template
 from oarlock.server.llm.detokenizer import (
     BytesDetokenizer,
     Detokenizer,
@@ -62,6 +62,9 @@ class PairMarks(NamedTuple):
     between: tuple[int, ...]
     closing: tuple[int, ...]
     has_types: bool
+
+
+_TEMPLATE_FOR_TOOLS = "additional_chat_templates/tool_use.jinja"  # where transformers' save_pretrained writes it
 
 
 class Tokenizer:
@@ -114,6 +117,8 @@ class Tokenizer:
             config["chat_template"] = read_text(template_file, MOST_CHARACTERS)
         else:
             template_file = None
+        if chat_template is None and is_there(for_tools := path / _TEMPLATE_FOR_TOOLS):
+            config["chat_template"] = with_template(config, "tool_use", read_text(for_tools, MOST_CHARACTERS))
         return Tokenizer(_read_backend(path), config, template_file)
 
     @property

@@ -386,6 +386,8 @@ def test_folders_of_modules_are_fetched_and_no_other_ones(hub):
     hub.files |= {
         "modules.json": b"[]",
         "1_Pooling/config.json": b'{"pooling_mode_lasttoken": true}',
+        "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
+        "additional_chat_templates/tool_use.py": b"print()",
         "2_Dense/config.json": b"{}",
         "2_Dense/model.safetensors": WEIGHTS[::-1],
         "2_Dense/pytorch_model.bin": b"a pickle",
@@ -397,5 +399,6 @@ def test_folders_of_modules_are_fetched_and_no_other_ones(hub):
     assert (directory / "2_Dense" / "model.safetensors").read_bytes() == WEIGHTS[::-1]
     assert (directory / "model.safetensors").read_bytes() == WEIGHTS
     fetched = {name for name in hub.files if (directory / name).exists()}
-    assert hub.files.keys() - fetched == {"2_Dense/pytorch_model.bin", "onnx/config.json", "onnx/model.safetensors"}
+    left = {"2_Dense/pytorch_model.bin", "onnx/config.json", "onnx/model.safetensors"}
+    assert hub.files.keys() - fetched == left | {"additional_chat_templates/tool_use.py"}
     assert run(hub, offline=True) == directory

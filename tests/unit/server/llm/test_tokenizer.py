@@ -58,6 +58,59 @@ def test_add_bos_token_is_obeyed(folder, in_file, wanted):
     loaded.close()
 
 
+@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize("wanted", [True, False, None])
+@pytest.mark.parametrize("kind", ["LlamaTokenizerFast", "PreTrainedTokenizerFast", "Qwen2TokenizerFast"])
+def test_an_end_behind_a_text_is_that_of_tokenizer_json_as_transformers_has_it(folder, kind, wanted, in_file):
+    """Where there is a tokenizer.json, transformers takes `add_eos_token` from it and not from the configuration."""
+    from transformers import AutoTokenizer
+
+    file, name = folder / "tokenizer.json", "<|im_end|>"
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    if in_file:
+        marks = [(name, backend.token_to_id(name))]
+        backend.post_processor = TemplateProcessing(single=f"$A {name}", special_tokens=marks)
+        backend.save(str(file))
+    config = {"tokenizer_class": kind, "eos_token": name, "add_eos_token": wanted}
+    if wanted is None:
+        del config["add_eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs, ours = AutoTokenizer.from_pretrained(str(folder)), Tokenizer.load(folder)
+    for text in ("hello world", "  x = 1\n", f"x{name}"):
+        assert ours.encode(text) == theirs(text)["input_ids"]
+    assert (ours.closing == [backend.token_to_id(name)]) is in_file
+    ours.close()
+
+
+@pytest.mark.parametrize("in_config", [None, "text", "list"])
+def test_a_template_for_tools_is_found_where_transformers_saves_it(folder, tmp_path, in_config):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    theirs.chat_template = {"default": "D{{ messages[0].content }}", "tool_use": "T{{ tools | length }}", "other": "O"}
+    saved = tmp_path / "saved"
+    theirs.save_pretrained(str(saved))
+    assert (saved / "additional_chat_templates" / "tool_use.jinja").is_file()
+    if in_config is not None:  # an older file: what is beside it counts
+        (saved / "chat_template.jinja").unlink()
+        old = "D{{ messages[0].content }}"
+        names = [{"name": "default", "template": old}, {"name": "tool_use", "template": "an older one"}]
+        file = saved / "tokenizer_config.json"
+        config = json.loads(file.read_text())
+        file.write_text(json.dumps({**config, "chat_template": old if in_config == "text" else names}))
+    ours, tools = Tokenizer.load(saved), [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert rendered(ours.template, USER, True, 1000) == "Dhi"
+    assert rendered(ours.template, USER, True, 1000, tools=tools) == "T1"
+    assert theirs.apply_chat_template(USER, tools=tools, tokenize=False) == "T1"
+    ours.close()
+    (saved / "own.jinja").write_text("own {{ messages[0].content }} {{ tools | length }}")
+    given = Tokenizer.load(saved, saved / "own.jinja")
+    assert rendered(given.template, USER, True, 1000, tools=tools) == "own hi 1", (
+        "the operator's template is the only one"
+    )
+    given.close()
+
+
 @pytest.mark.slow
 def test_it_needs_neither_torch_nor_transformers():
     code = (
