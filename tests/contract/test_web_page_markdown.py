@@ -6,6 +6,8 @@ from tests.contract import browsers
 
 pytestmark = pytest.mark.slow
 
+BOX = '<input type="checkbox" disabled=""'
+DONE = f'{BOX} checked="" aria-label="Done">'
 CASES = {
     "plain *em* **strong** ***both*** ~~gone~~": "<p>plain <em>em</em> <strong>strong</strong> "
     "<strong><em>both</em></strong> <del>gone</del></p>",
@@ -28,6 +30,14 @@ CASES = {
     "[a](javascript:b) ![c](ftp://d) [e](/f)": "<p>[a](javascript:b) ![c](ftp://d) [e](/f)</p>",
     "<b>&amp;</b>": "<p>&lt;b&gt;&amp;amp;&lt;/b&gt;</p>",
     "a|b\nc": "<p>a|b\nc</p>",
+    "a<br>b<br/>c<BR />d <brx>": "<p>a<br>b<br>c<br>d &lt;brx&gt;</p>",
+    "a\\\nb\\": "<p>a\nb\\</p>",
+    "H<sub>2</sub>O e<sup>*x*</sup> <sub>a <sup></sup> <sub class=x>b": "<p>H<sub>2</sub>O e<sup><em>x</em></sup> "
+    "&lt;sub&gt;a &lt;sup&gt;&lt;/sup&gt; &lt;sub class=x&gt;b</p>",
+    "- [ ] a\n- [x] *b*\n  1. [X] c\n- [y] d\n- [ ]e": f'<ul><li class="task">{BOX} aria-label="Not done"> a</li>'
+    f'<li class="task">{DONE} <em>b</em><ol><li class="task">{DONE} c</li></ol></li><li>[y] d</li><li>[ ]e</li></ul>',
+    "| a |\n|---|\n| b<br>c |": "<table><thead><tr><th>a</th></tr></thead>"
+    "<tbody><tr><td>b<br>c</td></tr></tbody></table>",
 }
 # What the page adds around code and tables is left out; links show where they lead.
 SHOWN = """async ([base, cases]) => {
@@ -52,7 +62,17 @@ SHOWN = """async ([base, cases]) => {
         return [show(checked, [text]), show((piece) => [piece], prefixes), wrong];
     });
 }"""
-LONG = ("*a " * 30_000, "[" * 30_000, "`" * 30_000 + "a", "> " * 5_000, "- " * 5_000, "**a*" * 20_000, "_a" * 30_000)
+LONG = (
+    "*a " * 30_000,
+    "[" * 30_000,
+    "`" * 30_000 + "a",
+    "> " * 5_000,
+    "- " * 5_000,
+    "**a*" * 20_000,
+    "_a" * 30_000,
+    "<sub>" * 30_000,
+    "- [ ] " * 5_000,
+)
 
 
 def test_what_becomes_of_it(make_server, browser):

@@ -17,6 +17,9 @@ const ITEM = /^( {0,3})([-*+]|(\d{1,9})[.)])(\s+|$)/;
 const DIVIDER = /^ {0,3}\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
 const LINK = /^(https?:\/\/|mailto:)[^\s]+$/i;
 const BARE = /^https?:\/\/[^\s<>"')\]]*[^\s<>"')\].,;:!?]/i;
+const BREAK = /^<br ?\/?>/i;
+const SHIFTED = /^<(sub|sup)>/;
+const TASK = /^\[([ xX])\](?=\s|$)/;
 const WORD = /[\p{L}\p{N}]/u;
 const MAX_MATH_LINES = 60;
 const WINDOWED_FROM = 60; // blocks of one text, from which those far away are emptied
@@ -195,12 +198,20 @@ class Blocks {
     return [made, at];
   }
 
-  /** An item of one paragraph has its text without the paragraph. */
+  /** An item of one paragraph has its text without the paragraph. One that begins with [ ] or [x] has a box. */
   item(inside, depth) {
     const nodes = [];
+    const task = TASK.exec(this.text(inside[0]));
+    const made = el("li", { class: task ? "task" : null });
+    if (task) {
+      const isDone = task[1] !== " ";
+      made.append(el("input", { type: "checkbox", disabled: true, checked: isDone, "aria-label": isDone ? "Done" : "Not done" }));
+      inside[0] = [inside[0][0] + 3, inside[0][1]];
+    }
     this.read(inside, (node) => nodes.push(node), depth + 1);
-    if (nodes[0]?.tagName !== "P") return el("li", {}, ...nodes);
-    return el("li", {}, ...nodes[0].childNodes, ...nodes.slice(1));
+    if (nodes[0]?.tagName === "P") made.append(...nodes.shift().childNodes);
+    made.append(...nodes);
+    return made;
   }
 
   table(lines, at) {
@@ -307,12 +318,16 @@ class Inline {
       const math = this.math(at, end);
       if (math) return math;
     }
-    if (character === "\\" && at + 1 < end && /[!-/:-@[-`{-~]/.test(this.text[at + 1])) return [null, null, at + 2, at + 1];
+    if (character === "\\" && at + 1 < end && /[\n!-/:-@[-`{-~]/.test(this.text[at + 1])) return [null, null, at + 2, at + 1];
     if (character === "`") return this.codeSpan(at, end);
+    const lineEnd = character === "<" && BREAK.exec(this.text.slice(at, Math.min(end, at + 8)));
+    if (lineEnd) return [el("br"), null, at + lineEnd[0].length];
     if (depth >= MAX_DEPTH) return null;
     if (character === "*" || character === "_" || character === "~") return this.emphasis(at, end, character);
     if (character === "[") return this.link(at, at, end);
     if (character === "!" && this.text[at + 1] === "[") return this.link(at, at + 1, end);
+    const shift = character === "<" && SHIFTED.exec(this.text.slice(at, Math.min(end, at + 5)));
+    if (shift) return this.shifted(at, end, shift[1]);
     if (character === "<" || character === "h") return this.bareLink(at, end, character === "<");
     return null;
   }
@@ -339,6 +354,13 @@ class Inline {
       if (close >= end) break;
     }
     return [null, null, at + mark.length, at];
+  }
+
+  /** `<sub>` and `<sup>`, which models write for want of a mark: without attributes, and closed. */
+  shifted(at, end, tag) {
+    const from = at + tag.length + 2;
+    const close = this.find(`</${tag}>`, from, end);
+    return close > from ? [el(tag), [from, close], close + tag.length + 3] : null;
   }
 
   emphasis(at, end, character) {

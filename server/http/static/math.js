@@ -22,6 +22,7 @@ export const BLOCK_MATH = /^\s{0,3}(\$\$|\\\[)/;
 
 let katex = null;
 let loading = null;
+let stretch = null;
 const made = new Map(); // formulas as MathML, by their source
 
 /**
@@ -61,7 +62,10 @@ export function formula(whole, source, isDisplay, nodes) {
 }
 
 function load() {
-  loading ??= import("./vendor/katex.min.js").then(() => (katex = self.katex));
+  loading ??= Promise.all([import("./vendor/katex.min.js"), import("./math_stretch.js")]).then(([, stretching]) => {
+    stretch = stretching.stretch;
+    katex = self.katex;
+  });
   return loading;
 }
 
@@ -73,6 +77,7 @@ function draw(place, whole, source, isDisplay, nodes) {
   const found = made.get(whole);
   if (found.problem) place.title = found.problem;
   place.replaceChildren(...(found.element ? [found.element.cloneNode(true)] : nodes()));
+  if (found.element) stretch(place.firstChild);
 }
 
 function mathml(source, isDisplay) {
