@@ -5,6 +5,7 @@ lately. The probes and `/version` need no key at any time; `/metrics` and `/v1/s
 checks the admin key of `/admin/` and, where the server has keys or is not for this machine alone, of `/v1/requests/`.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -210,6 +211,7 @@ async def ready(request: Request) -> Response:
     body: dict[str, Any] = {"status": "ok" if reason is None else "unavailable", "state": state.phase.value}
     if state.phase in (Phase.STARTING, Phase.LOADING):
         body |= {"step": state.loading_step, "progress": round(state.loading_fraction, 4)}
+        body["elapsed_s"] = round(time.time() - state.started_at, 1)
         if state.loading_detail:
             body["detail"] = state.loading_detail
     replicas = state.replica_states()

@@ -1,7 +1,7 @@
 // Whether the server is there: asks /health, often while it is not, and says so once at the top of the page.
 
 import { health } from "./api.js";
-import { $, el } from "./dom.js";
+import { $, el, seconds } from "./dom.js";
 
 const CALM_MS = 10_000;
 const EAGER_MS = 1_000;
@@ -41,12 +41,18 @@ export class Connection {
     if (phase === "gone") say(banner, "The server does not answer. This page looks for it every second; nothing you wrote is lost.");
     else if (phase === "starting" || phase === "loading") {
       const share = found.progress ?? 0;
-      say(banner, `The model is loading: ${found.step || "starting"}, ${Math.round(100 * share)} %.`, share);
+      const details = [`${Math.round(100 * share)} %`, found.detail].filter(Boolean).join(", ");
+      say(banner, `The server is getting ready: ${found.step || "starting"}, ${details}.`, { share, elapsed: found.elapsed_s });
     } else if (phase === "draining") say(banner, "The server is about to end: it finishes open answers and takes no new ones.");
     else if (phase === "dead") say(banner, found.reason ?? "The engine has stopped.");
   }
 }
 
-function say(banner, text, progress = null) {
-  if (banner.firstChild?.textContent !== text) banner.replaceChildren(el("span", {}, text), ...(progress === null ? [] : [el("progress", { max: 1, value: progress, "aria-label": "Loading" })]));
+/** Say something at the top. `loading`: how far a start is, and the seconds it has taken, of which nobody is told aloud. */
+function say(banner, text, loading = null) {
+  if (banner.firstChild?.textContent !== text) banner.replaceChildren(el("span", {}, text), ...(loading ? [el("progress", { max: 1, "aria-label": "Loading" }), el("span", { class: "soft", "aria-hidden": "true" })] : []));
+  if (!loading) return;
+  const [, bar, time] = banner.children;
+  bar.value = loading.share;
+  time.textContent = loading.elapsed === undefined ? "" : `for ${loading.elapsed < 120 ? `${Math.round(loading.elapsed)} s` : seconds(loading.elapsed)}`;
 }
