@@ -52,6 +52,8 @@ def test_every_text_stands_out(serve, window, expect, scheme):
     ask(page, RICH)
     expect(answers(page).locator(".code-keyword").first).to_be_visible()
     expect(answers(page).locator(".numbers")).to_contain_text("cached")
+    answers(page).get_by_role("button", name="Probabilities").click()
+    expect(answers(page).get_by_role("note")).to_be_visible()
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Temperature").fill("hot")
     assert page.evaluate(FAINT) == []
@@ -59,6 +61,7 @@ def test_every_text_stands_out(serve, window, expect, scheme):
         page.get_by_role("tab", name=view).click()
         assert page.evaluate(FAINT) == [], view
     page.goto(page.url.split("#")[0] + "compare")
+    page.get_by_role("region", name="A", exact=True).wait_for()
     assert page.evaluate(FAINT) == []
 
 
@@ -85,7 +88,7 @@ def test_the_keyboard_goes_through_the_page_in_its_order(serve, window, expect):
     page.keyboard.press("Escape")
     expect(page.get_by_role("complementary", name="Conversations")).to_be_hidden()
     expect(page.get_by_role("button", name="Conversations")).to_be_focused()
-    page.goto(page.url + "compare")
+    page.goto(page.url.split("#")[0] + "compare")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 

@@ -121,6 +121,8 @@ def test_two_servers_answer_side_by_side(serve, window, expect, tokenizer):
     b.get_by_label("Temperature").fill("0")
     page.get_by_role("button", name="Ask both").click()
     expect(page.locator("#verdict")).to_have_text("Both answers are the same.")
+    expect(a.get_by_text("demo", exact=True)).to_be_visible()
+    expect(page.get_by_role("note", name="Colours of probabilities")).to_have_count(1)
     b.get_by_label("Server").fill(there.url)
     page.get_by_role("button", name="Ask both").click()
     expect(b.get_by_role("alert")).to_contain_text("API key")

@@ -10,10 +10,18 @@ let timer = 0;
 const visible = (text) => (text.trim() === text && text !== "" ? text : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣"));
 const percent = (p) => (p >= 0.0995 ? `${(100 * p).toFixed(0)} %` : p >= 0.00095 ? `${(100 * p).toFixed(1)} %` : "< 0.1 %");
 
-/** The class of a token by its probability, for a heat map: `p0` is likely, `p5` a surprise. */
-function likeliness(token) {
-  const p = token.others.find((other) => other.isTaken)?.p ?? 1;
-  return `p${[0.9, 0.5, 0.2, 0.05, 0.005].filter((bound) => p < bound).length}`;
+const HEAT = [0.9, 0.5, 0.2, 0.05, 0.005]; // bounds between the colours of a heat map
+
+/** The class of a probability in a heat map: `p0` is likely, `p5` a surprise. */
+export const heatOf = (p) => `p${HEAT.filter((bound) => p < bound).length}`;
+
+const likeliness = (token) => heatOf(token.others.find((other) => other.isTaken)?.p ?? 1);
+
+/** The colours of a heat map and their probabilities. */
+export function legend() {
+  const percents = HEAT.map((bound) => String(100 * bound));
+  const texts = [`≥ ${percents[0]} %`, ...percents.slice(1).map((low, index) => `${low}–${percents[index]} %`), `< ${percents.at(-1)} %`];
+  return el("p", { class: "heat heat-legend", role: "note", "aria-label": "Colours of probabilities" }, el("span", {}, "Probability of each token:"), ...texts.map((text, index) => el("span", { class: `p${index}` }, text)));
 }
 
 /** Nodes for a text whose character i stands at offsets[i] of an answer: a span for each token. */

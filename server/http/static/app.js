@@ -1,23 +1,22 @@
-// The page: its tabs, theme, key and status. Each view is a module of its own.
+// The page: its tabs, their addresses, key and status. Each view is a module of its own.
 
+import { addressOf, asked, clear, move, VIEWS } from "./address.js";
 import { ApiError, get, setKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { Connection } from "./connection.js";
 import { ConversationList } from "./conversation_list.js";
-import { $, el, keep, recall } from "./dom.js";
+import { $, el, notice } from "./dom.js";
 import { ModelView } from "./model.js";
 import { Settings } from "./settings.js";
 import { StateView } from "./state.js";
 import { Store } from "./store.js";
+import { setUpTheme } from "./theme.js";
 
-const VIEWS = ["chat", "state", "model"];
-const THEMES = { "": ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
-const STARTERS = ["What does os.path.join do?", "Explain recursion with a short example.", "Write a haiku about rowing.", "What is a KV cache good for?"];
-
+let modelName = null; // until the server has said it
 const settings = new Settings($("settings"), { close: () => showSettings(false), showCode });
 const store = new Store((id) => changedElsewhere(id));
-const chat = new Chat(settings, store, { askKey, unreachable: () => connection.check(), saved: (id) => (id ? list?.refresh() : list?.mark()) });
-const list = new ConversationList(store, { open: (id) => openChat(id), opened: () => chat.tree.id });
+const chat = new Chat(settings, store, { askKey, unreachable: () => connection.check(), saved });
+const list = new ConversationList(store, { open: openChat, opened: () => chat.tree.id });
 const state = new StateView($("state"), askKey);
 const model = new ModelView($("model"), askKey);
 const connection = new Connection(learn);
@@ -30,8 +29,9 @@ async function learn() {
     chat.hasChat = capabilities.features.chat;
     chat.meter.limit = capabilities.limits.max_model_len;
     chat.question.placeholder = chat.hasChat ? "Write a message" : `This model ${capabilities.pooling ? "writes no texts" : "has no chat template: it serves /v1/completions only"}`;
-    $("empty").querySelector("h1").textContent = capabilities.models[0];
-    document.title = `${capabilities.models[0]} · Oarlock`;
+    modelName = capabilities.models[0];
+    introduce(capabilities.introduction);
+    entitle();
     chat.controls();
     state.restart();
     model.load(capabilities);
@@ -41,11 +41,30 @@ async function learn() {
   }
 }
 
+/** Say what the model is, and offer the questions that its owner thought of. */
+function introduce({ about, questions }) {
+  $("empty").querySelector("h1").textContent = modelName;
+  $("about").textContent = about ?? "";
+  const begin = (text) => chat.hasChat && !chat.running && chat.ask("", text);
+  $("starters").replaceChildren(...(chat.hasChat ? questions : []).map((text) => el("li", {}, el("button", { onclick: () => begin(text) }, text))));
+}
+
 // ------------------------------------------------------------------ conversations
-async function openChat(id) {
-  select("chat");
+/** Show a conversation, or a new one, under its address. `replaces`: there is no way back to the one before. */
+function openChat(id, replaces = false) {
+  move(addressOf("chat", id), replaces);
   if (isNarrow()) showList(false);
-  await chat.open(id);
+  if (!id) $("question").focus();
+  return follow();
+}
+
+/** A conversation was kept (its id), or another one is shown (null). */
+function saved(id) {
+  if (id) list?.refresh();
+  else list?.mark();
+  const { view, isOpen } = asked();
+  const { isEmpty } = chat.tree;
+  if (view === "chat" && !chat.isOpening && !(isEmpty && isOpen)) move(addressOf("chat", isEmpty ? null : chat.tree.id), true);
 }
 
 /** Another tab has changed what is kept; the one that is open here is shown anew unless an answer is being written. */
@@ -69,27 +88,55 @@ $("list-button").addEventListener("click", () => {
 $("new-chat").addEventListener("click", () => openChat(null));
 
 // ------------------------------------------------------------------ tabs
-function select(name, takesFocus = false) {
+function select(name) {
   for (const view of VIEWS) {
     $(view).hidden = view !== name;
     $(`tab-${view}`).setAttribute("aria-selected", view === name);
     $(`tab-${view}`).tabIndex = view === name ? 0 : -1;
   }
-  if (takesFocus) $(`tab-${name}`).focus();
   state.isShown = name === "state";
   state.restart();
-  if (!location.hash.includes("?")) history.replaceState(null, "", name === "chat" ? location.pathname + location.search : `#/${name}`);
+  entitle();
+}
+
+function entitle() {
+  const name = VIEWS.find((view) => !$(view).hidden);
+  document.title = [name === "chat" ? null : $(`tab-${name}`).textContent, modelName, "Oarlock"].filter(Boolean).join(" · ");
+}
+
+/** Show what the address says. `isFirst`: the page was loaded just now. */
+async function follow(isFirst = false) {
+  const { view, id, question, isOpen } = asked();
+  select(view);
+  if (question !== null) {
+    clear();
+    await chat.open(null);
+    chat.write(question); // shown and not sent: whoever made the link is not whoever opened it
+  } else if (isFirst && isOpen) await chat.restore();
+  else if (view === "chat" && !isOpen && (id ? id !== chat.tree.id : !chat.tree.isEmpty)) {
+    const isFound = await chat.open(id);
+    if (isFound === false) notice("This conversation is not kept in this browser. It was deleted, or is in another one.");
+  } else if (view === "chat" && !isOpen) {
+    chat.cancelOpening();
+    saved(null);
+  }
+}
+
+function choose(view, takesFocus = false) {
+  move(addressOf(view, view === "chat" && !chat.tree.isEmpty ? chat.tree.id : null));
+  follow();
+  if (takesFocus) $(`tab-${view}`).focus();
 }
 
 for (const view of VIEWS) {
-  $(`tab-${view}`).addEventListener("click", () => select(view));
+  $(`tab-${view}`).addEventListener("click", () => $(view).hidden && choose(view));
   $(`tab-${view}`).addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (step) select(VIEWS[(VIEWS.indexOf(view) + step + VIEWS.length) % VIEWS.length], true);
+    if (step) choose(VIEWS[(VIEWS.indexOf(view) + step + VIEWS.length) % VIEWS.length], true);
   });
 }
-const named = location.hash.slice(2).split("?")[0];
-select(VIEWS.includes(named) ? named : "chat");
+addEventListener("popstate", () => follow()); // Back, Forward, and an address that somebody typed
+follow(true);
 
 // ------------------------------------------------------------------ settings and theme
 function showSettings(isShown) {
@@ -116,22 +163,15 @@ document.addEventListener("keydown", (event) => {
   else chat.stop();
 });
 
-function applyTheme(theme) {
-  document.documentElement.style.colorScheme = theme || "light dark";
-  const [sign, word] = THEMES[theme];
-  $("theme").textContent = sign;
-  $("theme").title = `Theme: ${word}`;
-  $("theme").setAttribute("aria-label", `Theme: ${word}`);
-}
-let theme = recall("oarlock-theme", "localStorage");
-theme = theme in THEMES ? theme : "";
-applyTheme(theme);
-$("theme").addEventListener("click", () => {
-  const names = Object.keys(THEMES);
-  theme = names[(names.indexOf(theme) + 1) % names.length];
-  keep("oarlock-theme", theme, "localStorage");
-  applyTheme(theme);
-  state.paint();
+setUpTheme(() => state.paint());
+
+/** Ctrl+/ shows the keys, as the button does. */
+const showKeys = async () => (await import("./shortcuts.js")).show();
+$("keys-button").addEventListener("click", showKeys);
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "/" || !(event.ctrlKey || event.metaKey) || event.altKey || document.querySelector("dialog[open]")) return;
+  event.preventDefault();
+  showKeys();
 });
 
 // ------------------------------------------------------------------ the key
@@ -172,8 +212,4 @@ function askKey() {
   return asking;
 }
 
-for (const text of STARTERS) {
-  const begin = () => chat.hasChat && !chat.running && chat.ask("", text);
-  $("starters").append(el("li", {}, el("button", { onclick: begin }, text)));
-}
 if (matchMedia("(pointer: fine)").matches) $("question").focus();

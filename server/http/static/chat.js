@@ -34,36 +34,50 @@ export class Chat {
       if (!this.running) $("composer").requestSubmit();
     });
     $("scroll").addEventListener("scroll", () => (this.follows = this.isAtEnd()), { passive: true });
-    this.ready = this.restore();
+    this.draw();
   }
 
-  /** After a reload: what this tab showed before. */
+  /** Show the conversation that this tab showed before. */
   async restore() {
-    this.draw();
     const id = recall(OPENED);
     if (id) await this.open(id);
-    const asked = new URLSearchParams(location.hash.split("?")[1] ?? "").get("q");
-    if (asked === null) return;
-    if (!this.tree.isEmpty) await this.open(null);
-    this.question.value = asked; // shown and not sent: whoever made the link is not whoever opened it
-    this.fit();
-    this.weigh();
-    history.replaceState(null, "", location.pathname + location.search);
   }
 
-  /** Show the conversation of this id, or a new one. An answer that is being written ends, and is kept. */
+  /** Write a message without sending it. */
+  write(text) {
+    this.question.value = text;
+    this.fit();
+    this.weigh();
+  }
+
+  /**
+   * Show the conversation of this id, or a new one. An answer that is being written ends, and is kept. Returns whether the
+   * conversation is kept here; null if another one was asked for meanwhile.
+   */
   async open(id) {
+    const number = (this.opening = (this.opening ?? 0) + 1);
+    this.isOpening = true;
     if (this.running) {
       this.stop();
       await this.ended;
     }
     const records = id ? await this.store.load(id) : null;
-    this.tree = new Conversation(records?.conversations.length ? records : null);
-    keep(OPENED, records?.conversations.length ? id : null);
+    if (number !== this.opening) return null;
+    this.isOpening = false;
+    const isFound = Boolean(records?.conversations.length);
+    this.tree = new Conversation(isFound ? records : null);
+    keep(OPENED, isFound ? id : null);
     this.follows = true;
     this.draw();
     this.saved(null);
     if (!id) this.question.focus();
+    return isFound || !id;
+  }
+
+  /** The conversation that is shown stays, even if another one was asked for. */
+  cancelOpening() {
+    this.opening = (this.opening ?? 0) + 1;
+    this.isOpening = false;
   }
 
   async save() {
@@ -129,7 +143,7 @@ export class Chat {
   async answer(parent, prefix = { raw: "", tokens: [], opensThinking: false }) {
     if (this.running) return;
     const start = divide(prefix.raw, prefix.opensThinking);
-    const fields = { ...prefix, reasoning: start.reasoning, content: start.content, calls: [], busy: true, finish: null, error: null, took: null, live: new LiveNumbers() };
+    const fields = { ...prefix, reasoning: start.reasoning, content: start.content, calls: [], model: this.settings.model, busy: true, finish: null, error: null, took: null, live: new LiveNumbers() };
     const node = this.tree.add(parent, "assistant", fields);
     this.running = new AbortController();
     this.draw();
@@ -190,6 +204,7 @@ export class Chat {
     node.live = new LiveNumbers();
     for await (const event of stream("v1/chat/completions", body, signal)) {
       const choice = event.choices[0];
+      Object.assign(node, { model: event.model, request: event.id });
       for (const entry of choice?.logprobs?.content ?? []) addToken(node, entry);
       node.live.take(event, choice ? this.take(node, choice.delta) : false);
       if (choice?.finish_reason) node.finish = choice.finish_reason;

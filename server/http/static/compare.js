@@ -2,16 +2,19 @@
 // document of its own: it alone may connect to servers that the person names.
 
 import { ApiError, base, post, stream } from "./api.js";
-import { words } from "./alternatives.js";
+import { heatOf, legend, words } from "./alternatives.js";
+import { Connection } from "./connection.js";
 import { $, count, el, plural, recall } from "./dom.js";
 import { Markdown } from "./markdown.js";
 import { LiveNumbers, numbersOf } from "./meter.js";
 import { requestFields } from "./settings_fields.js";
 import { placeOfPresets, PRESETS } from "./store.js";
+import { setUpTheme } from "./theme.js";
 import { addToken, align } from "./tokens.js";
 
 const MAX_SHOWN = 5000; // tokens of a scored text
-document.documentElement.style.colorScheme = recall("oarlock-theme", "localStorage") || "light dark";
+setUpTheme();
+new Connection(() => {});
 
 class Side {
   constructor(name, settings) {
@@ -28,11 +31,12 @@ class Side {
     this.inputs = Object.fromEntries(fields.map(([id, input]) => [id, input]));
     this.settings = settings;
     this.select = el("select", { "aria-label": `Settings of ${name}` }, ...Object.keys(settings).map((each) => el("option", { value: each }, each)));
+    this.model = el("p", { class: "model" });
     this.body = el("div", { class: "prose", role: "group", "aria-label": `Answer of ${name}` });
     this.numbers = el("p", { class: "numbers" });
     this.problem = el("p", { class: "problem", role: "alert" });
     this.element = el("section", { class: "card side", "aria-label": name }, el("h2", {}, name),
-      el("label", {}, "Settings", this.select), ...fields.map(([, , label]) => label), this.body, this.problem, this.numbers);
+      el("label", {}, "Settings", this.select), ...fields.map(([, , label]) => label), this.model, this.body, this.problem, this.numbers);
   }
 
   /** Ask. Ends when the answer does, whatever ends it. */
@@ -40,7 +44,7 @@ class Side {
     const node = (this.node = { content: "", raw: "", tokens: [], opensThinking: false, reasoning: "", calls: [], busy: true, live: new LiveNumbers() });
     this.text = new Markdown(this.body, (text, offsets) => (align(node) ? words(node.tokens, align(node).contentAt, text, offsets) : [text]));
     this.text.clear();
-    this.problem.textContent = "";
+    this.problem.textContent = this.model.textContent = "";
     this.body.classList.add("heat");
     try {
       const root = this.inputs.server.value.trim() ? new URL(this.inputs.server.value.trim().replace(/\/?$/, "/")) : base;
@@ -48,6 +52,7 @@ class Side {
       const options = isOther ? { root, key: this.inputs.key.value } : this.inputs.key.value ? { key: this.inputs.key.value } : {};
       for await (const event of stream("v1/chat/completions", this.request(question, system, isOther), signal, options)) {
         const delta = event.choices?.[0]?.delta ?? {};
+        this.model.textContent = event.model ?? "";
         for (const entry of event.choices?.[0]?.logprobs?.content ?? []) addToken(node, entry);
         node.content += delta.content ?? "";
         node.reasoning += delta.reasoning_content ?? "";
@@ -101,6 +106,7 @@ class Side {
 const settings = { "This chat's": recall("oarlock-settings") ?? {}, "The server's defaults": {}, ...recall(PRESETS, placeOfPresets()) };
 const sides = ["A", "B"].map((name) => new Side(name, settings));
 $("sides").append(...sides.map((side) => side.element));
+for (const place of [$("compare-legend"), $("score-legend")]) place.append(legend());
 let running = null;
 
 $("compare-form").addEventListener("submit", async (event) => {
@@ -109,6 +115,7 @@ $("compare-form").addEventListener("submit", async (event) => {
   running = new AbortController();
   $("compare-send").textContent = "Stop";
   $("verdict").textContent = "";
+  $("compare-legend").hidden = false;
   await Promise.all(sides.map((side) => side.ask($("compare-question").value, $("compare-system").value.trim(), running.signal)));
   running = null;
   $("compare-send").textContent = "Ask both";
@@ -135,7 +142,7 @@ $("score-form").addEventListener("submit", async (event) => {
   verdict.textContent = "…";
   try {
     const answer = await post("v1/completions", { prompt: $("score-text").value, max_tokens: 0, echo: true, logprobs: 5, temperature: 1 });
-    place.hidden = false;
+    place.hidden = $("score-legend").hidden = false;
     verdict.textContent = drawScores(place, answer.choices[0]);
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
@@ -151,8 +158,7 @@ function drawScores(place, { text, logprobs }) {
     const piece = characters.slice(offsets[index], offsets[index + 1]).join("");
     const p = scores[index] === null ? 1 : Math.exp(scores[index]);
     const expected = Object.entries(top[index] ?? {}).map(([name, score]) => `${JSON.stringify(name)} ${(100 * Math.exp(score)).toFixed(1)} %`);
-    const heat = [0.9, 0.5, 0.2, 0.05, 0.005].filter((bound) => p < bound).length;
-    return el("span", { class: `word p${heat}`, title: scores[index] === null ? "the first" : `${(100 * p).toFixed(2)} %; expected ${expected.join(", ")}` }, piece);
+    return el("span", { class: `word ${heatOf(p)}`, title: scores[index] === null ? "the first" : `${(100 * p).toFixed(2)} %; expected ${expected.join(", ")}` }, piece);
   });
   place.replaceChildren(...shown);
   const known = scores.filter((score) => score !== null);

@@ -1,6 +1,6 @@
 // The list of conversations at the side: searched, renamed, deleted and brought back, taken along as files.
 
-import { $, download, el, notice, pickFile } from "./dom.js";
+import { $, download, el, notice, pickFile, plural } from "./dom.js";
 import { fromJson, toJson, toMarkdown } from "./transfer.js";
 
 const WAIT_MS = 150; // after the last letter of a search
@@ -93,7 +93,7 @@ export class ConversationList {
   async delete(head) {
     const isOpen = this.opened() === head.id;
     const gone = await this.store.delete(head.id);
-    if (isOpen) this.open(null);
+    if (isOpen) this.open(null, true);
     await this.refresh();
     notice(`“${head.title || "Untitled"}” is deleted.`, "Undo", async () => {
       await this.store.put(gone);
@@ -111,6 +111,7 @@ export class ConversationList {
 
   async exportAll() {
     const all = await this.store.list();
+    if (!all.length) return notice("There is no conversation to export yet.");
     download("conversations.json", toJson(await Promise.all(all.map((head) => this.store.load(head.id)))), "application/json");
   }
 
@@ -122,8 +123,10 @@ export class ConversationList {
       notice(`${file.name}: ${error.message}`);
       return;
     }
-    for (const records of found) await this.store.put(records);
+    const kept = [];
+    for (const records of found) if (await this.store.put(records)) kept.push(records);
     await this.refresh();
+    if (kept.length < found.length) return notice(`This browser has no room left: ${kept.length} of ${plural(found.length, "conversation")} were read.`);
     notice(found.length === 1 ? "One conversation was read." : `${found.length} conversations were read.`);
     if (found.length === 1) this.open(found[0].conversations[0].id);
   }

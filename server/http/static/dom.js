@@ -1,6 +1,6 @@
 // Elements, storage of this tab, and the clipboard. Text only ever becomes text: nothing here parses HTML.
 
-const NOTICE_MS = 12_000;
+const NOTICE_MS = 12_000; // without the pointer over it or the focus in it
 
 export const $ = (id) => document.getElementById(id);
 
@@ -67,15 +67,25 @@ export function announce(text) {
   $("announcer").textContent = text;
 }
 
-/** Say something at the foot of the page for a while, with a button where something can be done. */
+/** Say something above the views for a while, with a button where something can be done. It covers nothing. */
 export function notice(text, label = null, action = null) {
   const place = $("notices");
-  const end = () => shown.remove();
+  let timer = 0;
+  const end = () => {
+    clearTimeout(timer);
+    shown.remove();
+  };
+  const wait = () => {
+    clearTimeout(timer);
+    if (!shown.matches(":hover, :focus-within")) timer = setTimeout(end, NOTICE_MS);
+  };
   const button = label && el("button", { onclick: () => (end(), action()) }, label);
   const shown = el("p", {}, el("span", {}, text), button, el("button", { class: "quiet", "aria-label": "Dismiss", onclick: end }, "×"));
   place.append(shown);
   if (place.children.length > 3) place.firstChild.remove();
-  setTimeout(end, NOTICE_MS);
+  for (const name of ["pointerenter", "pointerleave", "focusin"]) shown.addEventListener(name, wait);
+  shown.addEventListener("focusout", () => setTimeout(wait));
+  wait();
 }
 
 /** Give the person a file. */

@@ -1,6 +1,6 @@
 // One message of the chat as it is shown: a question or an answer, with what can be done with it.
 
-import { attach, words } from "./alternatives.js";
+import { attach, legend, words } from "./alternatives.js";
 import { contentOf } from "./conversation.js";
 import { copy, el, plural } from "./dom.js";
 import { Markdown } from "./markdown.js";
@@ -92,13 +92,14 @@ export class MessageView {
   // ------------------------------------------------------------------ an answer
   buildAnswer() {
     const { node, chat } = this;
+    this.model = el("p", { class: "model" });
     this.thoughts = el("details", { class: "thoughts", hidden: true }, el("summary", {}, "Thoughts"), el("div", { class: "prose" }));
     this.body = el("div", { class: "prose", role: "group", tabindex: "0", "aria-label": "Text of the answer; the arrow keys go from word to word" });
     this.calls = el("div", { class: "calls" });
     this.problem = el("p", { class: "problem" });
     this.numbers = el("p", { class: "numbers" });
     this.actions = el("div", { class: "row actions" });
-    this.item.append(this.thoughts, this.body, this.calls, this.problem, this.numbers, this.actions);
+    this.item.append(this.model, this.thoughts, this.body, this.calls, this.problem, this.numbers, this.actions);
     const choosing = {
       tokenOf: (index) => node.tokens?.[index] ?? null,
       choose: (index, other) => chat.answer(node.parent, otherPrefix(node, index, other)),
@@ -124,6 +125,8 @@ export class MessageView {
     this.thoughtText.update(node.reasoning, !node.busy || Boolean(node.content));
     this.answerText.update(node.content, !node.busy);
     this.item.setAttribute("aria-busy", Boolean(node.busy));
+    this.model.textContent = node.model ?? "";
+    this.model.hidden = !node.model;
     this.thoughts.hidden = !node.reasoning;
     this.thoughts.firstChild.textContent = node.busy && !node.content ? "Thinking …" : "Thoughts";
     this.body.hidden = !node.content && !node.busy;
@@ -147,6 +150,7 @@ export class MessageView {
       chat.button("Try again", () => chat.answer(node.parent)),
       chat.button("Edit", () => this.edit()),
       node.hasTokens || node.tokens?.length ? this.heatButton() : null,
+      node.request && chat.button("Explain", async () => (await import("./explain.js")).explain(node.request), false),
       chat.button("Delete", () => chat.remove(node)),
     ].filter(Boolean);
   }
@@ -155,8 +159,20 @@ export class MessageView {
   heatButton() {
     const isHot = this.item.classList.contains("heat");
     const button = el("button", { class: "quiet", "aria-pressed": String(isHot), title: "Colour each word by how likely it was" }, "Probabilities");
-    button.addEventListener("click", () => button.setAttribute("aria-pressed", this.item.classList.toggle("heat")));
+    button.addEventListener("click", () => {
+      const isOn = this.item.classList.toggle("heat");
+      button.setAttribute("aria-pressed", isOn);
+      this.showLegend(isOn);
+    });
+    this.showLegend(isHot);
     return button;
+  }
+
+  /** The legend of the colours stands between the answer and its numbers. */
+  showLegend(isShown) {
+    this.legend?.remove();
+    this.legend = isShown ? legend() : null;
+    if (isShown) this.numbers.before(this.legend);
   }
 
   // ------------------------------------------------------------------ edited by hand
@@ -177,7 +193,7 @@ export class MessageView {
       event.preventDefault();
       send();
     });
-    this.editor = el("div", { class: "editor" }, area, el("div", { class: "row actions" }, chat.button("Cancel", () => chat.draw()), el("button", { class: "primary", onclick: send }, isAnswer ? "Save as a branch" : "Send")));
+    this.editor = el("div", { class: "editor" }, area, el("div", { class: "row" }, chat.button("Cancel", () => chat.draw()), el("button", { class: "primary", onclick: send }, isAnswer ? "Save as a branch" : "Send")));
     this.item.replaceChildren(this.editor);
     area.focus();
   }

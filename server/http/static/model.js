@@ -28,18 +28,19 @@ export class ModelView {
     }
   }
 
-  draw(models, { limits, features, generation_config: generation, version }) {
+  draw(models, { limits, features, generation_config: generation, introduction, version }) {
     const [card] = models;
     const rows = Object.entries(CARD).filter(([name]) => name in card).map(([name, label]) => row(label, shown(name, card[name]), card[REASONS[name]]));
     const names = models.map((model) => model.id);
     this.panel.replaceChildren(
       el("h1", {}, names[0]),
       names.length > 1 ? el("p", { class: "soft" }, `also called ${names.slice(1).join(", ")}`) : "",
+      introduction.about ? el("p", { class: "soft" }, introduction.about) : "",
       el("div", { class: "cards" },
         group("Model", rows),
         group("Limits", Object.entries(limits).map(([name, value]) => row(words(name), value === null ? "none" : shown(name, value)))),
         group("Sampling, unless a request says otherwise", [
-          ...Object.entries(generation.sampling).map(([name, value]) => row(words(name), shown(name, value))),
+          ...Object.entries(generation.sampling).map(([name, value]) => row(words(name), shown(name, value), name === "temperature" && value === 0 ? "greedy: always the most likely token" : null)),
           row("from", generation.source ?? "this server"),
         ]),
         group("Server", [row("Oarlock", version), row("Prefix cache", shown("", features.prefix_caching)), row("Unknown parameters", features.unknown_parameters)]),

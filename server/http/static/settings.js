@@ -79,7 +79,7 @@ export class Settings {
       input.title = [field.hint, hasRange && `${known.minimum} to ${known.maximum}`].filter(Boolean).join("; ");
     }
     if (this.select.options.length !== this.models.length) this.select.replaceChildren(...this.models.map((name) => el("option", { value: name }, name)));
-    this.select.value = this.models.includes(this.texts.model) ? this.texts.model : this.models[0];
+    this.select.value = this.model;
     for (const part of [this.select, this.select.previousSibling]) part.hidden = this.models.length < 2;
     this.box.checked = this.texts.alternatives !== false;
     const changed = this.changed;
@@ -143,6 +143,11 @@ export class Settings {
     const found = requestFields(this.texts, this.known);
     if (this.models.includes(this.texts.model)) found.model = this.texts.model;
     return found;
+  }
+
+  /** The name of the model that is asked. */
+  get model() {
+    return this.models.includes(this.texts.model) ? this.texts.model : this.models[0];
   }
 
   get system() {

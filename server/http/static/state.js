@@ -109,13 +109,13 @@ export class StateView {
       tiles[name] = el("div", { class: "tile" }, el("strong"), el("span", {}, label), canvas);
     }
     const engines = state.engines.map((engine) => build(engine, state.engines.length > 1));
-    const slider = el("input", { type: "range", min: 0, max: 0, "aria-label": "The last minute", oninput: () => this.look(Number(slider.value) === this.kept.length - 1 ? null : Number(slider.value)) });
+    const slider = el("input", { id: "last-minute", type: "range", min: 0, max: 0, oninput: () => this.look(Number(slider.value) === this.kept.length - 1 ? null : Number(slider.value)) });
     const when = el("span", { class: "soft" });
     const live = el("button", { class: "quiet", hidden: true, onclick: () => this.look(null) }, "Back to now");
     const replicas = el("tbody");
     const many = el("section", { class: "card", hidden: state.engines.length < 2 }, el("h2", {}, "Replicas"), table("Replicas", ["Replica", "State", "Running", "Waiting", "Blocks held", "Cached", "Median step"], replicas));
     this.batches = el("section", { class: "card", hidden: true }, el("h2", {}, "Batches"), table("Batches", ["Batch", "State", "Done", "Failed", "Of", ""], el("tbody")));
-    this.panel.replaceChildren(el("div", { class: "time row" }, slider, when, live), el("div", { class: "tiles" }, ...Object.values(tiles)), many, ...engines.map((parts) => parts.element), this.batches);
+    this.panel.replaceChildren(el("div", { class: "time row" }, el("label", { for: "last-minute" }, "The last minute"), slider, when, live), el("div", { class: "tiles" }, ...Object.values(tiles)), many, ...engines.map((parts) => parts.element), this.batches);
     this.parts = { tiles, engines, slider, when, live, replicas };
     this.rounds = 1;
     this.loadBatches();
