@@ -53,6 +53,7 @@ def test_every_file_of_the_packages(check):
 
 
 @pytest.mark.parametrize("check", OF_PYTHON, ids=lambda f: f.__name__)
+@pytest.mark.slow
 def test_every_python_file(check):
     assert findings_of_every_rule()[check.__name__] == []
 
@@ -151,6 +152,7 @@ def modules_after(code: str) -> set[str]:
     return set(result.stdout.rsplit("MODULES ", 1)[1].split())
 
 
+@pytest.mark.slow
 def test_help_is_quick_because_it_imports_nothing_heavy():
     calls = "".join(
         f"\ntry:\n    main({arguments!r})\nexcept SystemExit as end:\n    assert not end.code"
@@ -161,6 +163,7 @@ def test_help_is_quick_because_it_imports_nothing_heavy():
     )
 
 
+@pytest.mark.slow
 def test_the_engine_imports_no_torch():
     names = [
         "oarlock." + rules.place(path)[:-3].replace("/", ".")

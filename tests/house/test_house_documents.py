@@ -34,6 +34,7 @@ def test_what_is_made_from_the_code_is_up_to_date(page, marker, make):
     assert documents.filled(text, marker, make() + "one line more") != text
 
 
+@pytest.mark.slow
 def test_charts_are_up_to_date():
     charts = documents.charts()
     assert charts and {path: path.read_text() for path in charts} == charts, "run `make docs`"

@@ -41,6 +41,15 @@ def test_help_names_every_target():
     assert [name for name in targets[1].split() if name != "help" and f"make {name} " not in listed] == []
 
 
+def test_the_help_and_the_guide_name_the_same_durations():
+    """Limits on 2 cores, in minutes, for everyone who waits for a run."""
+    listed, guide = run(ROOT, "make", "help").stdout, (ROOT / "CONTRIBUTING.md").read_text()
+    for name in ("check", "test", "test-long"):
+        (in_help,) = re.findall(rf"^make {name} .*\((\d+) minutes at most on 2 cores\)$", listed, re.MULTILINE)
+        (in_guide,) = re.findall(rf"`make {name}` takes (\d+) minutes at most", guide)
+        assert in_help == in_guide
+
+
 SERVING = ["install", "serve"]
 TESTING = [
     "dev",
@@ -68,6 +77,7 @@ def test_a_fresh_checkout_is_installed_first(folder, target):
     assert ("-r requirements-dev.txt" in plan) == (target in TESTING)
 
 
+@pytest.mark.slow
 def test_a_second_install_does_nothing(folder):
     install_by_hand(folder, ".oarlock-installed")
     assert run(folder, "make", "-n", "install").stdout.count("pip") == 0

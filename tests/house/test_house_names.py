@@ -50,6 +50,7 @@ def test_every_class_and_function_that_a_page_names_exists():
     assert {page: missing for page, missing in found.items() if missing} == {}
 
 
+@pytest.mark.slow
 def test_the_tour_names_what_is_in_its_files():
     page = (ROOT / "docs" / "reading.md").read_text("utf-8")
     assert names.foreign_names(page, API) == []
@@ -64,6 +65,7 @@ def test_a_missing_file_is_noticed():
     assert names.missing_files(" ".join(f"`{span}`" for span in missing + there)) == missing
 
 
+@pytest.mark.slow
 def test_a_missing_name_is_noticed():
     missing = ["Cellar", "Scheduler.cellar", "cellar()", "Cellar.schedule()"]
     there = ["Scheduler", "Scheduler.schedule", "Scheduler.schedule()", "temperature", "Dockerfile"]
