@@ -12,11 +12,12 @@ import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
-from oarlock.workers.compile_ahead import begin_compiling
+from oarlock.workers.compile_ahead import USUAL_TIME, begin_compiling
 from oarlock.workers.node import check_network, run_node
 from oarlock.workers.python_child import start_python
 
 ENGINE_MODULE = ("-m", "oarlock.engine.core")
+COMPILING = f"compiling kernels for this processor: only a first start does that, and it usually takes {USUAL_TIME}"
 
 
 class EngineProcess:
@@ -37,8 +38,8 @@ class EngineProcess:
         """
         ours, theirs = socket.socketpair()
         with theirs, _sigint_ignored():
-            if compiles is not None:
-                begin_compiling(*compiles)
+            # Whether kernels are compiled meanwhile.
+            self.is_compiling = compiles is not None and begin_compiling(*compiles)
             process = start_python(
                 [*command, str(theirs.fileno()), str(os.getpid()), str(num_ranks)],
                 pass_fds=[theirs.fileno()],

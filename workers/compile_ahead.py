@@ -17,8 +17,10 @@ from oarlock.workers.python_child import start_python
 from oarlock.workers.weights.checkpoint import read_table
 
 
-def begin_compiling(model: str | None, dtype: str) -> None:
+def begin_compiling(model: str | None, dtype: str) -> bool:
     """Start a process that compiles the kernels for a model's element type, unless they are there.
+
+    Return whether it was started.
 
     `model` and `dtype` as for `likely_element_type`. Ranks wait for the process, by the lock of the cache.
 
@@ -28,11 +30,15 @@ def begin_compiling(model: str | None, dtype: str) -> None:
     try:
         level, element = build.chosen(), likely_element_type(model, dtype)
         if level is None or build.existing(build.for_type(level, element)) is not None:
-            return
+            return False
     except (StartupError, build.KernelsUnavailable):
-        return
+        return False
     process = start_python(["-m", "oarlock.workers.compile_ahead", element], output=subprocess.DEVNULL)
     threading.Thread(target=process.wait, name="compiling", daemon=True).start()
+    return True
+
+
+USUAL_TIME = build.USUAL_TIME  # of a compilation
 
 
 class CompilationWatch:

@@ -21,7 +21,7 @@ from oarlock.server.cli.arguments import UsageError, add_settings, loaded_settin
 from oarlock.server.config.nodes import first_on_host, nodes_config
 from oarlock.server.config.option_groups import RAY
 from oarlock.server.config.settings import OPTIONS, Settings
-from oarlock.server.launch.child_process import engine_processes
+from oarlock.server.launch.child_process import announce_compiling, engine_processes
 from oarlock.server.launch.usage import check_usage
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _serve(settings: Settings, nodes: NodesConfig | None, ray: RayGroup | None = None) -> int:
     engines = engine_processes(settings)
+    announce_compiling(settings, engines)
     gc.disable()  # until the server is ready: imports make nothing but objects that stay
     try:
         # Takes a second, while the other processes import as well.

@@ -7,11 +7,12 @@ which asks the child to end and waits for it.
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from oarlock.engine.engine_process import EngineProcess
+from oarlock.engine.engine_process import COMPILING, USUAL_TIME, EngineProcess
 from oarlock.engine.python_child import start_python
 from oarlock.server.config.settings import Settings
 
@@ -58,3 +59,17 @@ def engine_processes(settings: Settings) -> list[EngineProcess]:
     return [
         EngineProcess(num_ranks, compiles=None if number else compiles) for number in range(settings.data_parallel_size)
     ]
+
+
+def announce_compiling(settings: Settings, processes: Sequence[EngineProcess]) -> None:
+    """Say at once that kernels are compiled, if they are: the progress of the start is shown seconds later."""
+    if not any(process.is_compiling for process in processes):
+        return
+    if settings.log_format == "json":
+        from oarlock.server.observability import logs
+
+        logs.configure(settings.log_level, settings.log_format)
+        logs.logger("start").info(logs.event("compiling_kernels", usual_time=USUAL_TIME))
+    else:
+        sys.stderr.write(f"{COMPILING}\n")
+        sys.stderr.flush()

@@ -52,12 +52,12 @@ def test_what_is_not_there_is_compiled_and_what_is_there_is_not(empty_cache: Pat
     assert LEVEL is not None
     float16 = build.of_one_type(LEVEL, "float16")
     assert build.existing(float16) is None
-    compile_ahead.begin_compiling(None, "float16")
+    assert compile_ahead.begin_compiling(None, "float16")
     assert wait_for_compiler()
     made = build.existing(float16)
     assert made is not None and build.compiled(float16) == made
     assert list(made.parent.glob("*.o")) == [], "objects are cleaned up"
-    compile_ahead.begin_compiling(None, "float16")
+    assert not compile_ahead.begin_compiling(None, "float16")
     assert not wait_for_compiler()
     assert build.existing(LEVEL) is None and build.existing(build.of_one_type(LEVEL, "bfloat16")) is None
 
@@ -134,5 +134,5 @@ def test_nothing_begins_where_nothing_can_be_compiled(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
-    compile_ahead.begin_compiling(None, "auto")
+    assert not compile_ahead.begin_compiling(None, "auto")
     assert not wait_for_compiler()
