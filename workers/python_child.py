@@ -19,6 +19,8 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from oarlock.workers.paths import library_caches
+
 EXIT_UNREAD = 128 + signal.SIGPIPE  # as a shell reports a program that the signal ended
 _PR_SET_PDEATHSIG = 1
 # Variables that hold keys. No child gets them unless it needs one: many of them read what clients or checkpoints wrote.
@@ -49,6 +51,7 @@ def start_python(
         stderr=output,
         env={
             **child_environment(secrets),
+            **library_caches(os.environ),
             "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", "")),
             **(environment or {}),
         },

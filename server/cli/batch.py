@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oarlock.engine.paths import expand
 from oarlock.server.cli.arguments import add_settings, loaded_settings
 from oarlock.server.config.settings import SERVER_ONLY
 from oarlock.server.hub.local_model import check_names
@@ -39,8 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXIT_CODES
-    parser.add_argument("requests", metavar="IN.jsonl", type=Path, help="the requests, one on each line")
-    parser.add_argument("answers", metavar="OUT.jsonl", type=Path, help="the answers, as they come; kept and added to")
+    parser.add_argument("requests", metavar="IN.jsonl", type=expand, help="the requests, one on each line")
+    parser.add_argument(
+        "answers", metavar="OUT.jsonl", type=expand, help="the answers, as they come; kept and added to"
+    )
     add_settings(parser, positional=False, without=SERVER_ONLY - _OF_REQUESTS)
 
 

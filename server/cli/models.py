@@ -25,15 +25,13 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 
 def _list_models(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
-    from pathlib import Path
 
-    from huggingface_hub import constants
-
+    from oarlock.engine.paths import hub_cache
     from oarlock.server.config.options import format_size
     from oarlock.server.hub.cached import cached_models, disk_usage, gguf_models
 
     settings = loaded_settings(arguments).settings
-    cache = Path(settings.download_dir or constants.HF_HUB_CACHE).expanduser()
+    cache = hub_cache(settings.download_dir)
     found = [*cached_models(cache, settings.engine_config("")), *gguf_models()]
     if arguments.json:
         models = [asdict(model) | {"is_served": model.is_served, "argument": model.argument} for model in found]

@@ -94,15 +94,17 @@ def _offered(settings: Settings) -> Settings:
     """The settings with the model that the user chooses of those on this machine, if there are any and they do."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()) or os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
         return settings  # nobody who could answer: a pipe, or a job in the background
-    from huggingface_hub import constants
-
+    from oarlock.engine.errors import StartupError
+    from oarlock.engine.paths import hub_cache
     from oarlock.server.cli.remote import single_keys
     from oarlock.server.config.options import format_size
     from oarlock.server.hub.cached import cached_models, gguf_models
 
-    cache = Path(settings.download_dir or constants.HF_HUB_CACHE).expanduser()
-    found = [*cached_models(cache, settings.engine_config("")), *gguf_models()]
-    found = [model for model in found if model.is_served][:_MOST_OFFERED]
+    try:
+        found = [*cached_models(hub_cache(settings.download_dir), settings.engine_config(""))]
+    except StartupError:  # there is no such cache, so nothing of it can be offered
+        found = []
+    found = [model for model in [*found, *gguf_models()] if model.is_served][:_MOST_OFFERED]
     if not found:
         return settings
     width = max(len(model.name) for model in found)

@@ -57,6 +57,7 @@ class ModelSettings:
 
     model: str | None = option(
         None,
+        is_path=True,
         positional=True,
         example="Qwen/Qwen2.5-0.5B-Instruct",
         unset="the demo model",
@@ -71,11 +72,15 @@ class ModelSettings:
     revision: str | None = option(None, example="v1.0", help="branch, tag or commit of a hub id (default: main)")
     tokenizer: str | None = option(
         None,
+        is_path=True,
         example="Qwen/Qwen2.5-0.5B-Instruct",
         help="directory or hub id whose tokenizer and chat template are used (default: those of the model)",
     )
     chat_template: str | None = option(
-        None, example="template.jinja", help="file with a chat template in Jinja (default: that of the tokenizer)"
+        None,
+        is_path=True,
+        example="template.jinja",
+        help="file with a chat template in Jinja (default: that of the tokenizer)",
     )
     chat_template_content_format: str = option(
         "auto",
@@ -98,6 +103,7 @@ class ModelSettings:
     )
     download_dir: str | None = option(
         None,
+        is_path=True,
         example="/data/models",
         help="where models of the hub are kept, as huggingface_hub lays them out (default: its cache, HF_HOME)",
     )
@@ -143,6 +149,7 @@ class ModelSettings:
     )
     generation_config: str = option(
         "auto",
+        is_path=True,
         example="vllm",
         help="default sampling; auto: the model's generation_config.json; vllm: neutral; or a folder with such a file",
     )
@@ -169,16 +176,19 @@ class HttpSettings:
     port: int = option(8000, example="8080", limits=(0, 65535), help="port to listen on; 0: any free one")
     uds: str | None = option(
         None,
+        is_path=True,
         example="/run/oarlock/http.sock",
         help="Unix socket to listen on in place of --host and --port; its folder decides who may connect",
     )
     ssl_certfile: str | None = option(
         None,
+        is_path=True,
         example="/etc/letsencrypt/live/llm.example.org/fullchain.pem",
         help="serve HTTPS with this certificate and its chain, in PEM; renewed files are taken over within seconds",
     )
     ssl_keyfile: str | None = option(
         None,
+        is_path=True,
         example="/etc/letsencrypt/live/llm.example.org/privkey.pem",
         help="the certificate's private key, in PEM and without a passphrase",
     )
@@ -200,6 +210,7 @@ class HttpSettings:
     )
     api_key_file: str | None = option(
         None,
+        is_path=True,
         example="keys.txt",
         help="file of more keys, one per line, with an optional label before each; the request log shows the label",
     )
@@ -243,6 +254,7 @@ class HttpSettings:
     )
     batch_dir: str | None = option(
         None,
+        is_path=True,
         example="/var/lib/oarlock/batches",
         help="directory for /v1/files and /v1/batches, served only with it; batches go on after a restart",
     )
@@ -442,6 +454,7 @@ class SchedulingSettings:
     )
     kv_offload_path: str | None = option(
         None,
+        is_path=True,
         example="/var/cache/oarlock/kv",
         help="directory for files of KV blocks that the pool evicts: they outlive a restart, and replicas on this host "
         "may share them. They hold what users' prompts were computed to (docs/replicas.md)",
@@ -504,6 +517,7 @@ class LogSettings:
     )
     record: str | None = option(
         None,
+        is_path=True,
         example="steps.rec",
         help="write every step to this new file, for `oarlock replay`; it holds all prompts and answers as token ids",
     )

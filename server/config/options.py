@@ -10,12 +10,16 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from oarlock.engine.errors import StartupError
+from oarlock.engine.paths import expand
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -59,6 +63,7 @@ class Option:
     unset: str = ""  # the word where it is not given, if not as `unset_text` says
     special: tuple[int, ...] = ()  # numbers out of range that mean something of their own
     is_json: bool = False  # text that is a JSON object, or a table of TOML
+    is_path: bool = False  # a file, a directory, or a name that is one of them if it begins with ~
     secret: bool = False  # never printed
     positional: bool = False
 
@@ -155,7 +160,13 @@ class Option:
                 raise self._wrong(item, f"at most {_number(self.limits[1])}")
             if self.kind is str and not item:
                 raise self._wrong(item, "not empty")
-        return value
+        return self._expanded(value) if self.is_path else value
+
+    def _expanded(self, path: str) -> str:
+        try:
+            return os.fspath(expand(path)) if path.startswith("~") else path  # ./~NAME stays as it is
+        except StartupError as error:
+            raise OptionError(f"{self.flag}: {error.cause}", error.fix) from None
 
     def _not_blank(self, values: list[Any]) -> list[Any]:
         """Refuse a blank secret: it would leave open what the operator believes to be protected."""

@@ -8,9 +8,10 @@ import re
 import tomllib
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
+from oarlock.engine.errors import StartupError
+from oarlock.engine.paths import expand
 from oarlock.server.config.nodes import launched
 from oarlock.server.config.option_checks import unknown_name
 from oarlock.server.config.options import OptionError
@@ -81,7 +82,9 @@ def _from_file(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        table = tomllib.loads(expand(path).read_text(encoding="utf-8"))
+    except StartupError as error:
+        raise OptionError(f"--config: {error.cause}", error.fix) from None
     except OSError as error:
         raise OptionError(
             f"The configuration file {path} cannot be read: {error.strerror}.", "Give --config an existing TOML file."

@@ -43,7 +43,7 @@ def cached_models(cache: Path, config: EngineConfig) -> Iterator[CachedModel]:
 
     `config`: with which they would be served; its `model_path` does not count.
     """
-    if not cache.is_dir():
+    if not os.path.isdir(cache):  # or one that this user may not see
         return
     for folder in sorted(cache.glob(f"{_PREFIX}*")):
         name = hub_name(folder)

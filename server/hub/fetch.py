@@ -24,6 +24,7 @@ from huggingface_hub.errors import (
 )
 
 from oarlock.engine.errors import StartupError
+from oarlock.engine.paths import hub_cache
 from oarlock.engine.preflight import DESCRIPTIONS, check_model, weight_files
 from oarlock.server.hub.files import Download, HubFile, Snapshot, check_room, is_of_module, is_small, look_up
 from oarlock.server.hub.model_path import HubModel
@@ -127,9 +128,12 @@ def fetch(request: HubModel, report: Report, check_small_files: CheckFiles) -> s
 
     `check_small_files` is called with the directory before any weights are fetched.
     """
-    cache = Path(request.download_dir or constants.HF_HUB_CACHE).expanduser()
+    cache = hub_cache(request.download_dir)
     if request.offline or constants.is_offline_mode():
-        return _checked(request, _from_cache(request, cache), report)
+        try:
+            return _checked(request, _from_cache(request, cache), report)
+        except OSError as error:
+            raise _disk(error, cache) from None
     try:
         return _from_hub(request, cache, report, check_small_files)
     except HFValidationError as error:

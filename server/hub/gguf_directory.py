@@ -11,7 +11,6 @@ src/llama-vocab.cpp quotes them; where it has only its own form, that one.
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from array import array
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from oarlock.engine.errors import StartupError
+from oarlock.engine.paths import cache_home
 from oarlock.engine.preflight import GGUFModel, Settings, hf_config, parts_of
 from oarlock.server.hub.local_model import begins_as_gguf
 
@@ -342,8 +342,7 @@ def _key(paths: tuple[Path, ...]) -> str:
 
 
 def _cache() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "oarlock" / "gguf"
+    return cache_home() / "oarlock" / "gguf"
 
 
 def _write(directory: Path, files: dict[str, dict[str, Any]], links: tuple[Path, ...]) -> None:

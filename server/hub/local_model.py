@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from oarlock.engine.errors import StartupError
+from oarlock.engine.paths import exists, expand, home, hub_cache
 from oarlock.server.config.settings import Settings
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|[A-Za-z0-9][\w.-]*")
@@ -20,6 +21,7 @@ _OLLAMA_LAYER = "application/vnd.ollama.image.model"
 _OLLAMA_HUB = "registry.ollama.ai"
 _LATER_PART = re.compile(r".*-(?!00001)\d{5}-of-\d{5}\.gguf")
 _HUB_PREFIX, _HUB_SEPARATOR = "models--", "--"
+_LONGEST_PART = 255  # bytes of a file's name, on all usual file systems
 _EXAMPLE = "hub ids look like Qwen/Qwen2.5-0.5B-Instruct"
 _LIST = "`oarlock models` lists the models on this machine"
 
@@ -30,7 +32,7 @@ def find_local(name: str, download_dir: str | None = None, what: str = "MODEL") 
     `download_dir`: the hub's cache, if it is not the usual one. `what`: the option that has the name, for errors.
     Raises `StartupError` if there is no such path or listed model, and the name cannot be a hub id.
     """
-    path = Path(name).expanduser()
+    path = expand(name)
     if _exists(path):
         return path
     if _is_listable(name):
@@ -85,7 +87,7 @@ def near_path(name: str) -> str | None:
 
 def _near_paths(name: str) -> list[tuple[float, str]]:
     """Return (similarity, path) of what is in the directory that `name` names and is similar to its last part."""
-    path = Path(name).expanduser()
+    path = expand(name)
     names = [found.name for found in _entries(path.parent) if found.is_dir() or found.suffix == ".gguf"]
     return [(similarity, str(Path(name).parent / near)) for similarity, near in _similar(path.name, names)]
 
@@ -108,11 +110,11 @@ def listed_files(download_dir: str | None = None) -> Iterator[tuple[str, Path]]:
     """Yield the (name, first file) of every GGUF model on this machine, as `oarlock models` lists them."""
     yield from ollama_files()
     yield from llama_cpp_files()
-    if download_dir is None:
-        from huggingface_hub import constants
-
-        download_dir = constants.HF_HUB_CACHE
-    for folder in sorted(Path(download_dir).expanduser().glob(f"{_HUB_PREFIX}*")):
+    try:
+        cache = hub_cache(download_dir)
+    except StartupError:  # this user has none, so no model is in it
+        return
+    for folder in sorted(cache.glob(f"{_HUB_PREFIX}*")) if os.path.isdir(cache) else ():
         repository = hub_name(folder)
         for directory in sorted(folder.glob("snapshots/*")):
             if not (directory / "config.json").exists():
@@ -131,9 +133,10 @@ def hub_files(repository: str, directory: Path) -> list[tuple[str, Path]]:
 
 def ollama_files() -> Iterator[tuple[str, Path]]:
     """Yield the (name, file) of every model that Ollama has fetched and that this user may read."""
-    root = os.environ.get("OLLAMA_MODELS")
-    roots = [Path(root)] if root else [Path.home() / ".ollama/models", Path("/usr/share/ollama/.ollama/models")]
-    for models in roots:
+    root, own = os.environ.get("OLLAMA_MODELS"), home()
+    homes = [Path("/usr/share/ollama")] if own is None else [own, Path("/usr/share/ollama")]
+    roots = [expand(root)] if root else [folder / ".ollama/models" for folder in homes]
+    for models in filter(os.path.isdir, roots):  # without those that this user may not see
         for manifest in sorted(models.glob("manifests/*/*/*/*")):
             if (file := _ollama_file(manifest, models / "blobs")) is not None:
                 host, namespace, name, tag = manifest.relative_to(models / "manifests").parts
@@ -144,8 +147,10 @@ def ollama_files() -> Iterator[tuple[str, Path]]:
 
 def llama_cpp_files() -> Iterator[tuple[str, Path]]:
     """Yield the (name, first file) of every model in llama.cpp's cache."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    for file in _first_files(Path(os.environ.get("LLAMA_CACHE") or Path(cache) / "llama.cpp")):
+    own = home()
+    cache = os.environ.get("XDG_CACHE_HOME") or (own and own / ".cache")
+    folder = os.environ.get("LLAMA_CACHE") or (cache and Path(cache) / "llama.cpp")
+    for file in _first_files(expand(folder)) if folder else ():
         yield file.name, file
 
 
@@ -162,6 +167,8 @@ def _ollama_file(manifest: Path, blobs: Path) -> Path | None:
 
 def _first_files(folder: Path) -> list[Path]:
     """Return the first file of each GGUF model below `folder`, without the projectors that come with some."""
+    if not os.path.isdir(folder):  # or one that this user may not see
+        return []
     found = (path for path in sorted(folder.rglob("*.gguf")) if not path.name.startswith("mmproj"))
     # Of a model in several files the first one counts; a part without it is listed, and the verdict names the parts.
     return [path for path in found if not (_LATER_PART.fullmatch(path.name) and _first_of(path).exists())]
@@ -196,10 +203,8 @@ def _not_found(name: str, path: Path, download_dir: str | None, what: str) -> St
 
 
 def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # the name is too long for a file
-        return False
+    """Return whether the path exists. Raises `StartupError` if this user may not look there."""
+    return all(len(os.fsencode(part)) <= _LONGEST_PART for part in path.parts) and exists(path)
 
 
 def _entries(folder: Path) -> list[Path]:

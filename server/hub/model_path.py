@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -36,7 +37,7 @@ def display_name(model: str | None) -> str:
         return DEMO_NAME
     if model.endswith(".gguf"):
         return Path(_PART.sub("", model)).stem
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    return Path(model).resolve().name if os.path.isdir(model) else model
 
 
 def served_names(settings: Settings) -> tuple[str, ...]:

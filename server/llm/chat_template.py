@@ -165,7 +165,7 @@ def text_parts(*texts: str) -> list[dict[str, str]]:
 def read_template(file: str | Path) -> str:
     """The chat template that the operator gave. Raises `StartupError` for a file that cannot be read, and for one that
     is no template."""
-    path = Path(file).expanduser()
+    path = Path(file)
     fix = "Give --chat-template a file with a template in Jinja, such as a checkpoint's chat_template.jinja."
     try:
         source = read_text(path, MOST_CHARACTERS)

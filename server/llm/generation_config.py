@@ -44,7 +44,7 @@ class GenerationConfig:
     @staticmethod
     def load(model: str | Path, choice: str = AUTO) -> "GenerationConfig":
         """Read the defaults of the model in this directory. Raises `StartupError`."""
-        folder = Path(model) if choice in (AUTO, NEUTRAL) else Path(choice).expanduser()
+        folder = Path(model) if choice in (AUTO, NEUTRAL) else Path(choice)
         file = folder / FILE
         if choice not in (AUTO, NEUTRAL) and not is_there(file):
             raise StartupError(

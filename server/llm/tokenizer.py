@@ -107,7 +107,7 @@ class Tokenizer:
         """
         path = Path(directory)
         config = read_json(path / "tokenizer_config.json")
-        template_file = path / "chat_template.jinja" if chat_template is None else Path(chat_template).expanduser()
+        template_file = path / "chat_template.jinja" if chat_template is None else Path(chat_template)
         if parsers:
             config["parsers"] = dict(parsers)
         _check_config(path / "tokenizer_config.json", config)

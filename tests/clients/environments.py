@@ -11,7 +11,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -20,11 +19,12 @@ import venv
 from pathlib import Path
 from typing import Any
 
+from oarlock.workers.paths import cache_home
 from tests.clients.matrix import Client, Kind
 
 HERE = Path(__file__).resolve().parent
 PINS = HERE / "pins"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "oarlock" / "clients"
+CACHE = cache_home() / "oarlock" / "clients"
 _STAMP = "made-from"
 _LENT = ("torch", "torchgen", "functorch")
 _BY_NPM = (Kind.NODE, Kind.COMMAND)

@@ -70,6 +70,7 @@ ORDER: dict[str, Order] = {
         "types.py": entries(""),
         "errors.py": entries(""),
         "python_child.py": entries(""),
+        "paths.py": entries(""),
         "log_format.py": entries(""),
     },
     "workers": {
@@ -81,7 +82,7 @@ ORDER: dict[str, Order] = {
         ),
         "doctor": entries(
             "runner ranks models quantization attention distributed kernels platform node.py"
-            " preflight.py config.py errors.py python_child.py"
+            " preflight.py config.py errors.py paths.py python_child.py"
         ),
         "node.py": entries("ranks platform preflight.py rank_processes.py fingerprint.py config.py errors.py"),
         "verify": entries(
@@ -114,14 +115,15 @@ ORDER: dict[str, Order] = {
         "log_format.py": entries(""),
         "compile_ahead.py": entries("weights kernels platform errors.py python_child.py"),
         "weights": entries("errors.py"),
-        "kernels": entries("platform protocol.py sampling_parameters.py errors.py"),
+        "kernels": entries("platform protocol.py sampling_parameters.py paths.py errors.py"),
         "platform": entries("errors.py"),
         "protocol.py": entries("sampling_parameters.py config.py kv_offload.py"),
         "sampling_parameters.py": entries(""),
         "config.py": entries("kv_offload.py"),
         "kv_offload.py": entries(""),
+        "python_child.py": entries("paths.py"),
+        "paths.py": entries("errors.py"),
         "errors.py": entries(""),
-        "python_child.py": entries(""),
     },
 }
 

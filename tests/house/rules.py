@@ -36,6 +36,9 @@ ALLOWED_IN = {
 DISTRIBUTED_FOLDERS = ("workers/distributed/", "workers/ranks/")
 # Starts every Python process of the server, without the caller's folder on the import path.
 INTERPRETER_FILE = "workers/python_child.py"
+# Expands `~` and finds the home directory and the caches: a user without a home ends any other code in a traceback.
+PATHS_FILE = "workers/paths.py"
+HOME_NAMES = {"expanduser", "getuser", "HF_HUB_CACHE", "HF_HOME"}
 # Whatever can turn bytes into code. `multiprocessing` pickles what it sends, apart from its shared memory.
 DANGEROUS_MODULES = {"pickle", "cPickle", "cloudpickle", "marshal", "dill", "shelve", "joblib", "multiprocessing"}
 HARMLESS_SUBMODULES = ("multiprocessing.shared_memory", "multiprocessing.resource_tracker")
@@ -174,6 +177,18 @@ def direct_spawns(source: str, file: str) -> list[str]:
         f"{file}:{node.lineno}: starts Python by itself instead of through {INTERPRETER_FILE}"
         for node in _nodes(source)
         if isinstance(node, ast.Attribute) and node.attr == "executable"
+    ]
+
+
+def home_directories(source: str, file: str) -> list[str]:
+    """Code that looks for a home directory or a cache by itself: `~` means nothing to a user without a home."""
+    if file == PATHS_FILE:
+        return []
+    return [
+        f"{file}:{node.lineno}: {node.attr}; take it from {PATHS_FILE}"
+        for node in _nodes(source)
+        if isinstance(node, ast.Attribute)
+        and (node.attr in HOME_NAMES or (node.attr == "home" and "Path" in ast.unparse(node.value)))
     ]
 
 

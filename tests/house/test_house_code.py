@@ -18,6 +18,7 @@ WRITTEN = ("*.md", "*.toml", "*.yml", "*.txt", "Makefile", "Dockerfile", "docs/*
 OF_PACKAGES = (rules.misplaced_libraries, rules.unsafe_code, rules.direct_spawns)
 OF_PYTHON = (
     rules.imports_past_the_package,
+    rules.home_directories,
     rules.unsearchable_docstrings,
     rules.sizes,
     rules.docstrings_and_handlers,
@@ -102,6 +103,11 @@ def test_nothing_is_left_undone_in_the_prose_either():
             "AutoTokenizer.from_pretrained(p, trust_remote_code=flag)",
         ),
         (rules.direct_spawns, "engine/client.py", "import sys, subprocess\nsubprocess.Popen([sys.executable])"),
+        (rules.home_directories, "server/cli/models.py", "from pathlib import Path\nPath.home()"),
+        (rules.home_directories, "server/cli/models.py", "pathlib.Path.home()"),
+        (rules.home_directories, "benchmarks/checkpoint.py", "import os\nos.path.expanduser('~')"),
+        (rules.home_directories, "tests/ray/environment.py", "Path('~/x').expanduser()"),
+        (rules.home_directories, "server/hub/fetch.py", "cache = constants.HF_HUB_CACHE"),
         (rules.unsearchable_docstrings, "engine/core/event_loop.py", 'def f():\n    """Of a request."""'),
         (rules.sizes, "engine/core/event_loop.py", "x = 1\n" * rules.MAX_FILE_LINES),
         (rules.sizes, "tests/sim/test_fairness.py", "x = 1\n" * rules.MAX_TEST_FILE_LINES),
@@ -133,6 +139,8 @@ def test_each_rule_can_fail(check, file, source):
         (rules.imports_past_the_package, "engine/core/event_loop.py", "from oarlock import engine"),
         (rules.unsearchable_docstrings, "engine/core/event_loop.py", '"""Queue of open requests."""'),
         (rules.unsafe_code, "workers/runner/model_runner.py", "model.eval()"),
+        (rules.home_directories, rules.PATHS_FILE, "import os\nos.path.expanduser('~')"),
+        (rules.home_directories, "server/cli/models.py", "from oarlock.engine.paths import home\nhome()"),
         (
             rules.docstrings_and_handlers,
             "engine/core/event_loop.py",

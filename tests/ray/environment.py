@@ -6,17 +6,17 @@ The application is in it as `pip install --editable ./integrations/ray` would pu
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from oarlock.workers.paths import cache_home
 from tests.clients.environments import bare_python
 
 PINS = Path(__file__).with_name("pins.txt")
 APPLICATION = Path(__file__).resolve().parents[2] / "integrations" / "ray"
-DIRECTORY = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "oarlock" / "ray"
+DIRECTORY = cache_home() / "oarlock" / "ray"
 
 
 def prepare() -> Path:

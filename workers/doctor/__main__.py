@@ -2,12 +2,10 @@
 
 import argparse
 import json
-import os
 import platform
 import signal
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 
@@ -18,6 +16,7 @@ from oarlock.workers.doctor.finding import NOTE, WARNING, Finding, as_json, as_t
 from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.kernels.cpu.build import KernelsUnavailable
+from oarlock.workers.paths import hub_cache
 from oarlock.workers.python_child import die_with_parent, run_while_read
 
 
@@ -71,7 +70,7 @@ def checks(config: WorkerConfig, host: str, port: int) -> list[Finding]:
         machine.shared_memory(ranks=ranks, device=device),
         machine.open_files(),
         *[machine.disk("kernel cache", folder) for folder in [machine.cache()] if folder is not None],
-        machine.disk("model cache", _hub_cache()),
+        _model_cache(),
         machine.port(host, port),
         *of_cuda,
     ]
@@ -84,10 +83,11 @@ def _versions() -> Finding:
     return Finding("versions", text, facts=found)
 
 
-def _hub_cache() -> Path:
-    """Directory in which `huggingface_hub` keeps its downloads."""
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
+def _model_cache() -> Finding:
+    try:
+        return machine.disk("model cache", hub_cache())
+    except StartupError as error:
+        return Finding("model cache", error.cause, WARNING, error.fix)
 
 
 def _all_reduce(config: WorkerConfig) -> Finding:

@@ -119,7 +119,7 @@ def open_files() -> Finding:
 
 def disk(check: str, folder: Path) -> Finding:
     """Whether a cache can be written, and what is free there."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not os.access(existing, os.W_OK | os.X_OK):
         text = f"{folder} cannot be written"
         return Finding(

@@ -52,6 +52,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from oarlock.workers.paths import cache_home
+
 ANSWER_TOKENS = 48  # the longest answer, and so the longest first sentence, that is taught
 BLOCK = 512  # tokens in one row of plain text
 TEXT_ROWS, QUESTION_ROWS = 16, 96  # rows in a batch of plain text, and of questions
@@ -369,7 +371,7 @@ def main() -> None:
     """Parse the command line, then train or evaluate."""
     parser = argparse.ArgumentParser(description="Train or evaluate Oarlock's demo model.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the finished model")
-    parser.add_argument("--work-dir", type=Path, default=Path("~/.cache/oarlock/demo-train").expanduser())
+    parser.add_argument("--work-dir", type=Path, default=cache_home() / "oarlock" / "demo-train")
     parser.add_argument("--text-steps", type=int, default=120, help="steps of plain language modelling")
     parser.add_argument("--question-steps", type=int, default=1200, help="steps of questions and answers")
     parser.add_argument("--learning-rate", type=float, default=2e-3)

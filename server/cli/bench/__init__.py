@@ -2,8 +2,8 @@
 
 import argparse
 import json
-from pathlib import Path
 
+from oarlock.engine.paths import expand
 from oarlock.server.cli.arguments import Command, OneCommand, Parser, UsageError, add_command, below_one
 from oarlock.server.cli.bench import engine, serve
 
@@ -12,12 +12,12 @@ EXAMPLE = "oarlock bench serve http://127.0.0.1:8000 --concurrency 8"
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", metavar="A.json", type=Path, help="a result of `bench serve`, `throughput` or `latency`")
-    parser.add_argument("b", metavar="B.json", type=Path, help="another of the same command; ratios are B / A")
+    parser.add_argument("a", metavar="A.json", type=expand, help="a result of `bench serve`, `throughput` or `latency`")
+    parser.add_argument("b", metavar="B.json", type=expand, help="another of the same command; ratios are B / A")
     parser.add_argument(
         "--confidence", type=below_one, default=0.95, metavar="X", help="of the intervals (default 0.95)"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the rows there as well")
+    parser.add_argument("--output", type=expand, metavar="FILE.json", help="write the rows there as well")
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -7,9 +7,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oarlock.engine.paths import expand
 from oarlock.server.cli.arguments import add_settings, loaded_settings, whole
 from oarlock.server.config.settings import OPTIONS, SERVER_ONLY
 from oarlock.server.hub.local_model import check_names
@@ -56,7 +56,7 @@ class EngineMeasure:
             help="rounds not counted (default 1)",
         )  # fmt: skip
         group.add_argument(
-            "--output", "--output-json", type=Path, metavar="FILE.json", help="every round, for `bench compare`"
+            "--output", "--output-json", type=expand, metavar="FILE.json", help="every round, for `bench compare`"
         )
         add_settings(parser, positional=True, without=_UNUSED)
 

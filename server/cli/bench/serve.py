@@ -6,9 +6,9 @@ import argparse
 import json
 import math
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oarlock.engine.paths import expand
 from oarlock.server.cli.arguments import Parser, UsageError, below_one, finite, positive, whole
 from oarlock.server.cli.bench.vllm_names import take_out
 
@@ -66,10 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="limits in ms, such as ttft:500 tpot:50 e2el:4000; goodput counts the requests that are within all",
     )  # fmt: skip
     group.add_argument(
-        "--output", type=Path, metavar="FILE.json", help="figures and every request, for `bench compare`"
+        "--output", type=expand, metavar="FILE.json", help="figures and every request, for `bench compare`"
     )
     group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
-    group.add_argument("--html", type=Path, metavar="FILE.html", help="one page with charts, which loads nothing")
+    group.add_argument("--html", type=expand, metavar="FILE.html", help="one page with charts, which loads nothing")
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
@@ -113,8 +113,10 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-prefixes", type=whole(1), metavar="N", help="shared-prefix: how many there are (default 1)"
     )
-    group.add_argument("--turns", type=whole(1), metavar="N", help="multi-turn: turns of a conversation (default 4)")
-    group.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="trace: lines with timestamp (ms) and lengths")
+    group.add_argument("--turns", type=whole(1), metavar="N", help="multi-turn: turns in a conversation (default 4)")
+    group.add_argument(
+        "--trace", type=expand, metavar="FILE.jsonl", help="trace: lines with timestamp (ms) and lengths"
+    )
     group.add_argument("--trace-speed", type=finite, metavar="X", help="trace: replayed X times as fast (default 1)")
 
 

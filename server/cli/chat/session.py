@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from oarlock.engine.errors import StartupError
+from oarlock.engine.paths import expand
 from oarlock.server.cli.chat.terminal import PlainScreen, Screen
 from oarlock.server.cli.remote import Remote, ServerError
 from oarlock.server.config.options import nearest
@@ -152,7 +154,7 @@ class Conversation:
 
         Raises `ConversationError`.
         """
-        path = Path(name).expanduser() if name else self.file
+        path = _expanded(name) if name else self.file
         if path is None:
             raise ConversationError("Name a file: /save FILE.json, or FILE.md for people")
         if path.exists() and path != self.file:
@@ -176,7 +178,7 @@ class Conversation:
         """
         if not name:
             raise ConversationError("Name a file: /load FILE.json")
-        path = Path(name).expanduser()
+        path = _expanded(name)
         try:
             read = json.loads(path.read_text("utf-8"))
         except OSError as error:
@@ -188,6 +190,13 @@ class Conversation:
         self.messages = [entry for entry in messages if entry["role"] in ("user", "assistant")]
         self.file = path
         return len(self.messages)
+
+
+def _expanded(name: str) -> Path:
+    try:
+        return expand(name)
+    except StartupError as error:
+        raise ConversationError(f"{error.cause} {error.fix}") from None
 
 
 def _checked(path: Path, messages: Any) -> list[dict[str, str]]:
@@ -433,7 +442,7 @@ def _attach(session: Session, name: str) -> None:
         session.attached.clear()
         session.screen.notice(f"{dropped}: taken back." if dropped else "Nothing is attached. /attach FILE does it.")
         return
-    path = Path(name).expanduser()
+    path = _expanded(name)
     try:
         if not path.is_file():
             raise ConversationError(f"{path} is no file. Name a text file.")

@@ -44,7 +44,8 @@ def chat(arguments: argparse.Namespace) -> int:
         session = Session(remote, model, make_screen(interactive=interactive), runner, sampling, conversation)
         if not interactive:
             return _answer_once(session, question)
-        with LineEditor(list(COMMANDS), None if arguments.no_history else History(history_file())) as editor:
+        kept = None if arguments.no_history else history_file()
+        with LineEditor(list(COMMANDS), None if kept is None else History(kept)) as editor:
             return _converse(session, editor, own)
 
 

@@ -28,6 +28,8 @@ from rich.segment import ControlType, Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
+from oarlock.engine.errors import StartupError
+from oarlock.engine.paths import expand, home
 from oarlock.server.cli.remote import fit
 
 try:
@@ -44,10 +46,11 @@ _REDRAW_S = 0.05
 _LONG_BLOCK = 4_000  # characters; a longer one is shown as it is until it ends, since it is drawn many times
 
 
-def history_file() -> Path:
-    """File in which typed messages are kept between chats."""
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(state).expanduser() / "oarlock" / "chat_history"
+def history_file() -> Path | None:
+    """Return the file in which typed messages are kept between chats, or None if this user has no home."""
+    own, given = home(), os.environ.get("XDG_STATE_HOME")
+    state = expand(given) if given else own and own / ".local/state"
+    return state and state / "oarlock" / "chat_history"
 
 
 class History:
@@ -161,10 +164,10 @@ class LineEditor:
 def _files(text: str) -> list[str]:
     """Paths that begin with this text."""
     folder, _, name = text.rpartition("/")
-    path = Path(f"{folder}/" if "/" in text else ".").expanduser()
     try:
+        path = expand(f"{folder}/" if "/" in text else ".")
         names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in path.iterdir())
-    except OSError:
+    except (OSError, StartupError):
         return []
     return [f"{folder}/{entry}" if "/" in text else entry for entry in names if entry.startswith(name)]
 

@@ -7,10 +7,10 @@ import argparse
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from oarlock.engine.errors import StartupError
+from oarlock.engine.paths import expand
 from oarlock.server.cli.arguments import UsageError, add_settings, loaded_settings
 from oarlock.server.hub.local_model import check_names
 
@@ -50,13 +50,13 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 def _add_simulation(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("simulation: a trace through replicas of the plan, in virtual time")
     group.add_argument(
-        "--simulate", type=Path, metavar="TRACE", help="JSON lines, ours or Mooncake's, or a result of `bench serve`"
+        "--simulate", type=expand, metavar="TRACE", help="JSON lines, ours or Mooncake's, or a result of `bench serve`"
     )
     group.add_argument("--replicas", metavar="A..B", help="how many: 4, 1,2,8 or 1..64 (default 1..8)")
     group.add_argument("--slo", metavar="LIMITS", help="such as ttft_p99=1s,itl_p99=50ms: the fewest that hold them")
     group.add_argument("--routing", choices=_ROUTING, default=_ROUTING[0], help="to replicas (default prefix)")
     group.add_argument(
-        "--calibrate", type=Path, nargs="+", action="extend", metavar="RESULT",
+        "--calibrate", type=expand, nargs="+", action="extend", metavar="RESULT",
         help="`bench serve --output` files: their seconds a step",
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from oarlock.engine.errors import StartupError
+from oarlock.engine.paths import hub_cache
 from oarlock.engine.preflight import (
     Capacity,
     OpenModel,
@@ -69,7 +70,6 @@ def _directory(settings: Settings) -> Path:
 
 
 def _fetched(settings: Settings, model: str) -> Path:
-    from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     from oarlock.engine.preflight import DESCRIPTIONS
@@ -77,7 +77,7 @@ def _fetched(settings: Settings, model: str) -> Path:
     from oarlock.server.hub.files import Download, Snapshot, look_up
 
     revision = settings.revision or "main"
-    cache = Path(settings.download_dir or constants.HF_HUB_CACHE).expanduser()
+    cache = hub_cache(settings.download_dir)
     try:
         commit, files = look_up(model, revision)
         snapshot = Snapshot(cache, model, commit)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TextIO
 
 from oarlock.workers.errors import StartupError
+from oarlock.workers.paths import cache_home
 from oarlock.workers.platform.processor import features, may_use_tiles, vendor, widens_faster
 
 ENVIRONMENT = "OARLOCK_CPU_LEVEL"
@@ -404,8 +405,10 @@ def compiler_facts(compiler: str) -> tuple[str, ...]:
 
 def cache_directory() -> Path:
     """The cache directory, owned by this user: its contents are loaded as code."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    directory = Path(root) / "oarlock" / "kernels"
+    try:
+        directory = cache_home() / "oarlock" / "kernels"
+    except StartupError as error:
+        raise KernelsUnavailable(f"{error.cause} {error.fix}") from None
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):

@@ -11,7 +11,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
 from oarlock.server.cli import main as cli
 from oarlock.server.cli import serve
@@ -51,7 +50,7 @@ class Cache:
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     folder = tmp_path / "hub"
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder))
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
     monkeypatch.setenv("LLAMA_CACHE", str(tmp_path / "llama.cpp"))
     return Cache(folder)

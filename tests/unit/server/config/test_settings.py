@@ -77,6 +77,44 @@ def test_mistakes_have_a_cause_and_a_fix(tmp_path, environment, toml, cause, fix
     assert "\n" not in caught.value.cause + caught.value.fix
 
 
+PATHS = [name for name, described in OPTIONS.items() if described.is_path]
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("source", ["flag", "environment", "file", "python"])
+def test_a_path_may_begin_with_a_tilde(tmp_path, monkeypatch, name, source):
+    """Wherever it is given: no shell expands the values of a file or of a variable, nor `--flag=~/x`."""
+    monkeypatch.setenv("HOME", "/h")
+    others = {"uds": {}, "ssl_certfile": {"ssl_keyfile": "/k"}, "ssl_keyfile": {"ssl_certfile": "/c"}}.get(name, {})
+
+    def given(path):
+        if source == "python":
+            return getattr(make_settings({name: path, **others}), name)
+        file = _file(tmp_path, f'{name} = "{path}"' if source == "file" else "")
+        variables = {OPTIONS[name].env: path} if source == "environment" else {}
+        flags = {name: OPTIONS[name].from_text(path)} if source == "flag" else {}
+        return getattr(load_settings(flags | others, variables, file).settings, name)
+
+    assert given("~/a/b") == "/h/a/b"
+    assert given("./~x") == "./~x"
+    with pytest.raises(OptionError, match="there is no user nosuchuser"):
+        given("~nosuchuser/x")
+
+
+def test_every_option_that_names_a_file_or_a_directory_is_a_path():
+    words = ("_dir", "_path", "file", "template")
+    named = {name for name, described in OPTIONS.items() if name.endswith(words) and described.kind is str}
+    assert named - {"root_path"} <= set(PATHS)  # root_path is a path of HTTP
+
+
+def test_the_file_of_options_may_be_in_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _file(tmp_path, "port = 1")
+    assert load_settings({}, {}, "~/oarlock.toml").settings.port == 1
+    with pytest.raises(OptionError, match="there is no user nosuchuser"):
+        load_settings({}, {}, "~nosuchuser/oarlock.toml")
+
+
 def test_a_missing_file_is_named():
     with pytest.raises(OptionError, match=r"/nowhere\.toml cannot be read"):
         load_settings({}, {}, "/nowhere.toml")

@@ -28,7 +28,7 @@ BLOB = etag(WEIGHTS, is_large=True)
 def hub(monkeypatch, tmp_path):
     with FakeHub({**SMALL, "model.safetensors": WEIGHTS}) as found:
         _point_to(monkeypatch, found.url)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(hub_files, "_RETRY_S", 0.01)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")

@@ -20,6 +20,7 @@ from oarlock.workers.errors import StartupError
 from oarlock.workers.kernels.cpu import build, elementwise, in_use, library, prebuild
 from oarlock.workers.kernels.cpu.build import LEVELS, Level
 from oarlock.workers.kernels.cpu.gemm import CppMatmul
+from oarlock.workers.paths import cache_home
 from oarlock.workers.platform.processor import may_use_tiles
 from oarlock.workers.preflight import check_without_weights
 from tests.unit.workers import kernel_levels
@@ -105,8 +106,7 @@ sys.path[:0] = [{str(tmp_path)!r}]
 {SCRIPT}
 assert library._loaded_openmp().name.startswith("libgomp-a34b3233")
 """
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # what is compiled already serves
-    assert finish(start(Path(cache), script)) == ["None", "1"]
+    assert finish(start(cache_home(), script)) == ["None", "1"]
 
 
 @pytest.fixture
