@@ -188,6 +188,18 @@ def mounts(service: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def started(services: dict[str, Any], words: list[str]) -> set[str]:
+    """Services that `docker compose … up …` starts: those that it names, else those of its profiles and of none."""
+    arguments = words[words.index("up") + 1 :]
+    named = {word for word in arguments if not word.startswith("-")}
+    profiles = {words[at + 1] for at, word in enumerate(words) if word == "--profile"}
+    return named or {
+        name
+        for name, service in services.items()
+        if profiles >= set(service.get("profiles", [])) or profiles & set(service.get("profiles", []))
+    }
+
+
 # Keys of a compose service that this repository uses: any other is taken for a misspelling.
 SERVICE_KEYS = {
     *("build", "cap_drop", "command", "deploy", "env_file", "environment", "healthcheck", "image", "init", "networks"),
@@ -202,7 +214,7 @@ SERVICE_KEYS = {
         "stop_signal",
         "tmpfs",
     ),
-    *("devices", "group_add", "ulimits", "volumes"),
+    *("devices", "group_add", "network_mode", "ulimits", "volumes"),
 }
 BUILD_KEYS = {"context", "target", "args"}
 

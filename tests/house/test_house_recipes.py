@@ -7,10 +7,12 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
+from oarlock.server.config.settings import OPTIONS
 from oarlock.workers.platform.cuda_driver import LEAST_DRIVERS
 from tests.house import locks, recipes
 from tests.house.rules import ROOT
@@ -72,14 +74,16 @@ def built(services):
 
 
 def test_what_watches_the_servers():
-    """Prometheus and Grafana: of one version each, on loopback alone, with the files of this repository read-only."""
+    """Prometheus and Grafana: of one version each, on loopback only, with the files of this repository read-only."""
     services = recipes.compose(COMPOSE)["services"]
     watching = {name: service for name, service in services.items() if "build" not in service}
     assert watching.keys() == {"prometheus", "grafana"}
     for service in watching.values():
         assert service["profiles"] == ["monitoring"]
         assert re.fullmatch(r"[a-z/]+:v?\d+\.\d+\.\d+", service["image"])
-        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        # The host's network, where the loopback address of `make serve` is: so they must not listen beyond it.
+        assert service["network_mode"] == "host" and "ports" not in service and "networks" not in service
+        assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"]
         files = {target: source for target, source in recipes.mounts(service).items() if source.startswith("./")}
         assert files and all((ROOT / source).exists() for source in files.values())
         assert all(volume.endswith(":ro") for volume in service["volumes"] if volume.startswith("./"))
@@ -89,12 +93,47 @@ def test_what_watches_the_servers():
     folder = recipes.compose((ROOT / "configs/grafana/dashboards.yml").read_text())["providers"][0]["options"]["path"]
     assert home.startswith(f"{folder}/")
     source = recipes.compose((ROOT / "configs/grafana/datasource.yml").read_text())["datasources"][0]
-    assert source["url"] == "http://prometheus:9090"
+    assert "--web.listen-address=127.0.0.1:9090" in watching["prometheus"]["command"]
+    assert source["url"] == "http://127.0.0.1:9090"
+    assert {"GF_SERVER_HTTP_ADDR=127.0.0.1", "GF_SERVER_HTTP_PORT=3000"} <= set(watching["grafana"]["environment"])
+    flags = dict(word.split("=", 1) for word in watching["prometheus"]["command"])  # in place of the image's own
+    mounts = recipes.mounts(watching["prometheus"])
+    assert str(Path(flags["--config.file"]).parent) in mounts and flags["--storage.tsdb.path"] in mounts
     target = recipes.compose((ROOT / "configs/prometheus/prometheus.yml").read_text())
     (asked,) = target["scrape_configs"][0]["static_configs"][0]["targets"]
+    assert asked == f"127.0.0.1:{OPTIONS['port'].default}" and OPTIONS["host"].default == "127.0.0.1"  # of `make serve`
     for service in built(services):
-        assert service["networks"]["default"]["aliases"] == [asked.partition(":")[0]]
+        assert service["ports"] == [f"{asked}:8000"]
         assert "OARLOCK_OPEN_METRICS=true" in service["environment"]
+
+
+WRITTEN = re.compile(r"docker compose [^`\n#]*\bup\b[^`\n#:]*")
+
+
+def test_a_line_that_starts_the_monitoring_starts_no_model():
+    """Nor builds an image, nor asks for GPUs: in every page, and in the comments of the files."""
+    services = recipes.compose(COMPOSE)["services"]
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("configs/**/*.yml"), ROOT / "docker-compose.yml"]
+    lines = [line.split() for file in files for line in WRITTEN.findall(file.read_text())]
+    watching = [line for line in lines if {"monitoring", "prometheus", "grafana"} & set(line)]
+    assert len(lines) > len(watching) > 3
+    assert [line for line in watching if recipes.started(services, line) != {"prometheus", "grafana"}] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "started"),
+    [
+        ("up", {"oarlock"}),
+        ("--profile monitoring up", {"oarlock", "prometheus", "grafana"}),
+        ("--profile monitoring up -d prometheus", {"prometheus"}),
+        ("up -d prometheus grafana", {"prometheus", "grafana"}),
+        ("--profile 1gpu up oarlock-1gpu", {"oarlock-1gpu"}),
+        ("--profile cpu up", {"oarlock", "oarlock-cpu"}),
+    ],
+)
+def test_services_that_a_line_starts(line, started):
+    services = recipes.compose(COMPOSE)["services"]
+    assert recipes.started(services, f"docker compose {line}".split()) == started
 
 
 def test_services():

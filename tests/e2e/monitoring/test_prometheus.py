@@ -23,24 +23,25 @@ NAME = re.compile(r"\b(?:vllm|oarlock):\w+")
 
 
 class Prometheus:
-    """Prometheus with the files of configs/, that asks this server more often."""
+    """Prometheus with the files of configs/ and the command of docker-compose.yml, but shorter intervals."""
 
-    def __init__(self, folder, target):
+    def __init__(self, folder, server_port):
         config = yaml.safe_load((ROOT / "configs/prometheus/prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "250ms", "scrape_timeout": "250ms", "evaluation_interval": "250ms"}
-        config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
+        (scraped,) = config["scrape_configs"][0]["static_configs"]
+        scraped["targets"] = [target.replace(":8000", f":{server_port}") for target in scraped["targets"]]
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         shutil.copy(ROOT / "configs/prometheus/alerts.yml", folder)
         port = free_port()
+        flags = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["prometheus"]["command"]
+        here = {"/etc/prometheus": str(folder), "=/prometheus": f"={folder}/data", ":9090": f":{port}"}
+        for written, own in here.items():
+            assert sum(written in flag for flag in flags) == 1
+            flags = [flag.replace(written, own) for flag in flags]
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=60, trust_env=False)
         self._log = (folder / "log").open("w+")
         self._process = subprocess.Popen(
-            [
-                "prometheus",
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
+            ["prometheus", *flags],
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )
@@ -77,7 +78,7 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def prometheus(tp1, tmp_path_factory):
-    running = Prometheus(tmp_path_factory.mktemp("prometheus"), f"127.0.0.1:{tp1.port}")
+    running = Prometheus(tmp_path_factory.mktemp("prometheus"), tp1.port)
     try:
         up = 'up{job="oarlock"}'
         eventually(lambda: [value for _, value in running.query(up)] == [1.0], 60, "Prometheus has asked the server")
