@@ -102,8 +102,9 @@ def parameters(count: int) -> str:
 def _rows(machine: Machine, found: Sequence[Layout]) -> list[list[str]]:
     each = "rank" if machine.memory.device == "cpu" else "GPU"
     heads = ["TP x PP x DP", "fits", f"weights/{each}", f"step/{each}", f"KV/{each}", "KV tokens"]
-    heads += [f"users at {context // 1024}k" for context in CONTEXTS]
-    rows = [[*heads, "tokens/s, 1 user", f"all at {found[0].user_context:,}"]]
+    contexts, has_rates = _contexts(found[0]), machine.bandwidth is not None
+    heads += [f"users at {context:,}" if context % 1024 else f"users at {context // 1024}k" for context in contexts]
+    rows = [[*heads, *(["tokens/s, 1 user", f"all at {found[0].user_context:,}"] if has_rates else [])]]
     for one in found:
         held = one.capacity
         rows.append(
@@ -114,12 +115,18 @@ def _rows(machine: Machine, found: Sequence[Layout]) -> list[list[str]]:
                 human_bytes(held.step_bytes),
                 human_bytes(held.kv_bytes) if one.fits else "-",
                 f"{one.kv_tokens:,}" if one.fits else "-",
-                *(users(one, context) for context in CONTEXTS),
-                rate(one.one_user),
-                rate(one.all_users),
+                *(users(one, context) for context in contexts),
+                *([rate(one.one_user), rate(one.all_users)] if has_rates else []),
             ]
         )
     return rows
+
+
+def _contexts(best: Layout) -> list[int]:
+    """Return the contexts that users are counted for: the usual ones, or its own for a model that has less."""
+    longest = best.capacity.config.max_model_len
+    assert longest is not None
+    return [context for context in CONTEXTS if context <= longest] or [longest]
 
 
 def users(one: Layout, context: int) -> str:

@@ -184,6 +184,30 @@ def test_text_names_the_machine_the_users_and_the_command(model, capsys) -> None
     assert "give --bandwidth, or a GPU by its name" in text and f"oarlock serve {model}" in text
 
 
+@pytest.mark.parametrize(
+    ("longest", "flags", "heads"),
+    [
+        (32_768, ["--gpus", "2xL4"], ["users at 4k", "users at 32k", "tokens/s, 1 user", "all at 4,096"]),
+        (16_384, ["--gpus", "2xL4"], ["users at 4k", "tokens/s, 1 user", "all at 4,096"]),
+        (2_048, ["--gpus", "2xL4"], ["users at 2k", "tokens/s, 1 user", "all at 2,048"]),
+        (500, ["--gpus", "2xL4"], ["users at 500", "tokens/s, 1 user", "all at 500"]),
+        (32_768, ["--gpus", "2x24GB"], ["users at 4k", "users at 32k"]),
+        (2_048, ["--gpus", "2x24GB"], ["users at 2k"]),
+        (2_048, ["--gpus", "2x24GB", "--bandwidth", "300GB"], ["users at 2k", "tokens/s, 1 user", "all at 2,048"]),
+    ],
+)
+def test_a_plan_that_fits_has_a_value_in_every_column(model, capsys, longest, flags, heads) -> None:
+    """No column is for a context that the model does not have, or for speeds that nobody can know."""
+    Path(model, "config.json").write_text(json.dumps(QWEN_7B | {"max_position_embeddings": longest}))
+    assert main(["plan", model, *flags]) == 0
+    text = capsys.readouterr().out
+    head, *rows = [line for line in text.split("\n\n")[1].splitlines() if line]
+    columns = re.split(r" {2,}", head)
+    assert columns[6:] == heads
+    fitting = [re.split(r" {2,}", row) for row in rows if "short" not in row]
+    assert fitting and all(len(row) == len(columns) and "-" not in row for row in fitting), text
+
+
 def test_both_ways_to_share_experts_are_shown_with_their_bytes(tmp_path: Path, capsys) -> None:
     """Four ranks with 2 of 8 experts each, or a quarter of all: a token reads 2 / 8 of quarters, or 1 whole or both."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "decoder_sparse_step": 1}
