@@ -5,6 +5,16 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
 ARGS ?=
 
+# Whether this machine has a driver of NVIDIA, and so may want torch for CUDA, which is several gigabytes larger.
+NVIDIA_DRIVER ?= $(shell if command -v nvidia-smi >/dev/null || [ -e /proc/driver/nvidia/version ] || \
+	[ -e /usr/lib/wsl/lib/libcuda.so.1 ]; then echo yes; fi)
+# Where torch comes from, if not from the index that pip uses for all else. On Linux without a driver it is the index of
+# builds for CPUs, which the Dockerfile names; `make TORCH_INDEX=URL install` chooses another, an empty one pip's own.
+# Elsewhere the wheels of the general index are for CPUs already.
+ifeq ($(shell uname -s)$(NVIDIA_DRIVER),Linux)
+TORCH_INDEX ?= $(shell sed -n 's/^ARG TORCH_INDEX=//p' Dockerfile)
+endif
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -15,7 +25,7 @@ TOOLS := $(VENV)/.oarlock-tools-installed
 .PHONY: help install serve dev wheel check test test-long lint format docs soak verify-full triton accuracy clients ray fuzz mutants bench-peers bench-load gpu-check screenshots clean
 
 help:
-	@echo 'make install      make .venv with the pinned requirements and the oarlock command'
+	@echo 'make install      make .venv with the pinned requirements and the oarlock command; torch for CPUs if there is no NVIDIA driver'
 	@echo 'make serve        install, then serve the demo model (ARGS="MODEL --tensor-parallel-size 2" for others)'
 	@echo 'make dev          install, with what the tests need, and let git run the linters before each commit'
 	@echo 'make wheel        a wheel in dist/ with compiled kernels, for machines without a compiler'
@@ -49,6 +59,14 @@ $(SERVER): requirements.txt pyproject.toml
 	@echo '==> making $(VENV) with $(PYTHON)'
 	@$(PYTHON) -m venv $(VENV)
 	@echo '==> installing what the server needs (torch is large: the first time takes a while)'
+	@chosen='$(filter-out file,$(origin TORCH_INDEX))'; \
+	if [ -z "$$chosen" ] && $(PIP) config list | grep -Eq 'index-url|find-links|no-index'; then \
+		echo '==> torch comes from the index that pip is configured with'; \
+	elif [ -n '$(TORCH_INDEX)' ]; then \
+		[ "$$chosen" ] || \
+			echo '==> no NVIDIA driver is here, so torch is the build for CPUs (make TORCH_INDEX= install: for CUDA)'; \
+		grep '^torch==' requirements.txt > $(VENV)/torch.txt && \
+		$(PIP) install --no-deps --index-url '$(TORCH_INDEX)' -r $(VENV)/torch.txt; fi
 	@$(PIP) install -r requirements.txt
 	@echo '==> installing the oarlock command'
 	@$(PIP) install --no-deps --no-build-isolation --editable .

@@ -12,7 +12,7 @@ import yaml
 
 from tests.house.rules import ROOT
 
-INPUTS = ("Makefile", "requirements.txt", "requirements-dev.txt", "pyproject.toml")
+INPUTS = ("Makefile", "Dockerfile", "requirements.txt", "requirements-dev.txt", "pyproject.toml")
 
 
 def run(folder, *command, **changes):
@@ -75,6 +75,60 @@ def test_a_fresh_checkout_is_installed_first(folder, target):
     plan = run(folder, "make", "-n", target, PYTHON=sys.executable).stdout  # looked for in the tests below
     assert "-m venv .venv" in plan and "-r requirements.txt" in plan and "--editable ." in plan
     assert ("-r requirements-dev.txt" in plan) == (target in TESTING)
+
+
+# A Python whose `-m venv` makes one whose pip writes down how it was called. `pip config list` prints $CONFIG.
+RECORDING = """#!/bin/sh
+case "$*" in
+    "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    *"config list") echo "$CONFIG" ;;
+    *" install "*) shift 3; echo "$*" >> calls; case "$*" in *torch.txt) cat .venv/torch.txt >> calls ;; esac ;;
+esac
+"""
+CPU_INDEX = re.findall(r"^ARG TORCH_INDEX=(.+)$", (ROOT / "Dockerfile").read_text(), re.M)
+TORCH = re.findall(r"^torch==.*$", (ROOT / "requirements.txt").read_text(), re.M)
+ALL = "install -r requirements.txt"
+FROM_MIRROR = "global.index-url='https://mirror.example/simple'"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the general index has torch for CPUs")
+@pytest.mark.parametrize(
+    ("words", "config", "index", "said"),
+    [
+        (["NVIDIA_DRIVER="], "", CPU_INDEX[0], "the build for CPUs (make TORCH_INDEX= install: for CUDA)"),
+        (["NVIDIA_DRIVER=yes"], "", None, None),
+        (["NVIDIA_DRIVER=", "TORCH_INDEX="], "", None, None),
+        (["NVIDIA_DRIVER=", "TORCH_INDEX=https://index.example"], "", "https://index.example", None),
+        (["NVIDIA_DRIVER=yes", "TORCH_INDEX=https://index.example"], "", "https://index.example", None),
+        (["NVIDIA_DRIVER="], FROM_MIRROR, None, "from the index that pip is configured with"),
+        (["NVIDIA_DRIVER="], ":env:.find-links='/wheels'", None, "from the index that pip is configured with"),
+        (["NVIDIA_DRIVER=", "TORCH_INDEX=https://index.example"], FROM_MIRROR, "https://index.example", None),
+        (["NVIDIA_DRIVER="], "global.timeout='60'", CPU_INDEX[0], "the build for CPUs"),
+    ],
+)
+def test_torch_is_for_cpus_unless_there_is_a_driver_or_the_user_says_otherwise(folder, words, config, index, said):
+    (python := folder / "python").write_text(RECORDING)
+    python.chmod(0o755)
+    done = run(folder, "make", f"PYTHON={python}", *words, "install", CONFIG=config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first = [] if index is None else [f"install --no-deps --index-url {index} -r .venv/torch.txt", *TORCH]
+    calls = (folder / "calls").read_text().splitlines()
+    assert calls == [*first, ALL, "install --no-deps --no-build-isolation --editable ."]
+    lines = [line for line in done.stdout.splitlines() if re.search("torch (is the|comes)", line)]
+    assert [said in line for line in lines] == ([True] if said else []), done.stdout
+
+
+def test_a_driver_is_found_by_its_program(folder):
+    path = programs(folder, **{"nvidia-smi": "exit 0"})
+    plan = run(folder, "make", "-n", "install", PATH=f"{path}:{os.environ['PATH']}").stdout
+    assert "--index-url ''" in plan  # in a branch that is not taken
+
+
+def test_a_failed_installation_of_torch_fails(folder):
+    (python := folder / "python").write_text(RECORDING.replace('echo "$*" >> calls', "exit 1"))
+    python.chmod(0o755)
+    done = run(folder, "make", f"PYTHON={python}", "NVIDIA_DRIVER=", "install", CONFIG="")
+    assert done.returncode != 0 and not (folder / ".venv" / ".oarlock-installed").exists()
 
 
 @pytest.mark.slow
