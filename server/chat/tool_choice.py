@@ -57,7 +57,7 @@ class ToolChoice:
 
 def resolve_tool_choice(request: ChatRequest, tool_format: ToolFormat) -> ToolChoice | None:
     """Resolves `tools` and `tool_choice`; None when nothing can be called. Raises `RequestError`."""
-    choice, tools = request.tool_choice, tuple(request.tools or ())
+    choice, tools = request.tool_choice, request.functions
     if not tools:
         if choice in (None, "none", "auto"):
             return None

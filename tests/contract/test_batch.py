@@ -165,6 +165,18 @@ def test_unknown_fields_are_told_or_refused(batch, capsys):
     assert batch.answers[0]["response"]["body"]["error"]["code"] == "unknown_parameter"
 
 
+def test_fields_that_this_model_cannot_follow_are_told_or_refused(batch, capsys):
+    chat = _line("a", CHAT, messages=[{"role": "user", "content": "x"}], max_tokens=2, reasoning_effort="high")
+    response = _line("b", RESPONSE, input="x", max_output_tokens=2, reasoning={"effort": "high"}, store=False)
+    assert batch([chat, response]) == 0
+    shown = capsys.readouterr().err
+    assert "note: 'reasoning_effort', a field of 1 request(s)" in shown
+    assert "note: 'reasoning.effort', a field of 1 request(s)" in shown
+    batch.found.unlink()
+    assert batch(None, "--strict-parameters") == 1
+    assert {answer["response"]["status_code"] for answer in batch.answers} == {400}
+
+
 @pytest.mark.parametrize(
     ("lines", "cause"),
     [

@@ -13,12 +13,20 @@ MESSAGES = [
 ]
 
 
-def _post(stage, body):
+CHAT = "/v1/chat/completions"
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def _send(stage, body, path=CHAT, headers=None):
     async def send():
         async with stage.client() as client:
-            return await client.post("/v1/chat/completions", json={"messages": MESSAGES, **body})
+            return await client.post(path, json=body, headers=headers)
 
     return anyio.run(send)
+
+
+def _post(stage, body):
+    return _send(stage, {"messages": MESSAGES, **body})
 
 
 def _events(response):
@@ -163,3 +171,57 @@ def test_no_chunk_holds_what_may_be_read_as_the_end_of_a_line(make_stage, monkey
     reported = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
     assert reported[0]["model"] == f"m{LINE_ENDS}"
     assert LINE_ENDS in json.dumps(reported, ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"tools": [{"type": "web_search"}, {"type": "custom", "custom": {"name": "p"}}]},
+         "tools.custom, tools.web_search"),
+        ({"tools": [FUNCTION, {"type": "web_search_preview"}]}, "tools.web_search_preview"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "none"}, "reasoning_effort"),
+        ({"reasoning_effort": None}, None),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"verbosity": "medium"}, None),
+        ({"textVerbosity": "low"}, "textVerbosity"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+        ({"length_penalty": 2, "mm_processor_kwargs": {"a": 1}}, "length_penalty, mm_processor_kwargs"),
+        ({"prediction": None, "web_search_options": None, "reasoning_effort": None}, None),
+    ],
+)  # fmt: skip
+def test_fields_that_cannot_be_followed_are_reported(make_stage, fields, ignored):
+    stage = make_stage("Yes.")
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    for path, more in ((CHAT, {}), (CHAT, {"stream": True}), (f"{CHAT}/render", {})):
+        answer = _send(stage, body | more, path)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers.get("X-Ignored-Parameters") == ignored
+    large = _send(stage, body | {"metadata": {}, "x": [[]] * 40_000})
+    assert large.headers["X-Ignored-Parameters"] == ", ".join(filter(None, [ignored, "x"]))
+    assert stage.state.large_bodies._process is not None
+    strict = _send(make_stage(strict_parameters=True), body)
+    assert strict.status_code == (400 if ignored else 200)
+    assert ignored is None or ignored.split(", ")[0] == strict.json()["error"]["param"]
+
+
+def test_a_conversation_that_is_tokenized_reports_them_too(make_stage):
+    body = {"messages": [{"role": "user", "content": "x"}], "reasoning_effort": "high"}
+    assert _send(make_stage(), body, "/tokenize").headers["X-Ignored-Parameters"] == "reasoning_effort"
+    assert _send(make_stage(strict_parameters=True), body, "/tokenize").status_code == 400
+
+
+def test_each_client_is_logged_once(make_stage, caplog):
+    caplog.set_level("INFO", "oarlock.requests")
+    stage = make_stage("Yes.", api_key=("a", "b"))
+    body = {"messages": [{"role": "user", "content": "x"}], "reasoning_effort": "high", "other": 1}
+    for key in ("a", "a", "b", "a"):
+        answer = _send(stage, body, CHAT, {"Authorization": f"Bearer {key}", "User-Agent": "agent/1"})
+        assert answer.status_code == 200, answer.text
+    lines = [record.msg.fields for record in caplog.records if record.msg.fields["event"] == "parameters_ignored"]
+    assert [(line.get("client"), line["agent"], line["names"]) for line in lines] == [
+        ("key-1", "agent/1", "other"), ("key-1", "agent/1", "reasoning_effort"),
+        ("key-2", "agent/1", "other"), ("key-2", "agent/1", "reasoning_effort"),
+    ]  # fmt: skip
+    assert stage.counters.ignored_parameters == 8

@@ -232,6 +232,10 @@ def test_a_failure_in_the_middle_is_an_event_of_this_api(make_stage):
             "", {}, 400, "invalid_request_error", "tool_choice",
         ),
         (
+            {"messages": HI, "max_tokens": 1, "tools": [{"type": "function", "function": {"name": "f"}}]},
+            "", {}, 400, "invalid_request_error", "'function'",
+        ),
+        (
             {"messages": HI, "max_tokens": 1, "tools": [WEB], "tool_choice": {"type": "any"}},
             "", {}, 400, "invalid_request_error", "tool_choice",
         ),

@@ -221,7 +221,7 @@ _SHARED: list[tuple[str, list[Any], bool]] = [
     ("guided_json", [5, "{"], True),
     ("guided_choice", ["a", [], [5]], True),
     ("tools", [[_tool(f"t{number}") for number in range(257)], [_tool("a"), _tool("a")], [_tool("a\nb")]], True),
-    ("tools", [[{"type": "function"}], [{"type": "x"}], "x", [5], [_tool("")], [_tool("a", 5)]], True),
+    ("tools", [[{"type": "function"}], "x", [5], [_tool("")], [_tool("a", 5)]], True),
     ("tools", [[_tool("a", _CYCLE)], [_tool("a", _DEEP)], [_tool("a", {"type": "string"})]], False),
     ("tool_choice", [{"type": "function", "function": {"name": "absent"}}, "sometimes", 5, {}], True),
     ("parallel_tool_calls", ["no", 1], True),
@@ -317,7 +317,6 @@ _ITEMS: list[Any] = [
     [{"type": "function_call", "call_id": "x"}],
     [{"type": "function_call_output", "call_id": "", "output": "x"}],
     [{"type": "function_call_output", "call_id": "x", "output": 5}],
-    [{"type": "reasoning", "encrypted_content": "x"}],
     [{"type": "reasoning", "encrypted_content": "oarlock-text:%%"}],
     [{"type": "item_reference", "id": "../../etc/passwd"}],
 ]

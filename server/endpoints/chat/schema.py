@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, create_model, model_validator
@@ -155,7 +156,7 @@ class FunctionDefinition(StrictModel):
 
 
 class Tool(StrictModel):
-    """One tool; functions are the only kind."""
+    """A function that the model is offered."""
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -164,6 +165,32 @@ class Tool(StrictModel):
         """As published templates expect it."""
         described = self.function.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
         return {"type": self.type, "function": described}
+
+
+class HostedTool(StrictModel):
+    """A tool that another server runs, or whose input is free text. The model is not offered it."""
+
+    type: Annotated[str, Field(max_length=64)]
+
+    @model_validator(mode="after")
+    def _is_no_function(self) -> HostedTool:
+        """Refuse functions in the form of another API, which the caller expects to be offered."""
+        members = (self.model_extra or {}).keys()
+        is_function = bool(members & {"function", "input_schema", "tools"}) or members >= {"name", "parameters"}
+        if is_function or self.type in ("function", "namespace"):
+            raise FieldError("tools", f"holds a function of type '{self.type}' in a form that is not read here")
+        return self
+
+    def ignored_fields(self, prefix: str = "") -> Iterator[str]:
+        """Yield the type: the whole tool is ignored."""
+        yield prefix + self.type
+
+
+def tool_form(value: Any) -> str:
+    """Return the tag of the form that a tool has: a function, or a tool that is not offered."""
+    if not isinstance(value, dict) or value.get("type", "function") == "function":
+        return "form:function"
+    return "form:hosted"
 
 
 class FunctionName(StrictModel):
@@ -248,8 +275,20 @@ class ChatRequest(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
         None, description="so many alternatives with every token; only with `logprobs`"
     )
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="functions that may be called; an empty list is none"
+    tools: (
+        Annotated[
+            list[
+                Annotated[
+                    Annotated[Tool, Tag("form:function")] | Annotated[HostedTool, Tag("form:hosted")],
+                    Discriminator(tool_form),
+                ]
+            ],
+            Field(max_length=MAX_TOOLS),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="functions that may be called; other tools are ignored: the model is not offered them",
     )
     tool_choice: ToolChoiceOption | None = Field(
         None,
@@ -310,10 +349,15 @@ class ChatRequest(SamplingFields):
                 raise FieldError("chat_template_kwargs", f"holds '{shown}', which is not a name for the caller to set")
 
     def _check_tools(self) -> None:
-        names = [tool.function.name for tool in self.tools or ()]
+        names = [tool.function.name for tool in self.functions]
         twice = next((name for position, name in enumerate(names) if name in names[:position]), None)
         if twice is not None:
             raise FieldError("tools", f"holds two functions with the name '{twice}'")
+
+    @property
+    def functions(self) -> tuple[Tool, ...]:
+        """The tools that the model is offered."""
+        return tuple(tool for tool in self.tools or () if isinstance(tool, Tool))
 
     @property
     def token_limit(self) -> int | None:

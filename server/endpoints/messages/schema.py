@@ -14,6 +14,7 @@ from oarlock.server.endpoints.chat.schema import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
+    HostedTool,
     JsonObject,
     ReasoningEffort,
     ToolName,
@@ -207,17 +208,6 @@ class MessagesTool(StrictModel):
                 "tools", f"holds '{self.name}', whose allowed_callers leave out 'direct': no code is run here"
             )
         return self
-
-
-class HostedTool(StrictModel):
-    """A tool that Anthropic's servers run or know the schema of. The model is not offered it."""
-
-    type: Annotated[str, Field(max_length=64)]
-    name: Annotated[str, Field(max_length=256)] | None = None
-
-    def ignored_fields(self, prefix: str = "") -> Iterator[str]:
-        """Yield the type: the whole tool is ignored."""
-        yield prefix + self.type
 
 
 def _tool_form(value: Any) -> str | None:

@@ -16,11 +16,13 @@ from oarlock.server.endpoints.chat.schema import (
     MAX_MESSAGES,
     MAX_NAME,
     MAX_TOOLS,
+    HostedTool,
     JsonObject,
     ReasoningEffort,
     ToolName,
     Verbosity,
     choice_form,
+    tool_form,
 )
 from oarlock.server.endpoints.responses.items.schema import InputItem, ItemId, Word, flat_name, only
 from oarlock.server.endpoints.schema import JsonSchema, ResponseFormat, SamplingFields
@@ -62,20 +64,6 @@ class FunctionTool(StrictModel):
         return self
 
 
-class HostedTool(StrictModel):
-    """A tool that OpenAI's servers run, or whose input is free text. The model is not offered it."""
-
-    type: Word
-
-    def ignored_fields(self, prefix: str = "") -> Iterator[str]:
-        """Yield the type: the whole tool is ignored."""
-        yield prefix + self.type
-
-
-def _nested_tool_form(value: Any) -> str:
-    return "form:function" if not isinstance(value, dict) or value.get("type") == "function" else "form:hosted"
-
-
 class NamespaceTool(StrictModel):
     """A group of tools. The model knows its functions as `NAMESPACE__NAME`, as with vLLM."""
 
@@ -86,7 +74,7 @@ class NamespaceTool(StrictModel):
         list[
             Annotated[
                 Annotated[FunctionTool, Tag("form:function")] | Annotated[HostedTool, Tag("form:hosted")],
-                Discriminator(_nested_tool_form),
+                Discriminator(tool_form),
             ]
         ],
         Field(max_length=MAX_TOOLS),
@@ -112,8 +100,7 @@ class NamespaceTool(StrictModel):
 
 
 def _tool_form(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else "function"
-    return f"form:{kind}" if kind in ("function", "namespace") else "form:hosted"
+    return "form:namespace" if isinstance(value, dict) and value.get("type") == "namespace" else tool_form(value)
 
 
 Tool = Annotated[

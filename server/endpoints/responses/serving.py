@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from oarlock.engine.errors import RequestError
-from oarlock.server.endpoints.chat.schema import ChatRequest
+from oarlock.server.endpoints.chat.schema import ChatRequest, HostedTool
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion, ProcessedChat, token_logprobs
 from oarlock.server.endpoints.responses.items.schema import (
     HostedCallItem,
@@ -20,7 +20,7 @@ from oarlock.server.endpoints.responses.items.schema import (
     OtherCallOutputItem,
     UnreadItem,
 )
-from oarlock.server.endpoints.responses.schema import FunctionTool, HostedTool, NamespaceTool, ResponsesRequest
+from oarlock.server.endpoints.responses.schema import FunctionTool, NamespaceTool, ResponsesRequest
 from oarlock.server.endpoints.responses.store import ResponseStore, StoredResponse
 from oarlock.server.endpoints.responses.translate import Item, ResponsesTurn, ResponsesWriter, renamed, turn_of
 from oarlock.server.errors import HttpError
