@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from oarlock.engine.errors import StartupError
+from oarlock.engine.paths import expand
 from oarlock.server.config.settings import OPTIONS, Settings
 from oarlock.server.http.listeners import bind
 from oarlock.server.hub.local_model import check_names
@@ -18,7 +19,7 @@ def check_usage(settings: Settings) -> None:
     for name in _FILES:
         path = getattr(settings, name)
         if path is not None:
-            _check_readable(OPTIONS[name].flag, Path(path).expanduser())
+            _check_readable(OPTIONS[name].flag, expand(path))
     if settings.uds is None and not os.environ.get("LISTEN_FDS"):  # else a service manager has opened the socket
         bind(settings.host, settings.port).close()
 

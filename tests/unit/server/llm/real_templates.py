@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -20,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from oarlock.workers.paths import cache_home
+
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"  # of the source archive
 NUM_TEMPLATES = 70
@@ -27,7 +28,7 @@ _FOLDER = "/vendor/llama.cpp/models/templates/"
 _SUFFIX = ".jinja"
 _UNREACHABLE = 3  # exit status
 _TIMEOUT_S = 240
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oarlock"
+CACHE = cache_home() / "oarlock"
 FILE = CACHE / f"chat-templates-{VERSION}-{SHA256[:12]}.json"
 
 
