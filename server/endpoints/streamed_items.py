@@ -63,6 +63,7 @@ class StreamedItems(ABC):
                 yield from self._begin(Kind.TEXT)
                 text, self._blank = self._blank + event.text, ""
                 yield from self._grow(text, logprobs)
+                logprobs = ()
             elif isinstance(event, ReasoningDelta):
                 yield from self._begin(Kind.THOUGHTS)
                 yield from self._grow(event.text)

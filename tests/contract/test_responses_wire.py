@@ -192,8 +192,27 @@ def test_logprobs(make_stage, chat):
     assert len(logprobs) == answer["usage"]["output_tokens"] - 1  # the end of the sequence is not text
     assert streamed == logprobs
     assert all(len(entry["top_logprobs"]) == 2 for entry in logprobs)
-    refused = _send(chat(CALL), "POST", "/v1/responses", {"input": "x", "tools": TOOLS, **body})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "include")
+
+
+@pytest.mark.parametrize(
+    ("reply", "fields", "text"),
+    [
+        ("<think>\nHm, yes.\n</think>\n\nHello <b>you</b>", {}, "Hello <b>you</b>"),
+        (f"Sure.\n{CALL}", {"tools": TOOLS}, "Sure."),
+        ("Just text.", {"tools": TOOLS}, "Just text."),
+        (CALL, {"tools": TOOLS}, ""),
+    ],
+)
+def test_logprobs_are_those_of_the_visible_text(chat, reply, fields, text):
+    stage = chat(reply, templates.QWEN, ())
+    body = {"include": ["message.output_text.logprobs"], **fields}
+    answer, events = _create(stage, **body), _streamed(stage, **body)
+    parts = [part for item in answer["output"] if item["type"] == "message" for part in item["content"]]
+    entries = [entry for part in parts for entry in part["logprobs"]]
+    assert "".join(entry["token"] for entry in entries).strip() == text
+    assert [
+        entry for event in events if event["type"].endswith("output_text.delta") for entry in event["logprobs"]
+    ] == entries
 
 
 def test_a_failure_in_the_middle_ends_the_stream_as_failed(make_stage):

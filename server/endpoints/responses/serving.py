@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from oarlock.engine.errors import RequestError
+from oarlock.server.chat.visible_tokens import VisibleTokens
 from oarlock.server.endpoints.chat.schema import ChatRequest, HostedTool
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion, ProcessedChat, token_logprobs
 from oarlock.server.endpoints.responses.items.schema import (
@@ -114,16 +115,6 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
             raise HttpError(400, f"The response '{response_id[:64]}' is complete: there is nothing to cancel.")
         raise _not_found(response_id)
 
-    async def process(self, body: ChatRequest) -> ProcessedChat:
-        processed = await super().process(body)
-        if body.logprobs and not processed.shape.is_plain:
-            message = (
-                "'include' asks for logprobs, which are there only for answers that are plain text: this one may hold "
-                "thoughts or calls. Leave it out, or ask /v1/chat/completions."
-            )
-            raise RequestError(message, "include", "unsupported_parameter")
-        return processed
-
     def _turn(self, owner: str, body: ResponsesRequest) -> ResponsesTurn:
         if body.store and not self._store.is_on:
             message = "'store' is true, and this server keeps no responses. Leave it out, or raise --response-store."
@@ -174,9 +165,13 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         keeps = self._store.is_on and source.store is not False
         response_id = _PREFIX + request_id
         fields = {"id": response_id, **_echo(source, processed, model), "store": keeps}
-        entry = None
+        entry, visible = None, None
         if body.logprobs:
             entry = partial(token_logprobs, self.tokenizer, num_top=body.top_logprobs or 0)
+            if not processed.shape.is_plain:
+                choice = processed.choices[0]
+                detokenizer = self.tokenizer.detokenizer(choice.request.prompt_token_ids, choice.output_options.shown)
+                visible = VisibleTokens(processed.shape, detokenizer)
 
         def ended(response: dict[str, Any]) -> None:
             if keeps:
@@ -189,6 +184,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
             entry,
             ended,
             source.functions,
+            visible=visible,
             with_encrypted=source.with_encrypted,
         )
         self._running[owner, response_id] = writer

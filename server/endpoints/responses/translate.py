@@ -13,6 +13,7 @@ from pydantic import PrivateAttr, ValidationError
 
 from oarlock.engine.errors import RequestError
 from oarlock.server.chat.message_parser import AnswerShape
+from oarlock.server.chat.visible_tokens import VisibleTokens
 from oarlock.server.endpoints.chat.schema import CalledFunction, ChatMessage, ChatRequest, ToolCall
 from oarlock.server.endpoints.responses.items.schema import (
     FunctionCallItem,
@@ -292,6 +293,7 @@ class ResponsesWriter(ItemsWriter):
         on_end: Callable[[dict[str, Any]], None],
         functions: Functions,
         *,
+        visible: VisibleTokens | None = None,
         with_encrypted: bool,
     ) -> None:
         """`fields`: the members of the response that the request decides. `entry`: a token's logprob on the wire; None:
@@ -299,6 +301,7 @@ class ResponsesWriter(ItemsWriter):
         super().__init__(generation, shape, OutputItems(functions, with_encrypted=with_encrypted))
         self._fields = fields
         self._entry = entry
+        self._visible = visible  # None: all tokens are visible text
         self._on_end = on_end
         self._number = 0  # of the next event
 
@@ -342,7 +345,10 @@ class ResponsesWriter(ItemsWriter):
         }
 
     def _push(self, delta: Delta, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
-        return super()._push(delta, [] if self._entry is None else [self._entry(score) for score in delta.scores])
+        if self._entry is None:
+            return super()._push(delta)
+        scores = delta.scores if self._visible is None else self._visible.push(delta.scores)
+        return super()._push(delta, [self._entry(score) for score in scores])
 
     @property
     def _end(self) -> tuple[str, str | None]:
