@@ -51,6 +51,8 @@ REASONING_FORMATS: list[ReasoningFormat] = [
     THINK,
     ReasoningFormat("mistral", "Magistral", "[THINK]", "[/THINK]"),
     ReasoningFormat("seed_oss", "Seed-OSS", "<seed:think>", "</seed:think>"),
+    ReasoningFormat("cohere", "Command A and R7B", "<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningFormat("minimax_m3", "MiniMax-M3", "<mm:think>", "</mm:think>"),
     ReasoningFormat("granite", "Granite 3.2", "Here is my thought process:", "Here is my response:"),
     ReasoningFormat("gemma4", "Gemma 4", "<|channel>thought\n", "<channel|>", special=("<|channel>", "<channel|>")),
 ]

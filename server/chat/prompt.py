@@ -12,6 +12,7 @@ from typing import Any
 from oarlock.engine.errors import RequestError
 from oarlock.engine.types import Grammar
 from oarlock.server.chat.conversation import in_parts, template_messages
+from oarlock.server.chat.detection import tool_format_of
 from oarlock.server.chat.message_parser import REASONING_FORMATS, THINK, AnswerShape, ReasoningFormat
 from oarlock.server.chat.thinking import thinking_of
 from oarlock.server.chat.tool_choice import ToolChoice, resolve_tool_choice
@@ -25,7 +26,6 @@ from oarlock.server.chat.tool_parsers.grammar import (
     schema_rule,
 )
 from oarlock.server.chat.tool_parsers.harmony import HARMONY, TURN, after_thoughts, final_head
-from oarlock.server.chat.tool_parsers.registry import choose
 from oarlock.server.chat.turn_folding import Folding
 from oarlock.server.chat.turn_trial import Outline, TurnTrial
 from oarlock.server.endpoints.chat.schema import ChatRequest
@@ -68,7 +68,7 @@ class ChatPrompt:
 async def render_prompt(tokenizer: Tokenizer, request: ChatRequest) -> ChatPrompt:
     """The prompt of a request. Raises `RequestError`."""
     template = tokenizer.template
-    tool_format = choose(template.source, template.parsers)
+    tool_format = await tool_format_of(template)
     choice = resolve_tool_choice(request, tool_format)
     as_parts = template.exists and await template.reads_parts()
     reasons = tool_format is HARMONY or _marks(tokenizer) is not None

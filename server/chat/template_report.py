@@ -3,7 +3,7 @@
 import asyncio
 
 from oarlock.engine.errors import EngineError, RequestError
-from oarlock.server.chat.tool_parsers.registry import choose
+from oarlock.server.chat.detection import tool_format_of
 from oarlock.server.chat.turn_folding import Folding
 from oarlock.server.chat.turn_trial import Outline, Turn, TurnTrial
 from oarlock.server.llm.chat_template import ChatTemplate
@@ -30,7 +30,7 @@ _log = logger("chat_template")
 
 async def foldings_needed(template: ChatTemplate) -> dict[str, str]:
     """Return the rewritings that unusual conversations need, or "refused" for those that none of them keeps."""
-    tool_format = choose(template.source, template.parsers)
+    tool_format = await tool_format_of(template)
     as_parts = await template.reads_parts()
     needed = {}
     for name, turns in _TRIALS.items():

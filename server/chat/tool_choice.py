@@ -74,8 +74,9 @@ def resolve_tool_choice(request: ChatRequest, tool_format: ToolFormat) -> ToolCh
         must_call = choice.allowed_tools.mode == "required"
     if not tool_format.is_parsed and not must_call:
         message = (
-            "This model writes tool calls in a form that this server cannot read. Use tool_choice 'required' or name "
-            "the function: such calls are written in a form of the server's own."
+            "No known format reads the tool calls that this model's chat template writes. Use tool_choice 'required' "
+            "or name the function: such calls are written in a form of the server's own. The operator can name a "
+            "format with --tool-call-parser."
         )
         raise RequestError(message, "tool_choice", "unsupported_parameter")
     return ToolChoice(tool_format, tools, tools, must_call, False, parallel, num_earlier)

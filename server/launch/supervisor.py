@@ -27,6 +27,7 @@ from oarlock.engine.errors import EngineDeadError, StartupError
 from oarlock.server.chat.template_report import report_foldings
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.app import create_app
+from oarlock.server.endpoints.chat.serving import try_tool_format
 from oarlock.server.endpoints.serving import connect_engine
 from oarlock.server.errors import HttpError
 from oarlock.server.http.listeners import listen, remove_unused, url_of, warn_if_exposed
@@ -178,7 +179,8 @@ class Supervisor:
         try:
             self._tokenizer = await tokenizer  # much faster, so a missing file is reported before the load ends
             self._pooler = pooler.loaded(self._tokenizer)
-            if self._pooler.generates:
+            if self._pooler.generates and self._tokenizer.template.exists:
+                await try_tool_format(self._tokenizer.template)
                 await report_foldings(self._tokenizer.template)
             self._engine = await engine
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from oarlock.server.chat.tool_parsers.harmony import HARMONY
 from oarlock.server.chat.tool_parsers.registry import FORMATS
 from tests.contract.conftest import chat_tokenizer
+from tests.contract.test_messages_wire import INFO_LONG
 from tests.unit.server.chat.tool_parsers.written import TEMPLATES, WRITERS
 from tests.unit.server.llm import chat_templates as templates
 
@@ -196,8 +198,7 @@ def test_every_format_is_found_in_the_template_and_read(chat, tool_format, is_sp
     reply = WRITERS[tool_format.name]([("f", {"a": "é <b>"})])
     if is_special and tool_format.name == "llama3":
         reply = f"<|python_tag|>{reply}"
-    source = "{{ messages[0].content }}{# " + TEMPLATES[tool_format.name] + " #}"
-    stage = chat(reply, source, special=tool_format.delimiters if is_special else ())
+    stage = chat(reply, TEMPLATES[tool_format.name], special=tool_format.delimiters if is_special else ())
     for choice in (_post(stage, {"tools": TOOLS}).json()["choices"][0], _streamed(stage, {"tools": TOOLS})[0][0]):
         (call,) = choice["message"]["tool_calls"]
         assert call["function"]["name"] == "f"
@@ -209,7 +210,8 @@ def test_every_format_is_found_in_the_template_and_read(chat, tool_format, is_sp
 def test_an_answer_in_harmony_needs_no_tools_to_be_read(chat):
     marks = HARMONY.delimiters
     reply = "<|channel|>analysis<|message|>Hm 😀<|end|><|start|>assistant<|channel|>final<|message|>Hello"
-    stage = chat(reply, f"{{{{ messages[0].content }}}}{{# {''.join(marks)} #}}<|start|>assistant", special=marks[1:])
+    info = dataclasses.replace(INFO_LONG, vocab_size=4200)  # with the delimiters
+    stage = chat(reply, templates.HARMONY, special=marks[1:], info=info)
     plain, (streamed, usage) = _post(stage, {}).json(), _streamed(stage, {})
     for choice in (plain["choices"][0], streamed[0]):
         assert choice["message"]["reasoning_content"] == "Hm 😀"

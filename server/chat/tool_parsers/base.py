@@ -36,12 +36,14 @@ class ToolFormat:
     example: str  # a call
     parser: "type[ToolParser]"
     delimiters: tuple[str, ...]  # kept in the text that the parser reads, even where they are special tokens
-    matches: Callable[[str], bool]  # whether a chat template, given its source, is written for this format
     # (tools, most calls, special ids) -> rules for `calls`: one call of one of the tools, or several where the format
     # has a way; and for `tail`, the same without the delimiter that begins it, where `optional_calls` uses it.
     forced_calls: Callable[[Sequence[ToolSchema], int, SpecialIds], str]
     # special ids -> (body, rules): any text, and then perhaps `calls`; what begins like a call becomes one.
     optional_calls: Callable[[SpecialIds], tuple[str, str]]
+    # Texts in the instructions of a prompt with tools: they decide if a template leaves out a conversation's calls.
+    marks: tuple[str, ...] = ()
+    needs: str = ""  # a text that tells its calls from those of another format that its parser reads too
     aliases: tuple[str, ...] = ()  # other names by which an operator may choose it
     is_parsed: bool = True  # False: only forced calls can be parsed, the model's own have no parser here
     short_call_ids: bool = False  # the template accepts ids of nine letters and digits only

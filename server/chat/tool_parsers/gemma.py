@@ -207,7 +207,6 @@ def _format(name: str, models: str, parser: type[FunctionGemmaToolParser]) -> To
         example=f"{tokens[0]}call:f{{a:{tokens[2]}x{tokens[2]}}}{tokens[1]}",
         parser=parser,
         delimiters=tokens,
-        matches=lambda template: tokens[0] in template and tokens[2] in template,
         forced_calls=partial(_forced_calls, tokens),
         optional_calls=partial(grammar.text_then_calls, tokens[0]),
     )

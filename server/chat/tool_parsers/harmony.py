@@ -23,6 +23,7 @@ from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema, del
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 TURN = f"{START}assistant"  # what a prompt ends with
+FINAL = f"{CHANNEL}final{MESSAGE}"  # begins the text for the user
 _HEAD_BEGINS = (START, CHANNEL, "to=", CONSTRAIN, MESSAGE, "assistant")
 _MAX_HEAD = 512  # characters
 _RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
@@ -135,7 +136,6 @@ HARMONY = ToolFormat(
     example=f'{CHANNEL}commentary to=functions.f {CONSTRAIN}json{MESSAGE}{{"a": "x"}}{CALL}',
     parser=HarmonyParser,
     delimiters=(START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN),
-    matches=lambda template: CHANNEL in template and MESSAGE in template and START in template,
     forced_calls=_forced_calls,
     optional_calls=_optional_calls,
 )

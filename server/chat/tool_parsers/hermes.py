@@ -41,11 +41,6 @@ def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialId
     return "\n".join([*rules, *grammar.call_objects(tools, "arguments")])
 
 
-def _matches(template: str) -> bool:
-    """Whether a template is for Hermes: some models write XML between the same delimiters."""
-    return START in template and "<function=" not in template and "<arg_key>" not in template
-
-
 def calls_as_text(content: str, calls: list[dict[str, Any]]) -> str:
     """Write a text and the calls behind it as the model's own text."""
     lines = [content] if content else []
@@ -90,7 +85,7 @@ HERMES = ToolFormat(
     example='<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>',
     parser=HermesToolParser,
     delimiters=(START, END),
-    matches=_matches,
+    marks=(START,),
     forced_calls=_forced_calls,
     optional_calls=partial(grammar.text_then_calls, START),
     calls_as_text=calls_as_text,
@@ -99,9 +94,7 @@ GENERIC = replace(
     HERMES,
     name="generic",
     models="templates that know nothing of tools: the prompt gets them as text",
-    matches=lambda template: "tools" not in template,
+    marks=(),
     write_into_messages=write_into_messages,
 )
-UNKNOWN = replace(
-    HERMES, name="unknown", models="all others", delimiters=(), matches=lambda template: True, is_parsed=False
-)
+UNKNOWN = replace(HERMES, name="unknown", models="all others", delimiters=(), marks=(), is_parsed=False)

@@ -16,7 +16,6 @@ from oarlock.server.chat.tool_parsers.call_parser import (
     CallReader,
     ContentDelta,
     MessageEvent,
-    NoCallError,
     Tools,
 )
 from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
@@ -66,12 +65,12 @@ class JsonListToolParser(ToolParser):
         if character == "[":
             self._in_list, self._accept = True, self._list
         elif character == "{":
-            self._begin_call("".join(self._attempt), CallParser(self._tools))
+            self._begin_call("".join(self._attempt), self._reader(character))
         return character.isspace() or character in "[{"
 
     def _list(self, character: str) -> bool:
         if character == "{":
-            self._begin_call("".join(self._attempt), CallParser(self._tools))
+            self._begin_call("".join(self._attempt), self._reader(character))
         elif character == "]":
             self._searching = True
         return character.isspace() or character in "{],"
@@ -129,7 +128,7 @@ GRANITE = ToolFormat(
     example='<|tool_call|>[{"name": "f", "arguments": {"a": "x"}}]',
     parser=GraniteToolParser,
     delimiters=(TOOL_CALL,),
-    matches=lambda template: "<|start_of_role|>" in template and "</tool_call>" not in template,
+    marks=(TOOL_CALL,),
     forced_calls=partial(forced_list, TOOL_CALL),
     optional_calls=partial(grammar.text_then_calls, TOOL_CALL),
     calls_as_text=_calls_as_text,
@@ -140,7 +139,6 @@ PHI4_MINI = ToolFormat(
     example='<|tool_call|>[{"name": "f", "arguments": {"a": "x"}}]<|/tool_call|>',
     parser=Phi4MiniToolParser,
     delimiters=(TOOL_CALL, TOOL_CALL_END),
-    matches=lambda template: "'<|tool|>'" in template and "tools'" in template,
     forced_calls=partial(forced_list, TOOL_CALL, end=TOOL_CALL_END),
     optional_calls=partial(grammar.text_then_calls, TOOL_CALL),
     write_into_messages=_write_into_messages,
@@ -151,7 +149,7 @@ PHI4_MINI_JSON = ToolFormat(
     example='functools[{"name": "f", "arguments": {"a": "x"}}]',
     parser=Phi4MiniToolParser,
     delimiters=(TOOL_CALL, TOOL_CALL_END),
-    matches=lambda template: FUNCTOOLS in template,
+    marks=(FUNCTOOLS,),
     forced_calls=partial(forced_list, FUNCTOOLS, head=""),
     optional_calls=partial(grammar.text_then_calls, FUNCTOOLS),
 )
@@ -231,7 +229,6 @@ MISTRAL = ToolFormat(
     example='[TOOL_CALLS][{"name": "f", "arguments": {"a": "x"}}]',
     parser=MistralToolParser,
     delimiters=(START,),
-    matches=lambda template: START in template and ARGS not in template,
     forced_calls=partial(forced_list, START),
     optional_calls=partial(grammar.text_then_calls, START),
     short_call_ids=True,
@@ -241,124 +238,8 @@ MISTRAL_NAMED = replace(
     name="mistral_named",
     models="Mistral, since 2025",
     example='[TOOL_CALLS]f[ARGS]{"a": "x"}',
+    needs=ARGS,
     delimiters=(START, ARGS, CALL_ID),
-    matches=lambda template: START in template and ARGS in template,
     forced_calls=_forced_named_calls,
     calls_as_text=_named_calls_as_text,
-)
-
-
-TAG = "<|python_tag|>"
-_LLAMA_KEYS = ("name", "parameters", "arguments", "type", "id")
-
-
-class LlamaCall(CallParser):
-    """Reader of an object that may be a call. One that is none is text to its end, whatever objects are in it."""
-
-    def __init__(self, tools: Tools, in_text: bool = False) -> None:
-        """`in_text`: a call needs arguments, since words precede it."""
-        super().__init__(tools)
-        self._in_text = in_text
-        self.is_text = False  # it is no call
-
-    def _in_object(self, character: str) -> list[MessageEvent]:
-        scanner = self._scanner
-        events: list[MessageEvent] = []
-        if scanner.value_began and scanner.key not in _LLAMA_KEYS and not self.announced:
-            self.is_text = True
-        if not self.is_text:
-            try:
-                events = super()._in_object(character)
-            except NoCallError:
-                self.is_text = True
-        self.done = scanner.done
-        return events
-
-    def _end_call(self, events: list[MessageEvent]) -> None:
-        if self._in_text and not self.announced:
-            raise NoCallError
-        super()._end_call(events)
-
-
-class LlamaToolParser(ToolParser):
-    """A call as the whole answer, behind the tag, or behind a text; `;` separates several."""
-
-    DELIMITERS = (TAG, "{")
-
-    def __init__(self, tools: Tools, parallel: bool = True) -> None:
-        super().__init__(tools, parallel)
-        self._searching = False
-        self._tag_size = 0  # characters of the tag that the attempt ends with
-        self._any_call = False
-
-    def _reader(self, delimiter: str) -> CallReader:
-        reader = LlamaCall(self._tools, delimiter == "{")
-        if delimiter == "{":
-            reader.push(delimiter)
-        return reader
-
-    def _on_character(self, character: str, events: list[MessageEvent]) -> bool:
-        if self._call is None:
-            return self._before_call(character, events)
-        call = self._call
-        consumed = self._follow_call(call, character, events)
-        if isinstance(call, LlamaCall) and call.is_text:
-            events.append(ContentDelta("".join(self._attempt)))
-            self._attempt = []
-            if call.done:
-                self._call, self._searching = None, True
-        elif consumed and self._searching and self._sink is ContentDelta:
-            self._searching = False  # complete: another may follow
-            self._any_call = True
-        return consumed
-
-    def _before_call(self, character: str, events: list[MessageEvent]) -> bool:
-        """At the start, or behind a call: only white space, a separator, the tag or a brace may come."""
-        if character == TAG[self._tag_size]:
-            self._tag_size += 1
-            self._attempt.append(character)
-            if self._tag_size == len(TAG):
-                self._tag_size = 0
-                self._begin_call("".join(self._attempt), self._reader(TAG))
-            return True
-        if self._tag_size:
-            self._tag_size = 0
-            return self._give_up(events)
-        if character.isspace() or (character == ";" and self._any_call and ";" not in self._attempt):
-            self._attempt.append(character)
-            return True
-        if character != "{":
-            return self._give_up(events)
-        self._begin_call("".join(self._attempt), self._reader(TAG))
-        return False
-
-
-def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Rules for one forced call as a bare object: the model was not trained to write several."""
-    return "\n".join(["calls: call", *grammar.call_objects(tools, "parameters")])
-
-
-def _optional_calls(special_ids: SpecialIds) -> tuple[str, str]:
-    """An answer that begins with a brace is a call; another one has no object in it that could be read as a call."""
-    before = f"<[{special_ids[TAG]}]>? " if TAG in special_ids else ""
-    object_begins = "(?s:.*)" + r"""\{[ \t\r\n]*"(?:""" + "|".join(_LLAMA_KEYS) + """)"(?s:.*)"""
-    words = f"words: WORDS\nWORDS: /([^{{](?s:.*))?/ & ~/{object_begins}/"
-    return "(words | tagged)", f"tagged: {before}calls\n{words}"
-
-
-def _matches(template: str) -> bool:
-    is_llama = "python_tag" in template or "<|start_header_id|>" in template
-    return is_llama and '"parameters"' in template and "<tool_call>" not in template
-
-
-LLAMA = ToolFormat(
-    name="llama3",
-    models="Llama 3",
-    example='{"name": "f", "parameters": {"a": "x"}}',
-    aliases=("llama3_json", "llama4_json"),
-    parser=LlamaToolParser,
-    delimiters=(TAG,),
-    matches=_matches,
-    forced_calls=_forced_calls,
-    optional_calls=_optional_calls,
 )

@@ -137,8 +137,7 @@ def _kimi_id(name: str, number: int) -> str:
     return f"{_FUNCTIONS}{name}:{number}"
 
 
-def _format(name: str, models: str, parser: type[DeepSeekV3ToolParser], *marks: str, no: str = "") -> ToolFormat:
-    """Describes a format. `marks`: texts that its templates contain; `no`: a text that they must not contain."""
+def _format(name: str, models: str, parser: type[DeepSeekV3ToolParser]) -> ToolFormat:
     syntax = parser.SYNTAX
     between = "".join(syntax.before_arguments)
     return ToolFormat(
@@ -147,8 +146,6 @@ def _format(name: str, models: str, parser: type[DeepSeekV3ToolParser], *marks: 
         example=f"{syntax.calls}{syntax.call}{syntax.before_name}f{between}{{}}{syntax.fence}{syntax.call_end}{syntax.calls_end}",
         parser=parser,
         delimiters=_KIMI if syntax is KIMI else _DEEPSEEK,
-        # Published templates of DeepSeek write calls and never the tools: those get them as text.
-        matches=lambda template: all(mark in template for mark in ("tools", *marks)) and not (no and no in template),
         forced_calls=partial(_forced_calls, syntax),
         optional_calls=partial(grammar.text_then_calls, syntax.calls),
         text_arguments=syntax is not KIMI,
@@ -156,6 +153,6 @@ def _format(name: str, models: str, parser: type[DeepSeekV3ToolParser], *marks: 
     )
 
 
-DEEPSEEK_V3 = _format("deepseek_v3", "DeepSeek V3, R1 and its distillations", DeepSeekV3ToolParser, _CALL, "```json")
-DEEPSEEK_V31 = _format("deepseek_v31", "DeepSeek V3.1", DeepSeekV31ToolParser, _CALL, no="```json")
-KIMI_K2 = _format("kimi_k2", "Kimi K2", KimiToolParser, KIMI.call)
+DEEPSEEK_V3 = _format("deepseek_v3", "DeepSeek V3, R1 and its distillations", DeepSeekV3ToolParser)
+DEEPSEEK_V31 = _format("deepseek_v31", "DeepSeek V3.1", DeepSeekV31ToolParser)
+KIMI_K2 = _format("kimi_k2", "Kimi K2", KimiToolParser)

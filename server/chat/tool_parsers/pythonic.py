@@ -3,6 +3,7 @@
 import json
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 
 from oarlock.server.chat.tool_parsers import grammar
 from oarlock.server.chat.tool_parsers.base import ToolFormat
@@ -218,7 +219,37 @@ PYTHONIC = ToolFormat(
     aliases=("llama4_pythonic",),
     parser=PythonicToolParser,
     delimiters=(START, END),
-    matches=lambda template: "[func_name1(" in template or START in template,
+    marks=("[func_name1(",),
     forced_calls=_forced_calls,
     optional_calls=_optional_calls,
+)
+
+
+class Lfm2ToolParser(PythonicToolParser):
+    """Parser of a list of calls between tokens, with words around them."""
+
+    DELIMITERS = ("<|tool_call_start|>", "<|tool_call_end|>")
+    CLOSING = DELIMITERS[1:]
+
+    def __init__(self, tools: Tools, parallel: bool = True) -> None:
+        super().__init__(tools, parallel)
+        self._searching = True
+
+
+def _forced_between_tokens(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
+    """Rules for forced calls, as `_forced_calls`."""
+    start, end = (grammar.delimiter(text, special_ids) for text in Lfm2ToolParser.DELIMITERS)
+    head, rest = _forced_calls(tools, most, special_ids).split("\n", 1)
+    return f"calls: {start} tail\ntail: {head.removeprefix('calls: ')} {end}\n{rest}"
+
+
+LFM2 = ToolFormat(
+    name="lfm2",
+    models="LFM 2 and 2.5",
+    example='<|tool_call_start|>[f(a="x"), g()]<|tool_call_end|>',
+    parser=Lfm2ToolParser,
+    delimiters=Lfm2ToolParser.DELIMITERS,
+    marks=("<|im_start|>system\nList of tools: ",),
+    forced_calls=_forced_between_tokens,
+    optional_calls=partial(grammar.text_then_calls, Lfm2ToolParser.DELIMITERS[0]),
 )

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from oarlock.server.chat.tool_parsers import grammar
 from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
@@ -22,6 +23,7 @@ from oarlock.server.chat.tool_parsers.call_parser import (
 )
 from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 from oarlock.server.chat.tool_parsers.text_values import (
+    Schema,
     argument_names,
     is_text,
     json_value,
@@ -66,6 +68,18 @@ SEED = Tags(
     "",
     "</function>",
     "</seed:tool_call>",
+)
+MINIMAX = Tags(
+    "<minimax:tool_call>",
+    '<invoke name="',
+    '">',
+    '<parameter name="',
+    '">',
+    "",
+    "</parameter>",
+    "",
+    "</invoke>",
+    "</minimax:tool_call>",
 )
 GLM = Tags("<tool_call>", "", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "", "", "</tool_call>")
 
@@ -139,7 +153,7 @@ class TaggedCall(CallScript):
         The end of the model's answer ends a value too.
         """
         root = self._tools[name]
-        schema = property_schema(root, key)
+        schema = self._schema(root, key)
         head = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
         if is_text(schema, root):
             self._write(f'{head}"')
@@ -150,6 +164,10 @@ class TaggedCall(CallScript):
         ending = yield from self._text(pieces.append)
         self._write(head + json_value("".join(pieces), schema, root))
         return ending
+
+    def _schema(self, root: Schema, key: str) -> Any:
+        """The schema by which the text of an argument is understood."""
+        return property_schema(root, key)
 
     def _text(self, on_text: Callable[[str], None]) -> Reads:
         """The text up to the tag that ends it, without the line ends next to the tags; returns the tag."""
@@ -204,6 +222,14 @@ class SeedToolParser(QwenCoderToolParser):
     CLOSING = (SEED.call_end, SEED.end)
 
 
+class MiniMaxToolParser(QwenCoderToolParser):
+    """Parser of MiniMax-M2's calls: the same with names in quotes, and several calls between the outer tags."""
+
+    TAGS = MINIMAX
+    DELIMITERS = (MINIMAX.start, MINIMAX.before_name, MINIMAX.call_end, MINIMAX.end)
+    CLOSING = (MINIMAX.call_end, MINIMAX.end)
+
+
 class GlmToolParser(QwenCoderToolParser):
     """GLM's format: the name, and then keys and values in turn."""
 
@@ -212,9 +238,23 @@ class GlmToolParser(QwenCoderToolParser):
     CLOSING = (GLM.end,)
 
 
-def _forced_calls(tags: Tags, tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Rules for forced calls, each tag on its own line. Raises `RequestError` for arguments that cannot be bound."""
-    mark = partial(grammar.delimiter, special_ids=special_ids)
+def forced_calls(
+    tags: Tags,
+    tools: Sequence[ToolSchema],
+    most: int,
+    special_ids: SpecialIds,
+    after_key: Callable[[Any, Schema], str] | None = None,
+    token: str = "",
+) -> str:
+    """Rules for forced calls, each tag on its own line. Raises `RequestError` for arguments that cannot be bound.
+
+    `after_key`: (an argument's schema, the whole) -> the text behind its name, if that depends on it. `token`: the part
+    of each tag that may be a special token; without: the whole tag may be one.
+    """
+
+    def mark(text: str) -> str:
+        return grammar.delimited(text, (token,), special_ids) if token else grammar.delimiter(text, special_ids)
+
     line = grammar.literal("\n")
     more = f" ({line} {mark(tags.start)} body){{0,{most - 1}}}" if most > 1 else ""
     rules = [f"calls: {mark(tags.start)} tail", f"tail: body{more}", f"body: call {mark(tags.end)}"]
@@ -226,16 +266,15 @@ def _forced_calls(tags: Tags, tools: Sequence[ToolSchema], most: int, special_id
         for number, (key, is_required) in enumerate(argument_names(schema)):
             rule = f"v_{index}_{number}"
             rules += value_rules(rule, schema, key, tags.wrap, tags.value_ends, special_ids)
-            head = [mark(tags.before_key), grammar.literal(key), mark(tags.after_key), *value]
+            behind = tags.after_key if after_key is None else after_key(property_schema(schema, key), schema)
+            head = [mark(tags.before_key), grammar.literal(key), mark(behind), *value]
             parts.append(f"({' '.join([*head, rule, line])})" + ("" if is_required else "?"))
         head = f"{before}{grammar.literal(name + tags.after_name)} {line}"
         rules.append(f"call_{index}: {' '.join([head, *parts])}{end}")
     return "\n".join([*rules, grammar.one_of_calls(tools)])
 
 
-def _format(
-    name: str, models: str, parser: type[QwenCoderToolParser], *marks: str, aliases: tuple[str, ...] = ()
-) -> ToolFormat:
+def _format(name: str, models: str, parser: type[QwenCoderToolParser], *, aliases: tuple[str, ...] = ()) -> ToolFormat:
     tags = parser.TAGS
     line = "\n" if tags.before_name else ""
     argument = f"{tags.before_key}a{tags.after_key}{tags.wrap}{tags.before_value}x{tags.wrap}{tags.value_end}"
@@ -247,14 +286,12 @@ def _format(
         aliases=aliases,
         parser=parser,
         delimiters=tuple(text for text in names if text.startswith("<")),
-        matches=lambda template: all(mark in template for mark in marks),
-        forced_calls=partial(_forced_calls, tags),
+        forced_calls=partial(forced_calls, tags),
         optional_calls=partial(grammar.text_then_calls, tags.start),
     )
 
 
-QWEN3_CODER = _format(
-    "qwen3_coder", "Qwen3-Coder, Qwen 3.5", QwenCoderToolParser, QWEN.start, QWEN.before_name, aliases=("qwen3_xml",)
-)
-SEED_OSS = _format("seed_oss", "Seed-OSS", SeedToolParser, SEED.start)
-GLM45 = _format("glm45", "GLM 4.5 and later", GlmToolParser, GLM.start, GLM.before_key, aliases=("glm47",))
+QWEN3_CODER = _format("qwen3_coder", "Qwen3-Coder, Qwen 3.5", QwenCoderToolParser, aliases=("qwen3_xml",))
+SEED_OSS = _format("seed_oss", "Seed-OSS", SeedToolParser)
+MINIMAX_M2 = _format("minimax_m2", "MiniMax-M2", MiniMaxToolParser)
+GLM45 = _format("glm45", "GLM 4.5 and later", GlmToolParser, aliases=("glm47",))

@@ -15,7 +15,7 @@ from oarlock.server.cli.migrate.translation import (
 _READ = "the form of a quantised checkpoint is read from its files; --quantization rounds one that is not."
 _TOOL_CALLS = {
     "qwen25": "hermes", "qwen": "hermes", "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "glm": "glm45",
-    "gpt-oss": "openai",
+    "gpt-oss": "openai", "deepseekv32": "deepseek_v32", "minimax-m2": "minimax_m2",
 }  # fmt: skip
 _REASONING = {
     "deepseek-r1": "deepseek_r1", "qwen3-thinking": "qwen3", "gpt-oss": "openai_gptoss", "deepseek-v3": "deepseek_r1",

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from oarlock.server.chat.detection import tool_format_of
 from oarlock.server.chat.message_parser import AnswerShape, MessageParser
 from oarlock.server.chat.prompt import answer_grammar, render_prompt
 from oarlock.server.chat.tool_parsers.call_parser import (
@@ -28,11 +29,15 @@ from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.openapi import describe
 from oarlock.server.http.server_sent_events import AnswerWriter
 from oarlock.server.json_text import dumps, json_text
+from oarlock.server.llm.chat_template import ChatTemplate
 from oarlock.server.llm.detokenizer import StopStringMatcher
 from oarlock.server.llm.generation import Generation
 from oarlock.server.llm.input_processor import ProcessedRequest, constraint_of
 from oarlock.server.llm.output_processor import Delta, Scores, StopFinders, TokenScore
 from oarlock.server.llm.tokenizer import Tokenizer
+from oarlock.server.observability import logs
+
+_log = logs.logger("chat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,21 @@ class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedCh
         )
         options = self._options(body, _num_alternatives(body))
         return ChatCompletionWriter(head, self.tokenizer, generation, options, processed.shape)
+
+
+async def try_tool_format(template: ChatTemplate) -> None:
+    """Find out the model's format of tool calls before the first request, and log if it is unknown.
+
+    Raises `EngineError` if the process that renders templates is lost.
+    """
+    if not (await tool_format_of(template)).is_parsed:
+        _log.warning(
+            logs.event(
+                "tool_calls_unknown",
+                cause="no known format reads the calls that the chat template writes: only forced ones can be read",
+                fix="name the format with --tool-call-parser, or give --chat-template one that writes a known format",
+            )
+        )
 
 
 def _num_alternatives(body: ChatRequest) -> int | None:

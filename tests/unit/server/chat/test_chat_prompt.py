@@ -45,7 +45,7 @@ def _prompt(source, messages, parsers=None, **fields):
 
 
 def test_calls_are_given_as_templates_expect_them():
-    text, _ = _prompt(DUMP, TURNS, tools=[TOOL])
+    text, _ = _prompt(DUMP, TURNS, {"tool_call_parser": "hermes"}, tools=[TOOL])
     lines = text.split("\n")
     assert '"tool_calls": [{"id": "call_1", "type": "function", "function": ' in lines[1]
     assert '{"name": "f", "arguments": {"x": [1]}}' in lines[1]

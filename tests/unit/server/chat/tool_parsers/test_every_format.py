@@ -15,17 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oarlock.engine.errors import RequestError
+from oarlock.server.chat.detection import tool_format_of
 from oarlock.server.chat.message_parser import HARMONY as HARMONY_MARKS
 from oarlock.server.chat.message_parser import REASONING_FORMATS as MARKS
 from oarlock.server.chat.prompt import ChatPrompt, answer_grammar
 from oarlock.server.chat.tool_choice import resolve_tool_choice
 from oarlock.server.chat.tool_parsers.call_parser import ArgumentsDelta, ContentDelta, ToolCallStart, merged
 from oarlock.server.chat.tool_parsers.harmony import HARMONY
-from oarlock.server.chat.tool_parsers.hermes import GENERIC, UNKNOWN
-from oarlock.server.chat.tool_parsers.registry import FORMATS, choose, detect
+from oarlock.server.chat.tool_parsers.hermes import UNKNOWN
+from oarlock.server.chat.tool_parsers.registry import FORMATS
 from oarlock.server.config.option_groups import REASONING_PARSERS, TOOL_CALL_PARSERS
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.chat.schema import ChatRequest
+from oarlock.server.llm.chat_template import ChatTemplate
 from oarlock.server.llm.tokenizer import find_files
 from tests.unit.server.chat.tool_parsers.written import ARGUMENTS_AS_TEXT, ONE_CALL, TEMPLATES, WHOLE_ANSWER, WRITERS
 
@@ -109,10 +111,19 @@ def _cut(data, text):
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
+def _detected(source, parsers=None):
+    """The name of the format that is found for a template."""
+    template = ChatTemplate(source, {"bos_token": "", "eos_token": ""}, parsers)
+    try:
+        return asyncio.run(tool_format_of(template)).name
+    finally:
+        template.close()
+
+
 def test_every_format_has_a_writer_and_a_template():
     names = [tool_format.name for tool_format in [*FORMATS, UNKNOWN]]
     assert sorted(names) == sorted(WRITERS) == sorted(TEMPLATES)
-    assert [detect(TEMPLATES[name]).name for name in names] == names
+    assert [_detected(TEMPLATES[name]) for name in names] == names
 
 
 @every_format
@@ -164,7 +175,14 @@ def test_delimiters_that_are_special_tokens_can_be_forced(compiler, tool_format)
     if opening is not None:
         assert matcher.try_consume_tokens([special_ids[opening]]) == 1
     else:  # the format's calls begin with plain text
-        assert tool_format.name in (*WHOLE_ANSWER, "phi4_mini_json", "unknown")
+        assert tool_format.name in (
+            *WHOLE_ANSWER,
+            "phi4_mini_json",
+            "command_r",
+            "deepseek_v32",
+            "deepseek_v4",
+            "unknown",
+        )
 
 
 @every_format
@@ -253,9 +271,11 @@ def test_arguments_that_cannot_be_written_are_refused(name):
 def test_the_operator_chooses_by_any_name_of_a_format():
     names = [name for known in FORMATS for name in (known.name, *known.aliases)]
     assert sorted(names) == sorted(set(names)) == sorted(set(TOOL_CALL_PARSERS) - {"auto"})
-    assert choose(TEMPLATES["llama3"], {"tool_call_parser": "glm47"}).name == "glm45"
-    assert choose(TEMPLATES["llama3"], {}).name == "llama3"
-    assert choose("{{ messages }}", {"tool_call_parser": "hermes"}) is GENERIC
+    assert _detected(TEMPLATES["llama3"], {"tool_call_parser": "glm47"}) == "glm45"
+    assert _detected(TEMPLATES["llama3"], {}) == "llama3"
+    assert _detected(TEMPLATES["llama3"], {"tool_call_parser": "hermes"}) == "hermes"
+    assert _detected(TEMPLATES["generic"], {"tool_call_parser": "hermes"}) == "generic"
+    assert _detected(TEMPLATES["unknown"], {"reasoning_parser": "openai_gptoss"}) == "openai"
     settings = Settings(model=str(TOKENIZER.parent), tool_call_parser="glm47", reasoning_parser="none")
     files = asyncio.run(find_files(settings, print))
     tokenizer, plain = files.load_tokenizer(), dataclasses.replace(files, parsers={}).load_tokenizer()

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from oarlock.server.chat.tool_parsers.call_parser import ArgumentsDelta, ContentDelta, ToolCallStart, merged
+from oarlock.server.chat.tool_parsers.minimax_m3 import MINIMAX_M3
 from oarlock.server.chat.tool_parsers.named import DEEPSEEK_V31, KIMI_K2
 from oarlock.server.chat.tool_parsers.registry import FORMATS
 from oarlock.server.chat.tool_parsers.xml import GLM45, QWEN3_CODER, SEED_OSS
@@ -174,3 +175,39 @@ def test_the_announcement_waits_for_the_first_key():
     text = f"{deepseek('tool calls begin')}{begin}f{sep}{{"
     assert parser.push(text) == []
     assert parser.flush() == [ContentDelta(text)]
+
+
+M3_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string"},
+        "l": {"type": "array", "items": {"type": "integer"}},
+        "o": {"type": "object", "properties": {"k": {"type": "string"}, "deep": {"type": "array"}}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("@<a>x@</a>@<l>@<item>1@</item>@<item>2@</item>@</l>", {"a": "x", "l": [1, 2]}),
+        ("@<o>@<k>5@</k>@<deep>@<item>a@</item>@<item>@<b>true@</b>@</item>@</deep>@</o>",
+         {"o": {"k": "5", "deep": ["a", {"b": True}]}}),
+        ("@<a> <b>\n</b> @</a>", {"a": " <b>\n</b> "}),
+        ("@<a>x@<l>[1]@</l>", {"a": "x", "l": [1]}),
+        ("@<a>x", {"a": "x"}),
+        ("@<l>@<item>1@</item>", {"l": [1]}),
+        ("", {}),
+    ],
+)  # fmt: skip
+def test_elements_of_minimax_m3(written, arguments):
+    text = f'@<tool_call>\n@<invoke name="f">{written}@</invoke>\n@</tool_call>'.replace("@", "]<]minimax[>[")
+    results = []
+    for pieces in ([text], list(text)):
+        parser = MINIMAX_M3.parser({"f": M3_SCHEMA})
+        events = [event for piece in pieces for event in parser.push(piece)]
+        results.append(merged([*events, *parser.flush()]))
+    assert results[0] == results[1]
+    start, written_arguments = results[0]
+    assert start == ToolCallStart("f")
+    assert json.loads(written_arguments.text) == arguments

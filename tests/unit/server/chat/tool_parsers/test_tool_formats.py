@@ -10,17 +10,20 @@ import llguidance
 import pytest
 
 from oarlock.engine.types import Grammar
+from oarlock.server.chat import detection
 from oarlock.server.chat.message_parser import REASONING_FORMATS as MARKS
 from oarlock.server.chat.prompt import ChatPrompt, answer_grammar
 from oarlock.server.chat.tool_choice import resolve_tool_choice
-from oarlock.server.chat.tool_parsers import registry
 from oarlock.server.chat.tool_parsers.base import ToolFormat, ToolParser
 from oarlock.server.chat.tool_parsers.call_parser import ArgumentsDelta, CallParser, ContentDelta, ToolCallStart, merged
 from oarlock.server.chat.tool_parsers.grammar import call_objects, text_then_calls
-from oarlock.server.chat.tool_parsers.hermes import HERMES, UNKNOWN
-from oarlock.server.chat.tool_parsers.json_list import LLAMA, MISTRAL
-from oarlock.server.chat.tool_parsers.registry import FORMATS, detect
+from oarlock.server.chat.tool_parsers.hermes import HERMES
+from oarlock.server.chat.tool_parsers.json_list import MISTRAL
+from oarlock.server.chat.tool_parsers.llama import LLAMA
+from oarlock.server.chat.tool_parsers.registry import FORMATS
 from oarlock.server.endpoints.chat.schema import ChatRequest
+from tests.unit.server.chat.tool_parsers.test_every_format import _detected
+from tests.unit.server.chat.tool_parsers.written import TEMPLATES
 
 DEMO = Path(__file__).resolve().parents[5] / "models" / "oarlock-demo"
 SCHEMA = {
@@ -138,22 +141,6 @@ def test_without_tools_or_thoughts_the_constraint_is_the_callers():
     assert answer_grammar(None, ChatPrompt("x", None, True, False), {}) is None
 
 
-@pytest.mark.parametrize(
-    ("template", "name"),
-    [
-        ("{{ tools }} <tool_call> ", "hermes"),
-        ("{{ tools }} <tool_call> <function=", "qwen3_coder"),
-        ('{{ tools }} "parameters" <|python_tag|>', "llama3"),
-        ("{{ tools }} [TOOL_CALLS]", "mistral"),
-        ("{{ tools }} [TOOL_CALLS] [ARGS]", "mistral_named"),
-        ("{{ tools }}", "unknown"),
-        ("{{ messages }}", "generic"),
-    ],
-)
-def test_the_format_is_detected_from_the_template(template, name):
-    assert detect(template).name == name
-
-
 class ToyToolParser(ToolParser):
     """`<toy>{"name": …, "arguments": {…}}`."""
 
@@ -173,16 +160,16 @@ TOY = ToolFormat(
     example="",
     parser=ToyToolParser,
     delimiters=("<toy>",),
-    matches=lambda template: "<toy>" in template,
     forced_calls=_toy_calls,
     optional_calls=partial(text_then_calls, "<toy>"),
 )
 
 
 def test_a_new_format_is_one_line_of_the_registry(compiler, monkeypatch):
-    assert detect("{{ tools }} <toy>") is UNKNOWN
-    monkeypatch.setattr(registry, "FORMATS", [TOY, *FORMATS])
-    assert detect("{{ tools }} <toy>") is TOY
+    template = TEMPLATES["hermes"].replace("\n<tool_call>", "<toy>").replace("</tool_call>", "")
+    assert _detected(template) == "unknown"
+    monkeypatch.setattr(detection, "FORMATS", [TOY, *FORMATS])
+    assert _detected(template) == "toy"
     call = f'<toy>{{"name": "weather", "arguments": {GOOD}}}'
     parser = TOY.parser({"weather": SCHEMA})
     events = [ContentDelta("So "), ToolCallStart("weather"), ArgumentsDelta(GOOD), ContentDelta("; <to")]

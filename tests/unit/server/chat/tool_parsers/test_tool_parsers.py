@@ -15,7 +15,8 @@ from oarlock.server.chat.tool_parsers.call_parser import (
     merged,
 )
 from oarlock.server.chat.tool_parsers.hermes import HermesToolParser
-from oarlock.server.chat.tool_parsers.json_list import LlamaToolParser, MistralToolParser
+from oarlock.server.chat.tool_parsers.json_list import MistralToolParser
+from oarlock.server.chat.tool_parsers.llama import LlamaToolParser
 
 NAMES: dict[str, dict] = {"f": {}, "get_weather": {}}
 F = ToolCallStart("f")
