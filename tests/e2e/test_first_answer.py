@@ -12,7 +12,7 @@ RIGHT = {  # the first sentences of the docstrings of CPython 3.11
     "What does os.path.join do?": "Join two or more pathname components, inserting '/' as needed.",
     "Explain json.dumps.": "Serialize ``obj`` to a JSON formatted ``str``.",
     "What is str.join for?": "Concatenate any number of strings.",
-    "Tell me about itertools.chain.": "Return a chain object whose .__next__() method returns elements from the first",
+    "Explain collections.deque.rotate.": "Rotate the deque n steps to the right (default n=1).",
 }
 
 
