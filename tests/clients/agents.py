@@ -128,6 +128,7 @@ AGENTS: dict[str, Agent] = {
         "-p {question} --output-format stream-json --verbose --allowedTools Bash",
         read_claude_code,
         "claude-cli/",
+        ignored=frozenset({"context_management", "output_config.effort"}),
     ),
     "codex": Agent(
         "exec_command",
@@ -135,6 +136,7 @@ AGENTS: dict[str, Agent] = {
         "-c check_for_update_on_startup=false --disable plugins --disable apps {question}",
         read_codex,
         "codex_exec/",
+        ignored=frozenset({"tools.web_search"}),
     ),
     "opencode": Agent(
         "bash",
@@ -269,6 +271,6 @@ class _Session:
         """Return the parameters that the server's log names as ignored for this agent."""
         names: set[str] = set()
         for line in self.server.log[self._log_before :].splitlines():
-            if "event=parameters_ignored" in line and f"agent={self.agent.user_agent}" in line.replace("'", ""):
+            if "event=parameters_ignored" in line and f"agent={self.agent.user_agent}" in line.replace('"', ""):
                 names.update(line.rsplit("names=", 1)[1].strip("'\"").split(","))
         return names

@@ -346,6 +346,8 @@ KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
         ({"output_config": {"effort": "high"}}, "output_config.effort"),
         ({"thinking": {"type": "adaptive"}}, "thinking"),
         ({"thinking": {"type": "disabled"}}, None),
+        ({"thinking": {"type": "disabled", "display": "summarized"}}, None),
+        ({"thinking": {"type": "disabled", "display": "updates"}}, "thinking.display"),
         ({"betas": ["x"]}, "betas"),
         ({"context_management": None}, None),
         ({"context_management": {}}, None),

@@ -260,11 +260,19 @@ class Thinking(StrictModel):
     budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = Field(
         None, description="no limit of its own: thoughts count towards `max_tokens`", json_schema_extra=ACCEPTED
     )
-    display: Literal["summarized", "omitted"] | None = None
+    display: Annotated[str, Field(max_length=64)] | None = Field(
+        None, description="`omitted` hides thoughts, any other value shows them as they are"
+    )
 
     @property
     def is_on(self) -> bool:
         return self.type != "disabled"
+
+    def without_effect(self) -> Iterator[str]:
+        """Yield `display` if it is a value that is newer than this server: thoughts are shown as usual."""
+        yield from super().without_effect()
+        if self.display not in (None, "summarized", "omitted"):
+            yield "display"
 
 
 class OutputFormat(StrictModel):
