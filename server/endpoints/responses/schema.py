@@ -258,8 +258,8 @@ class ResponsesRequest(SamplingFields):
     )
     include: Annotated[list[Word], Field(max_length=16)] | None = Field(
         None,
-        description=f"`{LOGPROBS}`, for answers that are plain text; `{ENCRYPTED}`, the thoughts in base64 for clients "
-        "that send them back; parts of hosted tools' calls are ignored",
+        description=f"`{LOGPROBS}`, of the visible text; `{ENCRYPTED}`, the thoughts in base64 for clients that send "
+        "them back; parts of hosted tools' calls are ignored",
     )
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
         None, description=f"so many alternatives with every token; needs `{LOGPROBS}`"
