@@ -270,9 +270,11 @@ def _in_order(shape: Sequence[Turn]) -> tuple[Turn, ...]:
     """Return the shape as it is read by a template that looks at no ids: results answer the first calls, in order."""
     turns = list(shape)
     for caller, *others in _groups(shape):
-        own = [position for position in others if _is_answer(shape, position, caller)]
-        for number, position in enumerate(own):
-            turns[position] = turns[position]._replace(answers=(position - caller, number))
+        own = {i: shape[i].answers for i in others if _is_answer(shape, i, caller)}
+        answered = list(dict.fromkeys(answers[1] for answers in own.values() if answers))
+        for position, answers in own.items():
+            if answers is not None:
+                turns[position] = turns[position]._replace(answers=(position - caller, answered.index(answers[1])))
     return tuple(turns)
 
 
@@ -365,7 +367,7 @@ class TurnTrial:
     async def _mixes_results_up(self, shape: tuple[Turn, ...], folding: Folding) -> bool:
         """Whether results do not answer the first calls in order, and the prompt hides which calls they answer."""
         ordered = _in_order(shape)
-        if ordered == shape:
+        if ordered == shape or folding.calls >= CallTurns.LAST_TEXT:
             return False
         prompts = []
         for each in (shape, ordered):

@@ -103,7 +103,10 @@ def _outcome(tokenizer: Tokenizer, made: Conversation, tools: list[dict[str, Any
     )
     written = in_parts(written, request.messages) if asyncio.run(template.reads_parts()) else written
     theirs = _theirs(template.source, written, tools=shown)
-    return "kept" if prompt == theirs else "rewritten" if theirs is None or fault(theirs, made) else "changed"
+    if prompt == theirs:
+        return "kept"
+    hides_tools = bool(tools) and TOOL["function"]["name"] not in (theirs or "")
+    return "rewritten" if theirs is None or hides_tools or fault(theirs, made) else "changed"
 
 
 @pytest.mark.soak
