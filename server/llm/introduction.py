@@ -12,6 +12,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from oarlock.engine.errors import StartupError
+from oarlock.engine.preflight import is_there, read_text
 from oarlock.server.observability.logs import event, logger
 
 FILE = "introduction.json"
@@ -55,15 +57,11 @@ class Introduction:
     def load(model: str | Path) -> "Introduction":
         """Read the introduction of the model in this directory. A file that cannot be used is logged as a warning."""
         file = Path(model) / FILE
-        try:
-            with file.open("rb") as stream:
-                data = stream.read(MAX_FILE_BYTES + 1)
-            if len(data) > MAX_FILE_BYTES:
-                raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
-            found = _File.model_validate(json.loads(data))
-        except (FileNotFoundError, NotADirectoryError):
+        if not is_there(file):
             return Introduction()
-        except (OSError, ValueError, RecursionError) as error:
+        try:
+            found = _File.model_validate(json.loads(read_text(file, MAX_FILE_BYTES)))
+        except (StartupError, ValueError, RecursionError) as error:
             _log.warning(event("introduction_ignored", file=file, reason=_reason(error)))
             return Introduction()
         return Introduction(found.about, tuple(found.questions))
@@ -71,6 +69,8 @@ class Introduction:
 
 def _reason(error: Exception) -> str:
     """Describe the first fault of the file in one sentence, with the field."""
+    if isinstance(error, StartupError):
+        return error.cause
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_url=False)[0]

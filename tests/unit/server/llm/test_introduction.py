@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -67,8 +68,9 @@ def test_a_file_that_cannot_be_used_is_reported_and_left_out(tmp_path, caplog, c
     assert "introduction_ignored" in record.getMessage() and FILE in record.getMessage()
 
 
-def test_a_folder_with_the_name_of_the_file_is_reported(tmp_path, caplog):
-    (tmp_path / FILE).mkdir()
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
+def test_a_folder_a_pipe_and_a_device_are_reported(tmp_path, caplog, make):
+    make(tmp_path / FILE)
     with caplog.at_level(logging.WARNING):
         assert Introduction.load(tmp_path) == Introduction()
     assert len(caplog.records) == 1
