@@ -76,10 +76,15 @@ class StrictModel(BaseModel):
                 self.model_fields_set.discard(name)
 
     def ignored_fields(self, prefix: str = "") -> Iterator[str]:
-        """Yield the fields that no schema declares or that are without effect, with nested ones as `outer.inner`."""
+        """Yield the fields that no schema declares or that are without effect, with nested ones as `outer.inner`.
+
+        Of a field that is ignored as a whole, only the field itself.
+        """
         yield from (prefix + name for name, value in (self.model_extra or {}).items() if value is not None)
         yield from (prefix + name for name in self.without_effect())
         for name in type(self).model_fields:
+            if name in type(self)._ignored_names:
+                continue
             value = getattr(self, name)
             items = value if isinstance(value, list) and value and isinstance(value[0], StrictModel) else (value,)
             for item in items:

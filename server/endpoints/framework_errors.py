@@ -58,7 +58,7 @@ class FrameworkErrors:
         """Return the answer to a request that the framework refused."""
         assert isinstance(error, HTTPException)
         path = request.url.path[:_MOST_SHOWN]
-        if path == _COMPACT or error.status_code == 404:  # other methods take the first for the id of a response
+        if error.status_code == 404:
             return answer_of(not_served(path) or self._unknown(request.method, path), request.scope)
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "")
@@ -94,7 +94,6 @@ class FrameworkErrors:
 
 
 _SERVED = "/v1/completions, /v1/chat/completions, /v1/responses, /v1/messages and /v1/embeddings"
-_COMPACT = "/v1/responses/compact"
 _BATCHES = ("batches", "files")  # served with an option
 _NOT_SERVED = (
     "assistants",
@@ -121,12 +120,7 @@ def not_served(path: str) -> HttpError | None:
     if not path.startswith("/v1/"):
         return None
     family = path.removeprefix("/v1/").split("/")[0]
-    if path == _COMPACT:
-        message = (
-            f"{path} is not served here: ask /v1/responses for a summary of the conversation, and go on with it as "
-            "'input'. Codex does so by itself for every provider but OpenAI."
-        )
-    elif family in _BATCHES:
+    if family in _BATCHES:
         message = f"{path} is not served here: start the server with --batch-dir DIR for /v1/files and /v1/batches."
     elif family in _NOT_SERVED:
         message = f"{path} is not served here: this server answers {_SERVED}."

@@ -114,7 +114,7 @@ METRICS = frozenset({"/metrics", "/v1/state"})  # answered in every phase, to th
 ADMIN = "/admin/"
 REQUESTS = "/v1/requests/"  # what happened to one: the admin key's, unless the server is open to all that reach it
 # Of requests to these routes, which run on the engine, records are kept.
-GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES})
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/compact", MESSAGES})
 POOLING = frozenset({"/v1/embeddings", "/pooling", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"})
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _LOADING_RETRY_S = 5.0

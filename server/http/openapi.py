@@ -84,6 +84,24 @@ _OUTPUT_ITEM = object_of(
         "arguments": {**STRING, "description": "JSON"},
     },
 )
+_RESPONSE_USAGE = object_of(
+    {
+        "input_tokens": COUNT,
+        "input_tokens_details": object_of({"cached_tokens": COUNT, "cache_write_tokens": COUNT}),
+        "output_tokens": COUNT,
+        "output_tokens_details": object_of({"reasoning_tokens": COUNT}),
+        "total_tokens": COUNT,
+    }
+)
+_COMPACTED_ITEM = object_of(
+    {"id": STRING, "type": {"enum": ["message", "compaction"]}},
+    {
+        "status": STRING,
+        "role": {"enum": ["user", "system", "developer"]},
+        "content": list_of(object_of({"type": {"const": "input_text"}, "text": STRING})),
+        "encrypted_content": {**STRING, "description": "the summary in base64, for this server"},
+    },
+)
 
 _CONTENT_BLOCK = object_of(
     {"type": {"enum": ["text", "thinking", "tool_use"]}},
@@ -206,18 +224,18 @@ SCHEMAS: dict[str, Any] = {
             "incomplete_details": nullable(object_of({"reason": {"enum": ["max_output_tokens", "timeout"]}})),
             "output": list_of(_OUTPUT_ITEM),
             "store": {"type": "boolean"},
-            "usage": nullable(
-                object_of(
-                    {
-                        "input_tokens": COUNT,
-                        "input_tokens_details": object_of({"cached_tokens": COUNT, "cache_write_tokens": COUNT}),
-                        "output_tokens": COUNT,
-                        "output_tokens_details": object_of({"reasoning_tokens": COUNT}),
-                        "total_tokens": COUNT,
-                    }
-                )
-            ),
+            "usage": nullable(_RESPONSE_USAGE),
         }
+    ),
+    "CompactedResponse": object_of(
+        {
+            "id": STRING,
+            "object": {"const": "response.compaction"},
+            "created_at": COUNT,
+            "output": list_of(_COMPACTED_ITEM),
+            "usage": _RESPONSE_USAGE,
+        },
+        {"incomplete_details": object_of({"reason": {"const": "max_output_tokens"}})},
     ),
     "Message": object_of(
         {

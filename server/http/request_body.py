@@ -24,7 +24,7 @@ from oarlock.server.endpoints.batches.schema import CreateBatchRequest
 from oarlock.server.endpoints.chat.schema import ChatRequest, DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from oarlock.server.endpoints.messages.schema import CountTokensRequest, MessagesRequest
 from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
-from oarlock.server.endpoints.responses.schema import ResponsesRequest
+from oarlock.server.endpoints.responses.schema import CompactRequest, ResponsesRequest
 from oarlock.server.endpoints.schema import AbortRequest, CompletionRequest
 from oarlock.server.errors import ClientGoneError, HttpError, retry_after
 from oarlock.server.http.ignored_parameters import refuse
@@ -40,6 +40,7 @@ REQUEST_BODIES: dict[str, type[StrictModel]] = {
         CompletionRequest,
         ChatRequest,
         ResponsesRequest,
+        CompactRequest,
         MessagesRequest,
         CountTokensRequest,
         EmbeddingRequest,
@@ -213,7 +214,8 @@ def ignored_parameters(parsed: StrictModel, strict: bool) -> list[str]:
 
     Raises `RequestError` if there are too many, and for any if `strict`.
     """
-    ignored = sorted({name for name in parsed.ignored_fields() if name not in NEUTRAL_VALUES})
+    neutral = NEUTRAL_VALUES.keys() - type(parsed).model_fields.keys()  # an undeclared field has a neutral value
+    ignored = sorted({name for name in parsed.ignored_fields() if name not in neutral})
     if len(ignored) > _MAX_IGNORED:
         raise RequestError(f"The body has {len(ignored)} fields that are ignored here, at most {_MAX_IGNORED} may be.")
     if strict:

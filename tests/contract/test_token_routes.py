@@ -157,13 +157,6 @@ def test_routes_of_other_servers_are_refused_by_name(make_stage, path):
         assert "/v1/completions" in error["message"]
 
 
-def test_compaction_says_what_to_do_instead(make_stage):
-    (answer,) = _send(make_stage(), ("POST", "/v1/responses/compact", {"input": "x"}))
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"]) == (404, "route_not_supported")
-    assert "ask /v1/responses for a summary" in error["message"]
-
-
 @pytest.mark.parametrize("path", ["/v1/completions/", "/health/", "/v1/models/"])
 def test_a_slash_too_many_is_an_error_and_no_redirect(make_stage, path):
     for method in ("GET", "POST"):

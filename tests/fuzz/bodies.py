@@ -23,6 +23,7 @@ _GOOD: dict[str, dict[str, Any]] = {
     "/chat/completions/render": _CHAT,
     "/responses": _RESPONSE,
     "/responses/input_tokens": _RESPONSE,
+    "/responses/compact": {"input": [MESSAGE]},
     "/messages": _MESSAGES,
     "/messages/count_tokens": {"messages": [MESSAGE]},
     "/embeddings": {"input": ["import os", "def add(a, b):"]},

@@ -11,19 +11,14 @@ from typing import Any
 from oarlock.engine.stats import EngineState, OpenRequest
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.serving import STATS_TIMEOUT_S, OpenAIServing
+from oarlock.server.http.middleware import GENERATING, POOLING
 from oarlock.server.http.server_state import Phase, ServerState
 from oarlock.server.llm.generation import Replica
 from oarlock.server.observability.metrics import HttpCounters
 from oarlock.server.version import VERSION
 
 _FRESH_S = 1.0
-_COMPUTING = frozenset(
-    {
-        *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
-        *("/v1/embeddings", "/pooling"),
-        *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
-    }
-)
+_COMPUTING = GENERATING | POOLING
 _FULL = frozenset({429, 503})  # this server had no room for them, or was not ready
 _MISTAKES = frozenset(range(400, 499)) - _FULL  # the clients' own; 499 is one that left
 

@@ -1,4 +1,4 @@
-"""The request of `/v1/responses`, field for field; its input items are in `items`.
+"""The requests of `/v1/responses` and `/v1/responses/compact`, field for field; their input items are in `items`.
 
 Sampling fields are those of the other endpoints. Official fields that this server does not follow are reported as
 ignored if an answer is right without them; else they take only the values that ask for nothing.
@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
+from oarlock.engine.types import MAX_PRIORITY, MIN_PRIORITY
 from oarlock.server.endpoints.chat.schema import (
     MAX_CALLS,
     MAX_MESSAGES,
@@ -26,7 +27,16 @@ from oarlock.server.endpoints.chat.schema import (
 )
 from oarlock.server.endpoints.responses.items.schema import InputItem, ItemId, Word, flat_name, only
 from oarlock.server.endpoints.schema import JsonSchema, ResponseFormat, SamplingFields
-from oarlock.server.strict_model import ACCEPTED, IGNORED, INT32_MAX, MAX_LOGPROBS, WHOLE, FieldError, StrictModel
+from oarlock.server.strict_model import (
+    ACCEPTED,
+    IGNORED,
+    INT32_MAX,
+    MAX_LOGPROBS,
+    MAX_TIMEOUT_S,
+    WHOLE,
+    FieldError,
+    StrictModel,
+)
 
 AsyncTool = Annotated[Any, AfterValidator(only("tools", "async", False))]
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -222,18 +232,34 @@ def _input_form(value: Any) -> str | None:
     return "form:text" if isinstance(value, str) else "form:items" if isinstance(value, list) else None
 
 
+def _refuse_by_name(value: dict[str, Any]) -> None:
+    """Raise `FieldError` for fields without which any answer would be wrong, each with what to do."""
+    if value.get("background"):
+        raise FieldError("background", "is not supported: responses are not kept running; use stream: true")
+    if value.get("conversation") is not None:
+        raise FieldError("conversation", "is not supported: send its items, or previous_response_id")
+    if value.get("prompt") is not None:
+        raise FieldError("prompt", "is not supported: prompts are not stored; send 'input' and 'instructions'")
+    for name in REFUSED:
+        if value.get(name) is not None:
+            raise FieldError(name, "is not supported here; leave it out")
+
+
+Input = Annotated[
+    Annotated[str, Tag("form:text")]
+    | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True), Tag("form:items")],
+    Discriminator(
+        _input_form, custom_error_type="input_form", custom_error_message="must be a string or a list of items"
+    ),
+]
+
+
 class ResponsesRequest(SamplingFields):
     """`POST /v1/responses`."""
 
-    input: Annotated[
-        Annotated[str, Tag("form:text")]
-        | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True), Tag("form:items")],
-        Discriminator(
-            _input_form, custom_error_type="input_form", custom_error_message="must be a string or a list of items"
-        ),
-    ] = Field(
+    input: Input = Field(
         description="the conversation, or the user's one message; items: `message` with text, `function_call`, "
-        "`function_call_output`, `reasoning`, `item_reference`"
+        "`function_call_output`, `reasoning`, `compaction`, `item_reference`"
     )
     instructions: str | None = Field(None, description="the system message; not taken over by the next response")
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = Field(
@@ -278,7 +304,9 @@ class ResponsesRequest(SamplingFields):
         json_schema_extra=IGNORED,
     )
     context_management: Annotated[list[JsonObject], AfterValidator(_known_edits)] | None = Field(
-        None, description="`compaction`: the conversation is never compacted here", json_schema_extra=IGNORED
+        None,
+        description="`compaction`: only /v1/responses/compact compacts a conversation",
+        json_schema_extra=IGNORED,
     )
     prompt_cache_options: Annotated[JsonObject, AfterValidator(_no_prewarming)] | None = Field(
         None, description="equal beginnings of prompts are found without it", json_schema_extra=IGNORED
@@ -308,18 +336,10 @@ class ResponsesRequest(SamplingFields):
         """Refuse by name what a reader of the API may well ask for and does not get, each with what to do."""
         if not isinstance(value, dict):
             return value
-        if value.get("background"):
-            raise FieldError("background", "is not supported: responses are not kept running; use stream: true")
-        if value.get("conversation") is not None:
-            raise FieldError("conversation", "is not supported: send its items, or previous_response_id")
-        if value.get("prompt") is not None:
-            raise FieldError("prompt", "is not supported: prompts are not stored; send 'input' and 'instructions'")
+        _refuse_by_name(value)
         for name, (nothing, instead) in _ELSEWHERE.items():
             if value.get(name) is not None and value[name] != nothing:
                 raise FieldError(name, f"does not go with /v1/responses: {instead}")
-        for name in REFUSED:
-            if value.get(name) is not None:
-                raise FieldError(name, "is not supported here; leave it out")
         return value
 
     @model_validator(mode="after")
@@ -360,3 +380,60 @@ class ResponsesRequest(SamplingFields):
     @property
     def with_encrypted(self) -> bool:
         return ENCRYPTED in (self.include or ())
+
+
+class CompactRequest(StrictModel):
+    """`POST /v1/responses/compact`."""
+
+    model: Annotated[str, Field(max_length=512)] | None = Field(
+        None, description="one of the served names; without it the first; unknown: 404"
+    )
+    input: Input | None = Field(None, description="the conversation, in the items of /v1/responses")
+    instructions: str | None = Field(None, description="the system message; not part of what is answered")
+    previous_response_id: ItemId | None = Field(None, description="the conversation begins with that of this response")
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = Field(
+        None,
+        description="seconds until the answer is 408. The header X-Request-Timeout says the same; the shorter counts",
+    )
+    priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY), WHOLE] | None = Field(
+        0, description="lower runs earlier; waiting counts as well, so that none starves"
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]*$")] | None = Field(
+        None, description="prompt beginnings are shared in the KV cache only between equal salts; printable ASCII"
+    )
+    user: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="accepted; a hash of it in the request log", json_schema_extra=ACCEPTED
+    )
+    stream: bool | None = Field(False, description="only false: the answer comes whole")
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="ignored: no tool is called for a summary", json_schema_extra=IGNORED
+    )
+    tool_choice: ToolChoice | None = Field(None, json_schema_extra=IGNORED)
+    parallel_tool_calls: bool | None = Field(True, json_schema_extra=ACCEPTED)
+    reasoning: Reasoning | None = Field(
+        None,
+        description="ignored: a summary is written without thoughts where they can be off",
+        json_schema_extra=IGNORED,
+    )
+    text: TextConfig | None = Field(None, description="ignored: a summary is plain text", json_schema_extra=IGNORED)
+    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = Field(None, json_schema_extra=ACCEPTED)
+    prompt_cache_options: Annotated[JsonObject, AfterValidator(_no_prewarming)] | None = Field(
+        None, json_schema_extra=IGNORED
+    )
+    prompt_cache_retention: Word | None = Field(None, json_schema_extra=ACCEPTED)
+    service_tier: Word | None = Field(None, description="accepted; there is one tier", json_schema_extra=ACCEPTED)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_refusals(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            _refuse_by_name(value)
+        return value
+
+    @model_validator(mode="after")
+    def _can_be_compacted(self) -> Self:
+        if self.stream:
+            raise FieldError("stream", "is true, and a compacted conversation is answered whole; leave it out")
+        if not self.input and self.previous_response_id is None:
+            raise FieldError("input", "is empty; send the conversation that is to be compacted")
+        return self

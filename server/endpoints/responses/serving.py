@@ -13,6 +13,7 @@ from oarlock.engine.errors import RequestError
 from oarlock.server.chat.visible_tokens import VisibleTokens
 from oarlock.server.endpoints.chat.schema import ChatRequest, HostedTool
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion, ProcessedChat, token_logprobs
+from oarlock.server.endpoints.responses.compact import CompactionWriter, SummaryTurn, bounded, summary_turn
 from oarlock.server.endpoints.responses.items.schema import (
     HostedCallItem,
     ItemReference,
@@ -21,7 +22,7 @@ from oarlock.server.endpoints.responses.items.schema import (
     OtherCallOutputItem,
     UnreadItem,
 )
-from oarlock.server.endpoints.responses.schema import FunctionTool, NamespaceTool, ResponsesRequest
+from oarlock.server.endpoints.responses.schema import CompactRequest, FunctionTool, NamespaceTool, ResponsesRequest
 from oarlock.server.endpoints.responses.store import ResponseStore, StoredResponse
 from oarlock.server.endpoints.responses.translate import Item, ResponsesTurn, ResponsesWriter, renamed, turn_of
 from oarlock.server.errors import HttpError
@@ -55,6 +56,19 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
             return await self.create(request, turn, headers)
         except RequestError as error:
             raise renamed(error) from None
+
+    async def compact(self, request: Request, body: CompactRequest, headers: dict[str, str]) -> Response:
+        """Answer with the conversation as the user's messages and a summary. Raises `RequestError`, `HttpError`."""
+        owner = _owner(request)
+        turn = summary_turn(body, self._conversation(body, owner), owner)
+        try:
+            return await self.create(request, turn, headers)
+        except RequestError as error:
+            raise renamed(error) from None
+
+    async def process(self, body: ChatRequest) -> ProcessedChat:
+        processed = await super().process(body)
+        return bounded(processed, self.max_len) if isinstance(body, SummaryTurn) else processed
 
     async def complete_one(
         self, body: ResponsesRequest, request_id: str, *, owner: str | None = None, label: str | None = None
@@ -119,9 +133,9 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         if body.store and not self._store.is_on:
             message = "'store' is true, and this server keeps no responses. Leave it out, or raise --response-store."
             raise RequestError(message, "store", "unsupported_parameter")
-        return turn_of(body, self._conversation(body, owner), owner)
+        return turn_of(body, self._conversation(body, owner), owner, ResponsesTurn)
 
-    def _conversation(self, body: ResponsesRequest, owner: str) -> list[Item]:
+    def _conversation(self, body: ResponsesRequest | CompactRequest, owner: str) -> list[Item]:
         """The conversation so far, the previous response, and the new items, in their order."""
         found: list[Item] = []
         if body.previous_response_id is not None:
@@ -133,7 +147,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
             found += previous.conversation
         if isinstance(body.input, str):
             return [*found, MessageItem(role="user", content=body.input)]
-        for position, item in enumerate(body.input):
+        for position, item in enumerate(body.input or ()):
             if isinstance(item, ItemReference):
                 found.append(self._referred(item, position, owner))
             elif isinstance(item, OtherCallItem | OtherCallOutputItem):
@@ -160,6 +174,8 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
     def _writer(
         self, body: ChatRequest, processed: ProcessedChat, generation: Generation, model: str, request_id: str
     ) -> AnswerWriter:
+        if isinstance(body, SummaryTurn):
+            return CompactionWriter(_PREFIX + request_id, generation, processed.shape, body.conversation)
         assert isinstance(body, ResponsesTurn)
         source, owner, items = body.source, body.owner, body.items
         keeps = self._store.is_on and source.store is not False
@@ -271,6 +287,12 @@ _COUNT = describe(
     bodies=("ResponsesRequest",),
     examples={"hi": {"input": "Hi"}},
 )
+_COMPACT = describe(
+    "Compact conversation",
+    "CompactedResponse",
+    bodies=("CompactRequest",),
+    examples={"hi": {"input": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}},
+)
 
 
 @router.post("/v1/responses", openapi_extra=_CREATE)
@@ -285,6 +307,13 @@ async def count_input_tokens(request: Request) -> Response:
     serving = OpenAIServingResponses.of(request)
     body, headers = await serving.read(request, ResponsesRequest)
     return await serving.count(request, body, headers)
+
+
+@router.post("/v1/responses/compact", openapi_extra=_COMPACT)
+async def compact_conversation(request: Request) -> Response:
+    serving = OpenAIServingResponses.of(request)
+    body, headers = await serving.read(request, CompactRequest)
+    return await serving.compact(request, body, headers)
 
 
 @router.get("/v1/responses/{response_id}", openapi_extra=describe("Get response", "Response"))

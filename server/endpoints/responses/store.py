@@ -13,6 +13,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from oarlock.server.endpoints.responses.items.schema import (
+    CompactionItem,
     FunctionCallItem,
     FunctionCallOutputItem,
     MessageItem,
@@ -41,6 +42,7 @@ _TYPES = {
     "function_call": FunctionCallItem,
     "function_call_output": FunctionCallOutputItem,
     "reasoning": ReasoningItem,
+    "compaction": CompactionItem,
 }
 
 
@@ -147,6 +149,8 @@ class ResponseStore:
 
 def _kept(value: Any) -> Any:
     """Parts of an item that later requests may read, for JSON."""
+    if isinstance(value, CompactionItem):
+        return {"type": value.type, "id": value.id, "encrypted_content": value.encrypted_content}
     if isinstance(value, ReasoningItem) and not value.content and value.encrypted_content is not None:
         value = value.model_copy(update={"content": [ThoughtPart(type="reasoning_text", text=value.text)]})
     if isinstance(value, StrictModel):

@@ -7,7 +7,7 @@ that end with one.
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import PrivateAttr, ValidationError
 
@@ -16,6 +16,8 @@ from oarlock.server.chat.message_parser import AnswerShape
 from oarlock.server.chat.visible_tokens import VisibleTokens
 from oarlock.server.endpoints.chat.schema import CalledFunction, ChatMessage, ChatRequest, ToolCall
 from oarlock.server.endpoints.responses.items.schema import (
+    THOUGHTS,
+    CompactionItem,
     FunctionCallItem,
     FunctionCallOutputItem,
     MessageItem,
@@ -38,8 +40,10 @@ from oarlock.server.llm.generation import Generation
 from oarlock.server.llm.output_processor import ABORT, TIMEOUT, Delta, TokenScore
 from oarlock.server.strict_model import FieldError
 
-Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | CompactionItem
 Functions = Mapping[str, tuple[FunctionTool, str | None]]  # name for the model -> function, and its namespace
+# Opens the turn that shows the model a summary.
+_SUMMARY_HEAD = "This is a summary of our conversation up to this point:\n\n"
 _OF_FUNCTION = {"description", "parameters", "strict"}
 # Fields of a chat turn, and those that they come from.
 _FIELDS = {
@@ -80,14 +84,17 @@ class ResponsesTurn(ChatRequest):
         return _FIELDS.get(field, field)
 
 
-def turn_of(request: ResponsesRequest, items: Sequence[Item], owner: str) -> ResponsesTurn:
-    """The chat turn of a request of `owner` whose conversation is `items`. Raises `RequestError`."""
+_TurnT = TypeVar("_TurnT", bound=ResponsesTurn)
+
+
+def turn_of(request: ResponsesRequest, items: Sequence[Item], owner: str, kind: type[_TurnT]) -> _TurnT:
+    """The chat turn, of class `kind`, of a request of `owner` whose conversation is `items`. Raises `RequestError`."""
     given = SamplingFields.model_fields.keys() & request.model_fields_set
     values: dict[str, Any] = {name: getattr(request, name) for name in given}
     try:
         values["messages"] = _messages(request.instructions, items)
         values |= _others(request)
-        turn = ResponsesTurn.model_validate(values, strict=False)  # each value was checked
+        turn = kind.model_validate(values, strict=False)  # each value was checked
     except ValidationError as error:
         raise renamed(request_error(error)) from None
     except FieldError as error:
@@ -160,6 +167,10 @@ def _messages(instructions: str | None, items: Iterable[Item]) -> list[ChatMessa
                 messages[0] = _message("system", f"{only.text}\n\n{text}")
             else:
                 messages.append(_message(item.role, text))
+            answer = None
+        elif isinstance(item, CompactionItem):
+            # A user's turn: every template shows it at any place, and the model goes on from it if it comes last.
+            messages.append(_message("user", _SUMMARY_HEAD + item.text))
             answer = None
         else:
             if answer is None or not _goes_into(item, answer):
@@ -258,7 +269,7 @@ class OutputItems(StreamedItems):
             else:
                 yield "response.reasoning_text.done", {**self._at, "content_index": 0, "text": text}
                 if self._with_encrypted:
-                    item["encrypted_content"] = sealed(text)
+                    item["encrypted_content"] = sealed(text, THOUGHTS)
             yield "response.content_part.done", {**self._at, "content_index": 0, "part": part}
         item["status"] = status
         yield "response.output_item.done", {"output_index": self._index, "item": dict(item)}

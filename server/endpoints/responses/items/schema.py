@@ -1,4 +1,4 @@
-"""Input items of `/v1/responses`: messages, calls and their outputs, thoughts, ids, and calls of other kinds of tools.
+"""Input items of `/v1/responses`: messages, calls and their outputs, thoughts, summaries, ids, calls of other tools.
 
 A model reads calls of functions only, so calls of other kinds are turned into those. Items without text for the model
 are accepted and reported as ignored; items that it would need and cannot read are refused by their type.
@@ -243,14 +243,37 @@ class ReasoningItem(StrictModel):
         """The thoughts; of thoughts that another server encrypted, the summary. Raises `FieldError`."""
         if self.content:
             return "".join(part.text for part in self.content)
-        if self.encrypted_content is not None and self.encrypted_content.startswith(_SEAL):
-            return unsealed(self.encrypted_content)
+        if self.encrypted_content is not None and self.encrypted_content.startswith(THOUGHTS):
+            return unsealed(self.encrypted_content, THOUGHTS)
         return "".join(part.text for part in self.summary or ())
 
     def without_effect(self) -> Iterator[str]:
         """Yield `encrypted_content` if another server encrypted it."""
-        if self.encrypted_content and not self.content and not self.encrypted_content.startswith(_SEAL):
+        if self.encrypted_content and not self.content and not self.encrypted_content.startswith(THOUGHTS):
             yield "encrypted_content"
+
+
+def _own_summary(value: str) -> str:
+    """Raise `FieldError` unless this server wrote the value: the conversation that it stands for would be missing."""
+    if not value.startswith(SUMMARY):
+        problem = "holds a compaction that another server encrypted; send the conversation that it stands for"
+        raise FieldError("input", problem)
+    unsealed(value, SUMMARY)
+    return value
+
+
+class CompactionItem(StrictModel):
+    """The summary of a conversation, as `/v1/responses/compact` answers it."""
+
+    type: Literal["compaction"]
+    id: ItemId | None = None
+    encrypted_content: Annotated[str, AfterValidator(_own_summary)]
+    created_by: Annotated[str, Field(max_length=1024)] | None = Field(None, json_schema_extra=ACCEPTED)
+
+    @property
+    def text(self) -> str:
+        """The summary."""
+        return unsealed(self.encrypted_content, SUMMARY)
 
 
 class ItemReference(StrictModel):
@@ -260,7 +283,7 @@ class ItemReference(StrictModel):
     id: ItemId
 
 
-_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+_TYPES = ("message", "function_call", "function_call_output", "reasoning", "compaction", "item_reference")
 _OTHER_CALLS = get_args(OtherCallItem.model_fields["type"].annotation)
 _OTHER_OUTPUTS = get_args(OtherCallOutputItem.model_fields["type"].annotation)
 _HOSTED_CALLS = get_args(HostedCallItem.model_fields["type"].annotation)
@@ -293,6 +316,7 @@ InputItem = Annotated[
     | Annotated[FunctionCallItem, Tag("form:function_call")]
     | Annotated[FunctionCallOutputItem, Tag("form:function_call_output")]
     | Annotated[ReasoningItem, Tag("form:reasoning")]
+    | Annotated[CompactionItem, Tag("form:compaction")]
     | Annotated[ItemReference, Tag("form:item_reference")]
     | Annotated[OtherCallItem, Tag("form:other")]
     | Annotated[OtherCallOutputItem, Tag("form:other_output")]
@@ -301,18 +325,19 @@ InputItem = Annotated[
     Discriminator(_item_form, custom_error_type="item_form", custom_error_message="must be an object"),
 ]
 
-_SEAL = "oarlock-text:"
+# Prefixes of texts that clients keep for this server. They differ, so that a text is only read as the item it was.
+THOUGHTS, SUMMARY = "oarlock-text:", "oarlock-summary:"
 
 
-def sealed(thoughts: str) -> str:
-    """Thoughts as a client that stores nothing sends them back: base64, not encrypted, since they are its own."""
-    return _SEAL + base64.b64encode(thoughts.encode("utf-8", "replace")).decode()
+def sealed(text: str, prefix: str) -> str:
+    """A text as a client that stores nothing sends it back: base64, not encrypted, since it is the client's own."""
+    return prefix + base64.b64encode(text.encode("utf-8", "replace")).decode()
 
 
-def unsealed(text: str) -> str:
+def unsealed(value: str, prefix: str) -> str:
     """Recover the text that `sealed` was given. Raises `FieldError`."""
     try:
-        return base64.b64decode(text[len(_SEAL) :], validate=True).decode()
+        return base64.b64decode(value[len(prefix) :], validate=True).decode()
     except ValueError:
         problem = "holds encrypted_content that was changed; send it as this server wrote it, or leave it out"
         raise FieldError("input", problem) from None

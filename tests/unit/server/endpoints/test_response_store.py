@@ -11,7 +11,7 @@ import types
 import pytest
 from pydantic import TypeAdapter
 
-from oarlock.server.endpoints.responses.items.schema import InputItem, sealed
+from oarlock.server.endpoints.responses.items.schema import THOUGHTS, InputItem, sealed
 from oarlock.server.endpoints.responses.store import ResponseStore
 
 _ITEM = TypeAdapter(InputItem)
@@ -44,7 +44,7 @@ def random_item(rng):
             {"type": "message", "role": "assistant", "content": [part] * rng.randrange(4), "id": "m"},
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": text},
             {"type": "function_call_output", "call_id": "c", "output": [part, part]},
-            {"type": "reasoning", "summary": [], "encrypted_content": sealed(text * 20)},
+            {"type": "reasoning", "summary": [], "encrypted_content": sealed(text * 20, THOUGHTS)},
             {
                 "type": "reasoning",
                 "content": [{"type": "reasoning_text", "text": text}],
@@ -113,9 +113,9 @@ def test_what_is_kept_goes_on_as_it_was():
         {"role": "user", "content": [{"type": "input_text", "text": "said", "annotations": [1]}]},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "fc_1"},
         {"type": "function_call_output", "call_id": "c", "output": "found"},
-        {"type": "reasoning", "encrypted_content": sealed("thought")},
+        {"type": "reasoning", "encrypted_content": sealed("thought", THOUGHTS)},
     ]
-    output = [{"id": "rs_1", "type": "reasoning", "summary": [], "encrypted_content": sealed("new thought")}]
+    output = [{"id": "rs_1", "type": "reasoning", "summary": [], "encrypted_content": sealed("new thought", THOUGHTS)}]
     store = ResponseStore(2**20)
     store.put("a", {"id": "r", "output": output}, [_ITEM.validate_json(json.dumps(item)) for item in items])
     said, call, result, thought, new = store.get("a", "r").conversation
