@@ -38,6 +38,15 @@ def responses(report: Report, client: openai.OpenAI, model: str, tool: dict[str,
         stateless = client.responses.create(**loop | {"input": history}, store=False, tool_choice="none")
         expect(stateless.output_text == gone_on.output_text, stateless)
         expect(stateless.usage.input_tokens == gone_on.usage.input_tokens, stateless.usage)
+    if hasattr(client.responses, "compact"):  # older clients do not have it
+        with report.exercise("responses.compact: a summary, which the next prompt shows"):
+            talk = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": whole.output_text}]
+            compacted = client.responses.compact(model=model, input=talk)
+            expect([item.type for item in compacted.output] == ["message", "compaction"], compacted)
+            kept = [item.to_dict(warnings=False) for item in compacted.output]
+            alone = client.responses.create(**asked | {"input": kept[:1]})
+            gone_on = client.responses.create(**asked | {"input": kept})
+            expect(gone_on.usage.input_tokens > alone.usage.input_tokens, gone_on.usage)
     with report.exercise("responses, errors name the field"):
         for fields, param in (({"background": True}, "background"), ({"temperature": 3}, "temperature")):
             try:

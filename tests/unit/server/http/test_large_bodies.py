@@ -15,7 +15,7 @@ from oarlock.server.endpoints.app import application
 from oarlock.server.endpoints.batches.schema import CreateBatchRequest
 from oarlock.server.endpoints.chat.schema import ChatRequest, DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
-from oarlock.server.endpoints.responses.schema import ResponsesRequest
+from oarlock.server.endpoints.responses.schema import CompactRequest, ResponsesRequest
 from oarlock.server.endpoints.schema import CompletionRequest
 from oarlock.server.http.docs_page import body_schemas
 from oarlock.server.http.large_body import LargeBodies, takes_long
@@ -53,6 +53,7 @@ BODIES = [
     (RerankRequest, {"query": LONG, "documents": [LONG, "short", {"text": LONG}], "top_n": 2}),
     (ScoreRequest, {"text_1": LONG, "text_2": [LONG, "short"]}),
     (ResponsesRequest, {"input": [{"role": "user", "content": LONG}], "instructions": LONG}),
+    (CompactRequest, {"input": [{"role": "user", "content": LONG}], "instructions": LONG}),
     (CreateBatchRequest, {"input_file_id": "f", "endpoint": "/v1/completions", "completion_window": "24h"}),
 ]
 WRONG = [
