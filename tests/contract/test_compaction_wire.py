@@ -254,6 +254,27 @@ def test_no_answer_without_a_whole_summary(make_stage, chat):
     assert len(slow.engine.aborted) == 1
 
 
+def test_a_summary_that_an_operator_ends_is_an_error(make_stage):
+    stage = make_stage("One two three", admin_api_key="boss", pause_after=1)
+
+    async def scenario():
+        answers = []
+
+        async def compact(client):
+            answers.append(await client.post(COMPACT, json={"input": "x"}))
+
+        async with stage.client() as client, anyio.create_task_group() as tasks:
+            tasks.start_soon(compact, client)
+            while not stage.engine.requests:
+                await anyio.sleep(0.01)
+            await client.post("/admin/abort", json={"all": True}, headers={"Authorization": "Bearer boss"})
+        return answers[0]
+
+    answer = anyio.run(scenario)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "aborted")
+    assert stage.state.num_in_flight == 0 and len(stage.engine.aborted) == 1
+
+
 def test_a_model_that_writes_no_texts_cannot_compact(make_stage):
     refused = _send(make_stage(pooler=PoolerConfig(Task.EMBED)), "POST", COMPACT, {"input": "x"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_by_model")
