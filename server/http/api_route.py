@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from fastapi.routing import APIRoute
 from starlette.datastructures import QueryParams
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -62,6 +63,8 @@ class ErrorHandlingRoute(APIRoute):
                 return Response(status_code=499)  # only the counters see it
             except HttpError as error:
                 return _answer(request, error)
+            except HTTPException:  # of the framework, which has a handler of its own
+                raise
             except Exception as error:
                 described = describe(error)
                 if described.status == 500:

@@ -3,6 +3,8 @@
 Which one a model writes is found out from its chat template (`detection.py`).
 """
 
+import re
+
 from oarlock.server.chat.tool_parsers.base import ToolFormat
 from oarlock.server.chat.tool_parsers.dsml import DEEPSEEK_V4, DEEPSEEK_V32
 from oarlock.server.chat.tool_parsers.functionary import FUNCTIONARY
@@ -71,5 +73,11 @@ def as_markdown() -> str:
     for known in FORMATS:
         names = ", ".join(f"`{name}`" for name in (known.name, *known.aliases))
         example = known.example.replace("|", "\\|").replace("\n", "↵")
-        rows.append(f"| {names} | {known.models} | `{example}` |")
+        rows.append(f"| {names} | {known.models} | {_code(example)} |")
     return "\n".join(rows) + "\n"
+
+
+def _code(text: str) -> str:
+    """Return `text` as Markdown's inline code: text with backticks stands between longer runs of them."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    return f"`{text}`" if not longest else f"{'`' * (longest + 1)} {text} {'`' * (longest + 1)}"
