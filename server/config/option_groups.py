@@ -285,8 +285,7 @@ class HttpSettings:
     )
     strict_parameters: bool = option(
         False,
-        help="refuse request parameters that are unknown or have no effect (400) instead of reporting them in "
-        "X-Ignored-Parameters",
+        help="refuse request parameters that are unknown or have no effect (400), not report them in a header",
     )
     strict_max_tokens: bool = option(
         False, help="refuse a token limit that does not fit the context (400) instead of lowering it"

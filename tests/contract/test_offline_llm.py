@@ -170,6 +170,7 @@ def test_every_field_of_a_request_is_here_or_of_http():
     assert ChatRequest.model_fields.keys() - SamplingFields.model_fields.keys() == arguments | {
         "max_tokens",
         "logprobs",
+        "verbosity",  # without effect
     }
 
 

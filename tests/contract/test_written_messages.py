@@ -12,11 +12,14 @@ import pytest
 
 from oarlock.engine.errors import EngineDeadError, StartupError
 from oarlock.server.cli import serve
+from oarlock.server.cli.arguments import UsageError
+from oarlock.server.cli.chat.start import _check_model
 from oarlock.server.cli.main import main
 from oarlock.server.config.settings import Settings
 from oarlock.server.errors import describe
 from oarlock.server.http.listeners import bind
 from oarlock.server.http.server_state import Phase, ServerState
+from oarlock.server.hub.local_model import find_local
 from oarlock.server.hub.model_path import resolve
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.errors import WorkerError
@@ -88,7 +91,7 @@ def test_the_first_hours_requests_are_answered_as_shown(make_stage):
 
 
 @pytest.fixture
-def sentences(monkeypatch, capsys) -> set[str]:
+def sentences(monkeypatch, capsys, tmp_path) -> set[str]:
     """Messages as they come, without numbers."""
 
     def not_started(*arguments, **options):
@@ -113,6 +116,12 @@ def sentences(monkeypatch, capsys) -> set[str]:
     with pytest.raises(StartupError) as refused:
         asyncio.run(resolve(Settings(model="/nope"), lambda *progress: None))
     found += [refused.value.cause, refused.value.fix]
+    (tmp_path / "model-Q4_K_M.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    for name in ("model-Q4_K_N.gguf", "localhost:8000"):
+        with pytest.raises((StartupError, UsageError)) as wrong:
+            _check_model(name) if ":" in name else find_local(name)
+        found += [wrong.value.cause.replace(str(tmp_path), "/data"), wrong.value.fix]
     loading = ServerState()
     loading.phase, loading.loading_step, loading.loading_fraction = Phase.LOADING, "loading", 0.89
     found.append(str(loading.why_not_ready()))

@@ -155,7 +155,12 @@ def test_a_context_that_does_not_fit_the_kv_memory(start_here):
 
 def test_memory_that_the_machine_does_not_have(start_here):
     status, cause, fix = start_here(DEMO, "--kv-cache-memory", "900TiB", "--port", free_port())
-    assert status == MEMORY and "900.0 TiB of KV memory" in cause and "is free" in cause and "--kv-cache-memory" in fix
+    assert (
+        status == MEMORY
+        and "900.0 TiB of --kv-cache-memory" in cause
+        and "is free" in cause
+        and "--kv-cache-memory" in fix
+    )
 
 
 @pytest.mark.parametrize(

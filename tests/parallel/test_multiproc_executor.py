@@ -168,8 +168,9 @@ def test_a_rank_that_sends_nothing_while_loading_is_named_with_its_phase(
     assert caught.value.exit_code == 6
 
 
-def test_a_rank_that_cannot_load_fails_the_start(checkpoint: Path) -> None:
-    """Here because its allocator has no such memory to give."""
+def test_a_rank_that_cannot_load_fails_the_start(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here because its allocator has no such memory to give, which the checks of a start would have noticed."""
+    monkeypatch.setattr("oarlock.workers.runner.memory_needs.check_given_sizes_fit_host", lambda config, weights: None)
     with pytest.raises(StartupError, match=r"Out of memory while allocating KV memory: each rank of 2 needs") as caught:
         start(checkpoint, 2, kv_cache_bytes=1 << 50)
     assert caught.value.exit_code == 4

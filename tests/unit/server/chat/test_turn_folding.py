@@ -84,7 +84,9 @@ STRICT_CALLS = (
 STRICT_NO_TEXT = STRICT_CALLS.replace("{{- m.content }}", "")
 NO_EMPTY_ANSWER = (
     "{% for m in messages %}{% if m.role == 'assistant' and not m.content and not m.tool_calls %}"
-    "{{ raise_exception('empty') }}{% endif %}{% endfor %}" + STRICT_CALLS
+    "{{ raise_exception('empty') }}{% endif %}{% endfor %}"
+    # Written as Hermes does: calls of that format can become the model's own text.
+    + STRICT_CALLS.replace("call.function | tojson", "'<tool_call>' + (call.function | tojson) + '</tool_call>'")
 )
 
 KINDS = {

@@ -176,10 +176,11 @@ def test_a_wrong_interface_is_named_with_those_there_are(capsys, rank):
     assert "nosuch0" in lines[-2] and "lo (127.0.0.1" in lines[-1]
 
 
-def test_a_port_that_is_taken_is_found_before_the_model_is_looked_for(capsys):
+def test_a_port_that_is_taken_is_found_before_the_model_is_read(capsys, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         given = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1"]
         given += ["--master-port", str(other.getsockname()[1])]
-        assert main(["serve", "./no/such/model", "--port", "0", "-tp", "2", *given]) == 3
+        (tmp_path / "config.json").write_text("damaged")
+        assert main(["serve", str(tmp_path), "--port", "0", "-tp", "2", *given]) == 3
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("time=")]
     assert "already in use" in lines[-2] and "--master-port" in lines[-1]

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
 from oarlock.engine.errors import StartupError
 from oarlock.server.hub.local_model import check_local, find_local, listed_files
@@ -34,7 +33,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.write_bytes(b"GGUF")
     monkeypatch.setenv("OLLAMA_MODELS", str(ollama))
     monkeypatch.setenv("LLAMA_CACHE", str(llama_cpp))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
+    monkeypatch.setenv("HF_HUB_CACHE", str(hub))
     monkeypatch.chdir(here)
     return tmp_path
 

@@ -11,9 +11,9 @@ import pytest
 
 from oarlock.engine.errors import RequestError
 from oarlock.server.chat.conversation import in_parts, template_messages
+from oarlock.server.chat.detection import tool_format_of
 from oarlock.server.chat.prompt import render_prompt
 from oarlock.server.chat.template_report import foldings_needed
-from oarlock.server.chat.tool_parsers.registry import choose
 from oarlock.server.chat.turn_folding import Folding
 from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.llm.chat_template import ChatTemplate
@@ -97,7 +97,7 @@ def _outcome(tokenizer: Tokenizer, made: Conversation, tools: list[dict[str, Any
     written, shown = template_messages(
         request.messages,
         [tool.for_template() for tool in request.tools or ()] or None,
-        choose(template.source, template.parsers),
+        asyncio.run(tool_format_of(template)),
         Folding(),
         has_developer="developer" in template.source,
     )

@@ -64,6 +64,6 @@ def test_of_several_hosts_each_needs_memory_for_its_part(model: Path, monkeypatc
     monkeypatch.setattr(processor, "here", lambda: processor.Processor(False, False, "no AVX512-BF16 or AMX"))
     monkeypatch.setattr(devices, "free_host_bytes", lambda: 3 * parameters)
     monkeypatch.setattr(memory_needs, "free_host_bytes", lambda: 4 * parameters)
-    given = config(model, kv_cache_bytes=1 << 30)
+    given = config(model, kv_cache_bytes=parameters, max_model_len=64)
     assert preflight(given).dtype == "bfloat16"
     assert preflight(given.with_(tensor_parallel_size=2, nnodes=2)).dtype == "float32"

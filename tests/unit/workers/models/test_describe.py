@@ -188,7 +188,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "relu"}, "hidden_act = 'relu'.*silu"),
     "flag as text": ({"attention_bias": "yes"}, "attention_bias must be true or false"),
     "eps": ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number"),
-    "theta": ({"rope_theta": float("nan")}, "rope_theta must be a positive number"),
+    "theta": ({"rope_theta": float("nan")}, "rope_theta must be a finite number"),
     "dtype": ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype = 'float8_e4m3fn'"),
     "rope kind": ({"rope_scaling": {"type": "axial", "factor": 2}}, "rope type = 'axial'"),
     "rope key": ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope_section"),

@@ -87,7 +87,7 @@ def test_the_weights_count_once_for_each_replica(model: Path, monkeypatch: pytes
     weights = 4 * read_spec(str(model)).num_parameters
     monkeypatch.setattr(devices, "available_cores", lambda: 8)
     monkeypatch.setattr(memory_needs, "free_host_bytes", lambda: 2 * weights + weights // 2)
-    asked = {"dtype": "float32", "cpu_affinity": "none", "size": 3, "kv_cache_bytes": 1 << 20}
+    asked = {"dtype": "float32", "cpu_affinity": "none", "size": 3, "kv_cache_bytes": 1 << 17, "max_model_len": 64}
     assert preflight(replica(model, **asked | {"size": 2})).dtype == "float32"
     with pytest.raises(StartupError, match="need 3 x ") as refused:
         preflight(replica(model, **asked))
