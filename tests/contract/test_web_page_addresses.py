@@ -36,12 +36,12 @@ def test_back_and_forward_go_through_the_views(serve, window, expect):
         assert page.url.endswith(f"/#/{view.lower()}")
         expect(page).to_have_title(f"{view} · demo · Oarlock")
     page.get_by_role("tab", name="Model").click()  # the one that is shown adds nothing to the history
-    page.go_back()
+    page.evaluate("history.back()")
     shows(page, expect, "State")
-    page.go_back()
+    page.evaluate("history.back()")
     shows(page, expect, "Chat")
     expect(page).to_have_title("demo · Oarlock")
-    page.go_forward()
+    page.evaluate("history.forward()")
     shows(page, expect, "State")
 
 
@@ -67,12 +67,12 @@ def test_each_conversation_has_an_address(serve, window, expect):
     second = page.url
     assert second not in (first, f"{server.url}/#/chat")
     page.get_by_role("tab", name="State").click()
-    page.go_back()
+    page.evaluate("history.back()")
     expect(page.locator(".bubble")).to_have_text("Second")
-    page.go_back()
+    page.evaluate("history.back()")
     expect(page.locator(".bubble")).to_have_text("First")
     assert page.url == first
-    page.go_forward()
+    page.evaluate("history.forward()")
     expect(page.locator(".bubble")).to_have_text("Second")
     page.get_by_role("button", name="First", exact=True).click()
     expect(page.locator(".bubble")).to_have_text("First")
@@ -116,7 +116,7 @@ def test_going_back_ends_no_answer_of_the_same_conversation(serve, window, expec
     ask(page, "Count")
     expect(page.locator(".word").first).to_be_visible()
     page.get_by_role("tab", name="State").click()
-    page.go_back()
+    page.evaluate("history.back()")
     shows(page, expect, "Chat")
     expect(page.locator("li.assistant")).to_have_attribute("aria-busy", "true")
     server.stage.engine.resume.set()

@@ -255,7 +255,7 @@ def test_both_documents_have_the_same_header(serve, window, expect):
     page.locator("header").get_by_role("link", name="State").click()
     expect(page.get_by_role("tabpanel", name="State")).to_be_visible()
     page.get_by_role("link", name="Compare", exact=True).click()
-    page.go_back()
+    page.evaluate("history.back()")
     expect(page.get_by_role("tabpanel", name="State")).to_be_visible()
 
 

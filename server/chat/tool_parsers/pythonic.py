@@ -4,6 +4,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from oarlock.server.chat.tool_parsers import grammar
 from oarlock.server.chat.tool_parsers.base import ToolFormat
@@ -243,6 +244,27 @@ def _forced_between_tokens(tools: Sequence[ToolSchema], most: int, special_ids: 
     return f"calls: {start} tail\ntail: {head.removeprefix('calls: ')} {end}\n{rest}"
 
 
+def _literal(value: Any) -> str:
+    """Write a value of JSON in Python's notation, with texts between double quotes."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(name)}: {_literal(item)}" for name, item in value.items()) + "}"
+    return "[" + ", ".join(map(_literal, value)) + "]" if isinstance(value, list) else repr(value)
+
+
+def _calls_as_text(content: str, calls: list[dict[str, Any]]) -> str:
+    """Write a text and the calls behind it as LFM 2 does. Arguments that are not an object stay the text they are."""
+    written = []
+    for call in calls:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if isinstance(arguments, dict):
+            arguments = ", ".join(f"{key}={_literal(value)}" for key, value in arguments.items())
+        written.append(f"{name}({arguments})")
+    opening, closing = Lfm2ToolParser.DELIMITERS
+    return f"{content}{opening}[{', '.join(written)}]{closing}"
+
+
 LFM2 = ToolFormat(
     name="lfm2",
     models="LFM 2 and 2.5",
@@ -252,4 +274,5 @@ LFM2 = ToolFormat(
     marks=("<|im_start|>system\nList of tools: ",),
     forced_calls=_forced_between_tokens,
     optional_calls=partial(grammar.text_then_calls, Lfm2ToolParser.DELIMITERS[0]),
+    calls_as_text=_calls_as_text,
 )

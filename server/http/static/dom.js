@@ -71,19 +71,25 @@ export function announce(text) {
 export function notice(text, label = null, action = null) {
   const place = $("notices");
   let timer = 0;
+  let pointedAt = false; // not by :hover, which Firefox sets after its events
   const end = () => {
     clearTimeout(timer);
     shown.remove();
   };
   const wait = () => {
     clearTimeout(timer);
-    if (!shown.matches(":hover, :focus-within")) timer = setTimeout(end, NOTICE_MS);
+    if (!pointedAt && !shown.matches(":focus-within")) timer = setTimeout(end, NOTICE_MS);
+  };
+  const point = (event) => {
+    pointedAt = event.type === "pointerenter";
+    wait();
   };
   const button = label && el("button", { onclick: () => (end(), action()) }, label);
   const shown = el("p", {}, el("span", {}, text), button, el("button", { class: "quiet", "aria-label": "Dismiss", onclick: end }, "×"));
   place.append(shown);
   if (place.children.length > 3) place.firstChild.remove();
-  for (const name of ["pointerenter", "pointerleave", "focusin"]) shown.addEventListener(name, wait);
+  for (const name of ["pointerenter", "pointerleave"]) shown.addEventListener(name, point);
+  shown.addEventListener("focusin", wait);
   shown.addEventListener("focusout", () => setTimeout(wait));
   wait();
 }
