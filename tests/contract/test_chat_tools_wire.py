@@ -198,7 +198,8 @@ def test_every_format_is_found_in_the_template_and_read(chat, tool_format, is_sp
     reply = WRITERS[tool_format.name]([("f", {"a": "é <b>"})])
     if is_special and tool_format.name == "llama3":
         reply = f"<|python_tag|>{reply}"
-    stage = chat(reply, TEMPLATES[tool_format.name], special=tool_format.delimiters if is_special else ())
+    info = dataclasses.replace(INFO_LONG, vocab_size=4200)  # with the delimiters
+    stage = chat(reply, TEMPLATES[tool_format.name], special=tool_format.delimiters if is_special else (), info=info)
     for choice in (_post(stage, {"tools": TOOLS}).json()["choices"][0], _streamed(stage, {"tools": TOOLS})[0][0]):
         (call,) = choice["message"]["tool_calls"]
         assert call["function"]["name"] == "f"

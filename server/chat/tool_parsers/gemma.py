@@ -110,6 +110,8 @@ class SchemaGrammar:
 
     def _check(self, schema: Schema) -> None:
         unbound = sorted(_UNBOUND & schema.keys())
+        if schema.get("propertyNames") in (True, {}, {"type": "string"}):  # zod writes it, and every name is a string
+            unbound.remove("propertyNames")
         if unbound:
             raise _refused(f"'{unbound[0]}'")
 
