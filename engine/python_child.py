@@ -3,8 +3,6 @@
 from oarlock.workers.python_child import (
     EXIT_UNREAD,
     HUB_SECRETS,
-    SECRETS,
-    child_environment,
     die_with_parent,
     import_path,
     python_command,

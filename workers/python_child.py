@@ -24,8 +24,8 @@ from oarlock.workers.paths import library_caches
 EXIT_UNREAD = 128 + signal.SIGPIPE  # as a shell reports a program that the signal ended
 _PR_SET_PDEATHSIG = 1
 # Variables that hold keys. No child gets them unless it needs one: many of them read what clients or checkpoints wrote.
-SECRETS = frozenset({"OARLOCK_API_KEY", "OARLOCK_ADMIN_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
 HUB_SECRETS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
+SECRETS = HUB_SECRETS | {"OARLOCK_API_KEY", "OARLOCK_ADMIN_API_KEY"}
 _ROOT = Path(__file__).absolute().parents[2]  # the folder of the package, which a checkout links to this file
 
 

@@ -225,7 +225,7 @@ def _tasks(shape: Sequence[Turn]) -> list[list[list[int]]]:
 
 
 def _disorder(prompt: str, shape: Sequence[Turn], task: Sequence[Sequence[int]]) -> int | None:
-    """Return the first turn of a task whose call, result or answer stands in another place than its own."""
+    """Return the first turn of a task whose call, result or answer is out of order."""
     end = -1
     for group in task:
         caller = group[0]
@@ -239,7 +239,7 @@ def _disorder(prompt: str, shape: Sequence[Turn], task: Sequence[Sequence[int]])
 
 
 def _has_stray(shape: Sequence[Turn]) -> bool:
-    """Whether a result does not stand behind its call."""
+    """Return whether some result does not follow the turn of its call."""
     behind = {i for caller, *others in _groups(shape) for i in others if _is_answer(shape, i, caller)}
     return any(turn.role == "tool" and position not in behind for position, turn in enumerate(shape))
 

@@ -1,4 +1,4 @@
-"""The keys of a server are in no other process: one of them may be made to tell what it holds."""
+"""No child process has the server's keys, since an attack on one of them could reveal its environment."""
 
 import psutil
 
