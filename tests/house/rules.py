@@ -92,7 +92,7 @@ def imports_past_the_package(source: str, file: str) -> list[str]:
 
 
 @lru_cache(maxsize=2)
-def _nodes(source: str) -> list[ast.AST]:
+def nodes(source: str) -> list[ast.AST]:
     """Every node of the syntax tree, the module first; kept for the next rule for the same file."""
     return list(ast.walk(ast.parse(source)))
 
@@ -105,7 +105,7 @@ def _written_imports(source: str, file: str) -> tuple[Import, ...]:
 
 def _imports_of(source: str, file: str) -> Iterator[Import]:
     package = file.split("/")[:-1]
-    for node in _nodes(source):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(node.lineno, alias.name)
@@ -116,13 +116,13 @@ def _imports_of(source: str, file: str) -> Iterator[Import]:
             for alias in node.names:
                 name = f"{module}.{alias.name}"
                 yield Import(node.lineno, name, is_attribute_or_module=True, is_relative=bool(node.level))
-        elif isinstance(node, ast.Call) and _called(node).endswith("import_module") and node.args:
+        elif isinstance(node, ast.Call) and called(node).endswith("import_module") and node.args:
             name = node.args[0]
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
                 yield Import(node.lineno, name.value)
 
 
-def _called(node: ast.Call) -> str:
+def called(node: ast.Call) -> str:
     """The dotted name of what is called, or an empty string."""
     parts: list[str] = []
     target: ast.expr = node.func
@@ -155,10 +155,10 @@ def unsafe_code(source: str, file: str) -> list[str]:
         if any(name.startswith(HARMLESS_SUBMODULES) for name in siblings):
             continue  # `from multiprocessing import shared_memory`
         findings.append(f"{file}:{item.line}: imports {item.module}")
-    for node in _nodes(source):
+    for node in nodes(source):
         if not isinstance(node, ast.Call):
             continue
-        name = _called(node)
+        name = called(node)
         if name in DANGEROUS_CALLS or name in ("torch.load", "yaml.load", "os.system", "numpy.load", "np.load"):
             findings.append(f"{file}:{node.lineno}: calls {name}")
         if any(keyword.arg == "shell" for keyword in node.keywords):
@@ -175,7 +175,7 @@ def direct_spawns(source: str, file: str) -> list[str]:
         return []
     return [
         f"{file}:{node.lineno}: starts Python by itself instead of through {INTERPRETER_FILE}"
-        for node in _nodes(source)
+        for node in nodes(source)
         if isinstance(node, ast.Attribute) and node.attr == "executable"
     ]
 
@@ -186,7 +186,7 @@ def home_directories(source: str, file: str) -> list[str]:
         return []
     return [
         f"{file}:{node.lineno}: {node.attr}; take it from {PATHS_FILE}"
-        for node in _nodes(source)
+        for node in nodes(source)
         if isinstance(node, ast.Attribute)
         and (node.attr in HOME_NAMES or (node.attr == "home" and "Path" in ast.unparse(node.value)))
     ]
@@ -196,10 +196,10 @@ def unsearchable_docstrings(source: str, file: str) -> list[str]:
     """Docstrings whose first words hide their subject: no search for the thing finds them."""
     if file.startswith("tests/clients/scripts/"):
         return []  # libraries send docstrings of models there to the server, as descriptions
-    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     findings = []
-    for node in _nodes(source):
-        if isinstance(node, nodes) and UNSEARCHABLE.match(ast.get_docstring(node) or ""):
+    for node in nodes(source):
+        if isinstance(node, documented) and UNSEARCHABLE.match(ast.get_docstring(node) or ""):
             findings.append(f"{file}:{getattr(node, 'lineno', 1)}: name the thing first: a noun and a verb")
     return findings
 
@@ -211,7 +211,7 @@ def sizes(source: str, file: str) -> list[str]:
     limit = MAX_TEST_FILE_LINES if file.startswith("tests/") else MAX_FILE_LINES
     if lines >= limit:
         findings.append(f"{file}: {lines} lines, the limit is {limit}")
-    for node in _nodes(source):
+    for node in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length >= MAX_FUNCTION_LINES:
@@ -221,10 +221,10 @@ def sizes(source: str, file: str) -> list[str]:
 
 def docstrings_and_handlers(source: str, file: str) -> list[str]:
     """Modules without an opening docstring, and broad handlers that swallow what they catch."""
-    module, *nodes = _nodes(source)
+    module, *others = nodes(source)
     assert isinstance(module, ast.Module)
     findings = [] if ast.get_docstring(module) else [f"{file}: opens without a docstring"]
-    for node in nodes:
+    for node in others:
         if not isinstance(node, ast.ExceptHandler):
             continue
         broad = node.type is None or (
