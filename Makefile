@@ -52,7 +52,7 @@ help:
 install: $(SERVER)
 
 # The stamps are newer than what they were made from, so a second call does nothing.
-$(SERVER): requirements.txt pyproject.toml
+$(SERVER): requirements.txt pyproject.toml setup.py
 	@if [ -z "$(PYTHON)" ]; then \
 		echo 'error: no Python 3.11 or newer is on the path'; \
 		echo 'fix: install one, or name it: make PYTHON=/path/to/python3.12 install'; exit 1; fi

@@ -13,7 +13,8 @@ import pytest
 from oarlock.workers.kernels.cpu import build
 from tests.e2e.running import QUICK_COMPILER, ROOT, RunningServer, environment
 
-SOURCES = ("Makefile", "pyproject.toml", "requirements.txt", "README.md", "LICENSE", "oarlock", "server", "engine")
+FILES = ("Makefile", "pyproject.toml", "setup.py", "requirements.txt", "README.md", "LICENSE")
+FOLDERS = ("oarlock", "server", "engine", "workers", "models")
 HERE = [level for level in build.LEVELS if level.machine == build.machine_name()]
 
 
@@ -25,7 +26,7 @@ def wheel(tmp_path_factory) -> Path:
         pytest.skip("there is no C++ compiler to make it with")
     copy = tmp_path_factory.mktemp("sources")
     ignored = shutil.ignore_patterns("__pycache__", "prebuilt", "training")
-    for name in (*SOURCES, "workers", "models"):
+    for name in (*FILES, *FOLDERS):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copy / name, ignore=ignored, symlinks=True)
         else:
