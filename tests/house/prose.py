@@ -149,7 +149,7 @@ def pages() -> list[Prose]:
 
 
 def num_words(prose: list[Prose]) -> int:
-    """How many words there are without code."""
+    """Return the number of words without code."""
     return sum(len(_WORD.findall(_CODE.sub(" ", one.text))) for one in prose)
 
 
