@@ -14,8 +14,8 @@ Arena::~Arena() {
   for (Chunk &chunk : chunks_) free(chunk.memory);
 }
 
-// A chunk that is too small is followed by one at least as large as all before it, so few are ever made. Once everything
-// is released, they are replaced by a single one of their size.
+// Return `bytes` bytes. If the current chunk is too small, the next chunk is at least as large as all chunks before it,
+// so there are few chunks. Once everything is released, a single chunk of their total size replaces them.
 void *Arena::take_bytes(size_t bytes) {
   bytes = rounded_up(bytes);
   size_t held = 0;
@@ -28,7 +28,7 @@ void *Arena::take_bytes(size_t bytes) {
       return at;
     }
     held += chunk.bytes;
-    if (chunk.memory && used_ == 0) {  // empty and too small: replaced
+    if (chunk.memory && used_ == 0) {  // an empty chunk that is too small is replaced
       free(chunk.memory);
       chunk.memory = nullptr;
     }
@@ -36,7 +36,7 @@ void *Arena::take_bytes(size_t bytes) {
       chunk.bytes = bytes > held ? bytes : held;
       if (chunk.bytes < kFirst) chunk.bytes = kFirst;
       chunk.memory = static_cast<char *>(aligned_alloc(kAlignment, rounded_up(chunk.bytes)));
-      if (!chunk.memory) abort();  // as a failed allocation anywhere in a rank: the engine names the rank that died
+      if (!chunk.memory) abort();  // like any failed allocation in a rank: the engine reports which rank died
       continue;
     }
     if (current_ + 1 == kChunks) abort();

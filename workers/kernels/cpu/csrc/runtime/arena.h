@@ -1,5 +1,6 @@
-// Scratch memory for intermediate results: grows to what the largest step needs and is kept, so that steps do not
-// allocate. What a thread takes outside of parallel regions may be used by all threads, what it takes inside by itself.
+// Scratch memory for intermediate results. It grows to the size that the largest step needs and is kept, so that later
+// steps do not allocate. Memory taken outside of parallel regions may be used by all threads. Memory taken inside a
+// parallel region belongs to the thread that took it.
 #pragma once
 #include <cstddef>
 
@@ -9,13 +10,13 @@ class Arena {
   Arena(const Arena &) = delete;
   ~Arena();
 
-  // `count` elements, aligned to 64 bytes and not initialised; valid until the matching `release`.
+  // Return memory for `count` elements, aligned to 64 bytes and not initialised. Valid until the matching `release`.
   template <class T>
   T *take(long count) {
     return static_cast<T *>(take_bytes(count * sizeof(T)));
   }
 
-  // What was taken since `mark` may be used again.
+  // A position in the arena. `release(mark)` frees all memory taken since.
   struct Mark {
     int chunk;
     size_t used;
@@ -33,8 +34,8 @@ class Arena {
 
   Chunk chunks_[kChunks];
   int current_ = 0;
-  size_t used_ = 0;  // of the current chunk
+  size_t used_ = 0;  // bytes used of the current chunk
 };
 
-// The arena of this thread.
+// Return the arena of the calling thread.
 Arena &arena();

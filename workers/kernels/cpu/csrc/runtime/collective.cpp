@@ -1,4 +1,4 @@
-// Sums over ranks (see collective.h).
+// All-reduce over ranks (see collective.h).
 #include "runtime/collective.h"
 
 #include <sched.h>
@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr long kLine = 64, kLooks = 64;  // looks at a flag between two looks at the clock
+constexpr long kLine = 64, kLooks = 64;  // cache line in bytes; flag checks between two readings of the clock
 constexpr timespec kSleep = {0, 50000};
 
 double now_s() {
@@ -20,7 +20,7 @@ double now_s() {
   return time.tv_sec + 1e-9 * time.tv_nsec;
 }
 
-// Tells the processor that this is a loop that waits.
+// Hint to the processor that this is a spin loop.
 void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -36,7 +36,8 @@ float *input(const RankGroup &group, long rank) {
   return reinterpret_cast<float *>(group.inputs + (half * group.size + rank) * group.buffer_bytes);
 }
 
-// Acquire: what the peer wrote before it released its flag is read after.
+// Return whether a rank has published this collective. Acquire: data that the peer wrote before it released its flag is
+// read after this load.
 bool has_come(const RankGroup &group, long rank) {
   return __atomic_load_n(flag(group, rank), __ATOMIC_ACQUIRE) >= group.collective;
 }
@@ -61,10 +62,10 @@ bool wait_for(const RankGroup &group, long rank) {
   return true;
 }
 
-constexpr long kStretch = 1024;  // of a sum, which stays in the first-level cache
+constexpr long kStretch = 1024;  // elements summed at a time; they stay in the first-level cache
 
-// to [count] = the inputs of ranks `first` to `first + ranks`, from `at` on, in the order of `tree_sum`: the sum of the
-// largest power of two of them that leaves some, plus the sum of those.
+// Set to [count] to the sum of the inputs of ranks `first` to `first + ranks`, from element `at` on, in the order of
+// `tree_sum`: the first half is the largest power of two below `ranks`, the second half the remaining ranks.
 void add_up(const RankGroup &group, long first, long ranks, long at, long count, float *to) {
   const float *one = input(group, first) + at;
   if (ranks == 1) {
@@ -82,12 +83,12 @@ void add_up(const RankGroup &group, long first, long ranks, long at, long count,
   }
 }
 
-// One piece, which fits a buffer.
+// Reduce one piece, which fits a buffer.
 int reduce_piece(RankGroup &group, float *x, long count) {
   group.collective++;
   std::memcpy(input(group, group.rank), x, count * sizeof(float));
-  // Release: the input is visible before the flag, and the inputs of the collective before last were read before it,
-  // so a peer that sees the flag may overwrite its own.
+  // Release: the input is visible before the flag. This rank has also finished reading the inputs of the collective
+  // before last, so a peer that sees the flag may overwrite its own input.
   __atomic_store_n(flag(group, group.rank), group.collective, __ATOMIC_RELEASE);
   for (long rank = 0; rank < group.size; rank++)
     if (!wait_for(group, rank)) return static_cast<int>(rank);

@@ -1,4 +1,4 @@
-// When a loop over rows is worth more than one thread.
+// The size from which a loop over rows uses more than one thread.
 #pragma once
 
-constexpr long kSerial = 1 << 15;  // elements; fewer take less time than waking a second thread
+constexpr long kSerial = 1 << 15;  // elements; smaller loops take less time than waking a second thread
