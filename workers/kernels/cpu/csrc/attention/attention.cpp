@@ -1,12 +1,12 @@
 // Attention (see attention.h). A tile is a few rows (query token, query head) of one sequence that share a KV head. For
-// each span of 256 positions it computes the scores, their softmax against the span's own maximum and the weighted sum
-// of values; such partial results are merged in the order of positions (Milakov and Gimelshein, "Online normalizer
-// calculation for softmax", 2018). Where threads are many and tiles few, the spans of a tile are computed by different
-// threads and merged afterwards, in the same order.
+// each span of 256 positions, a tile computes the scores, their softmax against the span's own maximum and the weighted
+// sum of values. These partial results are merged in the order of positions (Milakov and Gimelshein, "Online normalizer
+// calculation for softmax", 2018). If there are many threads and few tiles, different threads compute the spans of a
+// tile, which are merged afterwards in the same order.
 //
 // Batch invariance: spans are counted from position 0, every sum runs in the order of positions, and masked positions
-// get weight zero, which changes no sum. So the bits of a row depend on its own sequence alone: not on the other rows
-// of its tile, on how its prompt was cut into chunks, on other sequences of the batch, or on the number of threads.
+// get weight zero, which changes no sum. So the bits of a row depend only on its own sequence: not on the other rows of
+// its tile, the chunks of its prompt, other sequences in the batch, or the number of threads.
 #include "attention/attention.h"
 
 #include <omp.h>
@@ -21,12 +21,12 @@
 
 namespace {
 
-constexpr int kTile = 3 * kTileRows;  // rows per tile: they share what is read from memory
-constexpr int kUnit = kVectors < 4 ? 4 / kVectors : 1;  // groups per call of a product that takes 4 registers
-constexpr int kMore = 2 * kUnit;      // groups after those of a span that products may be given
-constexpr int kWidened = 4;           // groups of values that are widened at a time; of keys kUnit, which is no more
-constexpr long kPartsPerThread = 8;  // into how many parts the spans of a step are cut for each thread, at least
-constexpr long kLeastSpans = 2;      // spans per part, at least: merging takes time, too
+constexpr int kTile = 3 * kTileRows;  // rows per tile; they share the data read from memory
+constexpr int kUnit = kVectors < 4 ? 4 / kVectors : 1;  // groups per call of a kernel that takes 4 registers
+constexpr int kMore = 2 * kUnit;      // groups after the end of a span that kernels may read
+constexpr int kWidened = 4;  // groups of values widened at a time; groups of keys: kUnit, which is at most this
+constexpr long kPartsPerThread = 8;  // minimum number of parts per thread into which the spans of a step are cut
+constexpr long kLeastSpans = 2;      // minimum number of spans per part, because merging takes time
 
 template <class T>
 struct Call {
@@ -36,23 +36,24 @@ struct Call {
   T *out;
   uint8_t *k, *v;
   long q_stride, out_stride;
-  const float *sinks;      // or null
-  const NewRows<T> *rows;  // which tasks store; or null
+  const float *sinks;      // null if the model has none
+  const NewRows<T> *rows;  // keys and values that the tasks store; or null
 };
 
-// Some spans of one tile. `partials`: null when these are all spans of the tile; else where the first one's results go.
+// Spans of one tile to compute. `partials`: null if these are all spans of the tile, otherwise the buffer for the
+// results of the first span; the others follow.
 struct Task {
-  int seq, head, row, rows;  // `row`: the first one, of the rows (query token, head) of the sequence and KV head
+  int seq, head, row, rows;  // `row`: the first row (query token, head) of the sequence and KV head
   long first_span, end_span;
   float *partials;
 };
 
-// The first position of the first group that a query at `position` sees.
+// Return the first position of the first group that a query at `position` sees.
 long first_position(const AttentionLayer &layer, long position) {
   return layer.window && position >= layer.window ? (position - layer.window + 1) / kGroup * kGroup : 0;
 }
 
-// The positions that a task's tile sees.
+// The range of positions that a task's tile sees.
 struct Seen {
   long begin, end;
 };
@@ -65,7 +66,7 @@ Seen seen_by(const AttentionStep &step, const AttentionLayer &layer, const Task 
           before + (task.row + task.rows - 1) / num_queries_per_kv + 1};
 }
 
-// Rows of a tile that are multiplied together.
+// Rows of a tile that are multiplied by one kernel call.
 template <class T>
 struct Block {
   long start;
@@ -74,25 +75,27 @@ struct Block {
 
 template <class T>
 struct Workspace {
-  long q_at[kTile], out_at[kTile], last[kTile];  // of each row: where it lies in q and out, the last position it sees
+  long q_at[kTile], out_at[kTile], last[kTile];  // each row's offsets in q and out, last visible position
   Block<T> blocks[kTile / kTileRows];
   alignas(64) Left<T> q[kTile * kMaxHead];
   alignas(64) float scores[kTile * kSpan];
   alignas(64) std::conditional_t<std::is_same_v<Left<T>, float>, char, Left<T>> weights[kTile * kSpan];
-  alignas(64) float part[kTile * (kMaxHead + 2)], result[kTile * (kMaxHead + 2)];  // of one span, and of all so far
-  alignas(64) T wide[kWidened * kGroup * kMaxHead];             // groups of pages in 8 bits, widened
-  alignas(64) float key_scales[kSpan], value_scales[kSpan];     // of pages in int8
+  // Results of one span, and of all spans so far.
+  alignas(64) float part[kTile * (kMaxHead + 2)], result[kTile * (kMaxHead + 2)];
+  alignas(64) T wide[kWidened * kGroup * kMaxHead];             // groups of 8-bit pages, widened
+  alignas(64) float key_scales[kSpan], value_scales[kSpan];     // scales of int8 pages
 };
 
-// Weights take the place of scores if they have the same type.
+// Return the buffer for weights. They overwrite the scores if they have the same type.
 template <class T>
 Left<T> *weights_of(Workspace<T> &space) {
   if constexpr (std::is_same_v<Left<T>, float>) return space.scores;
   else return space.weights;
 }
 
-// Results of `rows` rows over some positions, in one piece of memory: weighted sums of values [rows][width], largest
-// scores [rows] times log2(e), and the sums of weights relative to them [rows]. A row that saw no position has kHidden.
+// Results of `rows` rows over some positions, in one buffer: weighted sums of values [rows][width], largest scores
+// [rows] times log2(e), and the sums of weights relative to them [rows]. A row that saw no position has kHidden as its
+// largest score.
 long span_size(long rows, long width) { return (rows * (width + 2) + 15) / 16 * 16; }
 float *peaks_of(float *span, long rows, long width) { return span + rows * width; }
 float *totals_of(float *span, long rows, long width) { return span + rows * (width + 1); }
@@ -102,7 +105,7 @@ void clear(float *span, long rows, long width) {
   for (long r = 0; r < rows; r++) peaks_of(span, rows, width)[r] = kHidden;
 }
 
-// Adds the results for the positions that follow.
+// Merge the results of the following positions into `into`.
 void merge(float *into, float *next, long rows, long width) {
   for (long r = 0; r < rows; r++) {
     float &peak = peaks_of(into, rows, width)[r], &total = totals_of(into, rows, width)[r];
@@ -118,7 +121,7 @@ void merge(float *into, float *next, long rows, long width) {
   }
 }
 
-// Finds the rows of a task. Returns the number of their blocks.
+// Compute the offsets of the rows of a task and split them into blocks. Return the number of blocks.
 template <class T>
 long find_rows(const Call<T> &call, const Task &task, Workspace<T> &space) {
   const AttentionStep &step = call.step;
@@ -164,8 +167,8 @@ inline Left<T> left(T value) {
   else return simd::to_float(value);
 }
 
-// Where the groups of a span lie that a tile sees. After them come those that follow, or copies of the last one: these
-// are prefetched or computed in vain.
+// Addresses of the groups of a span that a tile sees. They are followed by the next groups, or by copies of the last
+// one: kernels may prefetch or compute these, but the results are not used.
 struct Groups {
   long first, count;  // the first position, and the number of groups in this span
   const uint8_t *k[kSpan / kGroup + kMore], *v[kSpan / kGroup + kMore];
@@ -194,7 +197,7 @@ void find_groups(const Call<T> &call, const Task &task, long span, Groups &group
   }
 }
 
-// The scores of a span, and the scales of its keys and values if they have any.
+// Compute the scores of a span, and read the scales of its keys and values if they have any.
 template <class T>
 void score_span(const Call<T> &call, const Groups &here, long blocks, Workspace<T> &space) {
   const AttentionLayer &layer = call.layer;
@@ -211,7 +214,7 @@ void score_span(const Call<T> &call, const Groups &here, long blocks, Workspace<
       widen_group(layer, here.k[g + u], space.wide + u * size);
       if (!has_scales) continue;
       widen_scales(layer, here.k[g + u], space.key_scales + (g + u) * kGroup);
-      simd::prefetch(here.k[g + u + kUnit] + size);  // the scales after the numbers
+      simd::prefetch(here.k[g + u + kUnit] + size);  // prefetch the scales after the elements
       simd::prefetch(here.v[g + u] + size);
     }
     for (long block = 0; block < blocks; block++) {
@@ -235,7 +238,7 @@ void score_span(const Call<T> &call, const Groups &here, long blocks, Workspace<
     for (long g = 0; g < here.count; g++) widen_scales(layer, here.v[g], space.value_scales + g * kGroup);
 }
 
-// memory [rows][width] = weights [rows][kSpan] times the values of a span. `next`: the groups of the next one.
+// Compute memory [rows][width] = weights [rows][kSpan] times the values of a span. `next`: the groups of the next span.
 template <class T>
 void add_values(const Call<T> &call, const Groups &here, const Groups &next, const Left<T> *weights, long blocks,
                 Workspace<T> &space, float *memory) {
@@ -243,7 +246,7 @@ void add_values(const Call<T> &call, const Groups &here, const Groups &next, con
   const long width = layer.head_dim, size = kGroup * width;
   const bool is_rounded = layer.pages != kUnrounded;
   const long item = is_rounded ? 1 : sizeof(T);
-  const long share = (here.count + blocks - 1) / blocks;  // of the next span's keys: each block prefetches one
+  const long share = (here.count + blocks - 1) / blocks;  // groups of the next span's keys that each block prefetches
   const long most = is_rounded ? kWidened : Format<T>::kPositions / kGroup;
   for (long g = 0, until; g < here.count; g = until) {
     until = (here.first / kGroup + g + most) / most * most - here.first / kGroup;
@@ -273,7 +276,7 @@ void add_values(const Call<T> &call, const Groups &here, const Groups &next, con
   }
 }
 
-// `following`: the task that this thread computes next, whose first keys are prefetched; or null.
+// Compute a task. `following`: the task that this thread computes next, whose first keys are prefetched; or null.
 template <class T>
 __attribute__((noinline)) void compute(const Call<T> &call, const Task &task, const Task *following,
                                        Workspace<T> &space) {
@@ -288,7 +291,8 @@ __attribute__((noinline)) void compute(const Call<T> &call, const Task &task, co
   }
   if (!task.partials) clear(space.result, rows, width);
 
-  if (call.rows && task.end_span * kSpan > space.last[rows - 1])  // no other task reads what the sequence's token adds to this head
+  // No other task reads the new key and value of this sequence and KV head.
+  if (call.rows && task.end_span * kSpan > space.last[rows - 1])
     write_head(layer, *call.rows, call.step.query_start_loc[task.seq], task.head, call.k, call.v);
   Left<T> *weights = weights_of(space);
   Groups here, next;
@@ -315,8 +319,8 @@ __attribute__((noinline)) void compute(const Call<T> &call, const Task &task, co
   if (!task.partials) finish(call, task, space);
 }
 
-// The tiles of all sequences and KV heads, later ones of a sequence first because they take longer: calls visit(task) with
-// all spans of each.
+// Call visit(task) for each tile of all sequences and KV heads, with all spans of the tile. Later tiles of a sequence
+// come first because they take longer.
 template <class Visit>
 void for_each_tile(const AttentionStep &step, const AttentionLayer &layer, const Visit &visit) {
   const long num_queries_per_kv = layer.heads / layer.kv_heads;
@@ -331,7 +335,8 @@ void for_each_tile(const AttentionStep &step, const AttentionLayer &layer, const
   }
 }
 
-// Whether every sequence has one query token, whose heads are in one tile each: then tasks store what they alone read.
+// Return whether every sequence has one query token, and the heads of a KV head fit in one tile. Then each task can
+// store the new key and value that only it reads.
 bool is_decode(const AttentionStep &step, const AttentionLayer &layer) {
   for (long seq = 0; seq < step.seqs; seq++)
     if (step.query_start_loc[seq + 1] - step.query_start_loc[seq] != 1) return false;
@@ -345,7 +350,7 @@ void run(const Call<T> &call) {
   const long width = layer.head_dim, threads = omp_get_max_threads();
   long tiles = 0, spans = 0;
   for_each_tile(step, layer, [&](const Task &task) { tiles++, spans += task.end_span - task.first_span; });
-  // Parts of tiles of at most `share` spans: small enough to keep all threads busy until the end.
+  // Cut tiles into parts of at most `share` spans, small enough to keep all threads busy until the end.
   long share = threads == 1 ? spans : spans / (threads * kPartsPerThread);
   if (share < kLeastSpans) share = kLeastSpans;
   const Arena::Mark mark = arena().mark();
@@ -371,7 +376,7 @@ void run(const Call<T> &call) {
 #pragma omp parallel if (count > 1)
   {
     Workspace<T> space;
-    if (step.seqs == 1 && call.rows) {  // tasks of one size: each thread knows what it computes next
+    if (step.seqs == 1 && call.rows) {  // tasks of about one size, so each thread knows its next task
       const long team = omp_get_num_threads(), me = omp_get_thread_num(), end = count * (me + 1) / team;
       for (long i = count * me / team; i < end; i++)
         compute(call, tasks[i], i + 1 < end ? tasks + i + 1 : nullptr, space);

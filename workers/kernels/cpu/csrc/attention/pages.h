@@ -1,4 +1,4 @@
-// Pages of keys and values: what a group of 16 positions takes, and how a row is rounded to 8 bits.
+// Pages of the KV cache: the size of a group of 16 positions, and the rounding of a row to 8 bits.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -14,7 +14,8 @@ using simd::Vec;
 constexpr int kGroup = 16;     // positions per group
 constexpr int kMaxHead = 256;  // elements per head
 
-// Bytes of the keys, or values, of one KV head at the positions of a group, and of those their scales at the end.
+// Sizes in bytes of the keys, or values, of one KV head at the positions of a group: elements, and the scales after
+// them.
 template <class T>
 long numbers_bytes(const AttentionLayer &layer) {
   return kGroup * layer.head_dim * (layer.pages == kUnrounded ? sizeof(T) : 1);
@@ -25,7 +26,7 @@ long group_bytes(const AttentionLayer &layer) {
   return numbers_bytes<T>(layer) + scales_bytes(layer);
 }
 
-// The scales of a group of int8.
+// Convert the scales of an int8 group to float32: to [kGroup].
 inline void widen_scales(const AttentionLayer &layer, const uint8_t *group, float *to) {
   const BFloat16 *scales = reinterpret_cast<const BFloat16 *>(group + kGroup * layer.head_dim);
   for (int i = 0; i < kGroup; i += kLanes) simd::store(to + i, simd::load(scales + i));
@@ -43,10 +44,10 @@ inline float float_of(uint32_t bits) {
   return x;
 }
 
-// x [count] as whole numbers from -127 to 127 times the scale that is returned: the largest size / 127, rounded up, so
-// that none is beyond 127. A row with a number that is not finite has scale NaN.
+// Round x [count] to integers from -127 to 127 and return their scale: the largest magnitude / 127, rounded up so that
+// no integer exceeds 127. If any element is not finite, the scale is NaN.
 inline BFloat16 round_int8(const float *x, long count, uint8_t *to) {
-  uint32_t largest = 0;  // sizes of floats are in the order of their bits; NaN comes last
+  uint32_t largest = 0;  // float magnitudes are ordered like their bits; NaN comes last
   for (long i = 0; i < count; i++) largest = std::max(largest, bits_of(x[i]) & 0x7fffffffu);
   if (largest >= 0x7f800000u) {
     memset(to, 0, count);
@@ -59,8 +60,8 @@ inline BFloat16 round_int8(const float *x, long count, uint8_t *to) {
   return {scale};
 }
 
-// x [count] as the nearest e4m3 numbers, ties to even; what is beyond 448, the largest, becomes 448, and what is not
-// finite NaN.
+// Round x [count] to the nearest e4m3 values, ties to even. Magnitudes above 448, the largest, become 448. Elements
+// that are not finite become NaN.
 inline void round_e4m3(const float *x, long count, uint8_t *to) {
   for (long i = 0; i < count; i++) {
     const uint32_t bits = bits_of(x[i]), size = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;

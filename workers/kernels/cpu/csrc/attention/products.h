@@ -1,5 +1,5 @@
-// The two products of attention over one span of positions, for 1 to simd::kTileRows rows at a time: the sums of all
-// rows stay in registers while keys or values are read once. A row's sums have the same order for any number of rows.
+// The two matmuls of attention over one span of positions, for 1 to simd::kTileRows rows at a time. The sums of all
+// rows stay in registers while keys or values are read once. A row is summed in the same order for any number of rows.
 #pragma once
 #include <type_traits>
 #include <utility>
@@ -11,7 +11,7 @@ namespace {
 using simd::kTileRows;
 
 constexpr int kSpan = 256;                 // positions per softmax
-constexpr int kVectors = kGroup / kLanes;  // registers that an element of a group's positions takes
+constexpr int kVectors = kGroup / kLanes;  // registers that one element takes for all positions of a group
 constexpr int kRegisters = kLanes == 8 ? 16 : 32;
 
 #ifdef OARLOCK_BF16_DOT
@@ -20,9 +20,9 @@ constexpr bool kHasDot = true;
 constexpr bool kHasDot = false;
 #endif
 
-// How elements of a type are multiplied. Left: queries and weights, the left factors. kStep: s of the layout of pages.
-// kElements, kPositions: how many products are added up before the sum is added to the rest; longer chains of additions
-// would lose digits that bfloat16 does not have.
+// Matmul parameters of a dtype. Left: dtype of queries and weights, the left factors. kStep: s of the page layout.
+// kElements, kPositions: length of a chain of additions before its sum is added to the total. Longer chains would lose
+// digits that bfloat16 does not have, but the other dtypes do.
 template <class T>
 struct Format {
   using Left = float;
@@ -38,7 +38,7 @@ struct Format<BFloat16> {
 template <class T>
 using Left = typename Format<T>::Left;
 
-// sum[r][c] += the C registers at from[c], times the left factors x[r * Stride] (and x[r * Stride + 1] for pairs)
+// Add to sum[r][c] the C registers at from[c] times the left factors x[r * Stride] (for pairs also x[r * Stride + 1]).
 template <class T, int R, int C, int Stride>
 inline __attribute__((always_inline)) void add_products(Vec (&sum)[R][C], const T *const (&from)[C],
                                                         const Left<T> *x) {
@@ -71,10 +71,10 @@ inline __attribute__((always_inline)) void add_products(Vec (&sum)[R][C], const 
   }
 }
 
-// Pages lie anywhere in memory, where hardware prefetching does not help, so each product prefetches what comes next
-// while it computes, a little at a time: as many elements as it reads, of `item` bytes each.
+// Pages are scattered in memory, so hardware prefetching does not help. Each matmul prefetches the next data while it
+// computes, a little at a time. It prefetches the same number of elements as it reads, of `item` bytes each.
 
-// The cache lines of C registers.
+// Prefetch the cache lines of C registers.
 template <class T, int C>
 inline __attribute__((always_inline)) void prefetch(const uint8_t *from, long item) {
   constexpr int kBytes = C * kLanes * Format<T>::kStep * sizeof(T);
@@ -82,8 +82,8 @@ inline __attribute__((always_inline)) void prefetch(const uint8_t *from, long it
   for (int at = 0; at < kBytes; at += 64) simd::prefetch(from + at / static_cast<int>(sizeof(T)) * item);
 }
 
-// to[r * kSpan + 0 .. C * kLanes) = the scores of R rows and C registers of positions. q [R][kMaxHead]; k [C]: where
-// these positions lie with d = 0; next [2 * groups]: keys and values to prefetch.
+// Compute the scores of R rows and C registers of positions: to[r * kSpan + 0 .. C * kLanes). q [R][kMaxHead]; k [C]:
+// the addresses of these positions at d = 0; next [2 * groups]: keys and values to prefetch.
 template <class T, int R, int C>
 void score(const Left<T> *q, const T *const *k, long width, float *to, const uint8_t *const *next, long item) {
   constexpr int kStep = Format<T>::kStep, kElements = Format<T>::kElements;
@@ -113,8 +113,8 @@ void score(const Left<T> *q, const T *const *k, long width, float *to, const uin
   }
 }
 
-// sum[r * width + d + 0 .. C * kLanes) = (adds: +=) weights [R][kSpan] @ values v over `groups` groups of positions;
-// next [groups]: as many keys to prefetch.
+// Compute weights [R][kSpan] @ values v over `groups` groups of positions: sum[r * width + d + 0 .. C * kLanes). Add to
+// the previous sums if `adds` is set. next [groups]: groups of keys or values to prefetch.
 template <class T, int R, int C>
 void weighted_sum(const Left<T> *weights, const T *const *v, const uint8_t *const *next, long item, long groups,
                   long width, long d, bool adds, float *sum) {
@@ -144,14 +144,15 @@ void weighted_sum(const Left<T> *weights, const T *const *v, const uint8_t *cons
     }
 }
 
-// The products for R rows: few rows take more registers of positions or elements each, to keep the multipliers busy.
+// The matmul kernels for R rows. With fewer rows, a kernel takes more registers of positions or elements, to keep the
+// multipliers busy.
 template <class T>
 struct Products {
   int columns;
   void (*score)(const Left<T> *, const T *const *, long, float *, const uint8_t *const *, long);
   using WeightedSum = void (*)(const Left<T> *, const T *const *, const uint8_t *const *, long, long, long, long, bool,
                                float *);
-  WeightedSum wide, narrow;  // of `columns` registers, and of 16 elements
+  WeightedSum wide, narrow;  // kernels for `columns` registers, and for 16 elements
 };
 
 template <class T, int R>

@@ -1,4 +1,4 @@
-// The softmax of one row of scores over a span of positions, relative to the span's own largest score.
+// Softmax of one row of scores over a span of positions, relative to the largest score of the span.
 #pragma once
 #include <cstring>
 #include <limits>
@@ -10,16 +10,17 @@ namespace {
 
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
-// 2^y for y <= 0, and exactly 0 where it is tiny or y is kHidden.
+// Return 2^y for y <= 0, and exactly 0 if the result is tiny or y is kHidden.
 Vec weight(Vec y) { return simd::select(simd::less(y, simd::broadcast(-126.0f)), simd::zero(), simd::power_of_2(y)); }
 float weight(float y) { return simd::first_lane(weight(simd::broadcast(y))); }
 
-// 2^(y - peak). Infinite where all that is relative to `peak` vanishes beside it.
+// Return 2^(y - peak). Infinite if all weights relative to `peak` vanish compared with it.
 float relative_weight(float y, float peak) {
   return y <= peak ? weight(y - peak) : 1.0f / weight(peak - y);
 }
 
-// Of `count` scores, a multiple of kLanes. Four registers of maxima, since one would wait for itself.
+// Return the largest of `count` scores, a multiple of kLanes. Four registers of maxima avoid waiting for the result of
+// the previous comparison.
 float largest(const float *scores, long count) {
   Vec peaks[4];
   for (Vec &some : peaks) some = simd::broadcast(kHidden);
@@ -30,8 +31,8 @@ float largest(const float *scores, long count) {
   return simd::largest(simd::max(simd::max(peaks[0], peaks[1]), simd::max(peaks[2], peaks[3])));
 }
 
-// scores [count] of one row become weights; the row sees the positions `low` to `high` of them. value_scales [count]: by
-// which weights are multiplied once they are added up; or null.
+// Turn scores [count] of one row into weights. The row sees positions `low` to `high` of the span. value_scales
+// [count], or null: multiplied into the weights after they have been added to `total`.
 template <class E>
 void softmax(const AttentionLayer &layer, float *scores, E *weights, const float *value_scales, long low, long high,
              long count, float *peak, float *total) {
@@ -73,7 +74,7 @@ void softmax(const AttentionLayer &layer, float *scores, E *weights, const float
       continue;
     }
     simd::store(weights + i, p);
-    totals = totals + (std::is_same_v<E, float> ? p : simd::load(weights + i));  // as rounded
+    totals = totals + (std::is_same_v<E, float> ? p : simd::load(weights + i));  // the rounded weights
   }
   if (end < count) memset(weights + end, 0, (count - end) * sizeof *weights);
   *total = simd::sum(totals);

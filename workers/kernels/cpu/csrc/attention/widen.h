@@ -1,6 +1,6 @@
-// Numbers of 8 bits widened to the model's type, in which each is exact. They have the places in pages that numbers of
-// that type would have: so a few groups at a time are widened into memory that the first-level cache holds, once for all
-// rows of a tile, and the products see only the model's type.
+// Widening of 8-bit elements to the model dtype, which holds each of them exactly. 8-bit elements have the same order
+// in pages as elements of the model dtype. So a few groups at a time are widened into a buffer that fits the
+// first-level cache, once for all rows of a tile, and the matmuls see only the model dtype.
 #pragma once
 #include <type_traits>
 
@@ -8,8 +8,8 @@
 
 namespace {
 
-// kLanes numbers as floats. e4m3 has sign, 4 bits of exponent, 3 of mantissa: moved to the places of float16's they are
-// 2^-8 of their value, subnormal numbers too. What is all ones is NaN.
+// Loads of kLanes elements as floats. e4m3 has a sign, 4 exponent bits and 3 mantissa bits. Moved to the bit positions
+// of float16, they give 2^-8 of their value, also for subnormal values. Magnitude bits that are all ones are NaN.
 struct Int8Numbers {
   static Vec load(const uint8_t *from);
 };
@@ -29,7 +29,7 @@ inline Vec E4m3Numbers::load(const uint8_t *from) {
   const __m256i half = _mm256_or_si256(_mm256_slli_epi16(sign, 8), _mm256_slli_epi16(size, 7));
   return _mm512_cvtph_ps(_mm256_or_si256(half, nan)) * simd::broadcast(256.0f);
 }
-// Numbers that bfloat16 holds exactly: the upper halves.
+// Store values that bfloat16 holds exactly, as the upper halves of their float32 bits.
 inline void store_exact(BFloat16 *to, Vec x, Vec next) {
   const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23,
                                        21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
@@ -84,12 +84,12 @@ inline void store_exact(T *to, Vec x, Vec next) {
   simd::store(to + kLanes, next);
 }
 
-// On AVX-512 with VBMI, 64 at a time by a table of what each size means in bfloat16.
+// AVX-512 with VBMI converts 64 elements at a time, with a lookup table from each magnitude to its bfloat16 bits.
 #if defined(__AVX512F__)
 #define OARLOCK_WIDENS_BY_TABLE 1
 
 struct BFloat16Table {
-  uint8_t low[128] = {}, high[128] = {};  // bytes of the numbers of each size
+  uint8_t low[128] = {}, high[128] = {};  // low and high byte of the bfloat16 value of each magnitude
 
   constexpr void set(int size, int bits) {
     low[size] = static_cast<uint8_t>(bits & 0xff);
@@ -97,7 +97,7 @@ struct BFloat16Table {
   }
 };
 
-// The bits of size * 2^power, for a size below 256.
+// Return the bfloat16 bits of size * 2^power, for a size below 256.
 constexpr int bfloat16_bits(int size, int power) {
   if (!size) return 0;
   int top = 7;
@@ -121,7 +121,7 @@ constexpr BFloat16Table table_of(E4m3Numbers) {
   return table;
 }
 
-// Which bytes of two registers follow each other: one of the first, one of the second, and so on.
+// Shuffle indices that interleave the bytes of two registers: alternately one byte of each.
 struct Interleaved {
   uint8_t bytes[128] = {};
 
@@ -140,7 +140,8 @@ __attribute__((target("avx512vbmi"))) void widen_by_table(const uint8_t *from, B
   const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
   for (long i = 0; i < count; i += 64) {
     const __m512i x = _mm512_loadu_si512(from + i);
-    const __m512i size = std::is_same_v<Numbers, Int8Numbers> ? _mm512_abs_epi8(x) : x;  // of which 7 bits count
+    // The lookup uses the lower 7 bits.
+    const __m512i size = std::is_same_v<Numbers, Int8Numbers> ? _mm512_abs_epi8(x) : x;
     const __m512i low = _mm512_permutex2var_epi8(low0, size, low1);
     const __m512i high = _mm512_permutex2var_epi8(high0, size, high1);
     const __m512i whole = _mm512_ternarylogic_epi32(high, x, sign, 0xf8);  // high | (x & sign)
@@ -156,7 +157,7 @@ inline bool has_byte_tables() {
 
 #endif
 
-// `count` numbers, a multiple of 256.
+// Widen `count` elements, a multiple of 256.
 template <class Numbers, class T>
 inline void widen(const uint8_t *from, T *to, long count) {
 #ifdef OARLOCK_WIDENS_BY_TABLE
@@ -170,7 +171,7 @@ inline void widen(const uint8_t *from, T *to, long count) {
   }
 }
 
-// The numbers of a group of pages in 8 bits.
+// Widen the elements of a group of an 8-bit page.
 template <class T>
 void widen_group(const AttentionLayer &layer, const uint8_t *group, T *to) {
   const long count = kGroup * layer.head_dim;

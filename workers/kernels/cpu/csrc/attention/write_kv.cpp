@@ -1,4 +1,4 @@
-// Stores keys and values in their pages (see attention.h).
+// Writing of keys and values to their pages (see attention.h).
 #include <cstring>
 
 #include "attention/attention.h"
@@ -7,7 +7,7 @@
 
 namespace {
 
-// A key, or a value, at its place in a group, whose numbers are of type E where the model's are of type T.
+// Copy a key, or a value, to its position in a group. E is the type of the elements in the page, T the model dtype.
 template <class T, class E>
 void place_key(const E *key, long width, long position, E *group) {
   constexpr int kStep = Format<T>::kStep;
@@ -22,7 +22,7 @@ void place_value(const E *value, long width, long position, E *group) {
   for (long d = 0; d < width; d++) to[d * kStep] = value[d];
 }
 
-// x [head_dim] in 8 bits, and its scale in the group, if it has one.
+// Round x [head_dim] to 8 bits, and store the scale in the group if the format has scales.
 template <class T>
 void round_row(const AttentionLayer &layer, const T *x, long position, uint8_t *rounded, uint8_t *group) {
   alignas(64) float wide[kMaxHead];
@@ -35,8 +35,8 @@ void round_row(const AttentionLayer &layer, const T *x, long position, uint8_t *
   }
 }
 
-// Clears what weight zero is multiplied by, for `heads` heads from `head` on: of int8 the scales, which may be NaN, as
-// the numbers cannot.
+// Clear the data that is multiplied by weight zero, for `heads` heads from `head` on. For int8 these are the scales,
+// which may be NaN; the integers cannot be.
 template <class T>
 void clear_values(const AttentionLayer &layer, uint8_t *pages, long block, long head, long heads) {
   const long size = group_bytes<T>(layer), groups_per_page = layer.block_size / kGroup, groups = heads * groups_per_page;
