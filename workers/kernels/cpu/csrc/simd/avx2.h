@@ -1,4 +1,4 @@
-// simd.h on AVX2 with FMA and F16C: 8 lanes.
+// Implementation of simd.h for AVX2 with FMA and F16C: 8 lanes.
 #pragma once
 #include <immintrin.h>
 
@@ -8,20 +8,20 @@ using Vec = __m256;
 using Pairs = __m256i;
 using Mask = __m256;  // all bits of a lane set, or none
 constexpr int kLanes = 8;
-constexpr int kTileRows = 6;  // rows x 2 registers of sums, of 16 registers
+constexpr int kTileRows = 6;  // rows x 2 registers of sums, out of 16 registers
 
 inline Vec zero() { return _mm256_setzero_ps(); }
 inline Vec broadcast(float x) { return _mm256_set1_ps(x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }    // a b + c
 inline Vec fnma(Vec a, Vec b, Vec c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a b
-// The second operand where either is NaN.
+// Return the second operand if either is NaN.
 inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec abs(Vec x) { return _mm256_andnot_ps(broadcast(-0.0f), x); }
 inline Vec with_sign_of(Vec size, Vec sign) { return _mm256_or_ps(size, _mm256_and_ps(sign, broadcast(-0.0f))); }
 inline Vec round(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
-// x 2^n for whole numbers n from -252 to 254, in two steps, since one exponent reaches from -126 to 127 only.
+// Return x 2^n for integers n from -252 to 254. It takes two steps, because one exponent only covers -126 to 127.
 inline Vec scale_by_power_of_2(Vec x, Vec n) {
   const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
   const __m256i rest = _mm256_sub_epi32(whole, half), bias = _mm256_set1_epi32(127);
@@ -80,7 +80,7 @@ inline Vec load(const Float16 *from) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
 }
 
-// The first `count` elements; memory beyond them is not touched, and those lanes are zero.
+// Load the first `count` elements. Memory beyond them is not accessed, and their lanes are zero.
 inline Vec load(const float *from, long count) { return _mm256_maskload_ps(from, first_words(count)); }
 
 template <class Half>

@@ -1,4 +1,5 @@
-// simd.h on AVX-512 (F, BW, DQ, VL): 16 lanes. With AVX512-BF16, rounding and pairs of products by its instructions.
+// Implementation of simd.h for AVX-512 (F, BW, DQ, VL): 16 lanes. With AVX512-BF16, its instructions do the rounding
+// and the dot products of pairs.
 #pragma once
 #include <immintrin.h>
 
@@ -8,19 +9,19 @@ using Vec = __m512;
 using Pairs = __m512i;
 using Mask = __mmask16;
 constexpr int kLanes = 16;
-constexpr int kTileRows = 12;  // rows x 2 registers of sums, of 32 registers
+constexpr int kTileRows = 12;  // rows x 2 registers of sums, out of 32 registers
 
 inline Vec zero() { return _mm512_setzero_ps(); }
 inline Vec broadcast(float x) { return _mm512_set1_ps(x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }    // a b + c
 inline Vec fnma(Vec a, Vec b, Vec c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a b
-// The second operand where either is NaN.
+// Return the second operand if either is NaN.
 inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec abs(Vec x) { return _mm512_abs_ps(x); }
 inline Vec with_sign_of(Vec size, Vec sign) { return _mm512_or_ps(size, _mm512_and_ps(sign, broadcast(-0.0f))); }
 inline Vec round(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline Vec scale_by_power_of_2(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }  // n whole numbers
+inline Vec scale_by_power_of_2(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }  // n: integers
 inline float sum(Vec x) { return _mm512_reduce_add_ps(x); }
 inline float largest(Vec x) { return _mm512_reduce_max_ps(x); }
 inline float first_lane(Vec x) { return _mm512_cvtss_f32(x); }
@@ -53,7 +54,7 @@ inline Vec load(const Float16 *from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)));
 }
 
-// The first `count` elements; memory beyond them is not touched, and those lanes are zero.
+// Load the first `count` elements. Memory beyond them is not accessed, and their lanes are zero.
 inline Vec load(const float *from, long count) { return _mm512_maskz_loadu_ps(first(count), from); }
 inline Vec load(const BFloat16 *from, long count) { return widened(_mm256_maskz_loadu_epi16(first(count), from)); }
 inline Vec load(const Float16 *from, long count) {
@@ -83,7 +84,7 @@ inline Vec upper(Pairs x) { return _mm512_castsi512_ps(_mm512_and_si512(x, _mm51
 #if defined(__AVX512BF16__)
 #define OARLOCK_BF16_DOT 1
 inline Vec dot(Vec acc, Pairs a, Pairs b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
-#elif defined(OARLOCK_EMULATE_BF16_DOT)  // so that tests run the paths of AVX512-BF16 on a processor without it
+#elif defined(OARLOCK_EMULATE_BF16_DOT)  // tests run the AVX512-BF16 code on processors without it
 #define OARLOCK_BF16_DOT 1
 inline Vec dot(Vec acc, Pairs a, Pairs b) { return fma(lower(a), lower(b), fma(upper(a), upper(b), acc)); }
 #endif

@@ -1,4 +1,4 @@
-// Numbers of 8 bits in floating point: e4m3, without infinity. Widening is exact, subnormal numbers included.
+// 8-bit floating point: e4m3, without infinity. Widening is exact, also for subnormal values.
 #pragma once
 #include "simd/simd.h"
 
@@ -8,11 +8,11 @@ struct Float8 {
   uint8_t bits;
 };
 
-// What `load_scaled` gives is so much smaller than the number: the exponent of a float16 is counted from 15, not from 7.
+// Ratio between a value and its result from `load_scaled`: the exponent bias of float16 is 15, the bias of e4m3 is 7.
 constexpr float kFloat8Scale = 256.0f;
 
-// kLanes numbers divided by kFloat8Scale. The bits of e4m3 are those of a float16 but for the place of the sign; the
-// conversion from that reads subnormal numbers as well. NaN is not known: it gives 480.
+// Load kLanes elements, divided by kFloat8Scale. Except for the position of the sign, the bits of e4m3 are float16
+// bits, and the conversion from float16 also reads subnormal values. NaN is not supported: it becomes 480.
 #if defined(__AVX512F__)
 inline Vec load_scaled(const Float8 *from) {
   const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));

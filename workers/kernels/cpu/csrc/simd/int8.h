@@ -1,11 +1,12 @@
-// Sums of products of 8-bit numbers: registers of kLanes 32-bit sums, to each of which the products of four neighbouring
-// bytes are added.
+// Dot products of 8-bit integers: registers of kLanes 32-bit sums. The products of four neighbouring bytes are added to
+// each sum.
 //
-// Two forms: PlainDot has the instructions of its level alone. Dot has one more, which the processor may not know: it is
-// written in assembly, so that a level need not be compiled twice. `add` is exact for values from -127 to 127;
-// `add_unsigned` takes weights from 0 to 127 as they are, and rows without an offset. Where `kAddsPairs`, products with
-// small weights may be added up in 16 bits, two in each, before they become 32-bit sums: half the multiplications. These
-// additions are in assembly too: compilers reorder their own, and then have too few registers.
+// PlainDot uses only the instructions of its ISA level. Dot uses one more instruction, which the processor may lack. It
+// is written in assembly, so that an ISA level need not be compiled twice. `add` is exact for values from -127 to 127.
+// `add_unsigned` takes weights from 0 to 127 as they are, and rows without an offset. If `kAddsPairs` is set, products
+// with small weights may be added up in 16 bits, two sums in each 32-bit lane, before they become 32-bit sums. This
+// halves the multiplications. These additions are in assembly too, because compilers reorder intrinsics and then run
+// out of registers.
 #pragma once
 #include "simd/simd.h"
 
@@ -25,20 +26,20 @@ inline Ints broadcast_four(const uint8_t *from) {
 inline Ints broadcast_int(int32_t x) { return _mm512_set1_epi32(x); }
 inline Ints low_nibbles(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Ints high_nibbles(Ints x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
-// 16 bytes, and for each byte of `places`, from 0 to 15, the one that it names.
+// Load 16 table bytes into every 128-bit lane. `look_up` returns the table byte at each index in `places`, 0 to 15.
 inline Ints load_table(const uint8_t *from) {
   return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i *>(from)));
 }
 inline Ints look_up(Ints table, Ints places) { return _mm512_shuffle_epi8(table, places); }
 inline Vec to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
-// The nearest whole numbers plus `offset`, as bytes.
+// Store the nearest integers plus `offset`, as bytes.
 inline void store_bytes(uint8_t *to, Vec x, int offset) {
   const Ints whole = add(_mm512_cvtps_epi32(x), _mm512_set1_epi32(offset));
   _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm512_cvtepi32_epi8(whole));
 }
 
-// vpmaddubsw takes one unsigned factor and adds two products in 16 bits, which 255 * 127 * 2 would not fit: the weight's
-// sign goes to the other factor, and 127 * 127 * 2 fits.
+// vpmaddubsw takes one unsigned factor and adds two products in 16 bits, which 255 * 127 * 2 would overflow. So the
+// sign of the weight moves to the other factor: 127 * 127 * 2 fits.
 struct PlainDot {
   static constexpr int kRows = kTileRows, kOffset = 0;
   static constexpr bool kAddsPairs = true;
@@ -62,7 +63,7 @@ struct PlainDot {
   static Ints sum_pairs(Ints pairs) { return _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)); }
 };
 
-// AVX512-VNNI: the factor from the rows is unsigned, so it is stored 128 higher.
+// AVX512-VNNI. The instruction takes the activations as unsigned bytes, so they are stored 128 higher.
 struct Dot {
   static constexpr int kRows = kTileRows, kOffset = 128;
   static constexpr bool kAddsPairs = false;
@@ -103,7 +104,7 @@ inline void store_bytes(uint8_t *to, Vec x, int offset) {
   memcpy(to, words, sizeof words);
 }
 
-// As with AVX-512: the weight's sign goes to the other factor, so that the sum of two products fits 16 bits.
+// Like AVX-512: the sign of the weight moves to the other factor, so that the sum of two products fits 16 bits.
 struct PlainDot {
   static constexpr int kRows = 4, kOffset = 0;  // the weights take four of the 16 registers
   static constexpr bool kAddsPairs = true;
@@ -125,7 +126,7 @@ struct PlainDot {
   static Ints sum_pairs(Ints pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
 };
 
-// AVX-VNNI: the factor from the rows is unsigned, so it is stored 128 higher.
+// AVX-VNNI. The instruction takes the activations as unsigned bytes, so they are stored 128 higher.
 struct Dot {
   static constexpr int kRows = kTileRows, kOffset = 128;
   static constexpr bool kAddsPairs = false;
@@ -178,7 +179,8 @@ struct PlainDot {
   static Ints add_unsigned(Ints acc, Ints w, Ints x) { return add(acc, w, x); }
 };
 
-// The dot product extension of ARMv8.2; both factors are signed. The assembler is told of what all levels have together.
+// The dot product extension of ARMv8.2; both factors are signed. The .arch directive enables the extensions of all ISA
+// levels.
 struct Dot {
   static constexpr int kRows = kTileRows, kOffset = 0;
   static constexpr bool kAddsPairs = false;
@@ -193,7 +195,8 @@ struct Dot {
 
 #endif
 
-// a * b, rounded: without this the compiler may fuse it with an addition that follows, and round only then.
+// Return a * b, rounded. Without the barrier, the compiler may fuse the multiplication with a following addition, and
+// round only once.
 inline Vec rounded_product(Vec a, Vec b) {
   Vec product = a * b;
 #if defined(__ARM_NEON)

@@ -1,4 +1,5 @@
-// simd.h on 64-bit ARM: 4 lanes. With the BF16 extension, pairs of products by its instruction.
+// Implementation of simd.h for 64-bit ARM: 4 lanes. With the BF16 extension, its instruction does the dot products of
+// pairs.
 #pragma once
 #include <arm_neon.h>
 
@@ -8,20 +9,20 @@ using Vec = float32x4_t;
 using Pairs = uint32x4_t;
 using Mask = uint32x4_t;  // all bits of a lane set, or none
 constexpr int kLanes = 4;
-constexpr int kTileRows = 12;  // rows x 2 registers of sums, of 32 registers
+constexpr int kTileRows = 12;  // rows x 2 registers of sums, out of 32 registers
 
 inline Vec zero() { return vdupq_n_f32(0.0f); }
 inline Vec broadcast(float x) { return vdupq_n_f32(x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }   // a b + c
 inline Vec fnma(Vec a, Vec b, Vec c) { return vfmsq_f32(c, a, b); }  // c - a b
-// The second operand where either is NaN.
+// Return the second operand if either is NaN.
 inline Vec min(Vec a, Vec b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 inline Vec max(Vec a, Vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 inline Vec abs(Vec x) { return vabsq_f32(x); }
 inline Vec with_sign_of(Vec size, Vec sign) { return vbslq_f32(vdupq_n_u32(0x80000000u), sign, size); }
 inline Vec round(Vec x) { return vrndnq_f32(x); }
 
-// x 2^n for whole numbers n from -252 to 254, in two steps, since one exponent reaches from -126 to 127 only.
+// Return x 2^n for integers n from -252 to 254. It takes two steps, because one exponent only covers -126 to 127.
 inline Vec scale_by_power_of_2(Vec x, Vec n) {
   const int32x4_t whole = vcvtq_s32_f32(n), half = vshrq_n_s32(whole, 1), bias = vdupq_n_s32(127);
   const Vec one = vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(half, bias), 23));
@@ -72,7 +73,7 @@ inline void store(Float16 *to, Vec x) {
   vst1_u16(reinterpret_cast<uint16_t *>(to), vreinterpret_u16_f16(vcvt_f16_f32(x)));
 }
 
-// The first `count` elements; memory beyond them is not touched, and those lanes are zero.
+// Load the first `count` elements. Memory beyond them is not accessed, and their lanes are zero.
 template <class T>
 inline Vec load(const T *from, long count) {
   if (count >= kLanes) return load(from);

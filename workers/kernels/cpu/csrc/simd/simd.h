@@ -1,17 +1,17 @@
-// A register of floats, the same operations at every level of instruction set: the kernels are written once against this.
+// A register of floats with the same operations at every ISA level. Kernels are written once, against this interface.
 //
 //   Vec        kLanes floats                  Mask   one truth value per lane
-//   Pairs      kLanes 32-bit words, each two neighbouring bfloat16 values: the lower half comes first
+//   Pairs      kLanes 32-bit words, each two neighbouring bfloat16 values, the first in the lower half
 //
-// + - * / work on Vec by themselves (vector types of GCC and Clang). Exactly one of the files below is included; each
-// defines the same names. Files that were compiled for different levels are never linked together.
+// Vec supports + - * / directly (vector types of GCC and Clang). Exactly one of the headers below is included, and each
+// defines the same names. Files compiled for different ISA levels are never linked together.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
 namespace simd {
 
-// 16-bit numbers as they lie in memory; distinct types, so that `load` and `store` know how to widen and round.
+// 16-bit elements as stored in memory. They are distinct types, so that `load` and `store` can convert them.
 struct BFloat16 {
   uint16_t bits;
 };
@@ -42,8 +42,8 @@ inline float to_float(BFloat16 value) {
   return number;
 }
 
-// acc + a * b for each of the two bfloat16 values in a word, b's words all equal. Without an instruction for it, two
-// fused multiply-adds: the lower value first.
+// Return acc + a * b for both bfloat16 values of each word; all words of b are equal. Without a dot product
+// instruction, two fused multiply-adds do this, the lower value first.
 inline Vec add_products(Vec acc, Pairs a, Pairs b) {
 #ifdef OARLOCK_BF16_DOT
   return dot(acc, a, b);

@@ -1,16 +1,18 @@
-// exp, tanh, sigmoid, silu and both forms of gelu of a register of floats; a value gives the same bits in every lane.
+// exp, tanh, sigmoid, silu and both variants of gelu for a register of floats. A value gives the same bits in every
+// lane.
 //
-// exp follows Cody and Waite's reduction (Software Manual for the Elementary Functions, 1980): x = n ln 2 + r with ln 2
-// in two parts, then a polynomial of degree 6 in r.
+// exp uses Cody and Waite's reduction (Software Manual for the Elementary Functions, 1980): x = n ln 2 + r with ln 2 in
+// two parts, then a polynomial of degree 6 in r.
 #pragma once
 #include "simd/simd.h"
 
 namespace simd {
 
 inline Vec exp(Vec x) {
-  // Below -87.3 the result would be subnormal: 0. Above 88.7 it overflows to infinity in the last scaling, as it should.
+  // Below -87.3 the result would be subnormal, so it becomes 0. Above 88.7 the last scaling overflows to infinity, as
+  // it should.
   const Mask tiny = less(x, broadcast(-87.3f));
-  // min and max return their second operand when one is NaN: the constant comes first, so that NaN stays NaN.
+  // min and max return their second operand if one is NaN. The constant comes first, so that NaN stays NaN.
   x = min(broadcast(89.0f), max(broadcast(-88.0f), x));
   const Vec n = round(x * broadcast(1.44269504f));
   Vec r = fnma(n, broadcast(0.693359375f), x);
@@ -25,16 +27,16 @@ inline Vec exp(Vec x) {
   return select(tiny, zero(), scale_by_power_of_2(y, n));
 }
 
-// The same bits as one lane of `exp`.
+// Return the same bits as one lane of the vector version.
 inline float exp(float x) { return first_lane(exp(broadcast(x))); }
 
 constexpr float kLog2E = 1.44269504f;
 
-// 2^y for y <= 0, to a few parts in 10^8; not below 2^-126. Cheaper than `exp`, which takes any number. 2^y is 2^n 2^f
-// with n whole and f from -1/2 to 1/2; the last term is a polynomial with the least largest error.
+// Return 2^y for y <= 0, with a relative error of a few parts in 10^8; at least 2^-126. It is cheaper than `exp`, which
+// takes any value. 2^y is 2^n 2^f with integer n and f from -1/2 to 1/2. 2^f is a minimax polynomial.
 inline Vec power_of_2(Vec y) {
   typedef uint32_t Words __attribute__((vector_size(sizeof(Vec))));
-  const Vec magic = broadcast(12582912.0f);  // 1.5 2^23: what is added to it is rounded to a whole number
+  const Vec magic = broadcast(12582912.0f);  // 1.5 2^23: adding it to a value rounds the value to an integer
   y = max(broadcast(-126.0f), y);
   const Vec shifted = y + magic;
   const Vec f = y - (shifted - magic);
@@ -52,8 +54,8 @@ inline Vec sigmoid(Vec x) { return broadcast(1.0f) / (broadcast(1.0f) + exp(zero
 
 inline Vec silu(Vec x) { return x * sigmoid(x); }
 
-// tanh(x) = sign(x) (1 - e) / (1 + e) with e = exp(-2 |x|); below 1/16 the difference would cancel, and three terms of
-// the series are exact to float32.
+// Return tanh(x) = sign(x) (1 - e) / (1 + e) with e = exp(-2 |x|). Below 1/16 the difference would lose digits, so the
+// first three terms of the series are used. They are exact to float32.
 inline Vec tanh(Vec x) {
   const Vec one = broadcast(1.0f), size = abs(x);
   const Vec e = exp(size * broadcast(-2.0f));
@@ -64,15 +66,16 @@ inline Vec tanh(Vec x) {
   return with_sign_of(select(less(size, broadcast(0.0625f)), series, far), x);
 }
 
-// The tanh form of gelu, with (1 + tanh(u)) / 2 = sigmoid(2 u).
+// Return the tanh approximation of gelu, computed with (1 + tanh(u)) / 2 = sigmoid(2 u).
 inline Vec gelu_tanh(Vec x) {
   const Vec inner = fma(x * x * x, broadcast(0.044715f), x);
   return x * sigmoid(inner * broadcast(1.5957691216f));
 }
 
-// The normal distribution's share below x times x. Near zero half of erf(x / sqrt 2) is x times a polynomial in x^2; beyond
-// 1.25 the share above |x| is exp(-x^2 / 2) times a polynomial in 1 / (1 + |x| / 2), so that small shares keep their digits.
-// Both were fitted at Chebyshev nodes; what is left is 4e-7 at most, and 4e-6 of the result.
+// Return x times the normal distribution function at x. Near zero, half of erf(x / sqrt 2) is x times a polynomial in
+// x^2. Beyond 1.25, the probability above |x| is exp(-x^2 / 2) times a polynomial in 1 / (1 + |x| / 2), so that small
+// probabilities keep their digits. Both were fitted at Chebyshev nodes. The error is at most 4e-7, and at most 4e-6 of
+// the result.
 inline Vec gelu(Vec x) {
   const Vec one = broadcast(1.0f), half = broadcast(0.5f), size = abs(x), square = x * x;
   Vec p = broadcast(4.75829839e-7f);
