@@ -1,10 +1,11 @@
-// Products of bfloat16 by the tile registers of AMX, instead of those of tile.h: up to 32 rows times one panel of 32
-// outputs, as two tiles of rows times two tiles of weights of at most 16 x 64 bytes, with four tiles of sums.
+// bfloat16 matmul with the tile registers of AMX, in place of the tiles of tile.h: up to 32 rows times one panel of 32
+// outputs. Two tiles of rows times two tiles of weights, each of at most 16 x 64 bytes, give four tiles of sums.
 //
-// The packed weight is that of AVX512-BF16: [inputs / 2][32][2], so sixteen outputs of a panel are a tile whose rows lie
-// 128 bytes apart. The instruction adds the even and the odd inputs of a tile separately; that order depends on the number
-// of inputs alone, so rows have the same bits for any number of rows. A few rows are multiplied by vector instructions in
-// that order, with the same bits: a tile takes as long for one row as for sixteen, and longer than reading its weights.
+// The packed weight has the layout of AVX512-BF16: [inputs / 2][32][2]. So sixteen outputs of a panel are a tile with
+// rows 128 bytes apart. The instruction adds the even and the odd inputs of a tile separately. This order depends only
+// on the number of inputs, so a row has the same bits for any number of rows. Vector instructions compute batches of a
+// few rows, in the same order and with the same bits: a tile takes as long for one row as for sixteen, which is longer
+// than reading its weights.
 #pragma once
 #include "gemm/tile.h"
 
@@ -23,7 +24,8 @@ struct AmxPairs {
   static constexpr long kBlock = BrainPairs::kBlock;
 };
 
-// Rows come by tiles, and delay no load of weights: a step of 8 rows of a mixture took 0.93 to 0.97 of that with 16384.
+// Rows are loaded tile by tile and do not delay the loads of weights, so a shorter prefetch distance is faster for MoE
+// layers.
 template <>
 constexpr long kMostAhead<AmxPairs> = kAhead;
 template <>
@@ -31,14 +33,15 @@ constexpr bool kFetchesOnce<AmxPairs> = false;
 template <>
 constexpr bool kSumsInRegisters<AmxPairs> = false;
 
-// The shapes of the eight tiles, as LDTILECFG reads them.
+// The shapes of the eight tiles, in the layout that LDTILECFG reads.
 struct alignas(64) AmxShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};  // of one row
+  uint16_t bytes[16] = {};  // bytes of one row
   uint8_t rows[16] = {};
 };
 
-// Tiles 0 to 3: sums, of rows 0 to 15 and 16 on, each for both halves of the panel; 4, 5: rows; 6, 7: weights.
+// Set the tile shapes. Tiles 0 to 3: sums of rows 0 to 15 and of rows 16 and up, for both halves of the panel. Tiles 4
+// and 5: rows. Tiles 6 and 7: weights.
 inline void amx_shape(int rows, int inputs) {
   AmxShapes shapes;
   const int upper = rows < 16 ? rows : 16, lower = rows > 16 ? rows - 16 : 1;
@@ -49,17 +52,17 @@ inline void amx_shape(int rows, int inputs) {
   _tile_loadconfig(&shapes);
 }
 
-// As `tile` in tile.h, for R rows of up to 32.
+// Compute the same as `tile` in tile.h, for R rows, at most 32.
 template <int R>
 void amx_tile(const void *rows, const void *weights, long count, float *totals, bool first, Fetch fetch) {
   const auto *x = static_cast<const BFloat16 *>(rows);
   const auto *w = static_cast<const BFloat16 *>(weights);
-  constexpr int kRow = kRowStride<AmxPairs> * sizeof *x, kPairs = 2 * kPanel * sizeof *w;  // bytes from one row to the next
+  constexpr int kRow = kRowStride<AmxPairs> * sizeof *x, kPairs = 2 * kPanel * sizeof *w;  // bytes between rows
   alignas(64) float sums[R * kPanel];
   for (long done = 0; done < count;) {
     const int inputs = count - done < 32 ? count - done : 32;
     if (done == 0 || inputs < 32) {
-      // Changing the shapes clears all tiles: the sums so far wait in memory.
+      // Changing the shapes clears all tiles, so the sums so far are kept in memory.
       if (done > 0) {
         _tile_stored(0, sums, kPanel * sizeof *sums);
         _tile_stored(1, sums + 16, kPanel * sizeof *sums);
@@ -107,23 +110,23 @@ void amx_tile(const void *rows, const void *weights, long count, float *totals, 
     _tile_stored(2, sums + 16 * kPanel, kPanel * sizeof *sums);
     _tile_stored(3, sums + 16 * kPanel + 16, kPanel * sizeof *sums);
   }
-  _tile_release();  // a thread that holds tiles is switched more slowly
+  _tile_release();  // the operating system switches threads that hold tiles more slowly
   for (int at = 0; at < R * kPanel; at += kLanes)
     store(totals + at, first ? load(sums + at) : load(totals + at) + load(sums + at));
 }
 
-constexpr int kFewRows = 3;  // four take tiles less time along a whole block
+constexpr int kFewRows = 3;  // tiles are faster over a whole block with four rows
 
-// Numbers of less than the normal size count as zero while this exists, as they do for the tiles.
+// While this object exists, subnormal values count as zero, as in the AMX tiles.
 struct FlushesSubnormals {
 #ifndef OARLOCK_EMULATE_AMX
   const unsigned before = _mm_getcsr();
-  FlushesSubnormals() { _mm_setcsr(before | _MM_FLUSH_ZERO_ON | 0x40); }  // of results, and of inputs
+  FlushesSubnormals() { _mm_setcsr(before | _MM_FLUSH_ZERO_ON | 0x40); }  // flush results, and treat inputs as zero
   ~FlushesSubnormals() { _mm_setcsr(before); }
 #endif
 };
 
-// As `amx_tile`, bit by bit, for R rows of up to kFewRows.
+// Compute the same bits as `amx_tile`, for R rows, at most kFewRows.
 template <int R>
 void few_rows(const void *rows, const void *weights, long count, float *totals, bool first, Fetch fetch) {
   const FlushesSubnormals flushes;

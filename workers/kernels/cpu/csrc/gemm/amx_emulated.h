@@ -1,7 +1,8 @@
-// The tile instructions of AMX that amx.h uses, in plain C++, so that tests run its loops on every processor.
+// Emulation in plain C++ of the AMX tile instructions that amx.h uses, so that tests run its loops on every processor.
 //
-// TDPBF16PS adds even and odd products separately, each by a fused multiply-add, and both to the sum at the end (Intel 64
-// and IA-32 Architectures Software Developer's Manual, volume 2). Subnormal numbers are not flushed to zero here.
+// TDPBF16PS adds even and odd products separately, each with fused multiply-adds, and adds both sums to the total at
+// the end (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2). This emulation does not flush
+// subnormal values to zero.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -9,7 +10,7 @@
 
 #include "simd/simd.h"
 
-// The compiler's header defines these as macros.
+// The compiler's header defines these names as macros.
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_zero

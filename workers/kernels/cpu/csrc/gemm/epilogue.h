@@ -1,4 +1,4 @@
-// What becomes of the sums of a product: bias, activation or residual, one rounding, and the store.
+// Epilogue of a matmul: add the bias, apply the activation or add the residual, round once, and store.
 #pragma once
 #include <algorithm>
 
@@ -9,12 +9,12 @@ namespace gemm {
 
 using namespace simd;
 
-// The epilogue of one row's sums of a panel: adds the bias, applies what `epilogue` says, rounds and stores.
+// Apply the epilogue to one row's sums of a panel: add the bias, apply `epilogue`, round and store.
 template <class T>
 inline void finish(const Product &p, long row, long panel, Vec low, Vec high) {
   const long column = panel * kPanel;
   const bool gated = p.epilogue >= kSiluGate;
-  const long count = gated ? kPanel : p.columns - column;  // a gated bias is padded to whole panels, as the weight is
+  const long count = gated ? kPanel : p.columns - column;  // gated biases, like weights, are padded to whole panels
   const long left = std::min<long>(count, kLanes), right = std::max<long>(std::min<long>(count - kLanes, kLanes), 0);
   if (p.bias) {
     const T *bias = static_cast<const T *>(p.bias) + column;

@@ -1,11 +1,11 @@
-// y = epilogue(x w^T + bias), every weight read once from memory for up to kMostRows rows.
+// y = epilogue(x w^T + bias). Every weight is read once from memory for up to kMostRows rows.
 //
-// An output is the sum, in order, of its sums over blocks of inputs, each taken input by input in float32; of a weight
-// in slices, each slice is summed so and the slices are added up in a tree (slices.h). That order depends on the number of
-// inputs and slices alone: the bits of a row do not depend on the other rows of the batch, on their number, or on the
-// number of threads.
+// An output is the sum, in order, of its sums over blocks of inputs, each added input by input in float32. If a weight
+// has slices, each slice is summed like this, and the slices are added up in a tree (slices.h). The order depends only
+// on the number of inputs and slices, so the bits of a row do not depend on the other rows in the batch, on their
+// number, or on the number of threads.
 //
-// A gated product packs a register of gate outputs beside a register of up outputs in each panel, so one tile holds both
+// Gated weights have a register of gate outputs next to a register of up outputs in each panel, so one tile has both
 // factors.
 #include "gemm/gemm.h"
 
@@ -28,8 +28,8 @@
 namespace gemm {
 namespace {
 
-constexpr long kSerial = 1 << 14;    // elements of x that one thread packs sooner than it wakes another
-constexpr long kFullTile = 32;       // inputs of a whole tile of AMX
+constexpr long kSerial = 1 << 14;    // elements of x up to which one thread is faster than waking another
+constexpr long kFullTile = 32;       // inputs of a full AMX tile
 
 template <class T>
 struct TypeOf {
@@ -48,8 +48,8 @@ struct TypeOf<BFloat16> {
 #endif
 };
 
-// Rows of x in strips: [strips][blocks][rows of the strip][kRowStride]. Slices that are shorter than a block share one: what
-// strips read again for each panel lies close together.
+// Rows of x in strips: [strips][places][rows of the strip][kRowStride]. If slices are shorter than a block, several
+// share a place, so that data which strips read again for each panel is close together.
 template <class T>
 struct Rows : Strips<TypeOf<T>::Tiles::kRows> {
   using S = typename TypeOf<T>::Tiles;
@@ -57,7 +57,7 @@ struct Rows : Strips<TypeOf<T>::Tiles::kRows> {
   using Strips<S::kRows>::begin, Strips<S::kRows>::count, Strips<S::kRows>::rows, Strips<S::kRows>::strips;
   X *packed;
   Slices inputs;
-  long blocks, places;  // blocks of all slices, and where they lie side by side
+  long blocks, places;  // blocks of all slices, and places that store them
   int shift;            // a place has 1 << shift blocks
 
   Rows(long rows, const Slices &inputs) : Strips<S::kRows>(rows), inputs(inputs), blocks(inputs.all_blocks()), shift(0) {
@@ -76,7 +76,7 @@ struct Rows : Strips<TypeOf<T>::Tiles::kRows> {
     for (long strip = 0; strip < strips; strip++) pack_strip(strip, [&](long row) { return x + row * stride; });
   }
 
-  // `row_at(r)`: row number r of x.
+  // Pack the rows of a strip. `row_at(r)` returns the address of row r of x.
   template <class RowAt>
   void pack_strip(long strip, const RowAt &row_at) {
     for (long block = 0; block < blocks; block++)
@@ -91,13 +91,13 @@ struct Rows : Strips<TypeOf<T>::Tiles::kRows> {
     } else {
       long k = 0;
       for (; k + kLanes <= elements; k += kLanes) store(to + k, load(from + k));
-      if (k < elements) store(to + k, load(from + k, elements - k));  // the rest of the register: zero
+      if (k < elements) store(to + k, load(from + k, elements - k));  // the rest of the register is zero
     }
     if (elements % S::kStep) memset(to + elements, 0, sizeof(X));  // the other half of the last pair
   }
 };
 
-// The packed weight of `count` inputs, widened: [count][kPanel].
+// Widen `count` inputs of a packed weight to [count][kPanel].
 void widen(const BFloat16 *from, long count, float *to) {
   for (long k = 0; k < count; k += 2, from += 2 * kPanel, to += 2 * kPanel)
     for (int half = 0; half < 2; half++) {
@@ -124,9 +124,9 @@ struct Chunk {
     return static_cast<const T *>(p.weight) + (slices * x.padded(x.inputs.length) + in_slice) * kPanel;
   }
 
-  // totals [rows][kPanel] of one panel, over blocks `begin` to `end` of one slice.
+  // Compute totals [rows][kPanel] of one panel, over blocks `begin` to `end` of one slice.
   void sum(long panel, long begin, long end, float *totals) const {
-    // Widening costs as much as two rows: for one strip it is done in registers.
+    // Widening costs as much as two rows. If there is only one strip, it happens in registers.
     constexpr bool kWidens = sizeof(T) != sizeof(typename S::X);
     alignas(64) float wide[kWidens ? S::kBlock * kPanel : 1];
     for (long block = begin; block < end; block++) {
@@ -155,12 +155,13 @@ struct Chunk {
       finish<T>(p, first_row + r, panel, load(totals + r * kPanel), load(totals + r * kPanel + kLanes));
   }
 
-  // sums [rows][kPanel] of one panel and slice.
+  // Compute sums [rows][kPanel] of one panel and slice.
   void sum_slice(long panel, long slice, float *sums) const {
     sum(panel, slice * x.inputs.blocks, (slice + 1) * x.inputs.blocks, sums);
   }
 
-  // Adds the sums of one panel along slices `first` to `end` to totals, strip by strip, where weights need not be widened.
+  // Add the sums of one panel along slices `first` to `end` to the totals, strip by strip. The weights are not widened
+  // in advance.
   void add_slices_to(long panel, long first, long end, const WeightedTotals &to) const {
     if constexpr (kSumsInRegisters<S>)
       if (x.inputs.blocks == 1) return add_short_slices_to(panel, first, end, to);
@@ -168,7 +169,7 @@ struct Chunk {
       for (long strip = 0; strip < x.strips; strip++) add_slice_to(panel, slice, strip, to);
   }
 
-  // The same for slices of one block. What each strip fetches of the next slice is found out once for all of them.
+  // Do the same for slices of one block. The prefetches of each strip are computed once for all slices.
   void add_short_slices_to(long panel, long first, long end, const WeightedTotals &to) const {
     const long count = x.padded(x.inputs.length), bytes = count / S::kStep * kStepBytes<S>;
     const char *here = reinterpret_cast<const char *>(weights(panel, first));
@@ -196,7 +197,7 @@ struct Chunk {
     for (long r = 0; r < rows; r++) to.add(slice, row + r, load(sums + r * kPanel), load(sums + r * kPanel + kLanes));
   }
 
-  // Threads take panels.
+  // Split the work by panels among threads.
   void by_panels(long panels) const {
     const Arena::Mark mark = arena().mark();
     const Shares shares(panels);
@@ -215,7 +216,8 @@ struct Chunk {
     arena().release(mark);
   }
 
-  // With fewer panels than threads, threads take blocks, and what each block gave is added in the same order.
+  // Split the work by blocks among threads, if there are fewer panels than threads. The sums of blocks are added in the
+  // same order.
   void by_blocks(long panels) const {
     const Arena::Mark mark = arena().mark();
     const long size = x.rows * kPanel;

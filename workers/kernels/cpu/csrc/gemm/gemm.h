@@ -1,4 +1,4 @@
-// Products with a weight that was packed once: y = epilogue(x w^T + bias), for any number of rows.
+// Matmul with a weight that was packed once: y = epilogue(x w^T + bias), for any number of rows.
 #pragma once
 #include "simd/element_types.h"
 
@@ -6,7 +6,7 @@ namespace gemm {
 
 enum Epilogue { kPlain = 0, kAdd = 1, kFloat = 2, kSiluGate = 3, kGeluTanhGate = 4, kClampedGate = 5 };
 
-// T is the type of x, weight, bias and residual, and of y unless the epilogue is kFloat.
+// Arguments of a matmul. T is the type of x, weight, bias and residual, and of y unless the epilogue is kFloat.
 struct Product {
   const void *x;         // [rows, inputs], rows `x_stride` elements apart
   const void *weight;    // packed by `pack`
@@ -15,14 +15,15 @@ struct Product {
   void *y;               // [rows, columns] (gated: [rows, columns / 2]), rows `y_stride` apart
   long rows, columns, inputs, x_stride, y_stride;
   int epilogue;
-  long slices = 1;  // of equal length along the inputs, which are added up as slices.h says: a power of two
-  float alpha = 0.0f, limit = 0.0f;  // of kClampedGate: g sigmoid(alpha g) (u + 1) with gate and up kept within the limit
+  long slices = 1;  // slices of equal length along the inputs, added up in a tree (slices.h): a power of two
+  // Parameters of kClampedGate: g sigmoid(alpha g) (u + 1), with gate g and up u clamped to the limit.
+  float alpha = 0.0f, limit = 0.0f;
 };
 
-constexpr int kPanel = 2 * simd::kLanes;  // outputs side by side in a packed weight: two registers
+constexpr int kPanel = 2 * simd::kLanes;  // neighbouring outputs in a packed weight: two registers
 
-// Where output `output` of a panel is read from: a row of the weight, or -1 where there is none. Gated: rows up to
-// columns / 2 are gate, the others up; each panel has a register of both.
+// Return the row of the weight that becomes output `output` of a panel, or -1 if there is none. Gated weights: rows
+// below columns / 2 are gate, the others up; each panel has one register of each.
 inline long row_of(long panel, int output, long columns, bool gated) {
   if (!gated) {
     const long row = panel * kPanel + output;

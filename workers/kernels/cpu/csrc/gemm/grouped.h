@@ -1,10 +1,11 @@
-// Products with weights of 4 or 8 bits and a scale for each group of inputs, in place of those of gemm.h.
+// Matmuls with 4-bit or 8-bit weights and a scale for each group of inputs, in place of the matmul of gemm.h.
 #pragma once
 #include "gemm/int8.h"
 
 namespace gemm {
 
-// `product.weight` is packed by `oarlock_grouped_pack` for `kind` and as many slices; T is the type of all the rest.
+// Compute `product`. Its weight is packed by `oarlock_grouped_pack` for `kind` and the same number of slices; T is the
+// type of all other operands.
 template <class T>
 void multiply_grouped(const Product &product, int kind);
 

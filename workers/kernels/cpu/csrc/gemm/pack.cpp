@@ -1,6 +1,6 @@
-// Weights [columns, inputs] in the order that the products of gemm.h read them: [panels][inputs][kPanel], bfloat16
-// [panels][inputs / 2][kPanel][2]. The last panel and an odd last input are filled with zeros. In slices: [panels][slices]
-// [inputs of a slice]…, each filled up by itself.
+// Packing of weights [columns, inputs] into the order in which the matmuls of gemm.h read them:
+// [panels][inputs][kPanel], bfloat16 [panels][inputs / 2][kPanel][2]. The last panel and an odd last input are padded
+// with zeros. With slices: [panels][slices][inputs of a slice]..., each slice padded separately.
 #include <algorithm>
 #include <type_traits>
 
@@ -32,7 +32,7 @@ void pack(const T *weight, T *packed, long columns, long inputs, long stride, bo
       const long row = row_of(part / slices, output, columns, gated);
       rows[output] = row < 0 ? nullptr : weight + row * stride + part % slices * length;
     }
-    // A line of every row at a time: each is read from memory once.
+    // One cache line of every row at a time, so each is read from memory once.
     for (long begin = 0; begin < steps; begin += kAtOnce) {
       const long end = std::min(begin + kAtOnce, steps);
       for (int output = 0; output < kPanel; output++)
@@ -45,7 +45,7 @@ void pack(const T *weight, T *packed, long columns, long inputs, long stride, bo
   }
 }
 
-// Rows `ids` of a weight that was packed (neither gated nor in slices): an embedding that shares the head's memory.
+// Read rows `ids` of a packed weight (neither gated nor sliced), for an embedding that shares the memory of the head.
 template <class T>
 void unpack_rows(const T *packed, const int64_t *ids, T *rows, long count, long inputs) {
   const long size = padded<T>(inputs) * kPanel;
@@ -60,7 +60,7 @@ void unpack_rows(const T *packed, const int64_t *ids, T *rows, long count, long 
 
 extern "C" long oarlock_panel() { return kPanel; }
 
-// `packed` holds oarlock_packed_size elements. Rows of `weight` are `stride` elements apart.
+// Return the number of elements of `packed`. Rows of `weight` are `stride` elements apart.
 extern "C" long oarlock_packed_size(long columns, long inputs, int gated, int type, long slices) {
   const long width = gated ? simd::kLanes : kPanel, outputs = gated ? columns / 2 : columns;
   const long length = inputs / slices;

@@ -1,7 +1,7 @@
-// Rows of x rounded to whole numbers from -127 to 127, each with a scale of its own: what weights of few bits multiply.
-// Each slice of a row has a scale of its own as well (slices.h), so that it does not matter who else has which slices.
+// Rows of x rounded to integers from -127 to 127, each row with its own scale, for weights of few bits. Each slice of a
+// row has its own scale, too (slices.h), so the result does not depend on which rank has which slices.
 //
-// They are stored kOffset higher, for instructions that take unsigned numbers.
+// The integers are stored kOffset higher, for instructions that take unsigned integers.
 #pragma once
 #include <algorithm>
 
@@ -14,13 +14,15 @@ namespace gemm {
 
 using namespace simd;
 
-constexpr long kBlock = 1024;            // inputs whose weights of one panel stay in the first-level cache
-constexpr long kRowBytes = kBlock + 64;  // from a row of x to the next: a cache line more, or rows would share few sets
-constexpr long kSerialRows = 1 << 14;    // elements of x that one thread rounds sooner than it wakes another
-constexpr float kSmallest = 1e-30f;      // a row without a larger number is all zeros: its scale has no inverse
+constexpr long kBlock = 1024;            // inputs per block: their weights for one panel fit in the first-level cache
+// bytes between rows of x; the extra cache line spreads rows over the cache sets
+constexpr long kRowBytes = kBlock + 64;
+constexpr long kSerialRows = 1 << 14;    // elements of x up to which one thread is faster than waking another
+// If no magnitude is larger, the row is rounded to zeros, because its scale has no inverse.
+constexpr float kSmallest = 1e-30f;
 
-// Rows of x in strips: [strips][places][rows of the strip][kRowBytes]. Each block has a place; slices that are shorter than a
-// block share one, so that what is read again for each panel lies close together.
+// Rows of x in strips: [strips][places][rows of the strip][kRowBytes]. Each block has one place. If slices are shorter
+// than a block, several share a place, so that data which is read again for each panel is close together.
 template <int kStrip, int kOffset>
 struct RoundedRows : Strips<kStrip> {
   using Strips<kStrip>::begin, Strips<kStrip>::count, Strips<kStrip>::rows, Strips<kStrip>::strips;
@@ -28,7 +30,7 @@ struct RoundedRows : Strips<kStrip> {
   float *scales;  // [rows][slices]
   long inputs;
   Slices slices;
-  long blocks, places;  // of all slices
+  long blocks, places;  // blocks of all slices, and places that store them
   int shift;            // a place has 1 << shift blocks
 
   RoundedRows(long rows, long inputs, long slices = 1)
@@ -50,7 +52,7 @@ struct RoundedRows : Strips<kStrip> {
     for (long strip = 0; strip < strips; strip++) pack_strip(strip, [&](long row) { return x + row * stride; });
   }
 
-  // `row_at(r)`: row number r of x.
+  // Pack the rows of a strip. `row_at(r)` returns the address of row r of x.
   template <class RowAt>
   void pack_strip(long strip, const RowAt &row_at) {
     for (long r = 0; r < count(strip); r++)
@@ -58,10 +60,10 @@ struct RoundedRows : Strips<kStrip> {
         pack_row(row_at(begin(strip) + r) + slice * slices.length, strip, r, slice);
   }
 
-  // x [inputs of a slice].
+  // Round and pack x [inputs of a slice].
   template <class T>
   void pack_row(const T *x, long strip, long r, long slice) {
-    Vec most = zero(), broken = zero();  // broken: NaN if an element is NaN or infinite
+    Vec most = zero(), broken = zero();  // NaN if an element is NaN or infinite, otherwise 0
     for (long k = 0; k < slices.length; k += kLanes) {
       const Vec value = load(x + k, slices.length - k);
       most = max(most, abs(value));
@@ -79,7 +81,7 @@ struct RoundedRows : Strips<kStrip> {
   }
 };
 
-// sums [R] = kAdd(sums, weights, inputs) with the next four inputs of each row, for two registers of outputs.
+// Compute sums [R] = kAdd(sums, weights, inputs) with the next four inputs of each row, for two registers of outputs.
 template <auto kAdd, int R, class Weight>
 inline void add_four_inputs(const uint8_t *x, Weight left, Weight right, Ints (&low)[R], Ints (&high)[R]) {
 #pragma GCC unroll 12

@@ -1,7 +1,7 @@
-// Work that is divided evenly among the threads of a parallel region, where a thread that is done helps the others.
+// Work that is divided evenly among the threads of a parallel region. A thread that is done helps the others.
 //
-// Each thread takes from its own share in order, as weights are fetched best, and then from those of others. A thread that
-// the system has taken off its processor then costs the time of one piece and not that of its whole share.
+// Each thread takes the pieces of its own share in order, which suits prefetching, and then pieces of other shares. So
+// if the system takes a thread off its processor, the others wait for one piece and not for its whole share.
 #pragma once
 #include <omp.h>
 
@@ -12,13 +12,13 @@
 
 class Shares {
  public:
-  // `count` pieces, for a region that begins now; the caller releases the arena after it.
+  // Divide `count` pieces for a region that begins now. The caller releases the arena after it.
   explicit Shares(long count) : count_(count), threads_(omp_get_max_threads()) {
     next_ = arena().take<Next>(threads_);
     for (long thread = 0; thread < threads_; thread++) new (next_ + thread) Next{begin(thread)};
   }
 
-  // Called by every thread of the region: visit(piece) for those it takes.
+  // Call visit(piece) for each piece that this thread takes. Every thread of the region calls this.
   template <class Visit>
   void visit(const Visit &visit) const {
     for (long i = 0, own = omp_get_thread_num(); i < threads_; i++) {
@@ -29,7 +29,7 @@ class Shares {
 
  private:
   struct alignas(64) Next {
-    std::atomic<long> piece;  // the first one of the share that nobody took
+    std::atomic<long> piece;  // the first piece of the share that no thread took
   };
   long begin(long share) const { return count_ * share / threads_; }
 

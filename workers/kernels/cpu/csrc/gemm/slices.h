@@ -1,8 +1,9 @@
-// The inputs of a product, cut into slices of equal length (`Product::slices`), and these into blocks.
+// The inputs of a matmul, cut into slices of equal length (`Product::slices`), and the slices cut into blocks.
 //
-// Ranks hold neighbouring slices of a weight whose inputs are cut among them. Each slice is added up by itself, in blocks
-// that begin anew with it, and the sums of slices are added in a balanced binary tree, ((0 + 1) + (2 + 3)) + ..., first by
-// each rank and then over the ranks. So the bits of a total do not depend on the number of ranks.
+// If ranks share a weight along its inputs, each rank has neighbouring slices. Each slice is summed separately, in
+// blocks that start at the beginning of the slice. The sums of slices are added in a balanced binary tree, ((0 + 1) +
+// (2 + 3)) + ..., first within each rank and then over the ranks. So the bits of a total do not depend on the number of
+// ranks.
 #pragma once
 #include <algorithm>
 
@@ -11,17 +12,18 @@
 namespace gemm {
 
 constexpr long kMostSlices = 8;
-constexpr long kPending = 4;  // sums of slices that are kept at a time, at most: of 4, 2 and 1 slices, and of the newest
+constexpr long kPending = 4;  // most sums of slices kept at a time: sums of 4, 2 and 1 slices, and of the newest
 
 struct Slices {
-  long count, length;  // slices, and inputs of each
+  long count, length;  // number of slices, and inputs of a slice
   long block, blocks;  // inputs of a block, and blocks of a slice
 
-  // Blocks of at most `most` inputs.
+  // Cut slices into blocks of at most `most` inputs.
   Slices(long inputs, long count, long most)
       : count(count), length(inputs / count), block(most), blocks((length + most - 1) / most) {}
 
-  // The same with blocks of about equal length, a multiple of `step`: while one is multiplied, the next is fetched.
+  // Return the same slices with blocks of about equal length, a multiple of `step`: while one block is multiplied, the
+  // next is prefetched.
   Slices even(long step) const {
     Slices other = *this;
     other.block = (length + blocks * step - 1) / (blocks * step) * step;
@@ -29,18 +31,21 @@ struct Slices {
     return other;
   }
   long all_blocks() const { return count * blocks; }
-  // The slice of a block, and its number there. Most slices are one block: a division takes as long as eight products.
+  // Return the slice of a block, and its index in that slice. Most slices are one block, and then the slow division is
+  // avoided.
   long slice_of(long index) const { return blocks == 1 ? index : index / blocks; }
   long in_slice(long index) const { return blocks == 1 ? 0 : index % blocks; }
   long first_input(long index) const { return slice_of(index) * length + in_slice(index) * block; }
   long inputs_of(long index) const { return std::min(block, length - in_slice(index) * block); }
 };
 
-// Where the sums of slice number `slice` go, if those before it are added up as far as the tree allows: after so many others.
+// Return the number of pending partial sums before slice `slice` (the set bits of its index). This is its index in the
+// stack.
 inline long pending_before(long slice) { return __builtin_popcountl(slice); }
 
-// Adds the sums of slice number `slice` to those before it that belong to the same branch of the tree, and these to others:
-// sums [kPending][size], of which the first holds the total after the last slice. `size` is a multiple of kLanes.
+// Add the sums of slice `slice` to the previous sums in the same branch of the tree, and continue up the tree while
+// branches are complete. sums [kPending][size]; after the last slice, the first holds the total. `size` is a multiple
+// of kLanes.
 inline void add_slice(float *sums, long slice, long size) {
   for (float *here = sums + pending_before(slice) * size; slice & 1; slice >>= 1, here -= size)
     for (long at = 0; at < size; at += simd::kLanes)

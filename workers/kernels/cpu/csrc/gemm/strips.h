@@ -1,4 +1,4 @@
-// Rows that are multiplied together, in strips of as many as one tile takes.
+// Strips of rows that are multiplied together. A strip has at most the rows of one tile.
 #pragma once
 #include <cstdint>
 
@@ -6,9 +6,8 @@ namespace gemm {
 
 constexpr long kMostRows = 240;  // rows whose sums of one panel stay in the caches
 
-// Up to kMostRows rows in strips of at most kStrip and of about equal size. Where each begins is found out once, as a tile of a
-// short slice takes no longer than a few divisions: the second product of 128 rows of Granite, in bfloat16 on Zen 5, takes
-// 0.91 of the time of finding it out for each tile.
+// Up to kMostRows rows in strips of at most kStrip rows and about equal size. Strip offsets are precomputed: with short
+// slices, dividing for each tile costs measurable time.
 template <int kStrip>
 struct Strips {
   static constexpr long kMostStrips = (kMostRows + kStrip - 1) / kStrip;
@@ -23,7 +22,7 @@ struct Strips {
   long count(long strip) const { return first_[strip + 1] - first_[strip]; }
 
  private:
-  int16_t first_[kMostStrips + 1];  // the row with which each strip begins, and the end
+  int16_t first_[kMostStrips + 1];  // the first row of each strip, and the end
 };
 
 }  // namespace gemm

@@ -1,7 +1,8 @@
-// The products of a few rows and one panel along one block of inputs: all sums stay in registers.
+// Matmul of a few rows and one panel along one block of inputs. All sums stay in registers.
 //
-// A block of packed weights lies as [inputs][kPanel], bfloat16 as [inputs / 2][kPanel][2]: one load holds one input (or two
-// neighbouring ones) of a register of outputs. A block of rows lies as [R][kRowStride], of which S::kBlock are used.
+// A block of packed weights is stored as [inputs][kPanel], bfloat16 as [inputs / 2][kPanel][2]: one load reads one
+// input (or two neighbouring inputs) for a register of outputs. A block of rows is stored as [R][kRowStride], of which
+// the first S::kBlock are used.
 #pragma once
 #include <array>
 #include <utility>
@@ -13,14 +14,14 @@ namespace gemm {
 
 using namespace simd;
 
-// Bytes of weights fetched ahead while `rows` rows use them. The loads of more rows stand in line with those of weights, which
-// must then be asked for earlier. `python -m benchmarks.products --threads 1` shows the effect most clearly: a single thread
-// does not fill the bus. A whole step of one row, of a mixture in bfloat16, took 0.93 of the time that it takes with 2048.
+// Bytes of weights prefetched ahead, per row. With more rows, activation loads compete with weight loads, so weights
+// are prefetched further ahead. `python -m benchmarks.products --threads 1` shows the effect most clearly, because a
+// single thread does not saturate the memory bus.
 constexpr long kAheadOfRow = 2048;
 template <class S>
 constexpr long kMostAhead = 16384;
 template <class S>
-constexpr bool kFetchesOnce = true;  // whether its tiles fetch weights that are read once past the caches
+constexpr bool kFetchesOnce = true;  // whether tiles bypass the caches for weights that are read once
 template <class S>
 constexpr long ahead(long rows) {
   if (kFetchesOnce<S> && are_read_once(rows, S::kRows)) return kAheadOnce;
@@ -28,16 +29,16 @@ constexpr long ahead(long rows) {
   return wanted < kAhead ? kAhead : wanted < kMostAhead<S> ? wanted : kMostAhead<S>;
 }
 
-// What a tile multiplies: types of rows and weights, how many inputs one step takes, the most rows, and the inputs of a block.
-// Sums leave the registers once per block. With 256 inputs that takes a tenth of the time, and is worth it for float32 alone:
-// shorter sums have smaller errors, which a result of 16 bits cannot show.
+// Tile parameters: types of rows and weights, inputs per step, maximum number of rows, and inputs of a block. Sums are
+// stored once per block. Blocks of 256 inputs cost time for these stores, which only pays off for float32: shorter sums
+// have smaller errors, but a 16-bit result does not show the difference.
 struct Floats {
   using X = float;
   using W = float;
   static constexpr int kStep = 1, kRows = kTileRows;
   static constexpr long kBlock = 256;
 };
-struct Widened {  // 16-bit weights that were widened before
+struct Widened {  // 16-bit weights, widened before
   using X = float;
   using W = float;
   static constexpr int kStep = 1, kRows = kTileRows;
@@ -60,12 +61,12 @@ struct BrainPairs {
   static constexpr long kBlock = Widened::kBlock;
 };
 
-// Elements from a row of x to the next: a cache line more than a block, or all rows would lie in the same few sets of the
-// first-level cache.
+// Elements between two rows of x: one cache line more than a block. Otherwise all rows would map to the same few sets
+// of the first-level cache.
 template <class S>
 constexpr long kRowStride = S::kBlock + 64 / sizeof(typename S::X);
 
-// Bytes of weights that one step of the loop takes.
+// Bytes of weights that one step of the loop reads.
 template <class S>
 constexpr long kStepBytes = S::kStep * kPanel * sizeof(typename S::W);
 
@@ -89,7 +90,7 @@ inline void step(Vec (&low)[R], Vec (&high)[R], const typename S::X *x, const ty
       high[r] = dot(high[r], right, value);
     }
 #else
-    // The same order as a widened panel has: the lower input, then the upper one.
+    // The same order as in a widened panel: the lower input, then the upper one.
     const Vec left0 = lower(left), right0 = lower(right);
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
@@ -108,8 +109,8 @@ inline void step(Vec (&low)[R], Vec (&high)[R], const typename S::X *x, const ty
   }
 }
 
-// low, high [R] = x w over `count` inputs. Here and in other tiles, loops over rows that are not unrolled at once would clear
-// and leave the sums of six rows and more in memory: the second product of 32 rows of a mixture took 1.2 times as long.
+// Compute low, high [R] = x w over `count` inputs. The loops over rows here and in other tiles must be unrolled
+// completely. Otherwise the compiler keeps the sums of six or more rows in memory, which costs measurable time.
 template <class S, int R>
 inline void sum_inputs(const void *rows, const void *weights, long count, Fetch fetch, Vec (&low)[R], Vec (&high)[R]) {
   const auto *x = static_cast<const typename S::X *>(rows);
@@ -123,7 +124,7 @@ inline void sum_inputs(const void *rows, const void *weights, long count, Fetch 
   }
 }
 
-// totals [R][kPanel] += x w over `count` inputs, or = where the block is the first.
+// Compute x w over `count` inputs. Add it to totals [R][kPanel], or store it there if the block is the first.
 template <class S, int R>
 void tile(const void *rows, const void *weights, long count, float *totals, bool first, Fetch fetch) {
   Vec low[R], high[R];
@@ -140,12 +141,12 @@ void tile(const void *rows, const void *weights, long count, float *totals, bool
 template <class S>
 constexpr bool kSumsInRegisters = true;
 
-// Adds x w over the `count` inputs of a slice, which is one block, to the totals of the rows from `row` on. A panel of short
-// slices and many rows takes 0.9 of the time that it takes where their sums are stored first.
+// Add x w over the `count` inputs of a slice, which is one block, to the totals of the rows from `row` on. For short
+// slices and many rows, this is faster than storing the sums first.
 template <class S, int R>
 void add_tile(const void *rows, const void *weights, long count, Fetch fetch, const WeightedTotals &given, long slice,
               long row) {
-  const WeightedTotals to = given;  // whose fields are not read again after each store
+  const WeightedTotals to = given;  // a local copy, so that its fields are not reloaded after each store
   Vec low[R], high[R];
   sum_inputs<S, R>(rows, weights, count, fetch, low, high);
 #pragma GCC unroll 12
@@ -164,7 +165,7 @@ template <class S, int... R>
 constexpr auto add_tile_table(std::integer_sequence<int, R...>) {
   return std::array<AddTile, sizeof...(R) + 1>{nullptr, add_tile<S, R + 1>...};
 }
-// Of R rows: kTiles<S>[R] and kAddTiles<S>[R], R from 1 to kTileRows.
+// Tiles for R rows: kTiles<S>[R] and kAddTiles<S>[R], R from 1 to kTileRows.
 template <class S>
 constexpr auto kTiles = tile_table<S>(std::make_integer_sequence<int, kTileRows>());
 template <class S>
