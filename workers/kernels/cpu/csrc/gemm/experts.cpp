@@ -1,13 +1,13 @@
 // y = for each row the sum over its experts of weight * down(activation(gate x) * (up x)).
 //
-// Rows are sorted by expert: one block has up to kMostRows rows of one expert, so that only weights of experts in use are
-// read, each panel once for all rows of a block. First threads take panels of gate and up, of one block after the
-// other, as their weights lie in memory. Then they take panels of outputs, and add up what all blocks give there: a row's
-// experts ascend, whichever thread takes a panel. Each product has the bits of its form (panel_rows.h), so the
-// bits of a row depend on that row, its experts and their weights alone.
+// Rows are sorted by expert. A block has up to kMostRows rows of one expert, so only weights of experts in use are
+// read, and each panel once for all rows of a block. First, threads take panels of gate and up, one block after the
+// other, in the order of their weights in memory. Then they take panels of outputs and add up the contributions of all
+// blocks: a row's experts are added in ascending order, whichever thread takes a panel. Each matmul has the bits of its
+// weight format (panel_rows.h), so the bits of a row depend only on that row, its experts and their weights.
 //
-// The sum over the experts is taken by itself for each slice of the width, or for each group of experts where ranks hold
-// whole ones, and slices or groups are added up in a tree (slices.h).
+// The sum over the experts is computed separately for each slice of the width, or for each group of experts if ranks
+// hold whole experts. Slices or groups are added up in a tree (slices.h).
 #include "gemm/experts.h"
 
 #include <new>
@@ -22,13 +22,14 @@
 namespace gemm {
 namespace {
 
-// Pairs of a row and one of its experts that are multiplied together. Rows between the two products, and the totals of a
-// panel, then lie in the second-level caches; and each expert has rows enough to read its weights for.
+// Maximum number of pairs (row, expert) that are multiplied together: in all, and per expert of the rank. So the rows
+// between the two matmuls, and the totals of a panel, fit the second-level caches, and each expert has enough rows to
+// be worth reading its weights.
 constexpr long kMostPairs = 2048, kPairsOfExpert = 32;
-// Totals that a thread adds to at a time, 512 KB: those of all its panels, or of several, so that each expert's panels are
-// read one after the other, as they lie in memory, and its rows are still in the first-level cache for the next. Wherever
-// reading goes on elsewhere, hardware has to find out again what to fetch. 32 rows of Granite in bfloat16 took 0.87 of the
-// time of 64 KB; with half of a thread's panels at a time, second products of 1 to 32 rows took 1.03 to 1.05 times as long.
+// Totals that a thread adds to at a time, 512 KB. These are all panels of the thread, or several of them, so that the
+// panels of each expert are read one after the other, in the order of memory, while its rows are still in the
+// first-level cache. After each jump to another address, hardware prefetching must start again. Smaller values cost
+// measurable time.
 constexpr long kMostTotals = 1 << 17;
 
 template <class T>
@@ -39,14 +40,14 @@ PanelRows *panel_rows(const Product &p, int kind) {
   return grouped_panel_rows<T>(p, kind);
 }
 
-// Rows of x sorted by expert, and by row of each expert.
+// Rows of x sorted by expert, and within each expert by row.
 struct Sorted {
   struct Block {
-    long expert, begin, rows;  // the expert's number on this rank, and its pairs
+    long expert, begin, rows;  // the expert's index on this rank, and its range of pairs
   };
   long count, pairs;
   Block *blocks;
-  int32_t *row_of, *own;  // [pairs]   the row of x; the pair's number
+  int32_t *row_of, *own;  // [pairs]   the row of x; the index of the pair itself
   float *weight_of;       // [pairs]
 
   Sorted(const Experts &e, const int32_t *ids, const float *weights, long rows, long per_row) : count(0), pairs(0) {
@@ -78,13 +79,13 @@ struct Sorted {
   }
 };
 
-// The product of every block with its expert's weight.
+// The matmuls of all blocks with the weights of their experts.
 struct BlockProducts {
   const Sorted &sorted;
   PanelRows **of;
-  long *strips_before, strips = 0;  // [blocks]
+  long *strips_before, strips = 0;  // [blocks]  number of strips in earlier blocks
 
-  // T is the type of x.
+  // Prepare the matmuls. T is the type of x.
   template <class T>
   BlockProducts(const Sorted &sorted, const Experts &e, bool is_down, const T *)
       : sorted(sorted), of(arena().take<PanelRows *>(sorted.count)), strips_before(arena().take<long>(sorted.count)) {
@@ -102,7 +103,7 @@ struct BlockProducts {
     }
   }
 
-  // By all threads: packs rows of x.
+  // Pack rows of x. All threads of the parallel region call this.
   template <class T>
   void pack(const T *x, long stride, const int32_t *row_of) const {
 #pragma omp for schedule(static)
@@ -122,7 +123,7 @@ struct Step {
   float *y;  // [rows, hidden]
   long rows;
 
-  // Panels of gate and up of a block.
+  // Compute one panel of gate and up for a block.
   void multiply_gate_up(long block, long panel) const {
     alignas(64) float sums[kMostRows * kPanel];
     const Sorted::Block &of = sorted.blocks[block];
@@ -141,7 +142,7 @@ struct Step {
 
   long parts() const { return e.slices * e.groups; }
 
-  // Panels of outputs, of all blocks: totals [panels][parts][rows][kPanel].
+  // Compute panels `begin` to `end` of the outputs, for all blocks. totals [panels][parts][rows][kPanel].
   void multiply_down(long begin, long end, float *totals) const {
     const long size = rows * kPanel, of_panel = parts() * size;
     const long first_slice = std::max(0L, e.only_slice), end_slice = e.only_slice < 0 ? e.slices : e.only_slice + 1;
@@ -161,7 +162,7 @@ struct Step {
     for (long panel = begin; panel < end; panel++, totals += of_panel) add_parts(panel, totals);
   }
 
-  // One panel of y from totals [parts][rows][kPanel].
+  // Add up the parts of one panel and store it to y. totals [parts][rows][kPanel].
   void add_parts(long panel, float *totals) const {
     const long size = rows * kPanel, left = e.hidden - panel * kPanel;
     for (long span = 1; span < parts(); span *= 2)
@@ -176,7 +177,7 @@ struct Step {
   }
 };
 
-// So many rows as are multiplied together.
+// Compute the experts for `rows` rows, at most the number that is multiplied together.
 template <class T>
 void multiply_some(const Experts &e, const T *x, long x_stride, const int32_t *ids, const float *weights, long rows,
                    long per_row, float *y) {
@@ -196,7 +197,8 @@ void multiply_some(const Experts &e, const T *x, long x_stride, const int32_t *i
     of_gate_up.visit([&](long piece) { step.multiply_gate_up(piece / gate_panels, piece % gate_panels); });
 #pragma omp barrier
     down.pack(gated, e.width, sorted.own);
-    const Arena::Mark own = arena().mark();  // of this thread alone: lines that another core wrote to come slowly from there
+    // The totals are private to this thread, because cache lines that another core wrote are slow to read.
+    const Arena::Mark own = arena().mark();
     float *totals = arena().take<float>(together * size);
     of_down.visit([&](long piece) {
       step.multiply_down(piece * together, std::min(panels, (piece + 1) * together), totals);

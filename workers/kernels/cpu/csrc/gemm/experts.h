@@ -1,4 +1,4 @@
-// The gated MLPs of a mixture's experts: of each row of x those that it was sent to, weighted and added up.
+// The gated MLPs of a MoE layer's experts: for each row of x, the weighted sum over the experts it is routed to.
 #pragma once
 #include "gemm/grouped.h"
 
@@ -7,24 +7,24 @@ namespace gemm {
 // One expert. T is the type of biases.
 struct Expert {
   const void *gate_up, *down;            // packed: gated [2 width, hidden], and [hidden, width] in `slices`
-  const void *gate_up_bias, *down_bias;  // in the order of gated panels; [hidden]; or null
+  const void *gate_up_bias, *down_bias;  // [2 width] in the order of gated panels, and [hidden]; or null
   int gate_up_kind, down_kind;           // a WeightKind
 };
 
-// The experts `first` to `first + count` of a mixture.
+// The experts `first` to `first + count` of a MoE layer.
 struct Experts {
   const Expert *of;
   long first, count;
-  long hidden, width, slices;  // slices: as in Product, of the width; at most one of slices and groups is more than 1
-  long groups, group;          // so many experts of a group, which is added up by itself; groups are added in a tree
-  long only_slice;             // the one that is added up, all others count as 0; -1: all are
-  int activation;              // the Epilogue of a gated product
-  float alpha, limit;          // of kClampedGate
+  long hidden, width, slices;  // slices along the width, as in Product; at most one of slices and groups exceeds 1
+  long groups, group;  // number of groups, and experts per group; groups are summed separately, and added up in a tree
+  long only_slice;             // the only slice to add up, all others count as 0; -1: all slices
+  int activation;              // the Epilogue of a gated matmul
+  float alpha, limit;          // parameters of kClampedGate
 };
 
-// y [rows, hidden] = for each row the sum over its experts, in ascending order, of weight * down(activation(gate) * up).
-// `ids`, `weights` [rows, per_row]; ids of experts that are not here are skipped. T is the type of x and of what lies
-// between the two products.
+// Compute y [rows, hidden]: for each row, the sum over its experts, in ascending order, of weight *
+// down(activation(gate) * up). `ids`, `weights` [rows, per_row]. If an id belongs to an expert of another rank, it is
+// skipped. T is the type of x and of the values between the two matmuls.
 template <class T>
 void multiply_experts(const Experts &experts, const T *x, long x_stride, const int32_t *ids, const float *weights,
                       long rows, long per_row, float *y);

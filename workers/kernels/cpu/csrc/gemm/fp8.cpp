@@ -1,12 +1,12 @@
-// y = epilogue(x w^T + bias) with w = scale * (e4m3 numbers), a scale for each group of inputs of an output.
+// y = epilogue(x w^T + bias) with w = scale * (e4m3 values), a scale for each group of inputs of an output.
 //
-// Numbers are widened to float32, which is exact, and x is not rounded. A piece is at most kMostAtOnce inputs of a group:
-// its products are added up input by input in float32, and the sum times the scale is added to that of the pieces before,
-// in the order of inputs; slices are added up in a tree (slices.h). That order depends on the weight alone: the bits of a
-// row do not depend on the other rows, on their number, or on the number of threads.
+// Weights are widened to float32, which is exact, and x is not rounded. A piece is at most kMostAtOnce inputs of a
+// group. Its products are added up input by input in float32, and the sum times the scale is added to the sum of the
+// pieces before, in the order of inputs. Slices are added up in a tree (slices.h). This order depends only on the
+// weight: the bits of a row do not depend on the other rows, on their number, or on the number of threads.
 //
-// A packed weight begins with what its form is (Float8Form), and is a row of panels, each a row of slices, each a row of
-// pieces: [kPanel] scales in float32, [inputs][kPanel] numbers.
+// A packed weight begins with its header (Float8Form), followed by panels of slices of pieces. A piece is [kPanel]
+// scales in float32, and [inputs][kPanel] values.
 #include "gemm/fp8.h"
 
 #include <array>
@@ -25,18 +25,18 @@ namespace fp8 {
 
 using namespace simd;
 
-constexpr long kMostAtOnce = 128;  // inputs; also in workers/quantization/groups.py
+constexpr long kMostAtOnce = 128;  // inputs of a piece; also in workers/quantization/groups.py
 
-// 64 bytes, so that panels begin at a cache line.
+// Header of 64 bytes, so that panels begin at a cache line.
 struct Float8Form {
-  int64_t columns, is_gated, slices, length;  // inputs of a slice
-  int64_t group, unused[3];                   // inputs of a group, which begin anew at each slice
+  int64_t columns, is_gated, slices, length;  // length: inputs of a slice
+  int64_t group, unused[3];                   // inputs of a group; groups restart at each slice
 
   long pieces_of(long inputs) const { return (inputs + kMostAtOnce - 1) / kMostAtOnce; }
-  long pieces() const {  // of a slice
+  long pieces() const {  // number of pieces of a slice
     return length / group * pieces_of(group) + pieces_of(length % group);
   }
-  // A piece of a slice: where it begins and where it ends.
+  // The first input of a piece of a slice, and the end of the piece.
   long begin(long piece) const {
     const long each = pieces_of(group);
     return piece / each * group + piece % each * kMostAtOnce;
@@ -45,7 +45,7 @@ struct Float8Form {
     const long first = begin(piece), next_group = (first / group + 1) * group;
     return std::min({first + kMostAtOnce, next_group, static_cast<long>(length)});
   }
-  long piece_at(long piece) const { return piece * kPanel * sizeof(float) + begin(piece) * kPanel; }  // bytes
+  long piece_at(long piece) const { return piece * kPanel * sizeof(float) + begin(piece) * kPanel; }  // offset in bytes
   long slice_bytes() const { return kPanel * (pieces() * sizeof(float) + length); }
   long panel_bytes() const { return slices * slice_bytes(); }
   long panels() const {
@@ -61,9 +61,9 @@ static_assert(sizeof(Float8Form) == 64);
 
 namespace {
 
-constexpr long kFetchAhead = 4096;         // bytes of weights fetched ahead while one strip of rows reads them
-constexpr long kSerialRows = 1 << 14;      // elements of x that one thread packs sooner than it wakes another
-constexpr long kPieceStride = kMostAtOnce + 16;  // from a row of x to the next: a cache line more than a piece
+constexpr long kFetchAhead = 4096;         // bytes of weights prefetched ahead while one strip of rows reads them
+constexpr long kSerialRows = 1 << 14;      // elements of x up to which one thread is faster than waking another
+constexpr long kPieceStride = kMostAtOnce + 16;  // elements between rows of x: one cache line more than a piece
 
 // Rows of x in float32, in strips: [strips][pieces of all slices][rows of the strip][kPieceStride].
 struct FloatRows : Strips<kTileRows> {
@@ -83,7 +83,7 @@ struct FloatRows : Strips<kTileRows> {
     for (long strip = 0; strip < strips; strip++) pack_strip(strip, [&](long row) { return x + row * stride; });
   }
 
-  // `row_at(r)`: row number r of x.
+  // Pack the rows of a strip. `row_at(r)` returns the address of row r of x.
   template <class RowAt>
   void pack_strip(long strip, const RowAt &row_at) {
     for (long slice = 0; slice < form.slices; slice++)
@@ -97,11 +97,12 @@ struct FloatRows : Strips<kTileRows> {
   }
 };
 
-// Widened numbers of one piece, or the packed ones.
+// Load the widened values of one piece, or widen the packed values.
 inline Vec weights(const float *from) { return load(from); }
 inline Vec weights(const Float8 *from) { return load_scaled(from); }
 
-// sums [R][kPanel] += scale * (x w) over `count` inputs of one piece, or = where it is the first of its slice.
+// Compute scale * (x w) over `count` inputs of one piece. Add it to sums [R][kPanel], or store it if the piece is the
+// first of its slice.
 template <class W, int R>
 void multiply_piece(const float *x, const void *numbers, const float *scales, long count, bool is_first, float *sums,
                     const char *fetch) {
@@ -136,11 +137,11 @@ template <class W, int... R>
 constexpr auto table(std::integer_sequence<int, R...>) {
   return std::array<Multiply, sizeof...(R) + 1>{nullptr, multiply_piece<W, R + 1>...};
 }
-// Of R rows: kMultiply<W>[R].
+// Functions for R rows: kMultiply<W>[R].
 template <class W>
 constexpr auto kMultiply = table<W>(std::make_integer_sequence<int, kTileRows>());
 
-// sums [rows][kPanel] of one panel and slice.
+// Compute sums [rows][kPanel] of one panel and slice.
 void sum(const FloatRows &x, long panel, long slice, float *sums) {
   const Float8Form &form = x.form;
   alignas(64) float wide[kMostAtOnce * kPanel];
@@ -153,7 +154,7 @@ void sum(const FloatRows &x, long panel, long slice, float *sums) {
       kMultiply<Float8>[x.rows](x.at(0, of_x), numbers, scales, count, piece == 0, sums, at + kFetchAhead);
       continue;
     }
-    // Widening costs as much as a few rows: for several strips it is done once.
+    // Widening costs as much as a few rows. For several strips, it is done once.
     for (long i = 0; i < count * kPanel; i += kLanes) store(wide + i, load_scaled(numbers + i));
     for (long strip = 0; strip < x.strips; strip++)
       kMultiply<float>[x.count(strip)](x.at(strip, of_x), wide, scales, count, piece == 0, sums + x.begin(strip) * kPanel,
@@ -161,7 +162,7 @@ void sum(const FloatRows &x, long panel, long slice, float *sums) {
   }
 }
 
-// Threads take panels.
+// Compute a matmul, split by panels among threads.
 template <class T>
 void multiply(const Product &p) {
   const Float8Form &form = *static_cast<const Float8Form *>(p.weight);
@@ -188,7 +189,8 @@ void multiply(const Product &p) {
   }
 }
 
-// The panels of `values` [columns, inputs], with scales [columns, scales_per_row], one for each `stored_group` inputs.
+// Pack `values` [columns, inputs] into panels, with scales [columns, scales_per_row], one scale for each `stored_group`
+// inputs.
 void pack(const Float8Form &form, const Float8 *values, const float *scales, long stride, long scales_per_row,
           long stored_group) {
 #pragma omp parallel for schedule(static)
@@ -206,7 +208,7 @@ void pack(const Float8Form &form, const Float8 *values, const float *scales, lon
       }
 }
 
-// Output `id` of a weight that was packed (not gated), times its scales: [inputs].
+// Read output `id` of a packed weight (not gated), times its scales, to row [inputs].
 template <class T>
 void read_row(const Float8Form &form, long id, T *row) {
   for (long slice = 0; slice < form.slices; slice++)
@@ -255,12 +257,12 @@ OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY_FP8)
 
 }  // namespace gemm
 
-// `packed` holds so many bytes. `group`: inputs of a group within a slice, whose length is `inputs / slices`.
+// Return the size in bytes of `packed`. `group`: inputs of a group within a slice, whose length is `inputs / slices`.
 extern "C" long oarlock_fp8_size(long columns, long inputs, int gated, long slices, long group) {
   return gemm::fp8::Float8Form{columns, gated, slices, inputs / slices, group}.bytes();
 }
 
-// `packed` begins at a cache line.
+// Pack a weight. `packed` begins at a cache line.
 extern "C" void oarlock_fp8_pack(const simd::Float8 *values, const float *scales, void *packed, long columns, long inputs,
                                  long stride, int gated, long slices, long group, long scales_per_row, long stored_group) {
   const gemm::fp8::Float8Form form{columns, gated, slices, inputs / slices, group};
@@ -275,7 +277,7 @@ extern "C" void oarlock_fp8_gemm(const void *x, const void *weight, const void *
   with_type(type, [&](auto *of) { gemm::multiply_fp8<std::remove_pointer_t<decltype(of)>>(p); });
 }
 
-// Rows `ids` of a weight that was packed (not gated), times their scales: [count, inputs].
+// Read rows `ids` of a packed weight (not gated), times their scales: [count, inputs].
 extern "C" void oarlock_fp8_rows(const void *packed, const int64_t *ids, void *rows, long count, long inputs, int type) {
   const auto &form = *static_cast<const gemm::fp8::Float8Form *>(packed);
   with_type(type, [&](auto *of) {

@@ -1,11 +1,10 @@
-// y = epilogue(x w^T + bias) with w of the form that grouped_form.h describes.
+// y = epilogue(x w^T + bias) with w in the format of grouped_form.h.
 //
-// Each row of x is rounded to whole numbers from -127 to 127, with a scale of its own for each slice. The products of a
-// group are added up exactly; the sum, plus the zero point times the sum of the row's numbers, times the group's scale is
-// rounded to float32 and added to the sum of the groups before: in the order of inputs, whatever the rows, threads and
-// tiles. So the bits of a row depend on that row alone, at every level of instruction set. The sum of a slice times its
-// output's factor and times the row's scale is rounded to float32, slices are added up in a tree (slices.h), and then comes
-// what the epilogue adds.
+// Each row of x is rounded to integers from -127 to 127, with a scale for each slice. The products of a group are added
+// up exactly. The sum, plus the zero point times the sum of the row's integers, times the group's scale, is rounded to
+// float32 and added to the sum of the groups before, in the order of inputs for any rows, threads and tiles. So the
+// bits of a row depend only on that row, at every ISA level. The sum of a slice times its output's factor and times the
+// row's scale is rounded to float32. Slices are added up in a tree (slices.h), and the epilogue follows.
 #include "gemm/grouped.h"
 
 #include "gemm/epilogue.h"
@@ -19,19 +18,20 @@ namespace gemm {
 namespace grouped {
 namespace {
 
-constexpr long kUnpackedRows = 4;   // rows from which on it pays to unpack values of 4 bits first
+constexpr long kUnpackedRows = 4;   // number of rows from which unpacking 4-bit values first is faster
 static_assert(kBlock % 32 == 0, "a block has whole groups");
 
 template <class Dot>
 using Rows = RoundedRows<kStrip<Dot>, 0>;
 
-// Of each group of each row of x: the sum of its numbers, and where sums with a weight begin. [rows][groups of all slices].
+// For each group of each row of x: the sum of its integers, and the initial sum of the matmul. [rows][groups of all
+// slices].
 template <class Dot>
 struct GroupSums {
   const PackedForm &form;
   long stride;
   int32_t *starts;
-  float *totals;  // null if the weight has no zeros
+  float *totals;  // null if the weight has no zero points
 
   GroupSums(const PackedForm &form, long rows)
       : form(form), stride(form.slices * form.groups()), starts(arena().take<int32_t>(rows * stride)),
@@ -69,7 +69,7 @@ struct GroupSums {
   }
 };
 
-// One weight and the rows that it multiplies.
+// A weight and the rows that it multiplies.
 template <class Dot>
 struct Operands {
   const PackedForm &form;
@@ -80,8 +80,9 @@ struct Operands {
   const long panel_bytes = form.panel_bytes();
   const bool unpacks = tiles.unpacked && x.rows >= kUnpackedRows;
 
-  // The sums of one panel along the slices `first` to `end`, times their scales: added to what `to` says, or if that is
-  // null, of a single slice, stored to sums [rows][kPanel]. These are used otherwise where a slice has several blocks.
+  // Compute the sums of one panel along the slices `first` to `end`, times their scales. With `to`, add them to its
+  // totals. Without it, store the sums of a single slice to sums [rows][kPanel]. If slices have several blocks, `sums`
+  // also holds the intermediate sums.
   void multiply(long panel, long first, long end, float *sums, const WeightedTotals *to) const {
     const char *factors = reinterpret_cast<const char *>(&form + 1) + panel * panel_bytes;
     const char *from = factors + kPanel * sizeof(float) + first * slice_bytes;
@@ -120,8 +121,8 @@ struct Operands {
     multiply_strips(tiles.unpacked, t, block, next);
   }
 
-  // `next`: the weights that come after those of the tile, of which each strip fetches its share. The tile is filled anew for
-  // each strip and not copied: a copy would wait until all that was written of it has left the core.
+  // Multiply all strips. `next`: the weights after those of the tile; each strip prefetches its share of them. The tile
+  // is updated in place for each strip, because a copy would wait until the earlier stores to it have left the core.
   void multiply_strips(const MultiplyTile *multiply, Tile &t, long block, const char *next) const {
     const int32_t *starts = t.starts;
     const float *totals = t.totals, *row_scales = t.row_scales;
@@ -141,7 +142,7 @@ struct Operands {
   }
 };
 
-// A row of x with its inputs in the order of the packed weight, and zeros where it has none.
+// Copy a row of x with its inputs in the order of the packed weight, and zeros if there is no input.
 template <class T>
 void move_in_order(const T *x, const int32_t *order, long count, T *moved) {
   for (long k = 0; k < count; k++) moved[k] = order[k] < 0 ? T{} : x[order[k]];
@@ -155,7 +156,7 @@ const T *in_order(const T *x, long stride, long rows, const int32_t *order, long
   return moved;
 }
 
-// Threads take panels: a sum of groups is not cut among threads, so that its order stays the same.
+// Split the work by panels among threads. Sums of groups are not cut, so that their order stays the same.
 template <class T, class Dot>
 void multiply(const Product &p) {
   const PackedForm &form = *static_cast<const PackedForm *>(p.weight);
@@ -196,7 +197,7 @@ struct GroupedRows final : PanelRows {
   Rows<Dot> x;
   GroupSums<Dot> of;
   const Operands<Dot> operands{form, x, of};
-  T *moved;  // [rows][inputs]  where the weight has an order of its own; or null
+  T *moved;  // [rows][inputs]  rows in the weight's own order, if it has any; or null
 
   GroupedRows(const PackedForm &form, const Rows<Dot> &rows)
       : PanelRows(rows.rows, rows.strips), form(form), inputs(form.slices * form.length), x(rows), of(form, rows.rows) {

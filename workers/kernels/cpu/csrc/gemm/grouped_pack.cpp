@@ -1,4 +1,4 @@
-// Weights of 4 or 8 bits with scales for groups of inputs: packed as grouped_form.h says, and read out of that form.
+// Packing and unpacking of weights of 4 or 8 bits with scales for groups of inputs (grouped_form.h).
 #include <array>
 #include <type_traits>
 
@@ -7,16 +7,16 @@
 #include "runtime/parallel.h"
 #include "simd/element_types.h"
 
-// A weight as it is before packing, and the form that it gets.
+// A weight before packing, and the parameters of its packed format.
 struct GroupedSource {
   const int8_t *values;    // [columns, inputs], rows `stride` apart
   const Float16 *scales;   // [columns, scales_per_row]
-  const Float16 *zeros;    // the same, or null
+  const Float16 *zeros;    // [columns, scales_per_row], or null
   const float *factors;    // [columns]
-  const int32_t *places;   // [slices * length]  the input of the values at each place of the packed weight: -1 for none
-  const int32_t *order;    // the same of x; null where x is read as it is, up to the end of a slice
+  const int32_t *places;   // [slices * length]  index in a row of `values` of each packed input, -1 for none
+  const int32_t *order;    // [slices * length]  index in x of each packed input; null if x is read in its own order
   long columns, stride, scales_per_row, stored_group;
-  long slices, length;     // inputs of a slice
+  long slices, length;     // number of slices, and inputs of a slice
   int bits, group, is_gated, is_float, kind;
 };
 
@@ -35,21 +35,21 @@ int base_for(int kind, const PackedForm &form) {
   return kind == kGroupedDot ? base_of<Dot>(form) : base_of<PlainDot>(form);
 }
 
-// The bits of each number from -kFloatBase to kFloatBase that is twice one of e2m1.
+// Return the e2m1 code for twice its value: index value + kFloatBase, from -kFloatBase to kFloatBase.
 constexpr std::array<uint8_t, 2 * kFloatBase + 1> bits_of_floats() {
   std::array<uint8_t, 2 * kFloatBase + 1> found{};
   for (int bits = 15; bits >= 0; bits--) found[kFloats[bits] + kFloatBase] = bits;
   return found;
 }
 
-// The bits of a value as it is stored.
+// Return the stored bits of a value.
 int stored_bits(const PackedForm &form, int value, int base) {
   if (!form.is_float) return (value + base) & (form.bits == 4 ? 15 : 255);
   constexpr std::array<uint8_t, 2 * kFloatBase + 1> kBits = bits_of_floats();
   return kBits[value + kFloatBase];
 }
 
-// Where value `i` of a group lies: the byte, and by how many bits it is shifted there.
+// Location of value `i` of a group: the byte, and the number of bits by which the value is shifted there.
 struct Place {
   long byte;
   int shift;
@@ -83,7 +83,7 @@ void pack_panel(const PackedForm &form, const GroupedSource &from, long panel, i
     }
 }
 
-// Output `id`: [inputs], each where x has it.
+// Read output `id` to row [inputs], each input at its index in x.
 template <class T>
 void read_row(const PackedForm &form, long id, int base, T *row) {
   const char *at = form.panel(id / kPanel);
@@ -112,13 +112,13 @@ void read_row(const PackedForm &form, long id, int base, T *row) {
 }  // namespace grouped
 }  // namespace gemm
 
-// `packed` holds so many bytes.
+// Return the size in bytes of `packed`.
 extern "C" long oarlock_grouped_size(const GroupedSource *from) {
   const gemm::grouped::PackedForm form = gemm::grouped::form_of(*from);
   return form.bytes() + (from->order ? form.slices * form.length * sizeof(int32_t) : 0);
 }
 
-// `packed` begins at a cache line.
+// Pack a weight. `packed` begins at a cache line.
 extern "C" void oarlock_grouped_pack(const GroupedSource *from, char *packed) {
   using namespace gemm::grouped;
   const PackedForm form = form_of(*from);
@@ -131,7 +131,7 @@ extern "C" void oarlock_grouped_pack(const GroupedSource *from, char *packed) {
     pack_panel(form, *from, panel, base, packed + sizeof form + panel * form.panel_bytes());
 }
 
-// Rows `ids` of a weight that was packed (not gated), with their scales: [count, inputs].
+// Read rows `ids` of a packed weight (not gated), times their scales: [count, inputs].
 extern "C" void oarlock_grouped_rows(const void *packed, const int64_t *ids, void *rows, long count, long inputs, int type,
                                      int kind) {
   using namespace gemm::grouped;

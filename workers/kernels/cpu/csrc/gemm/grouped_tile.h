@@ -1,4 +1,4 @@
-// The products of a few rows and one panel along some groups: all sums stay in registers.
+// Matmul of a few rows and one panel along some groups. All sums stay in registers.
 #pragma once
 #include <array>
 #include <utility>
@@ -10,44 +10,46 @@
 namespace gemm {
 namespace grouped {
 
-// Rows of a tile at most. Sums in float32 take as many registers as those of a group; where pairs are added up, these are
-// whole numbers only at the end of a group, and those in float32 are read then.
+// Maximum number of rows of a tile. Sums in float32 take the same number of registers as the integer sums of a group.
+// If pairs are added up first, the integer sums exist only at the end of a group, and the float32 sums are loaded then.
 template <class Dot>
 constexpr int kStrip = Dot::kAddsPairs ? 6 : kTileRows / 2;
 
-// How the values of a weight lie (grouped_form.h). Those of 4 bits may be unpacked, to bytes as values of 8 bits lie.
+// Storage of the values of a weight (grouped_form.h). 4-bit values may be unpacked to bytes, in the layout of 8-bit
+// values.
 template <int kBits_, bool kFloat_, int kGroup_, bool kUnpacked_ = false>
 struct Values {
   static constexpr int kBits = kBits_, kGroup = kGroup_;
   static constexpr bool kFloat = kFloat_, kUnpacked = kUnpacked_;
-  static constexpr long kStepBytes = kBits == 4 && !kUnpacked ? 4 * kLanes : 4 * kPanel;  // of four inputs
+  static constexpr long kStepBytes = kBits == 4 && !kUnpacked ? 4 * kLanes : 4 * kPanel;  // values of four inputs
 };
 
-// What a tile computes: the sums of R rows of x and one panel, for one slice after the other, or of a block of a slice.
+// Arguments of a tile: computes the sums of R rows of x and one panel, for several slices in turn, or for a block of a
+// slice.
 struct Tile {
-  const uint8_t *x;       // rows of whole numbers, kRowBytes apart
-  const char *scales;     // of the first group, and its zeros
-  const char *values;     // of the first group
-  long scales_step, values_step;  // bytes from those of a group to those of the next
-  const int32_t *starts;  // where the whole sum of a group begins: [R][stride]
-  const float *totals;    // [R][stride]  the sum of a row's numbers in a group; null if the weight has no zeros
+  const uint8_t *x;       // integer rows, kRowBytes apart
+  const char *scales;     // scales and zero points of the first group
+  const char *values;     // values of the first group
+  long scales_step, values_step;  // bytes between groups
+  const int32_t *starts;  // initial integer sums of each group: [R][stride]
+  const float *totals;    // [R][stride]  the sum of a row's integers in a group; null if the weight has no zero points
   long stride;
   Fetch fetch;            // `step` bytes for each group
-  long slices, groups;    // of each slice
-  long slice_bytes;       // from the numbers of a slice in x to those of the next
-  bool is_first;          // no block of the slice came before: sums begin at 0
-  float *sums;            // [R][kPanel]  where a block leaves them for the next, and the last block the result
-  const float *factors;   // [kPanel]  of the outputs; null unless the block is the slice's last
-  const float *row_scales;  // [R][scales_stride]  of x, for each slice
+  long slices, groups;    // number of slices, and groups of a slice
+  long slice_bytes;       // bytes between slices of x
+  bool is_first;          // the first block of the slice, so sums begin at 0
+  float *sums;            // [R][kPanel]  sums passed from one block to the next; after the last block, the result
+  const float *factors;   // [kPanel]  factors of the outputs; null unless the block is the slice's last
+  const float *row_scales;  // [R][scales_stride]  scales of x for each slice
   long scales_stride;
-  const WeightedTotals *to;  // where results are added, of slice `slice` and following, rows from `row` on; or null
+  const WeightedTotals *to;  // totals to which results are added, from slice `slice` and row `row` on; or null
   long slice, row;
 };
 
-// `kFloats`, raised so that none is negative.
+// `kFloats`, raised so that no value is negative.
 alignas(16) constexpr uint8_t kRaisedFloats[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-// The values of four inputs, as unsigned numbers.
+// Load the values of four inputs as unsigned integers.
 template <class V>
 inline void load_values(const char *w, Ints numbers, Ints &left, Ints &right) {
   const Ints both = load_ints(w);
@@ -57,7 +59,7 @@ inline void load_values(const char *w, Ints numbers, Ints &left, Ints &right) {
   if constexpr (kPacked && V::kFloat) left = look_up(numbers, left), right = look_up(numbers, right);
 }
 
-// whole [R] += x times the weights of one group, whose values are at `w`.
+// Add x times the weights of one group to whole [R]. `w`: the values of the group.
 template <class Dot, class V, int R>
 inline void add_group(const uint8_t *x, const char *w, Ints numbers, Ints (&whole_low)[R], Ints (&whole_high)[R]) {
   for (long step = 0; step < V::kGroup / 4; step++, x += 4, w += V::kStepBytes) {
@@ -72,13 +74,15 @@ inline void add_group(const uint8_t *x, const char *w, Ints numbers, Ints (&whol
   }
 }
 
-// Steps whose pairs of products are added up in 16 bits: 2 * 127 * 15 for whole numbers, 2 * 127 * 24 for floats.
+// Number of steps whose products can be added up in 16 bits. A pair of products is at most 2 * 127 * 15 for integers
+// and 2 * 127 * 24 for floats.
 constexpr long kPairSteps[] = {32767 / (2 * 127 * 15), 4};
 static_assert(kPairSteps[0] == 8 && kPairSteps[1] * 2 * 127 * 24 <= 32767);
 
-// whole [R] = start [R] + x times the weights of one group of 4 bits, with fewer multiplications. The sums may begin with
-// `start` in one half of the 32 bits where all steps fit: what is subtracted for the values of all inputs, and the products
-// of one half, are at most 127 * 32 * 8 together. The loop over steps is not unrolled: with all of them a tile is slower.
+// Compute whole [R] = start [R] + x times the weights of one 4-bit group, with fewer multiplications. If all steps fit
+// in 16 bits, the sums begin with `start` in the lower half of each 32 bits. This is safe: `start` subtracts the offset
+// of all inputs, and together with the products of one half it is at most 127 * 32 * 8. The loop over steps is not
+// unrolled, because that makes the tile slower.
 template <class Dot, class V, int R>
 inline void sum_group_by_pairs(const Ints (&start)[R], const uint8_t *x, const char *w, Ints numbers,
                                Ints (&whole_low)[R], Ints (&whole_high)[R]) {
@@ -103,8 +107,8 @@ inline void sum_group_by_pairs(const Ints (&start)[R], const uint8_t *x, const c
   }
 }
 
-// The group that a tile comes to next. The tile is read once: a compiler that sees weights fetched, or sums stored, reads
-// again what it has in memory, and a group of one row then takes 1.2 times as long.
+// Position of the next group of a tile. It is a copy of the tile's fields. Otherwise the compiler reloads them from
+// memory after each prefetch and each store, which costs measurable time with a single row.
 struct Cursor {
   const char *scales, *values, *fetch;
   const int32_t *starts;
@@ -120,7 +124,7 @@ struct Cursor {
   }
 };
 
-// low, high [R] += what the group at `at` gives, whose numbers of x are at `x`.
+// Add the contribution of the group at `at` to low, high [R]. `x`: the group's integers of x.
 template <class Dot, class V, int R>
 inline void add_scaled_group(const Cursor &at, const uint8_t *x, Ints numbers, Vec (&low)[R], Vec (&high)[R]) {
   Ints start[R], whole_low[R], whole_high[R];
@@ -152,7 +156,7 @@ inline void add_scaled_group(const Cursor &at, const uint8_t *x, Ints numbers, V
   }
 }
 
-// The end of slice number `slice` of the tile: its sums times their scales, to where the tile wants them.
+// Finish slice `slice` of the tile: multiply the sums by their scales, and add them to the totals or store them.
 template <int R>
 inline void finish_slice(const Tile &t, long slice, const Vec (&low)[R], const Vec (&high)[R]) {
   const Vec left = load(t.factors), right = load(t.factors + kLanes);
@@ -204,11 +208,11 @@ template <class Dot, class V, int... R>
 constexpr auto table(std::integer_sequence<int, R...>) {
   return std::array<MultiplyTile, sizeof...(R) + 1>{nullptr, multiply_tile<Dot, V, R + 1>...};
 }
-// Of R rows: kTable<Dot, V>[R], R from 1 to kStrip<Dot>.
+// Tiles for R rows: kTable<Dot, V>[R], R from 1 to kStrip<Dot>.
 template <class Dot, class V>
 constexpr auto kTable = table<Dot, V>(std::make_integer_sequence<int, kStrip<Dot>>());
 
-// Values of `groups` groups, `step` bytes apart, to bytes as Values::kUnpacked has them.
+// Unpack the values of `groups` groups, `step` bytes apart, to bytes in the layout of Values::kUnpacked.
 template <class V>
 void unpack(const char *values, long step, long groups, char *to) {
   [[maybe_unused]] const Ints numbers = V::kFloat ? load_table(kRaisedFloats) : broadcast_int(0);
@@ -221,7 +225,7 @@ void unpack(const char *values, long step, long groups, char *to) {
     }
 }
 
-// The tiles for one form of weights; and, if there are any, those for its values when they are unpacked.
+// The tiles for one weight format. If `unpack` is set, it unpacks the values for the `unpacked` tiles.
 struct Tiles {
   const MultiplyTile *packed, *unpacked = nullptr;
   void (*unpack)(const char *values, long step, long groups, char *to) = nullptr;

@@ -1,13 +1,14 @@
-// y = epilogue(x w^T + bias) with w = scale * (whole numbers from -127 to 127), a scale for each output.
+// y = epilogue(x w^T + bias) with w = scale * (integers from -127 to 127), a scale for each output.
 //
-// Each row of x is rounded to such numbers as well, with a scale of its own, and the products of whole numbers are added
-// up exactly. So no order of additions matters: the bits of a row do not depend on the other rows, on threads or on the
-// level of instruction set. An element of the result is (sum * scale of the output) * scale of the row, both products
-// rounded to float32, and then what the epilogue adds. Of a weight in slices, each slice is rounded and multiplied so, and
-// the results are added up in a tree (slices.h).
+// Each row of x is also rounded to such integers, with its own scale, and the products of integers are added up
+// exactly. So the order of additions does not matter: the bits of a row do not depend on the other rows, on threads or
+// on the ISA level. An element of the result is (sum * scale of the output) * scale of the row, both rounded to
+// float32, followed by the epilogue. If a weight has slices, each slice is rounded and multiplied like this, and the
+// results are added up in a tree (slices.h).
 //
-// A packed weight is a row of panels, each: [kPanel] scales, [slices][kPanel] first summands, [slices][inputs of a slice / 4]
-// [kPanel][4] weights. The first summands undo what is added to x where the instruction takes unsigned numbers.
+// A packed weight is a sequence of panels, each: [kPanel] scales, [slices][kPanel] initial sums, [slices][inputs of a
+// slice / 4][kPanel][4] weights. The initial sums cancel the offset that is added to x if the instruction takes
+// unsigned integers.
 #include "gemm/int8.h"
 
 #include <omp.h>
@@ -44,14 +45,15 @@ struct Panel {
     first = reinterpret_cast<const int32_t *>(at + kPanel * sizeof(float));
     weights = reinterpret_cast<const uint8_t *>(first + slices * kPanel);
   }
-  // What lies between the weights of the panel before and these: fetching `ahead` within weights leaves as much out.
+  // Prefetch the size of the panel's head (scales and initial sums), `ahead` bytes further on. The prefetches while the
+  // weights are read skip exactly these bytes.
   void fetch_head(long ahead) const {
     const char *begin = reinterpret_cast<const char *>(scales);
     fetch_weights<true>(begin + ahead, reinterpret_cast<const char *>(weights) - begin);
   }
 };
 
-// low, high [R] += x w over 4 * steps inputs. Returns the end of these weights.
+// Add x w over 4 * steps inputs to low, high [R]. Return the end of these weights.
 template <class Dot, int R>
 inline const uint8_t *add_steps(const uint8_t *x, const uint8_t *w, long steps, Ints (&low)[R], Ints (&high)[R],
                                 Fetch fetch) {
@@ -63,7 +65,7 @@ inline const uint8_t *add_steps(const uint8_t *x, const uint8_t *w, long steps, 
   return w;
 }
 
-// sums [R][kPanel] += x w over 4 * steps inputs; with `first` [kPanel] they begin there.
+// Add x w over 4 * steps inputs to sums [R][kPanel]. If `first` [kPanel] is given, the sums begin with its values.
 template <class Dot, int R>
 void tile(const uint8_t *x, const uint8_t *w, long steps, int32_t *sums, const int32_t *first, Fetch fetch) {
   Ints low[R], high[R];
@@ -87,11 +89,11 @@ template <class Dot, int... R>
 constexpr auto tile_table(std::integer_sequence<int, R...>) {
   return std::array<Tile, sizeof...(R) + 1>{nullptr, tile<Dot, R + 1>...};
 }
-// Of R rows: kIntTiles<Dot>[R].
+// Tiles for R rows: kIntTiles<Dot>[R].
 template <class Dot>
 constexpr auto kIntTiles = tile_table<Dot>(std::make_integer_sequence<int, Dot::kRows>());
 
-// Sums times the scales of their outputs, and then that of their row.
+// Multiply sums by the scales of their outputs, and then by the scale of their row.
 inline Vec scaled(Ints sums, Vec of_outputs, Vec of_row) {
   return rounded_product(rounded_product(to_floats(sums), of_outputs), of_row);
 }
@@ -103,21 +105,21 @@ struct Chunk {
   long first_row;
   const long ahead = fetched_ahead(x.rows, Dot::kRows);
 
-  // Panel number `panel`, which is read from slice number `slice` on.
+  // Return a panel that is read from slice `slice` on.
   Panel begin_panel(long panel, long slice) const {
     const Panel at(p.weight, panel, p.inputs, p.slices);
     if (x.strips == 1 && slice == 0) at.fetch_head(ahead);
     return at;
   }
 
-  // sums [rows][kPanel] of one panel, over blocks `begin` to `end` of a slice; `first` [kPanel] is where they begin.
+  // Compute sums [rows][kPanel] of one panel, over blocks `begin` to `end` of a slice. `first` [kPanel]: initial sums.
   void sum(const Panel &panel, long begin, long end, int32_t *sums, const int32_t *first) const {
     for (long block = begin; block < end; block++)
       for (long strip = 0; strip < x.strips; strip++)
         sum_strip(panel, block, strip, sums + x.begin(strip) * kPanel, block == begin ? first : nullptr);
   }
 
-  // sums [rows of the strip][kPanel] += what one block gives to one strip.
+  // Add the contribution of one block to sums [rows of the strip][kPanel] of one strip.
   void sum_strip(const Panel &panel, long block, long strip, int32_t *sums, const int32_t *first) const {
     const long slice = x.slices.slice_of(block), in_slice = x.slices.in_slice(block) * kBlock;
     const uint8_t *w = panel.weights + (slice * padded(x.slices.length) + in_slice) * kPanel;
@@ -127,7 +129,7 @@ struct Chunk {
     kIntTiles<Dot>[x.count(strip)](x.at(strip, block), w, steps, sums, first, next);
   }
 
-  // totals [rows][kPanel]: sums [rows][kPanel] of one slice times their scales.
+  // Compute totals [rows][kPanel]: sums [rows][kPanel] of one slice times their scales.
   void scale(const Panel &at, long slice, const int32_t *sums, float *to) const {
     const Vec left = load(at.scales), right = load(at.scales + kLanes);
     for (long r = 0; r < x.rows; r++, to += kPanel) {
@@ -137,7 +139,7 @@ struct Chunk {
     }
   }
 
-  // The totals [rows][kPanel] of one panel and slice.
+  // Compute the totals [rows][kPanel] of one panel and slice.
   void sum_slice(long panel, long slice, float *totals) const {
     alignas(64) int32_t sums[kMostRows * kPanel];
     const Panel at = begin_panel(panel, slice);
@@ -146,9 +148,9 @@ struct Chunk {
     scale(at, slice, sums, totals);
   }
 
-  // Adds the totals of one panel along slices `first` to `end` to others.
+  // Add the totals of one panel along slices `first` to `end` to `to`.
   void add_slices_to(long panel, long first, long end, const WeightedTotals &to) const {
-    // Of R rows: kAddShortSlices[R - 1].
+    // Functions for R rows: kAddShortSlices[R - 1].
     static constexpr auto kAddShortSlices = short_slices_table(std::make_integer_sequence<int, Dot::kRows>());
     const Panel at = begin_panel(panel, first);
     if (x.slices.blocks == 1) {
@@ -172,11 +174,11 @@ struct Chunk {
     }
   }
 
-  // The same for the R rows of a strip and slices of one block: a slice is read in less time than its sums take to memory
-  // and back.
+  // Do the same for the R rows of a strip and slices of one block. Sums stay in registers, because reading a short
+  // slice takes less time than storing and loading its sums.
   template <int R>
   void add_short_slices_to(const Panel &at, long strip, long first, long end, const WeightedTotals &given) const {
-    const WeightedTotals to = given;  // whose fields are not read again after each store
+    const WeightedTotals to = given;  // a local copy, so that its fields are not reloaded after each store
     const Vec left = load(at.scales), right = load(at.scales + kLanes);
     const long steps = padded(x.slices.length) / 4, bytes = (end - first) * steps * kStepBytes, row = x.begin(strip);
     const uint8_t *w = at.weights + first * steps * kStepBytes;
@@ -207,7 +209,7 @@ struct Chunk {
       finish<T>(p, first_row + r, panel, load(totals + r * kPanel), load(totals + r * kPanel + kLanes));
   }
 
-  // Threads take panels.
+  // Split the work by panels among threads.
   void by_panels(long panels) const {
     const Arena::Mark mark = arena().mark();
     const Shares shares(panels);
@@ -226,7 +228,7 @@ struct Chunk {
     arena().release(mark);
   }
 
-  // With fewer panels than threads, threads take blocks.
+  // Split the work by blocks among threads, if there are fewer panels than threads.
   void by_blocks(long panels) const {
     static const int32_t zeros[kPanel] = {};
     const Arena::Mark mark = arena().mark();
@@ -302,8 +304,8 @@ void multiply_by(const Product &p) {
   }
 }
 
-// The panels of weight [columns, inputs], rows `stride` apart, with scales [columns]. The last panel and the last four
-// inputs of each slice are filled with zeros.
+// Pack weight [columns, inputs], rows `stride` apart, with scales [columns], into panels. The last panel and the last
+// four inputs of each slice are padded with zeros.
 void pack(const int8_t *weight, const float *scales, char *packed, long columns, long inputs, long stride, bool gated,
           int offset, long slices) {
   const long width = gated ? kLanes : kPanel, outputs = gated ? columns / 2 : columns;
@@ -368,7 +370,7 @@ OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY_INT8)
 
 }  // namespace gemm
 
-// `packed` holds so many bytes.
+// Return the size in bytes of `packed`.
 extern "C" long oarlock_int8_size(long columns, long inputs, int gated, long slices) {
   const long width = gated ? simd::kLanes : gemm::kPanel, outputs = gated ? columns / 2 : columns;
   return (outputs + width - 1) / width * gemm::panel_bytes(inputs, slices);
@@ -388,7 +390,7 @@ extern "C" void oarlock_int8_gemm(const void *x, const void *weight, const void 
   with_type(type, [&](auto *of) { gemm::multiply_int8<std::remove_pointer_t<decltype(of)>>(p, kind); });
 }
 
-// Rows `ids` of a weight that was packed (neither gated nor in slices), times their scales: [count, inputs].
+// Read rows `ids` of a packed weight (neither gated nor sliced), times their scales: [count, inputs].
 extern "C" void oarlock_int8_rows(const void *packed, const int64_t *ids, void *rows, long count, long inputs, int type) {
   with_type(type, [&](auto *of) {
     gemm::dequantise_rows(packed, ids, static_cast<std::remove_pointer_t<decltype(of)> *>(rows), count, inputs);
