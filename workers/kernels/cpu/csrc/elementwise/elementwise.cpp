@@ -1,5 +1,5 @@
-// Norms, rotary embedding and gelu of rows. Each row is computed by itself in a fixed order, so its bits do
-// not depend on the rest of the batch.
+// Norms, rotary embedding and gelu of rows. Each row is computed separately in a fixed order, so its bits do not depend
+// on the rest of the batch.
 #include <type_traits>
 
 #include "elementwise/gelu.h"
@@ -7,8 +7,8 @@
 #include "elementwise/norm.h"
 #include "elementwise/rotary.h"
 
-// x [rows, heads, width] of type `in` (rows `x_stride` apart), weight float [heads, width] -> y [rows, heads, width]
-// contiguous, of type `in`, or float32 with `float32_output`.
+// Apply an RMSNorm: x [rows, heads, width] of type `in` (rows `x_stride` apart), weight float [heads, width] -> y
+// [rows, heads, width] contiguous, of type `in`, or float32 with `float32_output`.
 extern "C" void oarlock_rms_norm(const void *x, const float *weight, void *y, long rows, long heads, long width,
                                  long x_stride, float eps, int in, int float32_output) {
   with_type(in, [&](auto *of) {
@@ -19,7 +19,8 @@ extern "C" void oarlock_rms_norm(const void *x, const float *weight, void *y, lo
   });
 }
 
-// qk [rows, heads + kv_heads, width] of type `in` (rows `stride` apart) -> squares float [rows, all heads].
+// Sum squares: qk [rows, heads + kv_heads, width] of type `in` (rows `stride` apart) -> squares float [rows, all
+// heads].
 extern "C" void oarlock_squares_of_heads(const HeadsOfRank *of, const void *qk, float *squares, long rows, long width,
                                          long stride, int in) {
   with_type(in, [&](auto *type) {
@@ -28,7 +29,7 @@ extern "C" void oarlock_squares_of_heads(const HeadsOfRank *of, const void *qk, 
   });
 }
 
-// The same, with the squares of all heads, and weight float [heads + kv_heads, width] -> y float32, contiguous.
+// Apply the norm, given the squares of all heads, and weight float [heads + kv_heads, width] -> y float32, contiguous.
 extern "C" void oarlock_norm_of_rows(const HeadsOfRank *of, const void *qk, const float *squares, const float *weight,
                                      float *y, long rows, long width, long stride, float eps, int in) {
   with_type(in, [&](auto *type) {
@@ -45,8 +46,9 @@ extern "C" void oarlock_norm_of_rows(const HeadsOfRank *of, const void *qk, cons
   });
 }
 
-// x [rows, heads, width] of type `out`, or float32 with `float32_input` (rows `x_stride` apart); cos, sin float
-// [rows, 2 half], whose second halves hold the cosine and sine of each pair -> y [rows, heads, width] of type `out`.
+// Rotate heads: x [rows, heads, width] of type `out`, or float32 with `float32_input` (rows `x_stride` apart); cos, sin
+// float [rows, 2 half], whose second halves hold the cosine and sine of each pair -> y [rows, heads, width] of type
+// `out`.
 extern "C" void oarlock_rotate(const void *x, const float *cos, const float *sin, void *y, long rows, long heads,
                                long width, long half, long x_stride, int float32_input, int out) {
   with_type(out, [&](auto *of) {
@@ -59,8 +61,8 @@ extern "C" void oarlock_rotate(const void *x, const float *cos, const float *sin
   });
 }
 
-// x [rows, width] of type `out`, or float32 with `float32_input`; weight and bias float [width], bias may be null -> y
-// [rows, width] of type `out`.
+// Apply a LayerNorm: x [rows, width] of type `out`, or float32 with `float32_input`; weight and bias float [width],
+// bias may be null -> y [rows, width] of type `out`.
 extern "C" void oarlock_layer_norm(const void *x, const float *weight, const float *bias, void *y, long rows, long width,
                                    float eps, int float32_input, int out) {
   with_type(out, [&](auto *of) {
@@ -71,8 +73,8 @@ extern "C" void oarlock_layer_norm(const void *x, const float *weight, const flo
   });
 }
 
-// x [rows, width], or [rows, 2 width] with `gated`, of type `out`, or float32 with `float32_input` -> y [rows, width] of
-// type `out`: see `gelu_rows`.
+// Apply gelu: x [rows, width], or [rows, 2 width] with `gated`, of type `out`, or float32 with `float32_input` -> y
+// [rows, width] of type `out`. See `gelu_rows`.
 extern "C" void oarlock_gelu(const void *x, void *y, long rows, long width, int gated, int tanh_form, int float32_input,
                              int out) {
   with_type(out, [&](auto *of) {

@@ -1,11 +1,11 @@
-// gelu of rows, alone or as a gate. An element's bits do not depend on where in a row it stands.
+// gelu of rows, as plain activation or as a gate. An element's bits do not depend on its index in the row.
 #pragma once
 #include "runtime/parallel.h"
 #include "simd/element_types.h"
 #include "simd/vector_math.h"
 
-// x [rows, width], or with `gated` [rows, 2 width], contiguous -> y [rows, width]: gelu(x), or gelu of the first half of a
-// row times the second. `tanh_form`: which form of gelu.
+// Apply gelu: x [rows, width], or with `gated` [rows, 2 width], contiguous -> y [rows, width]: gelu(x), or gelu of the
+// first half of a row times the second half. `tanh_form`: use the tanh approximation.
 template <class In, class Out>
 inline void gelu_rows(const In *x, Out *y, long rows, long width, bool gated, bool tanh_form) {
   using namespace simd;

@@ -1,9 +1,10 @@
-// LayerNorm, computed in float32 and rounded once. A row's order of additions depends on the level alone.
+// LayerNorm, computed in float32 and rounded once. A row's order of additions depends only on the ISA level.
 #pragma once
 #include "runtime/parallel.h"
 #include "simd/element_types.h"
 
-// y[d] = (x[d] - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight[d] + bias[d] for d < width. `bias` may be null.
+// Compute y[d] = (x[d] - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight[d] + bias[d] for d < width. `bias` may
+// be null.
 template <class In, class Out>
 inline void layer_norm_row(const In *x, const float *weight, const float *bias, Out *y, long width, float eps) {
   using namespace simd;
@@ -28,7 +29,7 @@ inline void layer_norm_row(const In *x, const float *weight, const float *bias, 
   }
 }
 
-// x [rows, width] contiguous, weight and bias [width] -> y [rows, width].
+// Norm each row: x [rows, width] contiguous, weight and bias [width] -> y [rows, width].
 template <class In, class Out>
 inline void layer_norm(const In *x, const float *weight, const float *bias, Out *y, long rows, long width, float eps) {
 #pragma omp parallel for if (rows * width > kSerial)

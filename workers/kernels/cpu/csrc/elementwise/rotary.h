@@ -3,8 +3,8 @@
 #include "simd/element_types.h"
 #include "runtime/parallel.h"
 
-// The pair (x[i], x[half + i]) is rotated by the angle whose cosine and sine are cos[i] and sin[i], for i < half;
-// elements from 2 half to width are copied. y may be x if In and Out are the same type.
+// Rotate the pairs (x[i], x[half + i]), i < half, by the angles with cosine cos[i] and sine sin[i]. Elements from 2
+// half to width are copied. y may be x if In and Out are the same type.
 template <class In, class Out>
 inline void rotate_head(const In *x, const float *cos, const float *sin, Out *y, long width, long half) {
   using namespace simd;
@@ -17,7 +17,7 @@ inline void rotate_head(const In *x, const float *cos, const float *sin, Out *y,
   for (long d = 2 * half; d < width; d += kLanes) store(y + d, load(x + d, width - d), width - d);
 }
 
-// As rotate_head, but the pairs are neighbours: x[2 i] and x[2 i + 1]. `width` is `kMost` at most.
+// Rotate like rotate_head, but the pairs are neighbours: x[2 i] and x[2 i + 1]. `width` is at most `kMost`.
 template <long kMost, class In, class Out>
 inline void rotate_neighbours(const In *x, const float *cos, const float *sin, Out *y, long width, long half) {
   using namespace simd;
@@ -29,8 +29,8 @@ inline void rotate_neighbours(const In *x, const float *cos, const float *sin, O
   for (long d = 0; d < width; d += kLanes) store(y + d, load(in + d, width - d), width - d);
 }
 
-// x [rows, heads, width] (rows `x_stride` elements apart) -> y [rows, heads, width] contiguous. Row i of `cos` and `sin`
-// begins at `i * angle_stride` and has `half` numbers.
+// Rotate x [rows, heads, width] (rows `x_stride` elements apart) -> y [rows, heads, width] contiguous. Row i of `cos`
+// and `sin` begins at `i * angle_stride` and has `half` values.
 template <class In, class Out>
 inline void rotate(const In *x, const float *cos, const float *sin, Out *y, long rows, long heads, long width,
                    long half, long x_stride, long angle_stride) {

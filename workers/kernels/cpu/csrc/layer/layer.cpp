@@ -1,4 +1,4 @@
-// Runs the branches of a decoder's layers (see layer.h).
+// Execution of the branches of a decoder's layers (see layer.h).
 #include "layer/layer.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr long kWidestHead = 256;
 
-// Some rows of a step, and the scratch memory of the branch that is run on them.
+// A chunk of rows of a step, and the scratch memory of the branch that runs on them.
 template <class T>
 struct Turn {
   const LayerStep &step;
@@ -127,7 +127,7 @@ void take_total(const Turn<T> &turn, const Operation &op) {
   for (long row = 0; row < turn.rows; row++) {
     const float *from = total + row * width;
     T *to = y + row * width;
-    for (long d = 0; d < width; d += kLanes) {  // in the order of a single rank's epilogue
+    for (long d = 0; d < width; d += kLanes) {  // same order as in a single rank's epilogue
       Vec sum = load(from + d, width - d);
       if (bias) sum = sum + load(bias + d, width - d);
       if (adds) sum = sum + load(to + d, width - d);
@@ -197,7 +197,7 @@ void take_mix_total(const Turn<T> &turn, const Operation &op) {
   }
 }
 
-// kAllCame, or the rank that did not reach a sum in time.
+// Run one operation. Return kAllCame, or the rank that did not reach an all-reduce in time.
 template <class T>
 int run_operation(const Turn<T> &turn, const Operation &op) {
   switch (op.kind) {
@@ -213,7 +213,7 @@ int run_operation(const Turn<T> &turn, const Operation &op) {
   return kAllCame;
 }
 
-// Operations `first` to `last` of a branch, on as many rows at a time as it takes.
+// Run operations `first` to `last` of a branch, on at most `rows_at_once` rows at a time.
 template <class T>
 int run(const Branch &branch, const LayerStep &step, long first, long last) {
   const long most = branch.rows_at_once ? std::min(branch.rows_at_once, step.rows) : step.rows;

@@ -1,8 +1,8 @@
-// The layers of a decoder as a program: what they are made of is written down once, after loading, as a list of
-// branches, and a step once for all of them. One call runs any number of branches; results in between lie in the arena.
+// The layers of a decoder as a program. After loading, the layers are described once, as a list of branches; each step
+// is described once for all of them. One call runs any number of branches; intermediate results are in the arena.
 //
 // A branch is a sublayer (attention, an MLP) with the norms around it, which adds its result to the residual. Its
-// operations are those of the separate kernels, one call each, in the same order: every row has the same bits.
+// operations are the same calls in the same order as with separate kernels, so every row has the same bits.
 #pragma once
 #include "attention/attention.h"
 #include "runtime/collective.h"
@@ -13,46 +13,47 @@
 #include "layer/router.h"
 
 struct PackedWeight {
-  const void *weight, *bias;  // as in gemm::Product
+  const void *weight, *bias;  // see gemm::Product
   long columns, inputs;
   int epilogue;
   int kind;    // a gemm::WeightKind
-  int slices;  // as in gemm::Product
+  int slices;  // see gemm::Product
 };
 
 struct Norm {
   const float *scale, *shift;  // [width]   `shift` of a LayerNorm, or null
   long width;
   float eps;
-  int is_layer_norm;  // else RMSNorm
+  int is_layer_norm;  // otherwise RMSNorm
 };
 
-// What becomes of queries, keys and values between the projection and the output projection.
+// Operations on queries, keys and values between the QKV projection and the output projection.
 struct HeadsAndPages {
   const AttentionLayer *attention;
   const float *head_norm;  // [heads + kv_heads, head_dim]   scale of the RMSNorm of each query and key head; or null
   void *k_pages, *v_pages;
-  int rotary;       // which of the step's tables; -1: heads are not rotated
+  int rotary;       // index of the step's rotary table; -1: heads are not rotated
   int interleaved;  // pairs are neighbours: see rotate_neighbours
-  float eps;        // of `head_norm`
-  const HeadsOfRank *of_rows;  // the norm is over the rows of all heads, not over each by itself; or null
-  const float *sinks;          // as `attend` takes them; or null
+  float eps;        // epsilon of `head_norm`
+  const HeadsOfRank *of_rows;  // set if the norm is over the rows of all heads, not over each head; or null
+  const float *sinks;          // the argument of `attend`; or null
 };
 
 struct Addition {
-  const Norm *norm;  // of what is added; or null
+  const Norm *norm;  // norm of the added rows; or null
   long width;
   float scale;
 };
 
-// A mixture of experts. The results of a row's own experts and of the shared one are summed over the ranks side by side.
+// A MoE layer. The sums over a row's routed experts and the shared expert's result are all-reduced together.
 struct Mixture {
   const Router *router;
-  const gemm::Experts *routed, *shared;  // shared: one expert, which every row has; or null
+  const gemm::Experts *routed, *shared;  // shared: one expert that every row has; or null
   const Router *shared_gate;             // one logit, whose sigmoid scales the shared expert's result; or null
 };
 
-// Where rows of an operation come from and go to. Rows of scratch lie in the arena, as many as the branch takes at once.
+// Sources and destinations of an operation's rows. Scratch rows are in the arena; their number is the number of rows
+// that the branch processes at once.
 enum Rows { kResidual = 0, kKept = 1, kKeptToo = 2, kPartial = 3, kScratch = 4, kScratchToo = 5 };
 
 enum OperationKind {
@@ -60,8 +61,8 @@ enum OperationKind {
   kMultiply = 1,   // `to` = `from` w; added to a residual; to partial without its bias     of: a PackedWeight
   kTurnHeads = 2,  // norms and rotates queries and keys in `to`                            of: a HeadsAndPages
   kAttend = 3,     // writes keys and values, `to` = attention of `from`; all rows at once  of: a HeadsAndPages
-  kTotal = 4,      // `to` = the ranks' sum in `partial`, and the bias; added to a residual of: the PackedWeight
-  kAddRows = 5,    // residual += scale * norm(`from`), whose contents are lost             of: an Addition
+  kTotal = 4,      // `to` = all-reduced `partial`, and the bias; added to a residual       of: the PackedWeight
+  kAddRows = 5,    // residual += scale * norm(`from`), which is overwritten                of: an Addition
   kMix = 6,        // partial = the experts' results of `from`; all rows at once            of: a Mixture
   kMixTotal = 7,   // `to` = the sums in `partial`; added to a residual                     of: the Mixture
 };
@@ -73,10 +74,10 @@ struct Operation {
 
 struct Branch {
   const Operation *operations;
-  long count, before_sum;  // operations in all, and before what the ranks have in `partial` is added up
-  long rows_at_once;       // so that scratch memory stays small; 0: all
-  long widths[2];          // elements of a row of each scratch
-  long sums;               // of a row in `partial`, one after the other
+  long count, before_sum;  // number of operations; number of them before the all-reduce of `partial`
+  long rows_at_once;       // limits scratch memory; 0: all
+  long widths[2];          // elements of a row of each scratch buffer
+  long sums;               // number of sums in `partial`, one after the other
 };
 
 struct RotaryRows {
@@ -86,24 +87,25 @@ struct RotaryRows {
 
 constexpr int kMostRotaries = 4;
 
-// What all layers of a step share. T rows.
+// Inputs shared by all layers of a step. T rows.
 struct LayerStep {
   void *hidden;               // [T, hidden size]   the residual, to which each branch adds
   void *kept[2];              // [T, hidden size]   normed rows that several branches of a layer read; or null
   float *partial;             // [sums, T, hidden size]   with several ranks: this rank's share of a branch's result
   long rows;                  // T
   long width;                 // hidden size
-  int type;                   // an ElementType: of weights, pages and `hidden`
+  int type;                   // an ElementType: dtype of weights, pages and `hidden`
   const int64_t *positions;   // [T]
   const int64_t *slots;       // [T]   see write_kv
   RotaryRows rotary[kMostRotaries];
   const AttentionStep *attention;
-  RankGroup *group;           // where `partial` is summed over the ranks; null with one rank, or where the caller sums
+  RankGroup *group;           // group for the all-reduce of `partial`; null with one rank, or if the caller does it
 };
 
-// Runs branches `first` to `last`, in order. Returns kAllCame, or the rank that did not reach a sum in time. Without a
-// group, a branch whose result is summed stops before the sum; the caller sums `partial` and calls the function below.
+// Run branches `first` to `last`, in order. Return kAllCame, or the rank that did not reach an all-reduce in time.
+// Without a group, a branch with an all-reduce stops before it. The caller all-reduces `partial` and calls the function
+// below.
 extern "C" int oarlock_run_branches(const Branch *branches, long first, long last, const LayerStep *step);
 
-// The rest of a branch, once `partial` holds the sum over the ranks.
+// Run the rest of a branch, after `partial` has been all-reduced.
 extern "C" void oarlock_finish_branch(const Branch *branch, const LayerStep *step);

@@ -1,5 +1,5 @@
-// The router of a mixture (see router.h). Scores are computed in float64, so that the rounding of the exponential function
-// does not show; workers/layers/experts.py has the same in torch's operations.
+// The router of a MoE layer (see router.h). Scores are computed in float64, so that the rounding of the exponential
+// function has no effect. workers/layers/experts.py has the same algorithm in torch operations.
 #include "layer/router.h"
 
 #include <omp.h>
@@ -15,10 +15,10 @@
 
 namespace {
 
-// Whether `a` is chosen before `b`: as torch sorts, NaN first.
+// Return whether `a` is chosen before `b`. NaN comes first, as in torch's sort.
 bool is_better(float a, float b) { return std::isnan(a) ? !std::isnan(b) : a > b; }
 
-// Numbers `0` to `count` in the order of their keys, as far as the first `most`.
+// Sort the indices from 0 to `count` by their keys, best first, as far as the first `most`.
 void best_first(const float *keys, long count, long most, int32_t *order) {
   for (long i = 0; i < count; i++) order[i] = i;
   std::partial_sort(order, order + most, order + count, [&](int32_t a, int32_t b) {
@@ -27,7 +27,7 @@ void best_first(const float *keys, long count, long most, int32_t *order) {
   });
 }
 
-// softmax of the logits of `ids`, or of all where it is null.
+// Compute the softmax of the logits of `ids`, or of all logits if it is null.
 void softmax(const float *logits, const int32_t *ids, long count, double *to) {
   double most = -std::numeric_limits<double>::infinity(), sum = 0.0;
   for (long i = 0; i < count; i++) most = std::max<double>(most, logits[ids ? ids[i] : i]);
@@ -35,14 +35,14 @@ void softmax(const float *logits, const int32_t *ids, long count, double *to) {
   for (long i = 0; i < count; i++) to[i] /= sum;
 }
 
-// Memory for one row.
+// Buffers for one row.
 struct RowOfScores {
   double *scores, *chosen;  // [outputs]
   float *keys, *groups;     // [outputs], [groups]
   int32_t *order;           // [outputs]
 };
 
-// Experts of all groups but the best ones cannot be chosen.
+// Exclude the experts of all groups except the best ones.
 void leave_out_groups(const Router &of, const RowOfScores &row) {
   const long size = of.outputs / of.groups;
   for (long group = 0; group < of.groups; group++) {
@@ -55,7 +55,8 @@ void leave_out_groups(const Router &of, const RowOfScores &row) {
 }
 
 void route_row(const Router &of, const float *logits, const RowOfScores &row, int32_t *ids, float *weights) {
-  const bool of_chosen = of.is_normalised && !of.is_sigmoid && !of.correction;  // no score of others is needed
+  // If true, scores of other experts are not needed.
+  const bool of_chosen = of.is_normalised && !of.is_sigmoid && !of.correction;
   if (of.is_sigmoid)
     for (long i = 0; i < of.outputs; i++) row.scores[i] = 1.0 / (1.0 + std::exp(-static_cast<double>(logits[i])));
   else if (!of_chosen)
@@ -90,7 +91,7 @@ void router_logits(const Router &of, const T *x, long stride, long rows, float *
   const auto at = [&](long strip, long block) {
     return packed + (begin(strip) * blocks + (begin(strip + 1) - begin(strip)) * block) * kRowStride<Floats>;
   };
-  // Few rows have fewer tasks than there are threads unless these take blocks, whose sums are then added in the same order.
+  // If there are fewer tasks than threads, threads take blocks, whose sums are then added in the same order.
   const long tasks = strips * panels, cuts = tasks < omp_get_max_threads() ? blocks : 1;
   float *sums = arena().take<float>(tasks * cuts * kTileRows * kPanel);
 #pragma omp parallel if (rows * of.hidden * of.outputs >= ::kSerial)
