@@ -1,5 +1,5 @@
-// What requests change in their logits before a token is chosen: bias, then penalties, then masks. The arithmetic of
-// `workers/sampling/logits_processors.py`, one row at a time.
+// Changes that requests make to their logits before a token is chosen: bias, then penalties, then masks. The arithmetic
+// is the same as in `workers/sampling/logits_processors.py`, one row at a time.
 #pragma once
 #include <algorithm>
 
@@ -7,8 +7,8 @@
 
 namespace sampling {
 
-// The sections of `StepMetadata`, where each array and its order are described: rows are sorted. Histories are `Entries`
-// of `workers/sampling/token_histories.py`.
+// Sections of `StepMetadata`, which documents each array and its order; rows are sorted. Histories are `Entries` of
+// `workers/sampling/token_histories.py`.
 struct Changes {
   long num_bias;
   const int32_t *bias_rows, *bias_ids;
@@ -16,14 +16,14 @@ struct Changes {
   long num_penalties;
   const int32_t *penalty_rows;
   const float *repetition, *frequency, *presence;
-  const int64_t *history_firsts;  // [num_penalties]   of each row's entries
+  const int64_t *history_firsts;  // [num_penalties]   the first entry of each row
   const int32_t *history_lengths, *history_ids, *history_counts;
   long num_masks, mask_words;
   const int32_t *mask_rows;
   const uint32_t *mask_bits;
 };
 
-// The `kLanes` bits from bit `at` on, and more above them; words beyond the last read as zero.
+// Return the `kLanes` bits from bit `at` on, with more bits above them. Words beyond the last read as zero.
 inline uint32_t bits_at(const uint32_t *words, long count, long at) {
   const long word = at / 32;
   uint64_t both = word < count ? words[word] : 0;
@@ -31,7 +31,7 @@ inline uint32_t bits_at(const uint32_t *words, long count, long at) {
   return static_cast<uint32_t>(both >> (at % 32));
 }
 
-// Subtracts infinity from every id whose bit is not set: NaN stays NaN, so that a broken row is still seen.
+// Subtract infinity from every id whose bit is not set. NaN stays NaN, so that a broken row is still detected.
 inline void mask_row(float *x, long width, long first_id, const uint32_t *words, long num_words) {
   using namespace simd;
   const Vec infinity = broadcast(__builtin_inff());
@@ -52,7 +52,7 @@ class RowChanges {
 
   bool any() const { return bias_.count || penalties_.count || masks_.count; }
 
-  // Changes x [width], the row's logits from id `first_id` on. Ids elsewhere belong to other ranks.
+  // Change x [width], the row's logits from id `first_id` on. Other ids belong to other ranks.
   void apply(float *x, long width, long first_id) const {
     for (long i = bias_.first; i < bias_.first + bias_.count; i++) {
       const long id = of_.bias_ids[i] - first_id;
@@ -73,7 +73,7 @@ class RowChanges {
     return {found.first - rows, found.second - found.first};
   }
 
-  // In float64, rounded once: products of a float32 and a count are exact.
+  // Apply penalties in float64, rounded once. The product of a float32 and a count is exact.
   void penalise(float *x, long width, long first_id, long p) const {
     const long first = of_.history_firsts[p];
     for (long h = first; h < first + of_.history_lengths[p]; h++) {

@@ -1,9 +1,10 @@
-// What sampling asks of one row of logits, in as few passes as it takes and without sorting it. One thread computes a row,
-// in an order that depends on the level alone.
+// Queries of sampling on one row of logits, in few passes and without sorting the row. One thread computes a row, in an
+// order that depends only on the ISA level.
 //
-// Blocks are of 128 ids, as in `workers/sampling/candidates.py`; `blocks` is ceil(width / 128). Rows with NaN or +inf
-// have a largest logit of NaN, and no other answers. A cut (low, end) keeps the ids whose logit is above `low`, and
-// those of logit `low` with a local id below `end`: what is left of a row in the order of its logits.
+// Blocks have 128 ids, as in `workers/sampling/candidates.py`; `blocks` is ceil(width / 128). Rows with NaN or +inf are
+// broken: their largest logit is NaN, and other queries have no result. A cut (low, end) keeps the ids with a logit
+// above `low`, and the ids with logit `low` and a local id below `end`. This is a prefix of the row in the order of its
+// logits.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -21,19 +22,19 @@ using noise::Words;
 
 constexpr float kInfinity = __builtin_inff();
 
-constexpr long kSlices = 8;  // of a vocabulary; also VOCAB_SLICES in workers/distributed/topology.py
+constexpr long kSlices = 8;  // slices of a vocabulary; also VOCAB_SLICES in workers/distributed/topology.py
 inline long slice_of(long vocab_size) { return (vocab_size + kSlices - 1) / kSlices; }
 
 struct Logits {
   const float *x;
   long width;
   const float *maxima;  // [blocks]
-  float top;            // masses are relative to it: the largest logit of all ranks
-  long slice;           // ids whose mass is added up by itself, from the first one on
+  float top;            // the largest logit of all ranks; masses are relative to it
+  long slice;           // ids per slice; the masses of slices are summed separately
 
   long blocks() const { return (width + kBlock - 1) / kBlock; }
   bool broken() const { return !(top > -kInfinity && top < kInfinity); }
-  // Logits from `at` on; those beyond the row are -inf.
+  // Return the logits from `at` on; -inf beyond the end of the row.
   Vec vector(long at) const {
     if (at + kLanes <= width) return load(x + at);
     return select(first(width - at), load(x + at, width - at), broadcast(-kInfinity));
@@ -47,10 +48,11 @@ struct Cut {
   float below() const { return __builtin_nextafterf(low, -kInfinity); }  // `x >= low` is `x > below()`
 };
 
-// 1 / temperature, finite: differences of logits are 0 or large enough for the smallest temperature.
+// Return 1 / temperature, limited to finite values. Differences of logits are 0, or large enough for the lowest
+// temperature.
 inline float inverse_of(double temperature) { return static_cast<float>(std::min(1.0 / temperature, 3.4028234e38)); }
 
-// Writes the maximum of each block; returns the largest, NaN if there is NaN or +inf.
+// Write the maximum of each block. Return the largest, or NaN if any logit is NaN or +inf.
 inline float find_maxima(const float *x, long width, float *maxima) {
   const Logits row{x, width, maxima, 0, width};
   const Vec infinity = broadcast(kInfinity);
@@ -71,8 +73,8 @@ inline float find_maxima(const float *x, long width, float *maxima) {
   return finite ? top : __builtin_nanf("");
 }
 
-// sum(exp((x - top) / temperature)) over the ids from `begin` to `end` that each cut keeps, in one pass: of blocks in
-// float32, and of those in float64. A cut has the same sum beside any others.
+// Return sum(exp((x - top) / temperature)) over the ids from `begin` to `end` that each cut keeps, in one pass. Blocks
+// are summed in float32, and their sums in float64. The sum of a cut does not depend on the other cuts.
 template <int N>
 std::array<double, N> slice_masses(const Logits &row, long begin, long end, double temperature,
                                    const std::array<Cut, N> &cuts) {
@@ -93,7 +95,7 @@ std::array<double, N> slice_masses(const Logits &row, long begin, long end, doub
 #pragma GCC unroll 2
       for (int n = 0; n < N; n++) sums[n][i % 2] = sums[n][i % 2] + select(less(bound_of(n), value), power, zero());
     };
-    bool uniform = start + kBlock <= end;  // each cut has one bound for all of the block
+    bool uniform = start + kBlock <= end;  // each cut has one bound for the whole block
     for (const Cut &cut : cuts) uniform &= cut.end <= start || start + kBlock <= cut.end;
     if (uniform) {
       Vec bounds[N];
@@ -113,7 +115,8 @@ std::array<double, N> slice_masses(const Logits &row, long begin, long end, doub
   return totals;
 }
 
-// The same over all ids: slice by slice, so that the bits do not depend on which rank has which slices of the vocabulary.
+// Return the same sums over all ids, slice by slice, so that the bits do not depend on which rank has which slices of
+// the vocabulary.
 template <int N>
 std::array<double, N> masses_of(const Logits &row, double temperature, const std::array<Cut, N> &cuts) {
   std::array<double, N> totals = {};
@@ -128,13 +131,13 @@ inline double mass_of(const Logits &row, double temperature, Cut cut) {
   return masses_of<1>(row, temperature, {cut})[0];
 }
 
-// The lowest local id of the largest logit of a row that is not broken.
+// Return the lowest local id with the largest logit. The row must not be broken.
 inline long lowest_largest(const Logits &row) {
   const long start = (std::find(row.maxima, row.maxima + row.blocks(), row.top) - row.maxima) * kBlock;
   return std::find(row.x + start, row.x + row.width, row.top) - row.x;
 }
 
-// The id with the largest x / temperature + noise among those that a cut keeps; the lowest id among equals.
+// The id with the largest x / temperature + noise among the ids that a cut keeps; the lowest id among equals.
 struct Draw {
   double score = -__builtin_inf();
   long id = 0;  // local
@@ -144,13 +147,14 @@ class Drawing {
  public:
   Drawing(const Logits &row, long first_id, double temperature, Key key, Cut cut)
       : row_(row), first_id_(first_id), temperature_(temperature), scale_(inverse_of(temperature)), key_(key), cut_(cut),
-        least_(0.04f) {}  // exp(-3.2): noise is above -3.14, and the largest logit is kept if any is
+        least_(0.04f) {}  // exp(-3.2): noise is above -3.14, and a cut that keeps any id keeps the largest logit
 
-  // `distances` [blocks]: of the most noise in each block; becomes scratch memory.
+  // Draw an id. `distances` [blocks]: the distance of the largest noise in each block; overwritten as scratch memory.
   Draw run(uint32_t *distances) {
     if (row_.broken() || row_.top < cut_.low) return best_;
-    // An upper bound of exp(score - top / temperature) for each block; the highest comes first, and many others are then
-    // known to lose. It is exact to about 1e-5, and compared with a margin of 1e-3.
+    // Compute an upper bound of exp(score - top / temperature) for each block. The block with the highest bound is
+    // visited first, which rules out many other blocks. The bound is exact to about 1e-5, and compared with a margin of
+    // 1e-3.
     float *bounds = reinterpret_cast<float *>(distances);
     const long blocks = row_.blocks();
     long first_block = 0;
@@ -180,8 +184,9 @@ class Drawing {
     return exp((value - broadcast(row_.top)) * broadcast(scale_)) / noise::tail(distance);
   }
 
-  // Computes in float64 the ids of a block that could win. A `bound` above 0 is the block's, of its largest logit `most`:
-  // then with its most noise, too, a logit must not be far below `most` to win.
+  // Compute in float64 the ids of a block that could win. If `bound` is above 0, it is the bound of the block, whose
+  // largest logit is `most`. Then logits that are far below `most` cannot win, even with the largest noise of the
+  // block.
   void visit(long block, float bound, float most) {
     const long start = block * kBlock;
     float lowest = -kInfinity;
@@ -229,13 +234,13 @@ class Drawing {
   const float scale_;
   const Key key_;
   const Cut cut_;
-  float least_;  // exp(score - top / temperature) of what must be reached
+  float least_;  // exp(score - top / temperature) that the winner must reach
   Draw best_;
 };
 
-// The keys of `candidates.encode`.
+// Encode like `candidates.encode`.
 inline int64_t key_of(float value, long id) {
-  value += 0.0f;  // -0 becomes 0
+  value += 0.0f;  // turns -0 into 0
   int32_t bits;
   memcpy(&bits, &value, sizeof bits);
   const int32_t ordered = ((bits >> 31) & 0x7fffffff) ^ bits;
@@ -251,14 +256,16 @@ inline float value_of(int64_t key) {
 
 inline int32_t id_of(int64_t key) { return 0x7fffffff - static_cast<int32_t>(key); }
 
-// Keys held at once for the `count` best: as many blocks lie above the count-th best maximum, and `count` equals.
+// Return the buffer size for the `count` best ids: fewer than `count` blocks are above the count-th best maximum, and
+// up to `count` ids equal it.
 inline long keys_needed(long width, long count) { return std::min(count * kBlock, width) + count; }
 
-// The keys of the `count` largest logits, best first, padded. `some` holds `keys_needed`, `order` as many as blocks.
+// Find the keys of the `count` largest logits, best first, padded. `some`: buffer of `keys_needed`; `order`: of
+// `blocks`.
 inline void find_best(const Logits &row, long first_id, long count, int64_t *some, float *order, int64_t *best) {
   long found = 0, equals = 0;
   if (row.top == row.top) {
-    // An id below the count-th largest maximum is beaten by as many ids, one in each of those blocks.
+    // If an id is below the count-th largest maximum, `count` ids are better, one in each of those blocks.
     float least = -kInfinity;
     if (count <= row.blocks()) {
       memcpy(order, row.maxima, row.blocks() * sizeof(float));

@@ -1,6 +1,6 @@
-// The noise of `workers/sampling/noise.py`: a hash of (row key, vocabulary id), bit for bit the same.
+// The noise of `workers/sampling/noise.py`: a hash of (row key, vocabulary id), with the same bits.
 //
-// A hashed word is kept as its distance from the largest one: 0 is the most noise, 2^32 - 1 the least.
+// A hashed word is represented by its distance from the largest word: 0 is the largest noise, 2^32 - 1 the smallest.
 #pragma once
 #include <cmath>
 
@@ -8,7 +8,7 @@
 
 namespace noise {
 
-// As many 32-bit words as a register of floats has lanes; GCC's and Clang's operators work on them.
+// A 32-bit word for each lane of a register of floats. The operators of GCC and Clang work on them.
 typedef uint32_t Words __attribute__((vector_size(sizeof(simd::Vec))));
 constexpr int kBlock = 128;  // ids
 constexpr int kVectors = kBlock / simd::kLanes;
@@ -17,7 +17,7 @@ struct Key {
   uint32_t first, second;  // the second is odd
 };
 
-// For one word, or for each of a register: the part of the hash that depends on the id alone.
+// Return the part of the hash that depends only on the id, for one word or for each word of a register.
 template <class Word>
 inline Word mixed(Word id) {
   id = (id ^ (id >> 16)) * 0x7feb352du;
@@ -30,7 +30,7 @@ inline Word distance(Word mixed_id, Key key) {
   Word word = (mixed_id ^ key.first) * key.second;
   word = (word ^ (word >> 16)) * 0x7feb352du;
   word = (word ^ (word >> 15)) * 0x846ca68bu;
-  return word ^ 0x7fffffffu;  // words count as signed: the largest is 0x7fffffff
+  return word ^ 0x7fffffffu;  // words are compared as signed integers: the largest is 0x7fffffff
 }
 
 inline Words ids_from(uint32_t first) {
@@ -40,7 +40,7 @@ inline Words ids_from(uint32_t first) {
   return ids + first;
 }
 
-// Of the most noise among the ids of a block, which are mixed already.
+// Return the distance of the largest noise in a block. The ids are already mixed.
 inline uint32_t least_distance(const Words *mixed_ids, Key key) {
   Words least = distance(mixed_ids[0], key);
   for (int i = 1; i < kVectors; i++) {
@@ -52,13 +52,14 @@ inline uint32_t least_distance(const Words *mixed_ids, Key key) {
   return most;
 }
 
-// Standard Gumbel noise -log(-log(u)) with u = 1 - tail(distance).
+// Return standard Gumbel noise -log(-log(u)) with u = 1 - tail(distance).
 inline double gumbel(uint32_t distance) {
   const double uniform = (4294967295.5 - static_cast<double>(distance)) * 0x1p-32;
   return -std::log(-std::log(uniform));
 }
 
-// The probability that noise is larger, in float32. -log of it is an upper bound of the noise, since 1 - u <= -log(u).
+// Return the probability that noise is larger, in float32. Its -log is an upper bound of the noise, because 1 - u <=
+// -log(u).
 inline simd::Vec tail(Words distance) {
   typedef float Floats __attribute__((vector_size(sizeof(simd::Vec))));
   const Floats numbers = __builtin_convertvector(distance, Floats);

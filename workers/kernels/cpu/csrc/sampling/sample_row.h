@@ -1,7 +1,8 @@
-// One rank's whole choice of a token: greedy, drawn from all ids, or from those that floors, top-k and top-p keep.
+// The complete choice of a token if one rank has the whole vocabulary: greedy, drawn from all ids, or from the ids that
+// floors, top-k and top-p keep.
 //
-// The same steps in the same order as `workers/sampling/sampler.py` and `top_k_top_p.py` take for several ranks, and what
-// rounds is computed by the same functions: a token does not depend on the number of ranks.
+// The steps and their order are the same as in `workers/sampling/sampler.py` and `top_k_top_p.py` for several ranks,
+// and every rounded value comes from the same functions. So a token does not depend on the number of ranks.
 #pragma once
 #include "sampling/logits_row.h"
 
@@ -10,9 +11,9 @@ namespace sampling {
 constexpr long kCandidates = 64;  // CANDIDATES of `top_k_top_p.py`
 
 struct Filters {
-  double temperature, top_p;   // greedy at 0; off at 1
+  double temperature, top_p;   // 0: greedy; 1: off
   long top_k;                  // off at 0
-  double floor = -kInfinity;   // logits below it are not kept; off at -inf
+  double floor = -kInfinity;   // smaller logits are dropped; off at -inf
 
   bool greedy() const { return temperature == 0 || top_k == 1; }
   bool floored() const { return floor > -kInfinity; }
@@ -20,16 +21,17 @@ struct Filters {
   bool only_top_p() const { return top_p < 1 && !floored() && top_k == 0; }
 };
 
-// How a row's logits spread: sums over those that are not -inf. Squares of float32 are exact in float64, and sums have one
-// order on every path: each of 128 lanes adds every 128th id of a slice of the vocabulary, the lanes are folded by halves,
-// the slices follow one another. So the bits depend neither on the level nor on the number of ranks.
+// Statistics of a row's logits: sums over all logits except -inf. Squares of float32 are exact in float64, and sums
+// have one order on every code path: each of 128 lanes adds every 128th id of a slice of the vocabulary, the lanes are
+// folded by halves, and the slices are added in order. So the bits depend neither on the ISA level nor on the number of
+// ranks.
 struct Spread {
   double count = 0, sum = 0, squares = 0;
 
   void add(const Spread &other) { count += other.count, sum += other.sum, squares += other.squares; }
   double deviation() const {
     const double mean = sum / count;
-    const volatile double square = mean * mean;  // rounded by itself: fused operations would differ between levels
+    const volatile double square = mean * mean;  // rounded separately: fused operations would differ between ISA levels
     return std::sqrt(std::max(squares / count - square, 0.0));
   }
 };
@@ -59,9 +61,9 @@ inline Spread spread_of(const Logits &row) {
   return all;
 }
 
-// The parameters that bound a row's logits from below.
+// Parameters that set a lower bound for a row's logits.
 struct Floors {
-  double min_p, top_n_sigma;  // off at 0; off from 0 down
+  double min_p, top_n_sigma;  // off at 0; off at 0 and below
 
   bool needs_spread() const { return top_n_sigma > 0; }
   double of(double peak, double temperature, const Spread &spread) const {
@@ -72,7 +74,7 @@ struct Floors {
   }
 };
 
-// Memory of one thread.
+// Buffers of one thread.
 struct Scratch {
   uint32_t *distances;  // [blocks]
   float *order;         // [blocks]
@@ -81,7 +83,7 @@ struct Scratch {
   double *masses;       // [longest list]
 };
 
-// `row_keys` of noise.py.
+// Mix a word like `row_keys` of noise.py.
 inline uint64_t mixed64(uint64_t word) {
   word += 0x9e3779b97f4a7c15u;
   word = (word ^ (word >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -95,7 +97,7 @@ inline Key row_key(int64_t seed, int32_t position) {
   return {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32) | 1};
 }
 
-// What is subtracted from a raw logit for its log-probability; `mass` is at temperature 1.
+// Return the value to subtract from a raw logit to get its log-probability. `mass` is at temperature 1.
 inline double log_total(double peak, double mass) { return peak + std::log(mass); }
 
 struct Choice {
@@ -103,11 +105,12 @@ struct Choice {
   bool enough;
 };
 
-// `draw_from_list`: keys [count] are the best, `total` the mass of all ids. The result has a global id.
+// Draw a token like `draw_from_list` of `top_k_top_p.py`. keys [count] are the best ids, `total` is the mass of all
+// ids. The result has a global id.
 inline Choice draw_from_list(const int64_t *keys, long count, const Filters &filters, double total, Key key,
                              double *masses) {
   const double peak = value_of(keys[0]), last = value_of(keys[count - 1]), lowest = filters.floor;
-  long kept = 0;  // what floor and top-k keep is a prefix
+  long kept = 0;  // the ids that floor and top-k keep are a prefix
   double sum = 0;
   for (; kept < count && (kept < filters.top_k || filters.top_k == 0); kept++) {
     const double value = value_of(keys[kept]);
@@ -140,11 +143,12 @@ inline Draw draw(const Logits &row, long first_id, double temperature, Key key, 
   return Drawing(row, first_id, temperature, key, cut).run(distances);
 }
 
-// `draw_in_rounds`, of one rank: draw, and draw again from what comes before a token that is not in the nucleus.
+// Draw like `draw_in_rounds` of `top_k_top_p.py`, for one rank. If a token is not in the nucleus, draw again from the
+// ids that come before it.
 inline long draw_in_rounds(const Logits &row, long first_id, const Filters &filters, Key key, uint32_t *distances) {
   float low = static_cast<float>(filters.floor);
   if (low < filters.floor) low = __builtin_nextafterf(low, kInfinity);
-  const Cut all{low, low == -kInfinity ? 0 : row.width};  // that the floor keeps
+  const Cut all{low, low == -kInfinity ? 0 : row.width};  // ids that the floor keeps
   long id = draw(row, first_id, filters.temperature, key, all, distances).id;
   if (filters.top_p >= 1) return id;
   auto [total, before] = masses_of<2>(row, filters.temperature, {all, Cut{row.x[id], id}});
@@ -156,9 +160,9 @@ inline long draw_in_rounds(const Logits &row, long first_id, const Filters &filt
   return id;
 }
 
-// Whether block maxima alone show that the candidates are not enough (`draw_from_list`): a floor keeps more of them, or all
-// together, of weight 1 at most, hold less than top-p. Spares flat rows the search for candidates; either way, the same
-// token is drawn.
+// Return whether the block maxima already show that the candidates will not be enough for `draw_from_list`. This is
+// true if a floor keeps at least kCandidates ids, or if the candidates, whose weight is at most 1, have less than the
+// mass of top-p. It avoids the search for candidates in flat rows. The token is the same either way.
 inline bool surely_not_enough(const Logits &row, const Filters &filters) {
   if (filters.top_k > 0 || row.blocks() <= kCandidates) return false;
   if (filters.floored()) {
@@ -166,13 +170,13 @@ inline bool surely_not_enough(const Logits &row, const Filters &filters) {
     return std::count_if(row.maxima, row.maxima + row.blocks(), keeps) >= kCandidates;
   }
   const Vec top = broadcast(row.top), scale = broadcast(inverse_of(filters.temperature));
-  Vec sums = zero();  // of the likeliest of each block: at most all
+  Vec sums = zero();  // the likeliest id of each block: a lower bound of the mass
   for (long b = 0; b + kLanes <= row.blocks(); b += kLanes)
     sums = sums + exp((load(row.maxima + b) - top) * scale);
   return filters.top_p * sum(sums) > 1.01 * kCandidates;
 }
 
-// The local id that is chosen; 0 for broken rows.
+// Return the local id of the chosen token; 0 for broken rows.
 inline long choose(const Logits &row, long first_id, const Filters &filters, Key key, const Scratch &scratch) {
   if (row.broken()) return 0;
   if (filters.greedy()) return lowest_largest(row);

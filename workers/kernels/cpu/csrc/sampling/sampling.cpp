@@ -1,8 +1,9 @@
-// The entry points of sampling for `workers/kernels/cpu/sampling.py`; see `logits_row.h` for words.
+// Entry points of sampling for `workers/kernels/cpu/sampling.py`. `logits_row.h` explains the terms.
 //
-// For several ranks: what sampling asks of one rank's logits [rows, width]. For a rank that has the whole vocabulary: all
-// of a step, whose logits are changed as requests ask, a token chosen and its log-probability reported, all of one row
-// before the next, so that a row is read from memory once; by the same steps as `workers/sampling/sampler.py` takes.
+// For several ranks: queries of sampling on one rank's logits [rows, width]. For a rank with the whole vocabulary: a
+// complete sampling step. It changes the logits as requests ask, chooses a token and reports its log-probability, one
+// row after the other, so that a row is read from memory once. The steps are the same as in
+// `workers/sampling/sampler.py`.
 #include "runtime/arena.h"
 #include "sampling/logits_processors.h"
 #include "sampling/sample_row.h"
@@ -14,7 +15,7 @@ namespace {
 
 using namespace sampling;
 
-// How many threads share the rows of a call, and which one this is.
+// Return the number of threads that share the rows of a call.
 int threads() {
 #ifdef _OPENMP
   return omp_get_max_threads();
@@ -44,14 +45,14 @@ struct Table {
 
 }  // namespace
 
-// Of each of `count` rows: the block maxima and the largest logit.
+// Compute the block maxima and the largest logit of each of `count` rows.
 extern "C" void oarlock_logits_maxima(const float *x, long stride, long width, long count, float *maxima, float *tops) {
   const long blocks = (width + kBlock - 1) / kBlock;
 #pragma omp parallel for schedule(dynamic)
   for (long i = 0; i < count; i++) tops[i] = find_maxima(x + i * stride, width, maxima + i * blocks);
 }
 
-// The lowest local id of the largest logit; 0 for broken rows.
+// Find the lowest local id of the largest logit; 0 for broken rows.
 extern "C" void oarlock_logits_argmax(const float *x, long stride, long width, const float *maxima, const float *tops,
                                       const int64_t *rows, long count, int64_t *ids) {
   const Table table{x, stride, width, maxima, tops};
@@ -61,7 +62,7 @@ extern "C" void oarlock_logits_argmax(const float *x, long stride, long width, c
   }
 }
 
-// keys [count, most]: of the `most` largest logits of each row, best first.
+// Find keys [count, most]: the `most` largest logits of each row, best first.
 extern "C" void oarlock_logits_best(const float *x, long stride, long width, const float *maxima, const float *tops,
                                     const int64_t *rows, long count, long most, long first_id, int64_t *keys) {
   const Table table{x, stride, width, maxima, tops};
@@ -76,7 +77,8 @@ extern "C" void oarlock_logits_best(const float *x, long stride, long width, con
   arena().release(mark);
 }
 
-// The largest x / temperature + noise of what each cut keeps, and its local id: -inf and 0 where nothing is left.
+// Find the largest x / temperature + noise among the ids that each cut keeps, and its local id; -inf and 0 if there is
+// none.
 extern "C" void oarlock_logits_draw(const float *x, long stride, long width, const float *maxima, const float *tops,
                                     const int64_t *rows, long count, long first_id, const double *temperature,
                                     const Key *keys, const float *lows, const int64_t *ends, double *scores,
@@ -106,7 +108,7 @@ extern "C" void oarlock_logits_draw(const float *x, long stride, long width, con
   arena().release(mark);
 }
 
-// masses [count, slices]: sum(exp((x - peak) / temperature)) of what each cut keeps, of each `slice` ids.
+// Compute masses [count, slices]: sum(exp((x - peak) / temperature)) over the ids that each cut keeps, per `slice` ids.
 extern "C" void oarlock_logits_mass(const float *x, long stride, long width, const float *maxima, const float *tops,
                                     const int64_t *rows, long count, const double *temperature, const float *peaks,
                                     const float *lows, const int64_t *ends, long slice, double *masses) {
@@ -122,7 +124,7 @@ extern "C" void oarlock_logits_mass(const float *x, long stride, long width, con
     }
 }
 
-// How many logits of each row are above a value.
+// Count the logits of each row that are above a value.
 extern "C" void oarlock_logits_above(const float *x, long stride, long width, const float *maxima, const float *tops,
                                      const int64_t *rows, long count, const float *values, int64_t *counts) {
   const Table table{x, stride, width, maxima, tops};
@@ -130,7 +132,7 @@ extern "C" void oarlock_logits_above(const float *x, long stride, long width, co
   for (long i = 0; i < count; i++) counts[i] = count_above(table.row(rows[i]), values[i]);
 }
 
-// Of each row, a token from its candidates, keys [count, length] with the best first, and whether they were enough.
+// Draw a token for each row from its candidates, keys [count, length], best first. `enough`: whether these were enough.
 extern "C" void oarlock_draw_from_lists(const int64_t *keys, long length, long count, const double *temperature,
                                         const double *top_p, const int64_t *top_k, const double *floors, const Key *noise,
                                         const double *totals, int64_t *ids, bool *enough) {
@@ -145,7 +147,7 @@ extern "C" void oarlock_draw_from_lists(const int64_t *keys, long length, long c
   arena().release(mark);
 }
 
-// spreads [count, slices]: of each `slice` ids of each row.
+// Compute spreads [count, slices]: statistics of each row, per `slice` ids.
 extern "C" void oarlock_logits_spread(const float *x, long stride, long width, const float *maxima, const float *tops,
                                       const int64_t *rows, long count, long slice, Spread *spreads) {
   const long slices = (width + slice - 1) / slice;
@@ -155,7 +157,7 @@ extern "C" void oarlock_logits_spread(const float *x, long stride, long width, c
       spreads[i * slices + s] = slice_spread(x + rows[i] * stride, s * slice, std::min((s + 1) * slice, width));
 }
 
-// The floor of each row, from its largest logit, its parameters and its spread.
+// Compute the floor of each row, from its largest logit, its parameters and its spread.
 extern "C" void oarlock_floors(long count, const double *peaks, const double *temperature, const double *min_p,
                                const double *top_n_sigma, const Spread *spreads, double *floors) {
   for (long i = 0; i < count; i++)
@@ -166,7 +168,8 @@ extern "C" void oarlock_log_totals(long count, const double *peaks, const double
   for (long i = 0; i < count; i++) totals[i] = log_total(peaks[i], masses[i]);
 }
 
-// Row i of `words` [count, num_words] is the mask of row `rows[i]` of x [., width], whose ids begin at `first_id`.
+// Apply masks. Row i of `words` [count, num_words] is the mask of row `rows[i]` of x [., width], whose ids begin at
+// `first_id`.
 extern "C" void oarlock_mask(float *x, long stride, const int32_t *rows, const uint32_t *words, long count,
                              long num_words, long first_id, long width) {
 #pragma omp parallel for schedule(static)
@@ -175,7 +178,7 @@ extern "C" void oarlock_mask(float *x, long stride, const int32_t *rows, const u
 
 namespace {
 
-// As `workers/kernels/cpu/sampling.py` fills it; arrays are those of `StepMetadata`.
+// Arguments of a sampling step, filled by `workers/kernels/cpu/sampling.py`; arrays of `StepMetadata`.
 struct Step {
   long rows, vocab_size;
   const int32_t *target_ids;
@@ -191,18 +194,19 @@ struct Step {
   Floors floors(long i) const { return {min_p[i], top_n_sigma[i]}; }
 };
 
-// Arrays of `StepOutput`; those of logprobs hold what rows without them have, and are not read if no row reports.
+// Arrays of `StepOutput`. The arrays of logprobs are initialised for rows without logprobs, and not accessed if no row
+// reports any.
 struct Output {
   long top_columns;     // K
-  int32_t *token_ids;   // [rows]   0 where a row is broken
-  float *tops;          // [rows]   largest changed logit; NaN where there is NaN or +inf
+  int32_t *token_ids;   // [rows]   0 if a row is broken
+  float *tops;          // [rows]   largest changed logit; NaN if there is NaN or +inf
   float *logprobs;      // [rows]
   int32_t *ranks;       // [rows]
   int32_t *top_ids;     // [rows, K]
   float *top_logprobs;  // [rows, K]
 };
 
-// Memory of one thread beside that of `choose`.
+// Buffers of one thread in addition to the buffers of `choose`.
 struct RowMemory {
   Scratch scratch;
   float *changed;              // [width]   a row after its changes
@@ -219,7 +223,7 @@ struct RowMemory {
   }
 };
 
-// Writes the log-probability and the rank of `token` in row `i`, and the likeliest ids.
+// Write the log-probability and the rank of `token` in row `i`, and the likeliest ids.
 void report(const Logits &raw, const Step &step, long i, long token, const Scratch &scratch, const Output &out) {
   const double total = log_total(raw.top, mass_of(raw, 1.0, {-kInfinity, 0}));
   const float value = raw.x[token];
@@ -261,7 +265,8 @@ void sample_row(const float *x, long width, const Step &step, long i, const RowM
 
 }  // namespace
 
-// The largest number of logprobs that a row of `step` wants, 0 if it is only its token's own; -1 where no row reports.
+// Return the largest number of logprobs that a row of `step` wants, 0 if it is only the token's own; -1 if no row
+// reports any.
 extern "C" long oarlock_most_logprobs(const Step *step) {
   long most = -1;
   for (long i = 0; i < step->rows; i++)
@@ -269,8 +274,8 @@ extern "C" long oarlock_most_logprobs(const Step *step) {
   return most;
 }
 
-// x [step.rows, width]: logits of all ids and, from `vocab_size` on, padding of -inf. Returns the number of rows whose
-// largest changed logit is not finite.
+// Sample x [step.rows, width]: logits of all ids and, from `vocab_size` on, padding of -inf. Return the number of rows
+// whose largest changed logit is not finite.
 extern "C" long oarlock_sample(const float *x, long stride, long width, const Step *step, const Output *out) {
   long longest = std::max(kCandidates, out->top_columns);
   for (long i = 0; i < step->rows; i++) longest = std::max(longest, step->filters(i).top_k);
