@@ -1,1 +1,1 @@
-"""Kernels of our own, one folder per kind of device."""
+"""Oarlock's own kernels, one folder per device type."""

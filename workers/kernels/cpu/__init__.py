@@ -1,1 +1,1 @@
-"""The C++ kernels, and the Python that builds and calls them."""
+"""The C++ kernels, and the Python code that builds and calls them."""

@@ -1,8 +1,9 @@
-"""Compiles the C++ kernels for one level of instruction set and keeps the library under a hash of what it was made of.
+"""Compilation of the C++ kernels for one ISA level. The library is stored under a hash of its sources and flags.
 
-A library has the kernels of every element type, or of one: a server needs those of its model alone, and its first start
-waits for them. The library uses the OpenMP functions that torch has loaded, so it is linked without a library for them.
-The level is the best one that this processor has; `OARLOCK_CPU_LEVEL` in the environment names a lower one.
+A library has the kernels of every element type, or of one type: a server needs only the type of its model, and its
+first start waits for the compilation. The library uses the OpenMP functions that torch has loaded, so it is linked
+without an OpenMP library. The level is the best that this processor has; `OARLOCK_CPU_LEVEL` in the environment names a
+lower one.
 """
 
 import fcntl
@@ -31,15 +32,15 @@ ENVIRONMENT = "OARLOCK_CPU_LEVEL"
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Processors with all features in `needs` run what a compiler makes with `flags`."""
+    """An ISA level: processors with all features in `needs` can run code that is compiled with `flags`."""
 
     name: str
     machine: str  # "x86_64" or "aarch64"
-    needs: frozenset[str]  # as Linux names them
+    needs: frozenset[str]  # Linux names
     flags: tuple[str, ...]
-    vectors: str  # the instructions of every kernel, as processor manuals name them
-    bfloat16: str = ""  # those that multiply bfloat16; without them it is widened to float32 in registers
-    tiles: str = ""  # those of products with weights in bfloat16, where they are others
+    vectors: str  # instructions of every kernel, as processor manuals name them
+    bfloat16: str = ""  # instructions that multiply bfloat16; without them it is widened to float32 in registers
+    tiles: str = ""  # instructions of matmuls with bfloat16 weights, if they differ
 
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
@@ -49,7 +50,7 @@ _AMX = _BF16 | {"amx_tile", "amx_bf16"}
 _BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
 _AMX_FLAGS = (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16")
 
-# Best first, for each kind of machine.
+# Best first, for each machine type.
 LEVELS = (
     Level("amx", "x86_64", _AMX, _AMX_FLAGS, "AVX-512", "AVX512-BF16", "AMX-BF16"),
     Level("avx512_bf16", "x86_64", _BF16, _BF16_FLAGS, "AVX-512", "AVX512-BF16"),
@@ -59,42 +60,45 @@ LEVELS = (
     Level("neon", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",), "NEON"),
 )
 
-# The paths of AVX512-BF16 and AMX with their instructions computed from others: for tests on processors without them,
-# which are run seldom, so compiling them takes longer than they do.
+# AVX512-BF16 and AMX code with emulated instructions, for tests on processors without them. Optimised with -O1 only:
+# the tests run seldom, and compiling takes longer than running them.
 _DOT_FLAGS = ("-march=x86-64-v4", "-DOARLOCK_EMULATE_BF16_DOT", "-O1")
 _TILE_FLAGS = (*_DOT_FLAGS, "-DOARLOCK_EMULATE_AMX")
 EMULATED_BF16_DOT = Level("avx512_bf16_emulated", "x86_64", _AVX512, _DOT_FLAGS, "AVX-512", "an emulation")
 EMULATED_AMX = Level("amx_emulated", "x86_64", _AVX512, _TILE_FLAGS, "AVX-512", "an emulation", "an emulation")
 
-_CPP_TYPES = {"bfloat16": "BFloat16", "float16": "Float16", "float32": "float"}  # by their names in torch
+_CPP_TYPES = {"bfloat16": "BFloat16", "float16": "Float16", "float32": "float"}  # keys: names in torch
 
 
 def of_one_type(level: Level, element: str) -> Level:
-    """`level` with the kernels of one element type alone, which are compiled in half the time."""
+    """Return `level` with the kernels of only one element type, which compile faster."""
     return replace(level, name=f"{level.name}_{element}", flags=(*level.flags, f"-DOARLOCK_ONLY={_CPP_TYPES[element]}"))
 
 
 def machine_name(machine: str | None = None) -> str:
-    """The kind of `machine` as `Level` names it; without one, of this machine."""
+    """Return the machine type as `Level` names it; without `machine`, the type of this machine."""
     machine = platform.machine() if machine is None else machine
     return {"AMD64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
 
 
 def available(machine: str | None = None, flags: frozenset[str] | None = None, maker: str = "") -> list[Level]:
-    """The levels that a processor can run, best first: this one, or one described by machine, features and maker."""
+    """Return the levels that a processor can run, best first.
+
+    The processor is this one, or described by `machine`, `flags` (its features) and `maker`.
+    """
     machine, is_here = machine_name(machine), flags is None
     if flags is None:
         flags, maker = features(), vendor()
     levels = [level for level in LEVELS if level.machine == machine and level.needs <= flags]
     if is_here and any("amx_tile" in level.needs for level in levels) and not may_use_tiles():
         levels = [level for level in levels if "amx_tile" not in level.needs]
-    if widens_faster(flags, maker):  # then the level after that of AVX512-BF16 comes before it
+    if widens_faster(flags, maker):  # then the level after AVX512-BF16 moves ahead of it
         levels.sort(key=lambda level: LEVELS.index(level) + 1.5 * (level.needs == _BF16))
     return levels
 
 
 def why_not_better(better: Level) -> str:
-    """Why this processor is not served at a level that comes before the best one that is `available`."""
+    """Return why this processor does not use `better`, a level that comes before its best `available` level."""
     lacking = sorted(better.needs - features())
     if lacking:
         return ", ".join(lacking)
@@ -102,9 +106,9 @@ def why_not_better(better: Level) -> str:
 
 
 def chosen(environment: Mapping[str, str] = os.environ) -> Level | None:
-    """The best level that this processor runs, or the one that the environment names; None where there is no level.
+    """Return the best level that this processor runs, or the level named in the environment; None if there is no level.
 
-    Raises `StartupError` for a name that does not exist or that this processor cannot run.
+    Raises `StartupError` if the name does not exist or this processor cannot run the level.
     """
     levels = available()
     name = environment.get(ENVIRONMENT, "").strip()
@@ -129,8 +133,8 @@ _log = logging.getLogger("oarlock.kernels")
 SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-gnu-unique", "-w")
-# Sources that are compiled as one: reading what they include takes as long as compiling most of them. Two units, about
-# equally long, because a machine that compiles while a server starts has two cores at least.
+# Sources that are compiled together, because reading their includes takes as long as compiling most of them. There are
+# two units of about equal length, because a machine that compiles while a server starts has at least two cores.
 UNITS = (
     ("gemm/fp8.cpp", "gemm/grouped*.cpp", "gemm/int8.cpp"),
     (
@@ -146,7 +150,7 @@ UNITS = (
 )
 _COMPILE_TIMEOUT_S = 600
 _POLL_S = 0.05
-USUAL_TIME = "10 to 60 s"  # on two cores: the lower figure if nothing else uses them
+USUAL_TIME = "10 to 60 s"  # two cores; the lower figure if nothing else uses them
 _NO_COMPILER = "there is no C++ compiler: install g++, name one in CXX, or install a wheel of `make wheel`"
 
 
@@ -155,7 +159,10 @@ class KernelsUnavailable(RuntimeError):
 
 
 def why_not_obtainable(level: Level) -> str | None:
-    """None if the library for `level` can be had here, else the reason as one phrase. Compiles nothing. Torch-free."""
+    """Return None if the library for `level` exists or can be compiled here, else the reason as one phrase.
+
+    It compiles nothing and does not import torch.
+    """
     if prebuilt(level).exists():
         return None
     try:
@@ -167,15 +174,15 @@ def why_not_obtainable(level: Level) -> str | None:
 
 
 def for_type(level: Level, element: str) -> Level:
-    """`level` for an element type alone, by its name in torch; `level` itself where the library of all is there."""
-    with suppress(KernelsUnavailable):  # who compiles says why that cannot be done
+    """Return `level` with only one element type (its torch name); `level` itself if the library of all types exists."""
+    with suppress(KernelsUnavailable):  # compiling reports the reason later
         if existing(level) is not None:
             return level
     return of_one_type(level, element)
 
 
 def compiled(level: Level) -> Path:
-    """The library for `level`: what came with the sources, or lies in this user's cache, or is compiled now.
+    """Return the library for `level`: shipped with the sources, from this user's cache, or compiled now.
 
     Raises `KernelsUnavailable`.
     """
@@ -206,9 +213,9 @@ def compiled(level: Level) -> Path:
 class Compilation:
     """State of a compilation, which any process can read while another one compiles."""
 
-    done: int  # parts, of `total`
+    done: int  # finished parts, out of `total`
     total: int
-    started_at: float  # as `time.time` counts
+    started_at: float  # timestamp of `time.time`
 
     @property
     def fraction(self) -> float:
@@ -216,7 +223,7 @@ class Compilation:
 
 
 def lock_file(level: Level) -> Path:
-    """Path of the file that a process locks while it compiles for `level`. Raises `KernelsUnavailable`."""
+    """Return the file that a process locks while it compiles for `level`. Raises `KernelsUnavailable`."""
     return cache_directory() / f"{level.name}.lock"
 
 
@@ -237,7 +244,7 @@ def read_compilation(file: Path) -> Compilation | None:
 
 @contextmanager
 def _state_in(lock: TextIO) -> Generator[Callable[[int, int], None]]:
-    """Yield a function that writes (parts done, all parts) into the lock file, which is empty again afterwards."""
+    """Yield a function that writes (parts done, all parts) into the lock file. The file is empty again afterwards."""
     started_at = time.time()
 
     def write(done: int, total: int) -> None:
@@ -252,13 +259,13 @@ def _state_in(lock: TextIO) -> Generator[Callable[[int, int], None]]:
 
 
 def existing(level: Level) -> Path | None:
-    """The library for `level`, if it need not be compiled. Raises `KernelsUnavailable` where it could not be either."""
+    """Return the library for `level`, or None if it must be compiled. Raises `KernelsUnavailable` if it cannot be."""
     target = _place(level)
     return target if target.exists() else None
 
 
 def _place(level: Level) -> Path:
-    """Path of the library for `level`: beside the sources if it came with them, else in the cache."""
+    """Return the path of the library for `level`: next to the sources if shipped with them, else in the cache."""
     if _carried(level):
         return prebuilt(level)
     facts = compiler_facts(compiler())
@@ -270,9 +277,9 @@ def _carried(level: Level) -> bool:
 
 
 def prebuilt(level: Level) -> Path:
-    """Path of the library that is compiled when a wheel or an image is made; it need not exist.
+    """Return the path of the library that is compiled for a wheel or an image; it need not exist.
 
-    Its name has the hash of the sources and flags, so one that was made of others is not found.
+    Its name contains the hash of the sources and flags, so a library made of other sources is not found.
     """
     return PREBUILT / f"{level.name}-{fingerprint(level)}.so"
 
@@ -286,8 +293,8 @@ def compile_to(
 ) -> None:
     """Compile `sources` (by default all of the kernels) for `level` and link them into `target`.
 
-    `on_part` gets the number of parts that are done, and of all parts. Raises `KernelsUnavailable`. However this ends,
-    no compiler is left running.
+    `on_part` gets the number of finished parts, and of all parts. Raises `KernelsUnavailable`. On every exit, no
+    compiler is left running.
     """
     units = [[source] for source in sources] or [_sources(*patterns) for patterns in UNITS]
     scratch = target.with_suffix(f".{os.getpid()}.tmp")
@@ -311,7 +318,7 @@ def compile_to(
 
 
 def compiler() -> str:
-    """The path of the C++ compiler. Raises `KernelsUnavailable`."""
+    """Return the path of the C++ compiler. Raises `KernelsUnavailable`."""
     found = shutil.which(os.environ.get("CXX", "g++"))
     if found is None:
         raise KernelsUnavailable(_NO_COMPILER)
@@ -319,23 +326,23 @@ def compiler() -> str:
 
 
 def _begin(command: Sequence[str], running: list[subprocess.Popen[str]], text: str = "") -> None:
-    """Start a compiler, add it to `running`, and give it `text` to read."""
+    """Start a compiler, add it to `running`, and pass it `text` on its standard input."""
     pipe, silent = subprocess.PIPE, subprocess.DEVNULL
-    with _handlers_wait():  # until it is in `running`: what they raise in between would leave it alive
-        # In a group of its own with the processes that it starts, so that all of them can be ended.
+    with _handlers_wait():  # an exception from a handler before `append` would leave the process running
+        # A process group of its own, so that the processes it starts can be ended with it.
         process = subprocess.Popen(command, stdin=pipe, stdout=silent, stderr=pipe, text=True, process_group=0)
         running.append(process)
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin:  # a compiler that reads nothing says why, or succeeds
+    with suppress(BrokenPipeError), process.stdin:  # if the compiler reads nothing, it reports why or succeeds
         process.stdin.write(text)
     process.stdin = None
 
 
 @contextmanager
 def _handlers_wait() -> Generator[None]:
-    """Let handlers of Ctrl-C and SIGTERM run afterwards. Signals are not blocked: a new process would inherit that."""
+    """Delay handlers of Ctrl-C and SIGTERM until the end. New processes would inherit blocked signals instead."""
     came: list[int] = []
-    in_main = threading.current_thread() is threading.main_thread()  # where handlers run, and nowhere else
+    in_main = threading.current_thread() is threading.main_thread()  # Python runs handlers only in the main thread
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if in_main}
     held = {number: handler for number, handler in handlers.items() if callable(handler)}
     for number in held:
@@ -352,7 +359,7 @@ def _handlers_wait() -> Generator[None]:
 def _finished(processes: Sequence[subprocess.Popen[str]], names: Sequence[str]) -> Generator[str]:
     """Yield the name of each process when it has succeeded, in the order in which they end.
 
-    Raises `KernelsUnavailable` for the first one that fails or takes too long.
+    Raises `KernelsUnavailable` for the first process that fails or takes too long.
     """
     deadline = time.monotonic() + _COMPILE_TIMEOUT_S
     running = dict(zip(processes, names, strict=True))
@@ -383,14 +390,14 @@ def _sources(*patterns: str) -> list[Path]:
 
 
 def fingerprint(level: Level, compiler: Sequence[str] = ()) -> str:
-    """Changes with the sources, the flags and what identifies the compiler."""
+    """Return a hash of the sources, the flags and the facts that identify the compiler."""
     sources = (*_sources("**/*.cpp"), *_sources("**/*.h"))
     texts = [text for source in sources for text in (str(source.relative_to(SOURCES)), source.read_text("utf-8"))]
     return digest([*texts, *FLAGS, *level.flags, *compiler])
 
 
 def digest(texts: Iterable[str]) -> str:
-    """A hash of texts, in order."""
+    """Return a hash of texts, in order."""
     found = hashlib.blake2b(digest_size=12)
     for text in texts:
         found.update(text.encode() + b"\0")
@@ -398,13 +405,13 @@ def digest(texts: Iterable[str]) -> str:
 
 
 def compiler_facts(compiler: str) -> tuple[str, ...]:
-    """Facts that identify a compiler without running it: path, size in bytes and time of change in ns."""
+    """Return facts that identify a compiler without running it: path, size in bytes and modification time in ns."""
     facts = os.stat(os.path.realpath(compiler))
     return (os.path.realpath(compiler), str(facts.st_size), str(facts.st_mtime_ns))
 
 
 def cache_directory() -> Path:
-    """The cache directory, owned by this user: its contents are loaded as code."""
+    """Return the cache directory, which must belong to this user because its contents are loaded as code."""
     try:
         directory = cache_home() / "oarlock" / "kernels"
     except StartupError as error:

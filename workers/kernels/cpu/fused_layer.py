@@ -1,4 +1,7 @@
-"""C++ functions that run the layers of a decoder, and the structures they take (`csrc/layer/layer.h`)."""
+"""C++ functions that run the layers of a decoder, and the structures they take (`csrc/layer/layer.h`).
+
+A class CNAME is the structure NAME of that header, field by field.
+"""
 
 import ctypes
 from collections.abc import Callable
@@ -9,7 +12,7 @@ _pointer, _number, _flag, _real = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, 
 
 
 class Rows(IntEnum):
-    """Where rows of an operation come from and go to."""
+    """Sources and destinations of an operation's rows."""
 
     RESIDUAL = 0
     KEPT = 1
@@ -20,7 +23,7 @@ class Rows(IntEnum):
 
 
 class OperationKind(IntEnum):
-    """`OperationKind`."""
+    """Kinds of operations: `OperationKind` in layer.h, which describes them."""
 
     NORM_ROWS = 0
     MULTIPLY = 1
@@ -33,8 +36,6 @@ class OperationKind(IntEnum):
 
 
 class CPackedWeight(ctypes.Structure):
-    """`PackedWeight`."""
-
     _fields_ = (
         ("weight", _pointer),
         ("bias", _pointer),
@@ -47,8 +48,6 @@ class CPackedWeight(ctypes.Structure):
 
 
 class CNorm(ctypes.Structure):
-    """`Norm`."""
-
     _fields_ = (
         ("scale", _pointer),
         ("shift", _pointer),
@@ -59,8 +58,6 @@ class CNorm(ctypes.Structure):
 
 
 class CHeadsAndPages(ctypes.Structure):
-    """`HeadsAndPages`."""
-
     _fields_ = (
         ("attention", _pointer),
         ("head_norm", _pointer),
@@ -75,26 +72,18 @@ class CHeadsAndPages(ctypes.Structure):
 
 
 class CAddition(ctypes.Structure):
-    """`Addition`."""
-
     _fields_ = (("norm", _pointer), ("width", _number), ("scale", _real))
 
 
 class CMixture(ctypes.Structure):
-    """`Mixture`."""
-
     _fields_ = (("router", _pointer), ("routed", _pointer), ("shared", _pointer), ("shared_gate", _pointer))
 
 
 class COperation(ctypes.Structure):
-    """`Operation`."""
-
     _fields_ = (("kind", _flag), ("source", _flag), ("target", _flag), ("of", _pointer))
 
 
 class CBranch(ctypes.Structure):
-    """`Branch`."""
-
     _fields_ = (
         ("operations", _pointer),
         ("count", _number),
@@ -106,8 +95,6 @@ class CBranch(ctypes.Structure):
 
 
 class CRotaryRows(ctypes.Structure):
-    """`RotaryRows`."""
-
     _fields_ = (("rows", _pointer), ("width", _number))
 
 
@@ -115,8 +102,6 @@ MOST_ROTARIES = 4
 
 
 class CLayerStep(ctypes.Structure):
-    """`LayerStep`."""
-
     _fields_ = (
         ("hidden", _pointer),
         ("kept", _pointer * 2),
@@ -134,7 +119,7 @@ class CLayerStep(ctypes.Structure):
 
 @cache
 def bound(kernels: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, with the types of its functions for layers declared."""
+    """Declare the types of the library's functions for layers. Return the library."""
     run, finish = kernels.oarlock_run_branches, kernels.oarlock_finish_branch
     run.restype, run.argtypes = ctypes.c_int, [_pointer, _number, _number, _pointer]
     finish.restype, finish.argtypes = None, [_pointer, _pointer]
@@ -146,9 +131,9 @@ ALL_CAME = -1
 
 @cache
 def all_reduce_of(kernels: ctypes.CDLL) -> Callable[[int, int, int], int]:
-    """`all_reduce(group, x, count)`: addresses of a `RankGroup` and of float32 [count], which becomes the sum.
+    """Return `all_reduce(group, x, count)`: addresses of a `RankGroup` and of float32 [count], which becomes the sum.
 
-    Returns `ALL_CAME`, or the rank that did not come in time.
+    It returns `ALL_CAME`, or the rank that did not reach the all-reduce in time.
     """
     function = kernels.oarlock_all_reduce
     function.restype, function.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long]

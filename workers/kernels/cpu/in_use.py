@@ -1,4 +1,4 @@
-"""Describes what computes on a device: between different descriptions, results may differ in their last bits."""
+"""Descriptions of the kernels on a device. If descriptions differ, results may differ in their last bits."""
 
 import logging
 
@@ -9,12 +9,12 @@ from oarlock.workers.kernels.cpu.quantized_gemm import instructions as instructi
 
 _log = logging.getLogger("oarlock.kernels")
 
-# The first two multiply bfloat16 where the level can; the others compute in float32 whatever they read.
+# The first two multiply bfloat16 if the ISA level can; the others compute in float32 for all dtypes.
 KERNELS = ("gemm", "attention", "norm and rotary", "sampling")
 
 
 def kernels_in_use(device: torch.device) -> str:
-    """The GPU and CUDA version, or the processor's vector instructions and the file of the C++ kernels if loaded."""
+    """Return a GPU's name and CUDA version, or a processor's vector instructions and C++ kernels if loaded."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} CUDA {torch.version.cuda}"
     loaded = library.loaded()
@@ -22,9 +22,9 @@ def kernels_in_use(device: torch.device) -> str:
 
 
 def log_kernels(dtype: torch.dtype, rounds_inputs: bool = False) -> None:
-    """One line for each kernel: its level and instructions. Without kernels one line: why, what is slow, what helps.
+    """Log one line for each kernel with its ISA level and instructions, or one warning if there are no kernels.
 
-    `rounds_inputs`: whether products are of whole numbers of 8 bits.
+    `rounds_inputs`: whether matmuls use 8-bit integers.
     """
     if (reason := library.why_not(dtype)) is not None:
         _log.warning("event=no_kernels reason=%r effect=%r", reason, "torch's operations serve, which are slower")

@@ -1,10 +1,10 @@
-"""The loaded kernels: one library for each level of instruction set, and the level that this process uses.
+"""The loaded kernels: one library for each ISA level, and the level that this process uses.
 
-What is asked for first decides how much is compiled: a process that asks for the kernels of one element type gets a
-library of that type alone. If it asks for another type later, it gets one of all types, and keeps both. Functions that
-know no element type, such as those for logits, are in every library.
+The first request decides how much is compiled: if it asks for the kernels of one element type, the process gets a
+library with only that type. If it asks for another type later, it gets a library with all types, and keeps both. Every
+library has the functions that do not depend on an element type, such as the functions for logits.
 
-A machine that cannot have kernels serves without them, and a log line has the reason.
+If a machine cannot have kernels, it serves without them, and a log line gives the reason.
 """
 
 import ctypes
@@ -24,13 +24,16 @@ if TYPE_CHECKING:
 
 _forced: Level | None = None
 _outcomes: dict[Level, ctypes.CDLL | str] = {}  # the library, or the reason why there is none
-_of_one_type: dict[Level, tuple[str, Level]] = {}  # the element type that was asked for first, and its library's level
-_given: dict["torch.dtype | None", ctypes.CDLL] = {}  # what `library` returned, by its argument
+_of_one_type: dict[Level, tuple[str, Level]] = {}  # the element type requested first, and the level of its library
+_given: dict["torch.dtype | None", ctypes.CDLL] = {}  # results of `library`, by its argument
 _loading = threading.Lock()
 
 
 def why_not(dtype: "torch.dtype | None" = None) -> str | None:
-    """None when the kernels of this process's level are loaded; else the reason. Raises `StartupError` as `library`."""
+    """Return None if the kernels of this process's level can be loaded, else the reason.
+
+    Raises `StartupError` like `library`.
+    """
     try:
         library(dtype)
     except KernelsUnavailable as reason:
@@ -39,13 +42,14 @@ def why_not(dtype: "torch.dtype | None" = None) -> str | None:
 
 
 def library(dtype: "torch.dtype | None" = None) -> ctypes.CDLL:
-    """The kernels of this process's level: those of `dtype` at least.
+    """Return the kernels of this process's level, at least for `dtype`.
 
-    Without `dtype`, the functions that know no element type; all types if nothing was asked for before.
+    Without `dtype`, returns the functions that do not depend on an element type; if this is the first request, the
+    library has all types.
 
-    Raises `KernelsUnavailable`, and `StartupError` where the environment names a level that this processor has not.
+    Raises `KernelsUnavailable`, or `StartupError` if the environment names a level that this processor does not have.
 
-    Callers ask each time they pack a weight or bind a function, and keep what they got: `using` then reaches them all.
+    Callers ask each time they pack a weight or bind a function, and keep the result. So `using` affects all of them.
     """
     found = _given.get(dtype)
     if found is None:
@@ -54,7 +58,7 @@ def library(dtype: "torch.dtype | None" = None) -> ctypes.CDLL:
 
 
 def level() -> Level:
-    """The level that this process uses. Raises as `library`."""
+    """Return the level that this process uses. Raises like `library`."""
     found = _forced or _chosen()
     if found is None:
         raise KernelsUnavailable("they need AVX2, AVX-512 or 64-bit ARM with NEON, on Linux")
@@ -63,7 +67,7 @@ def level() -> Level:
 
 @contextmanager
 def using(level: Level) -> Generator[None]:
-    """Everything that is loaded inside uses the kernels of `level`: for tests and comparisons."""
+    """Use the kernels of `level` for everything that is loaded inside: for tests and comparisons."""
     global _forced
     before, _forced = _forced, level
     _given.clear()
@@ -80,14 +84,14 @@ def _chosen() -> Level | None:
 
 
 def load(level: Level, dtype: "torch.dtype | None" = None) -> ctypes.CDLL:
-    """The kernels of `level`, compiled now if this machine has not done so before. Raises `KernelsUnavailable`.
+    """Load the kernels of `level`, compiled now if this machine has not compiled them before.
 
-    `dtype` as for `library`. Tried once in a process: what failed is not compiled again.
+    `dtype` as in `library`. Raises `KernelsUnavailable`. Tried once per process: if it fails, it is not compiled again.
     """
     with _loading:
         level = _narrowed(level, dtype)
         if level not in _outcomes:
-            _given.clear()  # this one may have more types
+            _given.clear()  # the new library may have more types
             try:
                 _outcomes[level] = _load(level)
             except KernelsUnavailable as reason:
@@ -99,7 +103,7 @@ def load(level: Level, dtype: "torch.dtype | None" = None) -> ctypes.CDLL:
 
 
 def _narrowed(level: Level, dtype: "torch.dtype | None") -> Level:
-    """The level of the library that has `dtype`: that of one type, if it is the only one asked for so far."""
+    """Return the level of the library with `dtype`: the library of one type, if no other type was requested so far."""
     if level in _outcomes:
         return level
     if level not in _of_one_type:
@@ -113,7 +117,7 @@ def _narrowed(level: Level, dtype: "torch.dtype | None") -> Level:
 
 
 def loaded() -> Path | None:
-    """The file of this process's kernels, if something has loaded them already."""
+    """Return the file of this process's kernels, if they have been loaded already."""
     wanted = _forced or _chosen()
     outcome = None if wanted is None else _outcomes.get(_narrowed(wanted, None))
     return Path(outcome._name) if isinstance(outcome, ctypes.CDLL) else None
@@ -125,7 +129,7 @@ def _load(level: Level) -> ctypes.CDLL:
     openmp = _loaded_openmp()
     path = build.compiled(level)
     try:
-        # Loaded already; named again, so that its functions are found by the library that comes next.
+        # It is already loaded. Naming it again makes its functions visible to the library that is loaded next.
         ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -133,17 +137,18 @@ def _load(level: Level) -> ctypes.CDLL:
 
 
 def _loaded_openmp() -> Path:
-    """The OpenMP library torch has loaded. A second one would start a second pool of threads on the same cores."""
+    """Return the OpenMP library that torch has loaded. Another would start a second thread pool on the same cores."""
     import torch  # noqa: F401  # so that its libraries are mapped in this process
 
     mapped = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line]
     paths = [Path(path) for path in mapped if Path(path).name.startswith("libgomp")]
     if not paths:
         raise KernelsUnavailable("torch runs without GNU OpenMP here, and the kernels share its threads")
-    # Other packages may bring their own: torch's lies in its own folder, or where auditwheel puts it.
+    # Other packages may have their own copy. The copy of torch is in its own folder, or in the folder that auditwheel
+    # uses.
     return next((path for path in paths if {"torch", "torch.libs"} & set(path.parts)), paths[0])
 
 
 def provides(function: str, dtype: "torch.dtype | None" = None) -> bool:
-    """Whether the kernels are loaded and have `function`, for `dtype` if it has an element type."""
+    """Return whether the kernels are loaded and have `function`, for `dtype` if it depends on an element type."""
     return why_not(dtype) is None and hasattr(library(dtype), function)

@@ -1,8 +1,8 @@
-"""Compiles the kernels of every level of this kind of machine into the package, for wheels and images.
+"""Compile the kernels of every ISA level of this machine type into the package, for wheels and images.
 
     python -m oarlock.workers.kernels.cpu.prebuild
 
-Prints the platform tag of a wheel that carries them: the oldest C library that has the functions they use.
+Prints the platform tag of a wheel with these kernels: the oldest C library that has the functions they use.
 """
 
 import re
@@ -12,11 +12,11 @@ from pathlib import Path
 
 from oarlock.workers.kernels.cpu import build
 
-_OLDEST = 17  # manylinux_2_17 is the oldest that pip knows by this scheme
+_OLDEST = 17  # manylinux_2_17 is the oldest tag that pip knows with this naming scheme
 
 
 def prebuild() -> list[Path]:
-    """The libraries, compiled now; others are removed. Raises `KernelsUnavailable`."""
+    """Compile the libraries and return their paths; other libraries are removed. Raises `KernelsUnavailable`."""
     shutil.rmtree(build.PREBUILT, ignore_errors=True)
     build.PREBUILT.mkdir()
     made = []
@@ -28,7 +28,7 @@ def prebuild() -> list[Path]:
 
 
 def platform_tag(libraries: Iterable[Path]) -> str:
-    """`manylinux_2_…` with the newest version of the GNU C library that `libraries` name."""
+    """Return `manylinux_2_…` with the newest version of the GNU C library that `libraries` need."""
     named = (match for library in libraries for match in re.findall(rb"\0GLIBC_2\.(\d+)", library.read_bytes()))
     return f"manylinux_2_{max([_OLDEST, *map(int, named)])}_{build.machine_name()}"
 
