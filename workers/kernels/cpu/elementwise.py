@@ -1,7 +1,7 @@
-"""Norms, rotary embedding and gelu of rows by the C++ kernels, one call each instead of several operations.
+"""Norms, rotary embedding and gelu of rows with the C++ kernels, one call each instead of several operations.
 
 The kernels are in `elementwise.cpp`, for bfloat16, float16 and float32; tests compare them with float64 and with the
-forms of torch in `layers/`.
+torch versions in `layers/`.
 """
 
 import ctypes
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from oarlock.workers.kernels.cpu import library
 
-_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as in `element_types.h`
+_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # same numbers as in `element_types.h`
 
 
 def can_serve(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels support rows of `dtype` on `device`, and could be built here."""
+    """Return whether the kernels support rows of `dtype` on `device`, and could be built here."""
     return dtype in _TYPES and device.type == "cpu" and library.provides("oarlock_rms_norm", dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, float32_output: bool = False) -> Tensor:
-    """`x` [T, H, D] or [T, D], `weight` float32 [H, D] or [D] -> the same shape, of `x`'s type or float32."""
+    """Norm `x` [T, H, D] or [T, D], `weight` float32 [H, D] or [D] -> the same shape, in the dtype of x or float32."""
     heads = x.shape[1] if x.dim() == 3 else 1
     width = x.shape[-1]
     assert x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == width)
@@ -36,7 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, float32_output: bool = Fa
 
 
 class HeadsOfRank(ctypes.Structure):
-    """`HeadsOfRank` in `norm.h`: the query and key-value heads of a rank among all."""
+    """`HeadsOfRank` in `norm.h`: the query and KV heads of a rank among all heads."""
 
     _fields_ = (
         ("heads", ctypes.c_long),
@@ -50,8 +50,7 @@ class HeadsOfRank(ctypes.Structure):
 
 
 def squares_of_heads(of: HeadsOfRank, qk: Tensor) -> Tensor:
-    """`qk` [T, heads + kv_heads, D] -> sums of squares, float32 [T, all heads and key-value heads]: 0 for those of
-    other ranks."""
+    """Sum squares: `qk` [T, heads + kv_heads, D] -> float32 [T, all heads and KV heads], 0 for heads of other ranks."""
     rows, _, width = qk.shape
     squares = torch.empty((rows, of.all_heads + of.all_kv_heads), dtype=torch.float32)
     _function(library.library(qk.dtype), "oarlock_squares_of_heads")(
@@ -61,8 +60,10 @@ def squares_of_heads(of: HeadsOfRank, qk: Tensor) -> Tensor:
 
 
 def norm_of_rows(of: HeadsOfRank, qk: Tensor, squares: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`qk` [T, heads + kv_heads, D] with the `squares` of all ranks' heads -> float32 of the same shape; `weight`
-    float32 [heads + kv_heads, D]."""
+    """Norm `qk` [T, heads + kv_heads, D] over all heads: float32 of the same shape.
+
+    `squares`: of all ranks' heads, as from `squares_of_heads`. `weight`: float32 [heads + kv_heads, D].
+    """
     rows, _, width = qk.shape
     assert qk.stride(1) == width and qk.stride(2) == 1 and squares.is_contiguous() and weight.is_contiguous()
     y = torch.empty(qk.shape, dtype=torch.float32)
@@ -74,7 +75,10 @@ def norm_of_rows(of: HeadsOfRank, qk: Tensor, squares: Tensor, weight: Tensor, e
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` [T, H, D] of `dtype` or float32; `cos`, `sin` float32 [T, 1, rotary_dim] -> `dtype` [T, H, D], contiguous."""
+    """Rotate `x` [T, H, D] of `dtype` or float32 -> `dtype` [T, H, D], contiguous.
+
+    `cos`, `sin`: float32 [T, 1, rotary_dim].
+    """
     rows, heads, width = x.shape
     assert x.dtype in (dtype, torch.float32) and x.stride(2) == 1 and x.stride(1) == width
     assert cos.is_contiguous() and sin.is_contiguous()
@@ -87,7 +91,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
-    """`x` [T, D] of `dtype` or float32, contiguous; `weight`, `bias` float32 [D] -> `dtype` [T, D]."""
+    """Norm `x` [T, D] of `dtype` or float32, contiguous; `weight`, `bias` float32 [D] -> `dtype` [T, D]."""
     assert x.is_contiguous() and x.dtype in (dtype, torch.float32)
     assert all(one is None or (one.dtype == torch.float32 and one.is_contiguous()) for one in (weight, bias))
     y = torch.empty(x.shape, dtype=dtype)
@@ -99,8 +103,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype
 
 
 def gelu(x: Tensor, dtype: torch.dtype, *, gated: bool = False, tanh_form: bool = False) -> Tensor:
-    """`x` [T, I] of `dtype` or float32, contiguous -> `dtype` [T, I]. With `gated` it is [T, 2 * I], and the first half
-    of a row is the gate of the second."""
+    """Apply gelu to `x` [T, I] of `dtype` or float32, contiguous -> `dtype` [T, I].
+
+    With `gated`, `x` is [T, 2 * I], and the first half of a row is the gate of the second half.
+    """
     assert x.is_contiguous() and x.dtype in (dtype, torch.float32)
     rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
     y = torch.empty((rows, width), dtype=dtype)

@@ -1,5 +1,4 @@
-"""The router of a mixture of experts (`csrc/layer/router.cpp`), and the experts in use in one call
-(`csrc/gemm/experts.cpp`)."""
+"""The router of a MoE layer (`csrc/layer/router.cpp`), and its experts in one call (`csrc/gemm/experts.cpp`)."""
 
 import ctypes
 from collections.abc import Iterable
@@ -22,7 +21,7 @@ from oarlock.workers.kernels.cpu.gemm import (
 )
 from oarlock.workers.platform.huge_pages import huge_page_empty
 
-_LINE = 64  # bytes: a packed weight begins at a cache line
+_LINE = 64  # bytes: packed weights are aligned to cache lines
 _DENSE = 0  # the kind of a packed weight in the model's dtype: `WeightKind` in csrc/gemm/int8.h
 _ACTIVATIONS = {**GATES, "clamped_swiglu": Epilogue.CLAMPED_GATE}
 
@@ -85,7 +84,7 @@ class CExperts(ctypes.Structure):
 
 
 class Routing(Protocol):
-    """How experts are chosen, as `RouterSpec` has it."""
+    """Parameters for choosing experts: the fields of `RouterSpec`."""
 
     @property
     def top_k(self) -> int: ...
@@ -104,7 +103,7 @@ class Routing(Protocol):
 
 
 class CppRouter:
-    """A router by the C++ kernel: its logits, and the experts that these choose."""
+    """A router with the C++ kernel: computes logits, and chooses experts from them."""
 
     def __init__(
         self,
@@ -114,9 +113,9 @@ class CppRouter:
         correction: Tensor | None = None,
         spec: Routing | None = None,
     ) -> None:
-        """`weight` float32 [experts, hidden] is not kept, `bias` and `correction` float32 [experts]; `dtype` of x.
+        """Pack `weight` float32 [experts, hidden], which is not kept, for x of `dtype`.
 
-        `spec`: None for what has logits alone.
+        `bias` and `correction`: float32 [experts]. `spec`: None if only logits are needed.
         """
         assert weight.dtype == torch.float32
         self.kernels = _declared(library.library(dtype))
@@ -137,7 +136,7 @@ class CppRouter:
         self.structure = CRouter(packed.data_ptr(), _at(bias), _at(correction), self.outputs, hidden, *how)
 
     def logits(self, x: Tensor) -> Tensor:
-        """`x` [T, hidden] -> float32 [T, experts]."""
+        """Return the logits of `x` [T, hidden]: float32 [T, experts]."""
         assert x.stride(1) == 1 and x.dtype == self.dtype
         logits = torch.empty((len(x), self.outputs))
         self.kernels.oarlock_router_logits(
@@ -151,7 +150,10 @@ class CppRouter:
         return logits
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """`logits` float32 [T, experts] -> (ids int32 [T, k], ascending in each row; their weights float32 [T, k])."""
+        """Choose experts from `logits` float32 [T, experts].
+
+        Returns ids int32 [T, k], ascending in each row, and their weights float32 [T, k].
+        """
         assert logits.is_contiguous() and logits.dtype == torch.float32
         ids = torch.empty((len(logits), self.top_k), dtype=torch.int32)
         weights = torch.empty((len(logits), self.top_k))
@@ -162,7 +164,7 @@ class CppRouter:
 
 
 class Shape(Protocol):
-    """Sizes of a rank's experts, as `ExpertsShape` has them."""
+    """Sizes of a rank's experts: the fields of `ExpertsShape`."""
 
     @property
     def first(self) -> int: ...
@@ -189,27 +191,27 @@ class Shape(Protocol):
 
 
 def can_stack(gated: object, product: object) -> bool:
-    """Whether the kernel multiplies the weights of these products."""
+    """Return whether the kernel supports the weights of these matmuls."""
     return isinstance(gated, GatedProduct) and isinstance(product, Product)
 
 
 class _Stack:
-    """Packed weights one after the other in huge pages: one expert alone often has less than one of these."""
+    """Packed weights of several experts in huge pages; the weight of one expert often has less than one page."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._alive: list[Tensor] = []
-        self.bytes = 0  # of the first weight
+        self.bytes = 0  # size of the first weight
 
     def add(self, product: GatedProduct | Product) -> tuple[int, int]:
-        """The address and the kind of the product's weight, which is copied."""
+        """Copy the weight of `product`. Return its address and kind."""
         is_packed = isinstance(product, CppPackedGatedMatmul | CppPackedMatmul)
         packed = (product.weight.memory if is_packed else product.packed).view(torch.uint8)
         size, number = -(-len(packed) // _LINE) * _LINE, len(self._alive)
         if number == 0:
             self._all = huge_page_empty((self._count, size), torch.uint8)
             self.bytes = size
-        fits = size == self.bytes  # experts of another form have memory of their own
+        fits = size == self.bytes  # experts with another weight format have separate memory
         place = self._all[number] if fits else huge_page_empty((size,), torch.uint8)
         place[: len(packed)] = packed
         self._alive.append(place)
@@ -217,11 +219,14 @@ class _Stack:
 
 
 class CppExpertMatmul:
-    """`ExpertMatmul` by the C++ kernel."""
+    """`ExpertMatmul` with the C++ kernel."""
 
     def __init__(self, shape: Shape, experts: Iterable[tuple[object, object, Tensor | None]]) -> None:
-        """`experts`: of each, in order, the gated product, the one after it in `shape.slices`, and the latter's bias
-        [hidden]; only their weights are kept. Each is dropped before the next one is taken."""
+        """Copy the weights of `experts`.
+
+        `experts` yields for each expert, in order: the gated matmul, the matmul after it in `shape.slices`, and the
+        bias [hidden] of the latter. Only their weights are kept. Each is dropped before the next one is taken.
+        """
         self.shape = shape
         self.kernels = _declared(library.library(shape.dtype))
         gate_up, down = _Stack(shape.count), _Stack(shape.count)
@@ -242,11 +247,11 @@ class CppExpertMatmul:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert's packed weights, where all are of one form."""
+        """Bytes of one expert's packed weights, if all have the same format."""
         return self._stacks[0].bytes + self._stacks[1].bytes
 
     def of_slice(self, number: int) -> "CppExpertMatmul":
-        """The product of one slice of every expert's width, on the same weights."""
+        """Return the matmul of slice `number` of every expert's width, with the same weights."""
         one = copy(self)
         one.structure = CExperts.from_buffer_copy(self.structure)
         one.structure.only_slice = number
@@ -269,7 +274,7 @@ def _at(tensor: Tensor | None) -> int | None:
 
 @cache
 def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, with the types of its functions for experts declared."""
+    """Declare the types of the library's functions for experts. Return the library."""
     for name, result, arguments in (
         ("oarlock_experts", None, [*[_pointer] * 2, _number, *[_pointer] * 2, *[_number] * 2, _pointer, _flag]),
         ("oarlock_router_logits", None, [*[_pointer] * 2, *[_number] * 2, _pointer, _flag]),

@@ -1,6 +1,6 @@
-"""Products with a weight packed once for the C++ kernel, with the same order of additions for any number of rows.
+"""Matmuls with a weight packed once for the C++ kernel, with the same order of additions for any number of rows.
 
-Packs weights and calls the kernel, which `csrc/gemm/gemm.cpp` describes.
+Packs weights and calls the kernel in `csrc/gemm/gemm.cpp`, which describes the algorithm.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ ELEMENT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 class Epilogue(IntEnum):
-    """`gemm::Epilogue`: what a product does with its sums."""
+    """`gemm::Epilogue`: the operation on the sums of a matmul."""
 
     PLAIN = 0
     ADD = 1
@@ -33,7 +33,7 @@ GATES = {"silu": Epilogue.SILU_GATE, "gelu_tanh": Epilogue.GELU_TANH_GATE}
 
 
 def can_serve(weight: Tensor) -> bool:
-    """Whether the kernel supports this weight [N, K], and is loaded."""
+    """Return whether the kernel supports this weight [N, K], and is loaded."""
     return weight.dtype in ELEMENT_TYPES and weight.device.type == "cpu" and library.why_not(weight.dtype) is None
 
 
@@ -41,7 +41,7 @@ class CppMatmul:
     """`x @ weight.T + bias (+ residual)`, summed in float32 and rounded once: [T, K] -> [T, N]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, float32_output: bool = False, slices: int = 1) -> None:
-        """`weight` [N, K], not kept; `bias` [N]. `float32_output`: results are float32 and not rounded.
+        """Pack `weight` [N, K], which is not kept; `bias` [N]. `float32_output`: results are float32 and not rounded.
 
         `slices`: see `LinearWeight.matmul`.
         """
@@ -71,14 +71,14 @@ class CppMatmul:
         return y
 
     def as_share(self) -> "CppMatmul":
-        """This product without bias and rounding, as ranks compute their shares of a sum."""
+        """Return this matmul without bias and rounding, for a rank's share of an all-reduce."""
         share = copy(self)
         share.bias, share._bias_at = None, None
         share.epilogue, share.output_dtype = Epilogue.FLOAT, torch.float32
         return share
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` int64 [T] of the weight before packing: [T, inputs]. Not of one in slices."""
+        """Return rows `ids` int64 [T] of the weight before packing: [T, inputs]. The weight must not have slices."""
         assert self.slices == 1
         out = torch.empty((len(ids), self.inputs), dtype=self.dtype)
         self.kernels.oarlock_unpack_rows(
@@ -113,7 +113,7 @@ class CppGatedMatmul:
 
 
 class PackedWeight(Protocol):
-    """A packed weight [columns, inputs] of few bits."""
+    """A packed and quantized weight [columns, inputs]."""
 
     kernels: ctypes.CDLL
     kind: int
@@ -133,7 +133,7 @@ class CppPackedMatmul:
     def __init__(
         self, weight: PackedWeight, dtype: torch.dtype, bias: Tensor | None, *, float32_output: bool = False
     ) -> None:
-        """`dtype` of x, `bias` [N] and results. `float32_output`: results are float32 and not rounded."""
+        """Take `dtype` of x, `bias` [N] and results. `float32_output`: results are float32 and not rounded."""
         self.weight = weight
         self.dtype = dtype
         self.bias = bias
@@ -149,11 +149,11 @@ class CppPackedMatmul:
         return self.weight.multiply(x, self.bias, residual, y, Epilogue.ADD)
 
     def as_share(self) -> "CppPackedMatmul":
-        """This product without bias and rounding, as ranks compute their shares of a sum."""
+        """Return this matmul without bias and rounding, for a rank's share of an all-reduce."""
         return CppPackedMatmul(self.weight, self.dtype, None, float32_output=True)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` int64 [T] of the weight, times their scales: [T, inputs]."""
+        """Return rows `ids` int64 [T] of the weight, times their scales: [T, inputs]."""
         return self.weight.rows(ids, self.dtype)
 
 
@@ -161,7 +161,7 @@ class CppPackedGatedMatmul:
     """`activation(x @ gate.T) * (x @ up.T)` with a packed weight; the result is rounded once."""
 
     def __init__(self, weight: PackedWeight, dtype: torch.dtype, bias: Tensor | None, activation: str) -> None:
-        """`weight` is packed as `gated`; `bias` [2 * I]."""
+        """Take a `weight` packed with `gated`; `bias` [2 * I]."""
         self.weight = weight
         self.dtype = dtype
         self.bias = None if bias is None else interleaved(weight.kernels, bias)
@@ -185,12 +185,12 @@ def _pack(kernels: ctypes.CDLL, weight: Tensor, *, gated: bool, slices: int = 1)
 
 
 def check_slices(inputs: int, slices: int) -> None:
-    """Whether kernels can cut `inputs` into so many: a power of two, up to `kMostSlices` in csrc/gemm/slices.h."""
+    """Assert that kernels can cut `inputs` into `slices`: a power of two, up to `kMostSlices` in csrc/gemm/slices.h."""
     assert slices in (1, 2, 4, 8) and inputs % slices == 0, f"{inputs} inputs in {slices} slices"
 
 
 def interleaved(kernels: ctypes.CDLL, bias: Tensor) -> Tensor:
-    """`bias` [2 * I] in the order of gated panels: a register of the gate, one of up, and so on."""
+    """Return `bias` [2 * I] in the order of gated panels: registers of gate and up by turns."""
     half, width = len(bias) // 2, kernels.oarlock_panel() // 2
     padded = bias.new_zeros((2, -(-half // width) * width))
     padded[:, :half] = bias.view(2, half)
@@ -199,7 +199,7 @@ def interleaved(kernels: ctypes.CDLL, bias: Tensor) -> Tensor:
 
 @cache
 def _bound(kernels: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, with the types of its functions for products declared."""
+    """Declare the types of the library's matmul functions. Return the library."""
     pointer, number, flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     for name, result, arguments in (
         ("oarlock_gemm", None, [*[pointer] * 5, *[number] * 5, flag, flag, number]),

@@ -1,8 +1,7 @@
-"""Products with quantised weights, packed once for the C++ kernels in `csrc/gemm/`, with a scale for each output or
-group.
+"""Matmuls with quantized weights, packed once for the C++ kernels in `csrc/gemm/`.
 
-Weights of 8 bits and a scale for each output (`int8.cpp`), of 4 or 8 bits and a scale for each group of inputs
-(`grouped.cpp`), and in e4m3 with a scale for each group of inputs (`fp8.cpp`).
+Supported weights: 8 bits with a scale for each output (`int8.cpp`), 4 or 8 bits with a scale for each group of inputs
+(`grouped.cpp`), and e4m3 with a scale for each group of inputs (`fp8.cpp`).
 """
 
 import ctypes
@@ -19,8 +18,9 @@ from oarlock.workers.platform.huge_pages import huge_page_empty
 from oarlock.workers.platform.processor import features
 
 INT8, INT8_DOT = 1, 2  # kinds of packed weights: `WeightKind` in csrc/gemm/int8.h
-MOST_INPUTS = 65_536  # products of 255 and 127, added up in 32 bits
-# Extensions that add four products at once, which no level includes: as Linux names them, and as manuals do.
+MOST_INPUTS = 65_536  # limit for sums of 255 * 127 in 32 bits
+# Extensions that add four products at once, which no ISA level includes. Keys are Linux names, values the manuals'
+# names.
 _DOT_EXTENSIONS = {"avx512_vnni": "AVX512-VNNI", "avx_vnni": "AVX-VNNI", "asimddp": "dot product extension"}
 
 
@@ -31,22 +31,22 @@ def _dot_extension(level: Level) -> str:
 
 
 def int8_kind(level: Level) -> int:
-    """The fastest form that this processor multiplies."""
+    """Return the fastest kind that this processor supports."""
     return INT8_DOT if _dot_extension(level) in features() else INT8
 
 
 def instructions(level: Level) -> str:
-    """Instruction set that multiplies 8-bit weights at `level` on this processor, as its manual names it."""
+    """Return the instruction set that multiplies 8-bit weights at `level` on this processor, as its manual names it."""
     return _DOT_EXTENSIONS[_dot_extension(level)] if int8_kind(level) == INT8_DOT else level.vectors
 
 
 class PackedInt8:
-    """A weight [N, K] of whole numbers from -127 to 127 with a scale for each row, in the kernel's order."""
+    """A weight [N, K] of integers from -127 to 127 with a scale for each row, in the kernel's order."""
 
     def __init__(
         self, values: Tensor, scales: Tensor, *, gated: bool = False, kind: int | None = None, slices: int = 1
     ) -> None:
-        """`values` int8 [N, K] and `scales` float32 [N] are not kept. `kind`: None for the fastest.
+        """Pack `values` int8 [N, K] and `scales` float32 [N], which are not kept. `kind`: None for the fastest.
 
         `slices`: see `LinearWeight.matmul`.
         """
@@ -65,7 +65,7 @@ class PackedInt8:
         )  # fmt: skip
 
     def multiply(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, epilogue: int) -> Tensor:
-        """y [T, N], or with the epilogue of a gate [T, N / 2], from x [T, K]."""
+        """Compute y [T, N], or with a gate epilogue [T, N / 2], from x [T, K]."""
         assert x.stride(1) == 1 and x.shape[1] == self.inputs
         self.kernels.oarlock_int8_gemm(
             x.data_ptr(), self.memory.data_ptr(), None if bias is None else bias.data_ptr(),
@@ -75,7 +75,7 @@ class PackedInt8:
         return y
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows `ids` int64 [T] times their scales: [T, inputs]. Not of a weight that is gated or in slices."""
+        """Return rows `ids` int64 [T] times their scales: [T, inputs]. The weight must not be gated or have slices."""
         assert self.slices == 1
         out = torch.empty((len(ids), self.inputs), dtype=dtype)
         self.kernels.oarlock_int8_rows(
@@ -89,14 +89,14 @@ FLOAT8 = 5  # the kind of packed weights: `WeightKind` in csrc/gemm/int8.h
 
 
 class PackedFp8:
-    """A weight [N, K] of numbers of 8 bits with a scale for each group of inputs, in the kernel's order."""
+    """A weight [N, K] of 8-bit floats with a scale for each group of inputs, in the kernel's order."""
 
     def __init__(
         self, values: Tensor, scales: Tensor, group: int, *, group_in_slices: int, gated: bool = False, slices: int = 1
     ) -> None:
-        """`values` float8_e4m3fn [N, K] and `scales` float32 [N, groups], of `group` inputs each, are not kept.
+        """Pack `values` float8_e4m3fn [N, K] and `scales` float32 [N, groups], of `group` inputs each. Neither is kept.
 
-        `slices`: see `LinearWeight.matmul`; in each of them groups of `group_in_slices` inputs begin anew.
+        `slices`: see `LinearWeight.matmul`. Groups of `group_in_slices` inputs restart at each slice.
         """
         assert values.dtype == torch.float8_e4m3fn and values.stride(1) == 1 and scales.dtype == torch.float32
         self.columns, self.inputs = values.shape
@@ -112,7 +112,7 @@ class PackedFp8:
         )  # fmt: skip
 
     def multiply(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, epilogue: int) -> Tensor:
-        """y [T, N], or with the epilogue of a gate [T, N / 2], from x [T, K]."""
+        """Compute y [T, N], or with a gate epilogue [T, N / 2], from x [T, K]."""
         assert x.stride(1) == 1 and x.shape[1] == self.inputs
         self.kernels.oarlock_fp8_gemm(
             x.data_ptr(), self.memory.data_ptr(), None if bias is None else bias.data_ptr(),
@@ -122,7 +122,7 @@ class PackedFp8:
         return y
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows `ids` int64 [T] times their scales: [T, inputs]. Not of a gated weight."""
+        """Return rows `ids` int64 [T] times their scales: [T, inputs]. The weight must not be gated."""
         out = torch.empty((len(ids), self.inputs), dtype=dtype)
         self.kernels.oarlock_fp8_rows(
             self.memory.data_ptr(), ids.contiguous().data_ptr(), out.data_ptr(), len(ids), self.inputs,
@@ -132,7 +132,7 @@ class PackedFp8:
 
 
 GROUPED, GROUPED_DOT = 3, 4  # kinds of packed weights: `WeightKind` in csrc/gemm/int8.h
-_NOTHING = -1  # the input of a place that only fills a group up
+_NOTHING = -1  # input index of padding at the end of a group
 
 _pointer, _number, _flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 
@@ -162,12 +162,12 @@ class _GroupedSource(ctypes.Structure):
 
 
 def grouped_kind(level: Level) -> int:
-    """The fastest form that this processor multiplies: it multiplies bytes, as for weights of 8 bits per output."""
+    """Return the fastest kind that this processor supports: bytes are multiplied, as with a scale for each output."""
     return GROUPED_DOT if int8_kind(level) == INT8_DOT else GROUPED
 
 
 class PackedGrouped:
-    """A weight [N, K] of whole numbers with scales, and perhaps zero points, for groups of inputs."""
+    """A weight [N, K] of integers with scales, and optionally zero points, for groups of inputs."""
 
     def __init__(
         self,
@@ -185,12 +185,14 @@ class PackedGrouped:
         gated: bool = False,
         kind: int | None = None,
     ) -> None:
-        """weight[n, k] = (values[n, k] + zeros[n, k // group]) * scales[n, k // group] * factors[n]; none is kept.
+        """Pack a weight; none of the arguments is kept.
+
+        weight[n, k] = (values[n, k] + zeros[n, k // group]) * scales[n, k // group] * factors[n]
 
         `values` int8 [N, K] of 4 or 8 `bits`, `scales` and `zeros` float16 [N, groups], `factors` float32 [N].
-        `pieces`: of each slice, the inputs [start, stop) that are added up at a time, at most `kernel_group`, which is
-        16 or 32. `order` int64 [K]: input number k of the values is input order[k] of x. `is_float`: values are twice
-        the numbers of e2m1, which have 4 bits. `kind`: None for the fastest.
+        `pieces`: for each slice, the ranges [start, stop) of inputs that are added up together, at most `kernel_group`,
+        which is 16 or 32. `order` int64 [K]: input k of the values is input order[k] of x. `is_float`: values are twice
+        the 4-bit e2m1 values. `kind`: None for the fastest.
         """
         assert values.dtype == torch.int8 and values.stride(1) == 1 and kernel_group in (16, 32) and bits in (4, 8)
         assert not is_float or (bits == 4 and zeros is None)
@@ -214,7 +216,7 @@ class PackedGrouped:
         self.kernels.oarlock_grouped_pack(ctypes.byref(source), self.memory.data_ptr())
 
     def multiply(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, epilogue: int) -> Tensor:
-        """y [T, N], or with the epilogue of a gate [T, N / 2], from x [T, K]."""
+        """Compute y [T, N], or with a gate epilogue [T, N / 2], from x [T, K]."""
         assert x.stride(1) == 1 and x.shape[1] == self.inputs
         self.kernels.oarlock_grouped_gemm(
             x.data_ptr(), self.memory.data_ptr(), _at(bias), _at(residual), y.data_ptr(), x.shape[0], self.columns,
@@ -223,7 +225,7 @@ class PackedGrouped:
         return y
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows `ids` int64 [T] of the weight: [T, inputs]. Not of a gated weight."""
+        """Return rows `ids` int64 [T] of the weight: [T, inputs]. The weight must not be gated."""
         out = torch.empty((len(ids), self.inputs), dtype=dtype)
         self.kernels.oarlock_grouped_rows(
             self.memory.data_ptr(), ids.contiguous().data_ptr(), out.data_ptr(), len(ids), self.inputs,
@@ -233,9 +235,9 @@ class PackedGrouped:
 
 
 def _places(pieces: Sequence[Sequence[tuple[int, int]]], kernel_group: int) -> Tensor:
-    """int32 [slices, inputs of a slice as packed]: which input of the values lies at each place.
+    """Return the input index of each packed value: int32 [slices, inputs of a slice as packed].
 
-    Pieces that are shorter than a group of the kernel are filled up, but for the last one of a slice.
+    Pieces that are shorter than a kernel group are padded, except the last piece of a slice.
     """
     slices = []
     for slice_pieces in pieces:
@@ -248,7 +250,7 @@ def _places(pieces: Sequence[Sequence[tuple[int, int]]], kernel_group: int) -> T
 
 
 def _x_places(places: Tensor, order: Tensor | None) -> Tensor:
-    """The input of x for each of `places`: int32 of the same shape. `order`: as `PackedGrouped` gets it."""
+    """Return the input of x for each of `places`: int32 of the same shape. `order`: see `PackedGrouped`."""
     if order is None:
         return places
     moved = order.to(torch.int32)[places.clamp(min=0)]
@@ -261,7 +263,7 @@ def _at(tensor: Tensor | None) -> int | None:
 
 @cache
 def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, with the types of its functions for these products declared."""
+    """Declare the types of the library's functions for quantized weights. Return the library."""
     for name, result, arguments in (
         ("oarlock_int8_size", _number, [_number, _number, _flag, _number]),
         ("oarlock_int8_pack", None, [*[_pointer] * 3, *[_number] * 3, _flag, _flag, _number]),

@@ -1,6 +1,6 @@
-"""One rank's logits of a step, and what sampling asks of them, by the C++ kernels of `csrc/sampling/sampling.cpp`.
+"""Sampling kernels on the CPU: one rank's logits of a step, by the C++ code of `csrc/sampling/sampling.cpp`.
 
-The same interface as `workers/sampling/logits_shard.py` has for torch's operations; tests compare the two.
+The interface is the same as in `workers/sampling/logits_shard.py`, which uses torch operations; tests compare the two.
 """
 
 import ctypes
@@ -20,12 +20,12 @@ BLOCK = 128
 
 
 def can_serve(device: torch.device) -> bool:
-    """Whether the kernels support logits on `device`, and could be built here."""
+    """Return whether the kernels support logits on `device`, and could be built here."""
     return device.type == "cpu" and library.provides("oarlock_logits_maxima")
 
 
 class KernelLogitsShard:
-    """`LogitsShard` by the C++ kernels. Methods and tensors are those of `TorchLogitsShard`."""
+    """`LogitsShard` with the C++ kernels. Methods and tensors are the same as in `TorchLogitsShard`."""
 
     def __init__(self, x: Tensor, first_id: int, slice_length: int) -> None:
         assert x.dtype == torch.float32 and x.is_contiguous()
@@ -79,7 +79,7 @@ class KernelLogitsShard:
 
     def _call(self, name: str, kinds: str, rows: Tensor, *arguments: Tensor | int) -> None:
         function = _function(self._kernels, name, f"pnn pp pn {kinds}")
-        kept = _contiguous(rows, *arguments)  # alive until the call returns
+        kept = _contiguous(rows, *arguments)  # keeps the tensors alive until the call returns
         first, *others = (value.data_ptr() if isinstance(value, Tensor) else value for value in kept)
         function(
             self.x.data_ptr(), self.x.stride(0), self.x.shape[1],
@@ -90,7 +90,7 @@ class KernelLogitsShard:
 def draw_from_lists(
     keys: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, floors: Tensor, noise: Tensor, totals: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`draw_from_list` of `workers/sampling/top_k_top_p.py`, from `keys` [R, C] and the columns of its filters."""
+    """Call `draw_from_list` of `workers/sampling/top_k_top_p.py` for `keys` [R, C] and the columns of their filters."""
     ids = torch.empty(len(keys), dtype=torch.int64)
     enough = torch.empty(len(keys), dtype=torch.bool)
     kept = [value.contiguous() for value in (keys, temperature, top_p, top_k, floors, noise, totals)]
@@ -102,18 +102,18 @@ def draw_from_lists(
 
 
 def floors(peak: Tensor, columns: RowColumns[Tensor], spreads: Tensor) -> Tensor:
-    """`floors` of `workers/sampling/logits_shard.py` from spreads [R, 3] of whole rows: float64 [R]."""
+    """Call `floors` of `workers/sampling/logits_shard.py` for spreads [R, 3] of whole rows: float64 [R]."""
     c = columns
     return _of_each_row("oarlock_floors", peak.double(), c.temperature, c.min_p, c.top_n_sigma, spreads)
 
 
 def log_totals(peak: Tensor, mass: Tensor) -> Tensor:
-    """`peak + log(mass)`: float64 [R]."""
+    """Return `peak + log(mass)`: float64 [R]."""
     return _of_each_row("oarlock_log_totals", peak.double(), mass)
 
 
 def _of_each_row(name: str, *columns: Tensor) -> Tensor:
-    """float64 [R] from columns float64 [R]."""
+    """Call a kernel that computes float64 [R] from columns float64 [R]."""
     kept = [column.contiguous() for column in columns]
     result = torch.empty(len(kept[0]), dtype=torch.float64)
     kinds = "n" + "p" * (len(kept) + 1)
@@ -129,14 +129,14 @@ def _contiguous(*values: Tensor | int) -> list[Tensor | int]:
 def _function(
     kernels: ctypes.CDLL, name: str, kinds: str, result: type[ctypes.c_long] | None = None
 ) -> Callable[..., Any]:
-    """`kinds`: p for a pointer, n for a long."""
+    """Return a kernel with its types declared. `kinds`: p for a pointer, n for a long."""
     types = {"p": ctypes.c_void_p, "n": ctypes.c_long}
     function = getattr(kernels, name)
     function.argtypes, function.restype = [types[kind] for kind in kinds.replace(" ", "")], result
     return function
 
 
-# sections of `StepMetadata`; all are of 32 bits but for seeds, of 64
+# Sections of `StepMetadata`. All have 32 bits per element, except the seeds with 64.
 _COLUMNS = ("target_ids", *ROW_NAMES, "seeds", "sample_positions", "num_logprobs")
 _BIAS = ("bias_rows", "bias_ids", "bias_values")
 _PENALTIES = ("penalty_rows", *PENALTY_NAMES)
@@ -147,7 +147,7 @@ _OUTPUTS = ("token_ids", "tops", "logprobs", "ranks", "top_ids", "top_logprobs")
 
 
 def _structure(*parts: str | tuple[str, ...]) -> list[tuple[str, type[ctypes.c_long] | type[ctypes.c_void_p]]]:
-    """Fields of a structure: a name alone is a number, names in a tuple are pointers."""
+    """Return the fields of a structure: a plain name is a number, names in a tuple are pointers."""
     fields: list[tuple[str, type[ctypes.c_long] | type[ctypes.c_void_p]]] = []
     for part in parts:
         if isinstance(part, str):
@@ -177,15 +177,16 @@ class _Output(ctypes.Structure):
 def sample(
     logits: Tensor, step: StepMetadata, histories: tuple[np.ndarray, ...], vocab_size: int
 ) -> tuple[np.ndarray | None, dict[str, np.ndarray]]:
-    """The largest logit of each row after its changes, float32 [L], or None where all of them are finite; and the
-    arrays of a `StepOutput` but for `finite`.
+    """Sample a whole step in one call, on a rank that has the whole vocabulary.
 
     `logits`: float32 [L, V], not changed; ids from `vocab_size` on are padding with -inf. `histories`: the arrays of
-    `Entries`, of the rows with penalties if there are any.
+    `Entries` for the rows with penalties, if there are any.
 
-    A whole step's sampling in one call, on a rank that has all of the vocabulary. Each row is changed,
-    sampled and scored while it is in the cache. The same tokens as `workers/sampling/sampler.py` chooses by its own
-    steps, and logprobs equal to rounding; tests compare the two.
+    Returns the largest logit of each row after its changes, float32 [L], or None if all are finite; and the arrays of a
+    `StepOutput` except `finite`.
+
+    Each row is changed, sampled and scored while it is in the cache. The tokens are the same as in
+    `workers/sampling/sampler.py`, and logprobs are equal except for rounding; tests compare the two.
     """
     rows, width = logits.shape
     kept = step.made_once(_Kept)
@@ -214,9 +215,9 @@ def sample(
 
 
 class _Kept:
-    """A step and its output as the kernel sees them; both hold for as long as the step's arrays are where they are.
+    """A step and its output as C structures, valid while the step's arrays keep their addresses.
 
-    Addresses take longer to find out than the kernel needs for one row.
+    They are kept because collecting the addresses takes longer than the kernel needs for one row.
     """
 
     def __init__(self, step: StepMetadata) -> None:
@@ -227,7 +228,7 @@ class _Kept:
 
 
 def _given(step: StepMetadata, rows: int) -> _Step:
-    """The step as the kernel reads it, but for histories."""
+    """Return the step as the kernel reads it, without histories."""
     given = _Step(rows=rows, mask_words=step.mask_bits.shape[1])
     _point(given, step, _COLUMNS)
     for count, names in (("num_bias", _BIAS), ("num_penalties", _PENALTIES), ("num_masks", _MASKS)):
