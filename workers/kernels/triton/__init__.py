@@ -1,1 +1,1 @@
-"""Kernels in Triton, for CUDA devices. On the CPU they run in its interpreter, for tests. Imported where needed."""
+"""Triton kernels for CUDA devices. Tests run them on the CPU in Triton's interpreter. Imported only if needed."""

@@ -1,4 +1,4 @@
-"""Whether the kernels in Triton can run on a device. Imports no Triton, which is on some machines only."""
+"""Whether the Triton kernels can run on a device. Does not import Triton, which is not on every machine."""
 
 import importlib.util
 import os
@@ -10,7 +10,7 @@ from oarlock.workers.platform.cuda_driver import LEAST_CAPABILITY, missing_to_la
 
 
 def why_not(device: torch.device) -> str | None:
-    """None when they run there, in Triton's interpreter too; else the reason, as a phrase for the log."""
+    """Return None if the kernels run on `device` (also in Triton's interpreter), else a reason for the log."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"it computes on CUDA devices and the model is on {device.type}"
     if importlib.util.find_spec("triton") is None:
@@ -25,22 +25,24 @@ def why_not(device: torch.device) -> str | None:
 
 @cache
 def can_serve(device: torch.device) -> bool:
-    """Whether layers on `device` use them: never in the interpreter, which is for tests."""
+    """Return whether layers on `device` use the kernels: never in the interpreter, which is for tests."""
     return device.type == "cuda" and why_not(device) is None
 
 
 @cache
 def amd_architecture() -> str | None:
-    """Name of an AMD device's architecture, such as gfx942; None: devices are NVIDIA's."""
+    """Return the architecture of an AMD device, such as gfx942; None: devices are NVIDIA's."""
     return None if torch.version.hip is None else torch.cuda.get_device_properties(0).gcnArchName.split(":")[0]
 
 
 def float32_products(amd: str | None) -> str:
-    """How kernels multiply float32 with no more than its own loss: TensorFloat-32 is of NVIDIA alone."""
+    """Return the matmul precision that loses no more than float32 itself. Only NVIDIA has TensorFloat-32."""
     return "tf32x3" if amd is None else "ieee"
 
 
 def options(warps: int, stages: int, amd: str | None) -> dict[str, int]:
-    """Compile options of a kernel that has `stages` steps of its loop under way: AMD's devices hide more by waves, and
-    have 64 KiB of shared memory."""
+    """Return the compile options of a kernel with `stages` loop steps in flight.
+
+    AMD devices get at most 2 stages: they hide latency by waves instead, and have 64 KiB of shared memory.
+    """
     return {"num_warps": warps, "num_stages": stages if amd is None else min(stages, 2)}

@@ -1,7 +1,7 @@
-"""RMSNorm of rows (arXiv 1910.07467), alone or with the residual addition before it, and the activation of a gated MLP.
+"""RMSNorm of rows (arXiv 1910.07467), with or without a residual addition before it, and the activation of a gated MLP.
 
-A row is read once and summed in float32 by one program, in an order that neither its place nor the number of rows
-changes, and rounded once. `layers/norm.py` and `quantization/matmul.py` have the same as separate operations of torch.
+One program reads a row once, sums it in float32 and rounds once. The order of additions does not depend on the row's
+index or the number of rows. `layers/norm.py` and `quantization/matmul.py` do the same with separate torch operations.
 """
 
 from typing import Any
@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ELEMENTS = 512  # of a row for each warp
+_ELEMENTS = 512  # elements of a row for each warp
 
 
 @triton.jit
 def _rms_norm(x, weight, eps, column, inside, SIZE: tl.constexpr):
-    """`x` float32 [BLOCK], zero beyond SIZE."""
+    """Norm `x` float32 [BLOCK], which is zero beyond SIZE."""
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
     return x * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
 
@@ -29,9 +29,9 @@ def norm_row(
     eps,
     x_stride,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,  # the power of 2 from SIZE on
+    BLOCK: tl.constexpr,  # SIZE rounded up to a power of 2
 ):
-    """Computes the norm of one row."""
+    """Compute the norm of one row."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < SIZE
     values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -41,19 +41,19 @@ def norm_row(
 
 @triton.jit
 def add_and_norm_row(
-    x,  # [T, SIZE]   what is added
+    x,  # [T, SIZE]   the rows to add
     residual,  # [T, SIZE]
-    post_weight,  # [SIZE]   scale of the norm of `x` before it is added; anything without POST
+    post_weight,  # [SIZE]   scale of the norm of `x` before the addition; unused without POST
     weight,  # [SIZE]
     total,  # [T, SIZE]   the sum, rounded once
     normed,  # [T, SIZE]   the norm of the rounded sum
     post_eps,
     eps,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,  # the power of 2 from SIZE on
+    BLOCK: tl.constexpr,  # SIZE rounded up to a power of 2
     POST: tl.constexpr,
 ):
-    """Adds one row to the residual, and computes the norm of the sum."""
+    """Add one row to the residual, and compute the norm of the sum."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < SIZE
     place = row * SIZE + column
@@ -67,13 +67,13 @@ def add_and_norm_row(
     tl.store(normed + place, result.to(normed.dtype.element_ty), mask=inside)
 
 
-# A kernel's call compiles it: no annotation describes its arguments.
+# Any, because calling a kernel compiles it: no annotation describes its arguments.
 _norm: Any = norm_row
 _add_and_norm: Any = add_and_norm_row
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x` [T, size], `weight` [size] -> [T, size] of `x`'s type."""
+    """Norm `x` [T, size], `weight` [size] -> [T, size] in the dtype of `x`."""
     rows, size = x.shape
     assert x.stride(1) == 1 and weight.is_contiguous()
     normed = torch.empty((rows, size), dtype=x.dtype, device=x.device)
@@ -85,9 +85,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_and_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, post: tuple[Tensor, float] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`x` [T, size] (float32 too), `residual` [T, size] -> their sum, and the sum's norm, in `residual`'s type.
+    """Add `x` [T, size] (also float32) and `residual` [T, size]. Return the sum, and its norm, in `residual`'s dtype.
 
-    `post`: weight [size] and epsilon of a norm of `x` before it is added.
+    `post`: weight [size] and epsilon of a norm of `x` before the addition.
     """
     rows, size = residual.shape
     assert x.shape == residual.shape and x.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()
@@ -102,7 +102,7 @@ def add_and_norm(
 
 
 def warps(block: int) -> int:
-    """Number of warps of a program for rows of up to `block` elements."""
+    """Return the number of warps of a program for rows of up to `block` elements."""
     return max(1, min(16, block // _ELEMENTS))
 
 
@@ -116,9 +116,9 @@ def gate_row(
     out,  # [T, WIDTH]
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    GELU: tl.constexpr,  # the form with tanh; else SiLU
+    GELU: tl.constexpr,  # tanh approximation of gelu; otherwise SiLU
 ):
-    """Computes some columns of one row of `out`."""
+    """Compute some columns of one row of `out`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -131,11 +131,11 @@ def gate_row(
     tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
 
 
-_gate: Any = gate_row  # a kernel's call compiles it: no annotation describes its arguments
+_gate: Any = gate_row  # Any, because calling a kernel compiles it: no annotation describes its arguments
 
 
 def gated(y: Tensor, activation: str) -> Tensor:
-    """`y` [T, 2 * I], gate before up -> [T, I]. `activation`: silu or gelu_tanh."""
+    """Apply a gate: `y` [T, 2 * I], gate before up -> [T, I]. `activation`: silu or gelu_tanh."""
     rows, width = y.shape[0], y.shape[1] // 2
     assert y.is_contiguous() and activation in ("silu", "gelu_tanh")
     out = torch.empty((rows, width), dtype=y.dtype, device=y.device)

@@ -1,9 +1,9 @@
-"""Products with the experts of a mixture: tokens sorted by expert, products of blocks of them, and sums over experts.
+"""Matmuls with the experts of a MoE layer: tokens are sorted by expert, multiplied in blocks, and summed over experts.
 
-Numbers of a step on the device alone decide which expert a program works for: grids follow from T tokens, k experts of
-each, and E experts, so that launches can be captured in a graph. A block holds up to BLOCK_M pairs of a token and one
-expert; an expert's last block may be partly empty. Weights of 4 and 8 bits are stored as `products.py` describes, of
-all experts in one tensor; only those of experts in use are read.
+Only data on the device decide for which expert a program works. Grids follow from T tokens, k experts per token, and E
+experts, so launches can be captured in a CUDA graph. A block has up to BLOCK_M pairs of a token and one expert; an
+expert's last block may be partly empty. Weights of 4 and 8 bits are stored as described in `products.py`, with all
+experts in one tensor. Only the weights of experts in use are read.
 """
 
 import triton
@@ -15,9 +15,9 @@ from oarlock.workers.kernels.triton.products import numbers_of, scaled
 @triton.jit(do_not_specialize=["pairs", "blocks", "first"])
 def sort_pairs(
     ids,  # int32 [T, k]
-    starts,  # int32 [E_POW]   scratch: where an expert's pairs go
-    pairs_of,  # int32 [T * k]   numbers of pairs, sorted by expert
-    table,  # int32 [3, blocks]   a block's expert, its first pair in `pairs_of`, and how many it has: 0 of unused ones
+    starts,  # int32 [E_POW]   scratch: the index of each expert's next pair
+    pairs_of,  # int32 [T * k]   indices of pairs, sorted by expert
+    table,  # int32 [3, blocks]   a block's expert, its first index in `pairs_of`, and its number of pairs: 0 if unused
     pairs,  # T * k
     blocks,
     first,  # id of this rank's first expert
@@ -26,13 +26,13 @@ def sort_pairs(
     BLOCK_M: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Sorts pairs by expert, in one program. Pairs of one expert are in no order: no result depends on it."""
+    """Sort pairs by expert, in one program. The order of an expert's pairs varies, but no result depends on it."""
     expert = tl.arange(0, E_POW)
     counts = tl.zeros([E_POW], tl.int32)
     for at in range(0, pairs, SIZE):
         pair = at + tl.arange(0, SIZE)
         own = tl.load(ids + pair, mask=pair < pairs, other=-1) - first
-        own = tl.where((own >= 0) & (own < EXPERTS) & (pair < pairs), own, E_POW - 1)  # of other ranks
+        own = tl.where((own >= 0) & (own < EXPERTS) & (pair < pairs), own, E_POW - 1)  # pairs of other ranks
         counts += tl.histogram(own, E_POW)
     counts = tl.where(expert < EXPERTS, counts, 0)
     begin = tl.cumsum(counts, 0) - counts
@@ -48,7 +48,7 @@ def sort_pairs(
     for at in range(tl.sum(of_expert, 0), blocks, SIZE):
         left = at + tl.arange(0, SIZE)
         tl.store(table + 2 * blocks + left, nothing, mask=left < blocks)
-    tl.debug_barrier()  # `starts` is written
+    tl.debug_barrier()  # wait until `starts` is written
     for at in range(0, pairs, SIZE):
         pair = at + tl.arange(0, SIZE)
         own = tl.load(ids + pair, mask=pair < pairs, other=-1) - first
@@ -76,7 +76,7 @@ def _step(
     BITS: tl.constexpr, FLOAT: tl.constexpr, UNIT: tl.constexpr, GROUP_UNITS: tl.constexpr, ZEROS: tl.constexpr,
     UNITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the products of some inputs, from unit `at` on: those from `begin` to `stop`."""
+    """Add the products of the inputs from unit `at` on that are in the range `begin` to `stop`."""
     BYTES: tl.constexpr = UNIT * (8 if BITS == 16 else BITS) // 8
     place = tl.arange(0, UNITS * BYTES)
     if BITS == 16:
@@ -107,26 +107,26 @@ def _step(
 def multiply_experts(
     x,  # [T, K]; without ACTIVATION [T * k, K]
     values,  # [E, N, K], or uint8 [E, N, row_bytes]
-    scales,  # [E, groups, N]; anything without groups
-    zeros,  # [E, groups, N]; anything without ZEROS
-    factors,  # float32 [E, N]; anything of dense weights
-    bias,  # [E, N]; anything without BIAS
+    scales,  # [E, groups, N]; unused without groups
+    zeros,  # [E, groups, N]; unused without ZEROS
+    factors,  # float32 [E, N]; unused with dense weights
+    bias,  # [E, N]; unused without BIAS
     out,  # [T * k, width]; without ACTIVATION float32 [slices, T * k, N]
-    pairs_of, table,  # of `sort_pairs`
+    pairs_of, table,  # results of `sort_pairs`
     blocks, pairs,
     columns,  # N: with ACTIVATION 2 * width, gate above up
-    inputs, slice_inputs,  # K, and those of it that one program adds up
+    inputs, slice_inputs,  # K, and the number of inputs that one program adds up
     groups, alpha, limit, x_stride,
-    row_bytes,  # or elements of a dense row
+    row_bytes,  # bytes of a row; elements of a dense row
     TOP_K: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,  # "": none
     BITS: tl.constexpr,  # 16: dense
     FLOAT: tl.constexpr, UNIT: tl.constexpr, GROUP_UNITS: tl.constexpr, ZEROS: tl.constexpr,
     BLOCK_M: tl.constexpr,  # pairs
-    BLOCK_N: tl.constexpr,  # rows of the weight: with ACTIVATION half of them of the gate
+    BLOCK_N: tl.constexpr,  # rows of the weight; with ACTIVATION half are gate and half are up
     UNITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of pairs times some rows of their expert's weight, over one slice of inputs."""
+    """Multiply one block of pairs by some rows of their expert's weight, over one slice of inputs."""
     block = tl.program_id(1)
     count = tl.load(table + 2 * blocks + block)
     if count == 0:
@@ -186,10 +186,10 @@ def add_experts(
     first,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
-    GROUP: tl.constexpr,  # experts of a lane; 0: lanes are slices
+    GROUP: tl.constexpr,  # experts per lane; 0: lanes are slices
     BLOCK: tl.constexpr,
 ):
-    """Adds up one token's results, each times its weight, in the order of its ids."""
+    """Add up one token's results, each times its weight, in the order of its ids."""
     token, lane = tl.program_id(0), tl.program_id(2)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -1,8 +1,8 @@
-"""Pages of keys and values in the forms of `attention/kv_format.py`, which defines the numbers bit by bit.
+"""Pages of keys and values in the formats of `attention/kv_format.py`, which defines the values bit by bit.
 
-A page is what one block holds for one KV head: `BLOCK_SIZE` rows of `HEAD_DIM` numbers in the model's type, or of 8
-bits (`FORM`: "int8" or "fp8"). Behind the rows of int8 lie their scales, bfloat16 [BLOCK_SIZE], which kernels get as a
-second pointer to the same memory, of int16. Rows stay aligned so, and a page takes no more than its rows.
+A page holds the data of one block for one KV head: `BLOCK_SIZE` rows of `HEAD_DIM` elements in the model dtype or in 8
+bits (`FORM`: "int8" or "fp8"). In int8 pages, the scales follow the rows: bfloat16 [BLOCK_SIZE], passed to kernels as a
+second pointer (int16) to the same memory. This keeps rows aligned and wastes no memory.
 """
 
 import triton
@@ -11,20 +11,20 @@ import triton.language as tl
 
 @triton.jit
 def row_at(page, slot, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORM: tl.constexpr):
-    """Offset of row `slot` of `page`, in elements. `page`: int64, block * KV_HEADS + head."""
+    """Return the offset of row `slot` of `page`, in elements. `page`: int64, block * KV_HEADS + head."""
     size: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 2 if FORM == "int8" else HEAD_DIM)
     return page * size + slot * HEAD_DIM
 
 
 @triton.jit
 def _scale_at(page, slot, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Offset of the scale of row `slot`, in elements of 16 bits."""
+    """Return the offset of the scale of row `slot`, in 16-bit elements."""
     return page * (BLOCK_SIZE * (HEAD_DIM + 2) // 2) + BLOCK_SIZE * HEAD_DIM // 2 + slot
 
 
 @triton.jit
 def numbers(raw, like, FORM: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Stored elements as numbers of the type of `like`, exactly; those of int8 without their scales.
+    """Convert stored elements to the dtype of `like`, exactly. int8 elements are not multiplied by their scales.
 
     `NATIVE_FP8`: the device converts them, from compute capability 8.9 on.
     """
@@ -37,7 +37,7 @@ def numbers(raw, like, FORM: tl.constexpr, NATIVE_FP8: tl.constexpr):
             # The bits of a float16 with the same mantissa, and an exponent that is too small by 8.
             bits = raw.to(tl.int16)
             half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-            half = tl.where((bits & 0x7F) == 0x7F, 0x7E00, half).to(tl.int16)  # not a number
+            half = tl.where((bits & 0x7F) == 0x7F, 0x7E00, half).to(tl.int16)  # NaN
             result = (half.to(tl.float16, bitcast=True) * 256.0).to(like.dtype)
     else:
         result = raw
@@ -46,33 +46,33 @@ def numbers(raw, like, FORM: tl.constexpr, NATIVE_FP8: tl.constexpr):
 
 @triton.jit
 def scales_of(scales, page, slot, mask, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """The scales of rows of int8: float32, zero where `mask` is not set."""
+    """Return the scales of int8 rows: float32, zero if `mask` is not set."""
     bits = tl.load(scales + _scale_at(page, slot, HEAD_DIM, BLOCK_SIZE), mask=mask, other=0)
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _rounded_int8(x):
-    """float32 `x` [R, D] -> whole numbers int32 [R, D], and the bits of their scales, int32 [R]."""
-    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # bits of floats from 0 on
+    """Round float32 `x` [R, D] to integers int32 [R, D], and return the bits of their scales, int32 [R]."""
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # compares magnitudes by their bits
     finite = largest < 0x7F800000
     scale = tl.math.div_rn(largest.to(tl.float32, bitcast=True), tl.full(largest.shape, 127.0, tl.float32))
     bits = (scale.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
     divisor = tl.where(finite & (bits > 0), (bits << 16).to(tl.float32, bitcast=True), 1.0)
     quotient = tl.where(finite[:, None], tl.math.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape)), 0.0)
-    # Adding 1.5 * 2^23 rounds to whole numbers, ties to even: the lowest bits are the number.
+    # Adding 1.5 * 2^23 rounds to integers, ties to even. The integer is then in the lowest bits.
     values = (quotient + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     return values, tl.where(finite, bits, 0x7FC0)
 
 
 @triton.jit
 def _rounded_fp8(x):
-    """float32 -> e4m3, as int32: rounded to the nearest, ties to even, at most 448 in size."""
+    """Round float32 to e4m3, as int32: to nearest, ties to even, with magnitudes limited to 448."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     kept = tl.minimum(size, 0x43E00000)  # 448
     normal = ((kept + 0x7FFFF + ((kept >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 numbers are multiples of 2^-9: the last bit of floats from 2^14 on.
+    # Below 2^-6, values are multiples of 2^-9. This is the last bit of floats from 2^14 on.
     small = (kept.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     result = tl.where(kept < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
     return tl.where(size < 0x7F800000, result, 0x7F)
@@ -81,8 +81,8 @@ def _rounded_fp8(x):
 @triton.jit
 def store_rows(
     pages,
-    scales,  # int16, the same memory; used by int8 alone
-    x,  # [R, BLOCK_D] in the model's type, zero where `inside` is not set
+    scales,  # int16, the same memory; only used by int8
+    x,  # [R, BLOCK_D] in the model dtype, zero if `inside` is not set
     page,  # int64 [R]
     slot,
     column,  # [BLOCK_D]
@@ -92,7 +92,7 @@ def store_rows(
     BLOCK_SIZE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Writes row `slot` of each page."""
+    """Write row `slot` of each page."""
     into = pages + row_at(page, slot, HEAD_DIM, BLOCK_SIZE, FORM)[:, None] + column[None, :]
     if FORM == "int8":
         values, bits = _rounded_int8(x.to(tl.float32))
@@ -108,30 +108,30 @@ def store_rows(
 def rotate_and_write(
     qkv,  # [T, HEADS + 2 * KV_HEADS, D], tokens `qkv_stride` elements apart
     q,  # [T, HEADS, D]   rotated queries
-    k_pages,  # [blocks, KV_HEADS] pages, as `kv_pages.py` describes them
+    k_pages,  # [blocks, KV_HEADS] pages, see the module docstring
     v_pages,
     k_scales,
     v_scales,
     slot_mapping,  # int64 [T]
     cos,  # float32 [T, ROTARY]
     sin,  # float32 [T, ROTARY]   the first half negated
-    weight,  # float32 [HEADS + KV_HEADS, D]   scale of the head norm; anything without NORM
+    weight,  # float32 [HEADS + KV_HEADS, D]   scale of the head norm; unused without NORM
     eps,
     qkv_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    ROTARY: tl.constexpr,  # elements of a head that are rotated, the first ones
+    ROTARY: tl.constexpr,  # number of rotated elements of a head, the first ones
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # the power of 2 from HEAD_DIM on
+    BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of 2
     NORM: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """One head of one token, in float32, rounded once.
+    """Norm, rotate and store one head of one token, in float32, rounded once.
 
-    Between the projection of query, key and value and attention: head norm, rotation, and the write of keys and values.
-    One pass over the projection's rows in place of three operations: what they would write and read again stays in
-    registers. T query tokens, H query heads, D head_dim.
+    This is the work between the QKV projection and attention: head norm, rotation, and the write of keys and values.
+    One pass over the projection's rows replaces three operations, so intermediate values stay in registers. T query
+    tokens, H query heads, D head_dim.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK_D)

@@ -1,17 +1,18 @@
-"""Products with weights of 4 or 8 bits whose inputs are not rounded, products in a fixed order, and rows in float8.
+"""Matmuls with weights of 4 or 8 bits and unrounded inputs, matmuls in a fixed order, and rounding of rows to float8.
 
-A weight [N, K] is stored in rows of bytes. Inputs are stored in units of 16 or 32: with 8 bits a unit is as many bytes;
-with 4 bits byte number i has input i of the unit in its low half and input i + UNIT / 2 in its high one. Whole numbers
-are stored with the middle of their range added, so that none is negative; float8 is e4m3, without NaN, and
-floats of 4 bits are e2m1 as in MXFP4, whose scales are powers of 2.
+A weight [N, K] is stored in rows of bytes. Inputs are stored in units of 16 or 32. An 8-bit unit has one byte for each
+input. In a 4-bit unit, byte i has input i of the unit in its low half and input i + UNIT / 2 in its high half. Integers
+are stored with the middle of their range added, so that none is negative. float8 is e4m3, without NaN. 4-bit floats are
+e2m1 as in MXFP4, with powers of 2 as scales.
 
     weight[n, k] = (number[n, k] + zero[group of k, n]) * scale[group of k, n] * factor[n]
 
-What is multiplied is that number rounded to the type of x; without groups the number itself, which no type rounds, and
-sums are multiplied by the factor. Sums are in float32 (of float32, in three passes over TensorFloat-32 parts). Inputs
-are cut into spans, whose sums `merge` adds up in their order. None of it depends on how many rows there are.
+The matmul uses this value, rounded to the dtype of x. Without groups it uses the number itself, which every dtype holds
+exactly, and the sums are multiplied by the factor. Sums are in float32 (with float32 inputs, in three passes over
+TensorFloat-32 parts). Inputs are cut into spans; `merge` adds their sums in order. None of this depends on the number
+of rows.
 
-Numbers of rows change from step to step: kernels are not compiled anew for those that 16 divides.
+The number of rows changes from step to step, so kernels are not specialised for multiples of 16.
 """
 
 import triton
@@ -20,18 +21,18 @@ import triton.language as tl
 
 @triton.jit
 def numbers_of(words, HALF: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr):
-    """Bytes as float32: exact."""
+    """Convert bytes to float32, exactly."""
     if FLOAT and BITS == 4:
         four = (words.to(tl.uint16) >> (4 * HALF)) & 15
-        # As float16 the bits of e2m1, subnormal ones too, are 2 ** -14 of the number.
+        # Read as float16, the bits of e2m1 are 2 ** -14 of the number, also for subnormal numbers.
         bits = ((four & 7) << 9) | ((four & 8) << 12)
         return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
     if FLOAT:
         wide = words.to(tl.uint16)
-        # As float16 the bits of e4m3, subnormal ones too, are 2 ** -8 of the number.
+        # Read as float16, the bits of e4m3 are 2 ** -8 of the number, also for subnormal numbers.
         bits = ((wide & 0x7F) << 7) | ((wide & 0x80) << 8)
         return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    # The float32 of 2 ** 23 + n has n in its last bits: conversions of integers are slow.
+    # The float32 of 2 ** 23 + n has n in its last bits. This avoids conversions of integers, which are slow.
     wide = words.to(tl.int32)
     if BITS == 4:
         wide = (wide >> (4 * HALF)) & 15
@@ -40,7 +41,7 @@ def numbers_of(words, HALF: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexp
 
 @triton.jit
 def scaled(numbers, scales, zeros, factors, spot, inside, ZEROS: tl.constexpr):
-    """Numbers [N, units, bytes] of groups at `spot` [N, units, 1]."""
+    """Scale numbers [N, units, bytes] of the groups at `spot` [N, units, 1]."""
     if ZEROS:
         numbers += tl.load(zeros + spot, mask=inside, other=0.0).to(tl.float32)
     if scales.dtype.element_ty == tl.uint8:  # exponents of powers of 2
@@ -54,28 +55,28 @@ def scaled(numbers, scales, zeros, factors, spot, inside, ZEROS: tl.constexpr):
 def multiply(
     x,  # [T, K], rows `x_stride` elements apart
     values,  # uint8 [N, row_bytes]
-    scales,  # [groups, N]; anything without groups
-    zeros,  # [groups, N]; anything without ZEROS
+    scales,  # [groups, N]; unused without groups
+    zeros,  # [groups, N]; unused without ZEROS
     factors,  # float32 [N]
     partial,  # float32 [spans, T, N]
     rows,  # T
     columns,  # N
     inputs,  # K
-    units,  # of a row
+    units,  # units of a row
     x_stride,
     row_bytes,
     span,  # units of one program: a multiple of UNITS
     BITS: tl.constexpr,
     FLOAT: tl.constexpr,
-    UNIT: tl.constexpr,  # inputs
+    UNIT: tl.constexpr,  # inputs of a unit
     GROUP_UNITS: tl.constexpr,  # units of a group; 0: no groups
     ZEROS: tl.constexpr,
     BLOCK_M: tl.constexpr,  # rows of x
     BLOCK_N: tl.constexpr,
-    UNITS: tl.constexpr,  # of one step
-    PRECISION: tl.constexpr,  # of products of float32, as the device has them
+    UNITS: tl.constexpr,  # units of one step
+    PRECISION: tl.constexpr,  # precision of float32 matmuls: depends on the device
 ):
-    """`x @ weight.T` over one span of inputs. The weight is the left side of the product, as its tile has many rows."""
+    """Compute `x @ weight.T` over one span of inputs. The weight is the left operand because its tile has many rows."""
     BYTES: tl.constexpr = UNIT * BITS // 8
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -110,7 +111,7 @@ def multiply(
 
 @triton.jit
 def _sum(partial, bias, row, rows, column, columns, inside, spans, BIAS: tl.constexpr):
-    """Sum of one row's outputs over spans, plus their bias."""
+    """Sum one row's outputs over spans, and add their bias."""
     at = partial + row.to(tl.int64) * columns + column
     total = tl.load(at, mask=inside, other=0.0)
     for number in range(1, spans):
@@ -123,8 +124,8 @@ def _sum(partial, bias, row, rows, column, columns, inside, spans, BIAS: tl.cons
 @triton.jit(do_not_specialize=["rows"])
 def merge(
     partial,  # float32 [spans, T, N]
-    bias,  # [N]; anything without BIAS
-    residual,  # [T, N], rows `residual_stride` elements apart; anything without RESIDUAL
+    bias,  # [N]; unused without BIAS
+    residual,  # [T, N], rows `residual_stride` elements apart; unused without RESIDUAL
     out,  # [T, N], or with a gate [T, N / 2]
     rows,
     columns,
@@ -135,7 +136,7 @@ def merge(
     GATE: tl.constexpr,  # "": none; silu or gelu_tanh of the first half of outputs times the second half
     BLOCK: tl.constexpr,
 ):
-    """Adds the spans up, with bias and residual or the activation, and rounds once."""
+    """Add up the spans, with bias and residual or the activation, and round once."""
     row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     width = columns
     if GATE != "":
@@ -160,9 +161,9 @@ def write_out(
     scales,
     zeros,
     factors,
-    ids,  # int64 [R]: the row of the weight for each row of `out`; anything without IDS
+    ids,  # int64 [R]: the row of the weight for each row of `out`; unused without IDS
     out,  # [R, K]
-    first,  # without IDS: the first row
+    first,  # the first row, if there are no IDS
     rows,  # R
     columns,  # N, of the whole weight
     inputs,
@@ -177,7 +178,7 @@ def write_out(
     BLOCK_N: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Writes some rows of the weight in the type of `out`, rounded once. Arguments are those of `multiply`."""
+    """Write some rows of the weight in the dtype of `out`, rounded once. Arguments are the same as in `multiply`."""
     BYTES: tl.constexpr = UNIT * BITS // 8
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
@@ -215,14 +216,13 @@ def multiply_in_order(
     BLOCK_M: tl.constexpr,  # rows of x
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,  # of products of float32, as the device has them
+    PRECISION: tl.constexpr,  # precision of float32 matmuls: depends on the device
 ):
-    """`x @ weight.T` over one span of inputs. Products of float32 take three passes over TensorFloat-32 parts.
+    """Compute `x @ weight.T` over one span of inputs. With float32, in three passes over TensorFloat-32 parts.
 
-    Rows have the same bits however many there are. A library chooses kernels by the number of rows, and with them the
-    order of additions. Here a program always multiplies `BLOCK_N` outputs by `BLOCK_M` rows over one span of inputs,
-    step by step in their order; spans are added up in their order by `merge`. Rows that are not there are zeros, which
-    change no other row.
+    A row has the same bits for any number of rows. A library would choose kernels by the number of rows, and with them
+    the order of additions. Here a program always multiplies `BLOCK_N` outputs by `BLOCK_M` rows over one span of
+    inputs, in the order of inputs; `merge` adds the spans in order. Missing rows are zeros, which change no other row.
     """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -251,7 +251,10 @@ def round_rows(
     x_stride,
     BLOCK: tl.constexpr,
 ):
-    """One row: the largest number becomes 448, the largest of the type. A row with NaN or infinity becomes NaN."""
+    """Round one row. Its largest magnitude becomes 448, the largest value of float8_e4m3fn.
+
+    A row with NaN or infinity becomes NaN.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     sizes = tl.zeros([BLOCK], tl.float32)
