@@ -1,15 +1,15 @@
-"""Causal attention over pages of keys and values, at any mix of query lengths: decode, chunks and prefill alike.
+"""Causal attention over a paged KV cache for any mix of query lengths: decode, chunked prefill and prefill.
 
-The online softmax of FlashAttention-2 (arXiv 2307.08691), with the query heads of one KV head as rows of one product,
-and keys split over programs whose results are merged afterwards, as in Flash-Decoding. A program computes one tile:
-some query tokens of one sequence, for one KV head and one span of its keys. How keys are divided is computed on the
-device, once a step, from lengths that the host need not know.
+The algorithm is the online softmax of FlashAttention-2 (arXiv 2307.08691). The query heads of one KV head are rows of
+one matmul. Keys are split over programs whose results are merged afterwards, as in Flash-Decoding. A program computes
+one tile: some query tokens of one sequence, for one KV head and one span of its keys. The device computes the division
+of keys once per step, so the host need not know the lengths.
 
-Sizes in the shapes below: T query tokens, S sequences, H query heads, D head_dim; a tile has `BLOCK_M` rows, of which
-row r is query token r // GROUP of the tile, and query head r % GROUP of the KV head's.
+Sizes in the shapes below: T query tokens, S sequences, H query heads, D head_dim. A tile has `BLOCK_M` rows: row r is
+query token r // GROUP of the tile, and query head r % GROUP of the KV head.
 
-Products of float32 take three passes over TensorFloat-32 parts (`tf32x3`), which loses no more than float32 itself,
-where the device has them.
+float32 matmuls take three passes over TensorFloat-32 parts (`tf32x3`) if the device supports them, which lose no more
+than float32 itself.
 """
 
 import triton
@@ -34,10 +34,10 @@ def write_kv(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,  # tokens of a program
-    BLOCK_D: tl.constexpr,  # the power of 2 from HEAD_DIM on
+    BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of 2
     FORM: tl.constexpr,
 ):
-    """Stores keys and values of some tokens, for one KV head."""
+    """Store keys and values of some tokens, for one KV head."""
     token, head = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(1)
     column = tl.arange(0, BLOCK_D)
     is_row = token < count
@@ -51,23 +51,26 @@ def write_kv(
     store_rows(v_pages, v_scales, x, page, slot, column, inside, is_row, HEAD_DIM, BLOCK_SIZE, FORM)
 
 
-# Rows of the table that `plan_spans` writes: what a program of `attend` must know, one column each.
-TOKEN: tl.constexpr = tl.constexpr(0)  # the tile's first query token, in the batch
-COUNT: tl.constexpr = tl.constexpr(1)  # of its query tokens
-POSITION: tl.constexpr = tl.constexpr(2)  # of the first
-BEGIN: tl.constexpr = tl.constexpr(3)  # of the program's keys
+# Rows of the table that `plan_spans` writes: the inputs of a program of `attend`, one column per program.
+TOKEN: tl.constexpr = tl.constexpr(0)  # the tile's first query token, as index in the batch
+COUNT: tl.constexpr = tl.constexpr(1)  # number of its query tokens
+POSITION: tl.constexpr = tl.constexpr(2)  # position of the first query token
+BEGIN: tl.constexpr = tl.constexpr(3)  # range of the program's keys
 STOP: tl.constexpr = tl.constexpr(4)
 TABLE: tl.constexpr = tl.constexpr(5)  # row of `block_tables`
 PARTS: tl.constexpr = tl.constexpr(6)  # programs that share the tile's keys
-PLANNED = 7  # rows
+PLANNED = 7  # number of rows
 
 
 @triton.jit
 def _tiles(
     at, tile_seqs, tile_rows, query_start_loc, seq_lens, window, tiles, QUERIES, BLOCK_N, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Some tiles from number `at` on: sequence, first token in the batch, tokens, position of the first, and the keys
-    that they see: the first one, at the start of a block, and the end."""
+    """Return some tiles from index `at` on.
+
+    For each: sequence, first token in the batch, number of tokens, position of the first token, and the range of
+    visible keys, from the start of a block to the end.
+    """
     tile = at + tl.arange(0, SIZE)
     is_tile = tile < tiles
     seq = tl.load(tile_seqs + tile, mask=is_tile, other=0)
@@ -88,24 +91,27 @@ _PLAN_NUMBERS = ["window", "least", "extra", "tiles", "places", "QUERIES", "BLOC
 @triton.jit(do_not_specialize=_PLAN_NUMBERS, do_not_specialize_on_alignment=_OF_ARRAYS)
 def plan_spans(
     tile_seqs,  # int32 [tiles]
-    tile_rows,  # int32 [tiles]   the tile's first token, counted from its sequence's first in the batch
+    tile_rows,  # int32 [tiles]   the tile's first token, relative to its sequence's first token in the batch
     query_start_loc,  # int32 [S + 1]
     seq_lens,  # int32 [S]
-    table_rows,  # int32 [S]   of `block_tables`
+    table_rows,  # int32 [S]   rows of `block_tables`
     planned,  # int32 [PLANNED, places]
-    of_tiles,  # int32 [2, tiles]   a tile's first program, and how many it has
-    window,  # more than there are keys: none
-    least,  # keys of a program, the fewest; a multiple of BLOCK_N
-    extra,  # programs beyond one for each tile
+    of_tiles,  # int32 [2, tiles]   a tile's first program, and its number of programs
+    window,  # larger than the number of keys: no window
+    least,  # minimum number of keys of a program; a multiple of BLOCK_N
+    extra,  # additional programs, besides one for each tile
     tiles,
     places,  # programs: at least `tiles + extra`
     QUERIES,  # tokens of a tile
     BLOCK_N,
-    FIXED: tl.constexpr,  # spans are `least` keys and begin at multiples of it
+    FIXED: tl.constexpr,  # spans have `least` keys and begin at multiples of it
     SIZE: tl.constexpr,
 ):
-    """Divides the keys of all tiles among programs, evenly whatever the lengths: a long sequence among short ones gets
-    as many programs as its keys are of all. One program; the places that remain get no keys."""
+    """Divide the keys of all tiles evenly among programs, for any lengths.
+
+    A long sequence among short ones gets programs in proportion to its keys. This is one program; unused places get no
+    keys.
+    """
     span = least
     if not FIXED:
         keys = tl.zeros([SIZE], tl.int32)
@@ -113,7 +119,7 @@ def plan_spans(
             _, _, _, _, first, end = _tiles(
                 at, tile_seqs, tile_rows, query_start_loc, seq_lens, window, tiles, QUERIES, BLOCK_N, SIZE
             )
-            keys += (end - first + extra - 1) // extra  # of all: a sum would not fit
+            keys += (end - first + extra - 1) // extra  # divided before the sum, which could overflow
         span = tl.maximum(least, (tl.sum(keys, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
     place = 0
     for at in range(0, tiles, SIZE):
@@ -147,7 +153,7 @@ def plan_spans(
 
 @triton.jit
 def _is_seen(key, position, window, WINDOW: tl.constexpr):
-    """Whether a query at `position` attends to `key`."""
+    """Return whether a query at `position` attends to `key`."""
     seen = key <= position
     if WINDOW:
         seen &= key > position - window
@@ -156,9 +162,9 @@ def _is_seen(key, position, window, WINDOW: tl.constexpr):
 
 @triton.jit
 def _capped(scores, softcap):
-    """`softcap * tanh(scores / softcap)`, as near as float32 comes to it for small scores too."""
+    """Compute `softcap * tanh(scores / softcap)` to float32 precision, also for small scores."""
     x = scores * (1.0 / softcap)
-    # Below 5/8 a polynomial (tanhf of Cephes, by S. Moshier): of a sum with 1 the last digits would be lost.
+    # Below 5/8, a polynomial (tanhf of Cephes, by S. Moshier), because a sum with 1 would lose the last digits.
     large = 2.0 * tl.sigmoid(2.0 * x) - 1.0
     square = x * x
     more = ((-5.70498872745e-3 * square + 2.06390887954e-2) * square - 5.37397155531e-2) * square + 1.33314422036e-1
@@ -168,7 +174,7 @@ def _capped(scores, softcap):
 
 @triton.jit
 def _unit(scales):
-    """The power of 2 in the largest of `scales`, from 2^-126 to 2^126, and 1 through it. Both multiply exactly."""
+    """Return the power of 2 in the largest of `scales`, 2^-126 to 2^126, and its inverse. Both multiply exactly."""
     exponent = tl.max(scales, 0).to(tl.int32, bitcast=True) >> 23 & 0xFF
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
     return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -179,11 +185,11 @@ def _add_keys(
     scores, visible, values, scales, scale, softcap, largest, weights, sums,
     SOFTCAP: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: some more keys. `largest` and `weights` [BLOCK_M], `sums` [BLOCK_M, BLOCK_D].
+    """Add some keys: one step of the online softmax. `largest`, `weights` [BLOCK_M], `sums` [BLOCK_M, BLOCK_D].
 
-    `scale` is positive. Without MASKED every row sees every key. With SCALED, `values` are to be multiplied by `scales`
-    [BLOCK_N]; weights are instead, in a unit that keeps them from vanishing in float16. It depends on the other keys,
-    but no rounding does, unless numbers get too small for their type.
+    `scale` is positive. Without MASKED, every row sees every key. With SCALED, `values` must be multiplied by `scales`
+    [BLOCK_N]. The weights are multiplied instead, in a unit that keeps them from underflowing in float16. The unit
+    depends on the other keys, but no rounding does, unless values get too small for their dtype.
     """
     # Weights are powers of 2: log2(e) = 1.4427.
     factor = scale * 1.4426950408889634
@@ -194,7 +200,7 @@ def _add_keys(
     highest = tl.maximum(largest, tl.max(scores, 1) * factor)
     finite = highest
     if MASKED:
-        finite = tl.where(highest == float("-inf"), 0.0, highest)  # of rows that have seen no key yet
+        finite = tl.where(highest == float("-inf"), 0.0, highest)  # avoids NaN in rows that have seen no key yet
     shrink = tl.exp2(largest - finite)
     weight = tl.exp2(scores * factor - finite[:, None])
     weights = weights * shrink + tl.sum(weight, 1)
@@ -214,8 +220,10 @@ def _keys_and_values(
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORM: tl.constexpr,
     NATIVE_FP8: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys [BLOCK_D, BLOCK_N] and values [BLOCK_N, BLOCK_D] in the type of `like`, and what they are to be multiplied
-    by, float32 [BLOCK_N]: of int8 alone, anything otherwise. Zeros where `is_key` is not set, with MASKED."""
+    """Load keys [BLOCK_D, BLOCK_N] and values [BLOCK_N, BLOCK_D] in the dtype of `like`, and their scales.
+
+    Scales are float32 [BLOCK_N] for int8, and unused otherwise. With MASKED, elements are zero if `is_key` is not set.
+    """
     if MASKED:
         page = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64) * KV_HEADS + kv_head
     else:
@@ -243,8 +251,10 @@ def _block(
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, FORM: tl.constexpr, NATIVE_FP8: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys from `at` on, of those from `first_key` to `stop`: others may lie in pages that were freed, or
-    that hold what another sequence left."""
+    """Process one block of keys from `at` on, limited to the range `first_key` to `stop`.
+
+    Other keys may be in pages that were freed, or that hold data of another sequence.
+    """
     key = at + tl.arange(0, BLOCK_N)
     is_key = (key >= first_key) & (key < stop)
     keys, values, key_scales, value_scales = _keys_and_values(
@@ -263,33 +273,38 @@ def _block(
 
 @triton.jit
 def _with_sink(weights, largest, sink):
-    """Sums of weights with that of the head's sink, like them relative to 2^`largest`; an infinite one leaves nothing
-    to the keys."""
+    """Add the weight of the head's sink, relative to 2^`largest`, to the sum of weights.
+
+    An infinite sink leaves no weight for the keys.
+    """
     return weights + tl.exp2(sink * 1.4426950408889634 - largest)
 
 
 @triton.jit(do_not_specialize=["places", "window"])
 def attend(
     q,  # [T, H, D], tokens `q_stride` elements apart
-    k_pages,  # [blocks, KV_HEADS] pages, as `kv_pages.py` describes them
+    k_pages,  # [blocks, KV_HEADS] pages, see `kv_pages.py`
     v_pages,
     k_scales, v_scales,
     out,  # [T, H, D]
-    partial_out,  # float32 [places, KV_HEADS, BLOCK_M, D]; of tiles that several programs share
-    partial_stats,  # float32 [places, KV_HEADS, 2, BLOCK_M]   largest score (of base 2) and sum of weights
+    partial_out,  # float32 [places, KV_HEADS, BLOCK_M, D]; for tiles that several programs share
+    partial_stats,  # float32 [places, KV_HEADS, 2, BLOCK_M]   largest score (base 2) and sum of weights
     sinks,  # float32 [H], with SINKS
     block_tables,  # int32 [R, table_stride]
-    planned,  # int32 [PLANNED, places], of `plan_spans`
+    planned,  # int32 [PLANNED, places], from `plan_spans`
     q_stride, table_stride, scale, softcap, window, places,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of one KV head
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # the power of 2 from HEAD_DIM on
+    BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of 2
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, FORM: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    FIXED: tl.constexpr,  # all blocks of keys are computed alike
-    PRECISION: tl.constexpr,  # of products of float32, as the device has them
+    FIXED: tl.constexpr,  # compute all blocks of keys with masks
+    PRECISION: tl.constexpr,  # precision of float32 matmuls: depends on the device
 ):  # fmt: skip
-    """One tile for one KV head and one span of keys. Blocks of keys that all rows see are computed without masks."""
+    """Compute one tile for one KV head and one span of keys.
+
+    Blocks of keys that all rows see are computed without masks.
+    """
     plan, kv_head = planned + tl.program_id(0), tl.program_id(1)
     begin, stop = tl.load(plan + BEGIN * places), tl.load(plan + STOP * places)
     if begin >= stop:
@@ -305,7 +320,7 @@ def attend(
     queries = tl.load(q + (place * q_stride + head * HEAD_DIM)[:, None] + columns[None, :], mask=inside, other=0.0)
     largest, weights = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # All rows see the keys from `full` to `edge`: none is later than the first row, nor left by the last one's window.
+    # All rows see the keys from `full` to `edge`: none is after the first row, or outside the last row's window.
     first_key, full = begin * 0, begin
     if WINDOW:
         first_key = tl.maximum(first_position - window + 1, 0)
@@ -319,7 +334,7 @@ def attend(
             scale, softcap, window, largest, weights, sums, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SOFTCAP, WINDOW,
             FORM, NATIVE_FP8, PRECISION, False,
         )  # fmt: skip
-    before = full - begin  # then the blocks before those, and those behind
+    before = full - begin  # the masked blocks: first those before `full`, then those after `edge`
     for done in range(0, before + stop - edge, BLOCK_N):
         at = tl.where(done < before, begin + done, edge + done - before)
         largest, weights, sums = _block(
@@ -346,7 +361,7 @@ def merge_spans(
     out,
     sinks,
     planned,
-    of_tiles,  # int32 [2, tiles], of `plan_spans`
+    of_tiles,  # int32 [2, tiles], from `plan_spans`
     tiles,
     places,
     BLOCK_M,
@@ -356,7 +371,7 @@ def merge_spans(
     BLOCK_D: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Merges what several programs of `attend` left of one row, span by span. Arguments are those of `attend`."""
+    """Merge the results of several programs of `attend` for one row, span by span. Other arguments: see `attend`."""
     tile, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, parts = tl.load(of_tiles + tile), tl.load(of_tiles + tiles + tile)
     if parts < 2:

@@ -1,24 +1,24 @@
-"""One pass over all logits, and what follows from it for each row: its state, and its token or the blocks to read.
+"""One pass over all logits, and the results for each row: its state, and its token or the blocks to read.
 
-The survey finds what of each block of 128 ids decides whether it matters. From that, `choose` takes the token of rows
-without filters; for the others it lists the blocks that hold what is kept.
+For each block of 128 ids, the survey computes the values that decide if the block matters. With them, `choose` takes
+the token of rows without filters. For other rows, it lists the blocks that hold the kept ids.
 
-The noise is that of `workers/sampling/noise.py`. Scores in float32 are screens: they tell which few ids can win. Only
-those are scored in float64. Searches for thresholds in the order of logits, as whole numbers, take the same steps on
+The noise is the same as in `workers/sampling/noise.py`. float32 scores are screens, which show the few ids that can
+win. Only these are scored in float64. Searches for thresholds compare logits as integers and take the same steps on
 every device.
 """
 
 import triton
 import triton.language as tl
 
-# Scores in float32, of scaled logits that end at 0, differ by less from those in float64 where it matters: their noise
-# by 3e-5, and a winner lies at most 26 below 0, where it is rounded to 2e-6.
+# Bound of the difference between float32 and float64 scores of scaled logits that end at 0, for possible winners. Their
+# noise differs by 3e-5, and a winner is at most 26 below 0, where float32 rounds to 2e-6.
 MARGIN = tl.constexpr(1e-3)
 
 
 @triton.jit
 def noise_words(ids, key, factor):
-    """Words of 32 bits, of `ids` and the two words of their row's key (int32): uint32, in the order of the noise."""
+    """Return uint32 words, in the order of the noise, of `ids` and the two words (int32) of their row's key."""
     word = ids.to(tl.uint32)
     word = (word ^ (word >> 16)) * 0x7FEB352D
     word = (word ^ (word >> 15)) * 0x846CA68B
@@ -26,12 +26,12 @@ def noise_words(ids, key, factor):
     word = (word ^ key.to(tl.uint32, bitcast=True)) * factor.to(tl.uint32, bitcast=True)
     word = (word ^ (word >> 16)) * 0x7FEB352D
     word = (word ^ (word >> 15)) * 0x846CA68B
-    return word ^ 0x80000000  # words are compared as signed numbers
+    return word ^ 0x80000000  # words are compared as signed integers
 
 
 @triton.jit
 def gumbel_screen(words):
-    """Gumbel noise in float32. Near 1 the logarithm of a number is that of its distance from 1, which is exact."""
+    """Return Gumbel noise in float32. Near 1, the logarithm is computed from the distance to 1, which is exact."""
     distance = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     small = distance * (1.0 + distance * (0.5 + distance * (0.3333333333 + distance * 0.25)))
     large = -tl.log((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10)
@@ -40,21 +40,23 @@ def gumbel_screen(words):
 
 @triton.jit
 def gumbel(word):
-    """Gumbel noise in float64."""
+    """Return Gumbel noise in float64."""
     uniform = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     return -tl.log(-tl.log(uniform))
 
 
 @triton.jit
 def inverse(temperature):
-    """1 / temperature in float32, not above its largest number."""
+    """Return 1 / temperature in float32, limited to the largest float32."""
     return tl.minimum(1.0 / temperature.to(tl.float64), 3.4028234663852886e38).to(tl.float32)
 
 
 @triton.jit
 def margin_at(peak, temperature):
-    """Largest distance below the best screen of an id that can win by `peak / temperature + noise` in float64, the
-    rounding of that sum included."""
+    """Return how far an id's screen may be below the best screen if the id can still win.
+
+    It wins with `peak / temperature + noise` in float64. The margin includes the rounding of that sum.
+    """
     return 2 * MARGIN + (tl.abs(peak.to(tl.float64)) / temperature.to(tl.float64) * 1e-15).to(tl.float32)
 
 
@@ -63,7 +65,7 @@ BLOCK = tl.constexpr(128)
 
 @triton.jit
 def changed_row(logits, adjusted, changed, row, place, stride, vocab, PROCESSED: tl.constexpr):
-    """The row's logits as they are sampled: `adjusted` where bias, penalties or a mask changed them."""
+    """Return the row's logits for sampling: `adjusted` if bias, penalties or a mask changed them."""
     x = logits + place.to(tl.int64) * stride
     if PROCESSED:
         is_changed = tl.load(changed + row) > 0
@@ -75,19 +77,19 @@ def changed_row(logits, adjusted, changed, row, place, stride, vocab, PROCESSED:
 @triton.jit
 def survey(
     logits,  # float32 [L, V], rows `stride` elements apart
-    adjusted,  # float32 [L, V]; of rows that are changed
-    maxima,  # float32 [L, B]   largest logit; +inf where one is NaN
-    screens,  # float32 [L, B]   largest (logit - maximum) / temperature + noise; of rows that are drawn
-    masses,  # float32 [L, B]   sum of exp((logit - maximum) / temperature); of those too
+    adjusted,  # float32 [L, V]; for changed rows
+    maxima,  # float32 [L, B]   largest logit; +inf if any is NaN
+    screens,  # float32 [L, B]   largest (logit - maximum) / temperature + noise; for rows that are drawn
+    masses,  # float32 [L, B]   sum of exp((logit - maximum) / temperature); also for rows that are drawn
     changed,
     temperature,
     keys,
     first,
-    first_id,  # of these logits, where they are one rank's; else 0
+    first_id,  # the id of the first logit if the vocabulary is split over ranks; else 0
     stride,
     vocab,
     blocks,
-    TILE: tl.constexpr,  # blocks for one program
+    TILE: tl.constexpr,  # blocks of one program
     RANDOM: tl.constexpr,
     FILTERED: tl.constexpr,
     PROCESSED: tl.constexpr,
@@ -116,31 +118,31 @@ def survey(
 
 @triton.jit
 def ordered(x):
-    """float32 as int32 whose order is the same; no NaN."""
+    """Map float32 to int32 with the same order. `x` must not be NaN."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # adding zero turns -0 into 0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value_of(order):
-    """The float32 of `ordered`."""
+    """Return the float32 of an `ordered` value."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def rounded_up(value):
-    """The smallest float32 that is not below a float64."""
+    """Return the smallest float32 that is not below a float64."""
     near = value.to(tl.float32)
     above = value_of(ordered(near) + 1)
     return tl.where(near.to(tl.float64) < value, above, near)
 
 
-SLICES = tl.constexpr(8)  # of a vocabulary: VOCAB_SLICES of workers/distributed/topology.py
+SLICES = tl.constexpr(8)  # slices of a vocabulary: VOCAB_SLICES of workers/distributed/topology.py
 
 
 @triton.jit
 def _folded(lanes):
-    """The sum of 128 lanes, by halves: a sum of two has one order."""
+    """Sum 128 lanes by halves: a sum of two has only one order."""
     lanes = tl.sum(tl.reshape(lanes, [2, 64]), 0)
     lanes = tl.sum(tl.reshape(lanes, [2, 32]), 0)
     lanes = tl.sum(tl.reshape(lanes, [2, 16]), 0)
@@ -154,7 +156,7 @@ def _folded(lanes):
 def spread(
     logits,
     adjusted,
-    spreads,  # float64 [L, SLICES, 3]   number, sum and sum of squares of the logits that are not -inf
+    spreads,  # float64 [L, SLICES, 3]   count, sum and sum of squares of the logits that are not -inf
     changed,
     top_n_sigma,
     first,
@@ -162,7 +164,7 @@ def spread(
     vocab,
     PROCESSED: tl.constexpr,
 ):
-    """Writes the spreads of rows with top-n-sigma, added up as by `slice_spread` of csrc/sampling/sample_row.h."""
+    """Write the spreads of rows with top-n-sigma, added up like `slice_spread` of csrc/sampling/sample_row.h."""
     place, part = tl.program_id(0), tl.program_id(1)
     row = first + place
     if tl.load(top_n_sigma + row) <= 0:
@@ -188,7 +190,7 @@ def spread(
 
 @triton.jit
 def floor_of(peak, temperature, min_p, top_n_sigma, spreads):
-    """The smallest float32 that a row keeps, from its largest; -inf where no floor is on."""
+    """Return the smallest float32 that a row keeps, computed from its largest; -inf if no floor is set."""
     lowest = tl.full([], float("-inf"), tl.float32)
     if min_p > 0:
         lowest = rounded_up(peak.to(tl.float64) + temperature.to(tl.float64) * tl.log(min_p.to(tl.float64)))
@@ -206,15 +208,15 @@ def floor_of(peak, temperature, min_p, top_n_sigma, spreads):
 
 @triton.jit
 def middle_of(low, high):
-    """The middle of two int32, computed in int64, since their distance may not fit into an int32."""
+    """Return the middle of two int32, computed in int64, because their distance may overflow an int32."""
     return ((low.to(tl.int64) + high) >> 1).to(tl.int32)
 
 
 @triton.jit
 def threshold(values, weights, wanted):
-    """The largest float32 from which on `weights`, whole numbers, have a sum of `wanted`; all have at least that.
+    """Return the largest float32 from which on integer `weights` sum up to at least `wanted`; all together do.
 
-    Not one of `values` itself where those from it on have that sum exactly.
+    If the sum is exactly `wanted`, the result may be between two of `values`.
     """
     low, high = ordered(tl.min(values)), ordered(tl.max(values)) + 1
     while low < high - 1:
@@ -231,16 +233,17 @@ def threshold(values, weights, wanted):
 
 @triton.jit
 def first_of(flags, numbers):
-    """The lowest of `numbers` with a flag; 2^31 - 1 where there is none."""
+    """Return the lowest of `numbers` with a flag; 2^31 - 1 if there is none."""
     return tl.min(tl.where(flags, numbers, 0x7FFFFFFF))
 
 
-NONFINITE, FINITE, ALL_BANNED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # of `protocol.StepOutput.finite`
+# Values of `protocol.StepOutput.finite`.
+NONFINITE, FINITE, ALL_BANNED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
 def is_filtered(temperature, top_p, top_k, floored, vocab):
-    """Whether a filter removes tokens from a row that samples."""
+    """Return whether a filter removes tokens from a sampled row."""
     return (temperature > 0) & (top_k != 1) & ((top_p < 1) | floored | ((top_k > 0) & (top_k < vocab)))
 
 
@@ -251,15 +254,15 @@ def choose(
     maxima,
     screens,
     masses,
-    allowed,  # int32 [L, tiles]   ids that each tile's mask allows; of changed rows
-    banned,  # int32 [L]   how many of those a bias bans
-    listed,  # int32 [L, B]   ascending, of filtered rows: all blocks that may hold what is kept
+    allowed,  # int32 [L, tiles]   number of ids that each tile's mask allows; for changed rows
+    banned,  # int32 [L]   number of these ids that a bias bans
+    listed,  # int32 [L, B]   ascending, for filtered rows: all blocks that may hold kept ids
     num_listed,  # int32 [L]
-    short,  # int32 [L, SHORT]   ascending; -1 beyond: the blocks that hold the largest logits,
-    short_end,  # int32 [L, 2]   which are those before this pair: the bits of a float32, and an id
+    short,  # int32 [L, SHORT]   ascending; -1 after the end: the blocks that hold the largest logits,
+    short_end,  # int32 [L, 2]   which come before this pair: the bits of a float32, and an id
     totals,  # float64 [L]   sum of exp((x - peak) / temperature)
     peaks,  # float32 [L]
-    floors,  # float32 [L]   of filtered rows: the smallest logit that is kept
+    floors,  # float32 [L]   for filtered rows: the smallest logit that is kept
     tokens,  # int32 [R]
     states,  # int32 [R]
     changed,
@@ -276,8 +279,8 @@ def choose(
     vocab,
     blocks,
     tiles,
-    WIDTH: tl.constexpr,  # the power of 2 from B on
-    TILES: tl.constexpr,  # the power of 2 from `tiles` on
+    WIDTH: tl.constexpr,  # B rounded up to a power of 2
+    TILES: tl.constexpr,  # `tiles` rounded up to a power of 2
     SHORT: tl.constexpr,
     RANDOM: tl.constexpr,
     FILTERED: tl.constexpr,
@@ -332,7 +335,7 @@ def _state(peak, allowed, banned, changed, tiles, TILES: tl.constexpr, PROCESSED
 
 @triton.jit
 def largest(x, top, peak, block, vocab):
-    """The lowest id among the largest logits."""
+    """Return the lowest id among the largest logits."""
     start = first_of(top == peak, block) * BLOCK
     lane = tl.arange(0, BLOCK)
     values = tl.load(x + start + lane, start + lane < vocab, float("-inf"))
@@ -341,7 +344,7 @@ def largest(x, top, peak, block, vocab):
 
 @triton.jit
 def drawn(x, top, peak, screen, block, temperature, keys, first_id, vocab):
-    """The id of the largest `x / temperature + noise`, the lowest among equals; and the sum."""
+    """Return the id with the largest `x / temperature + noise`, the lowest among equals, and the sum."""
     scale = inverse(temperature)
     bound = tl.where(top > float("-inf"), (top - peak) * scale + screen, float("-inf"))
     least = tl.max(bound) - margin_at(peak, temperature)
@@ -376,7 +379,7 @@ def _store_total(total, mass, top, peak, temperature):
 
 @triton.jit
 def _list_all(listed, num_listed, top, block, top_k, least):
-    """The blocks with a logit that a floor and top-k may keep: the k-th largest logit is at least the k-th maximum."""
+    """List the blocks that floor and top-k may keep. The k-th largest logit is at least the k-th block maximum."""
     finite = top > float("-inf")
     if (top_k > 0) & (top_k <= tl.sum(finite.to(tl.int32))):
         least = tl.maximum(least, threshold(top, finite.to(tl.int32), top_k))
@@ -388,7 +391,7 @@ def _list_all(listed, num_listed, top, block, top_k, least):
 
 @triton.jit
 def _list_few(short, end, top, block, vocab, SHORT: tl.constexpr):
-    """The SHORT blocks with the largest maxima, the lowest among equals."""
+    """List the SHORT blocks with the largest maxima, the lowest among equals."""
     finite = top > float("-inf")
     wanted = finite
     value, ident = tl.full([], float("-inf"), tl.float32), 0

@@ -1,7 +1,7 @@
-"""Draws of filtered rows from the few blocks that hold their largest logits; in rounds where these are not enough.
+"""Draws of filtered rows from the few blocks that hold their largest logits; if these are not enough, in rounds.
 
-The kept set is a prefix of the ids in order of logit, then of id. Masses are whole numbers of 2^-30 of the likeliest
-id's, so that their sums do not depend on an order of addition.
+The kept set is a prefix of the ids in order of logit, then of id. Masses are integers in units of 2^-30 of the
+likeliest id's mass, so that their sums do not depend on the order of addition.
 """
 
 import triton
@@ -29,21 +29,21 @@ _UNIT = tl.constexpr(float(1 << 30))
 
 @triton.jit
 def is_before(x, ids, value, end):
-    """Whether logits come before the pair (value, end) in the order; none of -inf does."""
+    """Return whether logits come before the pair (value, end) in the order. Logits of -inf never do."""
     return ((x > value) | ((x == value) & (ids < end))) & (x > float("-inf"))
 
 
 @triton.jit
 def units_up_to(share, total):
-    """The smallest whole number that is not below `share` of `total`, a float64."""
+    """Return the smallest integer that is not below `share` of `total`, a float64."""
     return tl.ceil(share.to(tl.float64) * total).to(tl.int64)
 
 
 @triton.jit
 def first_k(kept, values, weights, wanted):
-    """The shortest prefix of `kept`, which is in order of ids, whose `weights` have a sum of at least `wanted`.
+    """Return the shortest prefix of `kept`, in order of logit, then of id, whose `weights` sum up to at least `wanted`.
 
-    Equal values have equal weights, above 0. All of `kept` has at least that sum.
+    `kept` is in order of ids. Equal values have equal weights, above 0. The whole sum is at least `wanted`.
     """
     weights = tl.where(kept, weights, 0)
     least = threshold(values, weights, wanted)
@@ -64,7 +64,7 @@ def draw_kept(
     totals,
     peaks,
     floors,
-    pending,  # int32 [L]   written: 1 where these blocks are not enough
+    pending,  # int32 [L]   output: 1 if these blocks are not enough
     tokens,
     states,
     changed,
@@ -79,7 +79,7 @@ def draw_kept(
     SHORT: tl.constexpr,
     PROCESSED: tl.constexpr,
 ):
-    """Draws filtered rows from the blocks `short`, which hold the largest logits. Arguments are those of `choose`."""
+    """Draw filtered rows from the blocks `short`, which hold the largest logits. Other arguments: see `choose`."""
     place = tl.program_id(0)
     row = first + place
     tl.store(pending + place, 0)
@@ -124,7 +124,7 @@ def draw_kept(
 
 @triton.jit
 def _drawn_from(kept, values, ids, peak, temperature, scale, keys):
-    """The id of the largest `(x - peak) / temperature + noise`, the first among equals."""
+    """Return the id with the largest `(x - peak) / temperature + noise`, the first among equals."""
     key, factor = tl.load(keys), tl.load(keys + 1)
     screen = tl.where(kept, (values - peak) * scale + gumbel_screen(noise_words(ids, key, factor)), float("-inf"))
     near = kept & (screen >= tl.max(screen) - margin_at(peak * 0, temperature))
@@ -141,14 +141,14 @@ def _drawn_from(kept, values, ids, peak, temperature, scale, keys):
     return token
 
 
-_LEAST_FINITE = tl.constexpr(-0x7F800000)  # in `ordered`
+_LEAST_FINITE = tl.constexpr(-0x7F800000)  # `ordered` of the lowest finite float32
 _ALL_IDS = tl.constexpr(0x7FFFFFFF)
-_ROUNDS_UNIT = tl.constexpr(float(1 << 40))  # whole numbers, as in `draw_kept`, of which more are added here
+_ROUNDS_UNIT = tl.constexpr(float(1 << 40))  # finer than in `draw_kept`, because more masses are added
 
 
 @triton.jit
 def _tile(x, listed, count, tile, vocab, TILE: tl.constexpr):
-    """Logits and ids of a tile of the listed blocks, in the order of ids: each [TILE * 128]."""
+    """Load the logits and ids of a tile of the listed blocks, in the order of ids: each [TILE * 128]."""
     lane = tl.arange(0, TILE * 128)
     slot = tile * TILE + lane // BLOCK
     ids = tl.load(listed + slot, slot < count, 0) * BLOCK + lane % BLOCK
@@ -177,10 +177,10 @@ def draw_in_rounds(
     TILE: tl.constexpr,
     PROCESSED: tl.constexpr,
 ):
-    """Draws rows that `draw_kept` left pending, in rounds. Arguments are those of `choose` and of `draw_kept`.
+    """Draw rows that `draw_kept` left pending, in rounds. Arguments are the same as in `choose` and `draw_kept`.
 
-    Rejection sampling, as `workers/sampling/top_k_top_p.py`. One program a row; it reads only the blocks that `choose`
-    listed, in tiles of a few.
+    Uses rejection sampling, as in `workers/sampling/top_k_top_p.py`. Each row has one program, which reads only the
+    blocks that `choose` listed, a few per tile.
     """
     place = tl.program_id(0)
     row = first + place
@@ -212,10 +212,10 @@ def draw_in_rounds(
 
 @triton.jit
 def _first_k(x, listed, count, k, least, peak, vocab, TILE: tl.constexpr):
-    """The pair before which the k largest logits lie, of those from `least` on; all of them, if they are fewer."""
+    """Return the pair after the k largest logits from `least` on, or after all of these if they are fewer."""
     low = tl.maximum(ordered(least), _LEAST_FINITE)
     high = ordered(peak) + 1
-    above = 0  # as many lie from `high` on
+    above = 0  # number of logits from `high` on
     end = _ALL_IDS
     if _count(x, listed, count, low, vocab, TILE) >= k:
         while low < high - 1:
@@ -232,7 +232,7 @@ def _first_k(x, listed, count, k, least, peak, vocab, TILE: tl.constexpr):
 
 @triton.jit
 def _count(x, listed, count, order, vocab, TILE: tl.constexpr):
-    """Number of logits that are at least that of `order`."""
+    """Return the number of logits that are at least the value of `order`."""
     found = 0
     for tile in range(tl.cdiv(count, TILE)):
         values, _ = _tile(x, listed, count, tile, vocab, TILE)
@@ -242,7 +242,7 @@ def _count(x, listed, count, order, vocab, TILE: tl.constexpr):
 
 @triton.jit
 def _end_of_equal(x, listed, count, order, wanted, vocab, TILE: tl.constexpr):
-    """One more than the id of the `wanted`-th logit of `order`, counted from the lowest id."""
+    """Return one more than the id of the `wanted`-th logit with the value of `order`, counted from the lowest id."""
     end, found = 0, 0
     for tile in range(tl.cdiv(count, TILE)):
         values, ids = _tile(x, listed, count, tile, vocab, TILE)
@@ -265,7 +265,7 @@ def _mass(x, listed, count, value, end, peak, scale, vocab, TILE: tl.constexpr):
 
 @triton.jit
 def _drawn(x, listed, count, value, end, peak, temperature, scale, keys, vocab, TILE: tl.constexpr):
-    """The id of the largest `x / temperature + noise` before the pair, the lowest among equals."""
+    """Return the id with the largest `x / temperature + noise` before the pair, the lowest among equals."""
     key, factor = tl.load(keys), tl.load(keys + 1)
     margin = margin_at(peak, temperature)
     highest = float("-inf")

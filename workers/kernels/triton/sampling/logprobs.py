@@ -1,4 +1,4 @@
-"""Log-probabilities of the raw logits, as `workers/sampling/sampler.py`, for the rows that want them."""
+"""Log-probabilities of the raw logits, as in `workers/sampling/sampler.py`, for the rows that want them."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ def survey_raw(
     logits,  # float32 [L, V], rows `stride` elements apart
     maxima,  # float32 [L, B]   largest logit
     masses,  # float32 [L, B]   sum of exp(logit - maximum)
-    above,  # int32 [L, tiles]   how many logits are larger than the token's
+    above,  # int32 [L, tiles]   number of logits that are larger than the token's
     tokens,
     num_logprobs,
     target_ids,
@@ -25,7 +25,7 @@ def survey_raw(
     vocab,
     blocks,
     tiles,
-    TILE: tl.constexpr,  # blocks for one program
+    TILE: tl.constexpr,  # blocks of one program
 ):
     place, tile = tl.program_id(0), tl.program_id(1)
     row = first + place
@@ -53,7 +53,7 @@ def report_logprobs(
     tokens,
     logprobs,  # float32 [R]
     ranks,  # int32 [R]
-    top_ids,  # int32 [R, MOST]   -1 beyond those that are wanted
+    top_ids,  # int32 [R, MOST]   -1 after the wanted ids
     top_logprobs,  # float32 [R, MOST]
     states,
     num_logprobs,
@@ -64,13 +64,13 @@ def report_logprobs(
     blocks,
     tiles,
     MOST: tl.constexpr,
-    MOST_WIDTH: tl.constexpr,  # the power of 2 from MOST on
-    WIDTH: tl.constexpr,  # the power of 2 from B on
-    TILES: tl.constexpr,  # the power of 2 from `tiles` on
+    MOST_WIDTH: tl.constexpr,  # MOST rounded up to a power of 2
+    WIDTH: tl.constexpr,  # B rounded up to a power of 2
+    TILES: tl.constexpr,  # `tiles` rounded up to a power of 2
 ):
-    """Writes logprobs, ranks and the best ids of the rows that want them. Rows that are not finite get none.
+    """Write logprobs, ranks and the best ids of the rows that want them. Rows that are not finite get none.
 
-    Other arguments are those of `survey_raw`.
+    Other arguments are the same as in `survey_raw`.
     """
     place = tl.program_id(0)
     row = first + place
@@ -92,7 +92,7 @@ def report_logprobs(
             this = first_of(top == best, block)
             here = this * BLOCK + lane
             few = tl.load(x + here, here < vocab, float("-inf"))
-            # what follows the last one in the order of logits, then of ids
+            # the next id in the order of logits, then of ids
             found = first_of((few == best) & ((few < last) | (here > last_id)), here)
             ids = tl.where(column == nth, found, ids)
             values = tl.where(column == nth, (best.to(tl.float64) - total).to(tl.float32), values)

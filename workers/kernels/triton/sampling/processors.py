@@ -1,4 +1,4 @@
-"""Bias, penalties and masks, as `workers/sampling/logits_processors.py`, into logits beside the raw ones."""
+"""Bias, penalties and masks, as in `workers/sampling/logits_processors.py`, stored separately from raw logits."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def _penalised(x, ids, inside, seen, guesses, row, history, drafts, repetition, frequency, presence):
-    """Logits after penalties; of ids that came before. Drafts before the row count as generated."""
+    """Return the logits with penalties for ids that occurred before. Drafts before the row count as generated."""
     if history >= 0:
         number = tl.load(seen + ids, inside, 0)  # twice the count, plus 1 if listed
         for back in range(drafts):
@@ -24,7 +24,7 @@ def _penalised(x, ids, inside, seen, guesses, row, history, drafts, repetition, 
 
 @triton.jit
 def _masked(x, ids, inside, mask_bits, mask, words):
-    """Logits after the mask, and which ids it allows. What is not finite stays visible: NaN stays, +inf becomes NaN."""
+    """Return the logits after the mask, and which ids it allows. NaN stays NaN, and +inf becomes NaN."""
     allowed = inside
     if mask >= 0:
         word = tl.load(mask_bits + mask * words + ids // 32, inside & (ids // 32 < words), 0)
@@ -38,7 +38,7 @@ def penalise_and_mask(
     logits,
     adjusted,
     allowed,
-    seen,  # int32 [engine's rows, V]   of `DenseHistories`
+    seen,  # int32 [engine's rows, V]   counts of `DenseHistories`
     changed,
     history_rows,
     repetition,
@@ -49,15 +49,15 @@ def penalise_and_mask(
     mask_index,
     mask_bits,
     first,
-    first_id,  # of these logits, where they are one rank's; else 0
+    first_id,  # the id of the first logit if the vocabulary is split over ranks; else 0
     stride,
     vocab,
     width,  # ids in a row of `seen`
     tiles,
     words,
-    TILE: tl.constexpr,  # ids for one program
+    TILE: tl.constexpr,  # ids of one program
 ):
-    """Changes the logits of all ids without bias, in rows that change."""
+    """Apply penalties and masks to all ids of changed rows. `add_bias` then changes the ids with a bias."""
     place, tile = tl.program_id(0), tl.program_id(1)
     row = first + place
     if tl.load(changed + row) == 0:
@@ -98,7 +98,7 @@ def add_bias(
     words,
     TILE: tl.constexpr,  # entries at a time
 ):
-    """Changes ids with a bias again, from the raw logits on. Other arguments are those of `penalise_and_mask`."""
+    """Recompute ids with a bias from the raw logits. Other arguments are the same as in `penalise_and_mask`."""
     place = tl.program_id(0)
     row = first + place
     if tl.load(changed + row) == 0:
@@ -123,7 +123,7 @@ def add_bias(
 
 @triton.jit
 def count_sampled(seen, tokens, history_rows, guesses, drafts_before, vocab):
-    """Add to the histories what rows with penalties sampled, unless a draft before it was wrong."""
+    """Add the sampled tokens of rows with penalties to the histories, unless a draft before them was wrong."""
     row = tl.program_id(0)
     history = tl.load(history_rows + row)
     if history < 0:

@@ -1,7 +1,7 @@
-"""Rows without filters, of whose logits each rank has some: its best id of each row, and the best of all ranks.
+"""Sampling without filters if a row's logits are split over ranks: the best id of each rank, and of all ranks.
 
-A token's score, its logit or the sum of that with the noise of its id, depends on nothing else in its row, so the best
-of all ranks' best is that of the whole row. Helpers are those of `choose.py`.
+A token's score is its logit, or the sum of the logit and the noise of its id. It depends on nothing else in the row, so
+the best id of all ranks is the best of the whole row. Helpers are in `choose.py`.
 """
 
 import triton
@@ -16,7 +16,7 @@ from oarlock.workers.kernels.triton.sampling.choose import (
     largest,
 )
 
-FOUND = 4  # float64 numbers that a rank has of a row: score, id, largest logit, ids that are neither masked nor banned
+FOUND = 4  # float64 values of a rank for a row: score, id, largest logit, number of ids not masked or banned
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def best_of_shard(
     RANDOM: tl.constexpr,
     PROCESSED: tl.constexpr,
 ):
-    """Finds this rank's best id of a row. Arguments are those of `survey` and `choose`."""
+    """Find this rank's best id of a row. Arguments are the same as in `survey` and `choose`."""
     place, block = tl.program_id(0), tl.arange(0, WIDTH)
     row, at_row, inside = first + place, place * blocks, block < blocks
     top = tl.load(maxima + at_row + block, inside, float("-inf"))
@@ -84,7 +84,7 @@ def merge_shards(
     RANKS: tl.constexpr,
     PROCESSED: tl.constexpr,
 ):
-    """Takes the best of all ranks' ids, the lowest among equals: ranks are in the order of their ids."""
+    """Take the best of all ranks' ids, the lowest among equals: ranks are in the order of their ids."""
     place = tl.program_id(0)
     row = first + place
     peak = tl.full([], float("-inf"), tl.float64)
