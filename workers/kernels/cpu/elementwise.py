@@ -22,7 +22,10 @@ def can_serve(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, float32_output: bool = False) -> Tensor:
-    """Norm `x` [T, H, D] or [T, D], `weight` float32 [H, D] or [D] -> the same shape, in the dtype of x or float32."""
+    """Apply RMSNorm to `x` [T, H, D] or [T, D]; `weight` float32 [H, D] or [D].
+
+    The result has the shape of `x`, and its dtype or float32.
+    """
     heads = x.shape[1] if x.dim() == 3 else 1
     width = x.shape[-1]
     assert x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == width)
@@ -60,7 +63,7 @@ def squares_of_heads(of: HeadsOfRank, qk: Tensor) -> Tensor:
 
 
 def norm_of_rows(of: HeadsOfRank, qk: Tensor, squares: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm `qk` [T, heads + kv_heads, D] over all heads: float32 of the same shape.
+    """Apply RMSNorm to `qk` [T, heads + kv_heads, D] over all heads: float32 of the same shape.
 
     `squares`: of all ranks' heads, as from `squares_of_heads`. `weight`: float32 [heads + kv_heads, D].
     """
@@ -91,7 +94,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
-    """Norm `x` [T, D] of `dtype` or float32, contiguous; `weight`, `bias` float32 [D] -> `dtype` [T, D]."""
+    """Apply LayerNorm to `x` [T, D] of `dtype` or float32, contiguous -> `dtype` [T, D].
+
+    `weight`, `bias`: float32 [D].
+    """
     assert x.is_contiguous() and x.dtype in (dtype, torch.float32)
     assert all(one is None or (one.dtype == torch.float32 and one.is_contiguous()) for one in (weight, bias))
     y = torch.empty(x.shape, dtype=dtype)

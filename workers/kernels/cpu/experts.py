@@ -1,4 +1,4 @@
-"""The router of a MoE layer (`csrc/layer/router.cpp`), and its experts in one call (`csrc/gemm/experts.cpp`)."""
+"""The router of an MoE layer (`csrc/layer/router.cpp`), and its experts in one call (`csrc/gemm/experts.cpp`)."""
 
 import ctypes
 from collections.abc import Iterable

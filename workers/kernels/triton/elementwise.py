@@ -16,7 +16,7 @@ _ELEMENTS = 512  # elements of a row for each warp
 
 @triton.jit
 def _rms_norm(x, weight, eps, column, inside, SIZE: tl.constexpr):
-    """Norm `x` float32 [BLOCK], which is zero beyond SIZE."""
+    """Apply RMSNorm to `x` float32 [BLOCK], which is zero beyond SIZE."""
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
     return x * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
 
@@ -73,7 +73,7 @@ _add_and_norm: Any = add_and_norm_row
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm `x` [T, size], `weight` [size] -> [T, size] in the dtype of `x`."""
+    """Apply RMSNorm to `x` [T, size]; `weight` [size] -> [T, size] in the dtype of `x`."""
     rows, size = x.shape
     assert x.stride(1) == 1 and weight.is_contiguous()
     normed = torch.empty((rows, size), dtype=x.dtype, device=x.device)

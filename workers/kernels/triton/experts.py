@@ -1,4 +1,4 @@
-"""Matmuls with the experts of a MoE layer: tokens are sorted by expert, multiplied in blocks, and summed over experts.
+"""Matmuls with the experts of an MoE layer: tokens are sorted by expert, multiplied in blocks, and summed over experts.
 
 Only data on the device decide for which expert a program works. Grids follow from T tokens, k experts per token, and E
 experts, so launches can be captured in a CUDA graph. A block has up to BLOCK_M pairs of a token and one expert; an

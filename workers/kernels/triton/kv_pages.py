@@ -127,7 +127,7 @@ def rotate_and_write(
     NORM: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Norm, rotate and store one head of one token, in float32, rounded once.
+    """Normalise, rotate and store one head of one token, in float32, rounded once.
 
     This is the work between the QKV projection and attention: head norm, rotation, and the write of keys and values.
     One pass over the projection's rows replaces three operations, so intermediate values stay in registers. T query

@@ -238,7 +238,8 @@ void score_span(const Call<T> &call, const Groups &here, long blocks, Workspace<
     for (long g = 0; g < here.count; g++) widen_scales(layer, here.v[g], space.value_scales + g * kGroup);
 }
 
-// Compute memory [rows][width] = weights [rows][kSpan] times the values of a span. `next`: the groups of the next span.
+// Compute `memory` [rows][width] = weights [rows][kSpan] times the values of a span. `next`: the groups of the next
+// span.
 template <class T>
 void add_values(const Call<T> &call, const Groups &here, const Groups &next, const Left<T> *weights, long blocks,
                 Workspace<T> &space, float *memory) {

@@ -26,7 +26,7 @@ long group_bytes(const AttentionLayer &layer) {
   return numbers_bytes<T>(layer) + scales_bytes(layer);
 }
 
-// Convert the scales of an int8 group to float32: to [kGroup].
+// Convert the scales of an int8 group to float32 in `to` [kGroup].
 inline void widen_scales(const AttentionLayer &layer, const uint8_t *group, float *to) {
   const BFloat16 *scales = reinterpret_cast<const BFloat16 *>(group + kGroup * layer.head_dim);
   for (int i = 0; i < kGroup; i += kLanes) simd::store(to + i, simd::load(scales + i));

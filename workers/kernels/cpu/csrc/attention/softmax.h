@@ -74,7 +74,7 @@ void softmax(const AttentionLayer &layer, float *scores, E *weights, const float
       continue;
     }
     simd::store(weights + i, p);
-    totals = totals + (std::is_same_v<E, float> ? p : simd::load(weights + i));  // the rounded weights
+    totals = totals + (std::is_same_v<E, float> ? p : simd::load(weights + i));  // sum of the weights as rounded
   }
   if (end < count) memset(weights + end, 0, (count - end) * sizeof *weights);
   *total = simd::sum(totals);

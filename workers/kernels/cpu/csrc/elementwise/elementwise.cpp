@@ -7,8 +7,8 @@
 #include "elementwise/norm.h"
 #include "elementwise/rotary.h"
 
-// Apply an RMSNorm: x [rows, heads, width] of type `in` (rows `x_stride` apart), weight float [heads, width] -> y
-// [rows, heads, width] contiguous, of type `in`, or float32 with `float32_output`.
+// Apply RMSNorm: x [rows, heads, width] of type `in` (rows `x_stride` apart), weight float [heads, width] -> y [rows,
+// heads, width] contiguous, of type `in`, or float32 with `float32_output`.
 extern "C" void oarlock_rms_norm(const void *x, const float *weight, void *y, long rows, long heads, long width,
                                  long x_stride, float eps, int in, int float32_output) {
   with_type(in, [&](auto *of) {
@@ -29,7 +29,8 @@ extern "C" void oarlock_squares_of_heads(const HeadsOfRank *of, const void *qk, 
   });
 }
 
-// Apply the norm, given the squares of all heads, and weight float [heads + kv_heads, width] -> y float32, contiguous.
+// Apply RMSNorm to whole rows, given the squares of all heads, and weight float [heads + kv_heads, width] -> y float32,
+// contiguous.
 extern "C" void oarlock_norm_of_rows(const HeadsOfRank *of, const void *qk, const float *squares, const float *weight,
                                      float *y, long rows, long width, long stride, float eps, int in) {
   with_type(in, [&](auto *type) {
@@ -61,8 +62,8 @@ extern "C" void oarlock_rotate(const void *x, const float *cos, const float *sin
   });
 }
 
-// Apply a LayerNorm: x [rows, width] of type `out`, or float32 with `float32_input`; weight and bias float [width],
-// bias may be null -> y [rows, width] of type `out`.
+// Apply LayerNorm: x [rows, width] of type `out`, or float32 with `float32_input`; weight and bias float [width], bias
+// may be null -> y [rows, width] of type `out`.
 extern "C" void oarlock_layer_norm(const void *x, const float *weight, const float *bias, void *y, long rows, long width,
                                    float eps, int float32_input, int out) {
   with_type(out, [&](auto *of) {

@@ -29,7 +29,7 @@ inline void layer_norm_row(const In *x, const float *weight, const float *bias, 
   }
 }
 
-// Norm each row: x [rows, width] contiguous, weight and bias [width] -> y [rows, width].
+// Apply LayerNorm to each row: x [rows, width] contiguous, weight and bias [width] -> y [rows, width].
 template <class In, class Out>
 inline void layer_norm(const In *x, const float *weight, const float *bias, Out *y, long rows, long width, float eps) {
 #pragma omp parallel for if (rows * width > kSerial)

@@ -41,8 +41,8 @@ inline void rms_norm_row(const In *x, const float *weight, Out *y, long width, f
   scale_row(x, inverse_root(mean, eps), weight, y, width);
 }
 
-// Norm each head separately: x [rows, heads, width] (rows `x_stride` elements apart), weight [heads, width] -> y [rows,
-// heads, width] contiguous.
+// Apply RMSNorm to each head separately: x [rows, heads, width] (rows `x_stride` elements apart), weight [heads, width]
+// -> y [rows, heads, width] contiguous.
 template <class In, class Out>
 inline void rms_norm(const In *x, const float *weight, Out *y, long rows, long heads, long width, long x_stride,
                      float eps) {

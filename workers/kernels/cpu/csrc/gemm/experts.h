@@ -1,4 +1,4 @@
-// The gated MLPs of a MoE layer's experts: for each row of x, the weighted sum over the experts it is routed to.
+// The gated MLPs of an MoE layer's experts: for each row of x, the weighted sum over the experts it is routed to.
 #pragma once
 #include "gemm/grouped.h"
 
@@ -11,7 +11,7 @@ struct Expert {
   int gate_up_kind, down_kind;           // a WeightKind
 };
 
-// The experts `first` to `first + count` of a MoE layer.
+// The experts `first` to `first + count` of an MoE layer.
 struct Experts {
   const Expert *of;
   long first, count;

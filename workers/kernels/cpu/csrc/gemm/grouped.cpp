@@ -122,7 +122,8 @@ struct Operands {
   }
 
   // Multiply all strips. `next`: the weights after those of the tile; each strip prefetches its share of them. The tile
-  // is updated in place for each strip, because a copy would wait until the earlier stores to it have left the core.
+  // is updated in place for each strip, because a copy would wait until the earlier stores to it have reached the
+  // cache.
   void multiply_strips(const MultiplyTile *multiply, Tile &t, long block, const char *next) const {
     const int32_t *starts = t.starts;
     const float *totals = t.totals, *row_scales = t.row_scales;

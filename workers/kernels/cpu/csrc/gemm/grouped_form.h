@@ -31,8 +31,8 @@ struct PackedForm {
   int32_t is_gated, is_float;      // is_float: the values are e2m1, 4 bits
   int64_t bits, group, has_zeros;  // 4 or 8 bits; groups of 16 or 32 inputs; zero points
   int64_t slices, length;          // number of slices, and inputs of a slice
-  // Offset in bytes of the input order, int32 [slices * length]: the index in x of each packed input, -1 for none. Or
-  // 0.
+  // Offset in bytes of the input order, or 0 if there is none. The order is int32 [slices * length]: the index in x of
+  // each packed input, -1 for padding.
   int64_t order_at;
 
   // Number of groups of `inputs` inputs, and of a slice. The last group is padded with zeros.

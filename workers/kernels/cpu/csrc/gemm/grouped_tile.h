@@ -24,8 +24,8 @@ struct Values {
   static constexpr long kStepBytes = kBits == 4 && !kUnpacked ? 4 * kLanes : 4 * kPanel;  // values of four inputs
 };
 
-// Arguments of a tile: computes the sums of R rows of x and one panel, for several slices in turn, or for a block of a
-// slice.
+// Arguments of a tile, which computes the sums of R rows of x and one panel, for several slices in turn, or for a block
+// of a slice.
 struct Tile {
   const uint8_t *x;       // integer rows, kRowBytes apart
   const char *scales;     // scales and zero points of the first group
@@ -59,7 +59,7 @@ inline void load_values(const char *w, Ints numbers, Ints &left, Ints &right) {
   if constexpr (kPacked && V::kFloat) left = look_up(numbers, left), right = look_up(numbers, right);
 }
 
-// Add x times the weights of one group to whole [R]. `w`: the values of the group.
+// Add x times the weights of one group to `whole` [R]. `w`: the values of the group.
 template <class Dot, class V, int R>
 inline void add_group(const uint8_t *x, const char *w, Ints numbers, Ints (&whole_low)[R], Ints (&whole_high)[R]) {
   for (long step = 0; step < V::kGroup / 4; step++, x += 4, w += V::kStepBytes) {
@@ -79,10 +79,10 @@ inline void add_group(const uint8_t *x, const char *w, Ints numbers, Ints (&whol
 constexpr long kPairSteps[] = {32767 / (2 * 127 * 15), 4};
 static_assert(kPairSteps[0] == 8 && kPairSteps[1] * 2 * 127 * 24 <= 32767);
 
-// Compute whole [R] = start [R] + x times the weights of one 4-bit group, with fewer multiplications. If all steps fit
-// in 16 bits, the sums begin with `start` in the lower half of each 32 bits. This is safe: `start` subtracts the offset
-// of all inputs, and together with the products of one half it is at most 127 * 32 * 8. The loop over steps is not
-// unrolled, because that makes the tile slower.
+// Compute `whole` [R] = `start` [R] + x times the weights of one 4-bit group, with fewer multiplications. If all steps
+// fit in 16 bits, the sums begin with `start` in the lower half of each 32 bits. This is safe: `start` subtracts the
+// offset of all inputs, and together with the products of one half it is at most 127 * 32 * 8. The loop over steps is
+// not unrolled, because that makes the tile slower.
 template <class Dot, class V, int R>
 inline void sum_group_by_pairs(const Ints (&start)[R], const uint8_t *x, const char *w, Ints numbers,
                                Ints (&whole_low)[R], Ints (&whole_high)[R]) {

@@ -15,7 +15,7 @@ namespace gemm {
 using namespace simd;
 
 constexpr long kBlock = 1024;            // inputs per block: their weights for one panel fit in the first-level cache
-// bytes between rows of x; the extra cache line spreads rows over the cache sets
+// Bytes between rows of x. Without the extra cache line, rows would share few cache sets.
 constexpr long kRowBytes = kBlock + 64;
 constexpr long kSerialRows = 1 << 14;    // elements of x up to which one thread is faster than waking another
 // If no magnitude is larger, the row is rounded to zeros, because its scale has no inverse.
@@ -63,7 +63,7 @@ struct RoundedRows : Strips<kStrip> {
   // Round and pack x [inputs of a slice].
   template <class T>
   void pack_row(const T *x, long strip, long r, long slice) {
-    Vec most = zero(), broken = zero();  // NaN if an element is NaN or infinite, otherwise 0
+    Vec most = zero(), broken = zero();  // broken: NaN if an element is NaN or infinite, else 0
     for (long k = 0; k < slices.length; k += kLanes) {
       const Vec value = load(x + k, slices.length - k);
       most = max(most, abs(value));

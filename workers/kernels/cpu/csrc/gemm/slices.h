@@ -39,8 +39,8 @@ struct Slices {
   long inputs_of(long index) const { return std::min(block, length - in_slice(index) * block); }
 };
 
-// Return the number of pending partial sums before slice `slice` (the set bits of its index). This is its index in the
-// stack.
+// Return the number of pending partial sums before slice `slice` (the number of set bits of its index). This is its
+// index in the stack.
 inline long pending_before(long slice) { return __builtin_popcountl(slice); }
 
 // Add the sums of slice `slice` to the previous sums in the same branch of the tree, and continue up the tree while

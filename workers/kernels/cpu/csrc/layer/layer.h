@@ -35,7 +35,7 @@ struct HeadsAndPages {
   int rotary;       // index of the step's rotary table; -1: heads are not rotated
   int interleaved;  // pairs are neighbours: see rotate_neighbours
   float eps;        // epsilon of `head_norm`
-  const HeadsOfRank *of_rows;  // set if the norm is over the rows of all heads, not over each head; or null
+  const HeadsOfRank *of_rows;  // norm over all heads of a row; null: each head has its own norm
   const float *sinks;          // the argument of `attend`; or null
 };
 
@@ -45,7 +45,7 @@ struct Addition {
   float scale;
 };
 
-// A MoE layer. The sums over a row's routed experts and the shared expert's result are all-reduced together.
+// An MoE layer. The sums over a row's routed experts and the shared expert's result are all-reduced together.
 struct Mixture {
   const Router *router;
   const gemm::Experts *routed, *shared;  // shared: one expert that every row has; or null
@@ -59,7 +59,7 @@ enum Rows { kResidual = 0, kKept = 1, kKeptToo = 2, kPartial = 3, kScratch = 4, 
 enum OperationKind {
   kNormRows = 0,   // `to` = norm(`from`)                                                   of: a Norm
   kMultiply = 1,   // `to` = `from` w; added to a residual; to partial without its bias     of: a PackedWeight
-  kTurnHeads = 2,  // norms and rotates queries and keys in `to`                            of: a HeadsAndPages
+  kTurnHeads = 2,  // normalises and rotates queries and keys in `to`                       of: a HeadsAndPages
   kAttend = 3,     // writes keys and values, `to` = attention of `from`; all rows at once  of: a HeadsAndPages
   kTotal = 4,      // `to` = all-reduced `partial`, and the bias; added to a residual       of: the PackedWeight
   kAddRows = 5,    // residual += scale * norm(`from`), which is overwritten                of: an Addition

@@ -1,4 +1,4 @@
-// The router of a MoE layer (see router.h). Scores are computed in float64, so that the rounding of the exponential
+// The router of an MoE layer (see router.h). Scores are computed in float64, so that the rounding of the exponential
 // function has no effect. workers/layers/experts.py has the same algorithm in torch operations.
 #include "layer/router.h"
 

@@ -1,4 +1,4 @@
-// The router of a MoE layer: logits in float32, and the experts of each row.
+// The router of an MoE layer: logits in float32, and the experts of each row.
 #pragma once
 #include <cmath>
 

@@ -64,7 +64,7 @@ bool wait_for(const RankGroup &group, long rank) {
 
 constexpr long kStretch = 1024;  // elements summed at a time; they stay in the first-level cache
 
-// Set to [count] to the sum of the inputs of ranks `first` to `first + ranks`, from element `at` on, in the order of
+// Set `to` [count] to the sum of the inputs of ranks `first` to `first + ranks`, from element `at` on, in the order of
 // `tree_sum`: the first half is the largest power of two below `ranks`, the second half the remaining ranks.
 void add_up(const RankGroup &group, long first, long ranks, long at, long count, float *to) {
   const float *one = input(group, first) + at;

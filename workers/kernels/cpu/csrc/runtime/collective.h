@@ -10,7 +10,7 @@ struct RankGroup {
   uint64_t collective;  // the latest collective that this rank has entered, counted by both implementations
   double spin_s;        // a wait spins for this time,
   long yields;          // then yields its core this number of times, then sleeps between checks until the timeout
-  double timeout_s;     // timeout of a collective
+  double timeout_s;     // timeout of a wait; then the rank counts as missing
 };
 
 constexpr int kAllCame = -1;

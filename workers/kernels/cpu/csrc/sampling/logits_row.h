@@ -184,7 +184,7 @@ class Drawing {
     return exp((value - broadcast(row_.top)) * broadcast(scale_)) / noise::tail(distance);
   }
 
-  // Compute in float64 the ids of a block that could win. If `bound` is above 0, it is the bound of the block, whose
+  // Score in float64 the ids of a block that could win. If `bound` is above 0, it is the bound of the block, whose
   // largest logit is `most`. Then logits that are far below `most` cannot win, even with the largest noise of the
   // block.
   void visit(long block, float bound, float most) {
