@@ -301,10 +301,7 @@ def attend(
     FIXED: tl.constexpr,  # compute all blocks of keys with masks
     PRECISION: tl.constexpr,  # precision of float32 matmuls: depends on the device
 ):  # fmt: skip
-    """Compute one tile for one KV head and one span of keys.
-
-    Blocks of keys that all rows see are computed without masks.
-    """
+    """Compute one tile for one KV head and one span of keys. Blocks of keys that all rows see need no mask."""
     plan, kv_head = planned + tl.program_id(0), tl.program_id(1)
     begin, stop = tl.load(plan + BEGIN * places), tl.load(plan + STOP * places)
     if begin >= stop:
