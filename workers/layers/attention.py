@@ -1,6 +1,6 @@
-"""The attention sublayer on one rank: from the projection of q, k and v to the output projection.
+"""The attention sublayer on one rank, from the q, k and v projections to the output projection.
 
-The sum over ranks after the output projection is the only communication. The backend owns the pages and their layout.
+The all-reduce after the output projection is the only communication. The backend owns the pages and their layout.
 """
 
 import ctypes
@@ -23,10 +23,11 @@ from oarlock.workers.weights.source import WeightSource
 
 
 class Sinks:
-    """Scores of no key that a rank's query heads have, float32 [heads of the rank]."""
+    """Learned scores of the rank's query heads that belong to no key: float32 [heads of the rank]."""
 
     def __init__(self, name: str, num_heads: int, shard: HeadShard, place: Placement) -> None:
-        """`name` is the attention module's. `num_heads`: over all ranks."""
+        """Describe this rank's shard. `name` is the attention module's name; `num_heads` counts heads over all
+        ranks."""
         self.name = f"{name}.sinks"
         self.num_heads = num_heads
         self.shard = shard
@@ -44,7 +45,8 @@ class Sinks:
 class Attention:
     """Projections, head norm, rotary embedding, KV write, attention, output projection; any mix of query lengths."""
 
-    products: ClassVar[Mapping[str, str]] = {"qkv_proj": "qkv", "o_proj": "output"}  # by the names in a checkpoint
+    # module in a checkpoint -> attribute
+    products: ClassVar[Mapping[str, str]] = {"qkv_proj": "qkv", "o_proj": "output"}
 
     def __init__(self, name: str, spec: SelfAttentionSpec, layer: int, hidden: int, place: Placement) -> None:
         self.place = place
@@ -79,15 +81,15 @@ class Attention:
         return [part for part in (self.qkv, self.norm, self.sinks, self.output) if part is not None]
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Tensor:
-        """`x` [T, hidden] (normed) -> [T, hidden]: `residual` [T, hidden] plus the attention output, or that alone."""
+        """Return the output for `x` [T, hidden] (normed), plus `residual` if there is one: [T, hidden]."""
         return self.output(self._mixed(x, step), residual)
 
     def unrounded(self, x: Tensor, step: LayerStep) -> Tensor:
-        """The output without a residual, as `RowParallelLinear.unrounded` gives it."""
+        """Return the output without a residual, as `RowParallelLinear.unrounded` returns it."""
         return self.output.unrounded(self._mixed(x, step))
 
     def _mixed(self, x: Tensor, step: LayerStep) -> Tensor:
-        """Values as the rank's heads mix them, before `output`: [T, H * D]."""
+        """Return the attention output of the rank's heads, before the output projection: [T, H * D]."""
         heads, kv_heads, backend = self.spec.num_heads, self.spec.num_kv_heads, step.backend
         qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
         is_usual = self.rope is not None and not self.rope.interleaved and not isinstance(self.norm, RowNorm)
@@ -108,7 +110,7 @@ class Attention:
         return backend.attend(q, step.kv, step.plan, self.spec, None if self.sinks is None else self.sinks.weight)
 
     def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[RowParallelLinear, Rows]:
-        """Writes its operations on `source`, up to the input of the output product; returns that and where it is."""
+        """Add the operations on `source` before the output projection; return the projection and its input rows."""
         qkv, mixed = Rows.SCRATCH_TOO, Rows.SCRATCH
         program.multiply(program.take(self, "qkv", QKVParallelLinear), source, qkv, *PRODUCTS)
         norm = program.take_optional(self, "norm", HeadNorm, RowNorm)

@@ -1,6 +1,6 @@
-"""Self-attention as plain values: heads, rotation, window, scale; its tensors, its memory and its work.
+"""Specification of self-attention: heads, rotation, window and scale; its tensors, memory and operations.
 
-Torch-free; `attention.py` computes it.
+Torch-free. `attention.py` computes it.
 """
 
 from collections.abc import Mapping
@@ -13,38 +13,39 @@ from oarlock.workers.layers.tensor_spec import Cut, Kept, Made, NormSpec, Tap, T
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding, resolved: every optional value has its number. Fields a `kind` does not use keep defaults."""
+    """Rotary embedding with every optional value resolved. Fields that a `kind` does not use keep their defaults."""
 
     kind: str  # default | linear | dynamic | llama3 | yarn | longrope
     theta: float
-    rotary_dim: int  # leading elements of a head that are rotated; the rest pass through
+    rotary_dim: int  # leading elements of a head that are rotated; the rest are not changed
     factor: float = 1.0
-    original_max_positions: int = 0  # dynamic, llama3, yarn, longrope: the length the frequencies were trained for
+    original_max_positions: int = 0  # dynamic, llama3, yarn, longrope: the length that the frequencies were trained for
     attention_factor: float = 1.0  # yarn, longrope: scales cos and sin
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
-    short_factors: tuple[float, ...] = ()  # longrope: stretch of each pair of elements, up to original_max_positions
-    long_factors: tuple[float, ...] = ()  # longrope: beyond
-    stretched: bool = False  # longrope: the long factors apply, to every token; see `for_length`
-    interleaved: bool = False  # pairs that are rotated are neighbours, not half of rotary_dim apart
+    short_factors: tuple[float, ...] = ()  # longrope: factor of each pair of elements, up to original_max_positions
+    long_factors: tuple[float, ...] = ()  # longrope: the same for longer sequences
+    stretched: bool = False  # longrope: the long factors apply to every token; see `for_length`
+    interleaved: bool = False  # rotates elements 2i and 2i + 1, not elements that are rotary_dim / 2 apart
 
     def for_length(self, length: int) -> "RopeSpec":
-        """The settings for a server of sequences of up to `length` tokens, which all get the same angles.
+        """Return the settings for a server of sequences of up to `length` tokens, which all get the same angles.
 
         LongRoPE has two sets of factors, and a model was trained with one set for all tokens of a sequence, chosen by
-        the sequence's length. Cached keys cannot be rotated again when a sequence grows past the trained length, and
-        a cached prefix is shared by short and long sequences: so the longest sequence served decides for all.
+        the sequence's length. Cached keys cannot be rotated again when a sequence grows past the trained length, and a
+        cached prefix is shared by short and long sequences. So the longest sequence served decides for all.
         """
         stretched = self.kind == "longrope" and length > self.original_max_positions
         return self if stretched == self.stretched else replace(self, stretched=stretched)
 
     def default_length(self, max_positions: int) -> int:
-        """Tokens of context served by default, of a model of `max_positions`. For LongRoPE that is the length trained
-        with the short factors: up to it the angles equal transformers' for every sequence. A longer context gives short
-        sequences the long factors, so it is an explicit choice.
+        """Return the context length, in tokens, that is served by default for a model of `max_positions`.
+
+        For LongRoPE it is the length trained with the short factors: up to this length the angles equal transformers'
+        for every sequence. A longer context gives short sequences the long factors, so it is an explicit choice.
         """
         if self.kind == "longrope":
             return min(max_positions, self.original_max_positions)
@@ -53,7 +54,7 @@ class RopeSpec:
         return max_positions
 
     def longest_length(self, max_positions: int) -> int:
-        """The largest context, in tokens, that the angles of a model of `max_positions` support."""
+        """Return the largest context, in tokens, that the angles of a model of `max_positions` support."""
         if self.kind in ("linear", "dynamic"):
             return max(max_positions, int(max_positions * self.factor))
         return max(max_positions, self.default_length(max_positions))
@@ -61,36 +62,38 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class SelfAttentionSpec:
-    """Causal attention with grouped heads, from the projections of q, k and v to the output projection."""
+    """Causal grouped-query attention, from the q, k and v projections to the output projection."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    scale: float  # of scores
-    rope: RopeSpec | None  # None: positions do not enter
+    scale: float  # factor of the attention scores
+    rope: RopeSpec | None  # None: no positional encoding
     window: int | None = None  # a query sees itself and the window - 1 tokens before it
     softcap: float | None = None  # scores become cap * tanh(scores / cap)
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: NormSpec | None = None  # of q and of k, before the rotation
-    norms_rows: bool = False  # over the rows of all heads; else over each head by itself
-    sinks: bool = False  # each query head has a learned score of no key, which takes its share of the weights
+    qk_norm: NormSpec | None = None  # norm of q and k before the rotation
+    norms_rows: bool = False  # True: q and k are normed over all heads of a row; False: each head is normed by itself
+    # each query head has a learned extra score that belongs to no key and takes its share of the softmax
+    sinks: bool = False
 
     module: ClassVar[str] = "self_attn"
     title: ClassVar[str] = "attention"
-    reads: ClassVar[str] = "input_norm"  # names, in a verification, of what it reads and of the residual after it
+    # names, in a verification, of the sublayer's input and of the residual after it
+    reads: ClassVar[str] = "input_norm"
     leaves: ClassVar[str] = "mid_residual"
-    # Names in GGUF, of parts and of the norms before and after.
+    # GGUF names of the modules, and of the norms before and after the sublayer.
     gguf: ClassVar[Mapping[str, str]] = {
         "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "qkv_proj": "attn_qkv", "q_norm": "attn_q_norm",
         "k_norm": "attn_k_norm", "sinks": "attn_sinks", "o_proj": "attn_output",
     }  # fmt: skip
     gguf_norms: ClassVar[tuple[str, str]] = ("attn_norm", "post_attention_norm")
-    # A checkpoint may store the parts of one product as one tensor, one below the other.
+    # A checkpoint may store these modules as one tensor, concatenated by rows.
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
     def tensors(self, hidden: int) -> list[TensorSpec]:
-        """Tensors in an ordinary checkpoint of a model of `hidden` numbers a token, by their names in `module`."""
+        """Return the tensors of an ordinary checkpoint with hidden size `hidden`, with names relative to `module`."""
         found: list[TensorSpec] = []
         for part, heads, bias in (
             ("q", self.num_heads, self.qkv_bias),
@@ -112,7 +115,7 @@ class SelfAttentionSpec:
 
     @property
     def taps(self) -> list[Tap]:
-        """Tensors that a verification compares, in the order they are computed."""
+        """The tensors that a verification compares, in the order of their computation."""
         q, k = (self.num_heads * self.head_dim, self.num_heads), (self.num_kv_heads * self.head_dim, self.num_kv_heads)
         norms = ("", "") if self.qk_norm is None else ("q_norm", "k_norm")
         return [
@@ -130,17 +133,17 @@ class SelfAttentionSpec:
         return self.num_heads
 
     def divides(self, size: int) -> bool:
-        """Whether `size` ranks can share it."""
+        """Return whether the heads can be divided among `size` ranks."""
         return heads_divide(self.num_heads, self.num_kv_heads, size)
 
     @property
     def sizes(self) -> str:
-        """The sizes that ranks share, for messages."""
+        """The sizes that are divided among ranks, for messages."""
         return f"{self.num_heads} heads, {self.num_kv_heads} key-value heads"
 
     @property
     def shared_inputs(self) -> int:
-        """Inputs of the product whose results ranks add up."""
+        """Number of inputs of the output projection, which are divided among ranks."""
         return self.num_heads * self.head_dim
 
     @property
@@ -149,12 +152,12 @@ class SelfAttentionSpec:
         return f"{self.shared_inputs} inputs of attention's output"
 
     def kv_heads_of_rank(self, size: int) -> int:
-        """Key-value heads whose keys and values each of `size` ranks stores."""
+        """Return the number of key-value heads whose keys and values each of `size` ranks stores."""
         return shard_heads("attention", self.num_heads, self.num_kv_heads, 0, size).num_kv_heads
 
     @property
     def step_values(self) -> int:
-        """Numbers of a token that exist at once while it computes, over all ranks: q, k and v."""
+        """Values per token of q, k and v together, which exist at the same time, over all ranks."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
@@ -163,5 +166,5 @@ class SelfAttentionSpec:
         return 4 * self.num_heads * self.head_dim
 
     def for_length(self, length: int) -> "SelfAttentionSpec":
-        """As served for sequences of up to `length` tokens."""
+        """Return the attention as it serves sequences of up to `length` tokens."""
         return self if self.rope is None else replace(self, rope=self.rope.for_length(length))

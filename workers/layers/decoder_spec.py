@@ -1,7 +1,7 @@
-"""A decoder model as plain values: the sublayers of every layer, the norms around them, and what begins and ends it.
+"""Specification of a decoder model: the sublayers of every layer, the norms around them, the embedding and the head.
 
-What a sublayer is made of is known to its own file alone (`attention_spec.py`, `gated_mlp_spec.py`); here is shape and
-order. Torch-free. Knows no Hugging Face key names (`models/hf_*.py` do).
+It holds shapes and order; each kind of sublayer is defined in its own file (`attention_spec.py`, `gated_mlp_spec.py`,
+`experts_spec.py`). Torch-free. Knows no Hugging Face key names (`models/hf_*.py` do).
 """
 
 import math
@@ -20,15 +20,15 @@ from oarlock.workers.quantization.registry import Quantization
 
 
 class SublayerSpec(Protocol):
-    """One kind of sublayer, as plain values."""
+    """Interface of the specification of one kind of sublayer."""
 
     @property
     def module(self) -> str:
-        """Its name in a layer of a checkpoint."""
+        """The module's name in a layer of a checkpoint."""
 
     @property
     def fused(self) -> Mapping[str, tuple[str, ...]]:
-        """Tensors that a checkpoint may store as one, by the name of that."""
+        """Fused tensor name -> the tensors that it contains, e.g. `qkv_proj` -> (`q_proj`, `k_proj`, `v_proj`)."""
 
     def tensors(self, hidden: int) -> list[TensorSpec]: ...
 
@@ -75,24 +75,24 @@ class SublayerSpec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BranchSpec:
-    """A sublayer in its layer: the residual gets `scale * post_norm(sublayer(norm(x)))`. Norms are named as in a
-    checkpoint."""
+    """A sublayer in its layer, which adds `scale * post_norm(sublayer(norm(x)))` to the residual. Norms have the names
+    of the checkpoint."""
 
     sublayer: SublayerSpec
-    norm: str | None  # None: the sublayer reads the residual itself
+    norm: str | None  # None: the sublayer reads the residual without a norm
     post_norm: str | None = None
     scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Branches of one layer, one after the other; or, `parallel`, all of them on what enters the layer."""
+    """The branches of one layer: one after the other, or all on the layer's input if `parallel`."""
 
     branches: tuple[BranchSpec, ...]
     parallel: bool = False  # branches whose norms have the same name share that norm
 
     def tensors(self, hidden: int, norm: NormSpec) -> list[TensorSpec]:
-        """Tensors by their names in the layer."""
+        """Return the tensors of the layer, with names relative to the layer."""
         names = [name for branch in self.branches for name in (branch.norm, branch.post_norm) if name is not None]
         found = [tensor for name in dict.fromkeys(names) for tensor in norm.tensors(f"{name}.", hidden)]
         for branch in self.branches:
@@ -118,14 +118,14 @@ class DecoderSpec:
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     norm: NormSpec
-    default_length: int  # tokens of context that are served unless more are asked for
-    longest_length: int  # the largest context, in tokens, that its angles support
+    default_length: int  # context length in tokens, unless the user asks for more
+    longest_length: int  # largest context, in tokens, that the rotary angles support
     tie_word_embeddings: bool = False
-    dtype: str | None = None  # as the checkpoint declares it: bfloat16 | float16 | float32
-    embedding_scale: float = 1.0  # rounded to the dtype it is applied in
+    dtype: str | None = None  # dtype of the checkpoint: bfloat16 | float16 | float32
+    embedding_scale: float = 1.0  # rounded to the dtype in which it is applied
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # final logits become cap * tanh(logits / cap)
-    unserved: tuple[str, ...] = ()  # what names of tensors begin with that belong to no layer here, and stay unused
+    unserved: tuple[str, ...] = ()  # name prefixes of tensors that no layer uses; they are ignored
 
     @property
     def num_layers(self) -> int:
@@ -133,7 +133,7 @@ class DecoderSpec:
 
     @property
     def sublayers(self) -> list[SublayerSpec]:
-        """The different sublayers of all layers, in the order in which they first come."""
+        """The different sublayers of all layers, in the order of their first use."""
         return list(dict.fromkeys(branch.sublayer for layer in self.layers for branch in layer.branches))
 
     @property
@@ -145,15 +145,20 @@ class DecoderSpec:
 
     @property
     def slices(self) -> int:
-        """Number of slices into which inputs are cut that ranks share: the largest power of two up to 8 that is a
-        tensor-parallel size of this model, so that ranks of every smaller one hold whole slices."""
+        """Number of slices into which inputs that ranks share are cut.
+
+        It is the largest power of two up to 8 that is a tensor-parallel size of this model, so that the ranks of every
+        smaller power of two hold whole slices.
+        """
         sizes = self.tp_sizes
         return next(count for count in SLICES if count in sizes)
 
     @property
     def attention(self) -> SelfAttentionSpec:
-        """The attention of all layers where KV memory is shared between them, with the window and the angles of the
-        first one. Raises `StartupError` naming the size that is not the same everywhere."""
+        """The attention of the first layer, for sizes of the KV cache that hold for all layers.
+
+        Raises `StartupError` naming the size if the number of heads or their size differs between layers.
+        """
         of_all = [layer.attention for layer in self.layers]
         for field in ("num_heads", "num_kv_heads", "head_dim"):
             found = sorted({getattr(one, field) for one in of_all})
@@ -167,13 +172,13 @@ class DecoderSpec:
 
     @property
     def longest_window(self) -> int | None:
-        """The longest sliding window, in tokens; None when a layer has none."""
+        """The longest sliding window, in tokens; None if a layer has full attention."""
         windows = [window for layer in self.layers if (window := layer.attention.window) is not None]
         return max(windows) if len(windows) == len(self.layers) else None
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the whole model; a tied head counts once."""
+        """Number of parameters of the whole model. A tied head counts once."""
         return sum(math.prod(shape) for shape in tensor_shapes(self).values())
 
     @property
@@ -182,21 +187,21 @@ class DecoderSpec:
 
     @property
     def expert_share(self) -> float:
-        """Share of a layer's experts that one token has; 0: there are none."""
+        """Fraction of a layer's experts that one token uses; 0 if there are no experts."""
         mixtures = [sublayer for sublayer in self.sublayers if isinstance(sublayer, ExpertsSpec)]
         return max((one.router.top_k / one.experts for one in mixtures), default=0.0)
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters that one token is computed with: of experts only those that it gets."""
+        """Number of parameters used for one token: only the chosen experts count."""
         return round(sum(math.prod(tensor.shape) * tensor.used for tensor in tensors_of(self)))
 
     def for_length(self, length: int) -> "DecoderSpec":
-        """The model as it serves sequences of up to `length` tokens."""
+        """Return the model as it serves sequences of up to `length` tokens."""
         return self.with_sublayers(lambda sublayer: sublayer.for_length(length))
 
     def with_sublayers(self, change: Callable[[SublayerSpec], SublayerSpec]) -> "DecoderSpec":
-        """The model with `change` made to each of its sublayers."""
+        """Return the model with `change` applied to each of its sublayers."""
         changed: dict[LayerSpec, LayerSpec] = {}
         for layer in dict.fromkeys(self.layers):
             branches = tuple(replace(branch, sublayer=change(branch.sublayer)) for branch in layer.branches)
@@ -205,8 +210,8 @@ class DecoderSpec:
 
 
 def slices_of(spec: DecoderSpec, forms: WeightForms) -> int:
-    """Number of slices of inputs that are cut among ranks: of the numbers of ranks that are served, the largest power
-    of two up to 8."""
+    """Return the number of slices of inputs that are divided among ranks: the largest power of two up to 8 that the
+    model and its quantization support."""
     slices = spec.slices
     if isinstance(forms, Quantization):
         while not all(forms.cuts(sublayer.shared_inputs, slices) for sublayer in spec.sublayers):
@@ -215,7 +220,7 @@ def slices_of(spec: DecoderSpec, forms: WeightForms) -> int:
 
 
 def matrices_of(spec: DecoderSpec) -> list[str]:
-    """Modules that have a matrix: those of products, and the embedding."""
+    """Return the modules that have a weight matrix: the linear layers and the embedding."""
     return [
         tensor.name.removesuffix(".weight")
         for tensor in tensors_of(spec)
@@ -224,8 +229,10 @@ def matrices_of(spec: DecoderSpec) -> list[str]:
 
 
 def tensors_of(spec: DecoderSpec, layers: range | None = None) -> Iterator[TensorSpec]:
-    """Every tensor of an ordinary (not fused) checkpoint of this model, or of the stage with `layers`, by its whole
-    name."""
+    """Yield every tensor of an ordinary (not fused) checkpoint of this model, by its full name.
+
+    With `layers`, yield only the tensors of the pipeline stage that has these layers.
+    """
     layers = layers if layers is not None else range(spec.num_layers)
     is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
     table = spec.vocab_size, spec.hidden_size
@@ -242,12 +249,12 @@ def tensors_of(spec: DecoderSpec, layers: range | None = None) -> Iterator[Tenso
 
 
 def tensor_shapes(spec: DecoderSpec, layers: range | None = None) -> dict[str, tuple[int, ...]]:
-    """Name and full shape of every tensor of `tensors_of`."""
+    """Return the name and full shape of every tensor of `tensors_of`."""
     return {tensor.name: tensor.shape for tensor in tensors_of(spec, layers)}
 
 
 def fused_modules(spec: DecoderSpec) -> Iterator[tuple[str, list[str]]]:
-    """Modules that a checkpoint may store as one, by the name of that."""
+    """Yield (name of a fused module, the modules that it contains) for modules that a checkpoint may fuse."""
     for index, layer in enumerate(spec.layers):
         for sublayer in (branch.sublayer for branch in layer.branches):
             before = f"{_LAYERS}{index}.{sublayer.module}."
@@ -256,13 +263,13 @@ def fused_modules(spec: DecoderSpec) -> Iterator[tuple[str, list[str]]]:
 
 
 def is_ignorable(spec: DecoderSpec, name: str) -> bool:
-    """Whether a tensor of the checkpoint may stay unused: what it says is known already, or not served."""
-    if name.endswith("rotary_emb.inv_freq"):  # a buffer that old checkpoints saved; computed from config.json here
+    """Return whether a checkpoint tensor may stay unused because its content is known already or not served."""
+    if name.endswith("rotary_emb.inv_freq"):  # a buffer in old checkpoints; computed from config.json here
         return True
     return name.startswith(spec.unserved) or (spec.tie_word_embeddings and name == f"{_HEAD}weight")
 
 
-# Modules of a layer that a checkpoint may store as one, by the name of that.
+# Fused module of a layer -> the modules that it contains.
 FUSED_MODULES = {
     f"{kind.module}.{whole}": tuple(f"{kind.module}.{part}" for part in parts)
     for kind in (SelfAttentionSpec, GatedMLPSpec)
@@ -272,11 +279,11 @@ _LAYERS, _EMBEDDING, _NORM, _HEAD = "model.layers.", "model.embed_tokens.", "mod
 
 
 def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
-    """The layers of `stage`, one at least where there are as many layers as stages.
+    """Return the layers of `stage`; at least one if there are as many layers as stages.
 
-    Stages hold neighbouring layers, as equally many as possible: earlier ones have one more where they cannot be dealt
-    equally, since the last stage has the output head too. The first embeds; the last norms and samples, and holds a
-    tied embedding a second time.
+    Stages hold consecutive layers, divided as equally as possible. Earlier stages have one more if the division leaves
+    a remainder, since the last stage also has the output head. The first stage has the embedding. The last has the
+    final norm and the sampler, and a second copy of a tied embedding.
     """
     each, more = divmod(num_layers, num_stages)
     first = stage * each + min(stage, more)
@@ -284,8 +291,7 @@ def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
 
 
 def is_in_stage(spec: DecoderSpec, name: str, layers: range) -> bool:
-    """Whether the stage with `layers` holds the tensor `name`, in whichever form a checkpoint stores it. A name that no
-    stage knows is in all of them."""
+    """Return whether the stage with `layers` holds the tensor `name`, fused or not. Unknown names are in all stages."""
     is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
     if name.startswith(_LAYERS):
         number = name.removeprefix(_LAYERS).partition(".")[0]

@@ -1,4 +1,4 @@
-"""Embedding and output head, split by vocabulary id. Shards have equal sizes; ids beyond the vocabulary are padding."""
+"""Embedding and output head, split by token id. Shards have equal sizes; ids beyond the vocabulary are padding."""
 
 from collections.abc import Callable
 
@@ -14,10 +14,12 @@ from oarlock.workers.weights.source import WeightSource
 
 
 class VocabParallelEmbedding:
-    """ids int64 [T] -> [T, hidden]. A rank looks up ids of its shard; others are minus zero until the all-reduce."""
+    """Embedding: ids int64 [T] -> [T, hidden]. A rank looks up the ids of its shard and sets the rows of others to
+    minus zero before the all-reduce."""
 
     def __init__(self, name: str, vocab_size: int, hidden: int, place: Placement, scale: float = 1.0) -> None:
-        """`scale` multiplies every row; rounded to the weights' dtype first, as models are trained with it."""
+        """Set the sizes of this rank's shard. `scale` multiplies every row after it was rounded to the weights' dtype,
+        as in training."""
         self.name = name
         self.vocab_size = vocab_size
         self.hidden = hidden
@@ -49,12 +51,12 @@ class VocabParallelEmbedding:
         local = ids - self.start
         elsewhere = (local < 0) | (local >= self.local)
         rows = self.look_up(local.masked_fill_(elsewhere, 0))
-        # Minus zero changes no number it is added to, while zero would change the sign of a weight that is minus zero.
+        # Adding minus zero changes no value. Adding zero would change the sign of a weight that is minus zero.
         return self.place.tp.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), -0.0))
 
 
 class VocabParallelHead:
-    """hidden [L, hidden] -> float32 logits [L, local]: this rank's shard of the vocabulary, padding at -inf."""
+    """Output head: hidden [L, hidden] -> float32 logits [L, local] of this rank's shard; padding ids get -inf."""
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class VocabParallelHead:
 
     @staticmethod
     def of(spec: DecoderSpec, place: Placement) -> "VocabParallelHead":
-        """The output head of a model, with all that the model does to logits."""
+        """Return the output head of a model, with the model's scaling and softcap of logits."""
         changes = spec.logit_softcap, spec.logit_scale
         return VocabParallelHead("lm_head", spec.vocab_size, spec.hidden_size, place, *changes)
 
@@ -90,8 +92,8 @@ class VocabParallelHead:
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Use the embedding's weight.
 
-        The packed form of our kernel serves both. Rows cannot be read from oneDNN's, so with oneDNN the head keeps a
-        packed copy of its own: the plain weight takes 1.5 times as long in each step.
+        The packed format of our kernels serves both. Rows cannot be read from oneDNN's packed format, so with oneDNN
+        the head keeps a packed copy of its own: matmuls with the plain weight are much slower.
         """
         assert embedding.weight is not None
         self.product = embedding.weight.matmul(float32_output=True)
@@ -111,7 +113,7 @@ class VocabParallelHead:
 
 
 def vocab_shard(layer: VocabParallelEmbedding | VocabParallelHead) -> WeightShard:
-    """The layer's rows of `{name}.weight`, and zeros where its ids are padding: [local, hidden]."""
+    """Return the layer's rows of `{name}.weight`, with zeros for padding ids: [local, hidden]."""
     start = min(layer.start, layer.vocab_size)
     rows = StoredRows(layer.name, layer.vocab_size, start, layer.real)
     return WeightShard((rows,), layer.hidden, 0, layer.hidden, padding=layer.local - layer.real)

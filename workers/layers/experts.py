@@ -1,7 +1,7 @@
-"""The mixture-of-experts sublayer on one rank: the router, this rank's part of the experts, and the sum over ranks.
+"""MoE sublayer on one rank: the router, this rank's part of the experts, and the all-reduce of their outputs.
 
-Experts are cut along their width, or whole experts are dealt to ranks (`Placement.deals_experts`). Shared experts are
-one expert that every token has, always cut along its width.
+Experts are cut along their width, or whole experts are divided among ranks (`Placement.deals_experts`). The shared
+expert is one expert that every token uses; it is always cut along its width.
 """
 
 from collections.abc import Iterator
@@ -25,15 +25,15 @@ from oarlock.workers.weights.source import FilledUp, WeightSource
 
 
 def has_kernel(place: Placement) -> bool:
-    """Whether routers run in the C++ kernel; else in torch's operations, which are its judge."""
+    """Return whether routers run in the C++ kernel; else torch operations run, which are its reference."""
     return place.device.type == "cpu" and library.why_not(place.dtype) is None
 
 
 class Router:
-    """[T, hidden] -> the experts of each token and their weights. Computed in float32, on every rank alike."""
+    """Router: [T, hidden] -> the experts of each token and their weights, in float32 and identical on every rank."""
 
     def __init__(self, name: str, spec: ExpertsSpec, hidden: int, place: Placement) -> None:
-        """`name`: the sublayer's."""
+        """Prepare the router of the sublayer called `name`."""
         self.name = name
         self.spec = spec.router
         self.experts, self.hidden = spec.experts, hidden
@@ -62,28 +62,29 @@ class Router:
         return into
 
     def logits(self, x: Tensor) -> Tensor:
-        """`x` [T, hidden] -> float32 [T, experts]."""
+        """Return the router's logits for `x` [T, hidden]: float32 [T, experts]."""
         return self.product(x.float()) if self.kernel is None else self.kernel.logits(x)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` [T, hidden] -> (ids int32 [T, k], ascending in each row; their weights float32 [T, k])."""
+        """Return the experts of each row of `x` [T, hidden]: (ids int32 [T, k], ascending; weights float32 [T, k])."""
         return self.choose(self.logits(x))
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """`logits` float32 [T, experts] -> as `__call__`."""
+        """Choose experts by `logits` float32 [T, experts]; the result is as in `__call__`."""
         return route(logits, self.spec, self.correction) if self.kernel is None else self.kernel.route(logits)
 
 
 def _weight(tensor: Tensor, place: Placement) -> LinearWeight:
-    """A weight in float32 outside of the kernel, whose products have the order that all others have."""
+    """Return a float32 weight for torch matmuls, in the summation order that the other weights use."""
     return FixedOrderWeight(tensor) if place.quantization is FIXED_ORDER else DenseWeight(tensor)
 
 
 def route(logits: Tensor, spec: RouterSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`logits` float32 [T, E], `correction` float32 [E] -> (ids int32 [T, k], weights float32 [T, k]).
+    """Choose experts by `logits` float32 [T, E] and `correction` float32 [E]: (ids int32 [T, k], weights float32 [T,
+    k]).
 
-    Of experts that are equally good the one with the lower id is chosen. Ids of a row ascend: experts are added up in
-    that order. Softmax keeps the order of logits, so without a correction these are compared, which rounds nothing.
+    If experts have equal scores, the lower id is chosen. The ids of a row ascend, and experts are added up in this
+    order. Softmax keeps the order of logits, so without a correction the logits are compared, which avoids rounding.
     """
     exact = logits.double()
     scores = torch.sigmoid(exact) if spec.scores == "sigmoid" else torch.softmax(exact, 1)
@@ -105,7 +106,7 @@ def route(logits: Tensor, spec: RouterSpec, correction: Tensor | None) -> tuple[
 
 
 class ExpertStack:
-    """This rank's part of some experts of one width: an `ExpertMatmul` once they are loaded."""
+    """This rank's part of experts of one width; `product` is their `ExpertMatmul` after loading."""
 
     def __init__(
         self,
@@ -117,7 +118,8 @@ class ExpertStack:
         place: Placement,
         dealt: ExpertShard | None = None,
     ) -> None:
-        """`names`: of all experts. `dealt`: the ones that this rank holds, whole; None: all of them, cut."""
+        """Compute this rank's shapes. `names`: modules of all experts. `dealt`: the whole experts that this rank holds,
+        or None if it holds a slice of every expert."""
         rank, size = (place.tp.rank, place.tp.size) if dealt is None else (0, 1)
         unit = place.unit_of_width(f"{names[0]}.down_proj")
         self.cut = cut = shard_width(width, unit, rank, size, place.slices if dealt is None else 1)
@@ -132,7 +134,7 @@ class ExpertStack:
         )  # fmt: skip
 
     def _shards(self, name: str) -> tuple[WeightShard, WeightShard]:
-        """The parts of gate and up, and of down, that this rank holds of an expert."""
+        """Return the shards of gate and up, and of down, that this rank holds of an expert."""
         cut, hidden = self.cut, self.hidden
         rows = tuple(StoredRows(f"{name}.{part}", cut.whole, cut.first, cut.count) for part in ("gate_proj", "up_proj"))
         down = (StoredRows(f"{name}.down_proj", hidden, 0, hidden),)
@@ -161,7 +163,7 @@ class ExpertStack:
             biases = (None, None)
             if self.bias:
                 biases = gate_up.take_bias(weights, place.empty), down.take_bias(weights, place.empty)
-            first = biases[1] if self.cut.first == 0 else None  # of the slices, to which the bias is added
+            first = biases[1] if self.cut.first == 0 else None  # only the first slice adds the bias
             yield ExpertWeights(place.load(gate_up, weights), place.load(down, weights), biases[0], first)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -169,9 +171,9 @@ class ExpertStack:
 
 
 class Experts:
-    """`x` [T, hidden] (normed) -> [T, hidden]: the residual plus the experts' output, or without it that alone."""
+    """Experts of an MoE layer: `x` [T, hidden] (normed) -> [T, hidden], plus the residual if there is one."""
 
-    output = None  # there is no single product whose results ranks add up
+    output = None  # no single linear layer has the partial sums that are all-reduced
 
     def __init__(self, name: str, spec: ExpertsSpec, layer: int, hidden: int, place: Placement) -> None:
         self.place = place
@@ -198,34 +200,37 @@ class Experts:
         return (total if residual is None else total + residual).to(x.dtype)
 
     def unrounded(self, x: Tensor, step: LayerStep) -> Tensor:
-        """The output without a residual, in the type of `sums`: [T, hidden]."""
+        """Return the output without a residual, in the dtype of `sums`: [T, hidden]."""
         routed, shared = self.sums(x)
         return routed if shared is None else routed + shared
 
     def sums(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Results of the token's own experts and of the shared one, over all ranks: each [T, hidden], in float32 where
-        ranks exchange that, or where there is one rank; else in the model's type."""
+        """Return the outputs of the routed and of the shared experts after the all-reduce, each [T, hidden].
+
+        They are float32 if ranks exchange float32 or if there is one rank, else in the model's dtype.
+        """
         total = self.routed(x, *self.router(x))
         if self.shared is None:
             return self._over_ranks(total), None
-        # Ranks sum each by itself, in one exchange: a sum of both would add up in another order than one rank does.
+        # One all-reduce of both, concatenated. If they were added first, the order of additions would differ from one
+        # rank.
         both = self._over_ranks(torch.cat((total, self.of_shared(x))))
         return both[: len(x)], both[len(x) :]
 
     def _over_ranks(self, partial: Tensor) -> Tensor:
-        """The sum of all ranks' `partial`, float32 [T, hidden]."""
+        """Return the all-reduce of `partial`, float32 [T, hidden]."""
         tp = self.place.tp
         return tp.all_reduce(partial if tp.size == 1 or self.place.sums_in_float32 else partial.to(self.place.dtype))
 
     def of_shared(self, x: Tensor) -> Tensor:
-        """This rank's share of the shared expert's result: float32 [T, hidden]."""
+        """Return this rank's part of the shared expert's output: float32 [T, hidden]."""
         assert self.shared is not None
         ids = torch.zeros((len(x), 1), dtype=torch.int32, device=x.device)
         scale = torch.ones((len(x), 1), device=x.device) if self.shared_gate is None else self.shared_gate(x)
         return self.shared(x, ids, scale)
 
     def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[CMixture, Rows]:
-        """The mixture of `source`, as one operation, and where its rows are."""
+        """Describe the MoE layer on `source` as one operation; return it and its input rows."""
         mixture = program.mixture(
             program.take(self, "router", Router),
             program.take(self, "routed", ExpertStack),
@@ -236,7 +241,7 @@ class Experts:
 
 
 class _SharedGate:
-    """[T, hidden] -> the factor of the shared expert: float32 [T, 1]."""
+    """Gate of the shared expert: [T, hidden] -> its factor, float32 [T, 1]."""
 
     def __init__(self, name: str, hidden: int, place: Placement) -> None:
         self.name, self.hidden, self.place = name, hidden, place

@@ -1,7 +1,7 @@
-"""Mixture of experts as plain values: a router, gated MLPs of which each token gets a few, and one that all tokens get.
+"""Specification of an MoE sublayer: a router, gated MLPs of which each token gets a few, and an optional shared expert.
 
-Torch-free; `experts.py` computes it. Each expert has tensors of its own here, as most checkpoints store them; one that
-stores all experts as one tensor is read as if it did not (`weights/expert_tensors.py`).
+Torch-free. `experts.py` computes it. Each expert has tensors of its own here, as in most checkpoints. Checkpoints that
+store all experts as one tensor are read as if they did not (`weights/expert_tensors.py`).
 """
 
 from collections.abc import Mapping
@@ -13,52 +13,52 @@ from oarlock.workers.layers.tensor_spec import Cut, Kept, Made, Tap, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """The choice of experts for each token, and the weight of each, from one logit an expert."""
+    """The choice of experts for each token and the weight of each expert, from one logit per expert."""
 
     top_k: int
-    scores: str = "softmax"  # softmax | sigmoid: of the logits
-    normalised: bool = False  # the weights of a token add up to 1, before `scale`
-    least_sum: float = 1e-20  # by which weights are divided at least, where they are normalised
+    scores: str = "softmax"  # softmax | sigmoid, applied to the logits
+    normalised: bool = False  # the weights of a token add up to 1 before `scale` is applied
+    least_sum: float = 1e-20  # lower bound of the sum that weights are divided by, if `normalised`
     scale: float = 1.0
-    groups: int = 1  # equal ones, of neighbours; experts are chosen from `top_groups` of them,
-    top_groups: int = 1  # those in which the two best have the largest sum
-    bias: bool = False  # of the logits
-    name: str = "gate"  # of the router's module
-    # A number for each expert, added to its score when experts are chosen, but not to its weight: its whole name.
+    groups: int = 1  # number of equal groups of consecutive experts; experts are chosen from `top_groups` groups
+    top_groups: int = 1  # number of groups that are kept: the largest sums of the two best scores
+    bias: bool = False  # the logits have a bias
+    name: str = "gate"  # name of the router's module
+    # Full name of a tensor with one value per expert, added to its score to choose experts but not to its weight.
     correction: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SharedSpec:
-    """An expert for every token."""
+    """An expert that every token uses."""
 
     width: int
     name: str = "shared_experts"
-    gate: str | None = None  # a module with one output, whose sigmoid scales the result; None: it is not scaled
+    gate: str | None = None  # module with one output, whose sigmoid scales the result; None: no scaling
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """The sum over a token's experts of `weight * down(activation(gate(x)) * up(x))`, and of the shared expert."""
+    """The sum of `weight * down(activation(gate(x)) * up(x))` over a token's experts, plus the shared expert."""
 
     experts: int
-    width: int  # of each expert
+    width: int  # intermediate size of each expert
     router: RouterSpec
     activation: str = "silu"  # silu | gelu_tanh | clamped_swiglu
-    alpha: float = 1.702  # clamped_swiglu: `g * sigmoid(alpha * g) * (u + 1)`,
-    limit: float = 7.0  # of g = min(gate, limit), and of u = up, kept within the limit on both sides
-    bias: bool = False  # of all three products
+    alpha: float = 1.702  # clamped_swiglu: `g * sigmoid(alpha * g) * (u + 1)`
+    limit: float = 7.0  # clamped_swiglu: g = min(gate, limit), u = clamp(up, -limit, limit)
+    bias: bool = False  # gate, up and down have biases
     shared: SharedSpec | None = None
     module: str = "mlp"
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False, compare=False)
 
     title: ClassVar[str] = "experts"
-    reads: ClassVar[str] = "mlp_norm"  # names, in a verification, of what it reads and of the residual after it
+    reads: ClassVar[str] = "mlp_norm"  # names, in a verification, of the sublayer's input and of the residual after it
     leaves: ClassVar[str] = "mlp_residual"
     gguf_norms: ClassVar[tuple[str, str]] = ("ffn_norm", "post_ffw_norm")
 
     def tensors(self, hidden: int) -> list[TensorSpec]:
-        """Tensors in a checkpoint with experts apart, of a model of `hidden` numbers a token, by their names in
+        """Return the tensors of a checkpoint with separate experts and hidden size `hidden`, named relative to
         `module`."""
         router = self.router
         found = [TensorSpec(f"{router.name}.weight", (self.experts, hidden), kept=Kept.FLOAT32)]
@@ -78,7 +78,7 @@ class ExpertsSpec:
 
     @property
     def gguf(self) -> Mapping[str, str]:
-        """Names in GGUF of parts; a star stands for the number of an expert, of which the file has one tensor."""
+        """GGUF names of the modules. A star is any expert index: the file has one tensor for all experts."""
         parts = ("gate", "up", "down")
         found = {f"experts.*.{part}_proj": f"ffn_{part}_exps" for part in parts} | {self.router.name: "ffn_gate_inp"}
         if self.shared is not None:
@@ -89,7 +89,7 @@ class ExpertsSpec:
 
     @property
     def taps(self) -> list[Tap]:
-        """Tensors that a verification compares, in the order they are computed."""
+        """The tensors that a verification compares, in the order of their computation."""
         found = [
             Tap("router", Made.LOGITS, self.router.name, width=self.experts),
             Tap("routing", Made.ROUTING, self.router.name, width=self.experts),
@@ -102,17 +102,17 @@ class ExpertsSpec:
         return self.width
 
     def divides(self, size: int) -> bool:
-        """Whether `size` ranks can share it: always, since the width is filled up."""
+        """Return whether `size` ranks can share the sublayer: the width is padded, so they can if `size <= width`."""
         return size <= self.width
 
     @property
     def sizes(self) -> str:
-        """The sizes that ranks share, for messages."""
+        """The sizes that are divided among ranks, for messages."""
         return f"experts' width {self.width}"
 
     @property
     def shared_inputs(self) -> int:
-        """0: inputs of the products whose results ranks add up are filled up to whole slices."""
+        """Always 0: the inputs of the down projections are padded to whole slices."""
         return 0
 
     @property
@@ -122,16 +122,16 @@ class ExpertsSpec:
 
     @property
     def step_values(self) -> int:
-        """Numbers of a token that exist at once while it computes, over all ranks."""
+        """Values per token that exist at the same time, over all ranks."""
         return 3 * (self.router.top_k * self.width + (0 if self.shared is None else self.shared.width))
 
     @property
     def pair_ops(self) -> int:
-        """Multiplications and additions of a token for each token of its context: tokens do not meet here."""
+        """Multiplications and additions of a token for each token of its context: none."""
         return 0
 
     def for_length(self, length: int) -> "ExpertsSpec":
-        """As served for sequences of up to `length` tokens: always the same."""
+        """Return the same specification: it does not depend on `length`."""
         return self
 
 

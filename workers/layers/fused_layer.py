@@ -1,13 +1,13 @@
-"""The layers of a decoder in fewer, larger calls, with the layers' own `__call__` as the reference of both ways.
+"""Decoder layers in fewer, larger calls. The layers' own `__call__` is the reference implementation.
 
-On pages of the C++ attention backend all layers of a stage are one call of a kernel (`PreparedLayers`): between
-separate calls, Python and torch take longer than the arithmetic of a small step. What the layers are made of is written
-down once, as a program of addresses (`Program`), to which each sublayer adds its operations. A step is written down
-once for all layers. The bits are the same.
+With the C++ attention backend, one kernel call runs all layers of a stage (`PreparedLayers`), because Python and torch
+take longer between separate calls than the arithmetic of a small step. The layers are described once, as a program of
+addresses (`Program`) to which each sublayer adds its operations. A step is described once for all layers. The results
+are bitwise identical.
 
-With kernels in Triton every residual addition is in the kernel of the norm that follows it, across layers too
-(`run_joined`): a launch costs as much there as a pass over the rows. Results differ in when they are rounded: a sum
-over ranks comes in float32, and is rounded once, with the residual.
+With Triton kernels the kernel of each norm also computes the residual addition before it, across layers too
+(`run_joined`), because a launch costs as much as a pass over the rows. Results differ in rounding: an all-reduced
+output is float32, and is rounded once, together with the residual.
 """
 
 import ctypes
@@ -53,11 +53,11 @@ Product = CppMatmul | CppPackedMatmul
 GatedProduct = CppGatedMatmul | CppPackedGatedMatmul
 PRODUCTS = (CppMatmul, CppPackedMatmul)
 GATED_PRODUCTS = (CppGatedMatmul, CppPackedGatedMatmul)
-_DENSE = 0  # the kind of a packed weight in the model's dtype: `WeightKind` in csrc/gemm/int8.h
+_DENSE = 0  # `WeightKind` of a packed weight in the model's dtype, csrc/gemm/int8.h
 
 
 class CannotPrepare(Exception):
-    """The layers must run as separate operations; the message is the reason in one phrase."""
+    """The layers must run as separate operations. The message is the reason in one phrase."""
 
 
 class Branch(Protocol):
@@ -80,21 +80,26 @@ class Layer(Protocol):
 
 
 class Program:
-    """The operations of layers, and the parts that they point into, which it keeps alive. Attributes are those of the
-    branch that is being written."""
+    """The operations of layers. It keeps the parts that they point to alive.
+
+    Private attributes describe the branch that is being built.
+    """
 
     def __init__(self, backend: CppBackend, hidden: int) -> None:
-        """The kernels and element type of `backend` are those that all weights must be packed for."""
+        """Start an empty program. All weights must be packed for the kernels and the element type of `backend`."""
         self.backend = backend
         self.kernels = backend.kernels
         self.dtype = backend.spec.dtype
         self.hidden = hidden
         self.branches: list[CBranch] = []
-        self._alive: list[object] = []  # parts, and structures that others point to
+        self._alive: list[object] = []  # parts, and structures that are pointed to
         self._begin()
 
     def take(self, owner: object, name: str, *kinds: type[Part]) -> Part:
-        """The attribute, which must be exactly one of `kinds`: anything else may compute something else."""
+        """Return the attribute, whose exact type must be in `kinds`: a subclass may compute something else.
+
+        Raises `CannotPrepare` if the type differs.
+        """
         part = vars(owner).get(name)
         if not isinstance(part, kinds) or type(part) not in kinds:
             raise CannotPrepare(f"{name} is a {type(part).__name__}, not a {kinds[0].__name__}")
@@ -102,23 +107,23 @@ class Program:
         return part
 
     def take_optional(self, owner: object, name: str, *kinds: type[Part]) -> Part | None:
-        """The attribute as `take` returns it; None if it is None."""
+        """Return the attribute as `take` does, or None if it is None."""
         return None if vars(owner)[name] is None else self.take(owner, name, *kinds)
 
     def keep(self, structure: ctypes.Structure) -> int:
-        """The address of a structure, which stays alive."""
+        """Keep a structure alive, and return its address."""
         self._alive.append(structure)
         return ctypes.addressof(structure)
 
     def add(self, kind: OperationKind, source: Rows, target: Rows, of: ctypes.Structure, width: int) -> None:
-        """The branch's next operation. `width`: numbers of a row that it writes."""
+        """Add an operation to the branch. `width`: number of values per row that it writes."""
         self._operations.append(COperation(kind, source, target, self.keep(of)))
         if target >= Rows.SCRATCH:
             place = target - Rows.SCRATCH
             self._widths[place] = max(self._widths[place], width)
 
     def multiply(self, owner: Any, source: Rows, target: Rows, *kinds: type[Product] | type[GatedProduct]) -> None:
-        """The product of `owner`, one of `kinds`."""
+        """Add the matmul of `owner`, whose type must be in `kinds`."""
         weight = self._weight(self.take(owner, "product", *kinds))
         self.add(OperationKind.MULTIPLY, source, target, weight, weight.columns)
 
@@ -126,7 +131,7 @@ class Program:
         self.add(OperationKind.NORM_ROWS, source, target, self.norm(norm), self.hidden)
 
     def norm(self, norm: Norm) -> CNorm:
-        """Raises `CannotPrepare` unless kernels compute it."""
+        """Return the norm's structure. Raises `CannotPrepare` if no kernel computes it."""
         if not norm.has_kernel:
             raise CannotPrepare("norms are computed by torch")
         shift = self.take_optional(norm, "bias", Tensor) if isinstance(norm, LayerNorm) else None
@@ -135,9 +140,9 @@ class Program:
         return CNorm(scale.data_ptr(), at, norm.size, norm.eps, isinstance(norm, LayerNorm))
 
     def mixture(self, router: object, routed: object, shared: object, shared_gate: object) -> CMixture:
-        """The mixture of experts of a sublayer's parts; the last two may be None.
+        """Return the structure of an MoE layer with these parts; the last two may be None.
 
-        Raises `CannotPrepare` unless kernels compute it.
+        Raises `CannotPrepare` if no kernel computes it.
         """
 
         def address(owner: object, name: str, kind: type[CppRouter] | type[CppExpertMatmul]) -> int | None:
@@ -165,15 +170,17 @@ class Program:
         *,
         is_shared: bool,
     ) -> None:
-        """Ends a branch: `output` of `source`, and what becomes of its result. `is_shared`: the ranks' are added up
-        first."""
+        """End a branch with `output` of `source`, the post-norm, the scale and the residual addition.
+
+        `is_shared`: the output is all-reduced first.
+        """
         is_mixture = isinstance(output, CMixture)
         first, total = OperationKind.MULTIPLY, OperationKind.TOTAL
         if is_mixture:
             first, total, of = OperationKind.MIX, OperationKind.MIX_TOTAL, output
         else:
             of = self._weight(self.take(output, "product", *PRODUCTS))
-            bias = self.take_optional(output, "bias", Tensor)  # with several ranks it is not the product's
+            bias = self.take_optional(output, "bias", Tensor)  # with several ranks the matmul has none
             of.bias = None if bias is None else bias.data_ptr()
             self._sums = int(is_shared)
         is_plain = post_norm is None and scale == 1.0
@@ -191,7 +198,8 @@ class Program:
         self.end(before)
 
     def end(self, before_sum: int | None = None) -> None:
-        """Ends a branch. `before_sum`: the number of its operations before the sum over ranks; None: it has none."""
+        """End a branch. `before_sum`: number of its operations before the all-reduce; None if there is no
+        all-reduce."""
         count = len(self._operations)
         operations = (COperation * count)(*self._operations)
         self._alive.append(operations)
@@ -205,8 +213,8 @@ class Program:
     def _begin(self) -> None:
         self._operations: list[COperation] = []
         self._widths = [0, 0]
-        self._sums = 0  # of a row, that lie in `partial`
-        self.rows_at_once = 0  # so that scratch memory stays small; 0: all
+        self._sums = 0  # partial outputs per row in `partial`
+        self.rows_at_once = 0  # rows per chunk, to keep scratch memory small; 0: all rows
 
     def _weight(self, product: Product | GatedProduct) -> CPackedWeight:
         if isinstance(product, CppPackedMatmul | CppPackedGatedMatmul):
@@ -227,7 +235,7 @@ class Program:
 
 
 class PreparedLayers:
-    """The program of `layers`, in order. Results are as from calling the layers one after the other."""
+    """The program of `layers`, in order. Results equal those of calling the layers one after the other."""
 
     def __init__(
         self,
@@ -239,10 +247,12 @@ class PreparedLayers:
         kv: list[LayerKV],
         backend: AttentionBackend,
     ) -> None:
-        """`last_norm`: of the last layer's result; None: there is none. `rotary_of`: for each layer, which of the
-        step's rotary tables; -1: none. `hidden`: numbers of a row. `kv`: pages that `backend` allocated.
+        """Build the program.
 
-        Raises `CannotPrepare`.
+        `last_norm`: norm after the last layer, or None. `rotary_of`: index of each layer's rotary table in a step, or
+        -1. `hidden`: values per row. `kv`: pages that `backend` allocated.
+
+        Raises `CannotPrepare` if the layers cannot run in one call.
         """
         if type(backend) is not CppBackend:
             raise CannotPrepare(_other_attention(backend))
@@ -254,11 +264,12 @@ class PreparedLayers:
         self._pages = [(pages.k, pages.v) for pages in kv]
         self._program = program = Program(backend, hidden)
         self._is_shared = tp.size > 1
-        self._kept = 0  # rows of normed copies that branches of a layer share
-        self._adding: list[int] = []  # numbers of the branches that add to `hidden`: not of norms that several share
+        self._kept = 0  # number of buffers for normed rows that branches of a layer share
+        self._adding: list[int] = []  # indices of the branches that add to `hidden`; others compute shared norms
         for layer, rotary, pages in zip(layers, rotary_of, kv, strict=True):
             self._add_layer(layer, rotary, pages)
-        # Whether results are normed. A norm that was replaced, by what records its result for example, is called after.
+        # True if the program applies the final norm. A wrapped norm (e.g. one that records its output) is called
+        # separately.
         self.norms_last = type(last_norm) in (RMSNorm, LayerNorm)
         if last_norm is not None and self.norms_last:
             program.norm_rows(last_norm, Rows.RESIDUAL, Rows.RESIDUAL)
@@ -268,21 +279,24 @@ class PreparedLayers:
         self._branches = (CBranch * len(program.branches))(*program.branches)
         self._at = ctypes.addressof(self._branches)
         self._sums = max((branch.sums for branch in program.branches), default=0)
-        # For checks: gets the number of each branch and what it left in `hidden`.
+        # For checks: called after each branch that adds to `hidden`, with the branch's index among them and `hidden`.
         self.after_branch: Callable[[int, Tensor], None] | None = None
 
     def serves(
         self, layers: Sequence[Layer], last_norm: Norm | None, kv: list[LayerKV], backend: AttentionBackend
     ) -> bool:
-        """Whether these are the layers, norm, pages and backend that were prepared. Parts of layers, twenty for each,
-        are not looked at, which took 0.15 ms of every step: see `Decoder.parts_were_replaced`."""
+        """Return whether these are the layers, norm, pages and backend that were prepared.
+
+        The parts of the layers are not compared: there are twenty per layer, and comparing them costs measurable time
+        in every step. See `Decoder.parts_were_replaced`.
+        """
         same = kv is self._kv and backend is self._backend and last_norm is self._last_norm
         return same and layers == self._layers
 
     def __call__(self, hidden: Tensor, batch: ForwardBatch, tables: list[Tensor], plan: CppPlan) -> None:
         """Replace `hidden` [T, hidden size] by the last layer's result, normed if `norms_last`.
 
-        `tables`: of each `RotaryTable`, the rows of all positions. `plan`: what the backend's `prepare` returned.
+        `tables`: rows of all positions of each `RotaryTable`. `plan`: the result of the backend's `prepare`.
         """
         program = self._program
         assert hidden.is_contiguous() and hidden.dtype == program.dtype and hidden.shape[1] == program.hidden
@@ -323,7 +337,7 @@ class PreparedLayers:
         program = self._program
         norms = [program.take_optional(branch, "norm", RMSNorm, LayerNorm) for branch in layer.branches]
         kept: dict[int, Rows] = {}
-        if layer.parallel:  # all branches read what enters the layer, which the first one changes
+        if layer.parallel:  # all branches read the layer's input, which the first branch changes
             for norm in {id(norm): norm for norm in norms}.values():
                 if norm is None or len(kept) == 2:
                     raise CannotPrepare("parallel branches read neither one norm nor two")
@@ -337,7 +351,7 @@ class PreparedLayers:
                 program.norm_rows(norm, Rows.RESIDUAL, source)
             post_norm = program.take_optional(branch, "post_norm", RMSNorm, LayerNorm)
             sublayer = vars(branch)["sublayer"]
-            if "fuse" not in vars(type(sublayer)):  # a hook passes on what is not its own
+            if "fuse" not in vars(type(sublayer)):  # a wrapper with hooks delegates unknown attributes to the sublayer
                 raise CannotPrepare(f"a sublayer is a {type(sublayer).__name__}")
             program.take(branch, "sublayer", type(sublayer))
             output, mixed = sublayer.fuse(program, source, rotary, pages)
@@ -352,20 +366,20 @@ def _other_attention(backend: AttentionBackend) -> str:
 
 
 def joining_pays_off(device: torch.device) -> bool:
-    """Whether there are kernels for it on `device`; without, layers compute the same in more operations."""
+    """Return whether `device` has kernels for `run_joined`; without them, layers need more operations."""
     return availability.can_serve(device)
 
 
 def can_join(layers: Sequence[Layer]) -> bool:
-    """Whether every branch reads its own norm of the residual, and no norm was replaced, by what records its result for
-    example."""
+    """Return whether every branch reads its own norm of the residual, and no norm was wrapped (e.g. to record its
+    output)."""
     branches = [branch for layer in layers for branch in layer.branches]
     plain = all(type(branch.norm) is RMSNorm and type(branch.post_norm) in (RMSNorm, type(None)) for branch in branches)
     return plain and not any(layer.parallel for layer in layers) and all(branch.scale == 1.0 for branch in branches)
 
 
 def run_joined(layers: Sequence[Layer], last_norm: RMSNorm, hidden: Tensor, steps: Sequence[LayerStep]) -> Tensor:
-    """`hidden` [T, hidden size] -> the same shape, after the last layer and `last_norm`. `steps`: of each layer."""
+    """Run `hidden` [T, hidden size] through the layers and `last_norm`; the shape stays. `steps`: one per layer."""
     branches = [(branch, step) for layer, step in zip(layers, steps, strict=True) for branch in layer.branches]
     normed = branches[0][0].norm(hidden)
     following = [*(branch.norm for branch, _ in branches[1:]), last_norm]

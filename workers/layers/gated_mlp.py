@@ -12,13 +12,14 @@ from oarlock.workers.layers.gated_mlp_spec import GatedMLPSpec
 from oarlock.workers.layers.linear import GatedParallelLinear, RowParallelLinear
 from oarlock.workers.layers.placement import Placement
 
-_ROWS_AT_ONCE = 960  # between the two products
+_ROWS_AT_ONCE = 960  # size of the row chunks between the two matmuls
 
 
 class GatedMLP:
-    """`x` [T, hidden] (normed) -> [T, hidden]: the residual plus the MLP output, or without a residual that alone."""
+    """Gated MLP: `x` [T, hidden] (normed) -> [T, hidden], plus the residual if there is one."""
 
-    products: ClassVar[Mapping[str, str]] = {"gate_up_proj": "gate_up", "down_proj": "down"}  # by names in a checkpoint
+    # module in a checkpoint -> attribute
+    products: ClassVar[Mapping[str, str]] = {"gate_up_proj": "gate_up", "down_proj": "down"}
 
     def __init__(self, name: str, spec: GatedMLPSpec, layer: int, hidden: int, place: Placement) -> None:
         width = spec.intermediate_size
@@ -27,7 +28,7 @@ class GatedMLP:
 
     @property
     def output(self) -> RowParallelLinear:
-        """The product whose results ranks add up."""
+        """The linear layer whose partial sums the ranks all-reduce."""
         return self.down
 
     @property
@@ -38,11 +39,12 @@ class GatedMLP:
         return self.down(self.gate_up(x), residual)
 
     def unrounded(self, x: Tensor, step: LayerStep) -> Tensor:
-        """The output without a residual, as `RowParallelLinear.unrounded` gives it."""
+        """Return the output without a residual, as `RowParallelLinear.unrounded` returns it."""
         return self.down.unrounded(self.gate_up(x))
 
     def fuse(self, program: Program, source: Rows, rotary: int, pages: LayerKV) -> tuple[RowParallelLinear, Rows]:
-        """Writes its operations on `source`, up to the input of the output product; returns that and where it is."""
+        """Add the operations on `source` that precede the down projection; return the down projection and its input
+        rows."""
         program.multiply(program.take(self, "gate_up", GatedParallelLinear), source, Rows.SCRATCH_TOO, *GATED_PRODUCTS)
         program.rows_at_once = _ROWS_AT_ONCE
         return program.take(self, "down", RowParallelLinear), Rows.SCRATCH_TOO

@@ -1,6 +1,6 @@
-"""The gated MLP as plain values: its width and activation; its tensors, its memory and its work.
+"""Specification of the gated MLP: its width and activation; its tensors, memory and operations.
 
-Torch-free; `gated_mlp.py` computes it.
+Torch-free. `gated_mlp.py` computes it.
 """
 
 from collections.abc import Mapping
@@ -12,17 +12,17 @@ from oarlock.workers.layers.tensor_spec import Cut, Made, Tap, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class GatedMLPSpec:
-    """`down(activation(gate(x)) * up(x))`."""
+    """A gated MLP: `down(activation(gate(x)) * up(x))`."""
 
     intermediate_size: int
     activation: str = "silu"  # silu | gelu_tanh
-    bias: bool = False  # of all three products
+    bias: bool = False  # gate, up and down have biases
 
     module: ClassVar[str] = "mlp"
     title: ClassVar[str] = "mlp"
-    reads: ClassVar[str] = "mlp_norm"  # names, in a verification, of what it reads and of the residual after it
+    reads: ClassVar[str] = "mlp_norm"  # names, in a verification, of the sublayer's input and of the residual after it
     leaves: ClassVar[str] = "mlp_residual"
-    # Names in GGUF, of parts and of the norms before and after. Up has that of gate and up as one.
+    # GGUF names of the modules, and of the norms before and after. A fused gate and up has the GGUF name of up.
     gguf: ClassVar[Mapping[str, str]] = {
         "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "gate_up_proj": "ffn_up",
     }  # fmt: skip
@@ -30,7 +30,7 @@ class GatedMLPSpec:
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {"gate_up_proj": ("gate_proj", "up_proj")}
 
     def tensors(self, hidden: int) -> list[TensorSpec]:
-        """Tensors in an ordinary checkpoint of a model of `hidden` numbers a token, by their names in `module`."""
+        """Return the tensors of an ordinary checkpoint with hidden size `hidden`, with names relative to `module`."""
         width = self.intermediate_size
         found: list[TensorSpec] = []
         for part in ("gate", "up"):
@@ -42,7 +42,7 @@ class GatedMLPSpec:
 
     @property
     def taps(self) -> list[Tap]:
-        """Tensors that a verification compares, in the order they are computed."""
+        """The tensors that a verification compares, in the order of their computation."""
         width = self.intermediate_size
         return [
             Tap("gate", Made.PROJECTION, "gate_proj", False, width, width, is_compared=False),
@@ -55,17 +55,17 @@ class GatedMLPSpec:
         return self.intermediate_size
 
     def divides(self, size: int) -> bool:
-        """Whether `size` ranks can share it."""
+        """Return whether `size` ranks can share the intermediate size equally."""
         return self.intermediate_size % size == 0
 
     @property
     def sizes(self) -> str:
-        """The sizes that ranks share, for messages."""
+        """The sizes that are divided among ranks, for messages."""
         return f"intermediate size {self.intermediate_size}"
 
     @property
     def shared_inputs(self) -> int:
-        """Inputs of the product whose results ranks add up."""
+        """Number of inputs of the down projection, which are divided among ranks."""
         return self.intermediate_size
 
     @property
@@ -75,14 +75,14 @@ class GatedMLPSpec:
 
     @property
     def step_values(self) -> int:
-        """Numbers of a token that exist at once while it computes, over all ranks."""
+        """Values per token that exist at the same time, over all ranks."""
         return 3 * self.intermediate_size
 
     @property
     def pair_ops(self) -> int:
-        """Multiplications and additions of a token for each token of its context: tokens do not meet here."""
+        """Multiplications and additions of a token for each token of its context: none."""
         return 0
 
     def for_length(self, length: int) -> "GatedMLPSpec":
-        """As served for sequences of up to `length` tokens: always the same."""
+        """Return the same specification: it does not depend on `length`."""
         return self

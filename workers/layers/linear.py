@@ -1,8 +1,8 @@
 """Column- and row-parallel linear layers. `weight` is [out, in]: column-parallel splits dim 0, row-parallel dim 1.
 
-Constructors take the sizes of the whole model and derive the local ones. A layer holds no memory until `load` reads
-exactly its slice. Its name is the checkpoint's, for loading and for messages. Which form the weights have is known to
-the placement alone (`quantization/`).
+Constructors take the sizes of the whole model and derive the local ones. A layer uses no memory until `load` reads
+exactly its slice. A layer has its name in the checkpoint, for loading and for messages. Only the placement knows the
+format of the weights (`quantization/`).
 """
 
 from torch import Tensor
@@ -14,19 +14,19 @@ from oarlock.workers.weights.source import WeightSource
 
 
 class QKVParallelLinear:
-    """Query, key and value projections as one local product: [T, hidden] -> [T, (heads + 2 * kv_heads) * head_dim]."""
+    """Query, key and value projections as one local matmul: [T, hidden] -> [T, (heads + 2 * kv_heads) * head_dim]."""
 
     def __init__(
         self, name: str, hidden: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, place: Placement
     ) -> None:
-        """`name` is the attention module's, e.g. `model.layers.0.self_attn`."""
+        """Describe this rank's shard. `name` is the attention module's name, e.g. `model.layers.0.self_attn`."""
         self.bias = bias
         self.place = place
         self.shard = shard = shard_heads(f"{name}.qkv_proj", num_heads, num_kv_heads, place.tp.rank, place.tp.size)
         kv_rows, first_kv, local_kv = (
             heads * head_dim for heads in (num_kv_heads, shard.first_kv_head, shard.num_kv_heads)
         )
-        # in the order of the local product
+        # The parts are in the order of their rows in the local matmul.
         q_rows, first, local = num_heads * head_dim, shard.first_head * head_dim, shard.num_heads * head_dim
         parts = (
             StoredRows(f"{name}.q_proj", q_rows, first, local),
@@ -54,7 +54,7 @@ class GatedParallelLinear:
     def __init__(
         self, name: str, hidden: int, intermediate: int, bias: bool, activation: str, place: Placement
     ) -> None:
-        """`name` is the MLP module's, e.g. `model.layers.0.mlp`."""
+        """Describe this rank's shard. `name` is the MLP module's name, e.g. `model.layers.0.mlp`."""
         self.bias = bias
         self.activation = activation
         self.place = place
@@ -77,7 +77,7 @@ class GatedParallelLinear:
 
 
 class RowParallelLinear:
-    """[T, local in] -> [T, out]: the product summed over ranks by one all-reduce, plus the residual if there is one."""
+    """Linear layer with an all-reduce: [T, local in] -> [T, out], plus the residual if there is one."""
 
     def __init__(self, name: str, inputs: int, outputs: int, bias: bool, place: Placement) -> None:
         self.name = name
@@ -95,8 +95,9 @@ class RowParallelLinear:
     def load(self, weights: WeightSource) -> None:
         weight = self.place.load(self.weight_shard, weights)
         self.bias = self.weight_shard.take_bias(weights, self.place.empty) if self.has_bias else None
-        # On the host partial sums are exchanged in float32 where the product supports it: to round each of them would
-        # add an error that a single rank does not have. What a single rank adds before it rounds is then added here.
+        # On the CPU partial sums are exchanged in float32 if the matmul supports it: rounding each of them would add an
+        # error that a single rank does not have. The bias, which a single rank adds before rounding, is then added
+        # after the all-reduce.
         alone = self.place.tp.size == 1
         self.product = weight.matmul(
             self.bias if alone else None,
@@ -111,8 +112,10 @@ class RowParallelLinear:
         return (total if residual is None else total + residual).to(x.dtype)
 
     def unrounded(self, x: Tensor) -> Tensor:
-        """The product summed over ranks, for a caller that adds the residual and rounds then. With several ranks it is
-        float32, where the product gives that."""
+        """Return the all-reduced output for a caller that adds the residual and then rounds.
+
+        With several ranks it is float32 if the matmul returns float32.
+        """
         return self.product(x) if self.place.tp.size == 1 else self._total(x)
 
     def _total(self, x: Tensor) -> Tensor:

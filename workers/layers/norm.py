@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, replicated on every rank. They compute in float32 whatever the dtype and round once."""
+"""RMSNorm and LayerNorm, replicated on every rank. They compute in float32 for every dtype and round once."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ from oarlock.workers.weights.source import WeightSource
 
 
 class RMSNorm:
-    """[T, size] -> [T, size], scaled by `offset + weight`.
+    """RMSNorm: [T, size] -> [T, size], multiplied by `offset + weight`.
 
-    The scale is kept in float32 where there is an offset, because 16 bits would lose most of a weight near zero, and
-    where a C++ kernel is used, which reads float32.
+    The scale is kept in float32 if there is an offset, because 16 bits would lose most of a weight near zero, and if a
+    C++ kernel is used, because it reads float32.
     """
 
     def __init__(self, name: str, size: int, eps: float, place: Placement, offset: float = 0.0) -> None:
@@ -50,8 +50,8 @@ class RMSNorm:
         return F.rms_norm(x.float(), (self.size,), self.weight, self.eps).to(x.dtype)
 
     def of_sum(self, residual: Tensor, x: Tensor, post_norm: "RMSNorm | None" = None) -> tuple[Tensor, Tensor]:
-        """`residual + x`, both [T, size], and the norm of that sum, in `residual`'s type; `x` may be float32. With a
-        `post_norm`, `x` is normed before."""
+        """Return `residual + x`, both [T, size], and the norm of this sum, in `residual`'s dtype. `x` may be float32;
+        with `post_norm` it is normed before the addition."""
         if self.triton is None:
             total = (residual + (x if post_norm is None else post_norm(x))).to(residual.dtype)
             return total, self(total)
@@ -60,7 +60,7 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """Ba et al., 2016. [T, size] of the model's type or float32 -> [T, size] of the model's type.
+    """LayerNorm (Ba et al., 2016): [T, size] of the model's dtype or float32 -> [T, size] of the model's dtype.
 
     Scale and shift are kept in float32, which the C++ kernel reads.
     """
@@ -93,8 +93,9 @@ class LayerNorm:
 
 
 class HeadNorm:
-    """Qwen3's and Gemma 3's norm of each query and key head, for all heads of the rank at once:
-    [T, heads + kv_heads, head_dim]. The result stays float32, for the rotation that follows.
+    """Norm of each query and key head (Qwen3, Gemma 3), for all heads of the rank at once.
+
+    [T, heads + kv_heads, head_dim] -> the same shape in float32, for the rotation that follows.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class HeadNorm:
         place: Placement,
         offset: float = 0.0,
     ) -> None:
-        """`name` is the attention module's."""
+        """Prepare the norm. `name` is the attention module's name."""
         self.name = name
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -135,24 +136,25 @@ class HeadNorm:
 
 
 class RowNorm:
-    """OLMo 2's norm of queries and of keys over the rows of all heads, of which the rank has some:
-    [T, heads + kv_heads, head_dim]. The result stays float32, for the rotation that follows.
+    """Norm of queries and of keys over all heads of a row (OLMo 2); the rank has some of the heads.
 
-    Each head's squares are summed by one rank, and those of all heads added in their order by every rank: the bits do
-    not depend on the number of ranks.
+    [T, heads + kv_heads, head_dim] -> the same shape in float32, for the rotation that follows. One rank computes the
+    sum of squares of each head, and every rank adds the sums of all heads in the same order, so the bits do not depend
+    on the number of ranks.
     """
 
     def __init__(
         self, name: str, shard: HeadShard, heads: tuple[int, int], head_dim: int, spec: NormSpec, place: Placement
     ) -> None:
-        """`name` is the attention module's. `heads`: how many there are of queries and of keys, over all ranks."""
+        """Prepare the norm. `name` is the attention module's name; `heads`: number of query and of key heads over all
+        ranks."""
         self.name = name
         self.head_dim = head_dim
         self.eps = spec.eps
         self.offset = spec.offset
         self.place = place
         self.has_kernel = elementwise.can_serve(place.dtype, place.device)
-        copies = max(1, place.tp.size // heads[1])  # of each key-value head, on neighbours
+        copies = max(1, place.tp.size // heads[1])  # ranks, next to each other, that hold the same key-value head
         self.of = elementwise.HeadsOfRank(
             shard.num_heads, shard.num_kv_heads, *heads, shard.first_head, shard.first_kv_head,
             place.tp.rank % copies == 0,
@@ -178,7 +180,8 @@ class RowNorm:
     def __call__(self, qk: Tensor) -> Tensor:
         squares = self.squares(qk)
         if self.place.tp.size > 1:
-            squares = self.place.tp.all_reduce(squares)  # each sum comes from one rank: added to zeros, it is exact
+            # only one rank has each sum, the others have zeros: the all-reduce is exact
+            squares = self.place.tp.all_reduce(squares)
         if self.has_kernel:
             return elementwise.norm_of_rows(self.of, qk, squares, self.weight, self.eps)
         heads = (self.of.all_heads, self.of.all_kv_heads)
@@ -188,7 +191,8 @@ class RowNorm:
         return qk.float() * factors.repeat_interleave(counts, 1).unsqueeze(2) * self.weight
 
     def squares(self, qk: Tensor) -> Tensor:
-        """The sum of squares of each head: float32 [T, all heads of queries, then of keys], 0 for those of others."""
+        """Return the sum of squares of each head: float32 [T, all query heads, then all key heads], 0 for other ranks'
+        heads."""
         of = self.of
         if self.has_kernel:
             return elementwise.squares_of_heads(of, qk)
@@ -205,14 +209,14 @@ Norm = RMSNorm | LayerNorm
 
 
 def make_norm(name: str, size: int, spec: NormSpec, place: Placement) -> Norm:
-    """The norm `name` of rows of `size` numbers."""
+    """Return the norm called `name` for rows of `size` values."""
     if spec.kind == "layer":
         return LayerNorm(name, size, spec.eps, spec.bias, place)
     return RMSNorm(name, size, spec.eps, place, spec.offset)
 
 
 def triton_kernels() -> Any:
-    """`oarlock.workers.kernels.triton.elementwise`, imported where Triton is installed."""
+    """Return the module `oarlock.workers.kernels.triton.elementwise`, imported only if Triton is installed."""
     from oarlock.workers.kernels.triton import elementwise
 
     return elementwise

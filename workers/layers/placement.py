@@ -1,4 +1,4 @@
-"""The tensor-parallel rank, dtype, device and form of a layer's weights, passed to every layer."""
+"""Rank, dtype, device and weight formats of a layer, passed to every layer."""
 
 from dataclasses import dataclass, field
 
@@ -16,39 +16,44 @@ from oarlock.workers.weights.source import WeightSource
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Rank, dtype and device of a layer's weights, and the forms of those that are multiplied."""
+    """Rank, dtype and device of a layer's weights, and the formats of the weights of linear layers."""
 
     tp: TensorParallel
     dtype: torch.dtype
     device: torch.device
     quantization: WeightForms = NONE
-    slices: int = 1  # of inputs that are cut among ranks, over all ranks (`slices_for`)
+    slices: int = 1  # slices of inputs that are cut among ranks, over all ranks (`slices_for`)
     staging: StagingMemory = field(default_factory=StagingMemory)
-    deals_experts: bool = False  # whole experts to ranks; else each is cut along its width
+    deals_experts: bool = False  # ranks hold whole experts; False: each expert is cut along its width
 
     @property
     def local_slices(self) -> int:
-        """Number of slices of one rank's inputs: one where the number of ranks does not divide all slices."""
+        """Number of slices of one rank's inputs; 1 if the number of ranks does not divide all slices."""
         return self.slices // self.tp.size if self.slices % self.tp.size == 0 else 1
 
     @property
     def sums_in_float32(self) -> bool:
-        """Whether partial sums of products are exchanged before they are rounded. Those of devices are rounded, which
-        halves the bytes: each loses no more than a product of one rank does."""
+        """Whether the ranks exchange partial sums before they are rounded.
+
+        On GPUs they are rounded first, which halves the bytes: each rank rounds its partial sum as one rank rounds a
+        result.
+        """
         return runs_on_host(self.device) or self.quantization is FIXED_ORDER
 
     def unit_of_width(self, module: str) -> int:
-        """Numbers that slices of an expert's width have a multiple of. `module`: of the product that reads them."""
+        """Return the number that divides the length of slices of an expert's width. `module`: the expert's down
+        projection."""
         return unit_of_width(self.quantization.form_of(module))
 
     def empty(self, *shape: int) -> Tensor:
-        """An uninitialised tensor for weights, which may be kept or packed and dropped."""
+        """Return an uninitialised tensor for weights, which may be kept, or packed and dropped."""
         if self.device.type == "cpu":
             return self.staging.empty(shape, self.dtype)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def load(self, shard: WeightShard, weights: WeightSource) -> LinearWeight:
-        """One rank's weight of a product. Parts that a checkpoint stores in different forms are loaded one by one."""
+        """Load one rank's weight of a linear layer. Parts that a checkpoint stores in different formats are loaded one
+        by one."""
         forms = self._forms(shard)
         if all(form == forms[0] for form in forms):
             return self._placed(forms[0].method().load(shard, weights, self.empty))
@@ -58,7 +63,7 @@ class Placement:
         return StackedWeight(loaded, [part.count for part in shard.parts])
 
     def weight_bytes(self, shard: WeightShard, bias: bool) -> int:
-        """Bytes of what `load` gives, and of its bias."""
+        """Return the bytes of the weight that `load` returns, and of its bias if `bias`."""
         item, forms = self.dtype.itemsize, self._forms(shard)
         if all(form == forms[0] for form in forms):
             need = forms[0].weight_bytes(shard.rows, shard.local_inputs, item, shard.slices)
@@ -68,14 +73,14 @@ class Placement:
         return need + bias * shard.rows * item
 
     def _placed(self, weight: LinearWeight) -> LinearWeight:
-        """The weight in the memory where products with it run."""
+        """Move the weight to the memory of the device that runs its matmuls."""
         return weight if runs_on_host(self.device) else weight.on(self.device)
 
     def _forms(self, shard: WeightShard) -> list[Form]:
-        """Forms of the shard's parts, in their order."""
+        """Return the formats of the shard's parts, in their order."""
         return [self.quantization.form_of(part.name) for part in shard.parts]
 
 
 def runs_on_host(device: torch.device) -> bool:
-    """Whether products run on the CPU, by its kernels."""
+    """Return whether matmuls run in the CPU kernels."""
     return device.type == "cpu"

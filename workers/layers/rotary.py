@@ -3,16 +3,16 @@
 Rotary embedding: Su et al., "RoFormer", 2021. Frequencies follow transformers' formulas operation by operation, in
 float32, so that the angles have the same bits. Element i of a head is rotated with element i + rotary_dim / 2.
 
-Dynamic NTK scaling changes the frequencies with the sequence's length. transformers takes the length at the time of
-the call, so that a prompt's angles depend on how it was cut into calls. Here a token's angles depend on its own
-position alone (length = position + 1): they are the same for whole and chunked prefill, in any batch and with cached
-prefixes, and equal transformers' for every prompt within `original_max_positions` and all tokens generated from it.
-They differ only for a longer prompt.
+Dynamic NTK scaling changes the frequencies with the sequence's length. transformers takes the length at the time of the
+call, so that a prompt's angles depend on how the prompt was divided into calls. Here a token's angles depend only on
+its own position (length = position + 1): they are the same for whole and chunked prefill, in any batch and with cached
+prefixes. They equal transformers' for every prompt within `original_max_positions` and all tokens generated from it,
+and differ only if the prompt is longer.
 
-LongRoPE has two sets of factors, chosen for a whole model by the longest sequence it serves (`RopeSpec.for_length`):
-if that is within the trained length, every sequence has transformers' angles; if it is beyond, sequences that are
-themselves longer have them, and shorter ones get the long factors too. Positions beyond the reach of the short factors
-raise an error.
+LongRoPE has two sets of factors, chosen for a whole model by the longest sequence it serves (`RopeSpec.for_length`). If
+the longest sequence is within the trained length, every sequence has transformers' angles. If it is longer, only
+sequences beyond the trained length have transformers' angles, because shorter sequences get the long factors too.
+Positions beyond the reach of the short factors raise an error.
 """
 
 import math
@@ -24,12 +24,13 @@ from oarlock.workers.kernels.cpu import elementwise
 from oarlock.workers.layers.attention_spec import RopeSpec
 
 # Angles are computed for this many positions at a time. torch computes the last few elements of an array differently,
-# so in blocks of one size the bits of an angle depend on its position alone.
+# so with blocks of equal size the bits of an angle depend only on its position.
 _BLOCK = 1024
 
 
 class RotaryTable:
-    """positions [T] -> cos, sin [T, 1, rotary_dim] float32; the first half of sin is negated, ready for `rotate`.
+    """Table of angles: positions [T] -> cos, sin [T, 1, rotary_dim] float32, with the first half of sin negated for
+    `rotate`.
 
     Angles are computed when a sequence first reaches a position, and kept.
     """
@@ -42,14 +43,14 @@ class RotaryTable:
         self.rows = torch.empty((0, spec.rotary_dim), dtype=torch.float32, device=device)  # cos of each pair, then sin
 
     def __call__(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """`longest`: as for `up_to`."""
+        """Return cos and sin of `positions`. `longest` is passed to `up_to`."""
         cos, sin = self.up_to(longest).index_select(0, positions).unsqueeze(1).chunk(2, -1)  # [T, 1, rotary_dim / 2]
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def up_to(self, longest: int) -> Tensor:
-        """Cosines of each pair of elements, then sines, of all positions: [at least `longest`, rotary_dim] float32.
+        """Return cos of each pair of elements, then sin, of all positions: [at least `longest`, rotary_dim] float32.
 
-        `longest`: larger than every position, a number on the host. Raises `ValueError` beyond LongRoPE's reach.
+        `longest`: a Python integer larger than every position. Raises `ValueError` if it is beyond LongRoPE's reach.
         """
         self._check_reach(longest)
         if longest > len(self.rows):
@@ -75,7 +76,7 @@ class RotaryTable:
         self.rows = torch.cat(blocks)
 
     def _dynamic(self, positions: Tensor) -> Tensor:
-        """Inverse frequencies of each position: [T, rotary_dim / 2]."""
+        """Return the inverse frequencies of each position: [T, rotary_dim / 2]."""
         spec = self.spec
         length = (positions + 1).clamp_(min=spec.original_max_positions)
         stretch = (spec.factor * length / spec.original_max_positions) - (spec.factor - 1)
@@ -84,7 +85,7 @@ class RotaryTable:
 
 
 def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-    """`rotate` of pairs that are neighbours: elements 2 i and 2 i + 1."""
+    """Rotate pairs of neighbouring elements, 2 i and 2 i + 1; otherwise like `rotate`."""
     size = cos.shape[-1]
     apart = torch.cat((x[..., 0:size:2], x[..., 1:size:2], x[..., size:]), -1)
     rotated = rotate(apart, cos, sin, dtype)
@@ -100,7 +101,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rotate_with_torch(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-    """`rotate` with torch's operations, for every dtype and device; tests compare the kernel with it."""
+    """Rotate like `rotate` with torch operations, for every dtype and device; tests compare the kernel with it."""
     size = cos.shape[-1]
     if size == x.shape[-1]:
         return torch.addcmul(x * cos, x.roll(size // 2, -1), sin).to(dtype)
@@ -109,7 +110,10 @@ def rotate_with_torch(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -
 
 
 def inverse_frequencies(spec: RopeSpec, exponents: Tensor) -> Tensor:
-    """Angle per position of each pair of elements: [rotary_dim / 2] float32. Raises `ValueError`."""
+    """Return the angle per position of each pair of elements: [rotary_dim / 2] float32.
+
+    Raises `ValueError` if the kind is unknown.
+    """
     inv_freq = 1.0 / (spec.theta**exponents)
     if spec.kind in ("default", "dynamic"):
         return inv_freq
@@ -126,7 +130,7 @@ def inverse_frequencies(spec: RopeSpec, exponents: Tensor) -> Tensor:
 
 
 def _llama3(spec: RopeSpec, inv_freq: Tensor) -> Tensor:
-    """Llama 3.1's scaling: long wavelengths are stretched by the factor, short ones kept, those between blended."""
+    """Apply Llama 3.1's scaling: long wavelengths are stretched by the factor, short ones kept, others blended."""
     length = spec.original_max_positions
     longest, shortest = length / spec.low_freq_factor, length / spec.high_freq_factor
     wavelength = 2 * math.pi / inv_freq
@@ -138,12 +142,12 @@ def _llama3(spec: RopeSpec, inv_freq: Tensor) -> Tensor:
 
 
 def _yarn(spec: RopeSpec, exponents: Tensor) -> Tensor:
-    """YaRN (Peng et al., 2023): pairs with many turns within the trained length are kept, pairs with few interpolated,
-    with a linear ramp between."""
+    """Apply YaRN (Peng et al., 2023): pairs with many turns within the trained length are kept, pairs with few are
+    interpolated, with a linear ramp between."""
     size = spec.rotary_dim
 
     def pair_with(turns: float) -> float:
-        """Index, a fraction, of the pair that makes `turns` turns over the trained length."""
+        """Return the fractional index of the pair that makes `turns` turns over the trained length."""
         return (size * math.log(spec.original_max_positions / (turns * 2 * math.pi))) / (2 * math.log(spec.theta))
 
     low, high = pair_with(spec.beta_fast), pair_with(spec.beta_slow)

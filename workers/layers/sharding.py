@@ -1,7 +1,7 @@
-"""Divides heads, rows and vocabulary among tensor-parallel ranks. Torch-free, for the checks before the start.
+"""Division of heads, rows and vocabulary among tensor-parallel ranks. Torch-free, for the checks before the start.
 
-Query heads are divided in order. KV heads are divided while there is at least one per rank; with more ranks than KV
-heads, neighbouring ranks hold a copy of the same head, the one that their query heads use.
+Query heads are divided in order. KV heads are divided if there is at least one per rank. With more ranks than KV heads,
+neighbouring ranks hold a copy of the same head, which is the head that their query heads use.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from oarlock.workers.distributed.topology import vocab_shard_size
 from oarlock.workers.errors import StartupError
 
 LARGEST_TP = 1024
-SLICES = (8, 4, 2, 1)  # as many as kernels add up (`kMostSlices` in csrc/gemm/slices.h)
+SLICES = (8, 4, 2, 1)  # numbers of slices that kernels support (`kMostSlices` in csrc/gemm/slices.h)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShard:
-    """One rank's heads: how many, and the index of the first among all heads."""
+    """One rank's heads: their number, and the index of the first among all heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -28,7 +28,7 @@ def heads_divide(num_heads: int, num_kv_heads: int, tp: int) -> bool:
 
 
 def supported_tp_sizes(num_heads: int, num_kv_heads: int, intermediate_size: int) -> list[int]:
-    """Every tensor-parallel size that divides this model."""
+    """Return every tensor-parallel size that divides this model."""
     return [
         size
         for size in range(1, min(num_heads, LARGEST_TP) + 1)
@@ -37,16 +37,17 @@ def supported_tp_sizes(num_heads: int, num_kv_heads: int, intermediate_size: int
 
 
 def slices_for(num_heads: int, num_kv_heads: int, intermediate_size: int) -> int:
-    """Number of slices into which inputs are cut where ranks share them: for the output projection and the MLP's second
-    product. The largest power of two up to 8 that is a tensor-parallel size of this model: ranks of every smaller
-    power of two hold whole slices, and get the same bits (`LinearWeight.matmul`).
+    """Return the number of slices of the inputs that ranks share: inputs of the output and of the down projection.
+
+    It is the largest power of two up to 8 that is a tensor-parallel size of this model. Ranks of every smaller power of
+    two hold whole slices, and get the same bits (`LinearWeight.matmul`).
     """
     sizes = supported_tp_sizes(num_heads, num_kv_heads, intermediate_size)
     return next(count for count in SLICES if count in sizes)
 
 
 def shard_heads(layer: str, num_heads: int, num_kv_heads: int, rank: int, size: int) -> HeadShard:
-    """The heads of `rank` of `size`, from global counts. Raises `StartupError` naming the layer."""
+    """Return the heads of `rank` of `size`, from global counts. Raises `StartupError` naming the layer."""
     if not heads_divide(num_heads, num_kv_heads, size):
         raise StartupError(
             f"{layer}: {num_heads} heads over {num_kv_heads} key-value heads cannot be cut into {size} ranks.",
@@ -58,7 +59,7 @@ def shard_heads(layer: str, num_heads: int, num_kv_heads: int, rank: int, size: 
 
 
 def shard_evenly(layer: str, what: str, total: int, size: int) -> int:
-    """`total / size`, or a `StartupError` naming the layer and both numbers."""
+    """Return `total / size`. Raises `StartupError` naming the layer and both numbers if there is a remainder."""
     if total % size:
         raise StartupError(
             f"{layer}: {what} {total} cannot be cut into {size} equal parts.",
@@ -69,16 +70,19 @@ def shard_evenly(layer: str, what: str, total: int, size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WidthShard:
-    """One rank's part of a width that is filled up until ranks hold whole slices of one length."""
+    """One rank's part of a width that is padded so that ranks hold whole slices of equal length."""
 
-    whole: int  # filled up
+    whole: int  # padded width over all ranks
     first: int
     count: int
-    slices: int  # of this rank
+    slices: int  # slices of this rank
 
 
 def shard_width(width: int, unit: int, rank: int, size: int, slices: int) -> WidthShard:
-    """`slices`: over all ranks, where `size` divides it, else each rank has one; of a length that `unit` divides."""
+    """Divide a padded width among ranks.
+
+    `slices`: number over all ranks if `size` divides it, else each rank has one slice. `unit` divides their length.
+    """
     parts = slices if slices % size == 0 else size
     each = -(-width // (parts * unit)) * unit
     held = parts // size
@@ -87,16 +91,19 @@ def shard_width(width: int, unit: int, rank: int, size: int, slices: int) -> Wid
 
 @dataclass(frozen=True, slots=True)
 class ExpertShard:
-    """One rank's experts, in groups of `group` neighbours; the last groups may have fewer, or none."""
+    """One rank's experts, in groups of `group` consecutive experts; the last groups may have fewer, or none."""
 
     first: int
     count: int
     group: int
-    groups: int  # of this rank
+    groups: int  # groups of this rank
 
 
 def shard_experts(experts: int, rank: int, size: int, slices: int) -> ExpertShard:
-    """Whole experts for each rank. `slices`: groups over all ranks where `size` divides it, else each rank has one."""
+    """Divide whole experts among ranks.
+
+    `slices`: number of groups over all ranks if `size` divides it, else each rank has one group.
+    """
     parts = slices if slices % size == 0 else size
     group = -(-experts // parts)
     held = parts // size
@@ -105,10 +112,10 @@ def shard_experts(experts: int, rank: int, size: int, slices: int) -> ExpertShar
 
 
 def shard_vocab(vocab_size: int, rank: int, size: int) -> tuple[int, int, int]:
-    """(first id, number of ids of this rank's shard, how many of those are in the vocabulary).
+    """Return (first id, ids in this rank's shard, ids of the shard that are in the vocabulary).
 
-    Every shard has the same size, so the last ones may hold padding ids beyond the vocabulary. Of 1, 2, 4 or 8 ranks
-    each has whole slices.
+    Every shard has the same size, so the last shards may have padding ids beyond the vocabulary. With 1, 2, 4 or 8
+    ranks each rank has whole slices.
     """
     local = vocab_shard_size(vocab_size, size)
     start = rank * local

@@ -1,4 +1,4 @@
-"""Descriptions of stored tensors and of norms, from which sublayers are put together. Torch-free."""
+"""Descriptions of stored tensors and of norms, from which the sublayer specifications are built. Torch-free."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -7,44 +7,46 @@ from oarlock.workers.layers.sharding import shard_vocab, shard_width
 
 
 class Cut(Enum):
-    """How the ranks of a group share a tensor."""
+    """Ways to divide a tensor among the ranks of a group."""
 
-    NONE = auto()  # every rank holds all of it
-    OUTPUTS = auto()  # by rows
-    INPUTS = auto()  # by columns, whose products the ranks add up
-    COPIES = auto()  # every rank holds it once for each of its parts
-    VOCABULARY = auto()  # by rows, one for each id: see `shard_vocab`
-    WIDTH_OUTPUTS = auto()  # by rows, filled up with zeros so that ranks hold whole slices: see `shard_width`
-    WIDTH_INPUTS = auto()  # by columns, likewise
+    NONE = auto()  # every rank holds the whole tensor
+    OUTPUTS = auto()  # split by rows
+    INPUTS = auto()  # split by columns; the ranks all-reduce the partial sums
+    COPIES = auto()  # every rank holds one copy for each of its parts
+    VOCABULARY = auto()  # split by rows, one row for each token id; see `shard_vocab`
+    WIDTH_OUTPUTS = auto()  # split by rows, padded with zeros so that ranks hold whole slices; see `shard_width`
+    WIDTH_INPUTS = auto()  # split by columns, padded in the same manner
 
 
 class Kept(Enum):
-    """The type that a rank keeps a tensor's numbers in."""
+    """The dtype in which a rank keeps a tensor."""
 
-    AS_MODEL = auto()  # in the model's type, or in the form that weights are rounded to
-    FOR_KERNELS = auto()  # in float32 where kernels of the CPU read it, else in the model's type
+    AS_MODEL = auto()  # the model's dtype, or the format that the weights are quantized to
+    FOR_KERNELS = auto()  # float32 if the CPU kernels read the tensor, else the model's dtype
     FLOAT32 = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of an ordinary checkpoint: its full shape, and what each rank holds of it."""
+    """One tensor of an ordinary checkpoint: its full shape, and how the ranks divide it."""
 
-    name: str  # behind the name of its module, such as `q_proj.weight`
+    name: str  # relative to the name of its module, such as `q_proj.weight`
     shape: tuple[int, ...]
     cut: Cut = Cut.NONE
-    parts: int = 1  # equal parts, of which a rank holds whole ones; with fewer than ranks, neighbours hold the same one
+    # number of equal parts; ranks hold whole parts, and neighbouring ranks share a part if parts < ranks
+    parts: int = 1
     kept: Kept = Kept.AS_MODEL
-    expert: int | None = None  # of the routed experts, the one that it belongs to, of
-    experts: int = 0
-    used: float = 1.0  # share of all tokens that are computed with it
+    expert: int | None = None  # index of the routed expert that it belongs to
+    experts: int = 0  # number of routed experts
+    used: float = 1.0  # fraction of all tokens that use it
 
     @property
     def is_matrix(self) -> bool:
         return len(self.shape) == 2
 
     def local_shape(self, size: int, slices: int = 1, unit: int = 1) -> tuple[int, ...]:
-        """Shape of the part that each of `size` ranks holds. `slices` and `unit`: as `shard_width` has them."""
+        """Return the shape of the part that each of `size` ranks holds; `slices` and `unit` are passed to
+        `shard_width`."""
         first, *rest = self.shape
         if self.cut is Cut.WIDTH_OUTPUTS:
             return (shard_width(first, unit, 0, size, slices).count, *rest)
@@ -63,44 +65,44 @@ class TensorSpec:
 
 
 class Made(Enum):
-    """How a tensor is made: what can be wrong with it follows."""
+    """Computations that produce a tensor. The kind determines which errors are possible."""
 
     NORM = auto()
-    PROJECTION = auto()  # a product whose outputs ranks share
-    ROTATION = auto()  # of a projection, perhaps normed before
+    PROJECTION = auto()  # a matmul whose outputs are split among ranks
+    ROTATION = auto()  # rotary embedding of a projection, which may be normed first
     ATTENTION = auto()
     GATED = auto()  # activation(gate) * up
-    SUM = auto()  # a product whose inputs ranks share
-    LOGITS = auto()  # of a router, which every rank computes
-    ROUTING = auto()  # the weight of each expert for a token, 0 of one that it does not get
-    EXPERTS = auto()  # the sum over ranks of a token's experts, or of the shared expert
+    SUM = auto()  # a matmul whose inputs are split among ranks, after the all-reduce
+    LOGITS = auto()  # the router's logits, which every rank computes
+    ROUTING = auto()  # the weight of each expert for a token; 0 for experts that were not chosen
+    EXPERTS = auto()  # the sum of a token's routed experts, or the shared expert, after the all-reduce
     RESIDUAL = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Tap:
-    """A tensor that a verification records on every rank, and compares with that of transformers' module."""
+    """A tensor that a verification records on every rank and compares with the output of transformers' module."""
 
     name: str
     made: Made
-    module: str = ""  # the product, in the sublayer, whose result it is; a norm; of a rotation, the norm before it
-    is_input: bool = False  # it is what `module` reads instead
-    width: int = 0  # numbers of a token, over all ranks; 0: the hidden size
-    parts: int = 0  # equal parts, of which a rank holds whole ones, as of a `TensorSpec`; 0: every rank holds all
-    is_compared: bool = True  # else only transformers' is recorded, to find the cause of a difference
+    module: str = ""  # linear layer or norm in the sublayer that returns the tensor; for a rotation, the norm before it
+    is_input: bool = False  # True: the tensor is the input of `module`, not its output
+    width: int = 0  # values per token over all ranks; 0: the hidden size
+    parts: int = 0  # number of equal parts, as in `TensorSpec`; 0: every rank holds the whole tensor
+    is_compared: bool = True  # False: only transformers' tensor is recorded, to find the cause of a difference
 
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """The kind of norm that a model has around its sublayers, and at its end."""
+    """The kind of norm that a model has around its sublayers and after its last layer."""
 
     kind: str = "rms"  # rms | layer
     eps: float = 1e-6
-    offset: float = 0.0  # rms: scales by offset + weight
-    bias: bool = False  # layer: with a shift
+    offset: float = 0.0  # rms: multiplies by offset + weight
+    bias: bool = False  # layer: has a bias vector
 
     def tensors(self, name: str, size: int) -> list[TensorSpec]:
-        """Tensors of a norm of rows of `size` numbers; `name` ends with a dot, or is empty."""
+        """Return the tensors of a norm over rows of `size` values. `name` ends with a dot or is empty."""
         kept = Kept.FLOAT32 if self.offset or self.kind == "layer" else Kept.FOR_KERNELS
         weight = TensorSpec(f"{name}weight", (size,), kept=kept)
         return [weight, TensorSpec(f"{name}bias", (size,), kept=kept)] if self.bias else [weight]
