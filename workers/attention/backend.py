@@ -1,4 +1,4 @@
-"""The protocol of an attention backend, and the descriptions of KV memory and of a layer that it works from."""
+"""Interface of attention backends, and the descriptions of the KV cache and of a layer that backends work from."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -13,16 +13,16 @@ from oarlock.workers.platform.dtypes import KVShape
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """The KV memory of one rank. KV heads are this rank's own, never repeated to query heads."""
+    """The KV cache of one rank. Its KV heads are the rank's own, and are not repeated for each query head."""
 
     num_layers: int
     num_kv_heads: int  # local to the rank
     head_dim: int
     block_size: int
-    dtype: torch.dtype  # of the model
+    dtype: torch.dtype  # dtype of the model
     device: torch.device
     cache_dtype: str = "auto"  # a name of `FORMATS`; auto: `dtype`
-    fixed_span: int | None = None  # keys of one program, where rows must not depend on the batch; else as suits a step
+    fixed_span: int | None = None  # keys per program if rows must not depend on the batch; None: chosen for each step
 
     @property
     def form(self) -> KVFormat:
@@ -30,12 +30,12 @@ class KVSpec:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether pages hold other numbers than the model computes."""
+        """Whether pages hold quantized values."""
         return self.cache_dtype in ROUNDED
 
     @property
     def shape(self) -> KVShape:
-        """Sizes from which the bytes of this KV memory follow."""
+        """Sizes that determine the bytes of this KV cache."""
         item = self.dtype.itemsize
         return KVShape(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, item, self.cache_dtype)
 
@@ -70,7 +70,7 @@ class LayerKV:
 
 
 class AttentionBackend(Protocol):
-    """Causal attention over pages. One call takes any mix of query lengths: prefill, chunked prefill and decode."""
+    """Causal attention over pages. One call accepts any mix of query lengths: prefill, chunked prefill and decode."""
 
     name: ClassVar[str]
     spec: KVSpec
@@ -79,43 +79,43 @@ class AttentionBackend(Protocol):
 
     @staticmethod
     def why_not(spec: KVSpec) -> str | None:
-        """None when this backend supports `spec` here; else the reason, as a phrase for the log."""
+        """Return None if this backend supports `spec` here, else the reason as a phrase for the log."""
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:
-        """Zeroed pages for every layer, block 0 (the null block) included."""
+        """Return zeroed pages for every layer, including block 0 (the null block)."""
 
     def prepare(self, batch: ForwardBatch) -> Any:
-        """Once per step, outside the layer loop: everything that does not depend on the layer."""
+        """Compute everything that does not depend on the layer. Called once per step, before the layers."""
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         """Store `k`, `v` [T, num_kv_heads, head_dim] at `batch.slot_mapping`.
 
-        A block is filled from its first slot on, so a write to that slot ends the life of what the block held before.
+        A block is filled from its first slot on, so a write to this slot invalidates the previous content of the block.
         """
 
     def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
-        """`q` [T, num_heads, head_dim] -> [T, num_heads * head_dim].
+        """Return the attention of `q` [T, num_heads, head_dim]: [T, num_heads * head_dim].
 
-        `sinks`: float32 [num_heads], a score of each head that joins those of the keys, after the softcap, and has no
-        value: it takes a share of the weights from them.
+        `sinks`: float32 [num_heads], one extra score per head that joins the scores of the keys after the softcap. It
+        has no value vector, so it only takes a share of the softmax.
 
-        Called after `write` for the whole step: a sequence may read blocks that another one fills in this step. Where a
-        layer has a window, block tables hold the null block in place of blocks before it, which may have been freed;
-        the contents of the null block must not change any result.
+        Called after `write` for the whole step: a sequence may read blocks that another sequence fills in this step. If
+        a layer has a window, block tables hold the null block in place of blocks before the window, which may have been
+        freed; the contents of the null block must not change any result.
         """
 
 
 @runtime_checkable
 class FusedBackend(AttentionBackend, Protocol):
-    """A backend that does in one kernel what stands between the projection and `attend`."""
+    """A backend with one kernel for the operations between the projection and `attend`."""
 
     def rotate_and_write(
         self, kv: LayerKV, qkv: Tensor, norm: tuple[Tensor, float] | None, cos: Tensor, sin: Tensor, batch: ForwardBatch
     ) -> Tensor:
-        """`qkv` [T, heads + 2 kv_heads, head_dim] -> rotated queries [T, heads, head_dim]; keys and values are written.
+        """Rotate queries and keys, and write keys and values to the cache; return the queries, [T, heads, head_dim].
 
-        `norm`: the scale of the head norm, float32 [heads + kv_heads, head_dim], and its epsilon. `cos`, `sin`: of the
-        elements that are rotated, float32 [T, 1, rotary_dim]; see `RotaryTable`.
+        `qkv`: [T, heads + 2 kv_heads, head_dim]. `norm`: scale of the head norm, float32 [heads + kv_heads, head_dim],
+        and its epsilon. `cos`, `sin`: float32 [T, 1, rotary_dim], for the rotated elements; see `RotaryTable`.
         """
         ...
 
@@ -124,8 +124,8 @@ class FusedBackend(AttentionBackend, Protocol):
 class LayerStep:
     """One layer's part of a step."""
 
-    angles: tuple[Tensor, Tensor] | None  # cos and sin of its positions (`RotaryTable`); None: it rotates nothing
+    angles: tuple[Tensor, Tensor] | None  # cos and sin of its positions (`RotaryTable`); None: no rotation
     batch: ForwardBatch
     kv: LayerKV
     backend: AttentionBackend
-    plan: Any  # what the backend's `prepare` returned for this step
+    plan: Any  # result of the backend's `prepare` for this step

@@ -1,7 +1,7 @@
-"""Attention on the CPU: the C++ kernel reads pages in place, at any mix of query lengths and every instruction level.
+"""Attention on the CPU: the C++ kernel reads pages in place, for any mix of query lengths and every ISA level.
 
-Calls the kernel. The computation, and why the rest of the batch cannot change a row's bits, are described in
-`kernels/cpu/csrc/attention/attention.cpp`; the layout of pages in `attention.h`.
+This module calls the kernel. `kernels/cpu/csrc/attention/attention.cpp` describes the computation, and why the other
+rows of the batch cannot change a row's bits; `attention.h` describes the layout of pages.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.kernels.cpu import library
 from oarlock.workers.platform.huge_pages import huge_page_empty
 
-_GROUP = 16  # positions that lie side by side in a page
+_GROUP = 16  # positions that are stored together in a page
 _MAX_HEAD = 256
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _ROUNDED = {"int8": 1, "fp8": 2}  # `Pages` of `attention.h`
@@ -52,15 +52,15 @@ class CAttentionLayer(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class CppPlan:
-    """A step as the kernel reads it, and the tensors that it points into: they must live until the step is done."""
+    """A step in the kernel's format, and the tensors that it points to, which must live until the step is done."""
 
     step: CAttentionStep
     tensors: tuple[Tensor, ...]
 
 
 class CppBackend:
-    """Pages are allocated as `[blocks, kv_heads, block_size, elements of a row]`; the kernel has its own order inside a
-    page."""
+    """C++ attention backend. Pages have the shape [blocks, kv_heads, block_size, elements of a row], but the kernel
+    uses its own order within a page."""
 
     name: ClassVar[str] = "cpp"
 
@@ -110,7 +110,7 @@ class CppBackend:
         return CppPlan(CAttentionStep(*addresses, rows.shape[0], tables.shape[1]), (tables, rows, starts, lens))
 
     def layer(self, layer: AttentionSpec) -> CAttentionLayer:
-        """`layer` as the kernel reads it; made once."""
+        """Return the kernel's structure for `layer`, which is made once."""
         made = self._layers.get(layer)
         if made is None:
             made = self._layers[layer] = CAttentionLayer(

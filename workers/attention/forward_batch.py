@@ -1,4 +1,4 @@
-"""One step on the device: the arrays of `StepMetadata` as tensors, and the numbers that backends need on the host.
+"""One step on the device: the arrays of `StepMetadata` as tensors, and the values that backends need on the host.
 
 T  query tokens      S  sequences      R  rows of block tables      B  their columns      L  logits rows
 """
@@ -15,27 +15,27 @@ from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
 class BlockTables:
     """Block tables on the device: `tables`, int32 [rows + 1, B], stays the same tensor; `write` changes entries.
 
-    They tell which KV block holds each position of the sequence in each of the engine's rows. Steps carry the entries
-    that change. The entries of a row are all written by the step in which a sequence gets the row, and what a row holds
-    beyond its sequence's blocks is never read: so every entry that is read is a function of the steps since then. One
-    row more than the engine has holds the null block alone, for sequences that are padding.
+    An entry is the KV block of some positions of the sequence in one of the engine's rows. Steps carry only the entries
+    that change. The step in which a sequence gets a row writes all entries of the row, and entries beyond the
+    sequence's blocks are never read, so every entry that is read follows from the steps since then. One additional row
+    holds only the null block, for padding sequences.
     """
 
     def __init__(self, num_rows: int, width: int, device: torch.device) -> None:
         self.tables = torch.full((num_rows + 1, width), NULL_BLOCK, dtype=torch.int32, device=device)
         self.null_row = num_rows
-        self.null_place = num_rows * width  # of its first element, see `places`
+        self.null_place = num_rows * width  # index of the null row's first element, see `places`
         self._host = self.tables.numpy() if device.type == "cpu" else None
 
     @staticmethod
     def of_step(step: StepMetadata, device: torch.device) -> "BlockTables":
-        """Tables as small as `step` needs, for a step that writes all that it reads."""
+        """Return tables as small as possible for `step`, if it writes all entries that it reads."""
         made = BlockTables(int(step.table_rows.max()) + 1, int(step.table_columns.max()) + 1, device)
         made.write(step)
         return made
 
     def write(self, step: StepMetadata) -> None:
-        """Write the entries that change with `step`, before it reads any. Waits for no device."""
+        """Write the entries that change with `step`, before the step reads any. Does not wait for a device."""
         if not len(step.table_blocks):
             return
         if self._host is not None:
@@ -46,7 +46,7 @@ class BlockTables:
         self.tables.view(-1).index_copy_(0, torch.from_numpy(places).to(device, non_blocking=True), blocks)
 
     def places(self, step: StepMetadata) -> np.ndarray:
-        """Indices of the elements of `tables`, taken as one row, that change with `step`: int64 [N]."""
+        """Return the indices of the entries that change with `step` in the flattened `tables`: int64 [N]."""
         return step.table_rows.astype(np.int64) * self.tables.shape[1] + step.table_columns
 
 
@@ -63,8 +63,8 @@ class ForwardBatch:
     slot_mapping: Tensor  # int64 [T]
     query_start_loc: Tensor  # int32 [S + 1]
     seq_lens: Tensor  # int32 [S]
-    rows: Tensor  # int32 [S]   of `block_tables`
-    block_tables: Tensor  # int32 [R, B]   the rank's own, not a copy
+    rows: Tensor  # int32 [S]   rows of `block_tables`
+    block_tables: Tensor  # int32 [R, B]   the rank's tables, not a copy
     logits_indices: Tensor  # int64 [L]
 
     @property
@@ -73,8 +73,11 @@ class ForwardBatch:
 
     @staticmethod
     def from_step(step: StepMetadata, tables: BlockTables) -> "ForwardBatch":
-        """Copy a step to the device of `tables`, whose entries for it must be written. On the CPU, arrays that need no
-        widening stay views of the step's buffer, and memory of the others is used again with the step's."""
+        """Copy a step to the device of `tables`, which must hold the step's entries.
+
+        On the CPU, arrays that need no widening stay views of the step's buffer; the memory of the widened arrays is
+        reused together with the step's buffer.
+        """
         device, starts = tables.tables.device, step.query_start_loc
         if device.type == "cpu":
             tensors = step.made_once(_HostInputs).of(step)
@@ -97,7 +100,7 @@ _WIDENED = ("token_ids", "positions", "logits_indices")
 
 
 class _HostInputs:
-    """Tensors of a step in the host's memory: views of its arrays, and wider copies."""
+    """Tensors of a step in host memory: views of its arrays, and int64 copies."""
 
     def __init__(self, step: StepMetadata) -> None:
         self._tensors = {name: torch.from_numpy(getattr(step, name)) for name in _AS_THEY_ARE}
@@ -105,12 +108,13 @@ class _HostInputs:
         self._tensors |= {name: torch.from_numpy(array) for name, array in self._wide.items()}
 
     def of(self, step: StepMetadata) -> dict[str, Tensor]:
-        """The tensors by name, for what the arrays hold now. Valid until the next call."""
+        """Return the tensors by name, with the current values of the arrays. Valid until the next call."""
         for name, array in self._wide.items():
             array[...] = getattr(step, name)
         return self._tensors
 
 
 def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:
-    """`token_ids`, int64 [T], with -1 - r replaced by entry r of `sampled`, integers [R]. Waits for no device."""
+    """Return `token_ids` int64 [T] with each -1 - r replaced by entry r of `sampled`, integers [R]. Waits for no
+    device."""
     return torch.where(token_ids < 0, sampled[(-1 - token_ids).clamp(min=0)], token_ids)

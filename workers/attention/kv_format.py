@@ -1,8 +1,8 @@
-"""The forms of keys and values in KV memory, by name: as they are, or rounded to 8 bits (`--kv-cache-dtype`).
+"""Storage formats of keys and values in the KV cache (`--kv-cache-dtype`): the model's dtype, or quantized to 8 bits.
 
-A row is one KV head's key or value of one token. It is rounded by itself, so what a page holds depends on nothing but
-the token: not on the tokens that share its block, nor on how its prompt was cut into chunks. These operations of torch
-define the numbers; the C++ kernels (`csrc/attention/pages.h`) store the same bits.
+A row is one KV head's key or value of one token. Each row is quantized separately, so the content of a page depends
+only on its tokens: not on other tokens in the block, nor on how the prompt was divided into chunks. These torch
+operations define the values; the C++ kernels (`csrc/attention/pages.h`) store the same bits.
 """
 
 from typing import Protocol
@@ -16,21 +16,21 @@ _LARGEST_E4M3 = 448.0
 
 
 class KVFormat(Protocol):
-    """Storage format of a row of numbers [D] in the pages of backends that compute with torch."""
+    """Storage format of a row of values [D] in the pages of backends that compute with torch."""
 
     def elements(self, head_dim: int) -> int:
-        """Elements of a stored row."""
+        """Return the number of elements of a stored row."""
 
     def dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """The type of these elements."""
+        """Return the dtype of these elements."""
 
     def rounded(self, x: Tensor) -> Tensor:
-        """Rows `x` [..., D] in the model's dtype as they are stored: [..., elements]."""
+        """Return rows `x` [..., D] of the model's dtype in this format: [..., elements]."""
 
     def numbers(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Stored rows -> numbers [..., D] that `dtype` holds exactly, and the scales float32 [...] to multiply them by.
+        """Return the values of stored rows and their scales, so that row = values * scale.
 
-        No scales: 1.
+        The values [..., D] are exact in `dtype`. The scales are float32 [...], or None if all are 1.
         """
 
 
@@ -51,8 +51,11 @@ class Unrounded:
 
 
 class Int8:
-    """Whole numbers from -127 to 127, then their scale in bfloat16: the row's largest size / 127, rounded up, so that
-    no number is beyond 127. A row with a number that is not finite has scale NaN."""
+    """Format with integers from -127 to 127, followed by their scale in bfloat16.
+
+    The scale is the row's largest absolute value / 127, rounded up so that no integer exceeds 127. A row with a value
+    that is not finite has scale NaN.
+    """
 
     def elements(self, head_dim: int) -> int:
         return row_bytes("int8", head_dim, 1)
@@ -61,7 +64,7 @@ class Int8:
         return torch.uint8
 
     def rounded(self, x: Tensor) -> Tensor:
-        scales = (x.float().abs().amax(-1, keepdim=True) / 127).view(torch.int32)  # bits of floats from 0 on
+        scales = (x.float().abs().amax(-1, keepdim=True) / 127).view(torch.int32)  # bits of non-negative floats
         scales = ((scales + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)  # [..., 1]
         finite = x.isfinite().all(-1, keepdim=True)
         divisors = torch.where(finite & (scales > 0), scales.float(), 1.0)
@@ -71,13 +74,13 @@ class Int8:
 
     def numbers(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         values, scales = rows[..., :-2].view(torch.int8), rows[..., -2:].contiguous().view(torch.bfloat16)
-        # From -1 to 1, so that products in float16 do not overflow.
+        # Values from -1 to 1, so that float16 matmuls do not overflow.
         return values.to(dtype) / 128, scales.squeeze(-1).float() * 128
 
 
 class Fp8:
-    """e4m3: sign, 4 bits of exponent, 3 of mantissa. What is beyond 448, the largest number, becomes 448, and what is
-    not finite NaN."""
+    """The e4m3 format: sign, 4 bits of exponent, 3 of mantissa. Larger values become 448, the maximum; values that are
+    not finite become NaN."""
 
     def elements(self, head_dim: int) -> int:
         return head_dim
@@ -98,6 +101,6 @@ FORMATS: dict[str, KVFormat] = dict.fromkeys(("auto", *ITEM_BYTES), Unrounded())
 
 
 def dequantized(form: KVFormat, rows: Tensor) -> Tensor:
-    """The keys or values that stored rows stand for: float32 [..., D]."""
+    """Return the keys or values of stored rows: float32 [..., D]."""
     numbers, scales = form.numbers(rows, torch.float32)
     return numbers if scales is None else numbers * scales.unsqueeze(-1)

@@ -1,6 +1,6 @@
-"""The reference backend: attention as its textbook formula, one sequence at a time, in float32, on any device.
+"""Reference attention backend: the textbook formula, one sequence at a time, in float32, on any device.
 
-Slow. Every other backend is compared with it in one parametrised test.
+It is slow. One parametrised test compares every other backend with it.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from oarlock.workers.attention.kv_format import dequantized
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """Query rows `start` to `stop` of one sequence, and the slots of all tokens it has in the cache."""
+    """Query rows `start` to `stop` of one sequence, and the slots of all its tokens in the cache."""
 
     start: int
     stop: int
@@ -24,7 +24,8 @@ class Sequence:
 
 
 class ReferenceBackend:
-    """Pages are `[blocks, block_size, kv_heads, elements of a row]`: a slot is a row of the first two taken as one."""
+    """Reference backend. Pages have the shape [blocks, block_size, kv_heads, elements of a row]; a slot is an index
+    into the first two dimensions taken as one."""
 
     name: ClassVar[str] = "reference"
 
@@ -33,7 +34,7 @@ class ReferenceBackend:
 
     @staticmethod
     def why_not(spec: KVSpec) -> str | None:
-        """None for every floating-point type of torch; else the reason."""
+        """Return None for every floating-point dtype of torch, else the reason."""
         return None if spec.dtype.is_floating_point else f"{spec.dtype} is not a floating-point type"
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:
@@ -74,19 +75,19 @@ class ReferenceBackend:
 
 
 def _first_seen(seq: Sequence, window: int | None) -> int:
-    """The first position that a query of `seq` attends to: blocks before it may have been freed and reused."""
+    """Return the first position that a query of `seq` attends to: blocks before it may have been freed and reused."""
     first_query = len(seq.slots) - (seq.stop - seq.start)
     return 0 if window is None else max(0, first_query - window + 1)
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
-    """`q` [Q, heads, D] at the last Q positions of a context `k`, `v` [C, kv_heads, D] -> [Q, heads, D]. `sinks`
-    [heads]: see `AttentionBackend.attend`.
+    """Return the attention of `q` [Q, heads, D], at the last Q positions of a context `k`, `v` [C, kv_heads, D].
 
-    All in one type: here float32.
+    The result is [Q, heads, D]. All tensors have the same dtype, here float32. `sinks` [heads]: see
+    `AttentionBackend.attend`.
     """
     num_queries_per_kv = layer.num_heads // layer.num_kv_heads
-    k = k.repeat_interleave(num_queries_per_kv, dim=1)  # [C, heads, D]   copies, for clarity
+    k = k.repeat_interleave(num_queries_per_kv, dim=1)  # [C, heads, D]   copied for clarity
     v = v.repeat_interleave(num_queries_per_kv, dim=1)
     scores = torch.einsum("qhd,chd->hqc", q, k) * layer.scale
     if layer.softcap is not None:

@@ -1,4 +1,4 @@
-"""Chooses the attention backend: the first of an ordered list that supports the model, or the one that is named."""
+"""Selection of the attention backend: the first in a list that supports the model, or the backend chosen by name."""
 
 from collections.abc import Callable
 
@@ -9,14 +9,14 @@ from oarlock.workers.attention.torch_backend import TorchBackend
 from oarlock.workers.attention.triton_backend import TritonBackend
 from oarlock.workers.errors import StartupError
 
-# Fastest first. Triton's interpreter, which is for tests, is chosen by name alone: others serve before it on the CPU.
+# Fastest first. Triton's interpreter, which is for tests, must be chosen by name: on the CPU other backends precede it.
 BACKENDS: tuple[type[AttentionBackend], ...] = (CppBackend, TorchBackend, TritonBackend, ReferenceBackend)
 
 
 def choose(spec: KVSpec, name: str, log: Callable[[str], None]) -> AttentionBackend:
-    """The first backend that can serve `spec`, or the one called `name`; one line to `log` per refusal and choice.
+    """Return the first backend that supports `spec`, or the backend called `name`. Logs each refusal and the choice.
 
-    Raises `StartupError` when `name` is unknown or cannot serve: a backend chosen by name has no fallback.
+    Raises `StartupError` if `name` is unknown or cannot serve: a backend chosen by name has no fallback.
     """
     named = [backend for backend in BACKENDS if name in ("auto", backend.name)]
     if not named:

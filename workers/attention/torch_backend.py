@@ -1,12 +1,12 @@
-"""Attention on the CPU from torch's operations: few of them, each over as many sequences as possible.
+"""Attention on the CPU with torch operations: as few as possible, each over as many sequences as possible.
 
-Decode, prefill and chunks take the same steps: gather the pages of some (sequence, KV head) pairs, multiply, mask,
-softmax, multiply. Three properties of oneDNN's 16-bit batched products, each checked by a test, shape it:
+Decode, prefill and chunks have the same steps: gather the pages of some (sequence, KV head) pairs, multiply, mask,
+softmax, multiply. The design follows from three properties of oneDNN's 16-bit batched matmuls, each checked by a test:
 
-* A row of a product does not depend on how many other rows, pairs or columns of weight zero there are. So a token's
-  result has the same bits whether it was decoded or prefilled, alone or in a batch, in one chunk or many.
-* They round scores to 16 bits, too coarse for models whose keys carry large biases. The same product with the rounded
-  scores subtracted gives the rounding error, and the sum of both is exact to about 17 bits.
+* An output row does not depend on the number of other rows, pairs or columns of weight zero. So a token's result has
+  the same bits in decode and prefill, by itself or in a batch, in one chunk or many.
+* They round scores to 16 bits, which is too coarse for models whose keys carry large biases. The same matmul with the
+  rounded scores subtracted returns the rounding error, and the sum of both is exact to about 17 bits.
 * Weight zero times NaN is NaN. So a page of values is cleared when its first slot is written, and columns beyond a
   sequence's pages, or of freed pages, read a page that stays zero.
 """
@@ -24,28 +24,28 @@ from oarlock.workers.attention.forward_batch import ForwardBatch
 from oarlock.workers.platform.huge_pages import huge_page_empty
 from oarlock.workers.protocol import NULL_BLOCK
 
-# Numbers of columns (positions of keys) are multiples of this, counted from position 0, so that the shapes of the
-# products do not depend on the block size.
+# The number of columns (key positions, counted from position 0) is a multiple of this, so that the shapes of matmuls do
+# not depend on the block size.
 _COLUMNS = 32
-# The first column of a sliding window is a multiple of this many tokens: the order of additions stays the same while
-# the window moves.
+# The first column of a sliding window is a multiple of this many tokens, so that the order of additions stays the same
+# while the window moves.
 _WINDOW_STEP = 128
-# torch uses another kernel, with other rounding, for products with fewer elements than this.
+# For matmuls with fewer elements, torch uses another kernel, which rounds differently.
 _SMALL_PRODUCT = 4096
-# Limits of scratch memory, in elements: gathered keys per call (unless one sequence alone is longer), and scores.
+# Limits of scratch memory in elements: gathered keys per call (exceeded if a single sequence is longer), and scores.
 _MAX_KEYS = 1 << 20
 _MAX_SCORES = 1 << 19
 # Computing one more group of sequences takes about as long as gathering this many elements of keys.
 _GROUP_COST = 100_000
 _MAX_VIEWS = 256
 
-# Keys or values [pairs, N, D], and the scales [pairs, N] that they are to be multiplied by, if pages have any.
+# Keys or values [pairs, N, D], and their scales [pairs, N] if pages have scales.
 _Numbers = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """Mask of the scores in the columns `start` to `stop`. None of the other columns is masked."""
+    """Mask of the scores in columns `start` to `stop`. Other columns are not masked."""
 
     start: int
     stop: int
@@ -54,9 +54,9 @@ class _Mask:
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    """Sequences with one query token each and about equal contexts."""
+    """Sequences with one query token each and contexts of similar length."""
 
-    rows: slice | Tensor  # which of the T rows
+    rows: slice | Tensor  # indices of their query rows
     size: int
     pages: Tensor  # int64 [size * kv_heads * P]   P pages for each (sequence, KV head)
     masks: list[_Mask]
@@ -64,7 +64,7 @@ class _Decode:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Query rows of one sequence and the columns they attend to."""
+    """Query rows of one sequence, and the columns that they attend to."""
 
     start: int
     stop: int
@@ -83,10 +83,10 @@ class _Prefill:
 
 @dataclass(slots=True)
 class _Plan:
-    """The units of work of a step: one list for each window length, built by the first layer that has it."""
+    """Work units of a step: one list for each window length, built by the first layer that has this window."""
 
     tables: np.ndarray  # int32 [R, B]
-    rows: np.ndarray  # int32 [S]   of `tables`
+    rows: np.ndarray  # int32 [S]   rows of `tables`
     query_lens: list[int]
     context_lens: list[int]
     units: dict[tuple[int | None, int], tuple[list[_Decode], list[_Prefill]]] = field(default_factory=dict)
@@ -94,16 +94,19 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Writes:
-    """Places in the pages for a step's keys and values. Kept for all layers of one step, which is recognised by its
-    slot mapping; the batch itself is not kept, because it may hold views of shared memory."""
+    """Page rows for a step's keys and values.
+
+    Kept for all layers of one step, which is recognised by its slot mapping. The batch itself is not kept, because it
+    may hold views of shared memory.
+    """
 
     slots: Tensor  # int64 [T]
-    rows: Tensor  # int64 [T * kv_heads]   rows of the pages taken as [blocks * kv_heads * block_size, row]
-    fresh: Tensor  # int64   value pages whose first slot is written, of [blocks * kv_heads, ...]
+    rows: Tensor  # int64 [T * kv_heads]   indices into pages viewed as [blocks * kv_heads * block_size, row]
+    fresh: Tensor  # int64   value pages, viewed as [blocks * kv_heads, ...], whose first slot is written
 
 
 class _Scratch:
-    """Buffers that live as long as the backend: the page faults of new ones take longer than the arithmetic."""
+    """Buffers that live as long as the backend: page faults of new buffers take longer than the arithmetic."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -123,7 +126,8 @@ class _Scratch:
 
 
 class TorchBackend:
-    """Pages are `[blocks + 1, kv_heads, block_size, elements of a row]`; the last one stays zero."""
+    """Torch backend. Pages have the shape [blocks + 1, kv_heads, block_size, elements of a row]; the last page stays
+    zero."""
 
     name: ClassVar[str] = "torch"
 
@@ -205,19 +209,19 @@ class TorchBackend:
         return decodes, prefills
 
     def _first_columns(self, first_queries: np.ndarray, window: int | None) -> np.ndarray:
-        """The position of the first column to read, for sequences whose first query is at position `first_queries`."""
+        """Return the position of the first column to read, for sequences whose first query is at `first_queries`."""
         if window is None:
             return np.zeros_like(first_queries)
         step = lcm(_WINDOW_STEP, self._column_step)
         return np.maximum(first_queries - window + 1, 0) // step * step
 
     def _padded(self, lengths):
-        """`lengths` in tokens, rounded up to numbers of columns."""
+        """Round `lengths`, in tokens, up to valid numbers of columns."""
         step = self._column_step
         return (np.maximum(lengths, self._min_columns) + step - 1) // step * step
 
     def _groups(self, seqs: np.ndarray, columns: np.ndarray) -> list[np.ndarray]:
-        """Split `seqs` into groups that fit the scratch memory, and by length where that saves enough padding."""
+        """Split `seqs` into groups that fit the scratch memory, and by length if that saves enough padding."""
         if not len(seqs):
             return []
         width = self.spec.num_kv_heads * self.spec.head_dim
@@ -235,12 +239,12 @@ class TorchBackend:
     def _pages(
         self, plan: _Plan, seqs: np.ndarray | slice, contexts: np.ndarray, firsts: np.ndarray, columns: int
     ) -> Tensor:
-        """Pages of each (sequence, KV head) by position, the zero page where there is none: int64 [n * H * P]."""
+        """Return the pages of each (sequence, KV head) by position, or the zero page: int64 [n * H * P]."""
         size, heads = self.spec.block_size, self.spec.num_kv_heads
         wanted = (firsts // size)[:, None] + np.arange(columns // size)  # [n, P]
         held = wanted < (-(-contexts // size))[:, None]
         blocks = plan.tables[plan.rows[seqs, None], np.where(held, wanted, 0)].astype(np.int64)
-        held &= blocks != NULL_BLOCK  # freed, because they are outside the window
+        held &= blocks != NULL_BLOCK  # freed, because they precede the window
         blocks = np.where(held, blocks, self._zero_page)
         return torch.from_numpy((blocks[:, None, :] * heads + np.arange(heads)[None, :, None]).reshape(-1))
 
@@ -262,7 +266,7 @@ class TorchBackend:
         return _Decode(where, len(rows), self._pages(plan, seqs, contexts, firsts, count), masks)
 
     def _row_blocks(self, start: int, query_len: int, context: int, first: int, layer: AttentionSpec) -> list[_Rows]:
-        """Split a sequence's query rows so that the scores of one part fit the scratch memory."""
+        """Split a sequence's query rows so that the scores of each part fit the scratch memory."""
         blocks = []
         begin = context - query_len  # position of the next row
         while begin < context:
@@ -318,7 +322,7 @@ class TorchBackend:
         return out.view(rows, heads * width)
 
     def _gather(self, kv: LayerKV, pages: Tensor, pairs: int) -> tuple[_Numbers, _Numbers]:
-        """Keys and values of `pages`, copied in order, valid until the next call."""
+        """Copy keys and values of `pages` in order. The copies are valid until the next call."""
         return self._gathered("k", kv.k, pages, pairs), self._gathered("v", kv.v, pages, pairs)
 
     def _gathered(self, name: str, source: Tensor, pages: Tensor, pairs: int) -> _Numbers:
@@ -333,9 +337,9 @@ class TorchBackend:
         k: _Numbers,
         v: _Numbers,
         layer: AttentionSpec,
-        shape: tuple[int, int, int, int],  # of the scores [pairs, M, N] for the masks
+        shape: tuple[int, int, int, int],  # view of the scores [pairs, M, N] that the masks are broadcast to
         masks: list[_Mask],
-        sinks: Tensor | None,  # for those of `shape`, with one column
+        sinks: Tensor | None,  # broadcastable to `shape` with one column
         out: Tensor,  # [pairs, M, D]
     ) -> None:
         pairs, rows, _ = q.shape
@@ -351,7 +355,7 @@ class TorchBackend:
             view[..., mask.start : mask.stop].masked_fill_(mask.masked, float("-inf"))
         if sinks is None:
             torch.softmax(scores, -1, out=scores)
-        else:  # behind the other columns, so that it is added last whatever their number
+        else:  # the sinks follow the other columns, so that they are added last for every number of columns
             column = sinks.expand(*shape[:3], 1).reshape(pairs, rows, 1)
             scores.copy_(torch.cat((scores, column), -1).softmax(-1)[..., :-1])
         if value_scales is not None:
@@ -362,7 +366,8 @@ class TorchBackend:
             torch.bmm(self._scratch.take("high", flat, q.dtype).copy_(scores), values, out=out)
 
     def _scores(self, q: Tensor, keys: Tensor, scale: float, flat: tuple[int, int, int]) -> Tensor:
-        """Scaled float32 scores [pairs, M, N], with the rounding error of 16-bit products added back (see above)."""
+        """Return scaled float32 scores [pairs, M, N], with the rounding error of 16-bit matmuls added back (see
+        above)."""
         scores = self._scratch.take("scores", flat, torch.float32)
         if q.dtype == torch.float32:
             return torch.baddbmm(scores, q, keys, beta=0, alpha=scale, out=scores)
@@ -379,9 +384,9 @@ def _cut(numbers: _Numbers, columns: slice) -> _Numbers:
 
 
 def _masks(query: np.ndarray, columns: int, window: int | None) -> list[_Mask]:
-    """The causal and window masks of queries at columns `query` (any shape ending in 1) over `columns` columns.
+    """Return the causal and window masks of queries at columns `query` (any shape ending in 1) over `columns` columns.
 
-    They cover only columns that at least one of the queries must not attend to.
+    They cover only columns that at least one query must not attend to.
     """
     masks = []
     start = int(query.min()) + 1

@@ -1,11 +1,11 @@
-"""Attention on CUDA devices by kernels in Triton, which read pages in place (`kernels/triton/paged_attention.py`).
+"""Attention on GPUs by Triton kernels that read pages in place (`kernels/triton/paged_attention.py`).
 
-Plans tiles of query tokens, and by which rule their keys are split; the kernels do the rest. Nothing is read back from
-the device.
+This module plans tiles of query tokens and the rule by which their keys are split; the kernels do the rest. Nothing is
+read back from the device.
 
-With a fixed span (`KVSpec.fixed_span`) a row has the same bits in every batch: tiles of all queries have one shape, and
-spans begin at multiples of a number of keys, counted from the sequence's first token. Blocks of keys do so anyway, and
-keys or spans that a row does not see change nothing of it.
+With a fixed span (`KVSpec.fixed_span`) a row has the same bits in every batch: the tiles of all queries have one shape,
+and spans begin at multiples of a number of keys, counted from the sequence's first token. Blocks of keys always begin
+so, and keys or spans that a row does not see do not change its result.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,32 +22,32 @@ from oarlock.workers.kernels.triton import availability
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_HEAD = 256
-_LEAST_SPAN = 256  # keys: shorter ones cost more to merge than they gain
-_WRITTEN = 16  # tokens that one program writes
-_FIXED_SPANS = 16  # of the longest sequence, where they are fixed
-_FIXED_SCRATCH = 128 << 20  # bytes; more tiles are computed one part after another
+_LEAST_SPAN = 256  # keys per program; merging shorter spans costs more than it gains
+_WRITTEN = 16  # tokens written by one program
+_FIXED_SPANS = 16  # spans of the longest sequence if the span is fixed
+_FIXED_SCRATCH = 128 << 20  # bytes; tiles that need more are computed in several launches
 NO_WINDOW = 1 << 30  # more keys than any sequence has
-_PLANNED_AT_ONCE = 128  # tiles of one step of `plan_spans`
-_WAVES = 4  # programs for each multiprocessor, before dividing keys gains no more
+_PLANNED_AT_ONCE = 128  # tiles per iteration of `plan_spans`
+_WAVES = 4  # programs per multiprocessor; dividing keys further gains nothing
 
 
 def power_of_2(count: int) -> int:
-    """The smallest that is not below `count`."""
+    """Return the smallest power of two that is not below `count`."""
     return 1 << (count - 1).bit_length()
 
 
 def fixed_span(max_model_len: int) -> int:
-    """Keys of one program at every length of a sequence, for `KVSpec.fixed_span`: a multiple of all tiles' keys."""
+    """Return the keys per program for `KVSpec.fixed_span`, for every sequence length: a multiple of all tiles' keys."""
     return max(_LEAST_SPAN, power_of_2(-(-max_model_len // _FIXED_SPANS)))
 
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """Tile sizes of a launch, chosen so that every kind of device since compute capability 8.0 has the registers and
-    the shared memory."""
+    """Tile sizes of a launch, chosen to fit the registers and the shared memory of all devices since compute capability
+    8.0."""
 
     rows: int
-    keys: int  # of one step
+    keys: int  # keys per iteration
     warps: int
     stages: int
 
@@ -55,11 +55,13 @@ class TileShape:
 def tile_shapes(
     head_dim: int, dtype: torch.dtype, form: str = "", *, wide: bool = False
 ) -> tuple[TileShape, TileShape]:
-    """Tile shapes for few query rows, and for many. `form`: of pages in 8 bits. `wide`: products take factors from
-    shared memory (compute capabilities 9 and 10), which leaves registers for wider tiles.
+    """Return the tile shapes for few query rows, and for many.
 
-    Few rows take as long as reading keys takes, of which more are on their way with more stages: one is the wait for
-    block tables. float32 takes so many registers that large tiles gain nothing.
+    `form`: format of pages in 8 bits. `wide`: matmuls read their operands from shared memory (compute capabilities 9
+    and 10), which leaves registers for wider tiles.
+
+    With few rows, reading the keys takes all the time. More stages keep more reads in flight, and one stage waits for
+    block tables. float32 needs so many registers that large tiles gain nothing.
     """
     if dtype == torch.float32:
         small = TileShape(16, 32, 4 if head_dim <= 64 else 8, 3 if head_dim <= 64 else 2)
@@ -73,14 +75,14 @@ def tile_shapes(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiles of one shape: one launch."""
+    """Tiles of one shape, for one launch."""
 
     shape: TileShape
     seqs: Tensor  # int32 [tiles]
     first_rows: Tensor  # int32 [tiles]
-    ends: np.ndarray  # int64 [tiles]   keys that the last token of each sees; at most, where lengths are live
+    ends: np.ndarray  # int64 [tiles]   keys that each tile's last token sees; upper bounds if lengths are live
     first_positions: np.ndarray  # int64 [tiles]
-    queries: tuple[int, int] | None = None  # shortest and longest, where tiles are found on the device
+    queries: tuple[int, int] | None = None  # shortest and longest query, if tiles are found on the device
 
     def some(self, part: slice) -> "Tiles":
         seqs, rows, ends, first = self.seqs[part], self.first_rows[part], self.ends[part], self.first_positions[part]
@@ -89,21 +91,21 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Division of the keys of a launch's tiles among programs, which `plan_spans` carries out."""
+    """Division of the keys of a launch's tiles among programs; computed by `plan_spans`."""
 
-    least: int  # keys of one program, the fewest
-    extra: int  # programs beyond one for each tile, by which all keys are divided
-    places: int  # programs
-    is_split: bool  # several may share a tile: their results are merged afterwards
+    least: int  # least number of keys per program
+    extra: int  # programs in addition to one per tile; the keys of all tiles are divided by it
+    places: int  # number of programs
+    is_split: bool  # True: programs may share a tile, and their results are merged
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Division of one launch on the device, and scratch memory: the same for all layers with a window."""
+    """Division of one launch on the device, with scratch memory. All layers with the same window share it."""
 
     tiles: Tiles
     shares: Shares
-    layer: int  # the first of them, at which it is computed in each step
+    layer: int  # first of these layers; it computes the division in each step
     programs: Tensor  # int32 [PLANNED, places]
     of_tiles: Tensor  # int32 [2, tiles]
     partial: tuple[Tensor, Tensor] | None
@@ -111,26 +113,26 @@ class Planned:
 
 @dataclass(slots=True)
 class TritonPlan:
-    """A step's tiles, and what its layers share."""
+    """A step's tiles, and the data that its layers share."""
 
     batch: ForwardBatch
     tiles: list[Tiles]
-    is_live: bool = False  # contexts change: those of the batch are bounds
-    prompts: int = 0  # queries change as well, and at most so many are longer than a token; 0: they do not
-    planned: dict[int, list[Planned]] = field(default_factory=dict)  # by window
+    is_live: bool = False  # context lengths change; those of the batch are bounds
+    prompts: int = 0  # upper bound of queries longer than one token, if query lengths change too; 0: they do not
+    planned: dict[int, list[Planned]] = field(default_factory=dict)  # by window length
 
 
 class TritonBackend:
-    """Pages are `[blocks, kv_heads, elements of a page]`, as `kernels/triton/kv_pages.py` describes them."""
+    """Triton backend. Pages have the shape [blocks, kv_heads, elements of a page]; see `kernels/triton/kv_pages.py`."""
 
     name: ClassVar[str] = "triton"
 
     def __init__(self, spec: KVSpec) -> None:
-        from oarlock.workers.kernels.triton import kv_pages, paged_attention  # Triton is on some machines only
+        from oarlock.workers.kernels.triton import kv_pages, paged_attention  # Triton is not installed everywhere
 
         self.spec = spec
         self._fused: Any = kv_pages
-        self._kernels: Any = paged_attention  # a kernel's call compiles it: no annotation describes its arguments
+        self._kernels: Any = paged_attention  # a call of a kernel compiles it: no annotation describes its arguments
         self._form = spec.cache_dtype if spec.is_rounded else ""
         self._amd = availability.amd_architecture()
         self.processors, self.native_fp8, self.is_wide = 1, False, False
@@ -140,9 +142,9 @@ class TritonBackend:
             capability = torch.cuda.get_device_capability(spec.device)
             self.native_fp8 = self._amd is None and capability >= (8, 9)
             self.is_wide = self._amd is None and capability[0] in (9, 10)
-        self._live_scratch = None  # one piece for all graphs, which run one after another
+        self._live_scratch = None  # shared by all graphs, which run one after another
         self._fixed_scratch = None
-        if spec.fixed_span is not None:  # one piece for all steps and graphs, which run one after another
+        if spec.fixed_span is not None:  # shared by all steps and graphs, which run one after another
             self._fixed_scratch = torch.empty(_FIXED_SCRATCH // 4, dtype=torch.float32, device=spec.device)
 
     @staticmethod
@@ -169,7 +171,7 @@ class TritonBackend:
 
     @staticmethod
     def _pages(kv: LayerKV) -> tuple[Tensor, ...]:
-        """Pages of keys and of values, and the same as 16 bits, in which scales are."""
+        """Return the pages of keys and of values, and views of them as 16-bit elements for the scales."""
         if kv.k.dtype != torch.uint8:
             return kv.k, kv.v, kv.k, kv.v
         return kv.k, kv.v, kv.k.view(torch.int16), kv.v.view(torch.int16)
@@ -178,15 +180,18 @@ class TritonBackend:
         return TritonPlan(batch, [])
 
     def prepare_decode(self, batch: ForwardBatch) -> TritonPlan:
-        """Plans all steps of one token per sequence in the tensors of `batch`, with contexts of up to `context_lens`.
+        """Plan all steps of one token per sequence in the tensors of `batch`, with contexts of up to `context_lens`.
 
-        As many programs share a sequence's keys as the bounds ask for; on the device each finds its part of them.
+        The number of programs that share a sequence's keys follows from these bounds. On the device each program finds
+        its part of the keys.
         """
         return TritonPlan(batch, [], is_live=True)
 
     def prepare_prompts(self, batch: ForwardBatch, most: int) -> TritonPlan:
-        """Plans all steps in the tensors of `batch`, of queries of any lengths, `most` of which are longer than a
-        token, with contexts of up to `context_lens`: tiles are found on the device."""
+        """Plan all steps in the tensors of `batch`, with queries of any length and contexts of up to `context_lens`.
+
+        At most `most` queries are longer than one token. The tiles are computed on the device.
+        """
         assert self.spec.fixed_span is None, "its tiles have one shape"
         return TritonPlan(batch, [], is_live=True, prompts=most)
 
@@ -202,7 +207,7 @@ class TritonBackend:
     def rotate_and_write(
         self, kv: LayerKV, qkv: Tensor, norm: tuple[Tensor, float] | None, cos: Tensor, sin: Tensor, batch: ForwardBatch
     ) -> Tensor:
-        """Rotates queries and keys and writes keys and values, as `FusedBackend` describes."""
+        """Rotate queries and keys, and write keys and values, as `FusedBackend` describes."""
         spec = self.spec
         rows, heads, width = qkv.shape[0], qkv.shape[1] - 2 * spec.num_kv_heads, spec.head_dim
         assert qkv.stride(2) == 1 and qkv.stride(1) == width and cos.is_contiguous() and sin.is_contiguous()
@@ -221,7 +226,7 @@ class TritonBackend:
         rows, heads, width = q.shape
         assert q.stride(2) == 1 and q.stride(1) == width and layer.scale > 0
         out = torch.empty((rows, heads * width), dtype=q.dtype, device=q.device)
-        out[plan.batch.num_tokens :] = 0.0  # rows that pad the batch
+        out[plan.batch.num_tokens :] = 0.0  # padding rows
         if not plan.tiles:
             plan.tiles = self._tiles(plan, heads // self.spec.num_kv_heads)
         window = layer.sliding_window or NO_WINDOW
@@ -236,10 +241,10 @@ class TritonBackend:
         return out
 
     def _tiles(self, plan: TritonPlan, group: int) -> list[Tiles]:
-        """Short queries in small tiles, long ones in large ones."""
+        """Return small tiles for short queries, and large tiles for long queries."""
         batch = plan.batch
         lengths, contexts = np.array(batch.query_lens), np.array(batch.context_lens)
-        # A group of query heads that is larger than a tile gets a tile of its size.
+        # If a group of query heads is larger than a tile, the tile gets the size of the group.
         small, large = (
             replace(shape, rows=max(shape.rows, power_of_2(group)))
             for shape in tile_shapes(self.spec.head_dim, self.spec.dtype, self._form, wide=self.is_wide)
@@ -265,7 +270,7 @@ class TritonBackend:
         return found
 
     def _unknown_tiles(self, plan: TritonPlan, small: TileShape, large: TileShape, group: int) -> list[Tiles]:
-        """Room for the tiles of a step whose queries the host need not know, which `_find` finds."""
+        """Return empty tensors for the tiles of a step whose queries the host need not know; `_find` fills them."""
         batch, short = plan.batch, small.rows // group
         most = batch.num_tokens // (large.rows // group) + plan.prompts
         kinds = (small, (1, short), min(batch.num_seqs, batch.num_tokens)), (large, (short + 1, batch.num_tokens), most)
@@ -277,7 +282,7 @@ class TritonBackend:
         return found
 
     def _planned(self, plan: TritonPlan, tiles: Tiles, window: int, layer: AttentionSpec) -> list[Planned]:
-        """One launch; or several, where spans are fixed and their results would take more than the scratch memory."""
+        """Return one launch, or several if spans are fixed and their results would exceed the scratch memory."""
         spec, at_once = self.spec, len(tiles.ends)
         if spec.fixed_span is not None:
             bytes_each = 4 * spec.num_kv_heads * tiles.shape.rows * (spec.head_dim + 2)
@@ -300,14 +305,14 @@ class TritonBackend:
         return found
 
     def shares(self, tiles: Tiles, window: int, *, is_live: bool) -> Shares:
-        """How the keys of `tiles` are divided, by the number of programs that occupy the device.
+        """Divide the keys of `tiles` by the number of programs that occupy the device.
 
-        By all keys of all tiles, so that one long context among short ones is shared by many: a rule that looks at the
-        number of sequences, or at the longest, leaves most of the device idle when a few of them are long.
+        The division is based on all keys of all tiles, so that many programs share a long context among short ones. If
+        it were based on the number of sequences or on the longest, most of the device would be idle when few are long.
         """
         keys, count = tiles.shape.keys, len(tiles.ends)
         first = np.maximum(tiles.first_positions - window + 1, 0) // keys * keys
-        if is_live:  # a window's first key may lie anywhere in a block of keys
+        if is_live:  # the first key of a window may be anywhere in a block of keys
             first = np.maximum(tiles.ends - (window + tiles.shape.rows + keys), 0)
         seen = tiles.ends - first  # [tiles]
         if self.spec.fixed_span is not None:
@@ -317,7 +322,7 @@ class TritonBackend:
         least = -(-self.least_span // keys) * keys
         wanted = -(-_WAVES * self.processors // self.spec.num_kv_heads)
         extra = max(1, min(wanted, int((seen // least).sum())))
-        if is_live:  # lengths may be any up to the bounds
+        if is_live:  # lengths are only known up to the bounds
             is_split = int(seen.max()) > least and extra > 1
             return Shares(least if is_split else NO_WINDOW, extra, count + extra if is_split else count, is_split)
         span = max(least, -(-int((-(-seen // extra)).sum()) // keys) * keys)
@@ -369,7 +374,7 @@ class TritonBackend:
             )  # fmt: skip
 
     def _scratch(self, shares: Shares, tiles: Tiles, *, is_live: bool) -> tuple[Tensor, Tensor]:
-        """Memory for the results of spans. A graph keeps its own alive."""
+        """Return memory for the results of spans. A graph keeps its memory alive."""
         rows = prod((shares.places, self.spec.num_kv_heads, tiles.shape.rows))
         results, size = rows * self.spec.head_dim, rows * (self.spec.head_dim + 2)
         memory = self._live_scratch if is_live else None
@@ -383,8 +388,11 @@ class TritonBackend:
 
 
 def _find(batch: ForwardBatch, tiles: Tiles, tokens: int) -> None:
-    """Finds the tiles, of `tokens` each, of the step in the tensors of `batch`. Those that are not needed begin behind
-    all queries. Takes no numbers from the host but those of launches: `torch.where` would copy one."""
+    """Compute the tiles, of `tokens` each, of the step in the tensors of `batch`.
+
+    Unneeded tiles begin behind all queries. No values are copied from the host except launch arguments; `torch.where`
+    would copy one.
+    """
     assert tiles.queries is not None
     starts = batch.query_start_loc
     lengths = starts[1:] - starts[:-1]  # int32 [S]
@@ -399,7 +407,7 @@ def _find(batch: ForwardBatch, tiles: Tiles, tokens: int) -> None:
 
 
 def _aligned(*arrays: np.ndarray) -> np.ndarray:
-    """Arrays of one length as rows of int32, each of which begins at a multiple of 16 bytes."""
+    """Stack arrays of equal length as int32 rows, each of which begins at a multiple of 16 bytes."""
     rows = np.zeros((len(arrays), -(-len(arrays[0]) // 4) * 4), np.int32)
     rows[:, : len(arrays[0])] = arrays
     return rows
