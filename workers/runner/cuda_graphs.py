@@ -1,9 +1,9 @@
-"""Graphs of a device: work that is recorded once, and then launched whole.
+"""Graphs of a device: work that is recorded once, and then launched as a whole.
 
-The work must read and write the same memory each time, and must not look at the device from the host. A graph owns what
-was allocated while it was captured, and knows all other memory by address alone; so whatever the work refers to lives
-as long as its graph. All ranks capture the same graphs in the same order, since collectives are captured with the rest;
-and all graphs must be gone before the process group is.
+The work must read and write the same memory each time, and the host must not read the device in it. A graph owns the
+memory that was allocated during the capture, and knows all other memory only by its address, so everything that the
+work refers to must live as long as the graph. All ranks capture the same graphs in the same order, since collectives
+are captured too. All graphs must be destroyed before the process group is.
 """
 
 from collections.abc import Callable
@@ -15,26 +15,29 @@ Work = Callable[[], object]
 
 
 class Graph(Protocol):
-    """A graph: work that was recorded, and can be replayed."""
+    """Recorded work that can be replayed."""
 
     def replay(self) -> None:
-        """Do it again, in the order of the device's other work. Does not wait for it."""
+        """Launch the work again, in the order of the device's other work. Does not wait for it."""
 
 
 class GraphMaker(Protocol):
-    """Records graphs, which share memory for what they compute on the way: so only one of them runs at a time, and its
-    results are kept elsewhere. The largest comes first, and the others find room in what it took."""
+    """Recorder of graphs, which share memory for intermediate results.
+
+    So only one graph may run at a time, and results must be stored elsewhere. If the largest graph is captured first,
+    the others reuse its memory.
+    """
 
     def capture(self, work: Work) -> Graph:
-        """`work` as a graph, which keeps it. It is done at least once before, for whatever happens only the first
-        time."""
+        """Record `work` as a graph, which keeps it alive. The work runs at least once before, to initialise everything
+        that is initialised at the first use."""
 
     def release(self) -> None:
-        """Destroy all graphs, and give back their memory; others may be captured afterwards."""
+        """Destroy all graphs and free their memory; others may be captured afterwards."""
 
 
 class Call:
-    """A graph where the device is the host: the work itself."""
+    """Graph on a host device: the work itself."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -44,18 +47,18 @@ class Call:
 
 
 class Calls:
-    """`GraphMaker` where the device is the host: it makes `Call`s."""
+    """`GraphMaker` for a host device: it makes `Call`s."""
 
     def capture(self, work: Work) -> Graph:
         work()
         return Call(work)
 
     def release(self) -> None:
-        """Does nothing: a call holds no memory of a device."""
+        """Do nothing: a call holds no device memory."""
 
 
 class CudaGraph:
-    """A graph of CUDA with the work that was captured: it keeps alive the memory that the graph reads and writes."""
+    """A CUDA graph with the captured work, which keeps the memory alive that the graph reads and writes."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, work: Work) -> None:
         self._graph = graph
@@ -65,13 +68,13 @@ class CudaGraph:
         self._graph.replay()
 
     def reset(self) -> None:
-        """Destroy the graph, which no longer runs, and only then let go of the work's memory."""
+        """Destroy the graph, which must not be running, and only then release the work's memory."""
         self._graph.reset()
         self._work = None
 
 
 class CudaGraphs:
-    """CUDA's graphs, in one pool of memory and on one stream."""
+    """`GraphMaker` for CUDA, with one memory pool and one stream."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -85,7 +88,7 @@ class CudaGraphs:
             work()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # NCCL's own thread may use the device meanwhile, which the default mode of capturing takes for an error.
+        # NCCL's own thread may use the device meanwhile, which the default capture mode treats as an error.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             work()
         self._graphs.append(CudaGraph(graph, work))
@@ -96,4 +99,4 @@ class CudaGraphs:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()  # a pool that has lost its graphs takes no others
+        self._pool = torch.cuda.graph_pool_handle()  # a pool cannot be reused after its graphs are destroyed

@@ -1,11 +1,11 @@
-"""A rank's device: which it is, how much memory it has and graphs and steps take, and steps refused for lack of it.
+"""A rank's device: its index and memory, the memory that graphs and steps take, and refusal of steps for lack of it.
 
-CUDA keeps the current device for each thread, and begins with device 0. A stream, an event, a collective or a launch
-means that one unless told otherwise, whatever device its tensors are on; and a thread that only waits for an event
-would take some hundred MB there. So every thread that calls CUDA first calls `use_device`.
+CUDA keeps the current device for each thread, initially device 0. Streams, events, collectives and launches use the
+current device by default, not the device of their tensors, and a thread that only waits for an event would allocate
+some hundred MB there. So every thread that calls CUDA first calls `use_device`.
 
-Memory of steps is estimated: so many bytes for each token and each row of logits. How far that is off on a device, with
-its kernels and allocator, its largest step tells.
+The memory of steps is estimated as a number of bytes for each token and each row of logits. Running the largest step
+measures how far the estimate is off on a device, with its kernels and allocator.
 """
 
 import logging
@@ -32,7 +32,7 @@ from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 
 
 def device_of(config: WorkerConfig, rank: int) -> torch.device:
-    """The device of `rank`, its place among the replica's ranks of this host: its own GPU, one that it shares, or the
+    """Return the device of `rank`, its index among the replica's ranks on this host: its own GPU, a shared GPU, or the
     CPU."""
     if config.device != "cuda":
         return torch.device("cpu")
@@ -41,7 +41,7 @@ def device_of(config: WorkerConfig, rank: int) -> torch.device:
 
 
 def use_device(config: WorkerConfig, rank: int) -> torch.device:
-    """Makes `device_of` the calling thread's CUDA device, and returns it."""
+    """Make `device_of` the calling thread's CUDA device, and return it."""
     device = device_of(config, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -49,7 +49,8 @@ def use_device(config: WorkerConfig, rank: int) -> torch.device:
 
 
 class CudaMeter:
-    """A CUDA device, through torch's caching allocator: its blocks, which are larger than the tensors in them."""
+    """Meter of a CUDA device that counts the blocks of torch's caching allocator, which are larger than their
+    tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -62,7 +63,10 @@ class CudaMeter:
         return torch.cuda.mem_get_info(self._device)[0]
 
     def peak_of(self, run: Callable[[], object]) -> int:
-        """Leaves out memory that libraries allocate by themselves: they keep it, which lowers `free_bytes` later."""
+        """Return the most memory that `run` took.
+
+        Memory that libraries allocate by themselves is not included: they keep it, which lowers `free_bytes` later.
+        """
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -75,27 +79,28 @@ class CudaMeter:
 
 
 def meter_of(device: torch.device) -> MemoryMeter | None:
-    """The meter of a CUDA device; None on the CPU, whose memory others use as well: steps are estimated there."""
+    """Return the meter of a CUDA device, or None for the CPU: other processes use its memory, so steps are
+    estimated."""
     return CudaMeter(device) if device.type == "cuda" else None
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free bytes of the memory of `device`."""
+    """Return the free bytes of the memory of `device`."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
 
 
 def graph_bytes(
     kinds: Sequence[Sequence[Callable[[], object]]], release: Callable[[], None], meter: MemoryMeter
 ) -> int:
-    """Bytes of all graphs. `kinds`: for each kind what captures its graphs of one size, the largest first. `release`
-    destroys all.
+    """Return the bytes of all graphs.
 
-    Compared with the device after `release`, so that what libraries load and keep at a first use is not counted: that
-    is in use already.
+    `kinds`: for each kind of graph, functions that capture its graphs of one size, the largest first. `release`
+    destroys all graphs. The free memory before `release` is compared with the free memory after it, so that memory
+    which libraries allocate at first use and keep is not counted: it is in use already.
 
-    The largest graphs bring the pool, in which the others find room for what they compute. What each size takes beside
-    it, for the kernels' arguments and its own tensors, the second largest tells: a smaller one takes no more. So two
-    sizes of each kind are captured, and destroyed.
+    The largest graphs allocate the pool, in which the others find memory for intermediate results. The additional
+    memory of each size, for kernel arguments and its own tensors, is measured with the second largest; a smaller size
+    takes no more. So two sizes of each kind are captured and destroyed.
     """
     free, others = 0, 0
     for captures in kinds:
@@ -117,15 +122,18 @@ class StepMemory:
     def __init__(
         self, config: WorkerConfig, spec: DecoderSpec, measured: int | None = None, *, has_head: bool = True
     ) -> None:
-        """`measured`: what `largest_step` took; never taken to be less than the estimate. `has_head`: whether this rank
-        computes logits, as those of the last pipeline stage do."""
+        """Estimate the largest step.
+
+        `measured`: bytes that `largest_step` took; the estimate is used if it is larger. `has_head`: whether this rank
+        computes logits, as the ranks of the last pipeline stage do.
+        """
         self._config, self._spec, self._has_head = config, spec, has_head
         self._estimate = largest_step_bytes(config, spec, has_head=has_head)
         self.largest = max(self._estimate, measured or 0)
         self._of_shape = lru_cache(_KEPT_SHAPES)(self._bytes)
 
     def of(self, step: StepMetadata) -> int:
-        """Bytes of `step`: its part of the largest one."""
+        """Return the bytes of `step`: a proportional part of the largest step."""
         num_rows = len(step.logits_indices)
         if len(step.pool_kinds):
             num_rows += int((step.pool_kinds == LOGITS).sum())
@@ -137,8 +145,11 @@ class StepMemory:
 
 
 def largest_step(config: WorkerConfig) -> StepMetadata:
-    """A step of `max_num_batched_tokens` tokens, in the null block: as few sequences as can be, at the ends of full
-    contexts, and as many rows of logits as are computed at once."""
+    """Return a step of `max_num_batched_tokens` tokens in the null block.
+
+    It has as few sequences as possible, at the ends of full contexts, and the most rows of logits that are computed at
+    once.
+    """
     assert config.max_model_len is not None, "preflight resolves the context length"
     length, left = config.max_model_len, config.max_num_batched_tokens
     blocks = [NULL_BLOCK] * -(-length // config.block_size)
@@ -155,15 +166,15 @@ logger = logging.getLogger("oarlock.rank")
 
 
 class StepGuard:
-    """Guard of one rank's steps. Every rank must be given the same steps, in order.
+    """Guard of one rank's steps, which refuses steps for lack of memory. Every rank must get the same steps, in order.
 
-    Ranks must refuse the same steps: one that left a step in its middle would leave the others in a collective. So each
-    reserves what the step needs, and they vote, before the first collective. A failure after that is an error where
-    there are several ranks; one alone refuses the step all the same. Nothing of a refused step holds: the engine sends
-    again whatever a rank may have written.
+    Ranks must refuse the same steps: if a rank left a step in the middle, the others would wait in a collective. So
+    each rank reserves the memory of the step, and the ranks vote, before the first collective. A later failure is an
+    error if there are several ranks; a single rank refuses the step. No result of a refused step is valid: the engine
+    sends again everything that a rank may have written.
 
-    Each stage of a pipeline decides for itself. It tells the stage after it what it refuses, and forgets what comes
-    from the stage before for such a step: what earlier stages have computed of it does not hold either.
+    Each pipeline stage decides by itself. It reports its refusals to the next stage, and drops the hidden states that
+    the previous stage sends for a refused step, as the results of earlier stages are not valid either.
     """
 
     def __init__(
@@ -173,16 +184,19 @@ class StepGuard:
         votes: Votes | None,
         stage: PipelineStage | None = None,
     ) -> None:
-        """`needed`: bytes that a step takes beside what the rank holds; 0 for one that allocates nothing, the same on
-        every rank. `votes`: of the ranks of `stage`, where they are several. `stage`: None where it is the only one."""
+        """Guard the steps of a rank.
+
+        `needed`: bytes that a step takes in addition to the rank's memory; 0, on every rank, if it allocates nothing.
+        `votes`: votes of the ranks of `stage` if there are several. `stage`: None if it is the only one.
+        """
         self._stage = stage or PipelineStage.solo()
         self._needed = needed
         self._device = device
         self._votes = votes
-        self._has_refused = False  # the last step
+        self._has_refused = False  # whether the last step was refused
 
     def run(self, step: StepMetadata, launch: Callable[[], Launched]) -> Launched:
-        """Launches `step` and returns its output, or a refusal where a rank lacks the memory."""
+        """Launch `step` and return its output, or a refusal if a rank lacks memory."""
         if not (step.is_ahead and self._has_refused):
             self._has_refused = not self._all_have_room(step)
         if self._has_refused:
@@ -221,8 +235,8 @@ class StepGuard:
 
 
 def reserve(size: int, device: torch.device) -> None:
-    """Take `size` bytes in one piece and give them back: CUDA's allocator of this process keeps them for what follows.
+    """Allocate `size` bytes in one piece and free them: CUDA's caching allocator keeps them for this process.
 
-    Raises what the allocator raises.
+    Raises the allocator's error if there is not enough memory.
     """
     torch.empty(size, dtype=torch.uint8, device=device)

@@ -1,11 +1,11 @@
-"""Runs steps on a device without waiting for it: plain decodes and small steps with prompts as graphs, others operation
-by operation.
+"""Launch of steps on a device without waiting: plain decodes and small steps with prompts as graphs, others by
+operation.
 
-A step goes to the device by one copy and comes back by one. In between nothing is read: the tokens of a step are put
-into the next one on the device. A decode is launched in two parts, the model and then sampling, since masks may arrive
-after the step. The graph of a step with prompts has the layers alone: rows of logits may be any of its tokens, so they
-are computed and sampled operation by operation. What is sampled always lies in the same place on the device, where the
-next step reads it. Knows the model, its pages and what samples, but nothing of requests or processes.
+One copy brings a step to the device, and one copy brings its output back. In between the host reads nothing: sampled
+tokens are inserted into the next step on the device. A decode is launched in two parts, the model and then sampling,
+since masks may arrive after the step. The graph of a step with prompts has only the layers: any of its tokens may need
+logits, so these are computed and sampled operation by operation. Sampled tokens are always stored at the same address,
+from which the next step reads them. Knows the model, its pages and the samplers. Does not know requests or processes.
 """
 
 import logging
@@ -53,44 +53,44 @@ from oarlock.workers.sampling.token_histories import DenseHistories
 
 @runtime_checkable
 class CapturableBackend(AttentionBackend, Protocol):
-    """A backend whose work for a step need not depend on numbers of the host."""
+    """A backend whose work for a step can be independent of values on the host."""
 
     def prepare_decode(self, batch: ForwardBatch) -> Any:
-        """A plan that stays right while the tensors of `batch` change: one token of each sequence, and contexts of up
-        to `context_lens`."""
+        """Return a plan for steps of one token per sequence, with contexts of up to `context_lens`. The plan stays
+        valid while the tensors of `batch` change."""
 
     def prepare_prompts(self, batch: ForwardBatch, most: int) -> Any:
-        """A plan as of `prepare_decode`, for queries of any lengths in `query_start_loc`, of which `most` are longer
-        than one token."""
+        """Return a plan as `prepare_decode` does, for queries of any lengths in `query_start_loc`. At most `most` of
+        them are longer than one token."""
 
 
 class StepSampling(Protocol):
-    """Samples the rows of one step after another: `begin`, `sample` for each part of its rows in turn, `finish`."""
+    """Sampler of the rows of one step after another: `begin`, `sample` for each part of the rows in turn, `finish`."""
 
-    sampled: Tensor  # integers [R] on the device, always the same: what the newest step sampled, by row
+    sampled: Tensor  # integers [R] on the device, always the same tensor: tokens of the newest step, by row
 
     @property
     def variants(self) -> Sequence[Variant]:
-        """Variants to capture, each of which serves more steps than the ones before."""
+        """Variants to capture, ordered so that each serves more steps than the previous."""
 
     def begin(self, step: StepMetadata) -> None:
-        """Prepares for a step before it is sent to the device."""
+        """Prepare for a step before it is sent to the device."""
 
     def sample(self, logits: Tensor, place: InputPlace, first: int, variant: Variant) -> None:
-        """Rows `first` to `first + n` of the step in `place`: `logits` float32 [n, vocab_local], of this rank.
+        """Sample rows `first` to `first + n` of the step in `place`.
 
-        `variant`: what at least these rows ask for. The work depends on it and on the number of rows alone. A
-        collective call.
+        `logits`: float32 [n, vocab_local], of this rank. `variant`: at least the kernels that these rows need. The work
+        depends only on the variant and on the number of rows. A collective call.
         """
 
     def finish(self, step: StepMetadata, place: InputPlace) -> Launched:
-        """The output of the step."""
+        """Return the output of the step."""
 
 
 class DeviceSteps:
-    """Launches the steps of a rank on a CUDA device.
+    """Launcher of a rank's steps on a CUDA device.
 
-    Set `kv`, call `capture` or not, then `launch` any number of times, then `release`.
+    Set `kv`, optionally call `capture`, then call `launch` any number of times, then `release`.
     """
 
     def __init__(
@@ -104,7 +104,8 @@ class DeviceSteps:
         rows_at_once: int,
         max_model_len: int,
     ) -> None:
-        """`rows_at_once`: of logits that are computed together; at least as many as the largest bucket has."""
+        """Allocate the logits. `rows_at_once`: rows of logits that are computed together, at least the largest
+        bucket."""
         self._model, self._backend = model, backend
         self.kv: list[LayerKV] = []  # pages of all layers, once they are allocated
         self._inputs, self._sampling, self._pooler = inputs, sampling, pooler
@@ -113,16 +114,20 @@ class DeviceSteps:
         self._logits = torch.empty((rows_at_once, model.vocab_local), dtype=torch.float32, device=device)
         self._graphs: dict[int, Graph] = {}
         self._prompt_graphs: dict[int, Graph] = {}
-        self._hidden = torch.empty(0, device=device)  # [T, hidden_size] of the largest of these, which all write
+        # [T, hidden_size] of the largest prompt graph; all prompt graphs write to it
+        self._hidden = torch.empty(0, device=device)
         self._sampling_graphs: dict[tuple[int, Variant], Graph] = {}
-        self._sizes: list[int] = []  # of the graphs, ascending
+        self._sizes: list[int] = []  # sizes of the graphs, ascending
         self._prompt_sizes: list[int] = []
         self._maker: GraphMaker | None = None
 
     @torch.inference_mode()
     def capture(self, maker: GraphMaker, sizes: Sequence[int], prompts: Sequence[int] = ()) -> int:
-        """Capture graphs of `prompts` tokens and of `sizes` sequences, the largest first, beside those that there are.
-        Every rank must call this at the same point. Returns how many graphs there are."""
+        """Capture more graphs, of `prompts` tokens and of `sizes` sequences, the largest first; return the number of
+        graphs.
+
+        Every rank must call this at the same point.
+        """
         self._maker = maker
         for size in sorted(prompts, reverse=True):
             place = self._inputs.stage(empty_step(0), prompts=size)
@@ -149,8 +154,8 @@ class DeviceSteps:
     ) -> Launched:
         """Start a step of at least one sequence. Every rank makes the same collective calls.
 
-        `await_masks` blocks until `step.mask_bits` is complete. `step` is not read after the return. With `layers`, on
-        only these and their pages, without a graph.
+        `await_masks` blocks until `step.mask_bits` is complete. `step` is not read after the return. With `layers`,
+        only these layers run, on their pages and without a graph.
         """
         self._sampling.begin(step)
         bucket = bucket_of(step, self._sizes) if self._sizes and layers is None else None
@@ -174,7 +179,7 @@ class DeviceSteps:
         return self._sampling.finish(step, place)
 
     def replays(self, step: StepMetadata) -> bool:
-        """Whether a graph runs the model of `step`, which then takes no memory."""
+        """Return whether a graph runs the model of `step`, which then allocates nothing."""
         return bucket_of(step, self._sizes) is not None if self._sizes else False
 
     def release(self) -> None:
@@ -191,7 +196,7 @@ class DeviceSteps:
         self._inputs.stage_masks(step)
 
     def _decode(self, place: InputPlace) -> Callable[[], None]:
-        """The work of a plain decode, from the step in `place` to its logits."""
+        """Return the work of a plain decode, from the step in `place` to its logits."""
         size = place.shape.seqs
         ones, bounds = [1] * size, [self._max_model_len] * size
         plan = None
@@ -199,7 +204,7 @@ class DeviceSteps:
             plan = self._backend.prepare_decode(place.batch(ones, bounds, self._sampling.sampled))
 
         def work() -> None:
-            if plan is None:  # on the host, where lengths can be read
+            if plan is None:  # a host device, whose lengths can be read
                 batch = place.batch(ones, place.tensors["seq_lens"].tolist(), self._sampling.sampled)
                 hidden = self._model(batch, self.kv, self._backend, self._backend.prepare(batch))
             else:
@@ -210,16 +215,16 @@ class DeviceSteps:
         return work
 
     def _prompts(self, place: InputPlace) -> Callable[[], None]:
-        """The work of any step of as many tokens as `place` holds, up to its hidden states."""
+        """Return the work of any step with the number of tokens of `place`, up to its hidden states."""
         tokens, seqs, _, _ = place.shape
         bounds, plan = [self._max_model_len] * seqs, None
         if isinstance(self._backend, CapturableBackend):
-            most = min(MOST_PROMPTS + 1, seqs)  # padding may be one
+            most = min(MOST_PROMPTS + 1, seqs)  # padding may be one more long query
             batch = place.batch([tokens] + [0] * (seqs - 1), bounds, self._sampling.sampled)
             plan = self._backend.prepare_prompts(batch, most)
 
         def work() -> None:
-            if plan is None:  # on the host, where lengths can be read
+            if plan is None:  # a host device, whose lengths can be read
                 batch = _without_padding(place, self._sampling.sampled)
                 hidden = self._model(batch, self.kv, self._backend, self._backend.prepare(batch))
             else:
@@ -237,7 +242,7 @@ class DeviceSteps:
         self._sampling.sample(self._logits[:bucket], place, 0, wanted)
 
     def _compute(self, step: StepMetadata, place: InputPlace, model: Decoder, kv: list[LayerKV]) -> Tensor:
-        """The hidden states of a step of any kind, operation by operation: [T, hidden_size]."""
+        """Return the hidden states of a step of any kind, computed operation by operation: [T, hidden_size]."""
         starts = step.query_start_loc
         batch = place.batch((starts[1:] - starts[:-1]).tolist(), step.seq_lens.tolist(), self._sampling.sampled)
         return model(batch, kv, self._backend, self._backend.prepare(batch))
@@ -250,7 +255,7 @@ class DeviceSteps:
         model: Decoder,
         hidden: Tensor,
     ) -> None:
-        """Logits and sampling of a step of any kind, operation by operation. `hidden`: [T, hidden_size]."""
+        """Compute logits and samples of a step of any kind, operation by operation. `hidden`: [T, hidden_size]."""
         variant, wanted = Variant.of(step), place.tensors["logits_indices"]
         for first in range(0, len(wanted), len(self._logits)):
             indices = wanted[first : first + len(self._logits)]
@@ -261,7 +266,7 @@ class DeviceSteps:
 
 
 def _without_padding(place: InputPlace, sampled: Tensor) -> ForwardBatch:
-    """The step in `place`, on the host, without sequences that have no token."""
+    """Return the step in `place`, on the host, without sequences that have no tokens."""
     starts, lengths = place.tensors["query_start_loc"], place.tensors["seq_lens"]
     queries = [count for count in starts.diff().tolist() if count]
     seqs = len(queries)
@@ -269,7 +274,8 @@ def _without_padding(place: InputPlace, sampled: Tensor) -> ForwardBatch:
     return replace(batch, query_start_loc=starts[: seqs + 1], seq_lens=lengths[:seqs], rows=batch.rows[:seqs])
 
 
-# What steps ask for, each with all that the ones before it have; with several ranks, penalties and masks alone as well.
+# Variants to capture, each with the kernels of the previous and one more. With several ranks, also `_PROCESSED`: bias,
+# penalties and masks without filters.
 _VARIANTS = (
     Variant(),
     Variant(random=True),
@@ -278,12 +284,15 @@ _VARIANTS = (
     Variant(random=True, filtered=True, processed=True, logprobs=True),
 )
 _PROCESSED = Variant(random=True, processed=True)
-_ALWAYS = 2  # of the sections: the others hold logprobs
+_ALWAYS = 2  # output sections that are always copied; the others hold logprobs
 
 
 class DeviceSampling:
-    """`StepSampling` by a `DeviceSampler` on one rank. With several, rows are sampled from each one's part of their
-    logits where that is enough, and otherwise each rank samples some rows, whole."""
+    """`StepSampling` by a `DeviceSampler` on one rank.
+
+    With several ranks, rows are sampled from each rank's part of the logits if that is enough (`ShardSampler`).
+    Otherwise the rows are divided among the ranks, and each rank samples from all logits of its rows (`RowSampler`).
+    """
 
     def __init__(
         self,
@@ -293,7 +302,8 @@ class DeviceSampling:
         tp: TensorParallel,
         shards: ShardSampler | None = None,
     ) -> None:
-        """`most_rows`: of logits in a step, those that are scored included. `shards`: of several ranks."""
+        """Allocate the outputs. `most_rows`: largest number of rows of logits in a step, including scored rows.
+        `shards`: the sampler from parts of logits if there are several ranks."""
         self._sampler, self._shards, self._histories, self._tp = sampler, shards, histories, tp
         self.variants = _VARIANTS if shards is None else (*_VARIANTS[:2], _PROCESSED, *_VARIANTS[2:])
         largest = Layout(output_sections(most_rows))
@@ -301,11 +311,11 @@ class DeviceSampling:
         self.sampled: Tensor = largest.tensors(self._staging.on_device)["tokens"]  # int32 [most_rows]
 
     def begin(self, step: StepMetadata) -> None:
-        """Writes the histories that `step` brings, as `StepSampling` describes."""
+        """Write the histories that `step` brings, as `StepSampling` describes."""
         self._histories.write(step)
 
     def sample(self, logits: Tensor, place: InputPlace, first: int, variant: Variant) -> None:
-        """Samples rows and counts their tokens, as `StepSampling` describes."""
+        """Sample rows and count their tokens, as `StepSampling` describes."""
         rows = place.shape.logits
         outputs = DeviceOutputs(**Layout(output_sections(rows)).tensors(self._staging.on_device))
         if self._shards is not None and self._shards.serves(variant):
@@ -316,7 +326,7 @@ class DeviceSampling:
             self._sampler.count(place.columns, outputs, rows)
 
     def finish(self, step: StepMetadata, place: InputPlace) -> Launched:
-        """Begins the copy of the results to the host, as `StepSampling` describes."""
+        """Start the copy of the results to the host, as `StepSampling` describes."""
         if self._tp.rank:
             return None
         found = output_sections(place.shape.logits)
@@ -325,7 +335,7 @@ class DeviceSampling:
 
 
 class _DeviceOutput:
-    """The output of a step that the device may still compute."""
+    """Output of a step that the device may still compute."""
 
     def __init__(self, step: StepMetadata, layout: Layout, copied: Callable[[], np.ndarray]) -> None:
         self._step, self._layout, self._copied = step, layout, copied
@@ -335,7 +345,8 @@ class _DeviceOutput:
 
 
 def _kept(step: StepMetadata) -> StepMetadata:
-    """`step` with copies of what its output is made from: its arrays may be overwritten before that is there."""
+    """Return `step` with copies of the arrays that its output needs: they may be overwritten before the output is
+    ready."""
     names = ("token_ids", "query_start_loc", "logits_indices", "target_ids", "num_logprobs", "num_drafts")
     return replace(step, **{name: getattr(step, name).copy() for name in names})
 
@@ -351,7 +362,7 @@ def device_steps(
     tables: BlockTables,
     pooler: Pooler,
 ) -> DeviceSteps:
-    """Allocates all memory that steps and graphs share, so that the rest of the device can be measured."""
+    """Allocate all memory that steps and graphs share, so that the rest of the device's memory can be measured."""
     assert config.max_model_len is not None
     seqs, device, vocab_size = config.max_num_seqs, tables.tables.device, model.spec.vocab_size
     rows = max(seqs, config.max_num_batched_tokens)
@@ -366,7 +377,7 @@ def device_steps(
     else:
         sampler = RowSampler(tp, vocab_size, local, at_once, histories)
         sampler.warm_up()
-        own = max(0, min(local, vocab_size - model.vocab_start))  # without padding
+        own = max(0, min(local, vocab_size - model.vocab_start))  # ids of this rank's shard that are in the vocabulary
         shards = ShardSampler(model.vocab_start, own, at_once, histories, device, tp.all_gather)
         shards.warm_up(local)
     return DeviceSteps(
@@ -381,7 +392,8 @@ def device_steps(
 
 
 def warm_up_sizes(most: int) -> list[int]:
-    """Numbers of tokens of steps, up to `most`, in which each kernel has every form: they depend on powers of 2."""
+    """Return numbers of tokens, up to `most`, for which every variant of each kernel is compiled: they depend on powers
+    of 2."""
     return [*(size for size in (2**power for power in range(1, 32)) if size < most), most]
 
 
@@ -394,7 +406,7 @@ def warm_up(steps: DeviceSteps, config: WorkerConfig) -> None:
 
 
 def capture(steps: DeviceSteps, maker: GraphMaker, config: WorkerConfig, backend: AttentionBackend) -> int:
-    """Warm up, and capture the graphs of a rank, unless it cannot or must not have any. Returns how many there are."""
+    """Warm up, and capture the graphs of a rank if it can and may have graphs. Return the number of graphs."""
     warm_up(steps, config)
     reason, sizes, begun = _why_none(config, backend), graph_sizes(config), time.monotonic()
     if reason is not None:
@@ -413,8 +425,10 @@ def capture(steps: DeviceSteps, maker: GraphMaker, config: WorkerConfig, backend
 def bytes_of_graphs(
     steps: DeviceSteps, maker: GraphMaker, config: WorkerConfig, backend: AttentionBackend, meter: MemoryMeter
 ) -> int:
-    """Bytes that `capture` will take from the device. Captures some graphs, and destroys them: every rank must call
-    this at the same point."""
+    """Return the bytes that `capture` will take from the device.
+
+    Captures some graphs and destroys them, so every rank must call this at the same point.
+    """
     if _why_none(config, backend) is not None:
         return 0
     kinds = [
@@ -425,7 +439,7 @@ def bytes_of_graphs(
 
 
 def _why_none(config: WorkerConfig, backend: AttentionBackend) -> str | None:
-    """The reason why a rank has no graphs; None if it has."""
+    """Return the reason why a rank has no graphs, or None if it has."""
     if config.enforce_eager:
         return "--enforce-eager"
     if not isinstance(backend, CapturableBackend):

@@ -1,4 +1,4 @@
-"""One rank's encoder: loads it, tries at start whether texts change each other, and runs steps of whole texts."""
+"""One rank's encoder: loads it, checks at start that texts do not affect each other, and runs steps of whole texts."""
 
 import random
 import time
@@ -28,15 +28,17 @@ from oarlock.workers.sampling.row_chunks import empty_output
 from oarlock.workers.weights.gguf_reader import load_weights
 
 _LENGTH = 48  # tokens of the text that is compared
-_OTHERS = (1, 17, 48, 5)  # tokens of the texts around it, half of them before it
+_OTHERS = (1, 17, 48, 5)  # tokens of the other texts in the batch, half of them before it
 
-# ids, positions, types (int64 [T] each) and the lengths of texts -> [T, hidden]
+# ids, positions, types (int64 [T] each) and lengths of the texts -> [T, hidden]
 Hidden = Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]
 
 
 def check_alone_and_in_batch(hidden: Hidden, vocab_size: int, max_len: int, device: torch.device) -> InvarianceResult:
-    """Checks that texts of two lengths get the same bits alone and in a batch with others. Every rank must call this at
-    the same point: layers sum over ranks."""
+    """Check that texts of two lengths get the same bits by themselves and in a batch with others.
+
+    Every rank must call this at the same point: layers all-reduce.
+    """
     if device.type != "cpu":
         return InvarianceResult(False, f"on {device.type} the libraries choose kernels by the shape of the batch")
     started, draw = time.monotonic(), random.Random(0)
@@ -64,11 +66,12 @@ def check_alone_and_in_batch(hidden: Hidden, vocab_size: int, max_len: int, devi
 
 
 def check_sums_of_ranks(model: Encoder) -> RankInvariance:
-    """Checks the products that are summed over ranks. Every rank must call this at the same point.
+    """Check the matmuls whose results are all-reduced. Every rank must call this at the same point.
 
-    Nothing else can differ: heads are computed one by one, and all else is row by row.
+    Nothing else can differ between numbers of ranks: attention is computed head by head, and everything else row by
+    row.
     """
-    layers = {layer.attention.reach: layer for layer in model.layers}.values()  # one of each kind
+    layers = {layer.attention.reach: layer for layer in model.layers}.values()  # one layer of each kind
     outputs = [output for layer in layers for output in (layer.attention.output, layer.mlp.output)]
     by_kernels = all(isinstance(output.product, CppMatmul) for output in outputs)
     why_not = None if by_kernels else "products are computed by torch, in an order that depends on their shape"
@@ -76,13 +79,16 @@ def check_sums_of_ranks(model: Encoder) -> RankInvariance:
 
 
 class EncoderRunner:
-    """Runs an encoder on one rank: call `load`, then `allocate`, then `execute` any number of times."""
+    """Runner of an encoder on one rank: call `load`, then `allocate`, then `execute` any number of times."""
 
     kv_offload = None
     runs_ahead = False
 
     def __init__(self, config: WorkerConfig, tp: TensorParallel) -> None:
-        """`config` must be resolved (see `oarlock.workers.preflight`), and `use_cpus` have been called."""
+        """Read the encoder's description.
+
+        `config` must be resolved (see `oarlock.workers.preflight`), and `use_cpus` must have been called.
+        """
         self.config = config
         self.tp = tp
         self.device = use_device(config, tp.rank % config.ranks_per_node)
@@ -92,7 +98,7 @@ class EncoderRunner:
         self._num_blocks, self._load_seconds = 0, 0.0
 
     def load(self, on_progress: Callable[[float], None]) -> None:
-        """Loads the weights, as `ModelRunner.load` does."""
+        """Load the weights, as `ModelRunner.load` does."""
         started = time.monotonic()
         if self.device.type == "cpu" and self.tp.rank == 0:
             log_kernels(self.dtype)
@@ -111,11 +117,11 @@ class EncoderRunner:
         self._load_seconds = time.monotonic() - started
 
     def num_blocks_that_fit(self) -> int:
-        """Blocks for as many of the longest texts as may run at once, and the null block."""
+        """Return the blocks for `max_num_seqs` texts of the greatest length, and the null block."""
         return self.config.max_num_seqs * table_width(self.config) + 1
 
     def allocate(self, num_blocks: int) -> None:
-        """Compute a text alone and in a batch with others. Every rank must call this at the same point."""
+        """Compare a text by itself and in a batch with others. Every rank must call this at the same point."""
         self._num_blocks = num_blocks
         assert self.config.max_model_len is not None
         with self._memory_for("trying the model out"):
@@ -127,7 +133,7 @@ class EncoderRunner:
             self.invariance.require()
 
     def time_steps(self) -> None:
-        """Does nothing: an encoder's limits do not depend on the cost of steps, since no answers wait for prompts."""
+        """Do nothing: an encoder's limits do not depend on the cost of steps, since no completions wait for prompts."""
 
     @contextmanager
     def _memory_for(self, doing: str) -> Generator[None]:
@@ -143,7 +149,7 @@ class EncoderRunner:
             ) from error
 
     def info(self) -> WorkerInfo:
-        """Report of this rank to the engine. Valid after `allocate`."""
+        """Return this rank's report to the engine. Valid after `allocate`."""
         config, spec = self.config, self.spec
         assert config.max_model_len is not None
         return WorkerInfo(
@@ -172,11 +178,11 @@ class EncoderRunner:
         )
 
     def bytes_of(self, step: StepMetadata) -> int:
-        """Bytes that `step` takes beside all that this rank holds."""
+        """Return the bytes that `step` takes in addition to this rank's memory."""
         return encoder_step_bytes(self.spec, self.tp.size, step.num_tokens)
 
     def close(self) -> None:
-        """Does nothing: an encoder holds nothing that must be freed before the process group."""
+        """Do nothing: an encoder holds nothing that must be freed before the process group."""
 
     def execute(self, step: StepMetadata) -> StepOutput | None:
         """Run one step. Rank 0 returns the output, the others None; every rank makes the same collective calls."""
@@ -192,16 +198,16 @@ class EncoderRunner:
         return None if pooled is None else pooled.add_to(empty_output(step.step_id))
 
     def launch(self, step: StepMetadata, await_masks: Callable[[], None] | None = None) -> StepOutput | None:
-        """Executes the step at once. Ignores `await_masks`: masks are for sampling, which an encoder does not do."""
+        """Execute the step at once. Ignores `await_masks`: masks are for sampling, which an encoder does not do."""
         return self.execute(step)
 
     def _hidden(self, ids: Tensor, positions: Tensor, types: Tensor, lens: list[int]) -> Tensor:
-        """int64 [T] each -> [T, hidden]."""
+        """Return the hidden states of tokens, int64 [T] each: [T, hidden]."""
         return self.model(ids.to(self.device), positions.to(self.device), types.to(self.device), lens)
 
 
 def _types(step: StepMetadata) -> Tensor:
-    """Token types: which of its sequence's two texts each token belongs to, int64 [T]."""
+    """Return the token types, int64 [T]: 1 for tokens of a sequence's second text, else 0."""
     starts, types = step.query_start_loc.tolist(), torch.zeros(step.num_tokens, dtype=torch.int64)
     bounds = list(pairwise(starts))
     for seq, second in zip(step.pool_seqs.tolist(), step.pool_second.tolist(), strict=True):

@@ -1,8 +1,8 @@
-"""The way in which experts are multiplied on a CUDA device, for each number of tokens, as measured at start.
+"""Choice of the expert matmul kernel on a CUDA device for each number of tokens, measured at start.
 
-Three tiles of our kernel, and torch's grouped products where these serve: which is fastest depends on the device, the
-sizes of the model and how many tokens an expert gets. Each is timed as the steps of a decode launch it, in a graph.
-Ranks need not agree: whatever way, they add up the same rows.
+The candidates are three tile shapes of our kernel, and torch's grouped matmul if it is supported. The fastest depends
+on the device, the sizes of the model and the number of tokens per expert. Each is timed in a graph, as decode steps
+launch it. Ranks may choose differently, since every kernel adds up the same rows.
 """
 
 import logging
@@ -19,15 +19,15 @@ from oarlock.workers.quantization.triton_experts import GROUPED, TritonExpertMat
 
 logger = logging.getLogger("oarlock.runner")
 
-TOKENS = (1, 16, 64, 256, 1024, 4096)  # of a step: powers of 2, at which steps are warmed up
-_TRIED = 64  # tokens of the trial whether a way is right
-_NEAR = 2e-2  # of the size of results: between roundings to bfloat16 at different places
+TOKENS = (1, 16, 64, 256, 1024, 4096)  # tokens of a step: powers of 2, at which steps are warmed up
+_TRIED = 64  # tokens of the trial that checks a kernel's results
+_NEAR = 2e-2  # relative tolerance for kernels that round to bfloat16 at different points
 
 Routed = tuple[Tensor, Tensor, Tensor]
 
 
 def choose_expert_ways(model: Decoder, most: int) -> None:
-    """Time the ways of every kind of experts in `model`, and let them take the fastest. `most`: tokens of a step."""
+    """Time the kernels for every shape of experts in `model`, and set the fastest. `most`: largest step, in tokens."""
     known: dict[tuple[ExpertsShape, bool, int], list[tuple[int, str]]] = {}
     for experts in mixtures_of(model.layers):
         total, top_k = experts.router.experts, experts.router.spec.top_k
@@ -47,8 +47,10 @@ def choose_expert_ways(model: Decoder, most: int) -> None:
 def measured_ways(
     product: TritonExpertMatmul, of_each: int, most: int, seconds_of: Callable[[Sum, Tensor], float] | None = None
 ) -> tuple[list[tuple[int, str]], str]:
-    """The fastest way up to each number of tokens, and a line that says so. `of_each`: experts of a token on this rank;
-    `seconds_of`: as `seconds_on_device`."""
+    """Return the fastest kernel up to each number of tokens, and a log line of the timings.
+
+    `of_each`: experts per token on this rank. `seconds_of`: timer, by default `seconds_on_device`.
+    """
     time, before = seconds_of or seconds_on_device, product.chosen
     names, missing = product.ways(), product.why_not_grouped()
     if missing is None and (missing := _fault(product, names[0], _routed(product, min(_TRIED, most), of_each))) is None:
@@ -69,7 +71,7 @@ def measured_ways(
 
 
 def _fault(product: TritonExpertMatmul, judge: str, inputs: Routed) -> str | None:
-    """The reason why torch's products may not be used after a trial of them; None: their results are right."""
+    """Return the reason why torch's grouped matmul may not be used, or None if its results in a trial are right."""
     product.chosen = [(1, judge)]
     wanted = product(*inputs)
     product.chosen = [(1, GROUPED)]
@@ -81,7 +83,7 @@ def _fault(product: TritonExpertMatmul, judge: str, inputs: Routed) -> str | Non
 
 
 def _routed(product: TritonExpertMatmul, tokens: int, of_each: int) -> Routed:
-    """Random rows, experts of each, and their weights."""
+    """Return random rows, the experts of each, and their weights."""
     shape, device = product.shape, product.weights()[0].device
     draw = torch.Generator().manual_seed(tokens)
     x = torch.randn((tokens, shape.hidden), generator=draw).to(shape.dtype)
