@@ -1,7 +1,8 @@
-"""Self-tests at start of mixtures of experts: a row's choice and sums beside other rows, and the order of the sums.
+"""Self-tests at start of MoE layers: a row's experts and sums do not depend on other rows, and the order of sums is
+fixed.
 
-With this model's own weights. Rows that crowd at one expert, and experts that are equally good, are rare in a trial
-prompt; here they are made up. Each part of a sum that another number of ranks would hold is computed by itself.
+They use this model's own weights. Many rows with the same expert, and experts with equal scores, are rare in a trial
+prompt, so they are constructed here. Each part of a sum that another number of ranks would hold is computed separately.
 """
 
 from collections.abc import Callable
@@ -13,15 +14,15 @@ from oarlock.workers.distributed.all_reduce import tree_sum
 from oarlock.workers.kernels.cpu.experts import CppExpertMatmul
 from oarlock.workers.layers.experts import Experts, ExpertStack, Router, route
 
-_ROWS = 65  # odd, and more than a tile of any kernel has
-_CROWD = 260  # rows of one expert: more than a block of any kernel has
+_ROWS = 65  # odd, and larger than a tile of any kernel
+_CROWD = 260  # rows with the same expert: more than a block of any kernel has
 _FEW = 3
 
 Sum = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def batch_fault(experts: Experts) -> str | None:
-    """The first difference between a row alone and among others, as a phrase; None: there is none."""
+    """Return the first difference between a row by itself and in a batch, as a phrase, or None if there is none."""
     draw = torch.Generator().manual_seed(0)
     router, routed = experts.router, experts.routed
     x = _rows(experts, _ROWS, draw)
@@ -40,7 +41,8 @@ def batch_fault(experts: Experts) -> str | None:
 
 
 def order_fault(experts: Experts) -> str | None:
-    """The first sum that does not add up a row's experts by their ids, or parts as ranks do; None: there is none."""
+    """Return the first sum that does not add up a row's experts by id, or parts as ranks do, or None if there is
+    none."""
     x = _rows(experts, _FEW, torch.Generator().manual_seed(experts.place.tp.rank))
     ids, weights = experts.router(x)
     none = torch.zeros((len(x), 1), dtype=torch.int32)
@@ -57,10 +59,10 @@ def _rows(experts: Experts, count: int, draw: torch.Generator) -> Tensor:
 
 
 def _choice_fault(router: Router, logits: Tensor) -> str | None:
-    """Compares choices among logits [T, E] of which many are equal."""
+    """Compare choices by logits [T, E] of which many are equal."""
     tied = logits.clone()
-    tied[::3] = 0.0  # all experts of a row
-    tied[1::3] = logits[1::3, ::2].repeat_interleave(2, 1)[:, : logits.shape[1]]  # pairs of neighbours
+    tied[::3] = 0.0  # all experts of a row are equal
+    tied[1::3] = logits[1::3, ::2].repeat_interleave(2, 1)[:, : logits.shape[1]]  # pairs of neighbours are equal
     if not torch.equal(router.choose(tied)[0], route(tied, router.spec, router.correction)[0]):
         return f"{router.name}: of experts that are equally good others than those with the lowest ids are chosen"
     return _difference(f"{router.name}: a row's choice of experts", lambda rows: router.choose(rows)[0], tied) or (
@@ -100,7 +102,7 @@ def _order_fault(name: str, stack: ExpertStack, x: Tensor, ids: Tensor, weights:
 
 
 def _parts(stack: ExpertStack) -> list[Sum]:
-    """Sums that a larger number of ranks would take one by one: of slices of the width, or of groups of experts."""
+    """Return the sums that a larger number of ranks would compute: of slices of the width, or of groups of experts."""
     product, shape = stack.product, stack.shape
     if shape.groups > 1:
         return [_of_group(stack, number) for number in range(shape.groups)]

@@ -1,9 +1,8 @@
-"""Self-tests at start: whether a sequence gets the same bits alone and in a batch, and at every number of ranks.
+"""Self-tests at start: a sequence gets the same bits by itself and in a batch, and with every number of ranks.
 
-Where kernels compute everything, ranks agree by how they are built (`kernels/cpu/csrc/gemm/slices.h`), and tests
-compare whole answers. The two places where ranks differ from one another are tried with this model's own weights:
-slices of the inputs, each by itself, must add up to the product of a rank, and the ranks' sums must be those of the
-tree.
+If kernels compute everything, ranks agree by construction (`kernels/cpu/csrc/gemm/slices.h`), and tests compare whole
+completions. The two operations in which ranks differ are tried with this model's own weights: slices of the inputs,
+each multiplied separately, must add up to the matmul of a rank, and the all-reduce must add in the order of the tree.
 """
 
 import random
@@ -36,18 +35,18 @@ from oarlock.workers.runner.experts_invariance import batch_fault, order_fault
 from oarlock.workers.runner.trial_steps import SequenceChunk, greedy_step
 
 PROMPT = 67  # tokens; odd, and more than two blocks of key columns
-OTHERS = 31  # sequences
+OTHERS = 31  # number of other sequences
 
 
 @dataclass(frozen=True, slots=True)
 class InvarianceResult:
-    """`reason` is one phrase for the log: what was found, in both cases."""
+    """Result of the test. `reason` is one phrase for the log in both cases."""
 
     batch_invariant: bool
     reason: str
 
     def require(self) -> None:
-        """Raise `StartupError` unless numbers do not depend on the batch, as `--batch-invariant` asks."""
+        """Raise `StartupError` if results depend on the batch, as `--batch-invariant` requires."""
         if not self.batch_invariant:
             raise StartupError(
                 f"--batch-invariant: numbers depend on the batch here. {self.reason}.",
@@ -56,7 +55,7 @@ class InvarianceResult:
 
 
 class _InvarianceTest:
-    """One prompt in KV blocks of its own, and steps that compute parts of it."""
+    """One prompt in its own KV blocks, and steps that compute parts of it."""
 
     def __init__(
         self, model: Decoder, kv: list[LayerKV], backend: AttentionBackend, block_size: int, length: int
@@ -68,11 +67,11 @@ class _InvarianceTest:
         self.block_size = block_size
         self.random = random.Random(0)
         self.prompt = self._tokens(length)
-        self.longest = length + 1000  # tokens: more than any sequence here has
+        self.longest = length + 1000  # tokens: longer than any sequence here
         self.table = range(NULL_BLOCK + 1, NULL_BLOCK + 2 + (length - 1) // block_size)
 
     def whole(self) -> Tensor:
-        """The prompt in one step by itself: [length, hidden]."""
+        """Return the prompt's hidden states, computed in one step by itself: [length, hidden]."""
         return self._run([self._own(0, len(self.prompt))])[0]
 
     def beside_others(self) -> Tensor:
@@ -85,7 +84,7 @@ class _InvarianceTest:
         return torch.cat([self._run([self._own(a, b)])[0] for a, b in pairwise(cuts)])
 
     def decoded(self, count: int, others: int, *, as_captured: bool = False) -> Tensor:
-        """Decodes the last `count` tokens one by one, after the other tokens. `as_captured`: by a plan for graphs."""
+        """Decode the last `count` tokens one by one, after the other tokens. `as_captured`: with a plan for graphs."""
         first = max(0, len(self.prompt) - count)
         results = [self._run([self._own(0, first)])[0]] if first else []
         for position in range(first, len(self.prompt)):
@@ -96,7 +95,7 @@ class _InvarianceTest:
         return torch.cat(results)
 
     def behind_drafts(self, count: int, others: int) -> Tensor:
-        """Computes the last `count` tokens in one step, as a newest token and drafts after it."""
+        """Compute the last `count` tokens in one step, as a newest token with drafts after it."""
         first = max(0, len(self.prompt) - count)
         results = [self._run([self._own(0, first)])[0]] if first else []
         rest = [self._other(1 + number % 3, 5 + 3 * number) for number in range(others)]
@@ -116,7 +115,7 @@ class _InvarianceTest:
         return [self.random.randrange(self.model.spec.vocab_size) for _ in range(count)]
 
     def _run(self, parts: list[SequenceChunk], *, as_captured: bool = False) -> list[Tensor]:
-        """The hidden states of one step, for each part: [tokens, hidden]."""
+        """Return the hidden states of one step for each part: [tokens, hidden]."""
         step = greedy_step(parts, self.block_size)
         batch = ForwardBatch.from_step(step, BlockTables.of_step(step, self.model.place.device))
         if as_captured:
@@ -140,11 +139,12 @@ def check_batch_invariance(
     span: int = 0,
     is_asked: bool = False,
 ) -> InvarianceResult:
-    """Compute the prompt in every way and compare. Every rank must call this at the same point: layers all-reduce.
+    """Compute the prompt in every way and compare the results.
 
-    Overwrites the first blocks of `kv`, before any request uses them. `max_len`: tokens of one sequence. `span`: keys
-    that one program reads, where that is fixed; the prompt is longer. `is_asked`: for the kernels that
-    `--batch-invariant` chooses; without it nothing is tried on a CUDA device.
+    Every rank must call this at the same point: layers all-reduce. It overwrites the first blocks of `kv`, before any
+    request uses them. `max_len`: tokens of one sequence. `span`: keys that one program reads, if fixed; the prompt is
+    longer. `is_asked`: the model uses the kernels of `--batch-invariant`; without them nothing is tried on a CUDA
+    device.
     """
     device = model.place.device
     if device.type != "cpu" and not is_asked:
@@ -184,20 +184,20 @@ def check_batch_invariance(
 
 
 def one_of_each_kind(model: Decoder) -> list[int]:
-    """The first layer of each description, counted from the first of its stage."""
+    """Return the first layer of each different specification, counted from the first layer of the stage."""
     kinds = [model.spec.layers[layer] for layer in model.stage]
     return [layer for layer, kind in enumerate(kinds) if kinds.index(kind) == layer]
 
 
 def _logits_fault(model: Decoder, hidden: Tensor) -> str | None:
-    """One row of logits computed alone, compared with the same row computed among others."""
+    """Compare one row of logits computed by itself with the same row computed together with others."""
     some = hidden[-min(5, len(hidden)) :]
     alone = model.compute_logits(some[-1:].contiguous())
     return _difference("a row of logits among others", alone, model.compute_logits(some)[-1:])
 
 
 def _difference(name: str, expected: Tensor, found: Tensor) -> str | None:
-    """Describes the size of a difference as a phrase; None if the bits are equal."""
+    """Return the size of a difference as a phrase, or None if the bits are equal."""
     if torch.equal(expected, found):
         return None
     gaps = (expected.double() - found.double()).nan_to_num(posinf=0.0, neginf=0.0).abs()
@@ -206,7 +206,7 @@ def _difference(name: str, expected: Tensor, found: Tensor) -> str | None:
 
 
 def _attention(backend: AttentionBackend) -> str:
-    """The backend's name, and on the CPU the reason why the kernel that is batch-invariant does not serve."""
+    """Return the backend's name, and on the CPU the reason why the batch-invariant kernel is not used."""
     reason = CppBackend.why_not(backend.spec) if backend.spec.device.type == "cpu" else None
     return f"{backend.name} attention" if reason is None else f"{backend.name} attention (of the C++ kernel: {reason})"
 
@@ -220,14 +220,14 @@ _ROWS = 3
 
 @dataclass(frozen=True, slots=True)
 class RankInvariance:
-    """`reason` is one phrase for the log: what was found, in both cases."""
+    """Result of the test. `reason` is one phrase for the log in both cases."""
 
     rank_invariant: bool
     reason: str
 
 
 def check_rank_invariance(model: Decoder, kv: list[LayerKV], backend: AttentionBackend) -> RankInvariance:
-    """Look at what computes, and try it. Every rank must call this at the same point: it sums over ranks."""
+    """Check the kernels in use, and try them. Every rank must call this at the same point: it all-reduces."""
     blocks = [model.layers[layer] for layer in one_of_each_kind(model)]
     sublayers = [branch.sublayer for block in blocks for branch in block.branches]
     outputs = [sublayer.output for sublayer in sublayers if sublayer.output is not None]
@@ -238,8 +238,10 @@ def check_rank_invariance(model: Decoder, kv: list[LayerKV], backend: AttentionB
 
 
 def check_sums(outputs: Sequence[RowParallelLinear], place: Placement, why_not: str | None) -> RankInvariance:
-    """Try the sums of `outputs`, the products whose inputs ranks share. `why_not`: a reason why nothing is promised
-    whatever they do."""
+    """Try the all-reduced sums of `outputs`, the linear layers whose inputs ranks share.
+
+    `why_not`: a reason why the result is not invariant, whatever the trial shows; None if there is none.
+    """
     started = time.monotonic()
     has_reason = torch.tensor([float(why_not is not None)], dtype=torch.float64, device=place.device)
     if place.tp.all_gather(has_reason).any() and why_not is None:
@@ -261,7 +263,7 @@ def check_sums(outputs: Sequence[RowParallelLinear], place: Placement, why_not: 
 
 
 def _why_not(model: Decoder, kv: list[LayerKV], backend: AttentionBackend) -> str | None:
-    """The reason why this rank's kernels promise nothing; None if there is none."""
+    """Return the reason why this rank's kernels guarantee nothing, or None if they do."""
     device = model.place.device
     if device.type != "cpu":
         return None
@@ -285,7 +287,7 @@ def _fault(outputs: Sequence[RowParallelLinear], place: Placement) -> str | None
 
 
 def _adds_up(layer: RowParallelLinear, slices: int, draw: torch.Generator) -> bool:
-    """Whether a rank's product equals the sum of its slices, each computed with all other inputs at zero."""
+    """Return whether a rank's matmul equals the sum of its slices, each computed with all other inputs set to zero."""
     product = layer.product
     assert isinstance(product, CppMatmul | CppPackedMatmul)
     share = product.as_share()

@@ -1,8 +1,8 @@
-"""Memory of a rank: of its weights, of a step, and how many KV blocks fit beside them; the errors show the arithmetic.
+"""Memory of a rank: weights, the largest step, and the KV blocks that fit. The errors show the arithmetic.
 
-Torch-free; allocates nothing. What a tensor takes follows from its description (`layers/tensor_spec.py`), and the
-layout of pages belongs to the attention backend. A rank reports after loading (`Decoder.weight_bytes`) the sum over
-what it really holds; tests compare the two.
+Torch-free; allocates nothing. The bytes of a tensor follow from its description (`layers/tensor_spec.py`), and the
+layout of pages is defined by the attention backend. After loading a rank reports the bytes that its weights really take
+(`Decoder.weight_bytes`); tests compare the two.
 """
 
 from __future__ import annotations
@@ -30,36 +30,41 @@ if TYPE_CHECKING:
 _FLOAT32 = 4
 # Rows of logits computed at once. Scoring a prompt may need thousands of rows, 600 KB each with 152,000 ids.
 MAX_LOGITS_ROWS = 128
-# Parts of the messages of torch's CPU and CUDA allocators and of the system.
+# Parts of out-of-memory messages of torch's CPU and CUDA allocators and of the system.
 _MESSAGES = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory", "bad_alloc")
-# Share of the memory that is free once the weights are loaded; the rest is for other processes and the page cache.
+# Share of the memory that is free after loading; the rest is for other processes and the page cache.
 CPU_SHARE = 0.25
 # Block 0 is the null block, and a backend may keep one page that is never written.
 RESERVED_BLOCKS = 2
 
 
 def encoder_weight_bytes(spec: EncoderSpec, dtype: str) -> int:
-    """Bytes of all weights, on one rank or cut without copies; of a few small ones each rank holds a copy."""
+    """Return the bytes of all weights, on one rank or divided without copies. Ranks replicate a few small weights."""
     return sum(math.prod(shape) for shape in spec.tensor_shapes().values()) * ITEM_BYTES[dtype]
 
 
 def encoder_step_bytes(spec: EncoderSpec, num_ranks: int, num_tokens: int) -> int:
-    """Bytes of the tensors of a step that exist at the same time on one rank, most of them float32: hidden states and
-    their sums, queries, keys and values with a copy, and the MLP's."""
+    """Return the bytes of a step's tensors that exist at the same time on one rank, most of them float32.
+
+    These are hidden states and their sums, queries, keys and values with a copy, and the MLP's values.
+    """
     inner = (3 if spec.gated else 2) * spec.intermediate_size
     return num_tokens * _FLOAT32 * (4 * spec.hidden_size + (7 * spec.hidden_size + inner) // num_ranks)
 
 
 def rank_weight_bytes(config: WorkerConfig, spec: DecoderSpec, forms: WeightForms = NONE, stage: int = 0) -> int:
-    """Bytes of the weights of any rank of `stage`: all have as many, but for whole experts that do not divide evenly,
-    of which the first has the most. `config`: with its dtype resolved."""
+    """Return the bytes of the weights of a rank of `stage`.
+
+    All ranks have equal weights, unless whole experts are divided with a remainder: then the first rank has the most.
+    `config` must have a resolved dtype.
+    """
     return sum(size for _, size in rank_tensors(config, spec, forms, stage))
 
 
 def rank_tensors(
     config: WorkerConfig, spec: DecoderSpec, forms: WeightForms = NONE, stage: int = 0
 ) -> Iterator[tuple[TensorSpec, int]]:
-    """Tensors that the first rank of `stage` holds, and the bytes of its part of each."""
+    """Yield the tensors that the first rank of `stage` holds, and the bytes of its part of each."""
     size, on_cpu = config.tensor_parallel_size, config.device != "cuda"
     all_slices = slices_of(spec, forms) if on_cpu else 1
     slices = all_slices // size if all_slices % size == 0 else 1  # as `Placement.local_slices`
@@ -80,15 +85,15 @@ def rank_tensors(
 
 
 def _local_shape(tensor: TensorSpec, forms: WeightForms, size: int, slices: int) -> tuple[int, ...]:
-    """Shape of the part that each of `size` ranks holds; widths are filled up to `slices` over all ranks."""
+    """Return the shape of the part that each of `size` ranks holds; widths are padded to `slices` over all ranks."""
     if tensor.cut not in (Cut.WIDTH_OUTPUTS, Cut.WIDTH_INPUTS):
         return tensor.local_shape(size)
-    down = f"{tensor.name.rpartition('.')[0].rpartition('.')[0]}.down_proj"  # the product that is cut
+    down = f"{tensor.name.rpartition('.')[0].rpartition('.')[0]}.down_proj"  # the linear layer whose inputs are cut
     return tensor.local_shape(size, slices, unit_of_width(forms.form_of(down)))
 
 
 def _matrix_bytes(tensor: TensorSpec, shape: tuple[int, ...], forms: WeightForms, item: int, slices: int) -> int:
-    """Bytes of a matrix of `shape`, the whole of `tensor` or a rank's part."""
+    """Return the bytes of a matrix of `shape`, which is `tensor` or a rank's part of it."""
     if tensor.kept is Kept.FLOAT32:
         return math.prod(shape) * _FLOAT32
     own = forms.of_head if tensor.cut is Cut.VOCABULARY else forms
@@ -97,7 +102,7 @@ def _matrix_bytes(tensor: TensorSpec, shape: tuple[int, ...], forms: WeightForms
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: torch raises its own kinds of `RuntimeError`, numpy a `MemoryError`."""
+    """Return whether an allocation failed: torch raises its own kinds of `RuntimeError`, numpy a `MemoryError`."""
     if isinstance(error, MemoryError):
         return True
     text = str(error).lower()
@@ -105,7 +110,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def weight_bytes(spec: DecoderSpec, dtype: str, forms: WeightForms = NONE) -> int:
-    """Bytes of the weights of the whole model, on one rank or cut without copies."""
+    """Return the bytes of the weights of the whole model, on one rank or divided without copies."""
     item, total, slices = ITEM_BYTES[dtype], 0, slices_of(spec, forms)
     for tensor in tensors_of(spec):
         if tensor.is_matrix:
@@ -116,8 +121,10 @@ def weight_bytes(spec: DecoderSpec, dtype: str, forms: WeightForms = NONE) -> in
 
 
 def step_bytes(config: WorkerConfig, spec: DecoderSpec, num_tokens: int, num_rows: int) -> int:
-    """Bytes of the tensors of a step that exist at the same time on one rank: a few of hidden size, those of a layer's
-    sublayers, and float32 logits. `num_rows`: of logits."""
+    """Return the bytes of a step's tensors that exist at the same time on one rank.
+
+    These are a few tensors of hidden size, the values of a layer's sublayers, and float32 logits of `num_rows` rows.
+    """
     size, item = config.tensor_parallel_size, ITEM_BYTES[config.dtype]
     inner = max(sum(branch.sublayer.step_values for branch in layer.branches) for layer in set(spec.layers))
     row = 4 * spec.hidden_size + inner // size
@@ -125,23 +132,28 @@ def step_bytes(config: WorkerConfig, spec: DecoderSpec, num_tokens: int, num_row
 
 
 def largest_step_bytes(config: WorkerConfig, spec: DecoderSpec, *, has_head: bool = True) -> int:
-    """Bytes of the largest step that the limits allow. `has_head`: whether the rank computes logits."""
+    """Return the bytes of the largest step that the limits allow. `has_head`: whether the rank computes logits."""
     tokens = config.max_num_batched_tokens
     return step_bytes(config, spec, tokens, tokens if has_head else 0)
 
 
 def sampling_bytes(config: WorkerConfig, spec: DecoderSpec) -> int:
-    """Bytes that a rank on a CUDA device keeps to sample from: float32 logits, the same as penalties and masks change
-    them, and int32 counts of every id for each sequence (`DenseHistories`). Of several ranks each has its own ids of
-    all rows, and all ids of its share of the rows (`RowSampler`)."""
+    """Return the bytes that a rank on a CUDA device keeps for sampling.
+
+    They are float32 logits, a copy changed by penalties and masks, and int32 counts of every id for each sequence
+    (`DenseHistories`). With several ranks, each has its part of the vocabulary for all rows, and the whole vocabulary
+    for its share of the rows (`RowSampler`).
+    """
     rows, ranks, vocab = logits_rows_at_once(config), config.tensor_parallel_size, spec.vocab_size
     logits = vocab * rows if ranks == 1 else -(-vocab // ranks) * rows + vocab * -(-rows // ranks)
     return 4 * (2 * logits + vocab * config.max_num_seqs)
 
 
 def check_weights_fit(config: WorkerConfig, spec: DecoderSpec, dtype: str, forms: WeightForms) -> None:
-    """Checks that the weights fit on the CPU, where the ranks of all replicas on a node share the memory. Raises
-    `StartupError` (exit code 4) with the arithmetic."""
+    """Check that the weights fit on the CPU, where the ranks of all replicas on a node share the memory.
+
+    Raises `StartupError` (exit code 4) with the arithmetic if they do not.
+    """
     of_replica, replicas = weight_bytes_of_node(config, spec, dtype, forms), config.data_parallel_size
     need, free = replicas * of_replica, free_before_load(config)
     if need > free:
@@ -156,10 +168,11 @@ def check_weights_fit(config: WorkerConfig, spec: DecoderSpec, dtype: str, forms
 
 
 def check_kv_fits(config: WorkerConfig, spec: DecoderSpec, forms: WeightForms) -> None:
-    """Check that a CPU rank's KV memory holds one sequence before weights are read: a given size, or the share of the
-    memory that is free once they are. A given size must itself fit in that memory.
+    """Check, before weights are read, that a CPU rank's KV memory holds one sequence.
 
-    Raises `StartupError` (exit code 4) with the arithmetic. `config`: all resolved."""
+    The KV memory is the given size, which must fit in the free memory, or a share of the memory that is free after
+    loading. Raises `StartupError` (exit code 4) with the arithmetic. `config` must be resolved.
+    """
     loading = config.with_(host_free_bytes=free_before_load(config))
     weights = weight_bytes_of_node(config, spec, config.dtype, forms)
     blocks_that_fit(kv_shape(config, spec), config, room_for_kv(loading, None, 0, weight_bytes=weights))
@@ -167,9 +180,10 @@ def check_kv_fits(config: WorkerConfig, spec: DecoderSpec, forms: WeightForms) -
 
 
 def check_given_sizes_fit_host(config: WorkerConfig, weights: int) -> None:
-    """Check that KV memory and host tiers of the sizes that were given fit beside `weights`, the bytes of all replicas.
+    """Check that given sizes of KV memory and host tiers fit together with `weights`, the bytes of all replicas.
 
-    Swap does not count, as every step reads KV memory. Raises `StartupError` (exit code 4) with the arithmetic."""
+    Swap does not count, as every step reads KV memory. Raises `StartupError` (exit code 4) with the arithmetic.
+    """
     ranks, free = config.ranks_on_host, free_before_load(config)
     given = (("--kv-cache-memory", config.kv_cache_bytes), ("--kv-offload-memory", config.kv_offload_bytes))
     sizes = [(name, size) for name, size in given if size]
@@ -194,8 +208,10 @@ def check_given_sizes_fit_host(config: WorkerConfig, weights: int) -> None:
 def check_given_size_fits_device(
     config: WorkerConfig, spec: DecoderSpec, forms: WeightForms, device_bytes: int, ranks_of_device: int
 ) -> None:
-    """Check that `--kv-cache-memory` fits on a CUDA device of `device_bytes` beside a rank's weights, before they are
-    read. Raises `StartupError` (exit code 4) with the arithmetic."""
+    """Check, before weights are read, that `--kv-cache-memory` and a rank's weights fit on a device of `device_bytes`.
+
+    Raises `StartupError` (exit code 4) with the arithmetic if they do not.
+    """
     given = config.kv_cache_bytes or 0
     weights = max(rank_weight_bytes(config, spec, forms, stage) for stage in range(config.pipeline_parallel_size))
     need = ranks_of_device * (weights + given)
@@ -214,12 +230,13 @@ def check_given_size_fits_device(
 
 
 def free_before_load(config: WorkerConfig) -> int:
-    """Bytes of the host's memory before any rank has loaded; while other replicas load, as it was before them."""
+    """Return the free bytes of the host before any rank has loaded; replicas use the value measured before the
+    first."""
     return free_host_bytes() if config.host_free_bytes is None else config.host_free_bytes
 
 
 def weight_bytes_of_node(config: WorkerConfig, spec: DecoderSpec, dtype: str, forms: WeightForms) -> int:
-    """Bytes of the weights of all ranks of a node; of the node with the most."""
+    """Return the bytes of the weights of all ranks of a node, for the node with the most."""
     topology, config = Topology.of(config), config.with_(dtype=dtype)
     stages = range(topology.pipeline_parallel_size)
     of_rank = [rank_weight_bytes(config, spec, forms, stage) for stage in stages]
@@ -237,9 +254,11 @@ def out_of_memory(
     measured_step_bytes: int | None = None,
     graph_bytes: int = 0,
 ) -> StartupError:
-    """The error for an allocation that failed while `doing`. `weight_bytes`: of this rank. `kv_bytes`: of KV memory,
-    once it is known. `measured_step_bytes`: of the largest step, in place of the estimate. `graph_bytes`: of decode
-    graphs."""
+    """Return the error for an allocation that failed while `doing`.
+
+    `weight_bytes`: of this rank. `kv_bytes`: KV memory, if known. `measured_step_bytes`: the largest step, if measured;
+    else it is estimated. `graph_bytes`: decode graphs.
+    """
     step = measured_step_bytes or largest_step_bytes(config, spec)
     about = "" if measured_step_bytes else "about "
     parts = [
@@ -270,7 +289,7 @@ def out_of_memory(
 
 
 def form_name(config: WorkerConfig, dtype: str) -> str:
-    """Name of the form that the weights are in, for messages."""
+    """Return the name of the weights' format, for messages."""
     if config.dequantize:
         return f"{config.quantization} dequantised to {dtype}"
     return dtype if config.quantization == "none" else f"{config.quantization} and {dtype}"
@@ -288,17 +307,18 @@ class MemoryMeter(Protocol):
     """Memory of one device, in bytes."""
 
     def total_bytes(self) -> int:
-        """Bytes of the whole device."""
+        """Return the bytes of the whole device."""
 
     def free_bytes(self) -> int:
-        """Bytes that no process holds, after this one has given back those that it does not use."""
+        """Return the bytes that no process holds, after this process has freed its unused memory."""
 
     def peak_of(self, run: Callable[[], object]) -> int:
-        """The most that `run` took from the device beside what was held before; it is given back."""
+        """Return the most memory that `run` took in addition to the memory held before; it is freed afterwards."""
 
 
 class KVRoom(NamedTuple):
-    """Bytes this rank may use for KV memory, and where the number comes from, in words that end before it."""
+    """Bytes that this rank may use for KV memory, and the source of this number: a phrase that precedes it in
+    messages."""
 
     available: int
     source: str
@@ -307,11 +327,11 @@ class KVRoom(NamedTuple):
 def room_for_kv(
     config: WorkerConfig, meter: MemoryMeter | None, step_bytes: int, graph_bytes: int = 0, weight_bytes: int = 0
 ) -> KVRoom:
-    """Memory for KV blocks: the size that is given, or else measured once the weights are loaded and the largest step
-    has run, which took `step_bytes`.
+    """Return the memory for KV blocks: the given size, or a measurement after loading and running the largest step.
 
-    `graph_bytes`: of all graphs. `meter`: of the device; None for the host's memory. Where replicas load side by
-    side, the host's free memory was measured before: each replica then takes another `weight_bytes` from it.
+    `step_bytes`: bytes that the largest step took. `graph_bytes`: bytes of all graphs. `meter`: meter of the device, or
+    None for host memory. If replicas load at the same time, the host's free memory was measured before they loaded, and
+    each of them takes `weight_bytes` of it.
     """
     if config.kv_cache_bytes is not None:
         return room_given(config)
@@ -324,32 +344,33 @@ def room_for_kv(
 
 
 def room_given(config: WorkerConfig) -> KVRoom:
-    """Memory for KV blocks that `--kv-cache-memory` gives."""
+    """Return the memory for KV blocks that `--kv-cache-memory` sets."""
     assert config.kv_cache_bytes is not None
     return KVRoom(config.kv_cache_bytes, "--kv-cache-memory gives")
 
 
 def room_on_device(config: WorkerConfig, total: int, used: int, step_bytes: int, graph_bytes: int = 0) -> KVRoom:
-    """Memory for KV blocks on a device with `total` bytes, of which `used` are taken when the weights are loaded."""
+    """Return the memory for KV blocks on a device of `total` bytes, of which `used` are in use after loading."""
     share = config.gpu_memory_utilization
     graphs = f", {human_bytes(graph_bytes)} for graphs" if graph_bytes else ""
     source = (
         f"--gpu-memory-utilization {share} of {human_bytes(total)} leaves, beside {human_bytes(used)} in use"
         f"{graphs} and {human_bytes(step_bytes)} for a step of {config.max_num_batched_tokens} tokens,"
     )
-    # The rest is for libraries and other processes.
+    # The rest of the device is for libraries and other processes.
     return KVRoom(max(0, int(share * total) - used - step_bytes - graph_bytes), source)
 
 
 def room_on_host(config: WorkerConfig, free: int) -> KVRoom:
-    """Memory for a rank's KV blocks on a host with `free` bytes when the weights of all its ranks are loaded."""
+    """Return the memory for a rank's KV blocks on a host with `free` bytes after all its ranks have loaded."""
     ranks = config.ranks_on_host
     free = max(0, free - (config.kv_offload_bytes or 0) * ranks)
     return KVRoom(int(free * CPU_SHARE) // ranks, f"{CPU_SHARE:.0%} of free memory shared by {ranks} rank(s) is")
 
 
 def kv_shape(config: WorkerConfig, spec: DecoderSpec, stage: int = 0) -> KVShape:
-    """KV memory of a rank of `stage`; the first has the most layers. `config`: with its dtype and lengths resolved."""
+    """Return the KV shape of a rank of `stage`; the first stage has the most layers. `config` must have a resolved
+    dtype and resolved lengths."""
     attention = spec.attention
     return KVShape(
         num_layers=len(layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)),
@@ -362,11 +383,11 @@ def kv_shape(config: WorkerConfig, spec: DecoderSpec, stage: int = 0) -> KVShape
 
 
 def blocks_that_fit(spec: KVShape, config: WorkerConfig, room: KVRoom) -> int:
-    """Blocks to allocate, the null block included: at least one full sequence's, or any at all where its length is
-    fitted to them, else `StartupError` (exit code 4).
+    """Return the number of blocks to allocate, including the null block.
 
-    Of measured host memory at most what `max_num_seqs` full sequences can use is taken. A given size and device memory
-    are used whole, because spare blocks keep cached prefixes for later requests.
+    Raises `StartupError` (exit code 4) if a full sequence does not fit; if the context length is fitted to the memory,
+    one block is enough. Measured host memory is used up to the need of `max_num_seqs` full sequences. A given size and
+    device memory are used completely, because spare blocks keep cached prefixes for later requests.
     """
     assert config.max_model_len is not None, "preflight resolves the context length"
     per_sequence = -(-config.max_model_len // spec.block_size)
@@ -381,7 +402,10 @@ def blocks_that_fit(spec: KVShape, config: WorkerConfig, room: KVRoom) -> int:
 
 
 def fitted_length(config: WorkerConfig, num_blocks: int) -> int:
-    """Find the longest sequence of a pool of `num_blocks`, the null block included, where it may be fitted."""
+    """Return the longest sequence for a pool of `num_blocks`, which include the null block.
+
+    It is `max_model_len`, unless the length may be fitted to the pool.
+    """
     assert config.max_model_len is not None, "preflight resolves the context length"
     if not config.fit_model_len:
         return config.max_model_len
@@ -389,7 +413,7 @@ def fitted_length(config: WorkerConfig, num_blocks: int) -> int:
 
 
 def check_given_size(config: WorkerConfig, spec: DecoderSpec) -> None:
-    """Checks that `--kv-cache-memory` holds one sequence, as far as that can be known before a rank starts."""
+    """Check that `--kv-cache-memory` holds one sequence, as far as this is known before a rank starts."""
     blocks_that_fit(kv_shape(config, spec), config, room_given(config))
 
 
@@ -415,6 +439,6 @@ def _too_small(spec: KVShape, config: WorkerConfig, room: KVRoom, per_sequence: 
 
 
 def _row(spec: KVShape) -> str:
-    """The bytes of one KV head's key, or value, of one token, in factors."""
+    """Return the bytes of one KV head's key or value of one token, as a multiplication for messages."""
     item, scale = divmod(spec.bytes_per_row, spec.head_dim)
     return f"({spec.head_dim} x {item} + {scale})" if scale else f"{spec.head_dim} x {item}"

@@ -1,6 +1,6 @@
-"""One rank's model, or its pipeline stage of it: load it, allocate KV memory, execute steps.
+"""One rank's model, or its pipeline stage: load it, allocate KV memory, execute steps.
 
-Knows tensors, but nothing of processes, channels or requests.
+Knows tensors. Does not know processes, channels or requests.
 """
 
 import logging
@@ -63,7 +63,7 @@ logger = logging.getLogger("oarlock.runner")
 
 
 class ModelRunner:
-    """Runs a decoder on one rank: call `load`, then `allocate`, then `execute` any number of times."""
+    """Runner of a decoder on one rank: call `load`, then `allocate`, then `execute` any number of times."""
 
     def __init__(
         self,
@@ -72,8 +72,11 @@ class ModelRunner:
         meter: MemoryMeter | None = None,
         stage: PipelineStage | None = None,
     ) -> None:
-        """`config` must be resolved (see `oarlock.workers.preflight`), and `use_cpus` have been called. `tp`: the ranks
-        of `stage`; None: it is the only one. `meter`: in place of the device's own."""
+        """Read the model's description.
+
+        `config` must be resolved (see `oarlock.workers.preflight`), and `use_cpus` must have been called. `tp`: the
+        ranks of `stage`, which is None if it is the only stage. `meter`: replaces the device's own meter.
+        """
         self.config = config
         self.tp = tp
         self.stage = stage = stage or PipelineStage.solo()
@@ -101,16 +104,16 @@ class ModelRunner:
         self.step_cost: StepCost | None = None
         self.num_blocks: int | None = None
         self._tables = BlockTables(config.max_num_seqs, table_width(config), self.device)
-        self._sampled = torch.empty(0, dtype=torch.int64, device=self.device)  # integers [L], by the last step
-        self._device_steps: DeviceSteps | None = None  # None: steps are over when `launch` returns
+        self._sampled = torch.empty(0, dtype=torch.int64, device=self.device)  # integers [L], sampled by the last step
+        self._device_steps: DeviceSteps | None = None  # None: steps are finished when `launch` returns
         self._graph_maker: GraphMaker = CudaGraphs() if self.device.type == "cuda" else Calls()
         self.kv_offload: RankOffload | None = None
-        self._load_seconds, self._graph_bytes = 0.0, 0  # known after `load`, and before KV memory is allocated
+        self._load_seconds, self._graph_bytes = 0.0, 0  # known after `load`, before KV memory is allocated
 
     def load(self, on_progress: Callable[[float], None]) -> None:
         """Read this rank's slice of every weight.
 
-        `on_progress` gets the share read so far, also when it has not changed: each call is a sign of progress.
+        `on_progress` is called with the share read so far, also if it has not changed: each call is a sign of progress.
         """
         started = time.monotonic()
         with self._memory_for("reading the weights"):
@@ -155,9 +158,10 @@ class ModelRunner:
             self.sampler = Sampler(self.tp, *shard, rows)
 
     def num_blocks_that_fit(self) -> int:
-        """Number of KV blocks this rank has room for. Raises `StartupError` when one sequence would not fit.
+        """Return the number of KV blocks that fit. Raises `StartupError` if one sequence would not fit.
 
-        Where the device can be measured, the largest step runs first: every rank must call this at the same point.
+        If the device's memory can be measured, the largest step runs first: every rank must call this at the same
+        point.
         """
         if self._meter is not None:
             with self._memory_for("trying the largest step"):
@@ -186,7 +190,7 @@ class ModelRunner:
     def allocate(self, num_blocks: int) -> None:
         """Allocate the pages and run one small step, so that lazy initialisation does not delay the first request.
 
-        Then measure whether numbers depend on the batch or on the number of ranks.
+        Then check whether results depend on the batch or on the number of ranks.
         """
         self.num_blocks, block_size, max_len = num_blocks, self.config.block_size, self.config.max_model_len
         assert max_len is not None
@@ -236,8 +240,10 @@ class ModelRunner:
             )
 
     def time_steps(self) -> StepCost:
-        """Measure what steps cost in this stage. Every rank of it must call this at the same point after `allocate`,
-        before any request."""
+        """Measure the cost of steps in this stage.
+
+        Every rank of the stage must call this at the same point, after `allocate` and before any request.
+        """
         assert self.config.max_model_len is not None
         layers = one_of_each_kind(self.model)
         part, kv = self.model.with_layers(layers), [self.kv[layer] for layer in layers]
@@ -276,7 +282,7 @@ class ModelRunner:
         return float(self.tp.all_gather(torch.tensor([number], dtype=torch.float64, device=self.device)).max())
 
     def info(self) -> WorkerInfo:
-        """Report of this rank to the engine. Valid after `allocate`."""
+        """Return this rank's report to the engine. Valid after `allocate`."""
         config, num_blocks = self.config, self.num_blocks
         assert config.max_model_len is not None and num_blocks is not None
         return WorkerInfo(
@@ -311,18 +317,18 @@ class ModelRunner:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether steps run on after `launch` has returned."""
+        """Whether steps continue to run after `launch` has returned."""
         return self._device_steps is not None
 
     def bytes_of(self, step: StepMetadata) -> int:
-        """Bytes that `step` takes beside all that this rank holds; 0 where a graph runs it."""
+        """Return the bytes that `step` takes in addition to this rank's memory; 0 if a graph runs it."""
         if not len(step.seq_lens):
             return 0
         is_replayed = self._device_steps is not None and self._device_steps.replays(step)
         return 0 if is_replayed else self.step_memory.of(step)
 
     def close(self) -> None:
-        """Free what must be gone before the process group is."""
+        """Free everything that must be freed before the process group is destroyed."""
         if self.kv_offload is not None:
             self.kv_offload.close()
         if self._device_steps is not None:
@@ -331,15 +337,15 @@ class ModelRunner:
     def execute(self, step: StepMetadata, await_masks: Callable[[], None] | None = None) -> StepOutput | None:
         """Run one step. Rank 0 returns the output, the others None; every rank makes the same collective calls.
 
-        `await_masks` blocks until `step.mask_bits` is complete; without it, it already is.
+        `await_masks` blocks until `step.mask_bits` is complete; None if it is complete already.
         """
         return wait_for(self.launch(step, await_masks))
 
     def launch(self, step: StepMetadata, await_masks: Callable[[], None] | None = None) -> Launched:
-        """Start one step, as `execute`; on the CPU it is over with that. `step` is not read after the return.
+        """Start one step, like `execute`; on the CPU it is finished on return. `step` is not read afterwards.
 
-        At most two steps may have been launched whose output was not waited for. A step comes from the stage before and
-        goes to the one after. Raises `StepRefusedError` when a stage before this one has refused it.
+        At most two launched steps may have outputs that were not waited for. Hidden states come from the previous
+        pipeline stage and go to the next. Raises `StepRefusedError` if an earlier stage has refused the step.
         """
         if not len(step.seq_lens):
             return empty_output(step.step_id) if self.answers else None
@@ -357,7 +363,8 @@ class ModelRunner:
         *,
         in_pipeline: bool = False,
     ) -> StepOutput | None:
-        """Computes a step. `kv`: the pages of `model`'s layers. Only `in_pipeline` other stages take part."""
+        """Compute a step. `kv`: the pages of `model`'s layers. Other pipeline stages take part only if
+        `in_pipeline`."""
         if self._device_steps is not None:
             return wait_for(self._device_steps.launch(step, await_masks, (model, kv)))
         if len(step.table_blocks):
@@ -389,7 +396,10 @@ class ModelRunner:
         step: StepMetadata,
         await_masks: Callable[[], None] | None,
     ) -> StepOutput | None:
-        """The output of `step` on the answering rank, None on the others. `hidden`: [T, hidden_size], after the norm"""
+        """Return the output of `step` on the rank that returns outputs, None on the others.
+
+        `hidden`: [T, hidden_size], after the final norm.
+        """
         if len(step.history_rows):
             self.sampler.histories.write(step)
         if batch.num_logits == 0:
@@ -397,7 +407,8 @@ class ModelRunner:
         parts, sampled = [], []
         for start in range(0, batch.num_logits, MAX_LOGITS_ROWS):
             stop = min(start + MAX_LOGITS_ROWS, batch.num_logits)
-            indices = batch.logits_indices[start:stop]  # ascending, none twice: as many as tokens are all of them
+            # ascending and unique: if there are T indices, they are all tokens
+            indices = batch.logits_indices[start:stop]
             rows = hidden if len(indices) == len(hidden) else hidden.index_select(0, indices)
             logits = model.compute_logits(rows)  # float32 [L, vocab_local]
             if await_masks is not None and len(step.mask_rows):

@@ -1,6 +1,7 @@
-"""Outputs of steps that were launched: there at once, or when the device has computed them, and what waits for those.
+"""Outputs of launched steps, available at once or when the device has computed them, and the thread that waits for
+them.
 
-A rank that waited itself could not launch the next step meanwhile, and the device would stand still in between.
+If a rank's main thread waited, it could not launch the next step meanwhile, and the device would be idle in between.
 """
 
 import queue
@@ -15,20 +16,21 @@ class PendingOutput(Protocol):
     """Output of a launched step that a device may still compute."""
 
     def wait(self) -> StepOutput | None:
-        """Blocks until the step has been computed. The output on rank 0, None on others. Called once."""
+        """Block until the step has been computed; return the output on rank 0, None on others. Called once."""
 
 
-# A launched step: its output where it is over, which is None on ranks that do not answer.
+# A launched step: its output if it is finished; None on ranks that do not return outputs.
 Launched = StepOutput | PendingOutput | None
 
 
 def wait_for(launched: Launched) -> StepOutput | None:
-    """Blocks until the step has been computed, and returns its output."""
+    """Block until the step has been computed, and return its output."""
     return launched if launched is None or isinstance(launched, StepOutput) else launched.wait()
 
 
 class AnsweringThread:
-    """Waits for outputs in the order of their steps, and sends each as soon as it is there. It does not spin."""
+    """Thread that waits for outputs in the order of their steps, and sends each as soon as it is computed. Does not
+    spin."""
 
     def __init__(
         self,
@@ -36,8 +38,11 @@ class AnsweringThread:
         on_failure: Callable[[int, Exception], None],
         begin: Callable[[], object],
     ) -> None:
-        """`on_failure` gets the number of the step that failed and why; nothing is sent afterwards. `begin`: what the
-        thread does before it waits for a device."""
+        """Start the thread.
+
+        `on_failure` is called with the number of the step that failed and the error; nothing is sent afterwards.
+        `begin`: called in the thread before it waits for a device.
+        """
         self._send, self._on_failure, self._begin = send, on_failure, begin
         self._steps: queue.SimpleQueue[tuple[int, Launched] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)

@@ -1,9 +1,9 @@
-"""Vectors of a step's sequences, made from hidden states: of one token, of each, their mean, or logits of named ids.
+"""Pooled outputs of a step's sequences: hidden states of one token or of all, their mean, or logits of given ids.
 
-A mean is the sum of its tokens' hidden states, added in float64 one after the other, over their number: so it has the
-same bits however the prompt was cut into chunks and whatever else was in them. Between the chunks of a sequence the sum
-is kept here, by row of the engine's tables: also the one before the newest chunk, which may be refused and come again.
-Knows steps and hidden states, but nothing of requests.
+A mean is the sum of the tokens' hidden states, added in float64 one after the other, divided by their number. So it has
+the same bits for every division of the prompt into chunks, whatever else is in the steps. Between the chunks of a
+sequence the sum is kept here, by row of the engine's tables. The sum before the newest chunk is kept too, since this
+chunk may be refused and sent again. Knows steps and hidden states. Does not know requests.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,15 @@ from oarlock.workers.protocol import CLS, LABELS, LAST, LOGITS, MEAN, NOT_POOLED
 from oarlock.workers.runner.memory_needs import MAX_LOGITS_ROWS
 from oarlock.workers.runner.pending_output import Launched, wait_for
 
-_TOKENS_AT_ONCE = 64  # of a sum: as float64 they take twice or four times the memory of hidden states
+_TOKENS_AT_ONCE = 64  # chunk size of a sum; float64 copies are 2 to 4 times larger than the hidden states
 
 ComputeLogits = Callable[[Tensor], Tensor]  # [L, hidden] -> float32 [L, vocab_local]
-Classify = Callable[[Tensor], Tensor]  # of one text [n, hidden] -> float32 [labels]
+Classify = Callable[[Tensor], Tensor]  # hidden states of one text [n, hidden] -> float32 [labels]
 
 
 def no_logits(hidden: Tensor) -> Tensor:
-    """The `ComputeLogits` of a model without an output head: the engine asks it for none."""
+    """Raise `AssertionError`: the `ComputeLogits` of a model without an output head, which the engine never
+    requests."""
     raise AssertionError("an encoder has no logits")
 
 
@@ -38,23 +39,23 @@ class _Chunk(NamedTuple):
     """The tokens of one sequence in a step."""
 
     kind: int
-    row: int  # of the engine's tables
-    start: int  # of its tokens among the T of the step
+    row: int  # row of the engine's tables
+    start: int  # its first token, among the T tokens of the step
     end: int
-    position: int  # of the first of them
+    position: int  # position of its first token in the sequence
     is_last: bool
-    ids: list[int]  # whose logits are wanted
+    ids: list[int]  # ids whose logits are returned
 
 
 class Pooled(NamedTuple):
-    """Vectors and logits that the sequences of a step asked for, perhaps still being computed."""
+    """Vectors and logits that the sequences of a step requested; the device may still compute them."""
 
     values: Tensor  # float32 [X] on the host
-    lens: list[int]  # of each sequence, in the order of `pool_seqs`
-    computed: Callable[[], None]  # waits until `values` are there
+    lens: list[int]  # values of each sequence, in the order of `pool_seqs`
+    computed: Callable[[], None]  # waits until `values` are computed
 
     def add_to(self, output: StepOutput) -> StepOutput:
-        """`output` with the values of sequences that are finite."""
+        """Return `output` with the values of sequences that are finite."""
         self.computed()
         kept, lens, start = [], [], 0
         values = self.values.numpy()
@@ -71,20 +72,24 @@ class Pooled(NamedTuple):
 
 
 class Pooler:
-    """Pooler of one rank. All ranks hold the same hidden states, of which the answering one makes vectors; logits are
-    sharded, and all ranks take part."""
+    """Pooler of one rank. All ranks have the same hidden states, and the rank that returns outputs makes the vectors.
+    Logits are sharded, so all ranks take part in them."""
 
     def __init__(
         self, tp: TensorParallel, vocab_start: int, *, answers: bool, classify: Classify | None = None
     ) -> None:
-        """`vocab_start`: the first id of this rank's logits. `classify`: of an encoder with such a head."""
+        """Set the rank's role. `vocab_start`: first id of this rank's logits. `classify`: of an encoder with a
+        classification head."""
         self._tp, self._vocab_start, self._answers, self._classify = tp, vocab_start, answers, classify
         self._sums: dict[
             int, tuple[_Sum, _Sum]
-        ] = {}  # by row: before and behind its newest chunk; until the row is reused
+        ] = {}  # by row: sums before and after the newest chunk, until the row is reused
 
     def __call__(self, step: StepMetadata, hidden: Tensor, compute_logits: ComputeLogits) -> Pooled | None:
-        """The values of `step` on the answering rank, None on others. `hidden`: [T, hidden], after the final norm."""
+        """Return the values of `step` on the rank that returns outputs, None on others.
+
+        `hidden`: [T, hidden], after the final norm.
+        """
         chunks = _chunks(step)
         logits = self._named_logits([chunk for chunk in chunks if _wants_logits(chunk)], hidden, compute_logits)
         if not self._answers:
@@ -106,19 +111,19 @@ class Pooler:
         return _to_host(torch.cat(parts), [len(part) for part in parts])
 
     def _sum(self, chunk: _Chunk, hidden: Tensor) -> tuple[_Sum, _Sum]:
-        """The sums of the sequence's tokens up to the beginning and to the end of `chunk`."""
+        """Return the sums of the sequence's tokens up to the first and up to the last token of `chunk`."""
         none = _Sum(torch.zeros(hidden.shape[1], dtype=torch.float64, device=hidden.device), 0)
         known = (none,) if chunk.position == 0 else self._sums[chunk.row]
         (before,) = [one for one in known if one.num_tokens == chunk.position]
         total = before.hidden
         for start in range(chunk.start, chunk.end, _TOKENS_AT_ONCE):
             tokens = hidden[start : min(start + _TOKENS_AT_ONCE, chunk.end)].double()
-            # Sums one row after the other, while `sum` may add parts of its own choice.
+            # Adds one row after the other, whereas `sum` may add in any order.
             total = torch.cat((total[None], tokens)).cumsum(0)[-1]  # [hidden]
         return before, _Sum(total, chunk.position + chunk.end - chunk.start)
 
     def _named_logits(self, chunks: list[_Chunk], hidden: Tensor, compute_logits: ComputeLogits) -> list[Tensor]:
-        """Logits of the ids that each of `chunks` names, after its last token: float32 [ids] for each."""
+        """Return the logits of the ids of each of `chunks`, after its last token: float32 [ids] for each."""
         found = []
         for first in range(0, len(chunks), MAX_LOGITS_ROWS):
             some = chunks[first : first + MAX_LOGITS_ROWS]
@@ -128,7 +133,7 @@ class Pooler:
             rows = torch.repeat_interleave(torch.arange(len(some)), torch.tensor(counts)).to(hidden.device)
             ids = torch.tensor([one for chunk in some for one in chunk.ids])
             local = (ids - self._vocab_start).clamp(0, logits.shape[1] - 1).to(hidden.device)
-            mine = logits[rows, local]  # [N]   right where the id is of this rank's shard
+            mine = logits[rows, local]  # [N]   valid for ids of this rank's shard
             ranks = ids // logits.shape[1]
             if self._tp.size > 1:
                 mine = self._tp.all_gather(mine)[ranks.to(hidden.device), torch.arange(len(ids), device=hidden.device)]
@@ -137,7 +142,7 @@ class Pooler:
 
 
 class PooledOutput:
-    """The output of a step, with its vectors."""
+    """Output of a launched step, with its pooled values."""
 
     def __init__(self, launched: Launched, pooled: Pooled | None) -> None:
         self._launched, self._pooled = launched, pooled
@@ -163,7 +168,7 @@ def _wants_logits(chunk: _Chunk) -> bool:
 
 
 def _returned(chunk: _Chunk) -> slice:
-    """Slice of the step's T tokens whose hidden states are returned as they are."""
+    """Return the slice of the step's T tokens whose hidden states are returned unchanged."""
     if chunk.kind == TOKEN:
         return slice(chunk.start, chunk.end)
     if chunk.kind == LAST and chunk.is_last:
@@ -174,7 +179,7 @@ def _returned(chunk: _Chunk) -> slice:
 
 
 def _to_host(values: Tensor, lens: list[int]) -> Pooled:
-    """Starts the copy of `values`, float32 [X], and does not wait for a device."""
+    """Start the copy of `values`, float32 [X], to the host, without waiting for the device."""
     if values.device.type != "cuda":
         return Pooled(values, lens, lambda: None)
     on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -1,8 +1,7 @@
-"""Inputs of a step on the device, at addresses that do not change: graphs read them where they were captured.
+"""Inputs of a step on the device, at fixed addresses, from which graphs read them.
 
-They are many small arrays in one piece of memory, so that one copy takes them there. Copies from and to memory of the
-host that is pinned run while the host goes on; so there are two pieces of it: one may be written while the other is
-still copied.
+The many small arrays are in one buffer, so that one copy transfers them. Copies from and to pinned host memory run
+while the host continues. So there are two such buffers on the host: one may be written while the other is copied.
 """
 
 import math
@@ -18,14 +17,14 @@ from oarlock.workers.protocol import MAX_BIAS_PER_ROW, NULL_BLOCK, StepMetadata,
 from oarlock.workers.sampling.columns import SamplingColumns, bias_entries, write_rows
 from oarlock.workers.sampling.columns import sections as sampling_sections
 
-_ALIGN = 64  # bytes; as much as the widest access of a kernel needs, and a line of the host's cache
+_ALIGN = 64  # bytes; the widest access of a kernel, and a cache line of the host
 _TORCH = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32, "|u1": torch.uint8}
 
-Section = tuple[str, str, tuple[int, ...]]  # name, dtype as numpy writes it, shape
+Section = tuple[str, str, tuple[int, ...]]  # name, dtype in numpy's notation, shape
 
 
 class Layout:
-    """Offsets of sections that lie one after the other."""
+    """Offsets of sections that are stored one after the other."""
 
     def __init__(self, sections: Sequence[Section]) -> None:
         self._places: list[tuple[Section, int]] = []
@@ -36,14 +35,14 @@ class Layout:
             self.num_bytes += -(-size // _ALIGN) * _ALIGN
 
     def arrays(self, memory: np.ndarray) -> dict[str, np.ndarray]:
-        """Views of the sections in `memory`, uint8 [at least `num_bytes`]."""
+        """Return views of the sections in `memory`, uint8 [at least `num_bytes`]."""
         return {
             name: np.frombuffer(memory, dtype, math.prod(shape), start).reshape(shape)
             for (name, dtype, shape), start in self._places
         }
 
     def tensors(self, memory: Tensor) -> dict[str, Tensor]:
-        """Views of the sections in `memory`, a uint8 tensor [at least `num_bytes`]."""
+        """Return views of the sections in `memory`, a uint8 tensor [at least `num_bytes`]."""
         views = {}
         for (name, dtype, shape), start in self._places:
             kind = _TORCH[dtype]
@@ -53,7 +52,8 @@ class Layout:
 
 
 class StagingBuffer:
-    """`num_bytes` on the device, and twice as much on the host, half of which is in use at a time."""
+    """A buffer of `num_bytes` on the device, and a buffer of twice the size on the host, whose halves are used in
+    turn."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
@@ -64,7 +64,7 @@ class StagingBuffer:
         self._current = 0
 
     def turn(self) -> None:
-        """Take the other half, when it has been copied."""
+        """Switch to the other half, after its copy has finished."""
         self._current = 1 - self._current
         if self._copied is not None:
             self._copied[self._current].synchronize()
@@ -75,13 +75,15 @@ class StagingBuffer:
         return self._halves[self._current].numpy()
 
     def to_device(self, num_bytes: int) -> None:
-        """Copy the first `num_bytes` in the order of the device's work, without waiting."""
+        """Copy the first `num_bytes` to the device, in the order of its other work, without waiting."""
         self.on_device[:num_bytes].copy_(self._halves[self._current][:num_bytes], non_blocking=True)
         self._record()
 
     def to_host(self, num_bytes: int) -> Callable[[], np.ndarray]:
-        """Take the other half and copy to it. The result waits until that is done, and returns it: uint8, valid until
-        the half is taken again."""
+        """Switch to the other half, and start a copy to it.
+
+        Returns a function that waits for the copy and returns the half: uint8, valid until the half is used again.
+        """
         self.turn()
         current = self._current
         self._halves[current][:num_bytes].copy_(self.on_device[:num_bytes], non_blocking=True)
@@ -100,12 +102,12 @@ class StagingBuffer:
 
 
 class Shape(NamedTuple):
-    """Numbers of tokens, sequences, rows of logits and table entries that a step has, or has room for."""
+    """Numbers of tokens, sequences, rows of logits and table entries of a step, or the largest numbers that fit."""
 
     tokens: int
     seqs: int
     logits: int
-    entries: int  # of block tables
+    entries: int  # changed entries of block tables
 
     @staticmethod
     def of(step: StepMetadata) -> "Shape":
@@ -113,15 +115,16 @@ class Shape(NamedTuple):
 
     @staticmethod
     def bucket(size: int) -> "Shape":
-        """Shape of `size` plain decodes: one token each, and at most one new block."""
+        """Return the shape of `size` plain decodes: one token each, and at most one new block."""
         return Shape(size, size, size, size)
 
     def prompts(self, size: int, seqs: int) -> "Shape":
-        """Shape of any step of up to `size` tokens and fewer than `seqs` sequences, with this one's rows of logits."""
+        """Return the shape of steps of up to `size` tokens and fewer than `seqs` sequences, with this shape's logits
+        rows."""
         return Shape(size, seqs, self.logits, size)
 
     def sections(self) -> list[Section]:
-        """Sections that the model reads, and then those that depend on the number of rows of logits."""
+        """Return the sections that the model reads, then the sections that depend on the number of rows of logits."""
         tokens, seqs, logits, entries = self
         return [
             ("token_ids", "<i8", (tokens,)),
@@ -138,7 +141,7 @@ class Shape(NamedTuple):
 
 
 class InputPlace:
-    """Memory on the device for steps of one shape, one at a time."""
+    """Device memory for steps of one shape, one at a time."""
 
     def __init__(self, shape: Shape, memory: Tensor, tables: BlockTables, bias: Tensor, mask_bits: Tensor) -> None:
         self.shape = shape
@@ -149,10 +152,10 @@ class InputPlace:
         self.columns = SamplingColumns(**columns, bias=bias, mask_bits=mask_bits)
 
     def batch(self, query_lens: Sequence[int], context_lens: Sequence[int], sampled: Tensor) -> ForwardBatch:
-        """The step that lies here, after its entries of block tables have been written on the device.
+        """Return the step in this memory, after its block table entries have been written on the device.
 
-        `sampled` integers [R]: what the step before sampled; its tokens take the places of references. `context_lens`
-        may be bounds.
+        `sampled` integers [R]: tokens that the previous step sampled, which replace references in `token_ids`.
+        `context_lens` may be upper bounds.
         """
         on_device = self.tensors
         if self.shape.entries:
@@ -175,13 +178,14 @@ class InputPlace:
 
 
 class StepInputs:
-    """Copies steps to the device: each by one copy, and one more for bias and for masks where there are any."""
+    """Copier of steps to the device: one copy for each step, and one more for bias and for masks if there are any."""
 
     def __init__(self, tables: BlockTables, largest: Shape, sampled_rows: int, vocab_size: int) -> None:
-        """`largest`: of all steps. `sampled_rows`: most rows of a step that are not merely scored."""
+        """Allocate the buffers. `largest`: shape of the largest step. `sampled_rows`: most rows of a step that are
+        sampled, not only scored."""
         device, words = tables.tables.device, mask_words(vocab_size)
         self._tables = tables
-        self._padded_seqs = largest.seqs + 1  # of steps with prompts: one has the tokens that are padding
+        self._padded_seqs = largest.seqs + 1  # sequences of steps with prompts; one more for the padding tokens
         room = Shape(largest.tokens, self._padded_seqs, largest.logits, max(largest.entries, largest.tokens))
         self._staging = StagingBuffer(Layout(room.sections()).num_bytes, device)
         self._bias = StagingBuffer(sampled_rows * MAX_BIAS_PER_ROW * 8, device)
@@ -191,14 +195,16 @@ class StepInputs:
         self._buckets: dict[int, InputPlace] = {}
 
     def bucket(self, size: int) -> InputPlace:
-        """The place of padded steps of `size` sequences: always the same."""
+        """Return the memory for padded steps of `size` sequences: always the same."""
         if size not in self._buckets:
             self._buckets[size] = self._place(Shape.bucket(size))
         return self._buckets[size]
 
     def stage(self, step: StepMetadata, bucket: int | None = None, prompts: int | None = None) -> InputPlace:
-        """Copy `step` to the device, padded to `bucket` sequences or to `prompts` tokens, or as it is. Does not wait
-        for the device's work on it."""
+        """Copy `step` to the device, padded to `bucket` sequences or to `prompts` tokens, or unpadded.
+
+        Does not wait until the device has finished its work.
+        """
         shape = Shape.of(step)
         if bucket is not None:
             place = self.bucket(bucket)
@@ -216,7 +222,7 @@ class StepInputs:
         return place
 
     def stage_masks(self, step: StepMetadata) -> None:
-        """Copy the masks of the step that was staged last."""
+        """Copy the masks of the most recently staged step."""
         if len(step.mask_rows):
             _send(self._masks, step.mask_bits)
 
@@ -225,22 +231,22 @@ class StepInputs:
 
 
 def _send(buffer: StagingBuffer, array: np.ndarray) -> None:
-    """Copy `array` to the beginning of `buffer` on the device."""
+    """Copy `array` to the start of `buffer` on the device."""
     buffer.turn()
     buffer.on_host[: array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
     buffer.to_device(array.nbytes)
 
 
 def write_step(into: dict[str, np.ndarray], step: StepMetadata, tables: BlockTables) -> None:
-    """Write `step` into the sections of a `Shape`, and padding behind it.
+    """Write `step` into the sections of a `Shape`, followed by padding.
 
-    Entries of block tables that are too many for the shape are not written.
+    Block table entries are not written if they exceed the shape.
     """
     for name in ("token_ids", "positions", "slot_mapping"):
         _fill(into[name], getattr(step, name), 0)
     _fill(into["rows"], step.rows, tables.null_row)
     starts, known = into["query_start_loc"], len(step.query_start_loc)
-    # Sequences that are padding have a token each as far as there are tokens, and the last one all that remain.
+    # Padding sequences have one token each while there are tokens, and the last sequence has the rest.
     starts[:known] = step.query_start_loc
     starts[known:] = np.minimum(step.num_tokens + 1 + np.arange(len(starts) - known), len(into["token_ids"]))
     starts[-1] = len(into["token_ids"])

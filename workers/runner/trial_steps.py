@@ -1,8 +1,8 @@
-"""Steps without an engine, for warm-up, the self-tests and `verify`, and the timing of a start by a few of them.
+"""Steps without an engine, for warm-up, self-tests and `verify`, and timing of the model with a few of them.
 
-Each step writes the whole block tables of its sequences, so that it needs no step before it. A step of the whole model
-tells what any step costs, which is mostly reading the weights. What a token more costs, or a longer context, is
-arithmetic and the same in every layer: it is timed on a few layers and multiplied.
+Each step writes the whole block tables of its sequences, so that it needs no earlier step. A step of the whole model
+measures the cost of any step, which is mostly reading the weights. The cost of one more token, or of a longer context,
+is arithmetic and the same in every layer: it is timed on a few layers and multiplied.
 """
 
 import time
@@ -18,21 +18,21 @@ from oarlock.workers.sampling_parameters import columns_off
 
 
 class SequenceChunk(NamedTuple):
-    """Consecutive tokens of one sequence, as one step computes them. The last `num_drafts` of them are drafts."""
+    """Consecutive tokens of one sequence that a step computes. The last `num_drafts` of them are drafts."""
 
     token_ids: Sequence[int]
-    start: int  # position of the first of them
-    blocks: Sequence[int]  # the sequence's KV block ids, at least as many as hold it up to here
+    start: int  # position of its first token
+    blocks: Sequence[int]  # the sequence's KV block ids, at least up to its last token
     num_drafts: int = 0
 
 
 def greedy_step(
     chunks: Sequence[SequenceChunk], block_size: int, logits_indices: Sequence[int] = (), *, step_id: int = 0
 ) -> StepMetadata:
-    """One step that computes `chunks`, in their order, in the first rows of the block tables.
+    """Return one step that computes `chunks`, in their order, in the first rows of the block tables.
 
-    `logits_indices`: which of the step's tokens, counted over all chunks, want logits; each gets the most likely next
-    token (temperature 0), without logprobs, bias, penalties or masks.
+    `logits_indices`: indices of the tokens, counted over all chunks, whose logits are computed. Each gets the most
+    likely next token (temperature 0), without logprobs, bias, penalties or masks.
     """
     counts = [len(chunk.token_ids) for chunk in chunks]
     positions = np.concatenate([np.arange(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks])  # [T]
@@ -72,7 +72,7 @@ def greedy_step(
 _COUNTS = (16, 64, 256)  # tokens
 _GROWTH_S = 0.4  # a size is not tried if it is likely to take longer
 _CONTEXT = 2048  # tokens
-_STRIDE = 7919  # between ids of tokens that follow one another: a prime, by which they are anywhere in the vocabulary
+_STRIDE = 7919  # difference between the ids of consecutive tokens: a prime, which spreads them over the vocabulary
 _TRIES = 3  # the first may allocate; other processes may disturb any
 
 Execute = Callable[[StepMetadata], object]
@@ -90,12 +90,12 @@ def time_steps(
     vocab_size: int = 1,
     expert_share: float = 0.0,
 ) -> StepCost:
-    """Measures the cost of steps. Every rank must call this at the same point.
+    """Measure the cost of steps. Every rank must call this at the same point.
 
-    `agree` returns the largest of all ranks' numbers, so that all ranks time the same steps. `execute_part` runs a step
-    on `share` of the layers, with the whole embedding and head. `max_tokens`: of one step. `expert_share`: of a
-    mixture's experts those of one token; the tokens must differ then, so that they choose several. Reads and writes the
-    null block only.
+    `agree` returns the maximum of a value over all ranks, so that all ranks time the same steps. `execute_part` runs a
+    step on `share` of the layers, with the whole embedding and head. `max_tokens`: largest step. `expert_share`: share
+    of an MoE layer's experts that one token uses; if it is not 0, tokens must differ, so that they choose several
+    experts. Reads and writes only the null block.
     """
 
     def seconds(run: Execute, tokens: int, context: int, rows: int = 0) -> float:
@@ -119,7 +119,7 @@ def time_steps(
     large = max(times)
     token_s, experts_s = whole_s / small, 0.0
     if expert_share and large > small > 1:
-        # A single layer's experts may stay in the caches: what is read shows in all layers.
+        # A single layer's experts may stay in the caches, so reading them is timed with all layers.
         more_s = whole_s - seconds(execute, 1, 1, 1), (times[large] - times[small]) / share
         of_token, of_experts = _with_experts((1, small, large), more_s, expert_share)
         if of_token:
@@ -139,24 +139,27 @@ def time_steps(
 
 
 def _with_experts(counts: tuple[int, int, int], more_s: tuple[float, float], share: float) -> tuple[float, float]:
-    """Seconds of a token, and of reading all experts, from how much longer steps of a few tokens take than one of one,
-    and steps of many than those of a few.
+    """Return the seconds of a token, and of reading all experts.
 
-    Few tokens have few experts, many have almost all: between one and a few time grows mostly by what is read.
+    `counts`: one, few and many tokens. `more_s`: additional seconds of a step of few tokens compared with one token,
+    and of a step of many tokens compared with few. A few tokens use few experts and many tokens almost all, so from one
+    token to a few the time grows mostly by reading experts.
     """
     reads = [StepCost(0.0, 0.0, 0.0, 0.0, 1.0, share).expert_reads_s(count) for count in counts]
-    # more = token * n + experts * r, twice.
+    # Solves more = token * n + experts * r for both differences.
     (n1, r1, t1), (n2, r2, t2) = (
         (counts[place + 1] - counts[place], reads[place + 1] - reads[place], more_s[place]) for place in (0, 1)
     )
     experts_s = (t1 * n2 - t2 * n1) / (r1 * n2 - r2 * n1)
-    experts_s = max(0.0, min(experts_s, t1 / r1))  # neither part takes less than no time
+    experts_s = max(0.0, min(experts_s, t1 / r1))  # neither time is negative
     return max(0.0, t2 - experts_s * r2) / n2, experts_s
 
 
 def null_step(tokens: int, context: int, rows: int, block_size: int, vocab_size: int = 1) -> StepMetadata:
-    """A step of the last `tokens` of `context` tokens, all in the null block; the last `rows` of them want logits.
-    Tokens differ as far as there are ids below `vocab_size`."""
+    """Return a step of the last `tokens` of `context` tokens, all in the null block; the last `rows` tokens get logits.
+
+    Tokens differ as far as there are ids below `vocab_size`.
+    """
     ids = [_STRIDE * number % vocab_size for number in range(tokens)]
     chunk = SequenceChunk(ids, context - tokens, [NULL_BLOCK] * -(-context // block_size))
     return greedy_step([chunk], block_size, range(tokens - rows, tokens))

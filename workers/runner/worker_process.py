@@ -1,8 +1,8 @@
-"""The process of one rank: receive a step, execute it, send the output (the answering rank only), until the pipe ends.
+"""The process of one rank: receive a step, execute it, send the output (one rank only), until the pipe is closed.
 
 `python -m oarlock.workers.runner.worker_process PARENT_PID CONTROL_FD`, started by `workers/rank_processes.py`. It
-imports torch at once, then waits for its arguments. It decides nothing: everything it does follows from the bytes of
-the step, so that all ranks do the same.
+imports torch at once, then waits for its arguments. It decides nothing: all its actions follow from the bytes of the
+step, so that all ranks do the same.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger("oarlock.rank")
 
 
 def log_to_stderr(config: WorkerConfig, rank: int) -> None:
-    """Lines like the engine's, with the rank in place of the process; of replicas also with the engine's number."""
+    """Log in the engine's format, with the rank in place of the process and, with replicas, the engine's number."""
     if config.log_format == "json":
         engines = {} if config.data_parallel_size == 1 else {"engine": config.data_parallel_rank}
         handler = logging.StreamHandler(sys.stderr)
@@ -58,13 +58,13 @@ def log_to_stderr(config: WorkerConfig, rank: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Entry point of a rank process. Returns the exit status; exits at once when the parent has ended."""
+    """Run a rank process. Return the exit status; exits at once if the parent has ended."""
     control = begin(argv)
-    # Read when torch is imported. Its warnings are about names of hosts that no name service knows, which nobody needs.
+    # torch reads this when it is imported. Its warnings are only about host names that cannot be resolved.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent by the executor when a step hangs
-    gc.disable()  # until it serves: imports make nothing but objects that stay
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent by the executor if a step hangs
+    gc.disable()  # until steps are served: imports only make objects that stay
     with contextlib.suppress(Exception):  # `start` needs it as well, and reports the failure
         import oarlock.workers.runner.model_runner  # noqa: F401
     try:
@@ -107,9 +107,12 @@ def main(argv: list[str]) -> int:
 
 
 def join(arguments: RankArguments) -> RankGroups:
-    """Joins this rank's groups, and returns once all ranks have. First puts this process on its CPUs and its device: on
-    a CUDA device the ranks try sums as they join."""
-    # Imported late: a parent that is already gone should be noticed before.
+    """Join this rank's groups, and return when all ranks have joined.
+
+    First the process is bound to its CPUs and its device, because on a CUDA device the ranks try all-reduces as they
+    join.
+    """
+    # Imported late, so that a parent that is already gone is noticed first.
     import torch
 
     from oarlock.workers.distributed.rank_groups import join_groups
@@ -119,7 +122,7 @@ def join(arguments: RankArguments) -> RankGroups:
     return join_groups(
         arguments.rendezvous,
         use_device(arguments.config, arguments.local_rank),
-        getattr(torch, arguments.config.dtype, torch.bfloat16),  # `auto` where there is no model, as in the doctor
+        getattr(torch, arguments.config.dtype, torch.bfloat16),  # `auto` if there is no model, as in the doctor
         share_device=arguments.config.share_device,
         in_order=arguments.config.batch_invariant,
     )
@@ -157,10 +160,10 @@ def start(arguments: RankArguments, control: Control) -> tuple[ModelRunner | Enc
 
 
 def serve(arguments: RankArguments, control: Control, runner: ModelRunner | EncoderRunner, groups: RankGroups) -> None:
-    """The step loop. Returns when the executor closes the ring; a failure is reported before the process ends.
+    """Run the step loop until the executor closes the ring. A failure is reported before the process ends.
 
-    Where the device computes on its own, the next step is launched as soon as it is in the ring, and another thread
-    waits for the outputs.
+    If the device runs asynchronously, the next step is launched as soon as it is in the ring, and another thread waits
+    for the outputs.
     """
     from oarlock.workers.runner.device import (
         StepGuard,  # imports torch
@@ -190,7 +193,7 @@ def serve(arguments: RankArguments, control: Control, runner: ModelRunner | Enco
                 assert runner.kv_offload is not None
                 runner.kv_offload.obey(step)
             launched = guard.run(step, partial(runner.launch, step, await_masks))
-            if len(step.token_ids):  # not of a heartbeat
+            if len(step.token_ids):  # heartbeats have no tokens
                 steps.note_duration(time.monotonic_ns() - begun_ns)
             if later is not None:
                 later.add(step_id, launched)
@@ -215,12 +218,12 @@ def _send(answers: RingWriter, output: StepOutput) -> None:
 
 
 def _report(control: Control, step_id: int, error: Exception) -> None:
-    """The cause must reach the executor before this process ends: other ranks only see a lost connection."""
+    """Report the cause to the executor before this process ends: other ranks only see a lost connection."""
     if not isinstance(error, ChannelClosedError):
         from oarlock.workers.distributed import parallel_state
 
         cause, of_peer = f"{type(error).__name__}: {error}", parallel_state.follows_from_peer(error)
-        if not of_peer:  # else nothing is wrong here
+        if not of_peer:  # otherwise the failure is another rank's
             traceback.print_exception(error)
         control.send("raised", step_id=step_id, cause=cause, of_peer=of_peer)
 
@@ -228,5 +231,5 @@ def _report(control: Control, step_id: int, error: Exception) -> None:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stderr.flush()
-    # Skips interpreter teardown: another rank may have ended, and gloo's threads would wait for it.
+    # Skips interpreter teardown: if another rank has ended, gloo's threads would wait for it.
     os._exit(status)
