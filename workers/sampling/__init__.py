@@ -1,1 +1,1 @@
-"""Samples token ids from logits sharded by vocabulary; they do not depend on batch, row or number of ranks."""
+"""Sampling of token ids from logits sharded by vocabulary, independent of the batch, the row and the rank count."""

@@ -15,7 +15,8 @@ _LOW_31 = 0x7FFFFFFF
 
 
 def block_maxima(x: Tensor) -> Tensor:
-    """Largest logit of each block of 128 ids: [R, V] -> [R, ceil(V / 128)]. NaN is larger than every number."""
+    """Return the largest logit of each block of 128 ids: [R, V] -> [R, ceil(V / 128)]. NaN is larger than any
+    number."""
     rows, width = x.shape
     whole = width // BLOCK
     maxima = x[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)).amax(-1) if whole else x.new_empty(rows, 0)
@@ -25,7 +26,10 @@ def block_maxima(x: Tensor) -> Tensor:
 
 
 def take_blocks(x: Tensor, rows: Tensor, blocks: Tensor) -> Tensor:
-    """Logits of `blocks` [M] in `rows` [M]: [M, 128], -inf beyond the end. Local ids are `block * 128 + column`."""
+    """Return the logits of `blocks` [M] in `rows` [M]: [M, 128], -inf beyond the end.
+
+    Local ids are `block * 128 + column`.
+    """
     width = x.shape[1]
     if width % BLOCK == 0 and x.is_contiguous():
         return x.view(-1, BLOCK).index_select(0, rows * (width // BLOCK) + blocks)
@@ -35,16 +39,17 @@ def take_blocks(x: Tensor, rows: Tensor, blocks: Tensor) -> Tensor:
 
 
 def argmax(x: Tensor, rows: Tensor, maxima: Tensor) -> Tensor:
-    """Lowest local id of the largest logit of `rows` [R], given their block maxima [R, B]."""
+    """Return the lowest local id of the largest logit of `rows` [R], given their block maxima [R, B]."""
     blocks = maxima.argmax(-1)
     return blocks * BLOCK + take_blocks(x, rows, blocks).argmax(-1)
 
 
 def best(x: Tensor, rows: Tensor, maxima: Tensor, count: int, first_id: int) -> Tensor:
-    """Keys of the `count` largest logits of `rows` [R], best first: int64 [R, count], padded with `-inf` keys.
+    """Return the keys of the `count` largest logits of `rows` [R], best first: int64 [R, count].
 
-    The `count` blocks with the best (maximum, lowest place) hold them all, ties included: an element of another block
-    is beaten, in value or in id, by one element of each of those.
+    They are padded with `-inf` keys. The `count` blocks with the best (maximum, lowest block index) contain all of
+    them, ties included. An element of any other block is preceded, in value or in id, by one element of each of these
+    blocks.
     """
     places = torch.arange(maxima.shape[1], device=x.device)
     blocks = encode(maxima, places).topk(min(count, maxima.shape[1])).indices.sort(1).values  # [R, C]
@@ -57,19 +62,19 @@ def best(x: Tensor, rows: Tensor, maxima: Tensor, count: int, first_id: int) -> 
 
 
 def is_left(values: Tensor, ids: Tensor, low: Tensor, end: Tensor) -> Tensor:
-    """Whether each (value, id) comes before the pair (`low`, `end`) in this module's order: all broadcast together."""
+    """Return whether each (value, id) precedes (`low`, `end`) in this module's order: all broadcast together."""
     return (values > low) | ((values == low) & (ids < end))
 
 
 def encode(values: Tensor, ids: Tensor) -> Tensor:
-    """One int64 per (float32 value, id) whose order is: larger value first, then lower id."""
+    """Return one int64 per (float32 value, id), ordered by larger value first, then by lower id."""
     bits = (values + 0.0).view(torch.int32)  # adding zero turns -0 into 0
     ordered = (bits >> 31).bitwise_and_(_LOW_31).bitwise_xor_(bits)
     return ordered.long().bitwise_left_shift_(32).bitwise_or_(_LOW_31 - ids)
 
 
 def decode(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and ids of `encode`'s keys."""
+    """Return values and ids of the keys that `encode` makes."""
     ordered = (keys >> 32).int()
     bits = ordered ^ ((ordered >> 31) & _LOW_31)
     return bits.view(torch.float32), _LOW_31 - (keys & 0xFFFFFFFF)

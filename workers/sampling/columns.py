@@ -1,10 +1,10 @@
-"""Sampling parameters of a step's rows, for a device: numpy arrays on the host, tensors of a fixed place.
+"""Sampling parameters of a step's rows for a device: numpy arrays on the host, tensors at fixed addresses.
 
-Columns have R rows, at least as many as the step has rows of logits; what lies beyond those is padding, which is
-sampled greedily and without any option. Everything is 32 bits wide. Two sections have a length of their own: additions
-to logits, and the words of masks, which may become known later than the rest.
+Columns have R rows, at least the step's number of logits rows; the rest is padding, which is sampled greedily and
+without any option. Everything is 32 bits wide. Two sections have their own length: additions to logits, and the words
+of masks, which may become known later than the rest.
 
-Knows the layout of a step. Does not know how it reaches the device.
+Knows the layout of a step. Does not know how the step reaches the device.
 """
 
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ NONE = -1
 
 
 class Variant(NamedTuple):
-    """Kernels that a step's sampling needs: each is launched only for steps that have such rows."""
+    """Kernels that a step's sampling needs: each is launched only for steps with rows of that kind."""
 
-    random: bool = False  # rows that are drawn
+    random: bool = False  # rows that are sampled at random
     filtered: bool = False  # rows with a floor, top-k or top-p
-    processed: bool = False  # bias, penalties or masks
+    processed: bool = False  # rows with bias, penalties or masks
     logprobs: bool = False
 
     @staticmethod
@@ -39,33 +39,33 @@ class Variant(NamedTuple):
         return Variant(bool(drawn.any()), bool(filtered.any()), bool(processed), bool(logprobs.any()))
 
     def serves(self, other: "Variant") -> bool:
-        """Whether this variant launches all kernels that a step of `other` needs."""
+        """Return whether this variant launches all kernels that a step of `other` needs."""
         return all(mine or not wanted for mine, wanted in zip(self, other, strict=True))
 
 
 @dataclass(slots=True)
 class SamplingColumns(RowColumns[Tensor]):
-    """Sampling parameters on the device. A kernel reads row r of the logits' columns for row r of the logits."""
+    """Sampling parameters on the device. A kernel reads row r of the columns for row r of the logits."""
 
-    keys: Tensor  # int32 [R, 2]   of the noise
-    target_ids: Tensor  # int32 [R]   -1: sample; else this token is scored, and nothing is sampled
-    num_logprobs: Tensor  # int32 [R]   -1: none wanted; 0: the token's own; k: the k best as well
-    history_rows: Tensor  # int32 [R]   of the engine's tables; -1: a row without penalties
+    keys: Tensor  # int32 [R, 2]   keys of the noise
+    target_ids: Tensor  # int32 [R]   -1: sample a token; otherwise this token is scored and nothing is sampled
+    num_logprobs: Tensor  # int32 [R]   -1: none; 0: only the token's own; k: the k best as well
+    history_rows: Tensor  # int32 [R]   row of the engine's tables; -1: no penalties
     repetition: Tensor  # float32 [R]
     frequency: Tensor  # float32 [R]
     presence: Tensor  # float32 [R]
-    # Rows of one sequence's newest token and drafts follow each other.
+    # The rows of a sequence's newest token and its drafts are consecutive.
     guesses: Tensor  # int32 [R]   the draft for the token that the row samples; -1: none
-    drafts_before: Tensor  # int32 [R]   how many drafts of the sequence come before what the row samples
+    drafts_before: Tensor  # int32 [R]   number of the sequence's drafts before the token that the row samples
     mask_index: Tensor  # int32 [R]   row of `mask_bits`; -1: no mask
-    changed: Tensor  # int32 [R]   1: penalties, a mask or bias change the row's logits; else 0
-    bias_starts: Tensor  # int32 [R + 1]   of the rows' parts of `bias`
-    bias: Tensor  # int32 [M, 2]   an id (-1: nothing; none twice in a row), and the bits of the float32 that is added
-    mask_bits: Tensor  # int32 [G, W]   bit v % 32 of word v // 32: v is allowed
+    changed: Tensor  # int32 [R]   1 if penalties, a mask or bias change the row's logits, else 0
+    bias_starts: Tensor  # int32 [R + 1]   first entry of each row in `bias`
+    bias: Tensor  # int32 [M, 2]   an id (-1: none; unique in a row) and the bits of the float32 that is added
+    mask_bits: Tensor  # int32 [G, W]   bit v % 32 of word v // 32 is 1 if id v is allowed
 
     @staticmethod
     def of_step(step: StepMetadata, device: torch.device) -> "SamplingColumns":
-        """Copies the parameters of `step` into new tensors, without padding."""
+        """Copy the parameters of `step` into new tensors, without padding."""
         arrays = {name: np.empty(shape, dtype) for name, dtype, shape in sections(len(step.logits_indices))}
         write_rows(step, arrays)
         arrays["bias"], arrays["mask_bits"] = bias_entries(step), step.mask_bits.view(np.int32)
@@ -73,7 +73,7 @@ class SamplingColumns(RowColumns[Tensor]):
 
 
 def sections(rows: int) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, dtype and shape of the columns of `rows` rows: all but `bias` and `mask_bits`."""
+    """Return name, dtype and shape of the columns of `rows` rows, except `bias` and `mask_bits`."""
     return [
         *((row.column, row.dtype, (rows,)) for row in ROWS),
         ("keys", "<i4", (rows, 2)),
@@ -90,7 +90,7 @@ def sections(rows: int) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def write_rows(step: StepMetadata, into: Mapping[str, np.ndarray]) -> None:
-    """Write the columns of `step` into arrays of the names and shapes of `sections`, and padding behind them."""
+    """Write the columns of `step`, followed by padding, into arrays with the names and shapes of `sections`."""
     count = len(step.logits_indices)
     for name, padding in _PADDING.items():
         into[name][count:] = padding
@@ -136,12 +136,12 @@ def _write_drafts(step: StepMetadata, into: Mapping[str, np.ndarray], count: int
 
 
 def _sequences(step: StepMetadata, tokens: np.ndarray) -> np.ndarray:
-    """The sequence of each of `tokens`, indices among the T: int64."""
+    """Return the sequence of each of `tokens`, indices among the T tokens: int64."""
     return np.searchsorted(step.query_start_loc, tokens, "right") - 1
 
 
 def bias_entries(step: StepMetadata) -> np.ndarray:
-    """The section `bias`: int32 [M, 2]. Where an id comes several times in a row, its first entry has the sum."""
+    """Return the section `bias`: int32 [M, 2]. If an id occurs several times in a row, its first entry has the sum."""
     places = step.bias_rows.astype(np.int64) << 32 | step.bias_ids
     distinct, firsts, index = np.unique(places, return_index=True, return_inverse=True)
     if len(distinct) == len(places):

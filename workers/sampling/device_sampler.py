@@ -1,13 +1,14 @@
-"""Samples whole rows of logits on a CUDA device, by Triton kernels.
+"""Sampling from whole rows of logits on a CUDA device, with Triton kernels.
 
-What `Sampler` does, which is its judge, in launches whose number and shapes depend on the `Variant` and the number of
-rows alone. Nothing is read back between them, so that they can be captured in a graph and replayed with other columns.
+It computes the same as `Sampler`, its reference implementation. The launches and their shapes depend only on the
+`Variant` and the number of rows, and nothing is read back between them, so that they can be captured in a CUDA graph
+and replayed with other columns.
 
-    processed   the changed logits, beside the raw ones
-    survey      one pass over all logits: for each block of 128 ids its maximum, the best score of its noise, its mass
-    choose      from these: states, tokens of rows without filters, and which blocks matter for those with filters
-    filtered    draws from the 64 best blocks, and in rounds where these are not enough
-    logprobs    a pass over the raw logits of the rows that want them, then the best of them in order
+    processed   the changed logits, next to the raw logits
+    survey      one pass over all logits: maximum, best noisy score and probability mass of each block of 128 ids
+    choose      from these: states, tokens of rows without filters, and the blocks that matter for rows with filters
+    filtered    draws from the 64 best blocks, and in rounds if these are not enough
+    logprobs    a pass over the raw logits of the rows that report logprobs, then their best logprobs in order
 """
 
 from collections.abc import Mapping
@@ -27,9 +28,10 @@ from oarlock.workers.sampling.token_histories import DenseHistories
 
 @dataclass(frozen=True, slots=True)
 class DeviceOutputs:
-    """Results of R rows, at least as many as the step has of logits. The last four are written if it wants logprobs."""
+    """Results of R rows, at least the step's number of logits rows. The last four are written if it reports
+    logprobs."""
 
-    tokens: Tensor  # int32 [R]   sampled, or scored
+    tokens: Tensor  # int32 [R]   sampled or scored tokens
     states: Tensor  # int32 [R]   `StepOutput.finite`
     logprobs: Tensor  # float32 [R]
     ranks: Tensor  # int32 [R]
@@ -38,7 +40,7 @@ class DeviceOutputs:
 
     @staticmethod
     def empty(rows: int, device: torch.device) -> "DeviceOutputs":
-        """Allocates new tensors."""
+        """Allocate new tensors."""
         types = {"<i4": torch.int32, "<f4": torch.float32}
         columns = {
             name: torch.empty(shape, dtype=types[dtype], device=device) for name, dtype, shape in output_sections(rows)
@@ -46,12 +48,12 @@ class DeviceOutputs:
         return DeviceOutputs(**columns)
 
     def on_host(self) -> dict[str, np.ndarray]:
-        """Copies the results to the host. Waits for the device."""
+        """Copy the results to the host. Waits for the device."""
         return {column.name: getattr(self, column.name).cpu().numpy() for column in fields(self)}
 
 
 def output_sections(rows: int) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, dtype and shape of the outputs of `rows` rows. The first two are all that a step without logprobs has."""
+    """Return name, dtype and shape of the outputs of `rows` rows. A step without logprobs has only the first two."""
     return [
         ("tokens", "<i4", (rows,)),
         ("states", "<i4", (rows,)),
@@ -63,7 +65,7 @@ def output_sections(rows: int) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def output_of(step: StepMetadata, found: Mapping[str, np.ndarray]) -> StepOutput:
-    """The output of `step` from arrays of the names and shapes of `output_sections`, which it copies."""
+    """Return the output of `step`, copied from arrays with the names and shapes of `output_sections`."""
     rows = len(step.logits_indices)
     out = StepOutput(step.step_id, found["tokens"][:rows].copy(), found["states"][:rows].astype(np.uint8))
     if ((step.num_logprobs >= 0) | (step.target_ids >= 0)).any():
@@ -76,10 +78,10 @@ def output_of(step: StepMetadata, found: Mapping[str, np.ndarray]) -> StepOutput
 
 
 BLOCK = 128
-_SURVEYED = 16  # blocks for one program: [16, 128] logits
-_SHORT = 64  # blocks that usually hold what filters keep
-_LONG = 16  # blocks at a time in rounds
-_BIASED = 256  # entries at a time
+_SURVEYED = 16  # blocks of one program: [16, 128] logits
+_SHORT = 64  # blocks that usually contain all logits that filters keep
+_LONG = 16  # blocks per iteration in rounds
+_BIASED = 256  # bias entries per iteration
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +100,15 @@ class _Scratch:
     floors: Tensor  # float32 [L]
     spreads: Tensor  # float64 [L, VOCAB_SLICES, 3]
     pending: Tensor  # int32 [L]
-    adjusted: Tensor  # float32 [L, V]   of rows that bias, penalties or masks change: their logits after that
-    per_tile: Tensor  # int32 [L, tiles]   ids that masks allow, later logits above a token's
+    adjusted: Tensor  # float32 [L, V]   logits of rows that bias, penalties or masks change, after the change
+    per_tile: Tensor  # int32 [L, tiles]   number of ids that masks allow; later, of logits above a token's
     banned: Tensor  # int32 [L]
 
 
 class DeviceSampler:
-    """Sampler by Triton kernels for a vocabulary of V ids, at most `max_rows` rows of logits at a time."""
+    """Sampler with Triton kernels for a vocabulary of V ids and at most `max_rows` rows of logits at a time."""
 
-    # Steps that together launch every form of every kernel.
+    # Steps that together launch every variant of every kernel.
     _forms = (Variant(), Variant(random=True), Variant(random=True, filtered=True), Variant(True, True, True, True))
 
     def __init__(
@@ -118,11 +120,14 @@ class DeviceSampler:
         short: int = _SHORT,
         first_id: int = 0,
     ) -> None:
-        """`histories`: of all ids, of which this sampler has V, from `first_id` on. `short`: a power of 2; how many
-        blocks are tried before rounds."""
+        """Allocate the scratch memory.
+
+        `histories`: of all ids, of which this sampler has V, beginning with `first_id`. `short`: number of blocks, a
+        power of 2, that are tried before sampling in rounds.
+        """
         from oarlock.workers.kernels.triton.sampling import choose, filters, logprobs, processors
 
-        self._kernels: Any = choose, filters, logprobs, processors  # a call compiles: no annotations
+        self._kernels: Any = choose, filters, logprobs, processors  # a call compiles the kernel: no annotations
         self.vocab_size, self.max_rows, self.histories = vocab_size, max_rows, histories
         self._first_id, self._width = first_id, histories.seen.shape[1]
         self._device, self._short = device, short
@@ -148,9 +153,9 @@ class DeviceSampler:
     def sample(
         self, logits: Tensor, columns: SamplingColumns, outputs: DeviceOutputs, variant: Variant, first: int = 0
     ) -> None:
-        """Sample rows `first` to `first + L` of the columns into these rows of the outputs.
+        """Sample rows `first` to `first + L` of the columns into the same rows of the outputs.
 
-        `logits`: float32 [L, V or more], which stay as they are. `variant`: what at least these rows ask for.
+        `logits`: float32 [L, V or more], not changed. `variant`: at least the kernels that these rows need.
         """
         assert len(logits) <= self.max_rows and logits.stride(1) == 1
         if variant.processed:
@@ -162,9 +167,9 @@ class DeviceSampler:
             self._report(logits, columns, outputs, first)
 
     def warm_up(self, width: int) -> None:
-        """Compile all kernels, which takes seconds where Triton has not kept them from an earlier start.
+        """Compile all kernels, which takes seconds unless Triton has cached them in an earlier start.
 
-        `width`: elements from one row of logits to the next.
+        `width`: elements between the starts of two rows of logits.
         """
         arrays = {name: np.empty(shape, dtype) for name, dtype, shape in sections(1)}
         write_rows(empty_step(0), arrays)
@@ -180,7 +185,7 @@ class DeviceSampler:
         self.count(columns, outputs, 1)
 
     def count(self, columns: SamplingColumns, outputs: DeviceOutputs, rows: int) -> None:
-        """Add to the histories what the first `rows` rows sampled: all rows of the step, after the last `sample`."""
+        """Add the tokens of the first `rows` rows to the histories: all rows of the step, after the last `sample`."""
         _, _, _, processors = self._kernels
         processors.count_sampled[(rows,)](
             self.histories.seen, outputs.tokens, columns.history_rows, columns.guesses, columns.drafts_before,
@@ -206,7 +211,7 @@ class DeviceSampler:
     def _choose(self, logits: Tensor, c: SamplingColumns, out: DeviceOutputs, variant: Variant, first: int) -> None:
         choose, _, _, _ = self._kernels
         s, rows = self._scratch, len(logits)
-        # Steps with changed rows share one form of the kernels, since each form takes seconds to compile.
+        # Steps with changed rows share one variant of the kernels, since each variant takes seconds to compile.
         random = variant.random or variant.processed
         filtered = (variant.random and variant.filtered) or variant.processed
         parts = {"RANDOM": random, "FILTERED": filtered, "PROCESSED": variant.processed}
@@ -263,5 +268,5 @@ class DeviceSampler:
 
 
 def power_of_2(count: int) -> int:
-    """The smallest that is not below `count`."""
+    """Return the smallest power of two that is not below `count`."""
     return 1 << (count - 1).bit_length()

@@ -1,7 +1,7 @@
 """Changes that requests make to their logits before sampling: bias, then penalties, then masks.
 
-Works on one rank's shard without communication: the change of an id's logit depends on that logit and the step alone.
-Only the entries named in the step are touched, and whole rows only where there is a mask. Rows that report logprobs are
+Works on one rank's shard without communication: the change of an id's logit depends only on that logit and the step.
+Only the entries named in the step are changed, and whole rows only if they have a mask. Rows that report logprobs are
 restored afterwards, because logprobs are of the raw logits.
 """
 
@@ -23,8 +23,9 @@ _ROWS_AT_ONCE = 16
 class AppliedChanges:
     """The logits before each change, to restore them."""
 
-    entries: list[tuple[Tensor, Tensor]]  # for each change: places in the flat logits, int64 [n], and the values before
-    rows: Tensor  # int64 [R]   rows that report logprobs and were changed as a whole: masked, or penalised densely
+    # for each change: indices into the flat logits, int64 [n], and the previous values
+    entries: list[tuple[Tensor, Tensor]]
+    rows: Tensor  # int64 [R]   rows that report logprobs and were changed completely: masked, or penalised densely
     raw_rows: Tensor  # float32 [R, V]
 
     def undo(self, x: Tensor) -> None:
@@ -37,9 +38,9 @@ class AppliedChanges:
 def apply_logits_processors(
     x: Tensor, step: StepMetadata, histories: Histories, first_id: int, reporting: np.ndarray
 ) -> AppliedChanges | None:
-    """Change `x`, this rank's contiguous float32 [L, V] from id `first_id` on.
+    """Change `x`, this rank's contiguous float32 [L, V] of the ids from `first_id` on.
 
-    `reporting` bool [L]: rows that want logprobs. None when nothing was to change.
+    `reporting` bool [L]: rows that report logprobs. Returns the changes, or None if there were none.
     """
     has_mask = len(step.mask_rows) > 0
     if not (has_mask or len(step.bias_rows) or len(step.penalty_rows)):
@@ -67,12 +68,12 @@ def _add_bias(x: Tensor, step: StepMetadata, first_id: int, done: AppliedChanges
     ours, places = _places(x, step.bias_rows, step.bias_ids - first_id)
     logits = x.view(-1)
     done.entries.append((places, logits.index_select(0, places)))
-    # an id may be biased and banned: additions commute
+    # An id may have both a bias and a ban; additions commute.
     logits.index_add_(0, places, _moved(step.bias_values[ours], x, torch.float32))
 
 
 def _penalise(x: Tensor, step: StepMetadata, entries: Entries, first_id: int, done: AppliedChanges) -> None:
-    """Repetition first, then frequency and presence, in float64, rounded once to float32."""
+    """Apply the repetition penalty, then frequency and presence, in float64, rounded once to float32."""
     lengths = entries.lengths
     where = np.repeat(entries.firsts - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
     ours, places = _places(x, np.repeat(step.penalty_rows, lengths), entries.ids[where] - first_id)
@@ -94,7 +95,7 @@ def _penalise(x: Tensor, step: StepMetadata, entries: Entries, first_id: int, do
 
 
 def _penalise_densely(x: Tensor, step: StepMetadata, histories: DenseHistories) -> None:
-    """Penalises every id of the shard at once as `_penalise` does, some rows at a time."""
+    """Penalise every id of the shard at once, with the same result as `_penalise`, a few rows at a time."""
     for start in range(0, len(step.penalty_rows), _ROWS_AT_ONCE):
         some = slice(start, start + _ROWS_AT_ONCE)
         seen = histories.of(step, some)  # [p, V]
@@ -113,7 +114,7 @@ def _penalise_densely(x: Tensor, step: StepMetadata, histories: DenseHistories) 
 
 
 def _places(x: Tensor, rows: np.ndarray, local_ids: np.ndarray) -> tuple[slice | np.ndarray, Tensor]:
-    """The entries whose ids are in this rank's shard, and their places in its flat logits: int64 [n]."""
+    """Return the entries whose ids are in this rank's shard, and their indices into its flat logits: int64 [n]."""
     width = x.shape[1]
     ours: slice | np.ndarray = slice(None)
     if len(local_ids) and (local_ids.min() < 0 or local_ids.max() >= width):
@@ -122,7 +123,7 @@ def _places(x: Tensor, rows: np.ndarray, local_ids: np.ndarray) -> tuple[slice |
 
 
 def _mask(x: Tensor, step: StepMetadata, first_id: int) -> None:
-    """Set logits of ids whose bit is not set to -inf; NaN stays NaN, so that it is still reported."""
+    """Set the logits of ids whose bit is 0 to -inf. NaN stays NaN, so that it is still reported."""
     if x.device.type == "cpu" and library.provides("oarlock_mask"):
         words = np.ascontiguousarray(step.mask_bits)
         rows = np.ascontiguousarray(step.mask_rows)
@@ -136,14 +137,15 @@ def _mask(x: Tensor, step: StepMetadata, first_id: int) -> None:
 
 
 def mask_with_torch(x: Tensor, step: StepMetadata, first_id: int) -> None:
-    """Masks as `_mask` does, with torch and numpy, for every device; tests compare the kernel with it."""
+    """Mask like `_mask`, with torch and numpy, for every device; tests compare the kernel with it."""
     first_word, last_word = first_id // 32, -(-(first_id + x.shape[1]) // 32)
-    bits = step.mask_bits[:, first_word:last_word]  # [G, W]   fewer words than ids: beyond the vocabulary
+    # [G, W]   may have fewer bits than ids: those beyond the vocabulary have none
+    bits = step.mask_bits[:, first_word:last_word]
     allowed = _unpacked_bits(bits) if x.device.type == "cpu" else _unpacked_bits_on(bits, x.device)
     allowed = allowed[:, first_id % 32 :][:, : x.shape[1]]  # [G, up to V]
     width = allowed.shape[1]
     if x.device.type == "cpu":
-        # A row at a time stays in the cache, and arithmetic has no branch to mispredict: 1/1 - 1 = 0, 1/0 - 1 = inf.
+        # One row at a time stays in the cache, and arithmetic has no branch to mispredict: 1/1 - 1 = 0, 1/0 - 1 = inf.
         for row, ones in zip(step.mask_rows.tolist(), allowed, strict=True):
             x[row, :width].sub_(ones.float().reciprocal_().sub_(1))
     else:
@@ -152,18 +154,18 @@ def mask_with_torch(x: Tensor, step: StepMetadata, first_id: int) -> None:
 
 
 def _unpacked_bits(words: np.ndarray) -> Tensor:
-    """uint32 [G, W] -> its bits, uint8 [G, 32 W], on the CPU."""
+    """Return the bits of uint32 [G, W] as uint8 [G, 32 W], on the CPU."""
     return torch.from_numpy(np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little"))
 
 
 def _unpacked_bits_on(words: np.ndarray, device: torch.device) -> Tensor:
-    """uint32 [G, W] -> its bits [G, 32 W] on `device`: only the words are copied there."""
+    """Return the bits of uint32 [G, W] as [G, 32 W] on `device`: only the words are copied there."""
     moved = torch.from_numpy(np.ascontiguousarray(words).view(np.int32)).to(device)
     return (moved.unsqueeze(2) >> torch.arange(32, device=device, dtype=torch.int32)).bitwise_and_(1).flatten(1)
 
 
 def bans_all(step: StepMetadata, row: int, vocab_size: int) -> bool:
-    """Whether bias and mask together ban every id in `row` of the L rows."""
+    """Return whether bias and mask together ban every id in `row` of the L rows."""
     allowed = np.ones(vocab_size, np.uint8)
     for words in step.mask_bits[step.mask_rows == row]:
         allowed &= np.unpackbits(words.astype("<u4").view(np.uint8), bitorder="little")[:vocab_size]

@@ -1,7 +1,7 @@
-"""One rank's logits of a step, and what sampling asks of them: with torch's operations, or with the C++ kernels.
+"""One rank's logits of a step, and the operations that sampling needs: with torch, or with the C++ kernels.
 
-Rows are indices, int64 [R]. Where a method takes `low` and `end`, it sees only what is left of a row in the order of
-its logits: the ids whose logit is above `low`, and those of logit `low` with an id below `end`.
+Rows are indices, int64 [R]. A method with `low` and `end` only uses the remaining part of a row in the order of logits:
+ids whose logit is above `low`, and ids with logit `low` that are below `end`.
 """
 
 from typing import Protocol
@@ -25,45 +25,47 @@ class LogitsShard(Protocol):
 
     x: Tensor
     first_id: int
-    top: Tensor  # float32 [L]   largest logit; NaN, or +inf, where a logit is either
+    top: Tensor  # float32 [L]   largest logit; NaN or +inf if any logit is NaN or +inf
 
     def argmax(self, rows: Tensor) -> Tensor:
-        """Lowest local id of the largest logit: int64 [R]; any for rows without a finite largest logit."""
+        """Return the lowest local id of the largest logit: int64 [R]; any id if the largest logit is not finite."""
         ...
 
     def best(self, rows: Tensor, count: int) -> Tensor:
-        """Keys of the `count` largest logits, best first: int64 [R, count], see `candidates.encode`."""
+        """Return the keys of the `count` largest logits, best first: int64 [R, count], see `candidates.encode`."""
         ...
 
     def draw(self, rows: Tensor, temperature: Tensor, keys: Tensor, low: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-        """Largest `x / temperature + noise` of what is left, float64 [R], and its local id; -inf where nothing is.
+        """Return the largest `x / temperature + noise` of the remaining part, float64 [R], and its local id.
 
-        `temperature` float64 [R], `keys` of the noise int32 [R, 2], `low` float32 [R], `end` int64 [R].
+        The score is -inf if nothing remains. `temperature` float64 [R], `keys` of the noise int32 [R, 2], `low` float32
+        [R], `end` int64 [R].
         """
         ...
 
     def mass(self, rows: Tensor, temperature: Tensor, peak: Tensor, low: Tensor, end: Tensor) -> Tensor:
-        """sum(exp((x - peak) / temperature)) of what is left: float64 [R, slices], to be added in the order of slices.
+        """Return sum(exp((x - peak) / temperature)) of the remaining part: float64 [R, slices].
 
-        `peak` float32 [R]: the largest logits of all ranks. 0 for rows where it is not finite.
+        The caller adds the slices in order. `peak` float32 [R]: the largest logits over all ranks. The mass is 0 for
+        rows whose peak is not finite.
         """
         ...
 
     def spread(self, rows: Tensor) -> Tensor:
-        """Number, sum and sum of squares of the logits that are not -inf: float64 [R, slices, 3].
+        """Return number, sum and sum of squares of the logits that are not -inf: float64 [R, slices, 3].
 
-        The order of additions within a slice is that of `slice_spread` (csrc/sampling/sample_row.h), so that the bits
-        are the same for every number of ranks, level and device.
+        Within a slice the order of additions is the order of `slice_spread` (csrc/sampling/sample_row.h), so that the
+        bits are the same for every number of ranks, ISA level and device.
         """
         ...
 
     def count_above(self, rows: Tensor, values: Tensor) -> Tensor:
-        """Number of logits that are larger than `values` float32 [R]: int64 [R]."""
+        """Return the number of logits that are larger than `values` float32 [R]: int64 [R]."""
         ...
 
 
 class TorchLogitsShard:
-    """`LogitsShard` with torch's operations, for every device."""
+    """`LogitsShard` with torch operations, for every device."""
 
     def __init__(self, x: Tensor, first_id: int, slice_length: int, noise: Noise) -> None:
         self.x = x
@@ -84,8 +86,10 @@ class TorchLogitsShard:
         return self._noise.argmax(self.x, rows, self._maxima[rows], temperature, keys, low, end - self.first_id)
 
     def mass(self, rows: Tensor, temperature: Tensor, peak: Tensor, low: Tensor, end: Tensor) -> Tensor:
-        """Sums the shard as one slice. torch's softmax is several times faster than its exp. Its own sum is not exact
-        enough, but cancels here."""
+        """Sum the shard as one slice.
+
+        torch's softmax is several times faster than its exp. Its own sum is not exact enough, but cancels here.
+        """
         masses = torch.zeros_like(temperature)
         ids = torch.arange(self.x.shape[1], device=self.x.device)
         low, end = low.unsqueeze(1), (end - self.first_id).unsqueeze(1)
@@ -96,7 +100,7 @@ class TorchLogitsShard:
             x, top = self.x[rows[some]], self.top[rows[some]].unsqueeze(1)
             weights = ((x - top) * scale[some]).softmax(1)
             largest = weights.amax(1).double()
-            if not (torch.isneginf(low[some]) & (end[some] <= 0)).all():  # something is cut off
+            if not (torch.isneginf(low[some]) & (end[some] <= 0)).all():  # some ids are excluded
                 weights.masked_fill_(~is_left(x, ids, low[some], end[some]), 0.0)
             lower = (top.squeeze(1).double() - peak[some].double()) / temperature[some]
             masses[some] = (_sums(weights) / largest * lower.exp()).masked_fill_(~peak[some].isfinite(), 0.0)
@@ -128,20 +132,23 @@ class TorchLogitsShard:
 
 
 def _sums(weights: Tensor) -> Tensor:
-    """Row sums float64 [R], of blocks in float32 and of their sums in float64: exact to a few parts in 10^8."""
+    """Return row sums, float64 [R]: blocks are summed in float32, and their sums in float64.
+
+    The result is exact to a few parts in 10^8.
+    """
     whole = weights.shape[1] // BLOCK * BLOCK
     sums = weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(2).sum(1, dtype=torch.float64)
     return sums + weights[:, whole:].sum(1, dtype=torch.float64)
 
 
 class LogitsShards:
-    """Makes the shards of one rank's slice of the vocabulary: with the kernels where they are loaded."""
+    """Maker of the shards of one rank's slice of the vocabulary, with the kernels if they are loaded."""
 
     def __init__(self, first_id: int, count: int, slice_length: int) -> None:
         self.first_id = first_id
         self._count = count
         self._slice_length = slice_length
-        self._noise: Noise | None = None  # made on the device of the first logits
+        self._noise: Noise | None = None  # created on the device of the first logits
 
     def __call__(self, x: Tensor) -> LogitsShard:
         if can_serve(x.device):
@@ -152,9 +159,9 @@ class LogitsShards:
 
 
 def floors(tp: TensorParallel, shard: LogitsShard, rows: Tensor, peak: Tensor, columns: RowColumns[Tensor]) -> Tensor:
-    """Bounds below which `rows` keep no logits: float64 [R]; -inf: no bound.
+    """Return bounds below which `rows` keep no logits: float64 [R]; -inf: no bound.
 
-    `peak` float32 [R]: the largest logits of all ranks; columns float64 [R].
+    `peak` float32 [R]: the largest logits over all ranks; columns are float64 [R].
     """
     spreads = torch.zeros((len(rows), 3), dtype=torch.float64, device=peak.device)
     wanted = (columns.top_n_sigma > 0).nonzero().squeeze(1)
@@ -178,9 +185,9 @@ def total_mass(
     peak: Tensor,
     left: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`mass` of all ranks, float64 [R], added slice by slice as in `masses_of` (csrc/sampling/logits_row.h).
+    """Return `mass` over all ranks, float64 [R], added slice by slice as in `masses_of` (csrc/sampling/logits_row.h).
 
-    `left`: `low` and `end`; None for all ids.
+    `left`: (`low`, `end`), or None for all ids.
     """
     low, end = left or (torch.full_like(peak, float("-inf")), torch.zeros_like(rows))
     parts = tp.all_gather(shard.mass(rows, temperature, peak, low, end))  # [ranks, R, slices]

@@ -1,6 +1,6 @@
-"""Rows of logits that are computed and sampled a chunk at a time: the part of a step for each, and one output of all.
+"""Rows of logits in chunks: the part of a step for each chunk, and one output for all chunks.
 
-Knows the layout of steps and outputs, not tensors.
+Knows the layout of steps and outputs. Does not know tensors.
 """
 
 from dataclasses import replace
@@ -12,7 +12,8 @@ from oarlock.workers.sampling_parameters import PENALTY_NAMES, ROW_NAMES
 
 
 def logits_rows(step: StepMetadata, start: int, stop: int) -> StepMetadata:
-    """Cuts a step to its logits rows `start` to `stop`. The histories that it writes before it samples stay whole."""
+    """Return a step with only the logits rows `start` to `stop`. The histories that it writes before sampling stay
+    whole."""
     if start == 0 and stop == len(step.logits_indices):
         return step
     names = ("logits_indices", "target_ids", "sample_positions", *ROW_NAMES, "seeds", "num_logprobs")
@@ -34,12 +35,12 @@ def logits_rows(step: StepMetadata, start: int, stop: int) -> StepMetadata:
 
 
 def empty_output(step_id: int) -> StepOutput:
-    """The output of a step without rows of logits."""
+    """Return the output of a step without rows of logits."""
     return StepOutput(step_id=step_id, token_ids=np.empty(0, np.int32), finite=np.empty(0, np.uint8))
 
 
 def concatenate_outputs(parts: list[StepOutput]) -> StepOutput:
-    """One output from those of consecutive chunks of rows. Chunks with fewer top logprobs are padded with id -1."""
+    """Return one output for consecutive chunks of rows. Chunks with fewer top logprobs are padded with id -1."""
     if len(parts) == 1:
         return parts[0]
     width = max(-1 if part.top_ids is None else part.top_ids.shape[1] for part in parts)

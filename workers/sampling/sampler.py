@@ -1,14 +1,14 @@
-"""Samples one token for each row of logits, which are sharded over the ranks by vocabulary.
+"""Sampling of one token for each row of logits, which are sharded over the ranks by vocabulary.
 
-`workers/sampling_parameters.py` has the order of operations, whose numbers are used here.
+`workers/sampling_parameters.py` defines the order of operations, whose step numbers are used here.
 
 Logprobs and ranks are of the raw logits, before step 1. A row with NaN, with +inf or without any finite value is
-reported as not finite, and a row whose ids are all banned as such; neither changes other rows. Steps 1 to 3 keep broken
-logits visible: NaN stays NaN, and +inf stays or becomes NaN, so the largest logit after them shows both.
+reported as not finite, and a row whose ids are all banned as banned; neither changes other rows. Steps 1 to 3 keep
+broken logits visible: NaN stays NaN, and +inf stays or becomes NaN, so the largest logit after them shows both.
 
-Every rank makes the same collective calls: one gather per step, and more only for top-p alone, for logprobs and for
-kept sets beyond the short lists. A single rank with the C++ kernels does all of it in one call, by the same steps
-(`csrc/sampling/sampling.cpp`) and with the same bits.
+Every rank makes the same collective calls: one gather per step, and more only for rows with only top-p, for logprobs
+and for kept sets beyond the short lists. A single rank with the C++ kernels does all of it in one call, with the same
+steps (`csrc/sampling/sampling.cpp`) and the same bits.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ from oarlock.workers.sampling.top_k_top_p import (
 )
 from oarlock.workers.sampling_parameters import ROW_NAMES, have_floor
 
-_KEPT = 64  # arrays of states, of so many different numbers of rows
+_KEPT = 64  # cached arrays of states, each for a different number of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ class RawLogprobs:
     """Logprobs of R rows; the same on every rank."""
 
     logprobs: Tensor  # float64 [R]
-    ranks: Tensor  # int64 [R]   1 = most likely; equal logits share the best rank
+    ranks: Tensor  # int64 [R]   1: most likely; equal logits share the best rank
     top_ids: Tensor  # int64 [R, K]
     top_logprobs: Tensor  # float64 [R, K]
 
 
 def raw_logprobs(tp: TensorParallel, shard: LogitsShard, rows: Tensor, tokens: Tensor, count: int) -> RawLogprobs:
-    """Logprobs of `tokens` [R] in `rows` [R] of the raw logits, with the `count` most likely of each row.
+    """Return logprobs of `tokens` [R] in `rows` [R] of the raw logits, with the `count` most likely of each row.
 
     Each rank contributes its sums of exponentials, its largest logits and its counts.
     """
@@ -75,22 +75,22 @@ def raw_logprobs(tp: TensorParallel, shard: LogitsShard, rows: Tensor, tokens: T
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows among the L by the way they are sampled: indices on the device."""
+    """Rows among the L by their sampling algorithm: indices on the device."""
 
     greedy: Tensor
-    drawn: Tensor  # at random from all ids
-    filtered: Tensor  # at random from what floors, top-k or top-p keep
-    massed: Tensor  # places in `filtered` of the rows whose total mass is wanted
+    drawn: Tensor  # sampled from all ids
+    filtered: Tensor  # sampled from the ids that floors, top-k or top-p keep
+    massed: Tensor  # indices into `filtered` of the rows whose total mass is needed
 
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
     """The merged results of the first gather; the same on every rank."""
 
-    peak: Tensor  # float32 [L]   largest adjusted logit; NaN where there is one
+    peak: Tensor  # float32 [L]   largest adjusted logit; NaN if any logit is NaN
     tokens: Tensor  # int64 [L]   of greedy and drawn rows
     keys: Tensor  # int64 [F, C]   the best candidates of filtered rows
-    totals: Tensor  # float64 [F]   their masses where these are wanted, see `draw_from_list`
+    totals: Tensor  # float64 [F]   their total masses if needed, see `draw_from_list`
 
 
 class Sampler:
@@ -99,14 +99,14 @@ class Sampler:
     def __init__(
         self, tp: TensorParallel, vocab_start: int, vocab_local: int, vocab_size: int, histories: Histories
     ) -> None:
-        """`histories`: of the rows with penalties; the caller writes them and adds to them."""
+        """Set the shard. `histories`: of the rows with penalties; the caller writes them and adds to them."""
         self.tp = tp
         self.histories = histories
         self.vocab_size = vocab_size
         self._shards = LogitsShards(vocab_start, vocab_local, vocab_slice(vocab_size, tp.size))
 
     def sample(self, logits: Tensor, step: StepMetadata) -> tuple[Tensor, StepOutput | None]:
-        """The tokens, integers [L], on every rank, and the step's output on rank 0, None on others.
+        """Return the tokens, integers [L], on every rank, and the step's output on rank 0, None on others.
 
         `logits`: this rank's float32 [L, vocab_local]; overwritten.
         """
@@ -137,7 +137,7 @@ class Sampler:
         return tokens, _output(step, tokens, _states(step, peak.cpu().numpy(), self.vocab_size), asked, answers)
 
     def _choose(self, shard: LogitsShard, step: StepMetadata) -> tuple[Tensor, Tensor]:
-        """Steps 4 to 9: tokens int64 [L], 0 for scored and broken rows, and the largest logits [L]."""
+        """Run steps 4 to 9: tokens int64 [L], 0 for scored and broken rows, and the largest logits [L]."""
         rows = _row_kinds(step, self.vocab_size, shard.x.device)
         filters = _columns(step, self.vocab_size, shard.x.device)
         first = self._first_round(shard, rows, filters)
@@ -150,7 +150,7 @@ class Sampler:
         return tokens.masked_fill_(~finite, 0), first.peak
 
     def _first_round(self, shard: LogitsShard, rows: _Rows, filters: Filters) -> _Gathered:
-        """Computes maxima, scores and candidates of this rank's shard, and merges those of all ranks by one gather."""
+        """Compute maxima, scores and candidates of this rank's shard, and merge those of all ranks by one gather."""
         top = shard.top.double()
         size = len(top)
         scores = top.clone()
@@ -168,14 +168,14 @@ class Sampler:
         parts = [top.view(torch.int64), scores.view(torch.int64), ids + shard.first_id]
         gathered = self.tp.all_gather(torch.cat([*parts, keys.flatten()]))
         tops, scores = gathered[:, : 2 * size].view(torch.float64).unflatten(1, (2, size)).unbind(1)  # [ranks, L]
-        winner = scores.argmax(0, keepdim=True)  # the first rank among equals has the lowest ids
+        winner = scores.argmax(0, keepdim=True)  # on equal scores the first rank wins, which has the lowest ids
         tokens = gathered[:, 2 * size : 3 * size].gather(0, winner).squeeze(0)
         peak = tops.amax(0)
         keys = gathered[:, 3 * size :].reshape(self.tp.size, len(few), CANDIDATES).transpose(0, 1).flatten(1)
         return _Gathered(peak.float(), tokens, keys.topk(CANDIDATES).values, self._totals(shard, rows, peak, filters))
 
     def _totals(self, shard: LogitsShard, rows: _Rows, peak: Tensor, filters: Filters) -> Tensor:
-        """The masses of filtered rows, float64 [F]: of those whose nucleus may need it, else 0."""
+        """Return the masses of filtered rows, float64 [F]; 0 for rows whose nucleus does not need it."""
         totals = torch.zeros_like(filters.temperature[rows.filtered])
         if len(rows.massed):
             wanted = rows.filtered[rows.massed]
@@ -185,7 +185,8 @@ class Sampler:
     def _draw_filtered(
         self, shard: LogitsShard, few: Tensor, first: _Gathered, filters: Filters, finite: Tensor
     ) -> Tensor:
-        """Tokens int64 [F] of the filtered rows: from the short lists, else from longer lists or in rounds."""
+        """Return the tokens int64 [F] of the filtered rows: from the short lists, else from longer lists or in
+        rounds."""
         tokens, enough = draw_from_list(first.keys, filters, first.totals)
         short = ~enough & finite[few]
         longer = (short & (filters.top_k > 0)).nonzero().squeeze(1)
@@ -200,7 +201,7 @@ class Sampler:
 
 
 def _row_kinds(step: StepMetadata, vocab_size: int, device: torch.device) -> _Rows:
-    """Sorts rows by the way they are sampled. Rows that only score a given token are in none of the groups."""
+    """Sort rows by their sampling algorithm. Rows that only score a given token are in none of the groups."""
     chosen = step.target_ids < 0
     greedy = chosen & ((step.temperature == 0) | (step.top_k == 1))
     filtering = (step.top_p < 1) | have_floor(step) | ((step.top_k > 0) & (step.top_k < vocab_size))
@@ -215,7 +216,7 @@ def _row_kinds(step: StepMetadata, vocab_size: int, device: torch.device) -> _Ro
 
 
 def _needs_total(step: StepMetadata, vocab_size: int) -> np.ndarray:
-    """Rows drawn by top-p alone: bool [L]."""
+    """Return the rows sampled with top-p as the only filter: bool [L]."""
     without_top_k = (step.top_k == 0) | (step.top_k >= vocab_size)
     return (step.target_ids < 0) & (step.top_p < 1) & ~have_floor(step) & without_top_k
 
@@ -233,12 +234,12 @@ def _columns(step: StepMetadata, vocab_size: int, device: torch.device) -> Filte
 @lru_cache(_KEPT)
 def _all_finite(rows: int) -> np.ndarray:
     states = np.full(rows, FINITE, np.uint8)
-    states.flags.writeable = False  # it is in many outputs
+    states.flags.writeable = False  # shared by many outputs
     return states
 
 
 def _states(step: StepMetadata, peaks: np.ndarray, vocab_size: int) -> np.ndarray:
-    """`StepOutput.finite` from each row's largest adjusted logit, which is -inf where every allowed logit is."""
+    """Return `StepOutput.finite` for each row's largest adjusted logit, which is -inf if every allowed logit is."""
     are_finite = np.isfinite(peaks)
     if are_finite.all():
         return _all_finite(len(peaks))
@@ -252,7 +253,10 @@ def _states(step: StepMetadata, peaks: np.ndarray, vocab_size: int) -> np.ndarra
 def _output(
     step: StepMetadata, tokens: Tensor, states: np.ndarray, asked: np.ndarray, answers: RawLogprobs | None
 ) -> StepOutput:
-    """The step's output. Rows without logprobs hold zeros; places beyond a row's own number of logprobs hold id -1."""
+    """Return the step's output.
+
+    Rows without logprobs hold zeros. Columns beyond a row's own number of logprobs hold id -1.
+    """
     rows = len(tokens)
     out = StepOutput(step.step_id, tokens.cpu().numpy().astype(np.int32), states)
     if answers is None:
@@ -271,18 +275,18 @@ def _output(
 
 
 def num_accepted(step: StepMetadata, sampled: Tensor) -> Tensor:
-    """Number of right drafts of each sequence: int32 [S]. Waits for no device.
+    """Return the number of correct drafts of each sequence: int32 [S]. Waits for no device.
 
     `sampled` integers [L]: the tokens of all rows of logits. `step.num_drafts` must not be empty.
 
-    A draft is right if it and all before it equal the tokens that were sampled in their places. Noise is keyed by seed
-    and position, so the token sampled after right drafts is the one that would have been sampled without drafts:
-    accepting while sample and draft are equal is exact for greedy and for seeded sampling alike.
+    A draft is correct if it and all drafts before it equal the tokens sampled at their positions. Noise is keyed by
+    seed and position, so the token sampled after correct drafts is the token that would have been sampled without
+    drafts. Accepting while sample and draft are equal is therefore exact for greedy and for seeded sampling.
     """
     drafts = step.num_drafts
     most = int(drafts.max(initial=0))
-    firsts = step.query_start_loc[1:] - drafts  # [S]   of the drafts among the T tokens
-    rows = np.searchsorted(step.logits_indices, firsts - 1)  # [S]   of the newest tokens among the L
+    firsts = step.query_start_loc[1:] - drafts  # [S]   first draft, an index among the T tokens
+    rows = np.searchsorted(step.logits_indices, firsts - 1)  # [S]   row of the newest token among the L rows
     place = np.arange(most)
     is_draft = place < drafts[:, None]  # [S, most]
     guesses = step.token_ids[np.where(is_draft, firsts[:, None] + place, 0)]

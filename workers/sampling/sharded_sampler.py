@@ -1,9 +1,10 @@
-"""Samples on several CUDA devices, each of which has the logits of some ids of every row.
+"""Sampling on several CUDA devices, each of which has the logits of some ids of every row.
 
-Rows that are neither filtered nor want logprobs need little from the other ranks: the best id of each, with its score
-(`ShardSampler`). Filters and logprobs need all ids of a row; for these the ranks exchange logits, so that each has some
-rows whole, samples those alone, and tells the others (`RowSampler`). That is 1/TP of the bytes and of the work of a
-gather of all rows on every rank, and the same bits as on one rank, whose kernels they are.
+Rows that are not filtered and report no logprobs need little from the other ranks: the best id of each shard, with its
+score (`ShardSampler`). Filters and logprobs need all ids of a row. For these the ranks exchange logits, so that each
+rank has some rows completely, samples them by itself, and sends the tokens to the others (`RowSampler`). This takes
+1/TP of the bytes and of the work of gathering all rows on every rank. The bits are the same as on one rank, since the
+kernels are the same.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from oarlock.workers.sampling.token_histories import DenseHistories
 
 
 class ShardSampler(DeviceSampler):
-    """Sampler of rows that are neither filtered nor want logprobs, from this rank's V ids of their logits."""
+    """Sampler of rows that are not filtered and report no logprobs, from this rank's V ids of their logits."""
 
     _forms = (Variant(), Variant(random=True), Variant(random=True, processed=True))
 
@@ -33,8 +34,11 @@ class ShardSampler(DeviceSampler):
         device: torch.device,
         all_gather: Callable[[Tensor], Tensor],
     ) -> None:
-        """`first_id`: of the V that this rank has; `histories` are of all. `all_gather`: every rank's tensor, stacked
-        in order of ranks, which is the order of ids."""
+        """Allocate the scratch memory.
+
+        `first_id`: first of this rank's V ids; `histories` has all ids. `all_gather`: stacks every rank's tensor in the
+        order of ranks, which is the order of ids.
+        """
         from oarlock.workers.kernels.triton.sampling import shards
 
         super().__init__(vocab_size, max_rows, histories, device, first_id=first_id)
@@ -43,13 +47,13 @@ class ShardSampler(DeviceSampler):
 
     @staticmethod
     def serves(variant: Variant) -> bool:
-        """Whether rows of `variant` can be sampled here."""
+        """Return whether rows of `variant` can be sampled here."""
         return not variant.filtered and not variant.logprobs
 
     def sample(
         self, logits: Tensor, columns: SamplingColumns, outputs: DeviceOutputs, variant: Variant, first: int = 0
     ) -> None:
-        """As `DeviceSampler.sample`, with `logits` float32 [L, V or more] of this rank. A collective call."""
+        """Sample like `DeviceSampler.sample`, with `logits` float32 [L, V or more] of this rank. A collective call."""
         c, s, rows = columns, self._scratch, len(logits)
         assert self.serves(variant) and rows <= self.max_rows and logits.stride(1) == 1
         random = variant.random or variant.processed
@@ -71,13 +75,16 @@ class ShardSampler(DeviceSampler):
 
 
 class RowSampler:
-    """Sampler of any rows of `local` logits on each rank: a rank samples every TP-th part of the rows, whole."""
+    """Sampler of any rows of `local` logits on each rank. Each rank samples 1/TP of the rows from all their logits."""
 
     def __init__(
         self, tp: TensorParallel, vocab_size: int, local: int, max_rows: int, histories: DenseHistories
     ) -> None:
-        """`vocab_size`: of the tp.size * local ids that ranks have, those that are no padding. `max_rows`: of logits
-        at a time, on all ranks together."""
+        """Allocate the sampler of this rank.
+
+        `vocab_size`: number of the tp.size * local ids that are not padding. `max_rows`: rows of logits at a time, over
+        all ranks.
+        """
         share, device = -(-max_rows // tp.size), histories.seen.device
         self._tp = tp
         self._sampler = DeviceSampler(vocab_size, share, histories, device)
@@ -90,12 +97,12 @@ class RowSampler:
     def sample(
         self, logits: Tensor, columns: SamplingColumns, outputs: DeviceOutputs, variant: Variant, first: int = 0
     ) -> None:
-        """As `DeviceSampler.sample`, with `logits` float32 [L, local] of this rank. A collective call."""
+        """Sample like `DeviceSampler.sample`, with `logits` float32 [L, local] of this rank. A collective call."""
         rows, ranks = len(logits), self._tp.size
         share = -(-rows // ranks)
         before = self._tp.rank * share
         own = max(0, min(share, rows - before))
-        if rows % ranks:  # even where it has nothing to add, `pad` copies
+        if rows % ranks:  # `pad` copies even if it adds nothing
             logits = pad(logits, (0, 0, 0, ranks * share - rows))
         parts = self._tp.all_to_all(logits.unflatten(0, (ranks, share)))
         whole = self._whole[:share].copy_(parts.transpose(0, 1)).flatten(1)  # [share, ids]
@@ -111,12 +118,12 @@ class RowSampler:
             column[first : first + rows].copy_(values)
 
     def count(self, columns: SamplingColumns, outputs: DeviceOutputs, rows: int) -> None:
-        """As `DeviceSampler.count`."""
+        """Count tokens like `DeviceSampler.count`."""
         self._sampler.count(columns, outputs, rows)
 
 
 def _columns(outputs: DeviceOutputs, variant: Variant) -> list[Tensor]:
-    """The columns of `outputs` that rows of `variant` have, as int32 [R, width] on the same memory."""
+    """Return the columns of `outputs` that rows of `variant` have, as int32 [R, width] on the same memory."""
     columns = [outputs.tokens, outputs.states]
     if variant.logprobs:
         columns += [outputs.logprobs, outputs.ranks, outputs.top_ids, outputs.top_logprobs]

@@ -1,8 +1,8 @@
-"""The ids that came before in each of the engine's rows with penalties, and how often each was generated.
+"""The ids that occurred in each of the engine's rows with penalties, and the number of times each was generated.
 
-A step writes a row's history whole when a sequence first samples in it; from then on the tokens sampled there are
-added. So a history is a function of the steps since then. Drafts count for the rows behind them, and stay only if they
-were right. Keeps the histories in the host's memory; `DenseHistories` does on other devices.
+When a sequence first samples in a row, the step writes the row's whole history; from then on the tokens sampled there
+are added. So a history follows from the steps since then. Drafts count for the rows after them, and stay only if they
+are accepted. `TokenHistories` keeps the histories in host memory; `DenseHistories` does on other devices.
 """
 
 from itertools import pairwise
@@ -21,16 +21,16 @@ class Entries(NamedTuple):
     firsts: np.ndarray  # int64 [P]
     lengths: np.ndarray  # int32 [P]
     ids: np.ndarray  # int32   distinct within a row
-    counts: np.ndarray  # int32   times generated; 0: in the prompt only
+    counts: np.ndarray  # int32   times generated; 0: only in the prompt
 
 
 class PenalisedRows(NamedTuple):
-    """The engine's rows, sequences and drafts that rows of logits with penalties belong to."""
+    """The engine's rows, sequences and drafts of logits rows with penalties."""
 
-    rows: np.ndarray  # int64 [P]   of the engine's tables
-    seqs: np.ndarray  # int64 [P]   of the step's S sequences
+    rows: np.ndarray  # int64 [P]   rows of the engine's tables
+    seqs: np.ndarray  # int64 [P]   indices among the step's S sequences
     first_drafts: np.ndarray  # int64 [P]   the sequence's first draft among the T tokens
-    num_drafts: np.ndarray  # int64 [P]   how many of its drafts come before what the row samples
+    num_drafts: np.ndarray  # int64 [P]   number of its drafts before the token that the row samples
 
     @staticmethod
     def of(step: StepMetadata) -> "PenalisedRows":
@@ -41,7 +41,7 @@ class PenalisedRows(NamedTuple):
         return PenalisedRows(step.rows[seqs].astype(np.int64), seqs, first_drafts, tokens + 1 - first_drafts)
 
     def drafts_before(self, p: int, step: StepMetadata) -> np.ndarray:
-        """The drafted ids that come before what row `p` of these samples: int32 [k]."""
+        """Return the drafts that precede the token sampled by row `p`: int32 [k]."""
         return step.token_ids[self.first_drafts[p] : self.first_drafts[p] + self.num_drafts[p]]
 
 
@@ -52,18 +52,21 @@ class Histories(Protocol):
         """Write the histories that `step` brings, before it samples."""
 
     def add(self, step: StepMetadata, sampled: Tensor, accepted: Tensor | None) -> None:
-        """Count what rows with penalties sampled: `sampled` integers [L]; `accepted` int32 [S] if there are drafts."""
+        """Count the tokens that rows with penalties sampled.
+
+        `sampled`: integers [L]. `accepted`: int32 [S] if there are drafts, else None.
+        """
 
 
 class TokenHistories:
-    """Histories in the host's memory. Pages of it that no penalised row uses take none."""
+    """Histories in host memory. Its pages that no penalised row uses take no memory."""
 
     def __init__(self, num_rows: int, most_ids: int) -> None:
-        """`most_ids`: distinct ids of one row."""
+        """Allocate empty histories. `most_ids`: largest number of distinct ids of one row."""
         self._ids = np.zeros((num_rows, most_ids), np.int32)
         self._counts = np.zeros((num_rows, most_ids), np.int32)
         self._lengths = np.zeros(num_rows, np.int32)
-        self._places: list[dict[int, int] | None] = [None] * num_rows  # of each id; None: not made yet
+        self._places: list[dict[int, int] | None] = [None] * num_rows  # index of each id; None: not computed yet
 
     def write(self, step: StepMetadata) -> None:
         parts = pairwise(step.history_starts.tolist())
@@ -90,7 +93,7 @@ class TokenHistories:
             self._counts[row, place] += 1
 
     def entries(self, step: StepMetadata) -> Entries:
-        """Views of the histories, or copies where drafts count as well."""
+        """Return views of the histories, or copies if drafts count as well."""
         where = PenalisedRows.of(step)
         if not where.num_drafts.any():
             firsts = where.rows * self._ids.shape[1]
@@ -108,7 +111,7 @@ class TokenHistories:
         return places
 
     def _with(self, row: int, drafts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and counts of `row`, with `drafts` counted."""
+        """Return ids and counts of `row`, with `drafts` counted."""
         length = self._lengths[row]
         ids, counts = self._ids[row, :length], self._counts[row, :length].copy()
         places, new = self._places_in(row), {}
@@ -123,10 +126,10 @@ class TokenHistories:
 
 
 class DenseHistories:
-    """`seen` int32 [rows, V] on the device, of the rank's V ids from `first_id` on.
+    """Histories on a device: `seen` int32 [rows, V], for the rank's V ids from `first_id` on.
 
-    On a device nothing is read back. The number of an id is twice its count, plus 1 if the step that wrote the history
-    listed it: 0 has not come before, 1 is in the prompt only.
+    Nothing is read back from the device. The value of an id is twice its count, plus 1 if the step that wrote the
+    history listed it: 0 means that it has not occurred, 1 that it is only in the prompt.
     """
 
     def __init__(self, num_rows: int, first_id: int, width: int, device: torch.device) -> None:
@@ -152,7 +155,7 @@ class DenseHistories:
         self._count(self.seen, self._moved(where.rows), tokens, valid)
 
     def of(self, step: StepMetadata, part: slice) -> Tensor:
-        """The numbers of some of the rows with penalties, drafts counted: int32 [p, V]."""
+        """Return the values of some of the rows with penalties, with drafts counted: int32 [p, V]."""
         where = PenalisedRows.of(step)
         seen = self.seen[self._moved(where.rows[part])]
         drafts = [where.drafts_before(p, step) for p in range(len(where.rows))[part]]
@@ -163,7 +166,7 @@ class DenseHistories:
         return seen
 
     def _count(self, seen: Tensor, rows: Tensor, tokens: Tensor, valid: Tensor) -> None:
-        """Count `tokens` [n] in `rows` [n] of `seen`, where `valid` [n] and of this shard."""
+        """Count `tokens` [n] in `rows` [n] of `seen` if `valid` [n] is true and the id is in this shard."""
         local = tokens - self._first_id
         valid = valid & (local >= 0) & (local < seen.shape[1])
         places = rows * seen.shape[1] + local.clamp(0, seen.shape[1] - 1)
@@ -176,9 +179,11 @@ class DenseHistories:
 def make_histories(
     device: torch.device, num_rows: int, max_model_len: int, vocab_start: int, vocab_local: int, vocab_size: int
 ) -> Histories:
-    """Empty histories of `num_rows` rows. This rank's shard of the vocabulary has the ids from `vocab_start` on,
-    `vocab_local` of them."""
+    """Return empty histories of `num_rows` rows.
+
+    This rank's shard of the vocabulary has `vocab_local` ids, beginning with `vocab_start`.
+    """
     if device.type != "cpu":
         return DenseHistories(num_rows, vocab_start, vocab_local, device)
-    # The last token is not computed, and the one that is sampled ahead after an end is counted as well.
+    # The last token is not computed, and a token sampled ahead after the end of a sequence is counted as well.
     return TokenHistories(num_rows, min(max_model_len + 2, vocab_size))

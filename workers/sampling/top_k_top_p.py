@@ -1,16 +1,16 @@
 """Sampling from the tokens that floors, top-k and top-p keep, without sorting the vocabulary.
 
-The kept set is always a prefix of the ids in order of logit (largest first, then lowest id). A short list of
-candidates nearly always contains it, and it is known whether it does. Otherwise either a longer list is taken (top-k),
-or the row is sampled in rounds (rejection sampling): a sample from all above the floor that lies in the nucleus is a
-sample from the nucleus, and whether it lies there takes one sum, the probability mass of the tokens before it. After a
-rejected sample everything from it on is excluded, and the row is sampled again.
+The kept set is always a prefix of the ids in the order of logits (largest first, then lowest id). A short list of
+candidates nearly always contains it, and whether it does is known. Otherwise either a longer list is used (top-k), or
+the row is sampled in rounds (rejection sampling): a sample from all ids above the floor that falls into the nucleus is
+a sample from the nucleus, and one sum decides whether it does, the probability mass of the tokens before it. After a
+rejected sample it and everything after it are excluded, and the row is sampled again.
 
-Every rank runs the same rounds, decided from gathered numbers alone. Kept sets are decided in float64, except for sums
-over a whole vocabulary: they add float32 exponentials, in blocks in float32 and the blocks in float64, slice by slice
-of the vocabulary. The C++ kernels compute whatever rounds, here as for a single rank (`sample_row.h`): the same bits
-for every number of ranks that hold whole slices. On another device or with kernels of another level, a nucleus may end
-one token earlier or later if its mass equals top-p to within about one part in 10^7.
+Every rank runs the same rounds, decided only by gathered values. Kept sets are decided in float64, except for sums over
+a whole vocabulary: they add float32 exponentials, in blocks in float32 and the blocks in float64, slice by slice of the
+vocabulary. The C++ kernels compute everything that rounds, here as for a single rank (`sample_row.h`), so the bits are
+the same for every number of ranks that hold whole slices. On another device, or with kernels of another ISA level, a
+nucleus may end one token earlier or later if its mass equals top-p to within about one part in 10^7.
 """
 
 from dataclasses import dataclass, fields
@@ -25,7 +25,7 @@ from oarlock.workers.sampling.logits_shard import LogitsShard, total_mass
 from oarlock.workers.sampling.noise import gumbel, mixed_ids, noise_bits
 from oarlock.workers.sampling_parameters import RowColumns
 
-CANDIDATES = 64  # per rank and row; more than usual values of top-k and most nuclei have
+CANDIDATES = 64  # per rank and row; more than usual values of top-k and than most nuclei have
 _ROWS_AT_ONCE = 8
 _ALL_IDS = 2**31 - 1  # larger than every id
 
@@ -34,17 +34,17 @@ _ALL_IDS = 2**31 - 1  # larger than every id
 class Filters(RowColumns[Tensor]):
     """Sampling columns of R rows, on the device: float64 and int64."""
 
-    keys: Tensor  # int32 [R, 2]   of the noise
-    floor: Tensor  # float64 [R]   the smallest logit that is kept; -inf: off, or not known yet
+    keys: Tensor  # int32 [R, 2]   keys of the noise
+    floor: Tensor  # float64 [R]   smallest logit that is kept; -inf: none, or not known yet
 
     def take(self, rows: Tensor) -> "Filters":
         return Filters(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
 
 def draw_from_list(keys: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Tensor]:
-    """A token per row from its candidates, and whether they were enough: int64 [R], bool [R].
+    """Return a token per row, sampled from its candidates, and whether they were enough: int64 [R], bool [R].
 
-    `keys` [R, C] are the best of all ranks, best first; `total` [R] is sum(exp((x - largest) / temperature)).
+    `keys` [R, C]: the best of all ranks, best first. `total` [R]: sum(exp((x - largest) / temperature)).
     """
     if can_serve(keys.device):
         f = filters
@@ -53,7 +53,7 @@ def draw_from_list(keys: Tensor, filters: Filters, total: Tensor) -> tuple[Tenso
 
 
 def draw_from_list_with_torch(keys: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes `draw_from_list` with torch's operations, for every device; tests compare the kernel with it."""
+    """Compute `draw_from_list` with torch operations, for every device; tests compare the kernel with it."""
     values, ids = decode(keys)
     peak = values[:, :1].double()
     lowest = filters.floor.unsqueeze(1)
@@ -64,7 +64,7 @@ def draw_from_list_with_torch(keys: Tensor, filters: Filters, total: Tensor) -> 
     scaled = (logits - peak) / filters.temperature.unsqueeze(1)
     mass = scaled.exp().masked_fill(~kept, 0.0)
     last = logits[:, -1]
-    # The list contains all that floor and top-k keep. If not, the total mass is only known when both are off.
+    # The list contains all ids that floor and top-k keep. If not, the total mass is only known if both are off.
     whole = (last < lowest.squeeze(1)) | (last == float("-inf"))
     whole |= (filters.top_k > 0) & (filters.top_k <= keys.shape[1])
     plain = (filters.top_k == 0) & filters.floor.isneginf()
@@ -78,7 +78,7 @@ def draw_from_list_with_torch(keys: Tensor, filters: Filters, total: Tensor) -> 
 
 
 def draw_from_long_list(tp: TensorParallel, shard: LogitsShard, rows: Tensor, filters: Filters) -> Tensor:
-    """Tokens int64 [R] of rows whose top-k is longer than the short list, from lists of the largest top-k."""
+    """Return tokens int64 [R] of rows whose top-k is longer than the short list, from lists of the largest top-k."""
     tokens = []
     for here in torch.arange(len(rows), device=rows.device).split(_ROWS_AT_ONCE):
         some = filters.take(here)
@@ -91,10 +91,11 @@ def draw_from_long_list(tp: TensorParallel, shard: LogitsShard, rows: Tensor, fi
 def draw_in_rounds(
     tp: TensorParallel, shard: LogitsShard, rows: Tensor, peak: Tensor, filters: Filters, totals: Tensor
 ) -> Tensor:
-    """Tokens of rows without top-k whose kept set is long: int64 [R].
+    """Return tokens of rows without top-k whose kept set is long: int64 [R].
 
-    `peak` [R] is each row's largest logit, `totals` [R] the mass of all of it where there is no floor. Each round draws
-    from what is left of the order of logits: at first all from the floor on, then what comes before the rejected token.
+    `peak` [R]: each row's largest logit. `totals` [R]: the mass of the whole row, if it has no floor. Each round
+    samples from the remaining part of the order of logits: first from all ids that reach the floor, then from the ids
+    before the rejected token.
     """
     low = _rounded_up(filters.floor)
     end = torch.where(low == float("-inf"), 0, _ALL_IDS)
@@ -123,7 +124,8 @@ def draw_in_rounds(
 
 
 def _rounded_up(value: Tensor) -> Tensor:
-    """The smallest float32 that is not below a float64: comparing float32 numbers with it gives the same results."""
+    """Return the smallest float32 that is not below a float64: comparing float32 values with it gives the same
+    results."""
     near = value.float()
     above = torch.nextafter(near, torch.full_like(near, float("inf")))
     return torch.where(near.double() < value, above, near)
