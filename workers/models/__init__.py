@@ -1,1 +1,1 @@
-"""Model families as plain values read from `config.json`, and the one decoder that runs them all."""
+"""Model families as plain values read from `config.json`, and the decoder that runs all of them."""

@@ -1,4 +1,4 @@
-"""Cohere's Command models: attention and MLP side by side behind one LayerNorm, neighbours rotated. Torch-free."""
+"""Cohere's Command models: parallel attention and MLP after one LayerNorm, interleaved rotary embedding. Torch-free."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from oarlock.workers.models.hf_rope import rope_spec, rope_table
 from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 _POSITIONS = 8192
-# What early configs say of the architecture, and the only value that its models have.
+# Fields of early configs that describe the architecture, with the only value that its models have.
 _ALWAYS: dict[str, Any] = {
     "use_parallel_block": True,
     "use_gated_activation": True,
@@ -23,14 +23,18 @@ _ALWAYS: dict[str, Any] = {
 
 
 def describe_cohere(fields: Fields) -> DecoderSpec:
-    """Command R: every layer sees all and is rotated. Command R+ also norms heads, each with a scale of its own."""
+    """Describe Command R: every layer has full attention and rotary embedding.
+
+    Command R+, which also norms each head with its own scale, is refused.
+    """
     if fields.flag("use_qk_norm", False):
         raise unsupported("use_qk_norm", True, "Use a model without norms of heads, such as Command R or Cohere 2.")
     return _cohere_spec(fields, (None,) * fields.layers(), [True] * fields.layers())
 
 
 def describe_cohere2(fields: Fields) -> DecoderSpec:
-    """Command R7B and A: layers with a window are rotated, those that see all are not."""
+    """Describe Command R7B and Command A: layers with a window have rotary embedding, layers with full attention have
+    none."""
     layers, pattern = fields.layers(), fields.count("sliding_window_pattern", 4)
     width = max(1, fields.count("hidden_size") // fields.count("num_attention_heads"))
     if fields.count("head_dim", width) != width:
@@ -48,7 +52,7 @@ def describe_cohere2(fields: Fields) -> DecoderSpec:
 
 
 def _cohere_spec(fields: Fields, windows: tuple[int | None, ...], rotated: Sequence[bool]) -> DecoderSpec:
-    """`rotated`: whether each layer is."""
+    """Return the description that both share. `rotated`: whether each layer has rotary embedding."""
     for key, value in _ALWAYS.items():
         if fields.raw.get(key, value) not in (value, None):
             raise unsupported(key, fields.raw[key], f"Supported: {value}.")

@@ -1,7 +1,6 @@
-"""The decoder that all families run: embedding, layers, final norm, output head; or the part of them that a pipeline
-stage holds.
+"""The decoder that all families use: embedding, layers, final norm and output head, or a pipeline stage of them.
 
-Keeps no state between calls: the step and the KV memory are arguments. Knows nothing of requests or sampling.
+Keeps no state between calls: the step and the KV memory are arguments. Does not know requests or sampling.
 """
 
 import copy
@@ -33,7 +32,7 @@ from oarlock.workers.quantization.formats.form import WeightForms
 from oarlock.workers.quantization.registry import NONE
 from oarlock.workers.weights.source import WeightSource
 
-_STAND_INS = 256  # different rows
+_STAND_INS = 256  # number of different rows
 
 
 class _Part(Protocol):
@@ -46,21 +45,21 @@ class _Part(Protocol):
 
 
 class Sublayer(Protocol):
-    """One kind of sublayer on one rank: what its `SublayerSpec` describes."""
+    """One kind of sublayer on one rank, built from its `SublayerSpec`."""
 
     @property
     def parts(self) -> Sequence[_Part]:
-        """Its layers that own weights, in the order in which they are loaded."""
+        """Its layers that own weights, in loading order."""
 
     @property
     def output(self) -> RowParallelLinear | None:
-        """The product whose results ranks add up; None: they add up those of several."""
+        """The linear layer whose partial sums are all-reduced; None if there are several."""
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Tensor:
-        """`x` [T, hidden] (normed) -> [T, hidden]: `residual` plus the sublayer's result, or without it that alone."""
+        """Return the sublayer's result for `x` [T, hidden] (normed), plus `residual` if there is one: [T, hidden]."""
 
 
-# The module of each kind of sublayer.
+# Class of each kind of sublayer.
 _SUBLAYERS: dict[type, Callable[..., Sublayer]] = {
     SelfAttentionSpec: Attention, GatedMLPSpec: GatedMLP, ExpertsSpec: Experts,
 }  # fmt: skip
@@ -72,7 +71,7 @@ class Branch:
     def __init__(
         self, name: str, spec: BranchSpec, layer: int, hidden: int, place: Placement, norms: dict[str, Norm]
     ) -> None:
-        """`name`: the layer's. `norms`: of the layer, by name."""
+        """Build the sublayer of the layer called `name`. `norms`: the layer's norms by name."""
         self.norm = None if spec.norm is None else norms[spec.norm]
         self.sublayer = _SUBLAYERS[type(spec.sublayer)](
             f"{name}.{spec.sublayer.module}", spec.sublayer, layer, hidden, place
@@ -81,10 +80,10 @@ class Branch:
         self.scale = spec.scale
 
     def __call__(self, x: Tensor, residual: Tensor, step: LayerStep) -> Tensor:
-        """Adds the sublayer's result for `x` to `residual`: both [T, hidden]."""
+        """Add the sublayer's result for `x` to `residual`: both [T, hidden]."""
         normed = x if self.norm is None else self.norm(x)
         if self.post_norm is None and self.scale == 1.0:
-            return self.sublayer(normed, residual, step)  # inside the output product
+            return self.sublayer(normed, residual, step)  # added inside the output projection
         result = self.sublayer(normed, None, step)
         if self.post_norm is not None:
             result = self.post_norm(result)
@@ -94,7 +93,7 @@ class Branch:
 
 
 class DecoderLayer:
-    """[T, hidden] -> [T, hidden]: the branches of a `LayerSpec`."""
+    """A decoder layer, [T, hidden] -> [T, hidden]: the branches of a `LayerSpec`."""
 
     def __init__(self, name: str, spec: DecoderSpec, layer: int, place: Placement) -> None:
         shape = spec.layers[layer]
@@ -124,12 +123,12 @@ class DecoderLayer:
 
 
 def mixtures_of(layers: Sequence[DecoderLayer]) -> list[Experts]:
-    """The mixtures of experts among the sublayers of `layers`."""
+    """Return the MoE sublayers of `layers`."""
     return [branch.sublayer for layer in layers for branch in layer.branches if isinstance(branch.sublayer, Experts)]
 
 
 class Decoder:
-    """One rank's shard of the model, or of the `stage` of it. It holds no weights until `load`."""
+    """One rank's shard of the model, or of its pipeline stage. It holds no weights before `load`."""
 
     def __init__(
         self,
@@ -142,11 +141,12 @@ class Decoder:
         *,
         deals_experts: bool = False,
     ) -> None:
-        """`stage`: the layers of a pipeline stage; None: all. `deals_experts`: ranks hold whole experts."""
+        """Build the layers. `stage`: the layers of a pipeline stage, or None for all. `deals_experts`: ranks hold whole
+        experts."""
         self.spec = spec
         self.stage = stage = stage or range(spec.num_layers)
         self.is_first, self.is_last = stage.start == 0, stage.stop == spec.num_layers
-        # On other devices libraries compute the sums over ranks, and slices would only cost time.
+        # On other devices libraries compute the all-reduced sums, and slices would only cost time.
         slices = slices_of(spec, quantization) if device.type == "cpu" else 1
         self.place = place = Placement(tp, dtype, device, quantization, slices, deals_experts=deals_experts)
         vocab, hidden = spec.vocab_size, spec.hidden_size
@@ -156,17 +156,18 @@ class Decoder:
         self.norm = make_norm("model.norm", hidden, spec.norm, place)
         self.head = VocabParallelHead.of(spec, words)
         ropes = [spec.layers[i].attention.rope for i in stage]
-        self.rotary = {rope: RotaryTable(rope, device) for rope in ropes if rope is not None}  # mostly one
+        self.rotary = {rope: RotaryTable(rope, device) for rope in ropes if rope is not None}  # usually only one
         self.rotary_of = [-1 if rope is None else list(self.rotary).index(rope) for rope in ropes]
         mixtures = mixtures_of(self.layers)
-        self._elsewhere = {name for experts in mixtures for name in experts.routed.elsewhere}  # of other ranks
+        self._elsewhere = {name for experts in mixtures for name in experts.routed.elsewhere}  # experts of other ranks
         self._prepared: PreparedLayers | None = None
-        self.why_not_prepared: str | None = None  # in the newest step
+        self.why_not_prepared: str | None = None  # reason in the most recent step
         self.joins_halves = fused_layer.joining_pays_off(device)
         self.attention_specs: list[AttentionSpec] = [layer.attention.spec for layer in self.layers]
 
     def with_layers(self, layers: list[int]) -> "Decoder":
-        """A decoder of only these layers, sharing this one's weights: quicker, with the same kernels and shapes."""
+        """Return a decoder of only these layers that shares this decoder's weights: faster, with the same kernels and
+        shapes."""
         other = copy.copy(self)
         other.layers = [self.layers[layer] for layer in layers]
         other.rotary_of = [self.rotary_of[layer] for layer in layers]
@@ -179,12 +180,12 @@ class Decoder:
 
     @property
     def vocab_local(self) -> int:
-        """Ids in this rank's logits, the same on every rank; the last may be padding."""
+        """Number of ids in this rank's logits, the same on every rank; the last ids may be padding."""
         return self.head.local
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the whole model, over all ranks; a tied head counts once."""
+        """Number of parameters of the whole model, over all ranks. A tied head counts once."""
         return self.spec.num_parameters
 
     @property
@@ -193,13 +194,13 @@ class Decoder:
         return sum(part.weight_bytes for part in self._parts()) + (self.head.weight_bytes if self.is_last else 0)
 
     def kv_spec(self, block_size: int, device: torch.device, cache_dtype: str = "auto") -> KVSpec:
-        """The shape of this rank's KV memory. `cache_dtype`: a name of
+        """Return the shape of this rank's KV memory. `cache_dtype`: a key of
         `oarlock.workers.attention.kv_format.FORMATS`."""
         heads, width = self.spec.attention.kv_heads_of_rank(self.place.tp.size), self.spec.attention.head_dim
         return KVSpec(len(self.layers), heads, width, block_size, self.place.dtype, device, cache_dtype)
 
     def load(self, weights: WeightSource, on_progress: Callable[[float], None]) -> None:
-        """Read this rank's slices, layer by layer. `on_progress` gets the share of bytes read, ending with 1.0."""
+        """Read this rank's slices, layer by layer. `on_progress` is called with the share of bytes read, up to 1.0."""
         total, done = self.weight_bytes, 0
         for part in self._parts():
             part.load(weights)
@@ -214,7 +215,7 @@ class Decoder:
         on_progress(1.0)
 
     def _may_stay_unused(self, name: str) -> bool:
-        """A tensor of the checkpoint that another stage or rank takes, or none."""
+        """Return whether a checkpoint tensor may stay unused because other stages or ranks use it, or none."""
         if name.rsplit(".", 2)[0] in self._elsewhere:
             return True
         if is_ignorable(self.spec, name) or not is_in_stage(self.spec, name, self.stage):
@@ -222,7 +223,7 @@ class Decoder:
         return self.place.quantization.ignores(name)
 
     def _parts(self) -> Iterator[_Part]:
-        """All layers that load weights, except the output head, which may share the embedding's."""
+        """Yield all layers that load weights, except the output head, which may share the embedding's."""
         if self.is_first or (self.is_last and self.spec.tie_word_embeddings):
             yield self.embedding
         for layer in self.layers:
@@ -231,8 +232,11 @@ class Decoder:
             yield self.norm
 
     def stand_in(self, token_ids: Tensor) -> Tensor | None:
-        """Rows [T, hidden] in place of those from the stage before, for trials of one stage alone. Each depends on its
-        entry of `token_ids`, int64 [T], alone. None on the first stage, which embeds."""
+        """Return rows [T, hidden] that replace the previous stage's hidden states, for trials of a single stage.
+
+        Each row depends only on its entry of `token_ids`, int64 [T]. Returns None on the first stage, which has the
+        embedding.
+        """
         if self.is_first:
             return None
         rows = torch.randn((_STAND_INS, self.spec.hidden_size), generator=torch.Generator().manual_seed(0))
@@ -246,9 +250,11 @@ class Decoder:
         plan: Any,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """One step -> [T, hidden], after the final norm; of a stage that is not the last, what goes to the next one.
-        `plan`: what `backend.prepare(batch)` returned. `hidden`: of the stage before, may be overwritten; None on the
-        first stage."""
+        """Run one step; return [T, hidden] after the final norm, or the hidden states for the next stage.
+
+        `plan`: the result of `backend.prepare(batch)`. `hidden`: from the previous stage, may be overwritten; None on
+        the first stage.
+        """
         assert (hidden is None) == self.is_first, "the first stage embeds, the others get hidden states"
         longest = max(batch.context_lens)
         if hidden is None:
@@ -269,8 +275,10 @@ class Decoder:
         return self.norm(hidden) if self.is_last else hidden
 
     def prepared_for(self, kv: list[LayerKV], backend: AttentionBackend) -> PreparedLayers | None:
-        """The layers in the form of one call, prepared again if there are others or their parts were replaced; None:
-        not possible."""
+        """Return the layers as one kernel call, or None if this is not possible.
+
+        They are prepared again if other layers are given or if parts of them were replaced.
+        """
         last_norm = self.norm if self.is_last else None
         if self._prepared is None or not self._prepared.serves(self.layers, last_norm, kv, backend):
             try:
@@ -283,13 +291,15 @@ class Decoder:
         return self._prepared
 
     def parts_were_replaced(self) -> None:
-        """Forgets the prepared layers: must be called when a part of a layer that has run was replaced, which would be
-        used on otherwise."""
+        """Forget the prepared layers.
+
+        Must be called if a part of a layer that has run is replaced, since the old part would still be used otherwise.
+        """
         self._prepared = None
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Rows of a step's result [L, hidden] -> logits of this rank's vocabulary shard, float32 [L, vocab_local].
+        """Return the logits of rows [L, hidden] for this rank's vocabulary shard: float32 [L, vocab_local].
 
-        Padding ids are -inf.
+        Padding ids get -inf.
         """
         return self.head(hidden)

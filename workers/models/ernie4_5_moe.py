@@ -1,4 +1,4 @@
-"""Ernie 4.5's mixtures of experts: experts chosen by corrected softmax scores, and a shared expert. Torch-free."""
+"""Ernie 4.5 MoE: experts chosen by corrected softmax scores, and a shared expert. Torch-free."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,8 +15,10 @@ _POSITIONS = 131072
 
 
 def describe_ernie4_5_moe(fields: Fields) -> DecoderSpec:
-    """Neighbours are rotated. Layers from `moe_layer_start_index` to `moe_layer_end_index` have experts, every
-    `moe_layer_interval`-th."""
+    """Describe Ernie 4.5 MoE, with interleaved rotary embedding.
+
+    Every `moe_layer_interval`-th layer from `moe_layer_start_index` to `moe_layer_end_index` has experts.
+    """
     layers = fields.layers()
     if fields.flag("use_bias", False):
         raise unsupported("use_bias", True, "Ernie 4.5 has no biases.")
@@ -53,11 +55,12 @@ def describe_ernie4_5_moe(fields: Fields) -> DecoderSpec:
         tied=True,
         eps=1e-5,
     )
-    return replace(spec, unserved=("model.mtp_",))  # predicts tokens further ahead
+    return replace(spec, unserved=("model.mtp_",))  # multi-token prediction
 
 
 def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
-    """The shared experts' width is not what the file says of it, but that of their tensor."""
+    """Return Ernie's settings. The width of the shared experts is taken from their tensor, since the metadata
+    differ."""
     settings.check_whole_heads(config["head_dim"])
     width = settings.count(".expert_feed_forward_length")
     shared = [found.entry.shape[0] for name, found in settings.model.tensors.items() if "ffn_up_shexp" in name]

@@ -11,13 +11,13 @@ from oarlock.workers.models.hf_rope import rope_spec
 from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 _MAX_POSITIONS = 131_072
-# Gemma's largest models divide scores by the root of another number than the width of a head. GGUF files do not say so;
-# llama.cpp knows these models by their number of layers.
+# Gemma's largest models divide scores by the square root of a value other than the width of a head. GGUF files do not
+# contain it; llama.cpp recognises these models by their number of layers.
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
 
 def describe_gemma2(fields: Fields) -> DecoderSpec:
-    """Softcaps, and every other layer with a window."""
+    """Describe Gemma 2, with softcaps, and a window in every other layer."""
     return _gemma_spec(
         fields,
         max_positions=8192,
@@ -28,9 +28,10 @@ def describe_gemma2(fields: Fields) -> DecoderSpec:
 
 
 def describe_gemma3(fields: Fields) -> DecoderSpec:
-    """Norms of heads, and another rotary table for layers with a window.
+    """Describe Gemma 3, with norms of heads, and another rotary table for layers with a window.
 
-    `attn_logit_softcapping` is not read and so refused: transformers has it in Gemma 3's config but ignores it.
+    `attn_logit_softcapping` is not read, and is refused if it is set: transformers has it in Gemma 3's config but
+    ignores it.
     """
     logit_softcap = fields.number_or_none("final_logit_softcapping", None)
     head_dim, positions = head_width(fields, 256), fields.count("max_position_embeddings", _MAX_POSITIONS)
@@ -58,7 +59,7 @@ def _gemma_spec(
     attention_softcap: float | None = None,
     logit_softcap: float | None = None,
 ) -> DecoderSpec:
-    """The description that Gemma 2 and 3 share."""
+    """Return the description that Gemma 2 and 3 share."""
     bias = fields.flag("attention_bias", False)
     return decoder_spec(
         fields,
@@ -83,7 +84,7 @@ def _gemma_spec(
 
 
 def _windows(fields: Fields, full_every: int) -> tuple[int | None, ...]:
-    """`full_every`: without `layer_types`, each such layer has no window."""
+    """Return the window of each layer. Without `layer_types`, every `full_every`-th layer has none."""
     kinds = layer_kinds(fields)
     if kinds is None:
         layers = fields.layers()
@@ -95,7 +96,8 @@ def _windows(fields: Fields, full_every: int) -> tuple[int | None, ...]:
 
 
 def _rope_tables(fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The rotary settings of full and of sliding layers. An old config's `rope_scaling` applies to full layers only."""
+    """Return the rotary settings of full and of sliding layers. An old config's `rope_scaling` is only for full
+    layers."""
     tables, scaling = fields.table("rope_parameters"), fields.table("rope_scaling")
     kinds = ("full_attention", "sliding_attention")
     if any(key not in kinds for key in tables):

@@ -1,4 +1,4 @@
-"""GLM-4.5 and its like: sigmoid routing with a correction, a shared expert, and dense first layers. Torch-free."""
+"""GLM-4.5 and similar models: sigmoid routing with a correction, a shared expert, dense first layers. Torch-free."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,11 +12,11 @@ from oarlock.workers.models.hf_rope import rope_spec, rope_table
 from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 _POSITIONS = 131072
-_MOST_AHEAD = 16  # layers; models that are known have one
+_MOST_AHEAD = 16  # multi-token prediction layers; known models have one
 
 
 def describe_glm4_moe(fields: Fields) -> DecoderSpec:
-    """Layers beyond `num_hidden_layers`, which predict tokens further ahead, are not served."""
+    """Describe GLM-4.5. Layers beyond `num_hidden_layers`, which predict tokens further ahead, are not served."""
     layers, dense = fields.layers(), fields.count("first_k_dense_replace", 1, least=0)
     if dense >= layers:
         raise StartupError(
@@ -67,7 +67,7 @@ def _experts(fields: Fields, activation: str) -> ExpertsSpec:
 
 
 def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
-    """Layers that predict several tokens are counted among the others, and come last."""
+    """Return GLM's settings. The file counts multi-token prediction layers among the layers; they come last."""
     head_dim, tensors = config["head_dim"], settings.model.tensors
     ahead = settings.count(".nextn_predict_layers", 0)
     return {

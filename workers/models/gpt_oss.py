@@ -1,4 +1,4 @@
-"""gpt-oss: a learned sink in every attention head, windows in every other layer, and experts with a clamped activation.
+"""gpt-oss: a learned sink in every attention head, windows in every other layer, and experts with clamped SwiGLU.
 
 Torch-free.
 """
@@ -22,7 +22,8 @@ _ROPE: dict[str, Any] = {
 
 
 def describe_gpt_oss(fields: Fields) -> DecoderSpec:
-    """Experts are chosen by logits with a bias, and weighed by the softmax of the chosen ones alone."""
+    """Describe gpt-oss. Experts are chosen by logits with a bias, and weighted by the softmax over the chosen
+    experts."""
     layers, bias = fields.layers(), fields.flag("attention_bias", True)
     kinds = layer_kinds(fields) or ["full_attention" if index % 2 else "sliding_attention" for index in range(layers)]
     window = None if fields.raw.get("sliding_window", 128) is None else fields.count("sliding_window", 128)
@@ -58,7 +59,10 @@ def describe_gpt_oss(fields: Fields) -> DecoderSpec:
 
 
 def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
-    """The file says neither whether borders of YaRN are rounded nor the limit of activations: all models are alike."""
+    """Return gpt-oss's settings.
+
+    GGUF records neither YaRN's `truncate` nor `swiglu_limit`; all published gpt-oss models use the same values.
+    """
     settings.check_whole_heads(config["head_dim"])
     scaling = config["rope_scaling"]
     return {

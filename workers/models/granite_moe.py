@@ -1,5 +1,5 @@
-"""Granite's mixtures of experts, with and without a shared expert: four factors for embedding, attention, residual and
-logits. Torch-free."""
+"""Granite's MoE models, with or without a shared expert: scaled embedding, attention, residual and logits.
+Torch-free."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,11 +1,11 @@
-"""Mistral, and Mixtral, which has experts in place of its MLP: Llama's layer with one sliding window. Torch-free."""
+"""Mistral, and Mixtral, which has experts instead of an MLP: Llama's layer with one sliding window. Torch-free."""
 
 from oarlock.workers.layers.decoder_spec import DecoderSpec
 from oarlock.workers.layers.experts_spec import ExpertsSpec, RouterSpec
 from oarlock.workers.models.hf_config import activation_name, decoder_spec, expert_counts
 from oarlock.workers.models.hf_fields import Fields, unsupported
 
-_DEFAULT_WINDOW = 4096  # of a config.json that does not mention it; an explicit null switches the window off
+_DEFAULT_WINDOW = 4096  # used if config.json does not mention it; an explicit null switches the window off
 
 
 def describe_mistral(fields: Fields) -> DecoderSpec:
@@ -24,7 +24,7 @@ def describe_mistral(fields: Fields) -> DecoderSpec:
 
 
 def describe_mixtral(fields: Fields) -> DecoderSpec:
-    """The weights of a token's experts add up to 1."""
+    """Describe Mixtral. The weights of a token's experts add up to 1."""
     window = None if fields.raw.get("sliding_window") is None else fields.count("sliding_window")
     experts, top_k = expert_counts(fields, 8, 2)
     activation = activation_name(fields, "hidden_act", "silu")

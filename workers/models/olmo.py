@@ -1,6 +1,6 @@
-"""OLMo 2, and OLMoE, a mixture of experts: both norm q and k over all heads. Torch-free.
+"""OLMo 2 and OLMoE, an MoE model: both norm q and k over all heads. Torch-free.
 
-OLMo 2 has norms on the results of attention and MLP alone, OLMoE before attention and experts.
+OLMo 2 only norms the results of attention and MLP. OLMoE norms the inputs of attention and experts.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def describe_olmo2(fields: Fields) -> DecoderSpec:
 
 def _own_olmo2(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
     settings.check_whole_heads(config["head_dim"])
-    if settings.has(".attention.sliding_window"):  # OLMo 3, which the converter gives the same name
+    if settings.has(".attention.sliding_window"):  # OLMo 3, for which the converter uses the same name
         raise StartupError(f"{settings.model.path} has windows, which olmo2 models do not.", "Use a model of OLMo 2.")
     return {"attention_bias": "blk.0.attn_q.bias" in settings.model.tensors}
 

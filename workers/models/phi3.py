@@ -32,7 +32,10 @@ def describe_phi3(fields: Fields) -> DecoderSpec:
 
 
 def _rope(fields: Fields) -> RopeSpec:
-    """LongRoPE was called `su`, and for a while `yarn`, in Phi-3's first configs; no other scaling exists here."""
+    """Return the rotary embedding.
+
+    Phi-3's first configs called LongRoPE `su`, and for some time `yarn`; no other scaling exists here.
+    """
     table = rope_table(fields)
     if table.get("rope_type", table.get("type")) in ("su", "yarn"):
         table |= {"rope_type": "longrope"}

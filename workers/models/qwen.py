@@ -9,14 +9,14 @@ from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 
 def describe_qwen2(fields: Fields) -> DecoderSpec:
-    """Biases on q, k and v, none on the output projection."""
+    """Describe Qwen2: biases on q, k and v, none on the output projection."""
     return decoder_spec(
         fields, kv_heads=32, head_dim=None, max_positions=32768, windows=_windows(fields), qkv_bias=True
     )
 
 
 def describe_qwen3(fields: Fields) -> DecoderSpec:
-    """RMSNorm on each head of q and k, heads of 128 whatever the hidden size."""
+    """Describe Qwen3: RMSNorm on each head of q and k, and heads of 128 for every hidden size."""
     bias = fields.flag("attention_bias", False)
     return decoder_spec(
         fields,
@@ -31,7 +31,7 @@ def describe_qwen3(fields: Fields) -> DecoderSpec:
 
 
 def _windows(fields: Fields) -> tuple[int | None, ...]:
-    """The window counts only if it is switched on, and only from layer `max_window_layers` on."""
+    """Return the window of each layer. It is used only if it is switched on, and from layer `max_window_layers` on."""
     used = fields.flag("use_sliding_window", False) and fields.raw.get("sliding_window", 4096) is not None
     window = fields.count("sliding_window", 4096) if used else None
     return layer_windows(fields, window, first_sliding=fields.count("max_window_layers", 28, least=0))

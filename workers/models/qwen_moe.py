@@ -1,4 +1,4 @@
-"""Qwen2-MoE, with a shared expert behind a gate, and Qwen3-MoE. Torch-free."""
+"""Qwen2-MoE, which has a gated shared expert, and Qwen3-MoE. Torch-free."""
 
 from typing import Any
 
@@ -11,8 +11,7 @@ from oarlock.workers.weights.gguf_model import GGUFFamily, Settings
 
 
 def describe_qwen2_moe(fields: Fields) -> DecoderSpec:
-    """Qwen1.5-MoE and Qwen2-57B-A14B: biases as Qwen2 has them, and every other layer with a window, where there is
-    one."""
+    """Describe Qwen1.5-MoE and Qwen2-57B-A14B: biases like Qwen2, and a window, if enabled, in every other layer."""
     shared = SharedSpec(fields.count("shared_expert_intermediate_size", 5632), "shared_expert", "shared_expert_gate")
     experts, activation = _experts(fields, 60, 4, 1408, shared)
     layers, window, most = fields.layers(), _window(fields), fields.count("max_window_layers", 28, least=0)
@@ -32,7 +31,7 @@ def describe_qwen2_moe(fields: Fields) -> DecoderSpec:
 
 
 def describe_qwen3_moe(fields: Fields) -> DecoderSpec:
-    """RMSNorm on each head of q and k; a window, where there is one, is that of all layers."""
+    """Describe Qwen3-MoE: RMSNorm on each head of q and k, and a window, if enabled, in all layers."""
     bias = fields.flag("attention_bias", False)
     experts, activation = _experts(fields, 128, 8, 768, None)
     return decoder_spec(
@@ -50,7 +49,7 @@ def describe_qwen3_moe(fields: Fields) -> DecoderSpec:
 
 
 def _experts(fields: Fields, count: int, chosen: int, width: int, shared: SharedSpec | None) -> tuple[ExpertsSpec, str]:
-    """The experts by their usual numbers, and the activation."""
+    """Return the experts, given their default numbers, and the activation."""
     experts, top_k = expert_counts(fields, count, chosen)
     activation = activation_name(fields, "hidden_act", "silu")
     router = RouterSpec(top_k, normalised=fields.flag("norm_topk_prob", False))
@@ -59,7 +58,8 @@ def _experts(fields: Fields, count: int, chosen: int, width: int, shared: Shared
 
 
 def _is_sparse(fields: Fields) -> list[bool]:
-    """Whether each layer has experts: every `decoder_sparse_step`-th, but for those that the config lists."""
+    """Return whether each layer has experts: every `decoder_sparse_step`-th, except the dense layers that the config
+    lists."""
     layers, step = fields.layers(), fields.count("decoder_sparse_step", 1)
     dense = fields.raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(index) is int and 0 <= index < layers for index in dense):
@@ -79,7 +79,10 @@ def _window(fields: Fields) -> int | None:
 
 
 def _own(settings: Settings, config: dict[str, Any]) -> dict[str, Any]:
-    """The file does not say whether weights add up to 1: of each architecture all models are alike in it."""
+    """Return Qwen's settings.
+
+    The file does not record whether the experts' weights add up to 1; all models of an architecture are alike in this.
+    """
     settings.check_whole_heads(config["head_dim"])
     own: dict[str, Any] = {
         "use_sliding_window": False,

@@ -1,1 +1,1 @@
-"""Encoders: models that read a whole text at once, each token all others, and make vectors or scores of it."""
+"""Encoders: models that read a whole text at once, with attention in both directions, and compute vectors or scores."""

@@ -32,14 +32,18 @@ _NAMES = EncoderNames(
 
 
 def describe_bert(fields: Fields, *, scores: bool) -> EncoderSpec:
-    """Describes BERT. `scores`: whether it has a classification head, which reads the first token through the dense
-    layer that BERT was trained with for it."""
+    """Describe BERT.
+
+    `scores`: whether it has a classification head, which reads the first token through BERT's pooler, the dense layer
+    that BERT was trained with.
+    """
     head = ClassifierSpec("bert.pooler.dense", "classifier", num_labels(fields), "tanh") if scores else None
     return _describe(fields, "bert.", 0, head)
 
 
 def describe_roberta(fields: Fields, *, scores: bool) -> EncoderSpec:
-    """Positions are counted from the one behind the padding's. `scores`: as above, with a dense layer of its own."""
+    """Describe RoBERTa. Positions start after the padding id. `scores`: whether it has a classification head, which has
+    its own dense layer."""
     head = ClassifierSpec("classifier.dense", "classifier.out_proj", num_labels(fields), "tanh") if scores else None
     return _describe(fields, "roberta.", fields.count("pad_token_id", 1, least=0) + 1, head)
 

@@ -1,8 +1,8 @@
-"""An encoder on one rank: embeddings, layers whose tokens attend in both directions, and a head for scores.
+"""An encoder on one rank: embeddings, layers whose tokens attend in both directions, and a classification head.
 
-Keeps no state between calls, and no keys or values: a step has each text whole. Texts are computed one by one, and long
-ones with a reach in blocks at fixed places, so that a text's bits depend on nothing else in the step. The only
-communication is the sum after each sublayer's last product; the head is small, on every rank whole.
+Keeps no state between calls, and no keys or values: a step has each text completely. Texts are computed one by one, and
+long texts with local attention in blocks at fixed positions, so that a text's bits do not depend on other texts in the
+step. The only communication is the all-reduce after each sublayer. The head is small, and every rank has all of it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,22 +26,23 @@ from oarlock.workers.platform import processor
 from oarlock.workers.quantization.method import StoredRows, WeightShard
 from oarlock.workers.weights.source import WeightSource
 
-_BLOCK = 512  # queries at a time, where a token attends to its neighbourhood alone
+_BLOCK = 512  # queries per block in layers with local attention
 
 
 def attend_both_ways(q: Tensor, k: Tensor, v: Tensor, lens: Sequence[int], reach: int | None, scale: float) -> Tensor:
-    """Attends to both sides within each text: `q`, `k`, `v` [T, H, D] -> [T, H * D] of `q`'s type.
+    """Compute attention in both directions within each text: `q`, `k`, `v` [T, H, D] -> [T, H * D] of `q`'s dtype.
 
-    `lens`: how many of the T tokens are each text's. `reach`: to how many tokens on each side a token attends; None: to
-    all. `scale`: of scores.
+    `lens`: number of tokens of each text. `reach`: number of tokens on each side that a token attends to, or None for
+    all. `scale`: factor of the scores.
     """
     mixed = torch.empty_like(q)
-    # Products of 16 bits are summed in float32. Where the processor would emulate them they are made of float32.
+    # Matmuls of 16-bit values are summed in float32. If the processor would emulate them, float32 values are
+    # multiplied.
     dtype = q.dtype if q.device.type != "cpu" or processor.here().multiplies(_name(q.dtype)) else torch.float32
     start = 0
     for length in lens:
         text = slice(start, start + length)
-        # [1, H, n, D], as torch's attention takes it
+        # [1, H, n, D], as torch's attention expects it
         parts = [x[text].to(dtype).transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
         mixed[text] = _of_text(*parts, reach, scale).squeeze(0).transpose(0, 1)
         start += length
@@ -53,7 +54,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _of_text(q: Tensor, k: Tensor, v: Tensor, reach: int | None, scale: float) -> Tensor:
-    """Attends within one text: `q`, `k`, `v` [1, H, n, D] -> [1, H, n, D]."""
+    """Compute attention within one text: `q`, `k`, `v` [1, H, n, D] -> [1, H, n, D]."""
     length = q.shape[2]
     if reach is None or reach >= length - 1:
         return F.scaled_dot_product_attention(q, k, v, scale=scale)
@@ -69,19 +70,21 @@ def _of_text(q: Tensor, k: Tensor, v: Tensor, reach: int | None, scale: float) -
     return torch.cat(blocks, 2)
 
 
-TANH_FORM = "gelu_tanh"  # else: by the error function
+TANH_FORM = "gelu_tanh"  # otherwise exact gelu with the error function
 
 
 def gelu(x: Tensor, activation: str, dtype: torch.dtype, *, gated: bool = False) -> Tensor:
-    """`x` [T, I] of `dtype` or float32 -> `dtype` [T, I]; with `gated` [T, 2 * I], where the first half of a row is the
-    gate of the second."""
+    """Return gelu of `x` [T, I], of `dtype` or float32, in `dtype`.
+
+    With `gated`, `x` is [T, 2 * I], and the first half of a row is the gate of the second.
+    """
     if elementwise.can_serve(dtype, x.device):
         return elementwise.gelu(x, dtype, gated=gated, tanh_form=activation == TANH_FORM)
     return gelu_with_torch(x, activation, dtype, gated=gated)
 
 
 def gelu_with_torch(x: Tensor, activation: str, dtype: torch.dtype, *, gated: bool = False) -> Tensor:
-    """`gelu` with torch's operations, for every device; tests compare the kernel with it."""
+    """Compute `gelu` with torch operations, for every device; tests compare the kernel with it."""
     gate, up = x.float().chunk(2, 1) if gated else (x.float(), None)
     y = F.gelu(gate, approximate="tanh" if activation == TANH_FORM else "none")
     return (y if up is None else y * up).to(dtype)
@@ -91,7 +94,7 @@ Turns = tuple[Tensor, Tensor]  # cos, sin: see `RotaryTable`
 
 
 class ColumnParallelLinear:
-    """[T, inputs] -> [T, local outputs], float32 where the product sums in it: rows of one or several matrices."""
+    """Rows of one or several matrices, [T, inputs] -> [T, local outputs]: float32 if the matmul sums in float32."""
 
     def __init__(self, parts: tuple[StoredRows, ...], inputs: int, bias: bool, place: Placement) -> None:
         self.place = place
@@ -112,10 +115,10 @@ class ColumnParallelLinear:
 
 
 class EncoderAttention:
-    """Projections, rotation where there is one, attention in both directions, output projection."""
+    """Projections, rotation if there is one, attention in both directions, output projection."""
 
     def __init__(self, before: str, spec: EncoderSpec, layer: int, place: Placement) -> None:
-        """`before`: the prefix of the layer."""
+        """Describe this rank's shard. `before`: the prefix of the layer."""
         names, hidden, size, rank = spec.names.layer, spec.hidden_size, place.tp.size, place.tp.rank
         self.heads = shard_evenly(f"{before}attention", "number of heads", spec.num_heads, size)
         self.head_dim, self.dtype = spec.head_dim, place.dtype
@@ -134,7 +137,7 @@ class EncoderAttention:
         return [self.qkv, self.output]
 
     def __call__(self, x: Tensor, residual: Tensor, lens: Sequence[int], turns: Turns | None) -> Tensor:
-        """`x`, `residual` [T, hidden] -> [T, hidden]."""
+        """Return the attention output of `x`, plus `residual`: all [T, hidden]."""
         qkv = self.qkv(x).view(len(x), 3, self.heads, self.head_dim)
         q, k, v = qkv.to(self.dtype).unbind(1)
         if turns is not None:
@@ -145,7 +148,7 @@ class EncoderAttention:
 
 
 class EncoderMLP:
-    """gelu between two products, or with a gate."""
+    """MLP with gelu between two linear layers, optionally gated."""
 
     def __init__(self, before: str, spec: EncoderSpec, place: Placement) -> None:
         names, inner, size = spec.names.layer, spec.intermediate_size, place.tp.size
@@ -164,12 +167,12 @@ class EncoderMLP:
         return [self.input, self.output]
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Computes the MLP and adds the residual: both [T, hidden] -> [T, hidden]."""
+        """Compute the MLP and add the residual: both [T, hidden] -> [T, hidden]."""
         return self.output(gelu(self.input(x), self.activation, x.dtype, gated=self.gated), residual)
 
 
 class EncoderLayer:
-    """Attention, then MLP, each with a norm after it, or before it."""
+    """Attention, then MLP, each with a norm before or after it."""
 
     def __init__(self, spec: EncoderSpec, layer: int, place: Placement) -> None:
         before, names = spec.layer_prefix(layer), spec.names.layer
@@ -189,7 +192,7 @@ class EncoderLayer:
         return [*norm, *self.attention.parts, *self.mlp.parts, self.mlp_norm]
 
     def __call__(self, hidden: Tensor, lens: Sequence[int], turns: Turns | None) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
+        """Run the layer: [T, hidden] -> [T, hidden]."""
         norm = self.attention_norm
         if self.pre_norm:
             hidden = self.attention(hidden if norm is None else norm(hidden), hidden, lens, turns)
@@ -200,7 +203,7 @@ class EncoderLayer:
 
 
 class Classifier:
-    """Hidden states of one text [n, hidden] -> float32 [labels], without a final function."""
+    """Classification head: hidden states of one text [n, hidden] -> float32 [labels], without a final activation."""
 
     def __init__(self, spec: EncoderSpec, head: ClassifierSpec, place: Placement) -> None:
         self.head = head
@@ -246,7 +249,7 @@ class _Part(Protocol):
 
 
 class _Table:
-    """A small embedding that every rank has whole: ids int64 [T] -> [T, hidden]."""
+    """A small embedding that every rank holds completely: ids int64 [T] -> [T, hidden]."""
 
     def __init__(self, name: str, rows: int, hidden: int, place: Placement) -> None:
         self.name, self.shape, self.place = name, (rows, hidden), place
@@ -264,11 +267,11 @@ class _Table:
 
 
 class Encoder:
-    """One rank's shard. It holds no weights until `load`."""
+    """One rank's shard of an encoder. It holds no weights before `load`."""
 
     def __init__(self, spec: EncoderSpec, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
-        # On other devices libraries compute the sums over ranks, and slices would only cost time.
+        # On other devices libraries compute the all-reduced sums, and slices would only cost time.
         slices = slices_for(spec.num_heads, spec.num_heads, spec.intermediate_size) if device.type == "cpu" else 1
         self.place = place = Placement(tp, dtype, device, slices=slices)
         names, hidden, before = spec.names, spec.hidden_size, spec.prefix
@@ -292,7 +295,7 @@ class Encoder:
         return sum(part.weight_bytes for part in self._parts())
 
     def load(self, weights: WeightSource, on_progress: Callable[[float], None]) -> None:
-        """Read this rank's slices. `on_progress` gets the share of bytes read, ending with 1.0."""
+        """Read this rank's slices. `on_progress` is called with the share of bytes read, up to 1.0."""
         total, done = self.weight_bytes, 0
         for part in self._parts():
             part.load(weights)
@@ -310,8 +313,11 @@ class Encoder:
         yield from (part for part in (self.final_norm, self.classifier) if part is not None)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, types: Tensor, lens: Sequence[int]) -> Tensor:
-        """One step -> [T, hidden]. All int64 [T]: ids, positions within each text, and which of two texts a token
-        belongs to, 0 or 1. `lens`: tokens of each text."""
+        """Run one step; return [T, hidden].
+
+        ids, positions within each text, and types (0 or 1, the text of a pair that a token belongs to) are int64 [T].
+        `lens`: tokens of each text.
+        """
         hidden = self.words(token_ids).float()  # [T, hidden]
         if self.types is not None:
             hidden += self.types(types).float()
@@ -324,6 +330,6 @@ class Encoder:
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
     def classify(self, hidden: Tensor) -> Tensor:
-        """Hidden states of one text [n, hidden] -> float32 [labels]."""
+        """Return the scores of one text with hidden states [n, hidden]: float32 [labels]."""
         assert self.classifier is not None
         return self.classifier(hidden)

@@ -1,4 +1,4 @@
-"""An encoder as plain values: everything that determines what it computes, and the names of its tensors. Torch-free."""
+"""Specification of an encoder: all values that determine its computation, and the names of its tensors. Torch-free."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,23 +13,23 @@ from oarlock.workers.models.hf_fields import MOST_LABELS, Fields, unsupported, w
 class LayerNames:
     """Modules of one layer, without the prefix of the layer."""
 
-    query: str  # of several names the same one, where a matrix holds them one below the other
+    query: str  # query, key and value have the same name if one matrix holds all of them, concatenated by rows
     key: str
     value: str
     attention_output: str
     attention_norm: str
-    mlp_input: str  # of a gated MLP with the gate's rows first
+    mlp_input: str  # a gated MLP has the gate's rows first
     mlp_output: str
     mlp_norm: str
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderNames:
-    """Modules of a family's checkpoints, without what stands before all of them."""
+    """Modules of a family's checkpoints, without the common prefix."""
 
     words: str
     embedding_norm: str
-    layers: str  # before the number of a layer
+    layers: str  # prefix of the layer's index
     layer: LayerNames
     positions: str = ""
     types: str = ""
@@ -38,14 +38,16 @@ class EncoderNames:
 
 @dataclass(frozen=True, slots=True)
 class ClassifierSpec:
-    """Classification head, which scores a text by the hidden state of its first token or the mean of all: it computes
-    `activation(dense)`, perhaps normed, and a matrix. Its tensors have no prefix but their own."""
+    """Classification head, which scores a text by the hidden state of its first token, or by the mean of all.
+
+    It computes `activation(dense)`, an optional norm, and a linear layer. Its tensors have no common prefix.
+    """
 
     dense: str
     output: str
     num_labels: int
     activation: str  # tanh | gelu | gelu_tanh
-    mean: bool = False  # of all tokens; else of the first
+    mean: bool = False  # True: of all tokens; False: of the first token
     dense_bias: bool = True
     norm: str = ""
     norm_bias: bool = False
@@ -53,7 +55,7 @@ class ClassifierSpec:
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """One encoder-only transformer with LayerNorm: BERT's form, or ModernBERT's."""
+    """One encoder-only transformer with LayerNorm, with the layers of BERT or of ModernBERT."""
 
     architecture: str
     vocab_size: int
@@ -65,14 +67,15 @@ class EncoderSpec:
     max_positions: int  # tokens of one text
     activation: str  # gelu | gelu_tanh
     names: EncoderNames
-    prefix: str = ""  # before all names of a checkpoint but the classifier's
-    dtype: str | None = None  # as the checkpoint declares it
+    prefix: str = ""  # prefix of all names of a checkpoint except the classifier's
+    dtype: str | None = None  # dtype of the checkpoint
     # BERT: learned positions, norms after each sublayer.
     first_position: int | None = None  # row of the first token among the learned positions; None: rotary
     num_token_types: int = 0
     # ModernBERT: rotary positions, norms before each sublayer, a gated MLP.
-    ropes: tuple[RopeSpec, ...] = ()  # by layer
-    reaches: tuple[int | None, ...] = ()  # by layer: to how many tokens on each side a token attends; None: to all
+    ropes: tuple[RopeSpec, ...] = ()  # rotary embedding of each layer
+    # reach of each layer: number of tokens on each side that a token attends to; None: all tokens
+    reaches: tuple[int | None, ...] = ()
     pre_norm: bool = False
     gated: bool = False
     attention_bias: bool = True
@@ -102,11 +105,12 @@ class EncoderSpec:
         return replace(self, prefix=prefix)
 
     def has_attention_norm(self, layer: int) -> bool:
-        """ModernBERT's first layer reads what the norm of the embedding gives."""
+        """Return whether the layer norms its attention. ModernBERT's first layer reads the output of the embedding's
+        norm."""
         return not self.pre_norm or layer > 0
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and full shape of every tensor."""
+        """Return the name and full shape of every tensor."""
         h, names, found = self.hidden_size, self.names, dict[str, tuple[int, ...]]()
 
         def matrix(name: str, rows: int, inputs: int, bias: bool) -> None:
@@ -151,7 +155,7 @@ ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "ge
 
 
 def shape_of(fields: Fields) -> dict[str, Any]:
-    """Fields of `EncoderSpec`."""
+    """Return the fields of `EncoderSpec` that all families share."""
     fields.refuse_the_rest()
     if fields.flag("is_decoder", False):
         raise unsupported("is_decoder", True, "This architecture is served only as an encoder.")
@@ -173,7 +177,7 @@ def shape_of(fields: Fields) -> dict[str, Any]:
 
 
 def num_labels(fields: Fields) -> int:
-    """Number of outputs of the classification head."""
+    """Return the number of outputs of the classification head."""
     names = fields.raw.get("id2label")
     count = len(names) if isinstance(names, dict) else fields.raw.get("num_labels", 2)
     if type(count) is not int or not 1 <= count <= MOST_LABELS:

@@ -1,5 +1,5 @@
-"""ModernBERT (Warner et al., 2024): rotary positions, norms before each sublayer, a gated MLP, and in most layers
-attention to the neighbourhood alone. Torch-free."""
+"""ModernBERT (Warner et al., 2024): rotary positions, norms before each sublayer, a gated MLP, and local attention in
+most layers. Torch-free."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ _EVERY = "global_attn_every_n_layers"
 
 
 def describe_modernbert(fields: Fields, *, scores: bool) -> EncoderSpec:
-    """Describes ModernBERT. `scores`: whether the checkpoint has a classification head."""
+    """Describe ModernBERT. `scores`: whether the checkpoint has a classification head."""
     shape, norm_bias = shape_of(fields), fields.flag("norm_bias", False)
     every, positions = fields.count(_EVERY, 3), fields.count("max_position_embeddings", 8192)
     kinds = layer_kinds(fields) or [
@@ -77,7 +77,8 @@ def describe_modernbert(fields: Fields, *, scores: bool) -> EncoderSpec:
 
 
 def _rope(fields: Fields, kind: str, head_dim: int, positions: int) -> RopeSpec:
-    """Rotary embedding of layers of this kind. Newer settings have a table for each, older ones a number."""
+    """Return the rotary embedding of layers of this kind. Newer configs have a table for each kind, older configs a
+    number."""
     key, default = _THETAS[kind]
     table: Any = fields.table("rope_parameters").get(kind)
     if table is None:
