@@ -15,8 +15,8 @@ from oarlock.workers.protocol import NULL_BLOCK, StepMetadata
 class BlockTables:
     """Block tables on the device: `tables`, int32 [rows + 1, B], stays the same tensor; `write` changes entries.
 
-    An entry is the KV block of some positions of the sequence in one of the engine's rows. Steps carry only the entries
-    that change. The step in which a sequence gets a row writes all entries of the row, and entries beyond the
+    An entry is the KV block that holds some positions of the sequence in one of the engine's rows. Steps carry only the
+    entries that change. The step in which a sequence gets a row writes all entries of the row, and entries beyond the
     sequence's blocks are never read, so every entry that is read follows from the steps since then. One additional row
     holds only the null block, for padding sequences.
     """

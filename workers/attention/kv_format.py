@@ -79,8 +79,10 @@ class Int8:
 
 
 class Fp8:
-    """The e4m3 format: sign, 4 bits of exponent, 3 of mantissa. Larger values become 448, the maximum; values that are
-    not finite become NaN."""
+    """The e4m3 format: sign, 4 bits of exponent, 3 of mantissa.
+
+    Values beyond 448, the maximum, are clamped; values that are not finite become NaN.
+    """
 
     def elements(self, head_dim: int) -> int:
         return head_dim

@@ -25,7 +25,7 @@ _MAX_HEAD = 256
 _LEAST_SPAN = 256  # keys per program; merging shorter spans costs more than it gains
 _WRITTEN = 16  # tokens written by one program
 _FIXED_SPANS = 16  # spans of the longest sequence if the span is fixed
-_FIXED_SCRATCH = 128 << 20  # bytes; tiles that need more are computed in several launches
+_FIXED_SCRATCH = 128 << 20  # bytes; if tiles need more, they are computed in several launches
 NO_WINDOW = 1 << 30  # more keys than any sequence has
 _PLANNED_AT_ONCE = 128  # tiles per iteration of `plan_spans`
 _WAVES = 4  # programs per multiprocessor; dividing keys further gains nothing
@@ -117,9 +117,9 @@ class TritonPlan:
 
     batch: ForwardBatch
     tiles: list[Tiles]
-    is_live: bool = False  # context lengths change; those of the batch are bounds
+    is_live: bool = False  # context lengths change; the batch has upper bounds
     prompts: int = 0  # upper bound of queries longer than one token, if query lengths change too; 0: they do not
-    planned: dict[int, list[Planned]] = field(default_factory=dict)  # by window length
+    planned: dict[int, list[Planned]] = field(default_factory=dict)  # plans by window length
 
 
 class TritonBackend:
@@ -308,7 +308,7 @@ class TritonBackend:
         """Divide the keys of `tiles` by the number of programs that occupy the device.
 
         The division is based on all keys of all tiles, so that many programs share a long context among short ones. If
-        it were based on the number of sequences or on the longest, most of the device would be idle when few are long.
+        it were based on the number of sequences or on the longest, most of the device would be idle if few are long.
         """
         keys, count = tiles.shape.keys, len(tiles.ends)
         first = np.maximum(tiles.first_positions - window + 1, 0) // keys * keys
@@ -390,7 +390,7 @@ class TritonBackend:
 def _find(batch: ForwardBatch, tiles: Tiles, tokens: int) -> None:
     """Compute the tiles, of `tokens` each, of the step in the tensors of `batch`.
 
-    Unneeded tiles begin behind all queries. No values are copied from the host except launch arguments; `torch.where`
+    Unneeded tiles begin after all queries. No values are copied from the host except launch arguments; `torch.where`
     would copy one.
     """
     assert tiles.queries is not None

@@ -155,9 +155,9 @@ class DecoderSpec:
 
     @property
     def attention(self) -> SelfAttentionSpec:
-        """The attention of the first layer, for sizes of the KV cache that hold for all layers.
+        """The attention of the first layer, whose numbers of heads and head size hold for all layers of the KV cache.
 
-        Raises `StartupError` naming the size if the number of heads or their size differs between layers.
+        Raises `StartupError` naming the field if one of them differs between layers.
         """
         of_all = [layer.attention for layer in self.layers]
         for field in ("num_heads", "num_kv_heads", "head_dim"):

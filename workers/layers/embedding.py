@@ -18,8 +18,8 @@ class VocabParallelEmbedding:
     minus zero before the all-reduce."""
 
     def __init__(self, name: str, vocab_size: int, hidden: int, place: Placement, scale: float = 1.0) -> None:
-        """Set the sizes of this rank's shard. `scale` multiplies every row after it was rounded to the weights' dtype,
-        as in training."""
+        """Set the sizes of this rank's shard. `scale` is rounded to the weights' dtype, as in training, and multiplies
+        every row."""
         self.name = name
         self.vocab_size = vocab_size
         self.hidden = hidden

@@ -21,7 +21,7 @@ class RouterSpec:
     least_sum: float = 1e-20  # lower bound of the sum that weights are divided by, if `normalised`
     scale: float = 1.0
     groups: int = 1  # number of equal groups of consecutive experts; experts are chosen from `top_groups` groups
-    top_groups: int = 1  # number of groups that are kept: the largest sums of the two best scores
+    top_groups: int = 1  # number of groups that are kept, chosen by the sum of their two best scores
     bias: bool = False  # the logits have a bias
     name: str = "gate"  # name of the router's module
     # Full name of a tensor with one value per expert, added to its score to choose experts but not to its weight.

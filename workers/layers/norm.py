@@ -154,7 +154,7 @@ class RowNorm:
         self.offset = spec.offset
         self.place = place
         self.has_kernel = elementwise.can_serve(place.dtype, place.device)
-        copies = max(1, place.tp.size // heads[1])  # ranks, next to each other, that hold the same key-value head
+        copies = max(1, place.tp.size // heads[1])  # number of neighbouring ranks that hold the same key-value head
         self.of = elementwise.HeadsOfRank(
             shard.num_heads, shard.num_kv_heads, *heads, shard.first_head, shard.first_kv_head,
             place.tp.rank % copies == 0,

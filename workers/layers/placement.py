@@ -22,7 +22,7 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     quantization: WeightForms = NONE
-    slices: int = 1  # slices of inputs that are cut among ranks, over all ranks (`slices_for`)
+    slices: int = 1  # number of slices, over all ranks, of the inputs that ranks share (`slices_for`)
     staging: StagingMemory = field(default_factory=StagingMemory)
     deals_experts: bool = False  # ranks hold whole experts; False: each expert is cut along its width
 
@@ -41,7 +41,7 @@ class Placement:
         return runs_on_host(self.device) or self.quantization is FIXED_ORDER
 
     def unit_of_width(self, module: str) -> int:
-        """Return the number that divides the length of slices of an expert's width. `module`: the expert's down
+        """Return the unit of an expert's width, of which the length of slices is a multiple. `module`: its down
         projection."""
         return unit_of_width(self.quantization.form_of(module))
 

@@ -200,7 +200,8 @@ class Decoder:
         return KVSpec(len(self.layers), heads, width, block_size, self.place.dtype, device, cache_dtype)
 
     def load(self, weights: WeightSource, on_progress: Callable[[float], None]) -> None:
-        """Read this rank's slices, layer by layer. `on_progress` is called with the share of bytes read, up to 1.0."""
+        """Read this rank's slices, layer by layer. `on_progress` is called with the share of bytes read, ending with
+        1.0."""
         total, done = self.weight_bytes, 0
         for part in self._parts():
             part.load(weights)
@@ -215,7 +216,8 @@ class Decoder:
         on_progress(1.0)
 
     def _may_stay_unused(self, name: str) -> bool:
-        """Return whether a checkpoint tensor may stay unused because other stages or ranks use it, or none."""
+        """Return whether a checkpoint tensor may stay unused: only other stages or ranks use it, or the model does
+        not."""
         if name.rsplit(".", 2)[0] in self._elsewhere:
             return True
         if is_ignorable(self.spec, name) or not is_in_stage(self.spec, name, self.stage):

@@ -1,9 +1,9 @@
 """Graphs of a device: work that is recorded once, and then launched as a whole.
 
-The work must read and write the same memory each time, and the host must not read the device in it. A graph owns the
-memory that was allocated during the capture, and knows all other memory only by its address, so everything that the
-work refers to must live as long as the graph. All ranks capture the same graphs in the same order, since collectives
-are captured too. All graphs must be destroyed before the process group is.
+The work must use the same memory each time, and the host must not read the device's memory while the work runs. A graph
+owns the memory that was allocated during the capture, and knows all other memory only by its address, so everything
+that the work refers to must live as long as the graph. All ranks capture the same graphs in the same order, since
+collectives are captured too. All graphs must be destroyed before the process group is.
 """
 
 from collections.abc import Callable

@@ -139,7 +139,7 @@ def check_batch_invariance(
     span: int = 0,
     is_asked: bool = False,
 ) -> InvarianceResult:
-    """Compute the prompt in every way and compare the results.
+    """Compute the prompt in different batches, chunks and steps, and compare the results.
 
     Every rank must call this at the same point: layers all-reduce. It overwrites the first blocks of `kv`, before any
     request uses them. `max_len`: tokens of one sequence. `span`: keys that one program reads, if fixed; the prompt is

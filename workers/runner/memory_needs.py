@@ -230,8 +230,7 @@ def check_given_size_fits_device(
 
 
 def free_before_load(config: WorkerConfig) -> int:
-    """Return the free bytes of the host before any rank has loaded; replicas use the value measured before the
-    first."""
+    """Return the free bytes of the host before any rank has loaded; with several replicas, before any of them has."""
     return free_host_bytes() if config.host_free_bytes is None else config.host_free_bytes
 
 

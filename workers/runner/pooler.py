@@ -111,7 +111,7 @@ class Pooler:
         return _to_host(torch.cat(parts), [len(part) for part in parts])
 
     def _sum(self, chunk: _Chunk, hidden: Tensor) -> tuple[_Sum, _Sum]:
-        """Return the sums of the sequence's tokens up to the first and up to the last token of `chunk`."""
+        """Return the sum of the sequence's tokens before `chunk`, and the sum up to its end."""
         none = _Sum(torch.zeros(hidden.shape[1], dtype=torch.float64, device=hidden.device), 0)
         known = (none,) if chunk.position == 0 else self._sums[chunk.row]
         (before,) = [one for one in known if one.num_tokens == chunk.position]

@@ -6,7 +6,7 @@ own noise, so the sample does not depend on the batch, the row or the sharding o
 A 32-bit counter-based hash: ids are mixed once (lowbias32 of C. Wellons' hash prospector), then keyed per row by two
 words derived from seed and position (splitmix64; Steele, Lea and Flood, 2014). Every step is a bijection of 32-bit
 words, so no two ids of a row share their noise. Integers are exact on every device. Logarithms are computed in float64,
-in which implementations differ by far less than matters.
+so the differences between implementations are negligible.
 """
 
 import numpy as np

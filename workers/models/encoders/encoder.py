@@ -94,7 +94,10 @@ Turns = tuple[Tensor, Tensor]  # cos, sin: see `RotaryTable`
 
 
 class ColumnParallelLinear:
-    """Rows of one or several matrices, [T, inputs] -> [T, local outputs]: float32 if the matmul sums in float32."""
+    """Column-parallel linear layer with rows of one or several matrices: [T, inputs] -> [T, local outputs].
+
+    The output is float32 if the matmul sums in float32.
+    """
 
     def __init__(self, parts: tuple[StoredRows, ...], inputs: int, bias: bool, place: Placement) -> None:
         self.place = place
@@ -295,7 +298,7 @@ class Encoder:
         return sum(part.weight_bytes for part in self._parts())
 
     def load(self, weights: WeightSource, on_progress: Callable[[float], None]) -> None:
-        """Read this rank's slices. `on_progress` is called with the share of bytes read, up to 1.0."""
+        """Read this rank's slices. `on_progress` is called with the share of bytes read, ending with 1.0."""
         total, done = self.weight_bytes, 0
         for part in self._parts():
             part.load(weights)
