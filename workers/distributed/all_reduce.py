@@ -1,8 +1,8 @@
-"""Sums and gathers over the ranks of a stage: through shared memory, between nodes over gloo, on CUDA as measured.
+"""All-reduce and all-gather over a stage's ranks: shared memory, gloo between nodes, and on CUDA the fastest measured.
 
-Sums are added over a balanced binary tree, each half of which is a sum by itself. So a rank that holds some
-neighbouring slices of a product's inputs adds them up to what another number of ranks has at the same place, and the
-total has the same bits at every number of ranks, and on all of them.
+Values are added over a balanced binary tree, each half of which is itself such a tree. A rank that holds several
+neighbouring slices of a matmul's inputs therefore computes a subtree of the same tree, so the total has the same bits
+with any number of ranks, and on every rank.
 """
 
 import ctypes
@@ -27,42 +27,43 @@ from oarlock.workers.distributed.shm_layout import (
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """((0 + 1) + (2 + 3)) + ...: tensors of one shape, in their own dtype. The left half is a power of two of them."""
+    """Return ((0 + 1) + (2 + 3)) + ... of tensors with one shape, in their own dtype. The left half has a power of two
+    of them."""
     if len(parts) == 1:
         return parts[0]
     half = 1 << (len(parts) - 1).bit_length() - 1
     return tree_sum(parts[:half]) + tree_sum(parts[half:])
 
 
-_SPINS_BEFORE_YIELD = 2_000  # about 100 us: longer than ranks differ while each has a core of its own
-_SPIN_S = 30e-6  # of the kernels, likewise
+_SPINS_BEFORE_YIELD = 2_000  # about 100 us, longer than ranks usually differ if each has its own core
+_SPIN_S = 30e-6  # spin time of the C++ kernels before they yield, for the same reason
 _YIELDS_BEFORE_SLEEP = 2_000
-# With fewer cores than ranks, a waiting rank takes processor time from the one it waits for. Four ranks on two cores do
-# 2 to 3.5 times as many collectives per second as with the numbers above, in half the processor time.
+# If there are fewer cores than ranks, a waiting rank takes processor time from the rank that it waits for. Fewer yields
+# before sleeping then complete more collectives per second in less processor time.
 _CROWDED_YIELDS_BEFORE_SLEEP = 50
 _SLEEP_S = 50e-6
 
 
 class PeerLostError(RuntimeError):
-    """Another rank did not reach the collective in time: it has ended, is stopped, or is far too slow. On another node,
-    it may also have closed its connection."""
+    """Another rank did not reach the collective in time: it has ended, is stopped, or is far too slow. If it is on
+    another node, it may also have closed its connection."""
 
 
 class SharedMemoryGroup:
     """Collectives of one rank. Every rank must make the same calls in the same order.
 
-    A decode step of a small model makes two all-reduces of some kilobytes per layer. Through gloo's sockets each takes
-    100 to 330 microseconds, which for 24 layers is as long as the model itself.
+    A decode step of a small model makes two all-reduces of some kilobytes per layer. Through gloo's sockets the
+    all-reduces of a step would take as long as the model itself.
 
         flags    one 64-bit counter per rank, one cache line each: the collective whose input that rank has published
         inputs   2 x size buffers of `buffer_bytes`: rank r writes collective n to buffer [n % 2][r]
 
     Two buffers are enough: a rank that enters collective n has seen every flag reach n - 1, and a peer sets its flag to
-    n - 1 only after it finished reading collective n - 2, which is what buffer [n % 2] held before.
+    n - 1 only after it finished reading collective n - 2, the previous content of buffer [n % 2].
 
-    Between the C++ layers' halves the kernels do the same on the same memory (`csrc/runtime/collective.cpp`), without a
-    return to Python; this form is what they are compared with. It relies on stores becoming visible in program order,
-    so `supported()` is false outside x86, and the caller uses gloo.
+    Between the halves of C++ layers the kernels run the same algorithm on the same memory
+    (`csrc/runtime/collective.cpp`) without a return to Python; this class is their reference. It relies on stores
+    becoming visible in program order, so `supported()` is false outside x86, and the caller uses gloo.
     """
 
     sums_by = "shared memory"
@@ -78,8 +79,8 @@ class SharedMemoryGroup:
         shares_cores: bool = False,
         within: Neighbours | None = None,
     ) -> None:
-        """`shares_cores`: there are fewer cores than ranks, so one that waits makes way for the others at once.
-        `within`: where these ranks are among those of their node; None: they are all."""
+        """`shares_cores`: there are fewer cores than ranks, so a waiting rank yields its core at once. `within`:
+        position of these ranks among the ranks of their node; None if they are all of them."""
         self.rank = rank
         self.size = size
         self.buffer_bytes = buffer_bytes
@@ -91,7 +92,7 @@ class SharedMemoryGroup:
         inputs = data_offset(ranks) + 2 * place * buffer_bytes
         self._raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=inputs, count=2 * size * buffer_bytes)
         self._spins = 0 if shares_cores else _SPINS_BEFORE_YIELD
-        # Also counts the collectives of this form: both may follow each other.
+        # The kernels' collectives advance the same counter, so both kinds may follow each other.
         self._group = RankGroup(
             ctypes.addressof(ctypes.c_char.from_buffer(self._map, place * LINE)), self._raw.data_ptr(), buffer_bytes,
             rank, size, 0, 0.0 if shares_cores else _SPIN_S,
@@ -108,14 +109,14 @@ class SharedMemoryGroup:
         return ctypes.addressof(self._group)
 
     def lost(self, rank: int) -> PeerLostError:
-        """The error when `rank` has not reached the collective that this rank is in."""
+        """Return the error to raise if `rank` has not reached this rank's current collective."""
         number = self._within.number + rank
         return PeerLostError(
             f"rank {number} did not reach collective {self._group.collective} within {self._group.timeout_s} s"
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, written into `x` (contiguous, on the CPU) and returned."""
+        """Write the sum over ranks into `x` (contiguous, on the CPU) and return `x`."""
         flat = x.view(-1)
         limit = self.buffer_bytes // x.element_size()
         for start in range(0, flat.numel(), limit):
@@ -128,7 +129,7 @@ class SharedMemoryGroup:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's `x` in rank order: [size, *x.shape]."""
+        """Return every rank's `x` in rank order: [size, *x.shape]."""
         flat = x.contiguous().view(-1)
         out = torch.empty((self.size, flat.numel()), dtype=x.dtype)
         limit = self.buffer_bytes // x.element_size()
@@ -139,8 +140,8 @@ class SharedMemoryGroup:
         return out.view(self.size, *x.shape)
 
     def to_first(self, part: Tensor) -> list[Tensor]:
-        """A collective that only the first rank waits for: it gets views of every rank's `part` (flat, fits a buffer),
-        the others nothing. `from_first` must follow."""
+        """Run a collective that only the first rank waits for. Return views of every rank's `part` (flat, fits a
+        buffer) on the first rank, and an empty list on the others. `from_first` must follow."""
         if self.size == 1:
             self._enter()
             return [part]
@@ -151,9 +152,10 @@ class SharedMemoryGroup:
         return inputs
 
     def from_first(self, part: Tensor) -> None:
-        """Fill every rank's `part` (contiguous, fits a buffer) with the first rank's."""
-        # Two are enough here too. Those of `to_first` only the first rank reads, and its flag shows that it has;
-        # what it wrote here before, the others had read when they set their flags for the `to_first` ahead of this.
+        """Copy the first rank's `part` (contiguous, fits a buffer) to every rank's."""
+        # Two buffers are enough here too. Only the first rank reads the inputs of `to_first`, and its flag shows that
+        # it has. The other ranks had read its previous content of this buffer before they set their flags for that
+        # `to_first`.
         if self.size == 1:
             self._enter()
         elif self.rank == 0:
@@ -170,7 +172,7 @@ class SharedMemoryGroup:
         return inputs
 
     def _enter(self) -> None:
-        """The next collective, in which this rank has no input."""
+        """Enter the next collective without an input of this rank."""
         self._group.collective += 1
         self._flags[self.rank * LINE // 8] = self._group.collective
 
@@ -213,16 +215,16 @@ class NodeSums:
         between nodes   the first ranks gather those sums over gloo, and each adds all of them
         each node       the first rank leaves the total in shared memory
 
-    A node's ranks are a branch of the tree where they are a power of two of ranks; then the total has the same bits as
-    on one host. Where they are not, the first ranks gather all inputs in place of their sums, which is more to send,
+    If the number of ranks per node is a power of two, a node's ranks are a branch of the tree, and the total has the
+    same bits as on one host. Otherwise the first ranks gather all inputs instead of their sums, which is more to send,
     and each adds them over the tree of all ranks.
     """
 
     sums_by = "shared memory, and gloo between nodes"
 
     def __init__(self, local: SharedMemoryGroup, nodes: int, first_ranks: dist.ProcessGroup | None) -> None:
-        """`local`: the stage's ranks on this node, equally many on each of `nodes`. `first_ranks`: the first rank of
-        each node, in order; given to those alone."""
+        """`local`: the stage's ranks on this node; each of the `nodes` has the same number. `first_ranks`: process
+        group of the first rank of each node, in order; None on the other ranks."""
         assert (first_ranks is None) == (local.rank > 0)
         self._local = local
         self._nodes = nodes
@@ -230,7 +232,7 @@ class NodeSums:
         self._adds_here = local.size & (local.size - 1) == 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, written into `x` (contiguous, on the CPU) and returned."""
+        """Write the sum over ranks into `x` (contiguous, on the CPU) and return `x`."""
         flat = x.view(-1)
         limit = self._local.buffer_bytes // x.element_size()
         for start in range(0, flat.numel(), limit):
@@ -242,7 +244,7 @@ class NodeSums:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's `x` in rank order: [ranks, *x.shape]."""
+        """Return every rank's `x` in rank order: [ranks, *x.shape]."""
         flat = x.contiguous().view(-1)
         nodes, ranks = self._nodes, self._local.size
         out = torch.empty((nodes, ranks, flat.numel()), dtype=x.dtype)
@@ -259,11 +261,11 @@ class NodeSums:
         return out.view(nodes * ranks, *x.shape)
 
     def all_agree(self, mine: bool) -> bool:
-        """Whether every first rank says yes. Only first ranks call this."""
+        """Return whether `mine` is true on every first rank. Only first ranks call this."""
         return all(said.item() for said in self._from_all_nodes(torch.tensor([mine], dtype=torch.uint8)))
 
     def _add_up(self, inputs: list[Tensor], total: Tensor) -> None:
-        """The inputs of this node's ranks -> the sum of all nodes' ranks."""
+        """Write the sum over all nodes' ranks to `total`. `inputs`: from this node's ranks."""
         if len(inputs) > 1:
             added = tree_sum([part.float() for part in inputs]) if self._adds_here else torch.cat(inputs)
         else:
@@ -277,7 +279,7 @@ class NodeSums:
             total.copy_(tree_sum([part.float() for part in parts]))
 
     def _from_all_nodes(self, mine: Tensor) -> list[Tensor]:
-        """`mine` (contiguous) of the first rank of each node, in order."""
+        """Return `mine` (contiguous) of the first rank of each node, in order."""
         every = [torch.empty_like(mine) for _ in range(self._nodes)]
         assert self._first_ranks is not None, "only first ranks exchange sums"
         self._first_ranks.allgather([[_bytes_of(part) for part in every]], [_bytes_of(mine)]).wait()
@@ -285,27 +287,28 @@ class NodeSums:
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """The bytes of `x` (contiguous), in place: gloo does not know every type."""
+    """Return a view of `x` (contiguous) as bytes: gloo does not support every dtype."""
     return x.view(-1).view(torch.uint8)
 
 
 Sum = Callable[[Tensor], Tensor]
 
-SIZES = tuple(4 << 10 << 2 * power for power in range(6))  # bytes, to 4 MiB; beyond the last as at the last
-_ALIGN = 16  # bytes, which a kernel of one rank reads at once
-_WARM, _TIMED = 3, 20  # sums
+SIZES = tuple(4 << 10 << 2 * power for power in range(6))  # bytes, up to 4 MiB; larger tensors use NCCL
+_ALIGN = 16  # bytes that a kernel of one rank reads at once
+_WARM, _TIMED = 3, 20  # all-reduces before and during a measurement
 
 
 class DeviceSum:
-    """The sum over ranks by the way that was the fastest at the next larger of `SIZES`.
+    """All-reduce by the algorithm that was fastest at the next larger of `SIZES`.
 
-    Of symmetric memory, which each rank copies its input to: one-shot, where each then adds all inputs; two-shot, where
-    each adds its part and hands it on; multimem, the same with additions by the switch. For a decode step's few
-    kilobytes one-shot takes less than NCCL's protocol. Not measured on a GPU yet.
+    With symmetric memory, each rank copies its input there. One-shot: each rank adds all inputs. Two-shot: each rank
+    adds its part and sends the sum to the others. Multimem: as two-shot, but the switch adds. One-shot should have less
+    latency than NCCL's protocol for the few kilobytes of a decode step. Not measured on a GPU yet.
     """
 
     def __init__(self, ways: Mapping[str, Sum], fastest: Sequence[str], dtype: torch.dtype, ranks: int) -> None:
-        """`ways`: by name, NCCL's among them. `fastest`: for each of `SIZES`. `dtype`: that symmetric memory holds."""
+        """`ways`: algorithms by name, including NCCL. `fastest`: name for each of `SIZES`. `dtype`: of the symmetric
+        memory."""
         self._ways, self._fastest, self._dtype, self._unit = ways, fastest, dtype, _ALIGN * ranks
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -325,10 +328,11 @@ def choose_device_sum(
     agree: Callable[[float], float],
     seconds_of: Callable[[Sum, Tensor], float],
 ) -> tuple[DeviceSum, str]:
-    """The fastest way by size, and a line that says so.
+    """Return the all-reduce that uses the fastest algorithm for each size, and a line that describes the choice.
 
-    `others`: ways by name, or why there is none; they must give NCCL's sums. `x`: as many small whole numbers as the
-    largest sum has. `agree`: the largest of all ranks' numbers, so that all choose the same.
+    `others`: algorithms by name, or the reason why one is not available; their sums must equal NCCL's. `x`: small
+    integers, with the number of elements of the largest all-reduce. `agree`: returns the maximum over all ranks, so
+    that all ranks choose the same.
     """
     there, notes = {NCCL: nccl}, []
     for name, way in others.items():
@@ -350,7 +354,7 @@ def choose_device_sum(
 
 
 def seconds_on_device(add: Sum, x: Tensor) -> float:
-    """Seconds of one sum among many in a graph, as the steps of a decode launch them."""
+    """Return the seconds of one all-reduce out of many in a CUDA graph, as decode steps launch them."""
     x = torch.zeros_like(x)
     for _ in range(_WARM):
         add(x)

@@ -1,7 +1,7 @@
-"""The control socket between the executor and one rank: JSON lines, used at start and for failures only.
+"""The control socket between the executor and one rank: JSON lines, used only at start and for failures.
 
-A field whose name ends in `_fd`, at any depth, is a descriptor: the receiver gets one of its own for the same file.
-End-of-file on the socket means that the other side has ended.
+A field whose name ends in `_fd`, at any depth, is a file descriptor. The receiver gets its own descriptor of the same
+file. End-of-file on the socket means that the other side has ended.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from oarlock.workers.distributed.shm_ring import ChannelClosedError
 
 _MAX_LINE = 1 << 20
-_MAX_FDS = 32  # of the messages that one call receives
+_MAX_FDS = 32  # descriptors that one call may receive
 
 
 class Control:
@@ -22,7 +22,7 @@ class Control:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._pending = b""
-        self._received: deque[int] = deque()  # descriptors, in the order of the messages that they came with
+        self._received: deque[int] = deque()  # descriptors, in the order of their messages
 
     @staticmethod
     def pair() -> tuple["Control", "Control"]:
@@ -37,7 +37,8 @@ class Control:
         return self._socket.fileno()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Descriptors among `fields` stay open here. Raises `ChannelClosedError` when the other side is gone."""
+        """Send a message. Descriptors among `fields` stay open here. Raises `ChannelClosedError` if the other side is
+        gone."""
         fds: list[int] = []
 
         def added(fd: int) -> int:
@@ -52,7 +53,7 @@ class Control:
             raise ChannelClosedError(str(error)) from error
 
     def recv(self) -> dict[str, Any]:
-        """The next message; blocks. Raises `ChannelClosedError` at end-of-file."""
+        """Return the next message; blocks. Raises `ChannelClosedError` at end-of-file."""
         while b"\n" not in self._pending:
             try:
                 data, fds, _, _ = socket.recv_fds(self._socket, 65536, _MAX_FDS)
@@ -67,7 +68,7 @@ class Control:
 
     @property
     def has_pending(self) -> bool:
-        """Whether a whole message is already read into the buffer, which `select` cannot see."""
+        """Whether a whole message has already been read into the buffer, which `select` cannot see."""
         return b"\n" in self._pending
 
     def close(self) -> None:
@@ -75,7 +76,7 @@ class Control:
 
 
 def _with_descriptors(fields: dict[str, Any], change: Callable[[int], int]) -> dict[str, Any]:
-    """`fields` with every descriptor in them changed, in their order."""
+    """Return `fields` with `change` applied to every descriptor in them, in their order."""
     return {
         name: _with_descriptors(value, change)
         if isinstance(value, dict)

@@ -1,7 +1,7 @@
-"""The tensor-parallel process group as a value that layers get in their constructor.
+"""The tensor-parallel process group, a value that layers get in their constructor.
 
-CPU ranks of an x86 host use shared memory, of several hosts gloo besides (`all_reduce.py` has both), on
-other processors gloo alone; CUDA ranks use NCCL, or symmetric memory for small sums.
+CPU ranks of one x86 host use shared memory, and ranks of several x86 hosts gloo as well (`all_reduce.py` has both). On
+other processors CPU ranks use only gloo. CUDA ranks use NCCL, or symmetric memory for small all-reduces.
 """
 
 import logging
@@ -31,13 +31,14 @@ from oarlock.workers.errors import StartupError
 from oarlock.workers.platform.network import interface_with
 
 LOOPBACK = "127.0.0.1"
-_OF_PEER = ("gloo", "closed by peer", "timeout caused pair closure")  # in gloo's words for a peer that is lost
+_OF_PEER = ("gloo", "closed by peer", "timeout caused pair closure")  # parts of gloo's messages for a lost peer
 
 logger = logging.getLogger("oarlock.runner")
 
 
 class TensorParallel:
-    """`rank` of `size` identical processes. Sums on the CPU run over a tree (`tree_sum`): all get the same bits."""
+    """`rank` of `size` identical processes. All-reduces on the CPU add over a tree (`tree_sum`), so all ranks get the
+    same bits."""
 
     def __init__(
         self,
@@ -50,31 +51,31 @@ class TensorParallel:
         over_host: bool = False,
         in_order: bool = False,
     ) -> None:
-        """`shared`: what computes sums of the CPU; None: torch's collectives do. `record`: gets the number of each
-        of those that this rank reaches. `group`: its ranks, where they are not all. `over_host`: the group knows
-        tensors of the CPU alone, and others are copied there and back. `in_order`: sums of a device run over the tree
-        as well, where NCCL would choose an order by their size."""
+        """`shared`: computes all-reduces on the CPU; None: torch's collectives do. `record`: called with the number of
+        each of torch's collectives that this rank reaches. `group`: the ranks; None if they are all. `over_host`: the
+        group supports only CPU tensors, so others are copied to the host and back. `in_order`: all-reduces on a device
+        add over the tree too; NCCL would choose an order by their size."""
         self.rank = rank
         self.size = size
         self._shared = shared
-        # The group in which kernels compute sums over ranks themselves; None: they leave them to `all_reduce`.
+        # The group in which kernels compute all-reduces themselves; None: they leave them to `all_reduce`.
         self.group_for_kernels = shared if isinstance(shared, SharedMemoryGroup) else None
         self._record = record
         self._group = group
         self._over_host = over_host
         self._in_order = in_order
         self._collectives = 0
-        # a phrase; of CUDA devices with what was measured
+        # backend of the all-reduces for logs; on CUDA devices with the measured times
         self.sums_by = "gloo" if shared is None else shared.sums_by
         self._device_sum: Sum = self._nccl_sum
 
     @staticmethod
     def solo() -> "TensorParallel":
-        """A group of one rank: every collective is the identity."""
+        """Return a group of one rank, whose collectives are all the identity."""
         return TensorParallel()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks of `x` (any shape), bitwise the same on every rank. May reuse `x`'s memory."""
+        """Return the sum over ranks of `x` (any shape), with the same bits on every rank. May reuse `x`'s memory."""
         if self.size > 1:
             if self._shared is None:
                 if x.device.type == "cpu" or self._over_host or self._in_order:
@@ -86,7 +87,7 @@ class TensorParallel:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's `x` (equal shapes), stacked in rank order: [size, *x.shape]."""
+        """Return every rank's `x` (equal shapes), stacked in rank order: [size, *x.shape]."""
         if self.size == 1:
             return x.unsqueeze(0)
         if self._shared is not None:
@@ -99,9 +100,10 @@ class TensorParallel:
         return out
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """Every rank's `x[rank]`, of the rank that calls (equal shapes), stacked in rank order: [size, *x.shape[1:]].
+        """Return `x[self.rank]` of every rank (equal shapes), stacked in rank order: [size, *x.shape[1:]].
 
-        `x`: [size, ...], a part for each rank."""
+        `x`: [size, ...], a part for each rank.
+        """
         if self.size == 1:
             return x
         if self._shared is not None or self._over_host:
@@ -112,7 +114,8 @@ class TensorParallel:
         return out
 
     def choose_all_reduce(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Measure the ways that sums of `dtype` may take on a CUDA device, and log the choice. All ranks must call."""
+        """Measure the algorithms for an all-reduce of `dtype` on a CUDA device, and log the choice. All ranks must call
+        this."""
 
         def agree(number: float) -> float:
             return float(self.all_gather(torch.tensor([number], dtype=torch.float64, device=device)).max())
@@ -137,7 +140,7 @@ class TensorParallel:
             dist.destroy_process_group()
 
     def _nccl_sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """Return `x` after an all-reduce in place."""
         dist.all_reduce(x, group=self._group)
         return x
 
@@ -147,7 +150,7 @@ class TensorParallel:
             self._record(self._collectives)
 
 
-# Some drivers of consumer cards offer peer access that then hangs, or copies wrong numbers.
+# Some drivers of consumer cards offer peer access that then hangs, or copies wrong values.
 WITHOUT_PEERS = "If the start hangs or sums are wrong, set NCCL_P2P_DISABLE=1."
 
 
@@ -156,7 +159,7 @@ def _reads(device: torch.device, other: int) -> bool:
 
 
 def open_store(info: RendezvousInfo) -> dist.Store:
-    """The store in which ranks find each other: on one host in their shared memory, so that nothing listens."""
+    """Return the store in which ranks find each other. On one host it is in shared memory, so that nothing listens."""
     if info.store is None:
         return dist.FileStore(f"/dev/fd/{info.store_fd}", -1)
     timeout = timedelta(seconds=info.timeout_s)
@@ -165,9 +168,9 @@ def open_store(info: RendezvousInfo) -> dist.Store:
 
 
 def init_distributed(info: RendezvousInfo, device: torch.device, *, share_device: bool = False) -> None:
-    """Form torch's process group of all ranks. Blocks until all are there, at most `info.timeout_s`.
+    """Form torch's process group of all ranks. Blocks until all have joined, at most `info.timeout_s`.
 
-    `share_device`: several ranks have one CUDA device, which NCCL refuses; so they are on gloo.
+    `share_device`: several ranks share one CUDA device. NCCL refuses that, so they use gloo.
     """
     interface = info.interface or interface_with(LOOPBACK).name
     os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -185,7 +188,8 @@ def init_distributed(info: RendezvousInfo, device: torch.device, *, share_device
 
 
 def subgroups(groups: Iterable[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
-    """Form `groups` of ranks, none of them in two, and return the one of `rank`. Every rank must call this alike."""
+    """Form disjoint `groups` of ranks, and return the group of `rank`. Every rank must call this with the same
+    groups."""
     own = None
     for ranks in groups:
         group = dist.new_group(list(ranks))
@@ -202,7 +206,8 @@ def stage_group(
     share_device: bool = False,
     in_order: bool = False,
 ) -> TensorParallel:
-    """The ranks of one stage, by torch's collectives. `dtype`: the model's. `in_order`: see `TensorParallel`."""
+    """Return the ranks of one stage, using torch's collectives. `dtype`: the model's. `in_order`: see
+    `TensorParallel`."""
     topology = info.topology
     rank, size = topology.tensor_rank(info.rank), topology.tensor_parallel_size
     group = None
@@ -227,7 +232,8 @@ _SYMMETRIC = {
 def symmetric_sums(
     most: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
 ) -> dict[str, Sum | str]:
-    """Sums of up to `most` numbers by symmetric memory, by name, or why there is none. Every rank must call this.
+    """Return all-reduces of up to `most` values by symmetric memory, by name, or the reason why there is none. Every
+    rank must call this.
 
     `group`: None: all ranks.
     """
@@ -250,7 +256,8 @@ def symmetric_sums(
 
 
 def _symmetric_sum(kernel: str, inputs: Tensor, group: str, x: Tensor) -> Tensor:
-    """The sum of `x` over ranks, not in the memory of `inputs`, which the next sum takes."""
+    """Return the sum of `x` over ranks. It does not use the memory of `inputs`, which the next all-reduce
+    overwrites."""
     mine = inputs[: x.numel()]
     mine.copy_(x.reshape(-1))
     total = getattr(torch.ops.symm_mem, kernel)(mine, "sum", group)
@@ -258,10 +265,10 @@ def _symmetric_sum(kernel: str, inputs: Tensor, group: str, x: Tensor) -> Tensor
 
 
 def follows_from_peer(error: Exception) -> bool:
-    """Whether the cause is that another rank is lost, as far as one can tell."""
+    """Return whether the likely cause is that another rank is lost."""
     return isinstance(error, dist.DistError | PeerLostError) or any(word in str(error) for word in _OF_PEER)
 
 
 def nccl_version() -> str | None:
-    """Version of torch's NCCL; None where torch has none."""
+    """Return the version of torch's NCCL; None if torch has none."""
     return ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None

@@ -1,13 +1,13 @@
-"""One rank's place in a pipeline: hidden states come from the stage before and go to the stage after.
+"""One rank's part of a pipeline stage: it receives hidden states from the previous stage and sends them to the next.
 
-Each rank of a stage has one peer in the stage before and one in the stage after, those of its own tensor rank. It sends
-them its share of the rows, 1/TP, and the ranks of the receiving stage gather: each row crosses between stages once.
-Every step is one message from each rank to its peer, also a step that a stage refuses (`StepGuard`), so that stages
-stay in step without asking each other.
+Each rank of a stage has one peer with the same tensor-parallel rank in the previous and in the next stage. It sends its
+1/TP share of the rows to that peer, and the ranks of the receiving stage all-gather them, so each row crosses between
+stages once. Every step is one message from each rank to its peer, even if a stage refuses the step (`StepGuard`), so
+that stages stay in step without asking each other.
 
-A message is one byte that says whether the step was refused, and the rows. Its length follows from the step, so the
-receiver asks for the whole message before it is sent. A refused step's rows mean nothing. It goes through a `Channel`:
-a ring in shared memory on one host, `isend` and `irecv` between two.
+A message has a header, which marks the step as running or refused, and the rows. Its length follows from the step, so
+the receiver can ask for the whole message before it is sent. The rows of a refused step are meaningless. A `Channel`
+carries the messages: a ring in shared memory on one host, `isend` and `irecv` between two hosts.
 """
 
 from collections import deque
@@ -25,34 +25,35 @@ from oarlock.workers.distributed.topology import MARK_BYTES
 
 
 class StepRefusedError(Exception):
-    """A stage ahead had no memory for this step."""
+    """An earlier stage had no memory for this step."""
 
 
 class Channel(Protocol):
-    """Messages in order to or from one peer, one for each step. Both sides know how many bytes of rows a step has."""
+    """Messages in order to or from one peer, one for each step. Both sides know the size of a step's rows in bytes."""
 
     def send(self, rows: Tensor) -> None:
         """Send a step's rows. Does not wait for the receiver. `rows` may be overwritten once this returns."""
         ...
 
     def refuse(self, num_bytes: int) -> None:
-        """Say that a step of so many bytes does not run. Does not wait for the receiver."""
+        """Send that a step whose rows have `num_bytes` does not run. Does not wait for the receiver."""
         ...
 
     def receive(self, rows: Tensor) -> bool:
-        """Wait for the next message, and write it to `rows` (contiguous). False: the step was refused.
+        """Wait for the next message, and write its rows to `rows` (contiguous). Return False if the step was refused.
 
-        Raises an error where the peer is lost."""
+        Raises an error if the peer is lost.
+        """
         ...
 
     def discard(self, num_bytes: int) -> None:
-        """Wait for the next message, of so many bytes, and forget it. Raises an error where the peer is lost."""
+        """Wait for the next message, whose rows have `num_bytes`, and drop it. Raises an error if the peer is lost."""
         ...
 
 
 class PipelineStage:
-    """Stage `number` of `size`. Every step calls `receive`, or `drop`, once unless it is the first; and `send`, or
-    `refuse`, once unless it is the last."""
+    """Stage `number` of `size`. In every step, each stage but the first calls `receive` or `drop` once, and each stage
+    but the last calls `send` or `refuse` once."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class PipelineStage:
         after: Channel | None = None,
         row_bytes: int = 0,
     ) -> None:
-        """`tp`: the ranks of this stage; None: one alone. `row_bytes`: of a token's hidden state."""
+        """`tp`: the ranks of this stage; None if it has one. `row_bytes`: size of a token's hidden state."""
         assert (before is None) == (number == 0) and (after is None) == (number == size - 1)
         self.number = number
         self.size = size
@@ -75,7 +76,7 @@ class PipelineStage:
 
     @staticmethod
     def solo() -> "PipelineStage":
-        """The only stage: it has all layers."""
+        """Return the only stage, which has all layers."""
         return PipelineStage()
 
     def send(self, hidden: Tensor) -> None:
@@ -86,10 +87,11 @@ class PipelineStage:
         self._after.send(hidden[share * self._tp.rank : share * (self._tp.rank + 1)])
 
     def receive(self, num_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Receive this step's hidden states from the stage before: [num_tokens, hidden_size], the same on all ranks.
+        """Receive this step's hidden states from the previous stage: [num_tokens, hidden_size], the same on all ranks.
 
-        The rows are contiguous, with the same bits everywhere. Raises `StepRefusedError`, on all ranks of the stage
-        alike, and before any of its collectives."""
+        The rows are contiguous, with the same bits on all ranks. Raises `StepRefusedError` on all ranks of the stage
+        alike, before any of its collectives, if an earlier stage refused the step.
+        """
         assert self._before is not None, "the first stage receives nothing"
         share = self._share(num_tokens)
         rows = torch.empty((share, hidden_size), dtype=dtype, device=device)
@@ -103,26 +105,26 @@ class PipelineStage:
             self._before.discard(self._num_bytes(num_tokens))
 
     def refuse(self, num_tokens: int) -> None:
-        """Tell the stages after this one that it does not run the step."""
+        """Send to the later stages that this stage does not run the step."""
         if self._after is not None:
             self._after.refuse(self._num_bytes(num_tokens))
 
     def _num_bytes(self, num_tokens: int) -> int:
-        """Bytes of this rank's message of a step."""
+        """Return the bytes of rows in this rank's message of a step."""
         return self._mine(num_tokens) * self._row_bytes
 
     def _mine(self, num_tokens: int) -> int:
-        """Rows of this rank; the last ranks may have fewer than the others, or none."""
+        """Return the rows of this rank. The last ranks may have fewer than the others, or none."""
         share = self._share(num_tokens)
         return max(0, min(share, num_tokens - share * self._tp.rank))
 
     def _share(self, num_tokens: int) -> int:
-        """Rows of each rank; the last ones have fewer."""
+        """Return the rows of each rank, except that the last ranks may have fewer."""
         return -(-num_tokens // self._tp.size)
 
 
 _RUN, _REFUSED = 1, 0
-_MAX_UNSENT = 64  # messages; older ones have been received long ago
+_MAX_UNSENT = 64  # messages; older ones were received long ago
 
 
 class RingChannel:
@@ -156,8 +158,8 @@ class RingChannel:
     def _send(self, mark: int, data: Tensor) -> None:
         assert self._writer is not None, "this end receives"
         try:
-            # The engine has fewer steps under way than there are slots; nothing holds back a stage whose steps are all
-            # known before, as when known texts are verified.
+            # The engine has fewer steps in flight than there are slots. But nothing holds back a stage if all its steps
+            # are known in advance, for example when existing texts are verified.
             self._writer.wait_for_room(self._timeout_s)
             with self._writer.send() as slot:
                 slot[0] = mark
@@ -183,8 +185,8 @@ class RingChannel:
 
 
 class GlooChannel:
-    """Channel to or from a rank of another host, over the default process group. Rows of a device are copied over the
-    host."""
+    """Channel to or from a rank of another host, over the default process group. Rows on a device are copied through
+    the host."""
 
     def __init__(self, peer: int) -> None:
         self._peer = peer
@@ -225,7 +227,7 @@ class GlooChannel:
 
 
 class DeviceChannel:
-    """A channel of which rows go from device to device by NCCL, and the marks over the host."""
+    """A channel that sends rows from device to device with NCCL, and the headers over the host."""
 
     def __init__(self, on_host: Channel, peer: int, device: torch.device) -> None:
         self._on_host = on_host
@@ -246,7 +248,7 @@ class DeviceChannel:
         self._on_host.refuse(0)
 
     def receive(self, rows: Tensor) -> bool:
-        """Receives rows, which what is launched after this finds in their place."""
+        """Receive hidden states into `rows`. Asynchronous: kernels launched afterwards see the received data."""
         runs = self._on_host.receive(rows[:0])
         if runs and rows.nbytes:
             self._receive(rows.view(-1).view(torch.uint8))
@@ -263,7 +265,7 @@ class DeviceChannel:
 
 
 def _bytes_of(rows: Tensor) -> Tensor:
-    """The bytes of `rows`, on the CPU."""
+    """Return the bytes of `rows`, on the CPU."""
     return rows.cpu().contiguous().view(-1).view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""The groups that a rank is in: the ranks of its stage, and its neighbours in a pipeline of stages, on all nodes."""
+"""The groups of a rank: the ranks of its stage, and its peers in the neighbouring pipeline stages, on all nodes."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class RankGroups:
 
     tp: TensorParallel
     stage: PipelineStage
-    votes: Votes | None  # of the ranks of its stage; None: it is alone there
+    votes: Votes | None  # votes of the ranks of this stage; None if it has one rank
     _opened: ExitStack
 
     @staticmethod
@@ -41,18 +41,18 @@ def join_groups(
     share_device: bool = False,
     in_order: bool = False,
 ) -> RankGroups:
-    """Blocks until all ranks of all nodes are there, at most `info.timeout_s`; ranks of one x86 host that compute on
-    its processor wait for nobody, and have no process group.
+    """Return the groups of this rank. Blocks until all ranks of all nodes have joined, at most `info.timeout_s`. CPU
+    ranks of one x86 host neither wait nor have a process group.
 
-    `dtype`: the model's. `share_device`: several ranks have one CUDA device, which NCCL refuses; so their sums go over
-    the host. `in_order`: see `TensorParallel`. Raises what torch raises.
+    `dtype`: the model's. `share_device`: several ranks share one CUDA device. NCCL refuses that, so their all-reduces
+    go over the host. `in_order`: see `TensorParallel`. Raises torch's errors.
     """
     if info.size == 1:
         return RankGroups.solo()
     topology = info.topology
     within = Neighbours.of(topology, info.rank)
-    rank = info.rank - within.number  # among its neighbours
-    nodes = topology.tensor_parallel_size // within.size  # of this stage
+    rank = info.rank - within.number  # index among its neighbours
+    nodes = topology.tensor_parallel_size // within.size  # number of nodes of this stage
     by_shared_memory = device.type == "cpu" and SharedMemoryGroup.supported()
     if topology.nnodes > 1 or not by_shared_memory:
         init_distributed(info, device, share_device=share_device)
@@ -81,7 +81,8 @@ def join_groups(
 def _pipeline_stage(
     info: RendezvousInfo, tp: TensorParallel, device: torch.device | None, opened: ExitStack
 ) -> PipelineStage:
-    """`device`: on which rows go from rank to rank; None: they go over the host. `opened` gets what must be closed."""
+    """Return the pipeline stage of this rank. `device`: holds the hidden states, which go from device to device; None:
+    they go over the host. Resources to close are added to `opened`."""
     topology, ranks = info.topology, info.topology.tensor_parallel_size
 
     def channel(peer: int, ring: dict[str, Any] | None, *, sends: bool) -> Channel | None:

@@ -11,21 +11,21 @@ from dataclasses import dataclass
 
 from oarlock.workers.distributed.topology import Topology
 
-LINE = 64  # bytes of a cache line; each flag has one of its own
+LINE = 64  # bytes of a cache line; each flag has its own
 
 
 def votes_offset(size: int) -> int:
-    """Offset of the votes in bytes, after one flag per rank."""
+    """Return the offset of the votes in bytes, after one flag per rank."""
     return size * LINE
 
 
 def data_offset(size: int) -> int:
-    """Offset of the input buffers in bytes, after one flag and one line of votes per rank."""
+    """Return the offset of the input buffers in bytes, after one flag and one line of votes per rank."""
     return (2 * size * LINE + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def total_bytes(size: int, buffer_bytes: int) -> int:
-    """Bytes of shared memory for `size` ranks: flags and two input buffers per rank."""
+    """Return the bytes of shared memory for `size` ranks: flags, votes and two input buffers per rank."""
     return data_offset(size) + 2 * size * buffer_bytes
 
 
@@ -33,25 +33,25 @@ def total_bytes(size: int, buffer_bytes: int) -> int:
 class Neighbours:
     """The ranks of one stage on one node. They share the memory of that node's ranks, and use their part of it."""
 
-    number: int  # of the first one, among all ranks
+    number: int  # rank of the first one, among all ranks
     size: int
-    place: int  # of the first one, among the ranks of its node
+    place: int  # index of the first one, among the ranks of its node
     ranks_of_node: int
 
     @staticmethod
     def of(topology: Topology, rank: int) -> "Neighbours":
-        """Neighbours of `rank`, itself among them."""
+        """Return the neighbours of `rank`, including itself."""
         ranks = topology.neighbours_on_node(rank)
         return Neighbours(ranks.start, len(ranks), topology.local_rank(ranks.start), topology.ranks_per_node)
 
     @staticmethod
     def alone(size: int) -> "Neighbours":
-        """Neighbours on a host whose `size` ranks are all of one stage."""
+        """Return the neighbours on a host whose `size` ranks are all of one stage."""
         return Neighbours(0, size, 0, size)
 
 
 class RankGroup(ctypes.Structure):
-    """One rank's view of that memory, as `kernels/cpu/csrc/runtime/collective.h` takes it."""
+    """One rank's view of that memory, as declared in `kernels/cpu/csrc/runtime/collective.h`."""
 
     _fields_ = (
         ("flags", ctypes.c_void_p),
@@ -67,7 +67,8 @@ class RankGroup(ctypes.Structure):
 
 
 class Flags:
-    """One 64-bit counter per rank: the number of the latest collective that it has reached. Its votes can be read."""
+    """One 64-bit counter per rank, the number of the latest collective that it has reached; and read access to the
+    votes."""
 
     def __init__(self, memory_fd: int, size: int) -> None:
         self._size = size
@@ -85,7 +86,7 @@ class Flags:
         return [self[rank] for rank in range(self._size)]
 
     def read_votes(self) -> list[int]:
-        """The latest vote that each rank has cast (`votes.py`)."""
+        """Return the number of the latest vote that each rank has cast (see `Votes`)."""
         return [max(self._votes[rank * LINE // 8 + turn] for turn in (0, 1)) // 2 for rank in range(self._size)]
 
     def close(self) -> None:
@@ -95,7 +96,7 @@ class Flags:
 
 
 def last_of(*progress: Sequence[int]) -> int | None:
-    """The rank that is behind all others, which wait for it; None when several are equally far behind.
+    """Return the rank that is behind all others, which wait for it; None if several are equally far behind.
 
     `progress`: lists with one growing counter per rank. A later list decides between ranks equal in the earlier ones.
     """
@@ -110,14 +111,14 @@ _lock = threading.Lock()
 
 
 def fence() -> None:
-    """A full memory barrier: no access after it is visible before any access ahead of it, on every processor.
+    """Issue a full memory barrier: no later access becomes visible before any earlier access, on every processor.
 
-    Python has no instruction for it. Releasing a lock keeps earlier accesses before it, acquiring one keeps later ones
-    after it, and a release and an acquire of the same lock keep their order; so two rounds make a full barrier.
+    Python has no instruction for it. Releasing a lock keeps earlier accesses before it, acquiring a lock keeps later
+    accesses after it, and a release and an acquire of the same lock keep their order. So two rounds are a full barrier.
 
     x86 keeps program order. ARM and others may reorder a later store before an earlier access, so that a counter could
-    show a message as finished before its slot was read. A writer that wakes its reader through a pipe needs no fence:
-    writing to and reading from a pipe take the same lock in the kernel. This is for counters that are polled.
+    mark a message as finished before its slot was read. A writer that wakes its reader through a pipe needs no fence,
+    because writing to and reading from a pipe take the same lock in the kernel. This is for counters that are polled.
     """
     with _lock:
         pass
@@ -125,15 +126,15 @@ def fence() -> None:
         pass
 
 
-_YIELDS = 20_000  # some ten milliseconds, longer than ranks differ
+_YIELDS = 20_000  # some ten milliseconds, longer than ranks usually differ
 _SLEEP_S = 50e-6
 
 
 class Votes:
     """Votes of one rank. Every rank must cast the same votes in the same order.
 
-    They vote on yes or no, in a few microseconds, without a collective of the device. Where several nodes hold the
-    stage, the first rank of each asks those of the others between two votes of its node.
+    A vote is yes or no and takes a few microseconds, without a collective of the device. If several nodes hold the
+    stage, the first rank of each node exchanges its result with the other first ranks between two votes of its node.
 
     Each rank has a cache line with two counters: the number of its latest even and of its latest odd vote, doubled,
     plus 1 for yes. Two are enough: a rank that casts vote n has seen all votes n - 1, each cast after all n - 2 were
@@ -150,9 +151,10 @@ class Votes:
         within: Neighbours | None = None,
         other_nodes_agree: Callable[[bool], bool] | None = None,
     ) -> None:
-        """`memory_fd`: the shared memory of collectives. `rank`, `size`: on this node. `timeout_s`: of each vote.
-        `within`: where these ranks are among those of their node; None: they are all. `other_nodes_agree`: takes what
-        this node says, and tells whether all nodes say yes; None: there is no other. The first rank calls it."""
+        """`memory_fd`: the shared memory of collectives. `rank`, `size`: on this node. `timeout_s`: limit of each vote.
+        `within`: position of these ranks among the ranks of their node; None if they are all of them.
+        `other_nodes_agree`: takes this node's result, and returns whether all nodes vote yes; None if there is no other
+        node. Only the first rank calls it."""
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._other_nodes_agree = other_nodes_agree
         where = self._within = within or Neighbours.alone(size)
@@ -162,8 +164,8 @@ class Votes:
         self._number = 0
 
     def all_agree(self, mine: bool) -> bool:
-        """Cast this rank's vote, and wait for all: whether every one is yes. Raises `TimeoutError`, or
-        `PeerLostError` of another node's rank."""
+        """Cast this rank's vote, wait for all others, and return whether every vote is yes. Raises `TimeoutError`, or
+        `PeerLostError` for a rank of another node."""
         here = self._all_here_agree(mine)
         if self._other_nodes_agree is None:
             return here
@@ -172,7 +174,7 @@ class Votes:
     def _all_here_agree(self, mine: bool) -> bool:
         self._number += 1
         self._cells[self._index(self._rank)] = 2 * self._number + mine
-        votes = [self._vote_of(rank) for rank in range(self._size)]  # all are waited for
+        votes = [self._vote_of(rank) for rank in range(self._size)]  # a list, so that all votes are waited for
         return all(votes)
 
     def _index(self, rank: int) -> int:

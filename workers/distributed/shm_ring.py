@@ -1,16 +1,16 @@
 """A ring of fixed slots in anonymous shared memory: one writer, N readers, no copying, no pickling.
 
-    header   one cache line for each of N readers: the newest message that it has finished with, and how long it worked
-             on the newest that it was asked to time
+    header   one cache line for each of N readers: the newest message that it has finished, and how long it worked
+             on the last message that it timed
     slots    num_slots x slot_bytes
 
-The writer fills a slot in place and wakes each reader with one byte through its pipe; a blocked reader uses no
-processor time. A message may come in two parts: the reader is woken for the first, and waits for the rest only when it
-needs it; the writer sends the rest when it has it, but before the next message. The memory has no name, so a crash
-leaves no segment behind; end-of-file on the pipe means that the writer has ended. Message n is in slot n % num_slots,
-which may be overwritten once every reader has finished the message.
+The writer fills a slot in place and wakes each reader with one byte through its pipe. A blocked reader uses no
+processor time. A message may come in two parts: the reader is woken for the first part, and waits for the rest only if
+it needs it. The writer sends the rest before the next message. The memory has no name, so a crash leaves no segment
+behind. End-of-file on the pipe means that the writer has ended. Message n is in slot n % num_slots, which may be
+overwritten once every reader has finished the message.
 
-Does not know what the bytes mean.
+Does not know the meaning of the bytes.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from oarlock.workers.distributed.shm_layout import STORES_KEEP_ORDER, fence
 _LINE = 64  # bytes; one counter per cache line, so that readers do not disturb each other
 _PAGE = 4096
 _LOOK_EVERY_MS = 1
-# the byte in the pipe
+# Values of the byte in the pipe.
 _WHOLE, _FIRST_PART, _REST = b"\1", b"\2", b"\3"
 
 
@@ -36,7 +36,7 @@ class ChannelClosedError(Exception):
 
 
 def anonymous_memory(size: int) -> int:
-    """A file descriptor of `size` zeroed bytes that no path leads to; it can be inherited and mapped elsewhere."""
+    """Return a file descriptor of `size` zeroed bytes without a path. It can be inherited and mapped elsewhere."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("oarlock", os.MFD_CLOEXEC)
     else:  # not Linux: an unlinked temporary file maps just as well
@@ -71,7 +71,8 @@ class RingLayout:
 
     @staticmethod
     def holding(message_bytes: int, num_readers: int, in_flight: int = 1) -> "RingLayout":
-        """The layout whose slots hold messages of up to `message_bytes`, with so many `in_flight` at most, or 2."""
+        """Return a layout whose slots hold messages of up to `message_bytes`, with at most `in_flight` messages, or 2
+        if that is more."""
         slot_bytes = (message_bytes + _PAGE - 1) // _PAGE * _PAGE
         return RingLayout(num_readers, slot_bytes, max(2, in_flight) + 2)
 
@@ -83,16 +84,16 @@ class _Mapping:
         self.layout = layout
         self._map = mmap.mmap(memory_fd, layout.total_bytes)
         self._bytes = memoryview(self._map)
-        self._counters = self._bytes[: layout.num_readers * _LINE].cast("Q")  # of reader r from r x 8 on
+        self._counters = self._bytes[: layout.num_readers * _LINE].cast("Q")  # counter of reader r at index 8 r
         starts = range(layout.header_bytes, layout.total_bytes, layout.slot_bytes)
         self._slots = [self._bytes[start : start + layout.slot_bytes] for start in starts]
         self._num_slots = layout.num_slots
-        self._message = 0  # the newest that was sent or received
+        self._message = 0  # number of the newest message that was sent or received
 
     def _unmap(self) -> None:
         self._counters.release()
         self._bytes.release()
-        # The caller may still hold an array over a slot; then the pages are unmapped when the process ends.
+        # If the caller still holds an array over a slot, the pages are unmapped when the process ends.
         with contextlib.suppress(BufferError):
             for slot in self._slots:
                 slot.release()
@@ -105,12 +106,12 @@ class RingWriter(_Mapping):
     def __init__(self, memory_fd: int, wake_fds: list[int], layout: RingLayout) -> None:
         super().__init__(memory_fd, layout)
         self._wake_fds = wake_fds
-        self._lacks_rest = False  # the last message
+        self._lacks_rest = False  # whether the last message is incomplete
 
     def next_slot(self) -> memoryview:
-        """The slot of the next message, to fill before `publish`; nothing is sent if that is not called.
+        """Return the slot of the next message, to fill before `publish`. Without `publish` nothing is sent.
 
-        Raises `RuntimeError` when a reader still holds the slot: more messages are in flight than there are slots.
+        Raises `RuntimeError` if a reader still holds the slot because more messages are in flight than there are slots.
         """
         assert not self._lacks_rest, "the rest of the last message was not sent"
         message = self._message + 1
@@ -122,21 +123,21 @@ class RingWriter(_Mapping):
         return self._slots[message % self._num_slots]
 
     def publish(self, *, rest_follows: bool = False) -> None:
-        """Send what was written to the next slot, and wake every reader. With `rest_follows`, `send_rest` must come
-        before the next message. Raises `ChannelClosedError` when a reader is gone."""
+        """Send the content of the next slot, and wake every reader. With `rest_follows`, `send_rest` must come before
+        the next message. Raises `ChannelClosedError` if a reader is gone."""
         self._message += 1
         self._lacks_rest = rest_follows
         self._wake(_FIRST_PART if rest_follows else _WHOLE)
 
     @contextlib.contextmanager
     def send(self, *, rest_follows: bool = False) -> Generator[memoryview]:
-        """Yields the next slot to fill; on leaving, it is published. Raises as `next_slot` and `publish` do."""
+        """Yield the next slot to fill, and publish it on leaving. Raises as `next_slot` and `publish` do."""
         yield self.next_slot()
         self.publish(rest_follows=rest_follows)
 
     @contextlib.contextmanager
     def send_rest(self) -> Generator[memoryview]:
-        """Yields the slot of the last message again; on leaving, readers are woken for what was written."""
+        """Yield the slot of the last message again, and wake the readers for the rest of it on leaving."""
         assert self._lacks_rest, "the last message is complete"
         yield self._slots[self._message % self._num_slots]
         self._lacks_rest = False
@@ -150,11 +151,11 @@ class RingWriter(_Mapping):
                 raise ChannelClosedError(f"reader {reader} is gone") from error
 
     def finished(self, reader: int) -> int:
-        """The newest message that `reader` has finished with."""
+        """Return the number of the newest message that `reader` has finished."""
         return self._counters[reader * _LINE // 8]
 
     def durations(self) -> list[int]:
-        """Duration that each reader has noted last, in nanoseconds; 0: none yet."""
+        """Return the duration that each reader has noted last, in nanoseconds; 0: none yet."""
         return self._counters[1 :: _LINE // 8].tolist()
 
     @property
@@ -163,21 +164,21 @@ class RingWriter(_Mapping):
 
     @property
     def has_room(self) -> bool:
-        """Whether every reader has finished with the slot of the next message."""
+        """Whether every reader has finished the slot of the next message."""
         oldest = self._message + 1 - self._num_slots
         return all(self.finished(reader) >= oldest for reader in range(len(self._wake_fds)))
 
     def wait_for_room(self, timeout_s: float) -> None:
-        """Blocks until every reader has finished with the slot of the next message. No byte comes back from readers,
-        so this looks again and again: it is for writers that seldom get there.
+        """Block until every reader has finished the slot of the next message. Readers send nothing back, so this polls.
+        It is for writers that seldom have to wait.
 
-        Raises `ChannelClosedError` when a reader is gone and `TimeoutError` after `timeout_s`.
+        Raises `ChannelClosedError` if a reader is gone and `TimeoutError` after `timeout_s`.
         """
         if self.has_room:
             return
         gone = select.poll()
         for fd in self._wake_fds:
-            gone.register(fd, 0)  # an error is always reported: the read end was closed
+            gone.register(fd, 0)  # poll always reports an error, here that the read end was closed
         give_up_s = time.monotonic() + timeout_s
         while not self.has_room:
             if gone.poll(_LOOK_EVERY_MS):
@@ -199,14 +200,14 @@ class RingReader(_Mapping):
         super().__init__(memory_fd, layout)
         self.wake_fd = wake_fd
         self._counter = reader * _LINE // 8
-        self.lacks_rest = False  # whether the message that was received last is not complete yet
+        self.lacks_rest = False  # whether the message that was received last is still incomplete
 
     def receive(self, timeout_s: float | None = None) -> memoryview:
-        """Blocks for the next message and returns its slot, which may be overwritten once `finish` was called.
+        """Block for the next message and return its slot, which may be overwritten after `finish`.
 
-        Raises `ChannelClosedError` when the writer is gone and `TimeoutError` after `timeout_s`.
+        Raises `ChannelClosedError` if the writer is gone and `TimeoutError` after `timeout_s`.
         """
-        if self.lacks_rest:  # of the message before, if it was not waited for
+        if self.lacks_rest:  # the caller did not wait for the rest of the previous message
             self.wait_for_rest(timeout_s)
         self.lacks_rest = self._next_byte(timeout_s) == _FIRST_PART
         self._message += 1
@@ -220,7 +221,7 @@ class RingReader(_Mapping):
 
     @contextlib.contextmanager
     def recv(self, timeout_s: float | None = None) -> Generator[memoryview]:
-        """Yields the slot of the next message; on leaving, it is finished. Raises as `receive` does."""
+        """Yield the slot of the next message, and finish it on leaving. Raises as `receive` does."""
         slot = self.receive(timeout_s)
         try:
             yield slot
@@ -228,12 +229,12 @@ class RingReader(_Mapping):
             self.finish()
 
     def note_duration(self, nanoseconds: int) -> None:
-        """Tell the writer how long this reader has worked on a message."""
+        """Publish to the writer how long this reader has worked on a message."""
         self._counters[self._counter + 1] = nanoseconds
 
     def wait_for_rest(self, timeout_s: float | None = None) -> None:
-        """Blocks until the message that was received last is complete; most are from the start. Raises as `receive`
-        does."""
+        """Block until the message that was received last is complete. Most messages are complete from the start. Raises
+        as `receive` does."""
         if self.lacks_rest:
             self._next_byte(timeout_s)
             self.lacks_rest = False

@@ -1,1 +1,1 @@
-"""Rank processes of one host or of several: started, joined, driven and ended. Never what they compute."""
+"""Rank processes on one or several hosts: start, join, drive and end them. Does not know their computations."""

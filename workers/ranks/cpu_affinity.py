@@ -1,13 +1,13 @@
-"""Divides threads and CPUs among the ranks. Torch-free, but for `use_cpus`.
+"""Divides threads and CPUs among the ranks. Torch-free, except for `use_cpus`.
 
-Without pinning, the system moves threads between cores as other programs come and go: a rank of one NUMA node then
-reads its weights from the memory of another, and two threads of a rank may meet on one core while the rest wait.
+Without pinning, the system moves threads between cores as other programs come and go. A rank of one NUMA node then
+reads its weights from the memory of another, and two threads of a rank may share a core while the rest wait.
 
 A rank is pinned to a set of CPUs, one for each of its physical cores, and all its threads to the same set. A thread
-bound to one CPU could not move on when the engine or the server needs that core.
+bound to one CPU could not move away if the engine or the server needs that core.
 
 Pages belong to the node of the thread that first writes to them. The pinned threads are the first to write the rank's
-weights and KV memory, which so are near.
+weights and KV memory, so these are in local memory.
 """
 
 import logging
@@ -34,7 +34,7 @@ logger = logging.getLogger("oarlock.runner")
 
 AUTO, NONE = "auto", "none"
 _CAN_PIN = hasattr(os, "sched_setaffinity")  # not on macOS
-# With one of these, the OpenMP library binds threads itself.
+# The OpenMP library binds threads itself if any of these is set.
 _OF_OPENMP = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 
 
@@ -42,8 +42,8 @@ _OF_OPENMP = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"
 class CpuPlan:
     """Threads and CPUs of all ranks."""
 
-    threads: int  # of each rank
-    cpus: tuple[tuple[int, ...], ...] = ()  # of each rank; empty: wherever the system puts them
+    threads: int  # threads of each rank
+    cpus: tuple[tuple[int, ...], ...] = ()  # CPUs of each rank; empty if ranks are not pinned
     reason: str = ""  # why they are not pinned
 
     @property
@@ -53,12 +53,13 @@ class CpuPlan:
 
 
 def plan_cpus(cores: Sequence[Core], ranks: int, num_threads: int | None = None, paid: int | None = None) -> CpuPlan:
-    """Gives each of `ranks` an equal share of a NUMA node's cores, and as many threads unless `num_threads` is given.
+    """Give each of `ranks` an equal share of a NUMA node's cores, and one thread per core unless `num_threads` is
+    given.
 
-    `cores`: those that this process may use. `paid`: how many of them a container's quota pays for; None: all.
+    `cores`: the cores that this process may use. `paid`: how many of them a container's quota pays for; None: all.
 
-    Where that leaves no CPU free, not even the second thread of a core, the ranks of a node share its cores instead:
-    other programs can only run on theirs, and a rank that is kept from its own CPU makes all others wait.
+    If that leaves no CPU free, not even the second thread of a core, the ranks of a node share all its cores instead.
+    Other programs can only run on the ranks' CPUs, and a rank that is kept from its own CPU makes all others wait.
     """
     num_cpus = sum(len(core.cpus) for core in cores)
     cores = fast_cores(list(cores))
@@ -80,10 +81,10 @@ def plan_cpus(cores: Sequence[Core], ranks: int, num_threads: int | None = None,
 
 
 def _shares(cores: Sequence[Core], ranks: int) -> list[list[Core]]:
-    """Deals each rank cores of one node. Ranks of one node follow each other and have equal shares."""
+    """Give each rank cores of one node. Ranks of one node follow each other and have equal shares."""
     left = Counter(core.node for core in cores)
     placed: Counter[int] = Counter()
-    for _ in range(ranks):  # each to the node where its share will be largest
+    for _ in range(ranks):  # each rank goes to the node where its share will be largest
         placed[max(sorted(left), key=lambda node: left[node] / (placed[node] + 1))] += 1
     shares = []
     for node, count in sorted(placed.items()):
@@ -94,7 +95,7 @@ def _shares(cores: Sequence[Core], ranks: int) -> list[list[Core]]:
 
 
 def check_affinity(config: WorkerConfig) -> None:
-    """Checks `--cpu-affinity`. Raises `StartupError` for CPUs that the ranks cannot be pinned to."""
+    """Check `--cpu-affinity`. Raises `StartupError` for CPUs that the ranks cannot be pinned to."""
     parts = cpus_of_ranks(config)
     if parts is None:
         return
@@ -117,7 +118,7 @@ def check_affinity(config: WorkerConfig) -> None:
 
 
 def with_cpus(config: WorkerConfig, device: str) -> WorkerConfig:
-    """`config` with its threads and CPUs decided, for ranks on `device`; it has passed `check_affinity`."""
+    """Return `config` with threads and CPUs decided, for ranks on `device`. `config` has passed `check_affinity`."""
     ranks, parts = config.ranks_on_host, cpus_of_ranks(config)
     if parts is not None:
         return config.with_(num_threads=config.num_threads or min(map(len, parts)))
@@ -135,8 +136,8 @@ def with_cpus(config: WorkerConfig, device: str) -> WorkerConfig:
 
 
 def cpus_of_ranks(config: WorkerConfig) -> list[set[int]] | None:
-    """CPUs that `cpu_affinity` lists for each rank of each replica; None for `auto` and `none`. Raises `StartupError`
-    for a wrong list."""
+    """Return the CPUs that `cpu_affinity` lists for each rank of each replica; None for `auto` and `none`. Raises
+    `StartupError` if the list is wrong."""
     text, ranks = config.cpu_affinity, config.ranks_on_host
     if text in (AUTO, NONE):
         return None
@@ -160,17 +161,17 @@ def cpus_of_ranks(config: WorkerConfig) -> list[set[int]] | None:
 
 
 def ranks_share_cores(config: WorkerConfig) -> bool:
-    """Whether there are fewer cores than ranks, so that a rank that waits takes time from another."""
+    """Return whether there are fewer cores than ranks, so that a waiting rank takes time from another."""
     parts = cpus_of_ranks(config)
     return config.ranks_on_host > (available_cores() if parts is None else len(set().union(*parts)))
 
 
 def use_cpus(config: WorkerConfig, rank: int) -> None:
-    """Pin the calling thread as `config` says, which is resolved, and set torch's number of threads. `rank`: its place
+    """Pin the calling thread according to `config`, which is resolved, and set torch's number of threads. `rank`: index
     among the replica's ranks of this host.
 
-    The threads that it starts from then on are pinned with it, among them those of OpenMP: call this before the first
-    operation of torch that uses several.
+    The threads that it starts afterwards inherit the pinning, including OpenMP's. Call this before the first torch
+    operation that uses several threads.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""The ranks of all nodes, as node 0 drives them: those of its own host, and through a relay those of the others.
+"""The ranks of all nodes, as node 0 drives them: directly on its own host, and through a relay on the others.
 
-A step is packed once, into the ring of this host, of which the relay is one more reader. The first cause of a failure
-is told to all nodes, whichever of them has it. Torch-free.
+A step is packed once, into the ring of this host, which the relay reads too. The first cause of a failure is sent to
+all nodes, whichever node it comes from. Torch-free.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from oarlock.workers.ranks.nodes import Ending, Facts
 from oarlock.workers.ranks.spawn_ranks import NodePlace
 
 _RELAY = "oarlock.workers.ranks.relay"
-_PLACES_S = 1.0  # for the other nodes to say how far their ranks are
-_LEAVE_S = 4.0  # for the other nodes to end
+_PLACES_S = 1.0  # time for the other nodes to report the progress of their ranks
+_LEAVE_S = 4.0  # time for the other nodes to end
 _UNKNOWN = Place(-1, -1, -1)
 
 logger = logging.getLogger("oarlock.nodes")
@@ -34,7 +34,7 @@ logger = logging.getLogger("oarlock.nodes")
 class GroupRanks(HostRanks):
     """Ranks of several hosts."""
 
-    last_words_s = 1.0  # a node that is lost may be known later than the failures that follow from it
+    last_words_s = 1.0  # the loss of a node may be known later than the failures that follow from it
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class GroupRanks(HostRanks):
         ahead: Sequence[RankProcess] = (),
         leave_pid: int = 0,
     ) -> None:
-        """Waits until the other nodes have joined, then starts the ranks of this one. Takes over `ahead`, rank
-        processes that run already. `facts`: of `oarlock.workers.fingerprint.node_facts`. `leave_pid`: of the process
-        that gets SIGTERM when a node's operator wants it to stop. Raises `StartupError`."""
+        """Wait until the other nodes have joined, then start the ranks of this one. Takes over `ahead`, rank processes
+        that already run. `facts`: from `oarlock.workers.fingerprint.node_facts`. `leave_pid`: the process that gets
+        SIGTERM when the operator of a node wants it to stop. Raises `StartupError`."""
         self._topology = Topology.of(config)
-        self._asked = 0  # how often
-        self._other_places: dict[int, tuple[int, list]] = {}  # node -> the number of the question, and its answer
-        self._names: list[str] = []  # of the nodes
+        self._asked = 0  # number of requests for places
+        self._other_places: dict[int, tuple[int, list]] = {}  # node -> number of the request, and the reply
+        self._names: list[str] = []  # names of the nodes
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the relay's torch warns of hosts without a name
         (self._relay,) = start_ranks(1, _RELAY)
         try:
@@ -84,17 +84,17 @@ class GroupRanks(HostRanks):
         return f"The relay to the other nodes has ended: {how_it_ended(self._relay.process)}."
 
     def _tell_nodes(self, kind: str, **fields: Any) -> None:
-        with contextlib.suppress(ChannelClosedError):  # reading its messages shows it
+        with contextlib.suppress(ChannelClosedError):  # reading its messages shows that it has ended
             self._relay.control.send(kind, **fields)
 
     def tell_all(self, kind: str, **fields: Any) -> None:
         super().tell_all(kind, **fields)
         self._tell_nodes("tell", message={"kind": kind, "fields": fields})
 
-    # -- what other nodes say
+    # -- messages of other nodes
 
     def messages(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
-        """A failure that may follow from another comes after it."""
+        """Return messages as the base class does. A failure that may follow from another one is sorted after it."""
         found = self._hear(timeout_s)
         deadline = time.monotonic() + self.last_words_s
         while self._has_failed and not self._first_cause.is_sure and (left := deadline - time.monotonic()) > 0:
@@ -118,7 +118,7 @@ class GroupRanks(HostRanks):
         if said["kind"] == "places":
             self._other_places[said["node"]] = said["number"], said["places"]
             return None
-        message = said["message"]  # of a rank
+        message = said["message"]  # a rank's message
         if message.get("cause"):
             message |= {"cause": f"{message['cause']} (on {self._names[said['node']]})"}
         return said["rank"], message
@@ -128,7 +128,7 @@ class GroupRanks(HostRanks):
         return self._topology.ranks_of(node).start, message | {"of_node": True}
 
     def places(self) -> list[Place]:
-        """A node that says nothing has ranks that are behind all others."""
+        """Return the progress of all ranks. The ranks of a node that does not reply count as behind all others."""
         self._asked += 1
         self._tell_nodes("places", number=self._asked)
         deadline = time.monotonic() + _PLACES_S
@@ -143,7 +143,7 @@ class GroupRanks(HostRanks):
         return found
 
     def _places_of(self, node: int) -> list[Place]:
-        """As it has answered the last question."""
+        """Return the places in the reply of `node` to the latest request; empty if it has not replied."""
         number, places = self._other_places.get(node, (0, []))
         return [Place(*place) for place in places] if number == self._asked else []
 

@@ -1,14 +1,14 @@
-"""Messages between the hosts of a group over gloo: node 0 broadcasts to all others, and each of those sends to node 0.
+"""Messages between the hosts of a group over gloo. Node 0 broadcasts to all others, and they send to node 0.
 
-down   STEP         the bytes of a step, as they lie in the ring
-       FIRST_PART   the same of a step whose masks follow, without their bytes
-       MASKS        the masks of the step before
-up     ANSWER       the bytes of an answer, from the node of the answering rank
-both   SAID         JSON: down what the engine says, up what is for it
-       BEAT         when there has been nothing else for a second
+down   STEP         the bytes of a step, as in the ring
+       FIRST_PART   the bytes of a step without its masks, which follow
+       MASKS        the masks of the previous step
+up     ANSWER       the bytes of an output, from the node of the answering rank both   SAID         JSON: messages from
+and to the engine
+       BEAT         heartbeat, after a second without another message
 
-A message is a first piece of fixed size, which holds most steps, and the rest, if there is any. A wait ends after
-`SILENCE_S`, and at once where the peer closes its connection.
+A message is a first piece of fixed size, which is enough for most steps, and the rest, if there is any. A wait ends
+after `SILENCE_S`, and at once if the peer closes its connection.
 """
 
 import json
@@ -40,8 +40,8 @@ class Kind(IntEnum):
 
 
 BEAT_S = 1.0
-SILENCE_S = 5.0  # without a message, the other side is lost
-_FORM_S = 60.0  # for all nodes to connect to each other
+SILENCE_S = 5.0  # after this time without a message, the other side is considered lost
+_FORM_S = 60.0  # limit for all nodes to connect to each other
 _PIECE = 4096  # bytes of the first piece
 _HEADER = struct.Struct("<QQ")  # kind, bytes of the message
 
@@ -54,19 +54,19 @@ class Message(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Words of a SAID message, which is JSON."""
+        """Content of a message of kind `SAID`, which is JSON."""
         return json.loads(bytes(self.payload))
 
 
 class NodeLostError(Exception):
-    """A host cannot be reached any more: says in which way."""
+    """A host cannot be reached any more. The message describes how it was lost."""
 
 
 class HostLink:
-    """One node's. One thread may broadcast or receive broadcasts, one for each peer may receive, and any may send."""
+    """One node's end. One thread may broadcast or receive broadcasts, one per peer may receive, and any may send."""
 
     def __init__(self, membership: Membership) -> None:
-        """Blocks until all nodes are connected. Raises `StartupError`."""
+        """Block until all nodes are connected. Raises `StartupError`."""
         os.environ["GLOO_SOCKET_IFNAME"] = membership.own.name
         self._sending = threading.Lock()
         node, nnodes = membership.node, membership.nnodes
@@ -83,24 +83,24 @@ class HostLink:
             ) from None
 
     def broadcast(self, kind: int, *buffers: Buffer) -> None:
-        """From node 0 to all others. Raises `NodeLostError`."""
+        """Send from node 0 to all others. Raises `NodeLostError`."""
         self._put(lambda piece: dist.broadcast(piece, 0, async_op=True), kind, buffers)
 
     def receive_broadcast(self) -> Message:
-        """The next message of node 0. Raises `NodeLostError`."""
+        """Return the next message of node 0. Raises `NodeLostError`."""
         return self._get(lambda piece: dist.broadcast(piece, 0, async_op=True))
 
     def send(self, kind: int, *buffers: Buffer) -> None:
-        """To node 0. Raises `NodeLostError`."""
+        """Send to node 0. Raises `NodeLostError`."""
         with self._sending:
             self._put(lambda piece: dist.isend(piece, 0), kind, buffers)
 
     def say(self, kind: str, **fields: Any) -> None:
-        """Send SAID. Raises `NodeLostError`."""
+        """Send a message of kind `SAID` to node 0. Raises `NodeLostError`."""
         self.send(Kind.SAID, json.dumps({"kind": kind, **fields}).encode())
 
     def receive_from(self, node: int) -> Message:
-        """The next message of `node` to node 0. Raises `NodeLostError`."""
+        """Return the next message of `node` to node 0. Raises `NodeLostError`."""
         return self._get(lambda piece: dist.irecv(piece, node))
 
     @staticmethod
@@ -135,7 +135,7 @@ def _carry(carry: Callable[[Tensor], dist.Work | None], piece: Tensor) -> None:
         work = carry(piece)
         assert work is not None, "this process is of the group"
         work.wait(timedelta(seconds=SILENCE_S))
-    except RuntimeError as error:  # gloo has no types of its own
+    except RuntimeError as error:  # gloo raises no error types of its own
         timed_out = "imed out" in str(error) or "imeout" in str(error)
         why = f"has said nothing for {SILENCE_S:g} s" if timed_out else "has hung up"
         raise NodeLostError(why) from error

@@ -1,9 +1,9 @@
-"""The rank processes of one host: they get steps through one ring and answer through another, and end with it.
+"""The rank processes of this host. They get steps through one ring and return outputs through another.
 
-owner --steps--> ring --> its ranks                     the answering rank --outputs--> ring --> owner
-owner <--control socket (JSON lines)--> each rank       rank <--collectives--> rank (shared memory, TCP or NCCL)
+owner --steps--> ring --> its ranks                     the answering rank --outputs--> ring --> owner owner <--control
+socket (JSON lines)--> each rank       rank <--collectives--> rank (shared memory, TCP or NCCL)
 
-Ranks have their numbers in the whole group everywhere. Does not know what is on other hosts: `group_ranks.py` does.
+Rank numbers are always those in the whole group. Does not know the other hosts, unlike `group_ranks.py`.
 """
 
 import contextlib
@@ -39,18 +39,19 @@ _KINDS = ("raised", "ended", "failed")
 
 
 class FirstCause:
-    """Collects the messages of ranks, of which each one's first failure counts.
+    """The first failure of each rank, collected from their messages, and the failure that caused the others.
 
-    `of_peer` in a message: it follows from the loss of another rank. `of_node`: the whole node of that rank is lost.
+    `of_peer` in a message: the failure follows from the loss of another rank. `of_node`: the whole node of that rank is
+    lost.
 
-    What others raise because they have lost a rank is no cause.
+    An error that a rank raises because it has lost another rank is not a cause.
     """
 
     def __init__(self) -> None:
         self._failures: dict[tuple[int, bool], Mapping[str, Any]] = {}
 
     def add(self, rank: int, message: Mapping[str, Any]) -> bool:
-        """Whether the message is a failure."""
+        """Record the message if it is a failure, and return whether it is."""
         failed = message["kind"] in _KINDS
         if failed:
             self._failures.setdefault((rank, "of_node" in message), message)
@@ -58,29 +59,32 @@ class FirstCause:
 
     @property
     def is_sure(self) -> bool:
-        """Whether a rank has failed by itself; else what is known may follow from what is not known yet."""
+        """Whether a rank has failed by itself. Otherwise the known failures may follow from one that is not known
+        yet."""
         return any(not message.get("of_peer") for message in self._failures.values())
 
     def error(self, step_id: int) -> WorkerError | None:
-        """`step_id`: of ranks that have not said in which step they failed. None without a failure."""
+        """Return the first cause, or None without a failure. `step_id`: used for ranks that did not report in which
+        step they failed."""
         for (rank, _), message in sorted(self._failures.items(), key=lambda failure: how_late(failure[1])):
             return WorkerError(rank, int(message.get("step_id", step_id)), message["cause"])
         return None
 
 
 def how_late(message: Mapping[str, Any]) -> int:
-    """The place of a failure in the order of causes: a rank's own, a lost node, what follows from a lost peer."""
+    """Return the rank of a failure among causes: 0 a rank's own failure, 1 a lost node, 2 the consequence of a lost
+    peer."""
     return 2 if message.get("of_peer") else 1 if "of_node" in message else 0
 
 
-GRACE_S = 3.0  # for ranks to end by themselves
-GRACE_AFTER_FAILURE_S = 0.5  # they may wait for one that is lost
+GRACE_S = 3.0  # time for ranks to end by themselves
+GRACE_AFTER_FAILURE_S = 0.5  # shorter, because ranks may wait for one that is lost
 _POLL_S = 0.001
-_KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network file system may never end
+_KILL_S = 5.0  # time for the kernel to end a rank; a rank that waits for a dead network file system may never end
 
 
 class Place(NamedTuple):
-    """How far a rank has come, in growing numbers; the first that differs tells which of two ranks is behind."""
+    """Progress of a rank as growing counters. The first counter that differs shows which of two ranks is behind."""
 
     finished: int  # steps
     vote: int
@@ -88,15 +92,15 @@ class Place(NamedTuple):
 
 
 class HostRanks:
-    """Ranks of one host, driven by an executor. The constructor starts them; where that fails, nothing is left.
+    """Ranks of one host, driven by an executor. The constructor starts them; if that fails, it leaves nothing behind.
 
-    Methods that send, receive or wait raise `ChannelClosedError` when a rank has ended or raised; then `failure` says
-    which, and why.
+    Methods that send, receive or wait raise `ChannelClosedError` if a rank has ended or raised an error. `failure` then
+    returns the rank and the cause.
     """
 
     steps: RingWriter
-    answers: RingReader | None  # None where nobody here reads them
-    kv_reports: KVReports | None = None  # None where no blocks are kept beyond the pool
+    answers: RingReader | None  # None if nobody on this host reads them
+    kv_reports: KVReports | None = None  # None if no blocks are kept outside the pool
     last_words_s = 0.2  # a rank's pipe may end shortly before its last message arrives
 
     def __init__(
@@ -106,8 +110,9 @@ class HostRanks:
         place: NodePlace = THE_ONLY_NODE,
         relay: Control | None = None,
     ) -> None:
-        """`ahead`: ranks whose processes run already. `relay`: on the first of several hosts, another reader of the
-        steps, which writes the answers where the answering rank is on another host. It gets its ends of the rings."""
+        """`ahead`: ranks whose processes already run. `relay`: on the first of several hosts, an additional reader of
+        the steps, which also writes the outputs if the answering rank is on another host. It gets its ends of the
+        rings."""
         topology = Topology.of(config)
         self.numbers = topology.ranks_of(place.node)
         self.answers = None
@@ -120,7 +125,7 @@ class HostRanks:
         except BaseException as error:
             self.close(error if isinstance(error, Exception) else None, grace_s=0.0)
             raise
-        self._open = list(self._controls)  # of ranks that have not ended, and what else has something to say
+        self._open = list(self._controls)  # controls of ranks that have not ended, and of a relay
 
     def _spawn(
         self,
@@ -130,9 +135,9 @@ class HostRanks:
         place: NodePlace,
         relay: Control | None,
     ) -> None:
-        """Create the two rings, and one process per rank that gets its ends of them."""
-        size = len(self.numbers) + (relay is not None)  # readers
-        in_flight = config.pipeline_parallel_size  # steps, and others that ranks have not finished with
+        """Create the two rings, and start one process per rank, which gets its ends of them."""
+        size = len(self.numbers) + (relay is not None)  # number of readers
+        in_flight = config.pipeline_parallel_size  # steps in flight; `RingLayout` adds slots
         step_layout = RingLayout.holding(max_step_bytes(config), size, in_flight)
         output_layout = RingLayout.holding(max_output_bytes(config), 1, in_flight)
         step_memory = anonymous_memory(step_layout.total_bytes)
@@ -150,7 +155,7 @@ class HostRanks:
             read_fd, report_fd = os.pipe()
             self.kv_reports = KVReports(read_fd)
         extras = []
-        # The relay stands for an answering rank that is not here.
+        # The relay replaces an answering rank that is on another host.
         readers = [*self.numbers, None if answering in self.numbers else answering][:size]
         for rank, (step_wake_fd, _) in zip(readers, step_pipes, strict=True):
             rings = RankRings(
@@ -177,24 +182,24 @@ class HostRanks:
 
     @property
     def filenos(self) -> list[int]:
-        """Descriptors that become readable when a rank has ended or raised."""
+        """Descriptors that become readable when a rank has ended or raised an error."""
         return [control.fileno() for control in self._open]
 
     # -- messages
 
     def tell_all(self, kind: str, **fields: Any) -> None:
         for control in self._controls:
-            with contextlib.suppress(ChannelClosedError):  # it has ended: reading its messages shows it
+            with contextlib.suppress(ChannelClosedError):  # it has ended, which reading its messages shows
                 control.send(kind, **fields)
 
     @property
     def has_message(self) -> bool:
-        """Whether one was read already, which `select` cannot see."""
+        """Whether a message was already read into a buffer, which `select` cannot see."""
         return any(control.has_pending for control in self._open)
 
     def messages(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
-        """One message of each rank that has sent some, after waiting for the first, as (rank, message). A rank that has
-        ended has sent a last message of the kind "ended", with a `cause`."""
+        """Wait for a message, and return one message of each rank that has sent any, as (rank, message). A rank that
+        has ended gets a last message of the kind "ended", with a `cause`."""
         return self._hear(timeout_s)
 
     def _hear(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
@@ -215,7 +220,7 @@ class HostRanks:
         return self.numbers[number], message
 
     def failure(self, step_id: int) -> WorkerError:
-        """The first cause, where a rank has ended or raised. `step_id`: of the newest step."""
+        """Return the first cause, after a rank has ended or raised an error. `step_id`: id of the newest step."""
         deadline = time.monotonic() + self.last_words_s
         while not self._first_cause.is_sure and (left := deadline - time.monotonic()) > 0:
             self._hear(left)
@@ -225,7 +230,7 @@ class HostRanks:
     # -- steps
 
     def wait_until_finished(self, timeout_s: float) -> bool:
-        """Whether all ranks finish all steps that were sent within `timeout_s`."""
+        """Return whether all ranks finish all sent steps within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while any(place.finished < self.steps.sent for place in self.places()):
             self._hear(_POLL_S)
@@ -238,7 +243,7 @@ class HostRanks:
     # -- hung ranks
 
     def places(self) -> list[Place]:
-        """Places of all ranks, in their order."""
+        """Return the progress of all ranks, in their order."""
         finished = [self.steps.finished(reader) for reader in range(len(self.numbers))]
         return list(map(Place, finished, self._collectives.read_votes(), self._collectives.read()))
 
@@ -252,8 +257,8 @@ class HostRanks:
     # -- end
 
     def close(self, failure: Exception | None = None, *, grace_s: float | None = None) -> None:
-        """Close the ring, at which ranks end; one that has not after `grace_s` is killed. `failure`: why, if it is one.
-        Idempotent."""
+        """Close the ring, at which ranks end; kill each rank that has not ended after `grace_s`. `failure`: the reason,
+        if there was a failure. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -280,7 +285,7 @@ class HostRanks:
 
 
 def how_it_ended(process: subprocess.Popen[bytes]) -> str:
-    """In words, of a process whose channel has ended."""
+    """Describe the end of a process whose channel has closed."""
     try:
         status = process.wait(1.0)
     except subprocess.TimeoutExpired:

@@ -1,11 +1,11 @@
-"""Membership of the hosts of one group, in torch's store: who is there, what they agree on, and how they ended.
+"""Membership of the hosts of one group, in torch's store: who has joined, the facts to agree on, and the ending.
 
-    hosts/N   node N's name, address, start and facts: written when it could start, emptied when it leaves before
-    group     the start of every node, written by node 0 once all are there and agree
-    ending    the first cause of the end, written by whichever node knows it first
+    hosts/N   node N's name, address, start and facts: written when it is able to start, emptied if it leaves early
+    group     the start of every node, written by node 0 when all have joined and agree
+    ending    the first cause of the end, written by the node that knows it first
 
-Node 0 keeps the store, on the address of its interface, unless torchrun does. A program that reaches its port can
-take part: the network between the hosts must be theirs alone.
+Node 0 keeps the store, on the address of its interface, unless torchrun does. Any program that reaches its port can
+take part, so no one else may have access to the network between the hosts.
 """
 
 import json
@@ -24,36 +24,36 @@ from oarlock.workers.errors import StartupError
 from oarlock.workers.platform.network import Interface, resolved
 from oarlock.workers.ranks.nodes import Ending, Facts, first_difference, listen, own_host, own_interface, printable
 
-_LOOK_S = 0.1  # between two looks at who is there
-_RETRY_S = 0.5  # between two attempts to reach the store
+_LOOK_S = 0.1  # interval of checks for new nodes
+_RETRY_S = 0.5  # interval of attempts to reach the store
 _CONNECT_S = 3.0
-_STORE_S = 20.0  # for a store that has been reached to answer
-_LEAVE_S = 2.0  # for the others to read why the group does not start
+_STORE_S = 20.0  # time for a store that has been reached to reply
+_LEAVE_S = 2.0  # time for the others to read why the group does not start
 _FOREVER = timedelta(days=365)
 _PREFIX = "oarlock"
 
 
 class _DisplacedError(StartupError):
-    """Another host has this node's number: the end of this one alone."""
+    """Another host has this node's number. Only this node ends."""
 
 
 class Membership:
-    """One node's. `store` has this group's keys alone."""
+    """One node's membership. `store` contains only this group's keys."""
 
     def __init__(
         self, nodes: NodesConfig, own: Interface, connect: Callable[[], dist.TCPStore], where: StoreAddress
     ) -> None:
-        """`own`: what this node uses. `connect`: makes a client of the store at `where`, of which each can wait for
-        one key."""
+        """`own`: the interface of this node. `connect`: makes a client of the store at `where`; each client can wait
+        for one key."""
         self.node, self.nnodes = nodes.node_rank, nodes.nnodes
         self.where, self.own = where, own
-        self.names: list[str] = []  # of all nodes
+        self.names: list[str] = []  # names of all nodes
         self._connect = connect
-        self._client = connect()  # kept: with the last one of the process that listens, the store ends
+        self._client = connect()  # kept, because the store ends with its process's last reference to it
         self.store = dist.PrefixStore(where.prefix, self._client)
 
     def agree(self, facts: Facts, deadline: float, on_waiting: Callable[[str], None]) -> None:
-        """Wait for all nodes, and compare their facts. Raises `StartupError`, the same on all nodes that are there."""
+        """Wait for all nodes, and compare their facts. Raises the same `StartupError` on all nodes that have joined."""
         mine = {"host": own_host(), "address": self.own.address, "start": secrets.token_hex(8)}
         mine["facts"] = {"number of": {"nodes": self.nnodes}, **facts}
         self.store.set(f"hosts/{self.node}", json.dumps(mine))
@@ -71,15 +71,16 @@ class Membership:
                 "See its log.",
             ) from None
         except BaseException:
-            self.store.set(f"hosts/{self.node}", "")  # it may come again
+            self.store.set(f"hosts/{self.node}", "")  # this node may join again
             raise
 
     def end(self, ending: Ending) -> Ending:
-        """Write how the group ends. Returns what was written first."""
+        """Write how the group ends. Return the ending that was written first."""
         return Ending.from_bytes(self.store.compare_set("ending", "", ending.to_bytes().decode()))
 
     def watch(self, on_ending: Callable[[Ending | str], None]) -> None:
-        """Call `on_ending` in another thread once it is known how the group ends, or, with words, the store is lost."""
+        """Call `on_ending` in another thread when the ending of the group is known, or with a description if the store
+        is lost."""
         store = dist.PrefixStore(self.where.prefix, self._connect())
         store.set_timeout(_FOREVER)
 
@@ -92,7 +93,8 @@ class Membership:
         threading.Thread(target=wait, name="ending", daemon=True).start()
 
     def _all_agree(self, mine: dict, deadline: float, on_waiting: Callable[[str], None]) -> bool:
-        """Whether all are there and agree, as far as this node knows. Raises `StartupError` where they do not."""
+        """Return whether all nodes have joined and agree, as far as this node knows. Raises `StartupError` if they do
+        not."""
         store, node = self.store, self.node
         if store.check(["ending"]):
             raise _error(Ending.from_bytes(store.get("ending")))
@@ -125,7 +127,7 @@ class Membership:
         return not missing and store.check(["group"]) and json.loads(store.get("group")) == starts
 
     def _end_start(self, error: StartupError) -> None:
-        """Tell the others why the group does not start, unless they know already, and raise it."""
+        """Publish to the others why the group does not start, unless they know already, and raise the error."""
         ending = self.end(Ending.of(error))
         self.store.set(f"left/{self.node}", "")
         deadline = time.monotonic() + _LEAVE_S
@@ -136,9 +138,9 @@ class Membership:
 
 
 def join(nodes: NodesConfig, facts: Facts, on_waiting: Callable[[str], None]) -> Membership:
-    """This node's membership, once all nodes are there and agree. `facts`: what must be the same on all nodes
-    (`oarlock.workers.fingerprint.node_facts`). `on_waiting` is called several times a second; what it raises ends the
-    waiting.
+    """Return this node's membership after all nodes have joined and agree. `facts`: must be the same on all nodes
+    (`oarlock.workers.fingerprint.node_facts`). `on_waiting` is called several times a second; an error that it raises
+    ends the waiting.
 
     Raises `StartupError`.
     """
@@ -159,7 +161,7 @@ def join(nodes: NodesConfig, facts: Facts, on_waiting: Callable[[str], None]) ->
 
 
 def _keep_store(listener: socket.socket, where: StoreAddress) -> dist.TCPStore:
-    """The store, in this process, on a socket that listens already."""
+    """Return the store, run by this process on a socket that is already listening."""
     fd = listener.detach()
     return dist.TCPStore(
         where.address, where.port, is_master=True, wait_for_workers=False, master_listen_fd=fd,
@@ -170,7 +172,7 @@ def _keep_store(listener: socket.socket, where: StoreAddress) -> dist.TCPStore:
 def _await_listener(
     nodes: NodesConfig, where: StoreAddress, deadline: float, on_waiting: Callable[[str], None]
 ) -> None:
-    """Wait until something listens there: torch's own attempts cannot be interrupted, and fill the log."""
+    """Wait until the port accepts connections. Torch's own attempts cannot be interrupted, and fill the log."""
     source = None if nodes.interface is None else (own_interface(nodes).address, 0)
     reason = "it was not tried"
     while time.monotonic() < deadline:
@@ -189,7 +191,8 @@ def _await_listener(
 
 
 def _connected(where: StoreAddress) -> dist.TCPStore:
-    """A client. torch waits for ever for what answers otherwise than a store; this does not."""
+    """Return a client of the store. If the port belongs to another kind of server, torch would wait forever; this
+    raises `StartupError`."""
     made: list[dist.TCPStore] = []
 
     def connect() -> None:

@@ -1,6 +1,6 @@
-"""The executor whose ranks are processes, on this host and perhaps on others: it loads them, and runs steps on them.
+"""The executor for ranks in processes, on this host and possibly others: it loads them, and runs steps on them.
 
-Joins the reports of all ranks into one for the engine, and adapts the limits of a step to what steps cost. Torch-free.
+Merges the reports of all ranks into one for the engine, and adapts the limits of a step to measured costs. Torch-free.
 """
 
 import logging
@@ -23,7 +23,7 @@ from oarlock.workers.ranks.host_ranks import HostRanks, Place
 
 HUNG = 6  # exit code
 
-# Phases in the order in which every rank goes through them. A rank's message has one as its kind or as its name.
+# Phases in the order in which every rank passes them. A rank's message has one as its kind or as its name.
 PHASES = ("starting", "joining", "loading", "loaded", "allocating", "timing", "ready")
 _DOING = {
     "starting": "importing its libraries",
@@ -46,7 +46,7 @@ class LoadProgress:
         self.infos: dict[int, WorkerInfo] = {}
 
     def handle(self, rank: int, message: dict) -> None:
-        """Handles a message of a loading rank. Raises `StartupError` when the rank has failed or ended."""
+        """Handle a message of a loading rank. Raises `StartupError` if the rank has failed or ended."""
         kind = message["kind"]
         if kind == "failed":
             raise StartupError(message["cause"], message["fix"], int(message["exit_code"]))
@@ -69,12 +69,12 @@ class LoadProgress:
 
     @property
     def fraction(self) -> float:
-        """The share of its weights that the slowest rank has read, 0 to 1."""
+        """The fraction of its weights that the slowest rank has read, 0 to 1."""
         return min(self._fractions)
 
     @property
     def num_blocks(self) -> int | None:
-        """The smallest number of KV blocks that any rank has memory for; None until all have reported theirs."""
+        """The smallest number of KV blocks that any rank has memory for; None until all have reported."""
         return min(self._blocks.values()) if len(self._blocks) == len(self._phases) else None
 
     @property
@@ -82,7 +82,7 @@ class LoadProgress:
         return len(self.infos) == len(self._phases)
 
     def no_progress_error(self, collectives: Sequence[int], timeout_s: float) -> StartupError:
-        """The error after `timeout_s` without a message. `collectives`: the latest one that each rank has reached."""
+        """Return the error after `timeout_s` without a message. `collectives`: the latest collective of each rank."""
         phases = [PHASES.index(phase) for phase in self._phases]
         last = last_of(phases, collectives)
         rank = phases.index(min(phases)) if last is None else last
@@ -97,8 +97,8 @@ class LoadProgress:
 
 
 def joint_info(infos: Mapping[int, WorkerInfo]) -> WorkerInfo:
-    """Merges reports, by rank. Bytes and seconds are those of the rank with the most. Invariant only if every rank is,
-    else with the reason of the first that is not."""
+    """Merge reports, by rank. Bytes and seconds are the maximum over all ranks. The result is invariant only if every
+    rank is; otherwise it has the reason of the first rank that is not."""
     joint = infos[0]
     everyone = [info for _, info in sorted(infos.items())]
     for rank, info in enumerate(everyone):
@@ -120,7 +120,7 @@ def joint_info(infos: Mapping[int, WorkerInfo]) -> WorkerInfo:
 
 
 def _smallest(tiers: Sequence[KVOffloadInfo | None]) -> KVOffloadInfo | None:
-    """Slots that every rank has, and the time of the rank that takes longest for a block."""
+    """Return the tier with the slots that every rank has, and the speed of the slowest rank per block."""
     known = [tier for tier in tiers if tier is not None]
     if not known:
         return None
@@ -130,7 +130,7 @@ def _smallest(tiers: Sequence[KVOffloadInfo | None]) -> KVOffloadInfo | None:
 
 
 def _through_all(costs: Sequence[StepCost | None]) -> StepCost | None:
-    """Cost of a step that passes through stages with these costs; the last one computes the logits."""
+    """Return the cost of a step that passes through stages with these costs. The last stage computes the logits."""
     known = [cost for cost in costs if cost is not None]
     if len(known) < len(costs):
         return None
@@ -144,12 +144,12 @@ def _through_all(costs: Sequence[StepCost | None]) -> StepCost | None:
     )
 
 
-FEWEST_TOKENS = 64  # of a step; with fewer, reading the weights takes most of the time
-PATIENCE = 4.0  # times the worst step: load on the machine must not look like a hung rank
+FEWEST_TOKENS = 64  # minimum tokens of a step; with fewer, reading the weights takes most of the time
+PATIENCE = 4.0  # factor of the worst step, so that load on the machine does not look like a hung rank
 
 
 def step_tokens(config: WorkerConfig, cost: StepCost) -> int:
-    """Number of tokens of the largest step."""
+    """Return the number of tokens of the largest step."""
     tokens = config.max_num_batched_tokens
     if not config.lower_step_size:
         return tokens
@@ -157,8 +157,8 @@ def step_tokens(config: WorkerConfig, cost: StepCost) -> int:
 
 
 def adapted(config: WorkerConfig, cost: StepCost) -> WorkerConfig:
-    """`config` with the limits that it leaves to the measurement. Logs them, and warns about a step timeout of the
-    operator's that a legitimate step could exceed."""
+    """Return `config` with the limits that it leaves to the measurement. Logs them, and warns if the operator's step
+    timeout is shorter than a legitimate step."""
     assert config.max_model_len is not None, "preflight resolves the context length"
     tokens = step_tokens(config, cost)
     worst = cost.worst_step_s(tokens, config.max_model_len)
@@ -188,7 +188,8 @@ logger = logging.getLogger("oarlock.executor")
 
 
 class MultiprocExecutor:
-    """Owns `ranks`. Loads them in its constructor; raises `StartupError` with everything cleaned up when one cannot."""
+    """Executor that owns `ranks`. The constructor loads them. If a rank cannot load, it cleans up and raises
+    `StartupError`."""
 
     def __init__(
         self,
@@ -206,14 +207,14 @@ class MultiprocExecutor:
         self._loading_timeout_s = loading_timeout_s
         self._step_id = 0
         self._failure: Exception | None = None
-        self._num_timed = len(ranks.numbers)  # ranks of this host, the first ones of all
+        self._num_timed = len(ranks.numbers)  # ranks of this host, the first ranks of the group
         try:
             self.info = self._load(on_progress)
             if self.info.step_cost is not None:
                 self.config = adapted(config, self.info.step_cost)
             assert ranks.answers is not None, "answers come to the host of the engine"
             self._steps, self._answers = ranks.steps, ranks.answers
-            # Descriptors that become readable with an answer, or when a rank has ended or raised.
+            # Descriptors that become readable with an output, or when a rank has ended or raised an error.
             self._awaited = [ranks.answers.wake_fd, *ranks.filenos]
         except BaseException as error:
             self._ranks.close(error if isinstance(error, Exception) else None)
@@ -222,8 +223,9 @@ class MultiprocExecutor:
 
     @property
     def best_in_flight(self) -> int:
-        """One in each pipeline stage. With one stage 2 where the engine has a core to schedule on while the ranks
-        compute; else it would take one from a rank, for which the others wait, and nothing is gained."""
+        """One step for each pipeline stage. With one stage, 2 if the engine has a core to schedule on while the ranks
+        compute. Otherwise scheduling would take a core from a rank that the others wait for, and nothing would be
+        gained."""
         config = self.config
         if config.pipeline_parallel_size > 1:
             return config.pipeline_parallel_size
@@ -239,7 +241,8 @@ class MultiprocExecutor:
         return self._steps.durations()[: self._num_timed]
 
     def _load(self, on_progress: OnProgress) -> WorkerInfo:
-        """Follow all ranks through loading; they agree on the smallest number of blocks any of them has room for."""
+        """Follow all ranks through loading. They agree on the smallest number of blocks that any of them has memory
+        for."""
         loading = LoadProgress(self.config.ranks_per_node * self.config.nnodes)
         while not loading.is_done:
             messages = self._ranks.messages(self._loading_timeout_s)
@@ -276,7 +279,7 @@ class MultiprocExecutor:
         ready = select.select(self._awaited, (), (), self.config.step_timeout_s)[0]
         if not ready:
             self._fail_hung()
-        if ready[0] != self._answers.wake_fd:  # a rank or a node has something to say, or has ended
+        if ready[0] != self._answers.wake_fd:  # a rank or a node has sent a message, or has ended
             self._fail()
         try:
             answer = unpack_output(self._answers.receive())
@@ -300,12 +303,13 @@ class MultiprocExecutor:
     # -- end
 
     def _fail(self) -> NoReturn:
-        """A rank has ended or raised: raise the first cause."""
+        """Raise the first cause, after a rank has ended or raised an error."""
         self._failure = self._ranks.failure(self._step_id)
         raise self._failure from None
 
     def _fail_hung(self) -> NoReturn:
-        """Raise that no output came in time, naming the rank that is behind: the others wait for it in a collective."""
+        """Raise that no output came in time, and name the rank that is behind: the others wait for it in a
+        collective."""
         places = self._ranks.places()
         stage = first_stage_behind(places, self.config.tensor_parallel_size)
         last = last_of(*zip(*places[stage.start : stage.stop], strict=True))
@@ -323,8 +327,8 @@ class MultiprocExecutor:
 
 
 def first_stage_behind(places: Sequence[Place], num_ranks: int) -> range:
-    """The ranks of the first pipeline stage, each of `num_ranks`, that has finished the fewest steps: later ones wait
-    for it."""
+    """Return the ranks of the first pipeline stage, each with `num_ranks`, that has finished the fewest steps. Later
+    stages wait for it."""
     last = min(range(len(places)), key=lambda rank: places[rank].finished)
     first = last - last % num_ranks
     return range(first, first + num_ranks)

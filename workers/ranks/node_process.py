@@ -1,11 +1,12 @@
-"""The process of a node that is not node 0: it runs the ranks of its host, and passes on what they need.
+"""The process of a node other than node 0. It runs the ranks of its host and forwards messages to and from them.
 
-One thread hears node 0 and writes steps into the ring, another hears the ranks, and a third waits for the store to say
-how the group ends. When a rank fails, node 0 is told, and says how the whole group ends. To the engine it says:
+One thread receives from node 0 and writes steps into the ring, another receives from the ranks, and a third waits for
+the group's ending in the store. If a rank fails, node 0 is informed, and decides how the whole group ends. Messages to
+the engine:
 
-    rank       what a rank has sent
-    places     how far the ranks have come, as it was asked
-    leave      the operator wants this node to stop: node 0 ends all
+    rank       a message of a rank
+    places     progress of the ranks, on request
+    leave      the operator wants this node to stop; node 0 then ends the whole group
 """
 
 import contextlib
@@ -31,12 +32,12 @@ from oarlock.workers.ranks.spawn_ranks import NodePlace
 
 logger = logging.getLogger("oarlock.nodes")
 
-_CAUSE_S = 1.5  # for the store to say how the group ends, after node 0 was lost
-_POLL_S = 0.001  # while the ring has no room for another step
+_CAUSE_S = 1.5  # time for the store to get the ending after node 0 was lost
+_POLL_S = 0.001  # interval of checks while the ring has no free slot
 
 
 class NodeProcess:
-    """`run` returns how the group ended."""
+    """Runs the ranks of one node. `run` returns how the group ended."""
 
     def __init__(
         self,
@@ -46,17 +47,17 @@ class NodeProcess:
         on_phase: OnProgress,
         stop_fd: int,
     ) -> None:
-        """Starts the ranks. Takes over `ahead`, rank processes that run already. `stop_fd` becomes readable when the
-        operator wants this node to stop."""
+        """Start the ranks. Takes over `ahead`, rank processes that are already running. `stop_fd` becomes readable when
+        the operator wants this node to stop."""
         self._membership = membership
         self._on_phase = on_phase
         self._stop_fds = [stop_fd]
         place = NodePlace(membership.node, membership.own.name, membership.where)
         self._ranks = HostRanks(config, ahead, place)
         self._answers_fds = [] if self._ranks.answers is None else [self._ranks.answers.wake_fd]
-        self._read: dict[int, float] = {}  # the share of its weights that a rank has read
+        self._read: dict[int, float] = {}  # rank -> fraction of its weights that it has read
         self._first_cause = FirstCause()
-        self._endings: queue.SimpleQueue[Ending | str] = queue.SimpleQueue()  # a word: how node 0 was lost
+        self._endings: queue.SimpleQueue[Ending | str] = queue.SimpleQueue()  # a string describes how node 0 was lost
         self._is_over = False
 
     def run(self) -> Ending:
@@ -78,7 +79,7 @@ class NodeProcess:
         for work in (self._hear, self._say):  # each may wait for seconds for a lost node
             threading.Thread(target=self._watched, args=(work,), name=work.__name__, daemon=True).start()
         ending = first = self._endings.get()
-        if isinstance(first, str):  # the store may still say why; where it is lost as well, it does not
+        if isinstance(first, str):  # the store may still contain the cause, unless it is lost too
             with contextlib.suppress(queue.Empty):
                 ending = self._endings.get(timeout=_CAUSE_S)
         self._is_over = True
@@ -90,17 +91,17 @@ class NodeProcess:
         return ending
 
     def _watched(self, work: Callable[[], None]) -> None:
-        """`work` until node 0 is lost; what else it raises ends this node."""
+        """Run `work` until node 0 is lost. Any other error ends this node."""
         try:
             work()
         except NodeLostError as error:
             self._endings.put(str(error))
         except Exception as error:
-            if not self._is_over:  # else the ranks were closed meanwhile
+            if not self._is_over:  # otherwise the ranks were closed meanwhile
                 logger.exception("event=node_failed")
                 self._endings.put(Ending.of(error))
 
-    # -- what ranks say, to node 0
+    # -- from the ranks to node 0
 
     def _say(self) -> None:
         next_beat_s = 0.0
@@ -116,7 +117,7 @@ class NodeProcess:
         readable = [*self._stop_fds, *self._answers_fds, *self._ranks.filenos]
         ready = select.select(readable, [], [], max(0.0, wait_s))[0]
         messages = self._ranks.messages(0.0)
-        if self._is_over:  # ranks end because this ends them, and `stop_fd` may be closed
+        if self._is_over:  # the ranks end because of this process, and `stop_fd` may be closed
             return
         if set(ready) & set(self._stop_fds):
             self._stop_fds = []
@@ -134,7 +135,7 @@ class NodeProcess:
             with self._ranks.answers.recv() as slot:
                 self._link.send(Kind.ANSWER, slot[: output_bytes(unpack_output(slot))])
         except ChannelClosedError:
-            self._answers_fds = []  # the answering rank has ended: its own channel says how
+            self._answers_fds = []  # the answering rank has ended; its control socket has the reason
 
     def _note(self, rank: int, message: dict) -> None:
         if self._first_cause.add(rank, message):
@@ -145,16 +146,16 @@ class NodeProcess:
         elif message["kind"] == "ready" and rank == self._ranks.numbers[0]:
             self._on_phase("serving", 1.0)
 
-    # -- what node 0 says, in a thread of its own
+    # -- from node 0, in a thread of its own
 
     def _hear(self) -> None:
-        with contextlib.suppress(ChannelClosedError):  # a rank has ended: its own channel says how
+        with contextlib.suppress(ChannelClosedError):  # a rank has ended; its control socket has the reason
             while True:
                 self._take(self._link.receive_broadcast())
 
     def _take(self, message: Message) -> None:
         if message.kind in (Kind.STEP, Kind.FIRST_PART):
-            while not self._ranks.steps.has_room:  # ranks of this node may be slower than the one that answers
+            while not self._ranks.steps.has_room:  # ranks of this node may be slower than the answering rank
                 time.sleep(_POLL_S)
             self._pass_on(message)
         elif message.kind == Kind.MASKS:
@@ -169,7 +170,7 @@ class NodeProcess:
                 self._link.say("places", number=said["number"], places=self._ranks.places())
 
     def _pass_on(self, message: Message) -> None:
-        """Write a step into the ring, with room for its masks where they follow."""
+        """Write a step into the ring, with a gap for its masks if they follow."""
         payload = message.payload
         if message.kind == Kind.STEP:
             with self._ranks.steps.send() as slot:

@@ -1,4 +1,4 @@
-"""One node among several: its interface, the facts that all nodes must agree on, and how their group ended."""
+"""One node among several: its interface, the facts that all nodes must agree on, and the end of their group."""
 
 import json
 import socket
@@ -16,14 +16,15 @@ from oarlock.workers.platform.network import (
     resolved,
 )
 
-_NAME_WAIT_S = 30.0  # for a name service to learn of a host that has just been started
+_NAME_WAIT_S = 30.0  # time for a name service to learn of a host that was just started
 _BACKLOG = 512
 
 
 def own_interface(nodes: NodesConfig, on_wait: Callable[[], object] = lambda: None) -> Interface:
-    """The interface that was named, or else the one that leads to the head; on the head, the one with its address.
+    """Return the configured interface, or else the interface that leads to the head node. On the head it must have the
+    head's address.
 
-    `on_wait` is called while the head's name is not known yet. Raises `StartupError`.
+    `on_wait` is called while the head's name cannot be resolved yet. Raises `StartupError`.
     """
     head = resolved(nodes.address, min(_NAME_WAIT_S, nodes.timeout_s), on_wait)
     if nodes.interface is not None:
@@ -38,7 +39,8 @@ def own_interface(nodes: NodesConfig, on_wait: Callable[[], object] = lambda: No
 
 
 def listen(nodes: NodesConfig) -> socket.socket:
-    """The head's listening socket, on one address of this host. Raises `StartupError`, as where the port is taken."""
+    """Return the head's listening socket, on one address of this host. Raises `StartupError`, also if the port is
+    taken."""
     own = own_interface(nodes)
     if nodes.port:  # 0 lets the system choose
         check_port_is_free(own.address, nodes.port)
@@ -46,7 +48,8 @@ def listen(nodes: NodesConfig) -> socket.socket:
     return socket.create_server((own.address, nodes.port), family=family, backlog=_BACKLOG)
 
 
-# Group -> name -> value, as JSON knows values. The first group that differs is named, so causes stand before effects.
+# Group -> name -> JSON value. The first group that differs is reported, so groups that cause others to differ come
+# first.
 Facts = Mapping[str, Mapping[str, Any]]
 
 _FIXES = {
@@ -58,7 +61,7 @@ _MAX_SHOWN = 128  # characters of a value
 
 
 def first_difference(ours: Facts, our_name: str, theirs: Facts, their_name: str) -> StartupError | None:
-    """The first value that differs, on both nodes; None where all are equal."""
+    """Return an error with the first value that differs and both nodes' values; None if all are equal."""
     for group in [*ours, *(name for name in theirs if name not in ours)]:
         one, other = ours.get(group, {}), theirs.get(group, {})
         for name in [*one, *(name for name in other if name not in one)]:
@@ -73,12 +76,12 @@ def first_difference(ours: Facts, our_name: str, theirs: Facts, their_name: str)
 
 
 def own_host() -> str:
-    """This host's name for itself."""
+    """Return this host's own name."""
     return printable(socket.gethostname())
 
 
 def printable(text: str) -> str:
-    """Text of another node, for one line of a terminal."""
+    """Return another node's text, made safe for one line of a terminal."""
     return "".join(character if character.isprintable() else "?" for character in text[:_MAX_SHOWN])
 
 
@@ -88,7 +91,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """`exit_code` is that of every node. A `fix` comes with a start that failed."""
+    """End of a group. All nodes exit with `exit_code`. `fix` is set if the start failed."""
 
     exit_code: int
     cause: str = ""

@@ -1,16 +1,16 @@
-"""The relay of node 0: a reader of its ring of steps that broadcasts their bytes, and hears the other nodes.
+"""The relay of node 0. It reads node 0's ring of steps, broadcasts the steps, and receives from the other nodes.
 
-`python -m oarlock.workers.ranks.relay PARENT_PID CONTROL_FD`, a child of the engine, which has no torch. It also
-keeps the store of the group, and ends with its parent. Its messages to the engine:
+`python -m oarlock.workers.ranks.relay PARENT_PID CONTROL_FD`, a child of the engine, which has no torch. It also keeps
+the store of the group, and ends with its parent. Its messages to the engine:
 
-    waiting    for whom, once a second, until all nodes have joined
-    joined     names of the nodes, where ranks find the store, and the interface; then it waits for `rings`
+    waiting    the nodes that are still missing, once a second until all have joined
+    joined     names of the nodes, address of the ranks' store, and the interface; then the relay waits for `rings`
     failed     why the group does not start
-    lost       which node, and in which way
-    rank       from a node: what one of its ranks has sent
-    places     from a node: how far its ranks have come
+    lost       which node was lost, and how
+    rank       from a node: a message of one of its ranks
+    places     from a node: the progress of its ranks
 
-and the engine's to it: `join`, `rings` and `end`; every other one goes to all nodes as it is (`node_process.py`).
+The engine sends it `join`, `rings` and `end`. All other messages go to all nodes unchanged (`node_process.py`).
 """
 
 import contextlib
@@ -33,24 +33,24 @@ from oarlock.workers.ranks.membership import Membership, join
 from oarlock.workers.ranks.nodes import Ending
 from oarlock.workers.ranks.spawn_ranks import RankRings, begin
 
-_LEAVE_S = 3.0  # for the other nodes to end, which read in the store how
+_LEAVE_S = 3.0  # time for the other nodes to read the ending in the store and to end
 
 
 class Relay:
-    """Serves until the engine says how the group ends."""
+    """Serves until the engine sends how the group ends."""
 
     def __init__(self, control: Control, membership: Membership, leave_pid: int) -> None:
-        """`leave_pid`: of the process that ends all in order when it gets SIGTERM."""
+        """`leave_pid`: process that shuts everything down in order when it gets SIGTERM."""
         self._control = control
-        self._sending = threading.Lock()  # several threads have something to say to the engine
+        self._sending = threading.Lock()  # several threads send to the engine
         self._membership = membership
         self._leave_pid = leave_pid
         self._others = range(1, membership.nnodes)
-        self._queue: deque[bytes] = deque()  # of what the engine says
+        self._queue: deque[bytes] = deque()  # messages from the engine to the nodes
         self._queued_fd, self._queue_fd = os.pipe()
 
     def run(self) -> None:
-        """Raises `StartupError` where the nodes cannot reach each other."""
+        """Connect the nodes and serve. Raises `StartupError` if the nodes cannot reach each other."""
         self._link = HostLink(self._membership)
         where = self._membership.where
         self._say(
@@ -74,7 +74,7 @@ class Relay:
         with contextlib.suppress(RuntimeError):  # a launcher's store may have ended
             self._membership.end(ending)
         deadline = time.monotonic() + _LEAVE_S
-        for thread in hearing:  # each ends with its node's connection
+        for thread in hearing:  # each thread ends with its node's connection
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _obey(self) -> Ending:
@@ -84,13 +84,13 @@ class Relay:
         return Ending(**said["ending"])
 
     def _say(self, kind: str, **fields: object) -> None:
-        with self._sending, contextlib.suppress(ChannelClosedError):  # the engine has ended: so does this
+        with self._sending, contextlib.suppress(ChannelClosedError):  # the engine has ended, so this process ends too
             self._control.send(kind, **fields)
 
     # -- down
 
     def _broadcast_all(self) -> None:
-        """Until the engine closes the ring, or a node is lost."""
+        """Broadcast until the engine closes the ring, or a node is lost."""
         try:
             while True:
                 ready = select.select([self._steps.wake_fd, self._queued_fd], [], [], BEAT_S)[0]
@@ -101,7 +101,7 @@ class Relay:
                     self._link.broadcast(Kind.SAID, self._queue.popleft())
                 else:
                     self._link.broadcast(Kind.BEAT)
-        except (ChannelClosedError, NodeLostError):  # a node that is lost is heard to be
+        except (ChannelClosedError, NodeLostError):  # the thread that receives from a lost node reports it
             return
 
     def _broadcast_step(self) -> None:
@@ -118,7 +118,7 @@ class Relay:
     # -- up
 
     def _hear(self, node: int) -> None:
-        """Until the node is lost."""
+        """Handle messages of `node` until it is lost."""
         try:
             while True:
                 self._take(node, self._link.receive_from(node))

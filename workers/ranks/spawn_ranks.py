@@ -1,6 +1,6 @@
-"""Gives each rank process its arguments, with collective memory and rendezvous, for serving and `verify`.
+"""Starts rank processes with their arguments, collective memory and rendezvous, for serving and `verify`.
 
-Torch-free. Does not know what the processes do.
+Torch-free. Does not know the purpose of the processes.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from oarlock.workers.python_child import die_with_parent, leave_signals_to_paren
 from oarlock.workers.rank_processes import RankProcess, end_ranks, start_ranks
 from oarlock.workers.ranks.cpu_affinity import ranks_share_cores
 
-_COLLECTIVE_BUFFER_BYTES = 4 << 20  # longer tensors go through in pieces
-_COLLECTIVE_TIMEOUT_S = 3600.0  # at least; the parent ends a rank that waits long before
+_COLLECTIVE_BUFFER_BYTES = 4 << 20  # longer tensors are reduced in pieces
+_COLLECTIVE_TIMEOUT_S = 3600.0  # minimum; the parent ends a waiting rank long before
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class RankArguments:
 
     rendezvous: RendezvousInfo
     config: WorkerConfig
-    extra: dict[str, Any] = field(default_factory=dict)  # what this kind of rank process needs besides
+    extra: dict[str, Any] = field(default_factory=dict)  # further arguments of this kind of rank process
 
     @property
     def rank(self) -> int:
@@ -37,12 +37,12 @@ class RankArguments:
 
     @property
     def local_rank(self) -> int:
-        """Place of this rank among the ranks of its host."""
+        """Index of this rank among the ranks of its host."""
         return self.rendezvous.topology.local_rank(self.rank)
 
     @staticmethod
     def receive(control: Control) -> "RankArguments":
-        """Waits for the arguments. Raises `ChannelClosedError` when the parent has ended."""
+        """Wait for the arguments. Raises `ChannelClosedError` if the parent has ended."""
         fields = control.recv()
         return RankArguments(
             RendezvousInfo.from_fields(fields["rendezvous"]), WorkerConfig(**fields["config"]), fields["extra"]
@@ -51,23 +51,23 @@ class RankArguments:
 
 @dataclass(frozen=True, slots=True)
 class RankRings:
-    """The ends of both rings that one rank inherits: steps to read and, for the answering rank, answers to write."""
+    """One rank's ends of both rings: steps to read and, for the answering rank, outputs to write."""
 
     step_memory_fd: int
     step_wake_fd: int
     step_layout: dict[str, int]
     output_memory_fd: int
-    output_wake_fd: int | None  # of the answering rank alone
+    output_wake_fd: int | None  # None except for the answering rank
     output_layout: dict[str, int]
-    kv_report_fd: int | None = None  # to the engine, for all ranks; None: no blocks are kept beyond the pool
+    kv_report_fd: int | None = None  # pipe of all ranks to the engine; None: no KV blocks outside the pool
 
 
 @dataclass(frozen=True, slots=True)
 class NodePlace:
-    """This host's place among the nodes, and the store where its ranks meet those of other hosts."""
+    """This host's position among the nodes, and the store in which its ranks meet the ranks of other hosts."""
 
     node: int = 0
-    interface: str | None = None  # of this host, for what goes between hosts; None: there is one host
+    interface: str | None = None  # this host's interface for traffic between hosts; None if there is one host
     store: StoreAddress | None = None
 
 
@@ -75,7 +75,7 @@ THE_ONLY_NODE = NodePlace()
 
 
 class SpawnedRanks(NamedTuple):
-    """Processes and channels in rank order. The caller ends and closes them, by `end` or otherwise."""
+    """Processes and channels in rank order. The caller must end and close them, for example with `end`."""
 
     processes: list[subprocess.Popen[bytes]]
     controls: list[Control]
@@ -88,7 +88,8 @@ class SpawnedRanks(NamedTuple):
 
 
 def begin(argv: list[str]) -> Control:
-    """Begins any kind of rank process, which ends with its parent and leaves signals to it. `argv`: as given."""
+    """Begin any kind of rank process. It ends with its parent and leaves signals to it. `argv`: command line
+    arguments."""
     parent_pid, control_fd = map(int, argv)
     die_with_parent(parent_pid)
     leave_signals_to_parent()
@@ -102,15 +103,15 @@ def spawn_ranks(
     ahead: Sequence[RankProcess] = (),
     place: NodePlace = THE_ONLY_NODE,
 ) -> SpawnedRanks:
-    """One process for each rank of `config` on this host, with its arguments. `extras`: for each rank, its
-    `RankArguments.extra`.
+    """Start one process for each rank of `config` on this host, with its arguments. `extras`: `RankArguments.extra` of
+    each rank.
 
-    `ahead`: processes that were started before and run `module`; this starts the others. A failure ends them all.
+    `ahead`: processes that already run `module`; only the others are started. If anything fails, all of them are ended.
     """
     size = config.ranks_per_node
     assert len(ahead) <= size == len(extras)
     ranks = list(ahead)
-    with contextlib.ExitStack() as given:  # the ranks get descriptors of their own
+    with contextlib.ExitStack() as given:  # the ranks get their own descriptors
         memory_fd = anonymous_memory(total_bytes(size, _COLLECTIVE_BUFFER_BYTES))
         given.callback(os.close, memory_fd)
         store_fd = anonymous_memory(0)
@@ -125,7 +126,7 @@ def spawn_ranks(
                     size=size * config.nnodes,
                     memory_fd=memory_fd,
                     buffer_bytes=_COLLECTIVE_BUFFER_BYTES,
-                    # Longer than the parent waits: it sees all ranks and can name the one that hangs.
+                    # Longer than the parent's timeout: it sees all ranks and can report which one hangs.
                     timeout_s=max(config.step_timeout_s, _COLLECTIVE_TIMEOUT_S),
                     shares_cores=ranks_share_cores(config),
                     pipeline_parallel_size=config.pipeline_parallel_size,
@@ -137,7 +138,7 @@ def spawn_ranks(
                     from_stage=before and before[0],
                     to_stage=after and after[1],
                 )
-                with contextlib.suppress(ChannelClosedError):  # it has ended: reading its messages shows it
+                with contextlib.suppress(ChannelClosedError):  # it has ended, which reading its messages shows
                     ranks[number].control.send("arguments", **asdict(RankArguments(rendezvous, config, extra)))
             collectives = Flags(memory_fd, size)
         except BaseException:
@@ -147,8 +148,8 @@ def spawn_ranks(
 
 
 def _stage_rings(config: WorkerConfig, given: contextlib.ExitStack) -> dict[int, tuple[dict, dict]]:
-    """The number of a rank of this host -> the reading and the writing end of its ring to the rank of its place in the
-    next stage, where that is on this host too."""
+    """Return rank of this host -> (reading end, writing end) of its ring to its peer in the next stage, if that is on
+    this host too."""
     rings = {}
     tokens = -(-config.max_num_batched_tokens // config.tensor_parallel_size)
     num_bytes = MARK_BYTES + _row_bytes(config) * tokens
@@ -163,10 +164,10 @@ def _stage_rings(config: WorkerConfig, given: contextlib.ExitStack) -> dict[int,
 
 
 def _row_bytes(config: WorkerConfig) -> int:
-    """Bytes of a token's hidden state."""
+    """Return the bytes of a token's hidden state."""
     return config.hidden_size * (4 if config.dtype == "float32" else 2)
 
 
 def describe_exit(status: int) -> str:
-    """The end of a process in words, from its `returncode`."""
+    """Describe the end of a process with this `returncode`."""
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
