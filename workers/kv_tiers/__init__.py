@@ -1,1 +1,1 @@
-"""A rank's part of keeping KV blocks beyond the pool: slots in host memory, and a directory of files."""
+"""A rank's part of KV offload: slots in host memory, and a directory of files."""

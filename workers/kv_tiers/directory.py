@@ -1,9 +1,10 @@
-"""The directory of files: oarlock-KEY/RANK/xx/DIGEST.kv, where KEY stands for all that decides the bytes of a block.
+"""The directory of files: oarlock-KEY/RANK/xx/DIGEST.kv. KEY is a hash of all settings that decide the bytes of a
+block.
 
-Any number of processes may use it at once, of the
-same model and of others: nothing is locked but for the moment in which one of them makes room. A file appears under its
-name only when it is whole: a header with the block's digest and a checksum, then the bytes of a slot. What is read is
-checked: a file that is damaged, short or of another block is not taken.
+Any number of processes may use it at once, for the same model and for others. Nothing is locked, except while one of
+them makes room. A file appears under its name only when it is complete: a header with the block's digest and a
+checksum, then the bytes of a slot. Files are checked when they are read, and rejected if they are damaged, too short or
+of another block.
 """
 
 import contextlib
@@ -26,12 +27,12 @@ _HEADER = struct.Struct("<8s32sQI12x")  # magic, digest, bytes of content, CRC-3
 HEADER_BYTES = _HEADER.size  # 64
 _CHECKED = _HEADER.size - 16  # bytes of the header that the checksum covers
 SUFFIX = ".kv"
-WRITING = "tmp"  # the folder of files that are being written
+WRITING = "tmp"  # folder of files that are being written
 _number = count()
 
 
 class DamagedFileError(Exception):
-    """The file with a block's name does not hold that block."""
+    """The file with a block's name does not contain that block."""
 
 
 def path_of(directory: Path, digest: bytes) -> str:
@@ -40,8 +41,8 @@ def path_of(directory: Path, digest: bytes) -> str:
 
 
 def write_block(directory: Path, digest: bytes, content: memoryview) -> int:
-    """Write `content` as the file of `digest`; return the bytes of the file. Raises
-    `OSError`, and then leaves nothing behind."""
+    """Write `content` as the file of `digest`; return the bytes of the file. Raises `OSError`, and then leaves nothing
+    behind."""
     header = _header(digest, content)
     writing = f"{directory}/{WRITING}/{os.getpid()}-{next(_number)}"
     path = path_of(directory, digest)
@@ -53,7 +54,7 @@ def write_block(directory: Path, digest: bytes, content: memoryview) -> int:
             os.close(fd)
         try:
             os.rename(writing, path)
-        except FileNotFoundError:  # the first of its folder
+        except FileNotFoundError:  # the first file of its folder
             os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
             os.rename(writing, path)
     except OSError:
@@ -64,9 +65,9 @@ def write_block(directory: Path, digest: bytes, content: memoryview) -> int:
 
 
 def read_block(directory: Path, digest: bytes, into: memoryview) -> None:
-    """Fill `into` with the content of the file of `digest`, which counts as used now.
+    """Fill `into` with the content of the file of `digest`, and mark the file as used now.
 
-    Raises `FileNotFoundError`, another `OSError`, or `DamagedFileError`; then `into` means nothing.
+    Raises `FileNotFoundError`, another `OSError`, or `DamagedFileError`; then the content of `into` is undefined.
     """
     fd = os.open(path_of(directory, digest), os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -80,7 +81,7 @@ def read_block(directory: Path, digest: bytes, into: memoryview) -> None:
             raise DamagedFileError(f"only {found} of {wanted} bytes could be read")
         if bytes(header) != _header(digest, into):
             raise DamagedFileError("its checksum does not match")
-        with contextlib.suppress(OSError):  # of another user's file, or a directory that cannot be written
+        with contextlib.suppress(OSError):  # another user's file, or a read-only directory
             os.utime(fd)
     finally:
         os.close(fd)
@@ -111,15 +112,15 @@ def _write_all(fd: int, header: bytes, content: memoryview) -> None:
 
 logger = logging.getLogger("oarlock.kv_offload")
 
-DEAD_S = 600.0  # a file that is still being written then is of a process that has ended
-FULL_SHARE = 0.9  # of the limit, down to which room is made
+DEAD_S = 600.0  # if a file is still unfinished after this time, its process has ended
+FULL_SHARE = 0.9  # fraction of the limit, down to which room is made
 _LOCK = "oarlock.lock"
-_PREFIX = "oarlock-"  # of our folders: nothing else in the directory is touched
+_PREFIX = "oarlock-"  # prefix of our folders; nothing else in the directory is touched
 _HEX = "0123456789abcdef"
 
 
 def check_directory(path: str) -> None:
-    """Make the directory if it is not there. Raises `StartupError` unless files can be made in it."""
+    """Make the directory if it does not exist. Raises `StartupError` unless files can be created in it."""
     fix = "Give --kv-offload-path a directory that this user can write, on a disk with free space."
     directory = Path(path)
     try:
@@ -132,12 +133,12 @@ def check_directory(path: str) -> None:
 
 
 def disk_limit(path: str, asked: int | None) -> int:
-    """Bytes that all files may take: as asked, else half of the room for them."""
+    """Return the bytes that all files may take: `asked`, or else half of the room for them."""
     return asked if asked is not None else room_on_disk(path) // 2
 
 
 def room_on_disk(path: str) -> int:
-    """Bytes that all files could take: those that are free now, and those that they take already."""
+    """Return the bytes that all files could take: free space, and the space that they take already."""
     return shutil.disk_usage(path).free + _usage(Path(path))
 
 
@@ -149,10 +150,10 @@ class Usage(NamedTuple):
 
 
 class BlockDirectory:
-    """The files of one rank, and the room that all files take."""
+    """The files of one rank, and the room for all files."""
 
     def __init__(self, root: str, key: str, rank: int, max_bytes: int) -> None:
-        """Makes the folders. `max_bytes`: of all files below `root`. Raises `OSError`."""
+        """Make the folders. `max_bytes`: limit of all files below `root`. Raises `OSError`."""
         self.root, self.key, self.rank = Path(root), key, rank
         self.max_bytes = max_bytes
         self.path = self.root / f"{_PREFIX}{key}" / str(rank)
@@ -160,7 +161,8 @@ class BlockDirectory:
         self.make_folders()
 
     def make_folders(self) -> None:
-        """Makes the folders, for this user alone. Does not make the root again if it is gone. Raises `OSError`."""
+        """Make the folders, with access only for this user. Does not recreate the root if it is gone. Raises
+        `OSError`."""
         for path in (self.path.parent, self.path, self.path / WRITING):
             path.mkdir(mode=0o700, exist_ok=True)
 
@@ -169,7 +171,7 @@ class BlockDirectory:
             os.unlink(path_of(self.path, digest))
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
-        """The digests of this rank's files that appeared and that vanished since the last call."""
+        """Return the digests of this rank's files that appeared and that vanished since the last call."""
         appeared: list[bytes] = []
         vanished: list[bytes] = []
         for folder in (a + b for a in _HEX for b in _HEX):
@@ -187,8 +189,8 @@ class BlockDirectory:
         return appeared, vanished
 
     def make_room(self) -> Usage:
-        """Remove what dead processes have left, and above the limit the files that were not used for the longest time,
-        of any model. Raises `OSError` where the directory cannot be read."""
+        """Remove unfinished files of dead processes and, above the limit, the least recently used files of any model.
+        Raises `OSError` if the directory cannot be read."""
         with self._alone() as is_alone:
             files = sorted(_files(self.root))
             total = sum(size for _, size, _ in files)
@@ -207,7 +209,8 @@ class BlockDirectory:
 
     @contextlib.contextmanager
     def _alone(self) -> Generator[bool]:
-        """Takes the lock for making room; False if another process has it. The kernel frees it when its holder ends."""
+        """Hold the lock for making room; yield False if another process has it. The kernel frees it when its holder
+        ends."""
         fd = os.open(self.root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -225,12 +228,13 @@ def _usage(root: Path) -> int:
 
 
 def _files(root: Path) -> Iterator[tuple[int, int, str]]:
-    """(time of last use in ns, bytes, path) of every block below `root`. Removes what the dead were writing."""
+    """Yield (time of last use in ns, bytes, path) of every block below `root`. Removes unfinished files of dead
+    processes."""
     ours = (key for key in _folders(root) if key.name.startswith(_PREFIX))
     for rank in (rank for key in ours for rank in _folders(key.path)):
         for folder in _folders(rank.path):
             for entry in _entries(folder.path):
-                with contextlib.suppress(FileNotFoundError):  # another process makes room
+                with contextlib.suppress(FileNotFoundError):  # another process is making room
                     found = entry.stat(follow_symlinks=False)
                     if _digest_of(entry.name) is not None:
                         yield found.st_mtime_ns, found.st_size, entry.path
@@ -253,7 +257,7 @@ def _digests(names: set[str]) -> list[bytes]:
 
 
 def _digest_of(name: str) -> bytes | None:
-    """The digest that a file's name stands for; None where it is no block's, and so not our file."""
+    """Return the digest in a file's name; None if it is not the name of a block, so that the file is not ours."""
     digest = name.removesuffix(SUFFIX)
     is_ours = len(digest) == 64 and len(name) == 64 + len(SUFFIX) and not set(digest) - set(_HEX)
     return bytes.fromhex(digest) if is_ours else None

@@ -1,8 +1,8 @@
-"""The process beside the first rank that looks after the directory: it tells what others have written, and makes room.
+"""The process next to the first rank that looks after the directory. It reports files of others, and makes room.
 
-With many files each look takes long, and in the rank's own process it would hold up steps: Python runs one thread at a
-time. Nothing is remembered of what the rank itself wrote, since several servers and people may change the directory: it
-is looked at as it is.
+If there are many files, each look takes long. In the rank's own process it would delay steps, because Python runs one
+thread at a time. The process does not remember which files the rank wrote, since several servers and people may change
+the directory. It reads the directory each time.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from oarlock.workers.python_child import die_with_parent, leave_signals_to_paren
 logger = logging.getLogger("oarlock.kv_offload")
 
 MODULE = "oarlock.workers.kv_tiers.keeper"
-LOG_FORMAT = "%(levelno)d %(message)s"  # of each line of the standard output, which the rank logs
-_NICENESS = 10  # steps come first
+LOG_FORMAT = "%(levelno)d %(message)s"  # format of each line of the standard output, which the rank logs
+_NICENESS = 10  # steps have priority
 
 
 def keep(files: BlockDirectory, reports: KVReportSender, wakes: int, look_s: float) -> None:
-    """Look every `look_s` seconds, until `wakes` is closed. A byte that comes from there asks for room, if the limit is
-    reached, and for a look at once."""
+    """Look every `look_s` seconds until `wakes` is closed. A byte from `wakes` asks to make room, if the limit is
+    reached, and to look at once."""
     asks_for_room = True
     while True:
         if asks_for_room:
@@ -48,7 +48,7 @@ def keep(files: BlockDirectory, reports: KVReportSender, wakes: int, look_s: flo
 
 
 def main(argv: list[str]) -> int:
-    """Runs the keeper's process, which `FileThreads.keep` starts."""
+    """Run the keeper's process, which `FileThreads.keep` starts."""
     parser = argparse.ArgumentParser(prog="python -m oarlock.workers.kv_tiers.keeper", allow_abbrev=False)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--reports", type=int, required=True, help="descriptor of the ranks' pipe")
@@ -75,10 +75,10 @@ def main(argv: list[str]) -> int:
 
 class KeeperProcess:
     """Keeper of the directory in a process. Call `run` in a thread that does nothing else: the kernel ends the process
-    with that thread."""
+    together with that thread."""
 
     def __init__(self, files: BlockDirectory, reports_fd: int, look_s: float) -> None:
-        """`reports_fd`: the ranks' pipe, to which the process writes by itself. `look_s`: between two looks."""
+        """`reports_fd`: the ranks' pipe, to which the process writes by itself. `look_s`: interval between looks."""
         self._look_s = look_s
         self._reports_fd = reports_fd
         self._words = [
@@ -90,7 +90,7 @@ class KeeperProcess:
         self._warned: set[str] = set()
 
     def run(self) -> None:
-        """Runs the keeper's process, again when it ends, until `close`."""
+        """Run the keeper's process, and restart it if it ends, until `close`."""
         while not self._is_closed.is_set():
             try:
                 self._run_once()
@@ -106,7 +106,7 @@ class KeeperProcess:
             finally:
                 os.close(say)
             self._child = child
-            if self._is_closed.is_set():  # `close` may not have seen it
+            if self._is_closed.is_set():  # `close` may not have seen the new process
                 child.kill()
             with child:
                 for line in lines:
@@ -115,14 +115,15 @@ class KeeperProcess:
             self._warn(f'event=kv_offload_failed kind=keeper cause="ended with status {child.returncode}" once=true')
 
     def make_room(self) -> None:
-        """Tells the keeper that room may be needed. Returns at once; a process that starts makes room by itself."""
+        """Ask the keeper to make room if needed. Returns at once. A process that is only starting makes room by
+        itself."""
         child = self._child
         if child is not None and child.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):  # it has ended, and its pipe perhaps is closed
+            with contextlib.suppress(OSError, ValueError):  # it has ended, and its pipe may be closed
                 os.write(child.stdin.fileno(), b"1")
 
     def close(self) -> None:
-        """End the process: all it does may be left at any time."""
+        """End the process. Its work can be interrupted at any time."""
         self._is_closed.set()
         if self._child is not None:
             self._child.kill()

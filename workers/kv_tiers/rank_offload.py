@@ -1,9 +1,9 @@
-"""A rank's copies of KV blocks beyond the pool: slots in host memory, files of a directory, threads between the two.
+"""A rank's copies of KV blocks outside the pool: slots in host memory, files in a directory, and threads between them.
 
-Copies between pages and slots are made at once, in the order of the step that orders them, before anything else of it.
-On a device they take their turn among its other work: a slot may be read on the host once the step is answered. No step
-waits for the threads that move blocks between slots and files. What fails there is logged once for each kind of
-failure, reported, and tried again with the next block: the engine then computes what could not be read.
+Copies between pages and slots are made at once, in the order of the step's copies, before the rest of the step. On a
+device they are queued among its other work; the host may read a slot after the step's output has arrived. No step waits
+for the threads that move blocks between slots and files. Failures of these threads are logged once per kind, reported,
+and retried with the next block. The engine recomputes blocks that could not be read.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from oarlock.workers.platform.host_memory import human_bytes
 from oarlock.workers.platform.huge_pages import huge_page_empty
 from oarlock.workers.protocol import StepMetadata
 
-_BLOCKS_AT_ONCE = 32  # through a buffer on the device
+_BLOCKS_AT_ONCE = 32  # blocks per copy through a buffer on the device
 
 
 class HostSlots(Protocol):
@@ -56,12 +56,12 @@ class HostSlots(Protocol):
 
 
 def bytes_per_block(pages: Sequence[LayerKV]) -> int:
-    """Bytes of this rank's share of a block, in the layout of the backend that allocated `pages`."""
+    """Return the bytes of this rank's share of a block, in the layout of the backend that allocated `pages`."""
     return sum(page.shape[1] for page in _as_bytes(pages))
 
 
 def make_slots(pages: Sequence[LayerKV], num_slots: int) -> HostSlots:
-    """Allocates slots. `pages`: of all layers of this rank; the first dimension of each tensor is the block."""
+    """Allocate slots. `pages`: of all layers of this rank; the first dimension of each tensor is the block."""
     return (SlotsOfHost if pages[0].k.device.type == "cpu" else SlotsOfDevice)(pages, num_slots)
 
 
@@ -84,7 +84,7 @@ class SlotsOfHost:
 
 
 class SlotsOfDevice:
-    """Slots for pages on a device: pinned memory of the host. Copies pass through a buffer on the device."""
+    """Slots for pages on a device, in pinned host memory. Copies pass through a buffer on the device."""
 
     def __init__(self, pages: Sequence[LayerKV], num_slots: int, *, pinned: bool = True) -> None:
         self._pages, self._pinned = _as_bytes(pages), pinned
@@ -115,12 +115,13 @@ class SlotsOfDevice:
                 page.index_copy_(0, ids, part)
 
     def _on_device(self, numbers: Sequence[int]) -> Tensor:
-        """int64 [n]. From pinned memory: a copy from any other would wait for the device."""
+        """Return int64 [n] on the device. It is copied from pinned memory, because other copies would wait for the
+        device."""
         return torch.tensor(numbers, pin_memory=self._pinned).to(self._device, non_blocking=True)
 
 
 def _as_bytes(pages: Sequence[LayerKV]) -> list[Tensor]:
-    """uint8 [blocks, bytes of a page], of each layer's keys, then values."""
+    """Return uint8 [blocks, bytes of a page] of each layer's keys, then values."""
     return [tensor.flatten(1).view(torch.uint8) for layer in pages for tensor in (layer.k, layer.v)]
 
 
@@ -128,31 +129,31 @@ logger = logging.getLogger("oarlock.kv_offload")
 
 NUM_READERS = 4
 _AT_ONCE = 8  # blocks that one reader reads before it reports
-_LOOK_S = 5.0  # between looks at what other processes have written
-_ROOM_SHARE = 0.02  # of the limit: after so much is written, room is made again
-_LAST_WRITES_S = 1.0  # for what is still to be written when the rank ends
+_LOOK_S = 5.0  # interval of looks at the files that other processes have written
+_ROOM_SHARE = 0.02  # fraction of the limit; after writing this much, room is made again
+_LAST_WRITES_S = 1.0  # time for pending writes when the rank ends
 
-_Job = Sequence[tuple[int, bytes]] | None  # (slot, digest) of each block; None: no more comes
+_Job = Sequence[tuple[int, bytes]] | None  # (slot, digest) of each block; None: the last job
 
 
 class FileThreads:
     """Threads that read and write files of blocks. `read` and `write` return at once."""
 
     def __init__(self, files: BlockDirectory, slots: np.ndarray, reports: KVReportSender, *, num_ranks: int) -> None:
-        """`slots`: uint8 [slots, bytes of a block]. `num_ranks`: that write as much as this one."""
+        """`slots`: uint8 [slots, bytes of a block]. `num_ranks`: ranks that each write the same amount."""
         self._files, self._slots, self._reports = files, slots, reports
         self._num_ranks = num_ranks
         self._reads: SimpleQueue[_Job] = SimpleQueue()
         self._writes: SimpleQueue[_Job] = SimpleQueue()
-        self._deadline_s: float | None = None  # None: no end was asked for
+        self._deadline_s: float | None = None  # None: `close` has not been called
         self._keeper: KeeperProcess | None = None
-        self._num_unseen = 0  # bytes that were written since room was asked for
+        self._num_unseen = 0  # bytes written since room was last requested
         self._logged: set[str] = set()
         self._threads = [self._start(self._read_all, f"kv-read-{number}") for number in range(NUM_READERS)]
         self._threads.append(self._start(self._write_all, "kv-write"))
 
     def keep(self) -> None:
-        """Look after the directory: tell what other processes have written, and make room."""
+        """Look after the directory: report the files of other processes, and make room."""
         self._keeper = KeeperProcess(self._files, self._reports.fileno(), _LOOK_S)
         self._threads.append(self._start(self._keeper.run, "kv-files"))
 
@@ -165,7 +166,7 @@ class FileThreads:
             self._writes.put([block])
 
     def close(self) -> None:
-        """Let what was begun come to its end, and write what remains as far as there is time."""
+        """Let work in progress finish, and write the remaining blocks as far as time allows."""
         self._deadline_s = time.monotonic() + _LAST_WRITES_S
         for _ in range(NUM_READERS):
             self._reads.put(None)
@@ -237,8 +238,8 @@ class RankOffload:
     """KV offload of one rank: call `start`, then `obey` for each step that has copies, then `close`."""
 
     def __init__(self, config: WorkerConfig, pages: Sequence[LayerKV], facts: dict[str, str], rank: int) -> None:
-        """`config` is resolved. `pages`: of all layers of this rank. `facts`: what decides their content beside
-        `config`. Raises `StartupError`."""
+        """`config` is resolved. `pages`: of all layers of this rank. `facts`: with `config`, they determine the content
+        of the pages. Raises `StartupError`."""
         assert config.kv_offload_bytes is not None
         num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
         size, self._rank, self._num_ranks = bytes_per_block(pages), rank, num_ranks
@@ -267,7 +268,8 @@ class RankOffload:
         self.info = KVOffloadInfo(num_slots, size, speed, num_ranks, max_bytes)
 
     def _bytes_read_per_s(self, num_blocks: int) -> float:
-        """Measures reading with so many files, written for it and read from the disk as files of blocks are."""
+        """Measure the reading speed in bytes per second with `num_blocks` files, which are written for it and then read
+        from the disk in the same way as blocks."""
         assert self._files is not None
         path, places = self._files.path, [slot.data for slot in self._slots.memory[:num_blocks]]
         names = [urandom(DIGEST_BYTES) for _ in places]
@@ -299,7 +301,7 @@ class RankOffload:
             if kind == Copy.SAVE:
                 self._slots.save([block for _, (_, block, _) in run], [slot for _, (_, _, slot) in run])
             elif kind == Copy.LOAD:
-                slot_of = {block: slot for _, (_, block, slot) in run}  # the last one holds
+                slot_of = {block: slot for _, (_, block, slot) in run}  # the last copy to a block wins
                 self._slots.load(list(slot_of.values()), list(slot_of))
             else:
                 assert self._threads is not None

@@ -1,1 +1,1 @@
-"""Describes this machine: processor features, cores, memory; and the sizes of number types."""
+"""Describes this machine (processor features, cores, memory, network), and the sizes of dtypes."""

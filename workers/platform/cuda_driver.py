@@ -1,11 +1,11 @@
-"""NVIDIA's driver, the CUDA that torch was built for, and what Triton needs, without importing either: it takes
-seconds.
+"""NVIDIA's driver, the CUDA version of torch, and the requirements of Triton, without importing torch or Triton, which
+takes seconds.
 
 A program built for CUDA M.n runs on every driver that supports CUDA M.0 or later ("minor version compatibility" in
 NVIDIA's guide to CUDA compatibility), so only the major version decides.
 
 A torch that was built for ROCm calls AMD's devices `cuda` as well; its HIP library has the functions of CUDA's driver
-under other names. What is asked of it here is how many devices there are. Nothing of it has been tried on one.
+under other names. Here it is asked only for the number of devices. ROCm has not been tried on a device.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINO
 
 
 def driver_version() -> str | None:
-    """The newest CUDA version that the driver supports, as `12.8`; None without a driver."""
+    """Return the newest CUDA version that the driver supports, as `12.8`; None without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -34,7 +34,8 @@ def driver_version() -> str | None:
 
 
 def built_for(platform: str = "cuda") -> str | None:
-    """The version of CUDA, or of `hip`, that the installed torch was built for, as `13.0`; None if for neither."""
+    """Return the version of CUDA, or of `hip`, that the installed torch was built for, as `13.0`; None for another
+    build."""
     for folder in _torch_folders():
         version = folder / "version.py"
         text = version.read_text("utf-8") if version.exists() else ""
@@ -50,7 +51,8 @@ def _torch_folders() -> list[Path]:
 
 
 def why_too_old(driver: str, built: str) -> tuple[str, str] | None:
-    """Cause and fix, as phrases, where a driver for CUDA `driver` cannot run a torch for CUDA `built`; else None."""
+    """Return cause and fix, as phrases, if a driver for CUDA `driver` cannot run a torch for CUDA `built`; else
+    None."""
     supported, needed = (int(version.split(".")[0]) for version in (driver, built))
     if supported >= needed:
         return None
@@ -63,7 +65,8 @@ def why_too_old(driver: str, built: str) -> tuple[str, str] | None:
 
 
 def device_count() -> int:
-    """Devices that a driver offers and the installed torch can use; 0 without driver, device or a build for them."""
+    """Return the number of devices that the driver offers and the installed torch can use; 0 without driver, device or
+    a torch build for it."""
     for folder in _torch_folders():
         if (folder / "lib" / "libtorch_cuda.so").exists():
             return _counted("libcuda.so.1", "cuInit", "cuDeviceGetCount")
@@ -85,8 +88,8 @@ def _counted(library: str, begin: str, count_devices: str) -> int:
 
 
 def lowest_capability(count: int) -> tuple[int, int]:
-    """The lowest compute capability, as (8, 0), of the first `count` devices, which there must be. AMD's have none, and
-    are taken to suffice."""
+    """Return the lowest compute capability, such as (8, 0), of the first `count` devices, which must exist. AMD's
+    devices have none, and are assumed to suffice."""
     if built_for("hip") is not None:
         return LEAST_CAPABILITY
     driver, number, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), []
@@ -100,7 +103,8 @@ def lowest_capability(count: int) -> tuple[int, int]:
 
 
 def smallest_memory(count: int) -> int | None:
-    """Bytes of the smallest of the first `count` devices; None if the driver does not say, as AMD's is not asked."""
+    """Return the memory in bytes of the smallest of the first `count` devices; None if the driver does not report it.
+    AMD's is not asked."""
     if built_for("hip") is not None:
         return None
     try:
@@ -115,18 +119,19 @@ def smallest_memory(count: int) -> int | None:
     return min(found, default=None)
 
 
-LEAST_CAPABILITY = (8, 0)  # of a device
+LEAST_CAPABILITY = (8, 0)  # minimum of a device
 
 
 def missing_to_launch() -> list[str]:
-    """Phrases for the tools that Triton compiles its launchers with and this machine lacks."""
+    """Return phrases for the tools that Triton needs to compile its launchers and that this machine lacks."""
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     missing = [] if any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))) else ["a C compiler"]
     return missing if header.exists() else [*missing, "Python's headers"]
 
 
 def why_not_triton(devices: int) -> tuple[str, str] | None:
-    """Cause and fix, as phrases, where kernels cannot run on the first `devices` GPUs, which must exist; else None."""
+    """Return cause and fix, as phrases, if Triton kernels cannot run on the first `devices` GPUs, which must exist;
+    else None."""
     if importlib.util.find_spec("triton") is None:
         return "it is not installed", "Install torch's build for CUDA, which brings it, or use --device cpu."
     missing = missing_to_launch()

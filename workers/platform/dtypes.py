@@ -1,40 +1,41 @@
-"""The number types of models and of KV memory, by the names of settings and of torch, and their bytes. Torch-free."""
+"""The dtypes of models and of KV memory, by the names of settings and of torch, and their bytes. Torch-free."""
 
 from dataclasses import dataclass
 
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes of one number
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes of one value
 
-# The type a checkpoint's tensor is served in, by the name that safetensors gives its own.
+# Tensor dtype in safetensors -> dtype in which the tensor is served.
 SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
 
-# The names of `--kv-cache-dtype`, and the forms of keys and values that they mean; auto: the type of the model.
+# Value of `--kv-cache-dtype` -> format of keys and values; auto: the dtype of the model.
 KV_CACHE_DTYPES = {"auto": "auto", "int8": "int8", "fp8": "fp8", "fp8_e4m3": "fp8"}
 
 
-# The forms in 8 bits, by name -> bytes of the scale that a row has beside its elements of one byte each.
+# 8-bit format -> bytes of the scale of each row, in addition to one byte per element.
 EIGHT_BIT_SCALES = {"int8": 2, "fp8": 0}
 
 
 def row_bytes(cache_dtype: str, head_dim: int, item_bytes: int) -> int:
-    """Bytes of one KV head's key, or value, of one token. `item_bytes`: of a number of the model."""
+    """Return the bytes of one KV head's key, or value, of one token. `item_bytes`: bytes of a value in the model's
+    dtype."""
     scale = EIGHT_BIT_SCALES.get(cache_dtype)
     return head_dim * item_bytes if scale is None else head_dim + scale
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """One rank's KV memory, as far as its size goes."""
+    """Dimensions of one rank's KV memory that determine its size."""
 
     num_layers: int
     num_kv_heads: int  # local to the rank
     head_dim: int
     block_size: int
-    item_bytes: int  # of a number of the model
+    item_bytes: int  # bytes of a value in the model's dtype
     cache_dtype: str = "auto"  # a name of `oarlock.workers.attention.kv_format.FORMATS`
 
     @property
     def is_rounded(self) -> bool:
-        """Whether pages hold other numbers than the model computes."""
+        """Whether keys and values are rounded when they are stored in pages."""
         return self.cache_dtype in EIGHT_BIT_SCALES
 
     @property

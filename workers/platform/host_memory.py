@@ -1,4 +1,4 @@
-"""Free memory of this process in bytes, and the formatting of numbers of bytes. Torch-free."""
+"""Free memory of this process in bytes, and the formatting of byte counts. Torch-free."""
 
 import resource
 import sys
@@ -11,7 +11,7 @@ _CGROUP_FILES = (  # limit, usage: version 2, then version 1
 
 
 def human_bytes(count: int) -> str:
-    """`count` in the largest binary unit that keeps it at 1 or more."""
+    """Format `count` in the largest binary unit that keeps the value at 1 or more."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -21,7 +21,8 @@ def human_bytes(count: int) -> str:
 
 
 def free_host_bytes(cgroup_root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that this process can still allocate: free on the machine, or less by cgroup limits or `ulimit -v`."""
+    """Return the bytes that this process can still allocate: the machine's free memory, or less if cgroups or `ulimit
+    -v` limit it."""
     free = min(_available(), _free_addresses())
     for directory in _cgroup_directories(cgroup_root, membership):
         for limit_name, usage_name in _CGROUP_FILES:
@@ -32,20 +33,20 @@ def free_host_bytes(cgroup_root: Path = Path("/sys/fs/cgroup"), membership: Path
 
 
 def _available() -> int:
-    """Bytes that the kernel can hand out without swapping."""
+    """Return the bytes that the kernel can provide without swapping."""
     lines = Path("/proc/meminfo").read_text("ascii").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
 def _free_addresses() -> int:
-    """Bytes of address space that `ulimit -v` leaves to this process."""
+    """Return the bytes of address space that `ulimit -v` leaves to this process."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
     return sys.maxsize if limit == resource.RLIM_INFINITY else max(0, limit - used)
 
 
 def _cgroup_directories(root: Path, membership: Path) -> list[Path]:
-    """This process's cgroups and their parents, each of which may have a limit. Empty without cgroups."""
+    """Return this process's cgroups and their parents, each of which may have a limit. Empty without cgroups."""
     if not membership.is_file():
         return []
     directories = []
@@ -54,14 +55,14 @@ def _cgroup_directories(root: Path, membership: Path) -> list[Path]:
         if controllers and "memory" not in controllers.split(","):
             continue
         base = root / "memory" if controllers else root
-        # In a container the path may lie outside the mount; then the root of the mount is this process's cgroup.
+        # In a container the path may be outside the mount; then the root of the mount is this process's cgroup.
         group = base / path.lstrip("/")
         directories += [base, *(p for p in (group, *group.parents) if base in p.parents and p.is_dir())]
     return directories
 
 
 def _number(path: Path) -> int | None:
-    """The integer in `path`; None if the file is missing or says "max"."""
+    """Return the integer in `path`; None if the file is missing or contains "max"."""
     if not path.is_file():
         return None
     text = path.read_text().strip()
@@ -69,7 +70,8 @@ def _number(path: Path) -> int | None:
 
 
 def _reclaimable(directory: Path) -> int:
-    """Bytes of file cache counted as used by a cgroup, which the kernel frees under memory pressure."""
+    """Return the bytes of file cache that count as used by a cgroup, but that the kernel frees under memory
+    pressure."""
     path = directory / "memory.stat"
     if not path.is_file():
         return 0

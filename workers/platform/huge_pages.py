@@ -1,8 +1,8 @@
-"""Memory in huge pages (2 MiB on x86): a tenth of the page faults, and far fewer misses of the address cache.
+"""Memory in huge pages (2 MiB on x86), which causes far fewer page faults and TLB misses.
 
-Only advice: where the system has none, or the operator switched them off, the same memory comes in ordinary pages. It
-is allocated in fresh pages, which read as zero and take no memory until they are first touched; a page then comes from
-the NUMA node of the thread that touches it.
+Huge pages are only advice: if the system has none, or the operator has switched them off, the same memory comes in
+ordinary pages. Memory is allocated in fresh pages, which read as zero and take no memory until they are first touched.
+A page then comes from the NUMA node of the thread that touches it.
 """
 
 import ctypes
@@ -24,9 +24,9 @@ _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def huge_page_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A contiguous CPU tensor, zero until written, aligned to 2 MiB if it takes at least so much.
+    """Return a contiguous CPU tensor, zero until written, aligned to 2 MiB if it takes at least 2 MiB.
 
-    Freed with its last reference, as any tensor. Raises `MemoryError` when there is no address space for it.
+    It is freed with its last reference, as any tensor. Raises `MemoryError` if there is no address space for it.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < HUGE_PAGE_BYTES:
@@ -38,8 +38,8 @@ def huge_page_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 class StagingMemory:
     """Memory for tensors that live briefly one after the other, such as weights between reading and packing.
 
-    The pages of a tensor that is gone serve the next one, which saves the system from clearing them again. At most one
-    block is kept for that. Tensors may also stay: then each has pages of its own.
+    The next tensor reuses the pages of a freed one, so the system need not clear them again. At most one block is kept
+    for that. If a tensor stays alive, the next one gets its own pages.
     """
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class StagingMemory:
         self._keeps = True
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised contiguous CPU tensor. Raises `MemoryError`."""
+        """Return an uninitialised contiguous CPU tensor. Raises `MemoryError`."""
         size = math.prod(shape) * dtype.itemsize
         if size < HUGE_PAGE_BYTES:
             return torch.empty(tuple(shape), dtype=dtype)
         block, self._free = self._free, None
         if block is None or block[2] < size:
-            del block  # before the larger one is there
+            del block  # frees the smaller block before the larger one is allocated
             block = (*_fresh_pages(size), size)
         memory, start, _ = block
         view = (ctypes.c_char * size).from_buffer(memory, start)  # lives as long as the tensor's storage
@@ -61,7 +61,7 @@ class StagingMemory:
         return torch.frombuffer(view, dtype=dtype).view(*shape)
 
     def release(self) -> None:
-        """Keep no block from now on."""
+        """Free the kept block, and keep no blocks from now on."""
         self._free = None
         self._keeps = False
 
@@ -71,7 +71,7 @@ class StagingMemory:
 
 
 def _fresh_pages(size: int) -> tuple[mmap.mmap, int]:
-    """At least `size` bytes from the returned offset, which is aligned to 2 MiB in memory."""
+    """Return memory and an offset from which it has at least `size` bytes, aligned to 2 MiB in memory."""
     try:
         memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -80,7 +80,7 @@ def _fresh_pages(size: int) -> tuple[mmap.mmap, int]:
     reason = why_not()
     if reason is None:
         try:
-            # Not for the end, which does not fill a huge page: that would take up to 2 MiB more than `size`.
+            # The tail does not fill a huge page and is left out: it would take up to 2 MiB more than `size`.
             memory.madvise(mmap.MADV_HUGEPAGE, start, size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
         except OSError as error:
             reason = f"the system refuses the advice: {error.strerror}"
@@ -89,7 +89,7 @@ def _fresh_pages(size: int) -> tuple[mmap.mmap, int]:
 
 
 def why_not(setting: Path = _SETTING) -> str | None:
-    """None if huge pages can be advised here; else the reason in one phrase."""
+    """Return None if huge pages can be advised here; else the reason in one phrase."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return "the system has no such advice"
     try:

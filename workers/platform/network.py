@@ -1,6 +1,6 @@
 """The network interfaces of this host, and which of them leads to another host.
 
-Addresses are numbers in text, of IPv4 or IPv6. Does not know what is sent.
+Addresses are numeric, in text, of IPv4 or IPv6. Does not know the content of the traffic.
 """
 
 import ipaddress
@@ -16,14 +16,14 @@ _RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """A network interface, and the address of this host there that is meant."""
+    """A network interface, and the address of this host on it that is to be used."""
 
     name: str
     address: str
 
 
 def interface_called(text: str) -> Interface:
-    """The interface of this name, or that has this address. Raises `StartupError`, which lists those there are."""
+    """Return the interface with this name or address. Raises `StartupError`, which lists the existing interfaces."""
     there = interfaces()
     if text in there:
         numbers = there[text]
@@ -41,7 +41,8 @@ def interface_called(text: str) -> Interface:
 
 
 def interface_towards(address: str) -> Interface:
-    """The interface through which packets to `address`, a number, leave; where it is this host's own, its interface.
+    """Return the interface through which packets leave to `address`, which is numeric. For an address of this host,
+    return the interface that has it.
 
     Raises `StartupError` without a route.
     """
@@ -59,15 +60,15 @@ def interface_towards(address: str) -> Interface:
 
 
 def interface_with(address: str) -> Interface:
-    """The interface that has `address`, one of this host's: that of the smallest network around it. Raises
-    `StartupError` where there is none."""
+    """Return the interface that has `address`, an address of this host. If several do, the smallest network decides.
+    Raises `StartupError` if there is none."""
     return Interface(_name_of(address, interfaces()), address)
 
 
 def interfaces() -> dict[str, list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]]:
-    """The addresses of every interface of this host, with their networks: IPv4, then those of IPv6 that are valid
-    beyond one link."""
-    import psutil  # only where ranks or hosts look for each other
+    """Return the addresses of every interface of this host, with their networks: IPv4 first, then IPv6 without
+    link-local addresses."""
+    import psutil  # only needed if ranks or hosts look for each other
 
     found: dict[str, list] = {}
     for name, addresses in psutil.net_if_addrs().items():
@@ -80,12 +81,12 @@ def interfaces() -> dict[str, list[ipaddress.IPv4Interface | ipaddress.IPv6Inter
 
 
 def _prefix(mask: str | None) -> int:
-    """The length of a mask of IPv6."""
+    """Return the prefix length of an IPv6 mask."""
     return 128 if mask is None else int(ipaddress.IPv6Address(mask)).bit_count()
 
 
 def resolved(name: str, wait_s: float, on_wait: Callable[[], object] = lambda: None) -> str:
-    """The address of a host, a number. A name may take a while to become known: `on_wait` is called while it is not.
+    """Return the numeric address of a host. A name may take a while to become known; until then `on_wait` is called.
 
     Raises `StartupError` after `wait_s`.
     """
@@ -105,9 +106,10 @@ def resolved(name: str, wait_s: float, on_wait: Callable[[], object] = lambda: N
 
 
 def check_port_is_free(address: str, port: int) -> None:
-    """Checks that a port is free. Raises `StartupError` if a program listens there, or `address` is another host's."""
+    """Check that a port is free. Raises `StartupError` if a program listens there, or if `address` is another
+    host's."""
     with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as those that listen do
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
         try:
             probe.bind((address, port))
         except OSError as error:
@@ -118,12 +120,13 @@ def check_port_is_free(address: str, port: int) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` is `localhost` or a loopback number, which only this host can reach. Looks no name up."""
+    """Return whether `address` is `localhost` or a numeric loopback address, which only this host can reach. Looks no
+    name up."""
     return address == "localhost" or (_is_number(address) and ipaddress.ip_address(address).is_loopback)
 
 
 def _name_of(address: str, there: dict) -> str:
-    """The interface with the smallest network that holds `address`."""
+    """Return the interface with the smallest network that contains `address`."""
     number = ipaddress.ip_address(address)
     holding = [
         (held.network.prefixlen, name) for name, numbers in there.items() for held in numbers if number in held.network
@@ -155,7 +158,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _listed(there: dict) -> str:
-    """`eth0 (10.0.0.1), lo (127.0.0.1, ::1)`."""
+    """Return for example `eth0 (10.0.0.1), lo (127.0.0.1, ::1)`."""
     return ", ".join(
         f"{name} ({', '.join(str(held.ip) for held in numbers)})" for name, numbers in sorted(there.items()) if numbers
     )

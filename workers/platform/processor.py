@@ -1,7 +1,7 @@
-"""The processor: number types that it multiplies in hardware, its cores and their NUMA nodes. Torch-free.
+"""The processor: dtypes that it multiplies in hardware, its cores and their NUMA nodes. Torch-free.
 
-A second hardware thread of a core adds nothing to kernels that keep a core's arithmetic or its memory port busy, and a
-parallel loop with equal parts waits for its slowest core: so physical cores are counted, and efficiency cores are not.
+A second hardware thread adds nothing to kernels that keep a core's arithmetic units or its memory port busy, and a
+parallel loop with equal parts waits for its slowest core. So physical cores are counted, without efficiency cores.
 """
 
 import ctypes
@@ -20,25 +20,25 @@ _ARM = ("aarch64", "arm64")
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """16-bit types for which the processor has instructions. Libraries emulate the others in float32."""
+    """16-bit dtypes for which the processor has instructions. Libraries emulate the others in float32."""
 
     bfloat16: bool
     float16: bool
-    name: str  # what is missing, as a phrase for messages
+    name: str  # missing features, as a phrase for messages
 
     def multiplies(self, dtype: str) -> bool:
-        """Whether products of `dtype` (a name as in settings) are not emulated."""
+        """Return whether matmuls of `dtype` (named as in settings) are not emulated."""
         return {"bfloat16": self.bfloat16, "float16": self.float16}.get(dtype, True)
 
 
 @cache
 def here() -> Processor:
-    """The processor of this machine."""
+    """Return the processor of this machine."""
     return of(platform.machine(), features())
 
 
 def of(machine: str, flags: frozenset[str]) -> Processor:
-    """The processor of `machine` (as `platform.machine()` names it) with `flags`, its features as Linux names them."""
+    """Return the processor of `machine` (as in `platform.machine()`) with the feature names `flags` of Linux."""
     if machine in _X86:
         bfloat16 = bool(flags & {"avx512_bf16", "amx_bf16"})
         return Processor(bfloat16, bool(flags & {"avx512_fp16", "amx_fp16"}), "no AVX512-BF16 or AMX")
@@ -48,7 +48,7 @@ def of(machine: str, flags: frozenset[str]) -> Processor:
 
 
 def features() -> frozenset[str]:
-    """Features of the first processor; empty where the system does not list them."""
+    """Return the features of the first processor; empty if the system does not list them."""
     if sys.platform == "darwin":
         asked = subprocess.run(
             ["sysctl", "-n", "hw.optional.arm.FEAT_BF16"], capture_output=True, text=True, check=False
@@ -58,22 +58,23 @@ def features() -> frozenset[str]:
 
 
 def vendor() -> str:
-    """The maker of the processor as x86 processors name it, such as `GenuineIntel`; empty where there is no name."""
+    """Return the maker in the notation of x86 processors, such as `GenuineIntel`; empty if the system does not list
+    it."""
     return _first_of("vendor_id")
 
 
 def widens_faster(flags: frozenset[str], maker: str) -> bool:
-    """Whether a processor with AVX-512 multiplies bfloat16 faster in float32 than by AVX512-BF16.
+    """Return whether a processor with AVX-512 multiplies bfloat16 faster in float32 than with AVX512-BF16.
 
-    So it is on Intel's cores since Sapphire Rapids, known by their AVX512-FP16: their fast products of bfloat16 are
-    those of AMX, which a virtual machine may hide, and `vdpbf16ps` reaches 0.6 of the operations of FMA in a second
+    This is the case on Intel's cores since Sapphire Rapids, which are recognized by AVX512-FP16. Their fast bfloat16
+    matmuls use AMX, which a virtual machine may hide, and `vdpbf16ps` completes fewer operations per second than FMA
     (docs/performance.md).
     """
     return maker == "GenuineIntel" and {"avx512_bf16", "avx512_fp16"} <= flags
 
 
 def _first_of(*names: str) -> str:
-    """Value that the system gives for the first processor under one of these names; empty where it gives none."""
+    """Return the system's value for the first processor under any of these names; empty if there is none."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -85,12 +86,13 @@ def _first_of(*names: str) -> str:
     return ""
 
 
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # constants of Linux on x86-64
 
 
 @cache
 def may_use_tiles() -> bool:
-    """Ask the kernel to let this process, and all its threads, use the tile registers of AMX: Linux 5.16 and newer."""
+    """Ask the kernel to let this process and all its threads use AMX's tile registers, and return whether it does.
+    Needs Linux 5.16 or newer."""
     if sys.platform != "linux" or platform.machine() not in _X86:
         return False
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
@@ -98,9 +100,9 @@ def may_use_tiles() -> bool:
 
 _SYSTEM = Path("/sys/devices")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
-# Cores with less than this share of the largest capacity (ARM) or highest frequency are efficiency cores.
+# Cores below this fraction of the largest capacity (ARM) or highest frequency are efficiency cores.
 _LEAST_SHARE = 0.75
-_MOST_CPUS = 1 << 16  # more than any machine has: a longer list is a mistake
+_MOST_CPUS = 1 << 16  # more than any machine has; a longer list is a mistake
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,24 +110,25 @@ class Core:
     """A physical core."""
 
     cpus: tuple[int, ...]  # its hardware threads that this process may use
-    is_efficient: bool  # slower, for little power
-    node: int = 0  # of NUMA: whose memory is near
+    is_efficient: bool  # an efficiency core: slower, with low power
+    node: int = 0  # NUMA node, whose memory is near
 
 
 def allowed_cpus() -> set[int]:
-    """The hardware threads that this thread may run on."""
+    """Return the hardware threads that this thread may run on."""
     return set(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 def available_cores() -> int:
-    """Physical cores this process may use, without efficiency cores: by its affinity and its container's quota."""
+    """Return the number of physical cores, without efficiency cores, within the affinity and the container's quota."""
     return within_quota(len(fast_cores(physical_cores(allowed_cpus()))))
 
 
 def physical_cores(cpus: Collection[int], system: Path = _SYSTEM) -> list[Core]:
-    """The cores that the hardware threads `cpus` belong to, by their first. Offline ones are left out.
+    """Return the cores that the hardware threads `cpus` belong to, ordered by first thread. Offline threads are left
+    out.
 
-    Where the system says nothing, each thread is its own core, on node 0.
+    If the system has no topology information, each thread is its own core, on node 0.
     """
     cpus = sorted(_numbers(system / "system/cpu/online").intersection(cpus) or cpus)
     atoms = _numbers(system / "cpu_atom/cpus")  # Intel's hybrid processors
@@ -143,12 +146,12 @@ def physical_cores(cpus: Collection[int], system: Path = _SYSTEM) -> list[Core]:
 
 
 def fast_cores(cores: list[Core]) -> list[Core]:
-    """Cores that are not efficiency cores; all, if there are no others."""
+    """Return the cores that are not efficiency cores, or all cores if there are no others."""
     return [core for core in cores if not core.is_efficient] or cores
 
 
 def within_quota(cores: int, quota_file: Path = _QUOTA) -> int:
-    """`cores`, or as many whole ones as the CPU quota of a container (cgroup v2) pays for; at least one."""
+    """Return `cores`, or the number of whole cores that a container's CPU quota (cgroup v2) pays for; at least 1."""
     try:
         quota, period = quota_file.read_text().split()
     except (OSError, ValueError):  # no cgroup v2
@@ -157,7 +160,7 @@ def within_quota(cores: int, quota_file: Path = _QUOTA) -> int:
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """The numbers of a list such as `0-3,8`. Raises `ValueError`."""
+    """Return the numbers of a list such as `0-3,8`. Raises `ValueError`."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, dash, last = part.partition("-")
@@ -169,12 +172,12 @@ def parse_cpu_list(text: str) -> set[int]:
 
 
 def is_present(cpu: int, system: Path = _SYSTEM) -> bool:
-    """Whether the machine has such a hardware thread, which may be offline or belong to others."""
+    """Return whether the machine has this hardware thread, which may be offline or not allowed for this process."""
     return (system / f"system/cpu/cpu{cpu}").exists()
 
 
 def format_cpu_list(cpus: Collection[int]) -> str:
-    """`0-3,8` for 0, 1, 2, 3 and 8."""
+    """Return `0-3,8` for 0, 1, 2, 3 and 8."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][-1] + 1:
@@ -185,7 +188,7 @@ def format_cpu_list(cpus: Collection[int]) -> str:
 
 
 def _speed(cpu: Path) -> int:
-    """The relative speed of a core: its capacity, or else its highest frequency; 0 where neither is stated."""
+    """Return the relative speed of a core: its capacity, or else its highest frequency; 0 if both are unknown."""
     for name in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
         try:
             return int((cpu / name).read_text())
@@ -195,7 +198,7 @@ def _speed(cpu: Path) -> int:
 
 
 def _nodes(folder: Path) -> dict[int, int]:
-    """CPU -> its NUMA node; empty where the system names none."""
+    """Return CPU -> its NUMA node; empty if the system lists none."""
     return {
         cpu: int(node.name.removeprefix("node"))
         for node in folder.glob("node[0-9]*")
@@ -204,7 +207,7 @@ def _nodes(folder: Path) -> dict[int, int]:
 
 
 def _numbers(path: Path) -> set[int]:
-    """The numbers that a file lists; empty if there is no such file."""
+    """Return the numbers that a file lists; empty if there is no such file."""
     try:
         return parse_cpu_list(path.read_text())
     except OSError:
