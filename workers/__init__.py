@@ -1,1 +1,1 @@
-"""The workers speak tensors: weights, KV memory, kernels, collectives. They know nothing of requests, text or HTTP."""
+"""The workers deal with tensors: weights, KV memory, kernels, collectives. They do not know requests, text or HTTP."""

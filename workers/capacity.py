@@ -1,7 +1,7 @@
 """Plans a model's memory and work per rank on a machine that need not be present: `oarlock plan`. Torch-free.
 
-Sizes are those that `workers/preflight.py` and the ranks themselves compute with. Reads `config.json` and the headers
-of the weight files; allocates nothing. Does not know speeds: `RankWork` says how much there is to read and to compute.
+Uses the same size computations as `workers/preflight.py` and the ranks. Reads `config.json` and the headers of the
+weight files; allocates nothing. Does not know speeds: `RankWork` has the amounts to read and to compute.
 """
 
 import math
@@ -43,18 +43,18 @@ from oarlock.workers.runner.memory_needs import (
 )
 from oarlock.workers.weights.checkpoint import EMBEDDING
 
-# Multiplications and additions of 32 bits that a core does in a cycle, and how many times as many of narrower numbers.
+# 32-bit multiplications and additions of a core per cycle, and the factor for narrower dtypes.
 _CORE_OPS = (("avx512f", 64), ("avx2", 32), ("asimd", 16))
 _NARROW = {
     "bfloat16": (("amx_bf16", 16), ("avx512_bf16", 2), ("bf16", 2)),
     "int8": (("amx_int8", 32), ("avx512_vnni", 4)),
 }
-_CYCLES_PER_S = 2.5e9  # where the system does not say
+_CYCLES_PER_S = 2.5e9  # used if the system does not report a frequency
 
 
-# Memory of each CUDA device for CUDA's context, NCCL, workspaces and graphs: a guess that errs upwards.
+# Memory of each CUDA device for CUDA's context, NCCL, workspaces and graphs, estimated generously.
 CUDA_BYTES = 1 << 30
-# Memory of a host for a rank's process, and for a server's others: Python, torch and what they allocate at first use.
+# Host memory for a rank's process, and for a server's other processes: Python, torch and their first allocations.
 CPU_RANK_BYTES, CPU_SERVER_BYTES = 320 << 20, 400 << 20
 
 
@@ -64,22 +64,22 @@ class Memory:
 
     device: str  # cpu | cuda
     total_bytes: int
-    has_vectors: bool = False  # whether ranks answer with vectors, through shared memory of the host
+    has_vectors: bool = False  # whether ranks return vectors, through shared memory of the host
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """KV blocks and memory of one replica; the pipeline stage with the least room limits its blocks."""
+    """KV blocks and memory of one replica. The pipeline stage with the least room limits its blocks."""
 
-    config: WorkerConfig  # with everything resolved
-    kv: KVShape  # of the rank that limits
-    num_blocks: int  # of a replica, the null block included; 0: it does not fit
+    config: WorkerConfig  # all values resolved
+    kv: KVShape  # KV shape of the limiting rank
+    num_blocks: int  # KV blocks of a replica, including the null block; 0: the model does not fit
     refusal: StartupError | None = None  # why it does not fit
-    missing_bytes: int = 0  # of a device, or of the host
-    weight_bytes: tuple[int, ...] = ()  # of a rank, by stage
-    step_bytes: int = 0  # of the rank with the most, beside weights and KV memory
-    other_bytes: int = 0  # of the rank with the most, for libraries, graphs and sampling
-    vector_bytes: int = 0  # of the host's shared memory, for what comes back of steps
+    missing_bytes: int = 0  # bytes that the device or the host lacks
+    weight_bytes: tuple[int, ...] = ()  # bytes of a rank, by stage
+    step_bytes: int = 0  # maximum over ranks, without weights and KV memory
+    other_bytes: int = 0  # maximum over ranks, for libraries, graphs and sampling
+    vector_bytes: int = 0  # bytes of the host's shared memory for the outputs of steps
 
     @property
     def kv_tokens(self) -> int:
@@ -87,18 +87,19 @@ class Capacity:
 
     @property
     def kv_bytes(self) -> int:
-        """KV memory of the rank that limits, in bytes."""
+        """KV memory of the limiting rank, in bytes."""
         return self.num_blocks * self.kv.bytes_per_block
 
     @property
     def least_kv_mib(self) -> int:
-        """KV memory that one sequence of the longest context takes on the rank that limits, in MiB, rounded up."""
+        """KV memory of one sequence of the longest context on the limiting rank, in MiB, rounded up."""
         assert self.config.max_model_len is not None
         blocks = -(-self.config.max_model_len // self.kv.block_size) + RESERVED_BLOCKS
         return -(-blocks * self.kv.bytes_per_block // 2**20)
 
     def users(self, context: int) -> int:
-        """Number of sequences of `context` tokens that fit at once; 0 where no sequence may be so long."""
+        """Return the number of sequences of `context` tokens that fit at once; 0 if `context` exceeds the longest
+        context."""
         assert self.config.max_model_len is not None
         if context > self.config.max_model_len:
             return 0
@@ -106,7 +107,7 @@ class Capacity:
 
 
 def tensor_parallel_sizes(model: OpenModel) -> list[int]:
-    """Numbers of ranks that this model's layers can be divided among."""
+    """Return the numbers of ranks that this model's layers can be divided among."""
     spec, found = model.spec, []
     for size in spec.tp_sizes:
         try:
@@ -118,8 +119,9 @@ def tensor_parallel_sizes(model: OpenModel) -> list[int]:
 
 
 def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Capacity:
-    """Capacity of each replica, with `changes` to the model's configuration. Replicas share `memory` of a host; on CUDA
-    each rank has such a device. Raises `StartupError` for a configuration that no memory could serve."""
+    """Return the capacity of each replica, with `changes` to the model's configuration. Replicas share the `memory` of
+    a host; on CUDA each rank has a device with it. Raises `StartupError` for a configuration that no memory could
+    serve."""
     config = model.config.with_(**changes)
     check_limits(config)
     check_parallel(config, model.spec)
@@ -150,13 +152,13 @@ def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Ca
 
 
 def _vector_bytes(config: WorkerConfig, spec: DecoderSpec) -> int:
-    """Bytes of the ring that the answering rank writes vectors into: each slot holds those of one step."""
+    """Return the bytes of the ring of vectors from the answering rank: each slot holds the vectors of one step."""
     values = 4 * max_pooled_values(config, spec.hidden_size)
     return RingLayout.holding(values, 1, config.pipeline_parallel_size).num_slots * values
 
 
 def _held(config: WorkerConfig, shape: KVShape, room: KVRoom, short: int) -> Capacity:
-    """Capacity of one rank with `room` for pages. `short`: the bytes that are lacking before there is any room."""
+    """Return the capacity of one rank with `room` for pages. `short`: bytes lacking before there is any room."""
     assert config.max_model_len is not None
     least = (-(-config.max_model_len // config.block_size) + RESERVED_BLOCKS) * shape.bytes_per_block
     if short:
@@ -176,22 +178,22 @@ def _held(config: WorkerConfig, shape: KVShape, room: KVRoom, short: int) -> Cap
 
 @dataclass(frozen=True, slots=True)
 class RankWork:
-    """Cost of a step on one rank of a pipeline stage: bytes to read and numbers to compute."""
+    """Cost of a step on one rank of a pipeline stage: bytes to read and operations to compute."""
 
     weight_bytes: int  # read by every step
     kv_bytes: int  # read for each token of context of each sequence
-    token_ops: float  # of each token: a multiplication or an addition each
-    row_ops: float  # of each row of logits
-    pair_ops: float  # of each token for each token of its context
-    sum_bytes: int  # exchanged with the other ranks of the stage for each token, in `num_sums` sums
+    token_ops: float  # multiplications and additions for each token
+    row_ops: float  # operations for each row of logits
+    pair_ops: float  # operations for each token and token of its context
+    sum_bytes: int  # exchanged with the other ranks of the stage for each token, in `num_sums` all-reduces
     num_sums: int
-    pass_bytes: int  # of each token, to the next stage
-    expert_bytes: int = 0  # of experts, of which a step reads those that its tokens have
-    expert_share: float = 0.0  # of them that one token has
+    pass_bytes: int  # sent to the next stage for each token
+    expert_bytes: int = 0  # fraction of the experts that one token has
+    expert_share: float = 0.0  # fraction of the experts that one token has
 
 
 def work_of(model: OpenModel, config: WorkerConfig) -> tuple[RankWork, ...]:
-    """Cost of a step on one rank of each pipeline stage. `config`: as a `Capacity` has it."""
+    """Return the cost of a step on one rank of each pipeline stage. `config`: from a `Capacity`."""
     spec, stages = model.spec, config.pipeline_parallel_size
     forms = forms_on(model._replace(config=config), config.device)
     return tuple(_work(spec, forms, config, stage, stages) for stage in range(stages))
@@ -208,7 +210,7 @@ def _work(spec: DecoderSpec, forms: WeightForms, config: WorkerConfig, stage: in
     experts = [(tensor.used, bytes_of) for tensor, bytes_of in held if tensor.expert is not None]
     expert_bytes = sum(bytes_of for _, bytes_of in experts)
     read = sum(bytes_of for _, bytes_of in held) - expert_bytes
-    if stage == 0 and not (spec.tie_word_embeddings and is_last):  # single rows are read of what is no head
+    if stage == 0 and not (spec.tie_word_embeddings and is_last):  # an embedding that is not the head is read by rows
         form = forms.of_head.form_of(EMBEDDING.removesuffix(".weight"))
         read -= form.weight_bytes(spec.vocab_size, spec.hidden_size, item) // size
     return RankWork(
@@ -230,15 +232,16 @@ class ExpertBytes:
     """Bytes of routed experts on the rank of a stage that has, or reads, the most of them."""
 
     held: int
-    read_by: Mapping[int, int]  # by tokens of a step: what it reads, on the average over routings
+    read_by: Mapping[int, int]  # tokens of a step -> bytes read, on average over routings
 
 
 _DRAWS = 200  # routings
 
 
 def expert_bytes(model: OpenModel, config: WorkerConfig, *, whole: bool, tokens: Sequence[int]) -> ExpertBytes:
-    """Experts of a rank, each cut along its width, or `whole`. All ranks read equal parts of those that the `tokens` of
-    a step have; of whole ones a step waits for the rank that reads the most. No token prefers an expert."""
+    """Return the bytes of a rank's experts, each cut along its width, or `whole`. If they are cut, all ranks read equal
+    parts of the experts of the step's `tokens`; if whole, a step waits for the rank that reads the most. Routing is
+    assumed to be uniform."""
     config = config.with_(enable_expert_parallel=whole)
     held = max(work_of(model, config), key=lambda work: work.expert_bytes)
     spec, size = model.spec, config.tensor_parallel_size
@@ -261,8 +264,8 @@ def expert_bytes(model: OpenModel, config: WorkerConfig, *, whole: bool, tokens:
 
 
 def cpu_ops(config: WorkerConfig) -> float:
-    """Multiplications and additions per second that this host's cores promise, of the numbers that `config` computes
-    with, over all ranks."""
+    """Return the nominal multiplications and additions per second of this host's cores, in the dtype of `config`'s
+    computations, over all ranks."""
     flags = features()
     width = next((ops for name, ops in _CORE_OPS if name in flags), 8)
     kind = config.dtype if config.quantization == "none" or config.dequantize else "int8"
@@ -272,7 +275,7 @@ def cpu_ops(config: WorkerConfig) -> float:
 
 
 def _cycles_per_s() -> float:
-    import psutil  # ranks, which read this file, do without it
+    import psutil  # ranks read this file without psutil
 
     frequency = psutil.cpu_freq() if hasattr(psutil, "cpu_freq") else None
     return 1e6 * (frequency.max or frequency.current) if frequency else _CYCLES_PER_S

@@ -1,4 +1,4 @@
-"""Compiles the kernels of this machine's processor beside the rest of a start. Torch-free and light to import.
+"""Compiles the kernels of this machine's processor in parallel with the rest of a start. Torch-free, light to import.
 
 python -m oarlock.workers.compile_ahead ELEMENT_TYPE
 """
@@ -18,14 +18,14 @@ from oarlock.workers.weights.checkpoint import read_table
 
 
 def begin_compiling(model: str | None, dtype: str) -> bool:
-    """Start a process that compiles the kernels for a model's element type, unless they are there.
+    """Start a process that compiles the kernels for a model's element type, unless they exist.
 
     Return whether it was started.
 
     `model` and `dtype` as for `likely_element_type`. Ranks wait for the process, by the lock of the cache.
 
-    It continues when this process ends, so that the next start finds them. It prints nothing where compiling fails:
-    who needs them tries again, and reports the reason.
+    The process continues after this one has ended, so that the next start finds the kernels. It prints nothing if
+    compiling fails: a rank that needs the kernels tries again, and reports the reason.
     """
     try:
         level, element = build.chosen(), likely_element_type(model, dtype)
@@ -38,7 +38,7 @@ def begin_compiling(model: str | None, dtype: str) -> bool:
     return True
 
 
-USUAL_TIME = build.USUAL_TIME  # of a compilation
+USUAL_TIME = build.USUAL_TIME  # phrase for the usual duration of a compilation
 
 
 class CompilationWatch:
@@ -56,7 +56,7 @@ class CompilationWatch:
             pass  # nothing can be compiled: the ranks report the reason
 
     def read(self) -> tuple[float, str] | None:
-        """Return the share that is done and a description, or None if nothing is compiled at the moment."""
+        """Return the fraction that is done and a description, or None if nothing is being compiled."""
         for file in self._files:
             if (found := build.read_compilation(file)) is not None:
                 seconds = max(0.0, time.time() - found.started_at)
@@ -66,16 +66,17 @@ class CompilationWatch:
 
 
 def likely_element_type(model: str | None, dtype: str) -> str:
-    """The element type in which `model`, a directory, will be served: `dtype`, or where that is "auto" the model's own.
+    """Return the element type in which `model`, a directory, will be served: `dtype`, or if that is "auto" the model's
+    own.
 
-    A guess where the model is not there yet or says nothing: a wrong one costs time alone.
+    A guess if the model is missing or does not declare its dtype. A wrong guess only costs time.
     """
     if dtype != "auto":
         return dtype
     try:
         config = read_table(Path(model or "") / "config.json")
         declared = config.get("dtype") or config.get("torch_dtype")
-    except StartupError:  # loading the model will say what is wrong with it
+    except StartupError:  # loading the model will report the reason
         declared = None
     return declared if isinstance(declared, str) and declared in ITEM_BYTES else "bfloat16"
 

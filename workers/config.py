@@ -1,4 +1,5 @@
-"""The configuration of a rank, and what ranks report after loading. Frozen, torch-free, sent between processes as JSON.
+"""The configuration of a rank, and the report of ranks after loading. Frozen, torch-free, sent between processes as
+JSON.
 
 Defaults of flags are in `server/config/option_groups.py`.
 """
@@ -9,38 +10,40 @@ from typing import Any, Protocol
 
 from oarlock.workers.kv_offload import KVOffloadInfo
 
-TARGET_S = 3.0  # of the largest step: running requests wait that long for their next token while prompts are computed
+TARGET_S = 3.0  # target for the largest step, for which running requests wait for their next token
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Cost of a step in seconds on the slowest rank; the same numbers on every rank.
+    """Cost of a step in seconds on the slowest rank; the same values on every rank.
 
-    Processors differ by a factor of a thousand for the same model, so the limits of a step follow from it (`adapted` in
-    `ranks/multiproc_executor.py`).
+    Processors differ by a factor of a thousand for the same model, so the limits of a step are derived from it
+    (`adapted` in `ranks/multiproc_executor.py`).
     """
 
-    fixed_s: float  # of any step
-    token_s: float  # of each token
-    context_s: float  # of each token for each token of its context
-    logits_s: float  # of each row of logits
-    experts_s: float = 0.0  # of reading all experts of a mixture
-    expert_share: float = 0.0  # of them that one token has
+    fixed_s: float  # every step
+    token_s: float  # each token
+    context_s: float  # each token and token of its context
+    logits_s: float  # each row of logits
+    experts_s: float = 0.0  # reading all experts of a MoE layer
+    expert_share: float = 0.0  # fraction of the experts that one token has
 
     def seconds(self, tokens: int, *, context: int, rows: int = 1) -> float:
-        """Seconds of a step of `tokens` with a context of up to `context` tokens each, and `rows` of logits."""
+        """Return the seconds of a step of `tokens` with a context of up to `context` tokens each, and `rows` of
+        logits."""
         of_tokens = tokens * (self.token_s + self.context_s * context)
         return self.fixed_s + self.expert_reads_s(tokens) + of_tokens + rows * self.logits_s
 
     def expert_reads_s(self, tokens: int) -> float:
-        """Seconds of reading the experts that `tokens` have. These choose independently: an expert is read unless none
-        has it."""
+        """Return the seconds of reading the experts of `tokens`. Tokens choose independently: an expert is read unless
+        no token has chosen it."""
         return self.experts_s * (1.0 - (1.0 - self.expert_share) ** tokens)
 
     def largest_step(self, fewest: int, most: int) -> int:
-        """Tokens of the largest step of at most `TARGET_S`: `most`, halved until it is, but at least `fewest`.
+        """Return the tokens of the largest step that takes at most `TARGET_S`: `most`, halved until it does, but at
+        least `fewest`.
 
-        Halved, so that small differences between measurements give the same number: how prompts are cut into chunks
+        Halving makes slightly different measurements give the same result. This matters because the chunks of a prompt
         can change the last bits of results.
         """
         tokens = most
@@ -49,19 +52,19 @@ class StepCost:
         return max(tokens, fewest)
 
     def worst_step_s(self, tokens: int, max_model_len: int) -> float:
-        """Seconds of a step in which every token has the longest context and wants logits."""
+        """Return the seconds of a step in which every token has the longest context and needs logits."""
         return self.seconds(tokens, context=max_model_len, rows=tokens)
 
 
 class OnProgress(Protocol):
-    """Called with a phase of starting ("loading"), the share of it that is done, 0 to 1, and what it waits for."""
+    """Called with a phase of starting ("loading"), the fraction of it that is done, 0 to 1, and the cause of a wait."""
 
     def __call__(self, phase: str, fraction: float, detail: str = "", /) -> object: ...
 
 
-MAX_TOKEN_VALUES = 1 << 21  # of hidden states of single tokens that one step returns: 8 MiB to pass on before the next
-MAX_POOLED_IDS = 64  # that one sequence names for their logits
-LOADING_TIMEOUT_S = 300.0  # without progress of any rank; longer than compiling the kernels may take
+MAX_TOKEN_VALUES = 1 << 21  # maximum values of token vectors that a step returns: 8 MiB to pass on before the next
+MAX_POOLED_IDS = 64  # maximum ids that one sequence names to get their logits
+LOADING_TIMEOUT_S = 300.0  # limit without progress of any rank; longer than compiling the kernels may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,49 +79,48 @@ class WorkerConfig:
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | bfloat16 | float16 | float32
     quantization: str = "none"  # none | int8 | int4, or the method of a quantised checkpoint
-    dequantize: bool = False  # weights whose products would round inputs are written out at load
+    dequantize: bool = False  # dequantise weights at load if their matmuls would round inputs
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1  # groups of neighbouring layers, each of `tensor_parallel_size` ranks
     enable_expert_parallel: bool = False  # ranks hold whole experts; else a part of each
-    nnodes: int = 1  # hosts that the ranks are dealt to
-    data_parallel_size: int = 1  # replicas on this host, each with an engine and ranks of its own; all else is of one
-    data_parallel_rank: int = 0  # which of them these ranks are
-    host_free_bytes: int | None = None  # of memory, before any replica was loaded; None: measured, there is only one
+    nnodes: int = 1  # hosts that the ranks are divided among
+    data_parallel_size: int = 1  # replicas on this host, each with its own engine and ranks; other fields: per replica
+    data_parallel_rank: int = 0  # index of these ranks' replica
+    host_free_bytes: int | None = None  # memory before any replica was loaded; None: measured by the only replica
     load_format: str = "auto"  # auto | safetensors | dummy
-    tie_word_embeddings: bool | None = None  # None: as config.json says, unless the stored head is another matrix
-    seed: int = 0  # of dummy weights only; sampling seeds come with each request
-    max_model_len: int | None = None  # tokens; None: what the model was trained for
-    fit_model_len: bool = False  # whether it may be lowered to what the KV memory holds
+    tie_word_embeddings: bool | None = None  # None: from config.json, unless the stored head is another matrix
+    seed: int = 0  # seed of dummy weights; sampling seeds come with each request
+    max_model_len: int | None = None  # tokens; None: the length that the model was trained for
+    fit_model_len: bool = False  # whether it may be lowered to fit the KV memory
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     num_speculative_tokens: int = 0  # drafts that may follow the newest token of a sequence in a step
     lower_step_size: bool = False  # whether max_num_batched_tokens may be lowered after timing: see `adapted`
     block_size: int = 32  # tokens in one KV block
-    check_weights: bool = True  # refuse a checkpoint that holds NaN or infinity
-    kv_cache_bytes: int | None = None  # over all ranks' shards of one rank; None: measured
+    check_weights: bool = True  # refuse a checkpoint that contains NaN or infinity
+    kv_cache_bytes: int | None = None  # bytes on one rank; None: measured
     kv_cache_dtype: str = "auto"  # auto | int8 | fp8 (or fp8_e4m3); auto is resolved to the dtype
-    num_kv_blocks: int | None = None  # exactly so many, the null block included; None: what fits the memory
-    kv_offload_bytes: int | None = None  # host memory of one rank for blocks beyond the pool; resolved where there is a
-    # directory
-    kv_offload_path: str | None = None  # directory for files of such blocks
-    kv_offload_disk_bytes: int | None = None  # that all files in it may take; None: half of what is free
+    num_kv_blocks: int | None = None  # exact number, including the null block; None: from the memory
+    kv_offload_bytes: int | None = None  # host memory of a rank for blocks outside the pool; resolved if a path is set
+    kv_offload_path: str | None = None  # directory for files of these blocks
+    kv_offload_disk_bytes: int | None = None  # limit of all files in it; None: half of the free space
     gpu_memory_utilization: float = 0.9
-    num_threads: int | None = None  # CPU threads of one rank; None: one for each core that it gets
+    num_threads: int | None = None  # CPU threads of one rank; None: a thread for each core that it gets
     cpu_affinity: str = "auto"  # auto | none | the CPUs of each rank: see `oarlock.workers.ranks.cpu_affinity`
     attention_backend: str = "auto"  # auto | cpp | torch | reference
-    share_device: bool = False  # ranks may share CUDA devices; resolved to whether they must. Sums go over the host
+    share_device: bool = False  # ranks may share CUDA devices (resolved: must), with all-reduces over the host
     enforce_eager: bool = False  # no graphs of decode steps; only CUDA devices have any
-    batch_invariant: bool = False  # refuse to start unless a request's numbers depend on nothing else in its batch
+    batch_invariant: bool = False  # refuse to start unless results do not depend on other requests in the batch
     step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
     raise_step_timeout: bool = False  # whether it may be raised after timing
-    hidden_size: int = 0  # of the model; resolved. What ranks answer with may hold a vector for each token
-    whole_texts: bool = False  # resolved: the model is an encoder, of which a step computes each text whole
-    log_level: str = "INFO"  # of the engine's and the ranks' logs, a name of the logging module
-    log_format: str = "text"  # of the same: text | json
+    hidden_size: int = 0  # resolved: the model's; outputs may contain a vector of this size for each token
+    whole_texts: bool = False  # resolved: the model is an encoder, which computes each text within one step
+    log_level: str = "INFO"  # level name of the logging module, for the engine and the ranks
+    log_format: str = "text"  # text | json, for the same logs
 
     @property
     def offloads_kv(self) -> bool:
-        """Whether blocks are kept beyond the pool."""
+        """Whether KV blocks are kept outside the pool."""
         return self.kv_offload_bytes is not None or self.kv_offload_path is not None
 
     @property
@@ -133,11 +135,11 @@ class WorkerConfig:
 
     @property
     def first_on_host(self) -> int:
-        """The place of this replica's first rank among those of the host."""
+        """Index of this replica's first rank among the ranks of the host."""
         return self.ranks_per_node * self.data_parallel_rank
 
     def with_(self, **changes: Any) -> "WorkerConfig":
-        """A copy with some fields replaced."""
+        """Return a copy with some fields replaced."""
         return replace(self, **changes)
 
     def to_json(self) -> str:
@@ -149,13 +151,13 @@ class WorkerConfig:
 
 
 def max_token_vectors(hidden_size: int, longest: int = 0) -> int:
-    """Largest number of tokens whose hidden states one step returns, beside one vector for each sequence. `longest`:
-    tokens of a text that cannot be divided among steps."""
+    """Return the largest number of tokens whose hidden states one step returns, in addition to one vector per sequence.
+    `longest`: tokens of a text that cannot be divided among steps."""
     return max(1, longest, MAX_TOKEN_VALUES // max(1, hidden_size))
 
 
 def max_pooled_values(config: WorkerConfig, hidden_size: int) -> int:
-    """Largest number of float32 values that one step returns, in vectors and named logits."""
+    """Return the largest number of float32 values that one step returns, in vectors and named logits."""
     longest = config.max_model_len or 0 if config.whole_texts else 0
     tokens = min(config.max_num_batched_tokens, max_token_vectors(hidden_size, longest))
     return config.max_num_seqs * max(hidden_size, MAX_POOLED_IDS) + tokens * hidden_size
@@ -163,20 +165,20 @@ def max_pooled_values(config: WorkerConfig, hidden_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NodesConfig:
-    """Settings with which this host, a node, finds the others that hold ranks of the same model."""
+    """Settings with which this host, a node, finds the other hosts of the same model."""
 
     node_rank: int  # 0: the head, which also runs the frontend and the engine
     nnodes: int
-    address: str  # of the head; name or number
-    port: int  # of the store that all nodes reach
-    interface: str | None  # network interface or its address, for all that goes between nodes; None: the route's
-    timeout_s: float = 300.0  # for all nodes to have joined
+    address: str  # name or IP address of the head
+    port: int  # port of the store that all nodes reach
+    interface: str | None  # network interface or its address, for all traffic between nodes; None: chosen by the route
+    timeout_s: float = 300.0  # limit for all nodes to join
     launcher_store: str | None = None  # prefix of our keys in a store that the launcher keeps; None: the head keeps one
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Report of the ranks after loading; the engine sizes its KV block pool by it."""
+    """Report of the ranks after loading, from which the engine sizes its KV block pool."""
 
     num_blocks: int  # block 0 is the null block, so num_blocks - 1 can be handed out
     block_size: int
@@ -187,26 +189,26 @@ class WorkerInfo:
     dtype: str
     attention_backend: str
     architecture: str  # e.g. "Qwen2ForCausalLM"
-    num_parameters: int  # of the whole model, tied tensors counted once
+    num_parameters: int  # parameters of the whole model, tied tensors counted once
     weight_bytes_per_rank: int
     kv_bytes_per_token_per_rank: int
     load_seconds: float
-    quantization: str = "none"  # of the weights, in a few words
-    active_parameters: int | None = None  # that one token is computed with; None: all
-    input_rounding: str | None = None  # what products round their inputs to, in a few words; None: they do not
+    quantization: str = "none"  # description of the weights
+    active_parameters: int | None = None  # parameters that one token is computed with; None: all
+    input_rounding: str | None = None  # activation quantisation of the matmuls, in a few words; None: there is none
     kv_cache_dtype: str = "auto"  # the dtype, int8 or fp8
-    sliding_window: int | None = None  # tokens; the longest, if every layer has one: earlier tokens are never read
-    kernels: str = ""  # what computes: see `oarlock.workers.kernels.cpu.in_use`
-    batch_invariant: bool = False  # a request's numbers do not depend on its batch or on how its prompt is cut
-    batch_invariant_reason: str = "it was not tested"  # why not, or what was measured
-    rank_invariant: bool = False  # its bits do not depend on the number of ranks; tried at the start
+    sliding_window: int | None = None  # tokens; longest window if all layers have one: earlier tokens are never read
+    kernels: str = ""  # description of the kernels: see `oarlock.workers.kernels.cpu.in_use`
+    batch_invariant: bool = False  # a request's results do not depend on its batch or on the chunks of its prompt
+    batch_invariant_reason: str = "it was not tested"  # why not, or the measurement
+    rank_invariant: bool = False  # the bits of results do not depend on the number of ranks; tested at the start
     rank_invariant_reason: str = "it was not tested"
     pipeline_parallel_size: int = 1
     step_cost: StepCost | None = None  # None: not measured
-    kv_offload: KVOffloadInfo | None = None  # None: no blocks are kept beyond the pool
-    hidden_size: int = 0  # of the vectors that requests may ask for
-    whole_texts: bool = False  # an encoder: a step computes each text whole, and makes vectors of it, no tokens
-    num_labels: int = 0  # that its head makes of a text; 0: it has none
+    kv_offload: KVOffloadInfo | None = None  # None: no KV blocks are kept outside the pool
+    hidden_size: int = 0  # size of the vectors that requests may ask for
+    whole_texts: bool = False  # an encoder: a step computes each text whole, and returns vectors, no tokens
+    num_labels: int = 0  # labels of its classification head; 0: it has none
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -1,18 +1,18 @@
-"""Errors of starting and running ranks, and the exit codes that follow. Torch-free: engine and server use them."""
+"""Errors of starting and running ranks, and the resulting exit codes. Torch-free: engine and server use them."""
 
 from typing import Final
 
-# Exit codes of the server and of its engine. 2, a wrong command line, is the server's alone.
+# Exit codes of the server and of its engine. Only the server uses 2, a wrong command line.
 EXIT_OK: Final = 0
 EXIT_BUG: Final = 1
-EXIT_CONFIGURATION: Final = 3  # of the configuration, or of the model
-EXIT_OUT_OF_MEMORY: Final = 4  # at start
-EXIT_RANK_DIED: Final = 5  # or the engine
-EXIT_RANK_HUNG: Final = 6  # or the engine
+EXIT_CONFIGURATION: Final = 3  # wrong configuration or model
+EXIT_OUT_OF_MEMORY: Final = 4  # out of memory at start
+EXIT_RANK_DIED: Final = 5  # a rank or the engine died
+EXIT_RANK_HUNG: Final = 6  # a rank or the engine hung
 
 
 def shown(value: object) -> str:
-    """`value` in one line of an error, whatever its size."""
+    """Return `value` in one line for an error, shortened if it is long."""
     if type(value) is int and abs(value) > 10**40:
         return "an integer of more than 40 digits"
     text = repr(value)
@@ -20,7 +20,7 @@ def shown(value: object) -> str:
 
 
 class StartupError(Exception):
-    """The ranks cannot start as configured: one line of cause and one of fix, shown to the operator as they are."""
+    """The ranks cannot start as configured. One line of cause and one of fix are shown to the operator unchanged."""
 
     def __init__(self, cause: str, fix: str, exit_code: int = EXIT_CONFIGURATION) -> None:
         super().__init__(f"{cause} {fix}")
@@ -30,9 +30,10 @@ class StartupError(Exception):
 
 
 class WorkerError(Exception):
-    """A rank ended, hung or raised after start, and no further step is possible. `rank` and `step_id` name where.
+    """A rank ended, hung or raised an error after start, and no further step is possible. `rank` and `step_id` locate
+    the failure.
 
-    `hung` is true when the rank did not answer in time.
+    `hung` is true if the rank did not return a result in time.
     """
 
     def __init__(self, rank: int, step_id: int, cause: str, *, hung: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The engine's handle on its ranks: submit a step, collect its output, notice when a rank has ended. Torch-free."""
+"""The engine's handle on its ranks: submit a step, collect its output, notice if a rank has ended. Torch-free."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -19,7 +19,7 @@ from oarlock.workers.ranks.multiproc_executor import MultiprocExecutor
 class Executor(Protocol):
     """Runs steps on all ranks, in the order of their submission, and returns their outputs in that order.
 
-    At most `max_in_flight` steps are submitted and not collected. Methods raise `WorkerError` when a rank is lost.
+    At most `max_in_flight` steps are submitted and not collected. Methods raise `WorkerError` if a rank is lost.
     """
 
     info: WorkerInfo
@@ -28,7 +28,7 @@ class Executor(Protocol):
 
     @property
     def kv_reports(self) -> KVReports | None:
-        """Reports of the ranks about files of KV blocks; None where they keep no blocks beyond the pool."""
+        """Reports of the ranks about files of KV blocks; None if no blocks are kept outside the pool."""
 
     @property
     def best_in_flight(self) -> int:
@@ -36,33 +36,34 @@ class Executor(Protocol):
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
-        """Process ids in the order of the ranks; empty where ranks are no processes."""
+        """Process ids in the order of the ranks; empty if ranks are not processes."""
 
     @property
     def step_times_ns(self) -> Sequence[int]:
-        """Nanoseconds that ranks have worked on the newest step that they have ended, in the order of the ranks; of
-        several hosts those of the first. A CUDA device may still compute then. Empty where ranks are no processes."""
+        """Nanoseconds that each rank worked on the newest step that it has finished, in the order of the ranks. With
+        several hosts, only for the ranks of the first. A CUDA device may still be computing then. Empty if ranks are
+        not processes."""
 
     def submit(self, step: StepMetadata, *, masks_follow: bool = False) -> None:
-        """Start a step. With `masks_follow` the ranks begin without its masks, and wait for them when they sample."""
+        """Start a step. With `masks_follow` the ranks begin without its masks, and wait for them before they sample."""
 
     def send_masks(self, bits: np.ndarray) -> None:
-        """Complete the step that was submitted last, with `masks_follow`: `bits` takes the place of its `mask_bits`.
+        """Complete the last submitted step, which had `masks_follow`: `bits` replaces its `mask_bits`.
 
-        Must come before the next `submit`; the answer to the step before may be collected first.
+        Must come before the next `submit`. The output of the previous step may be collected first.
         """
 
     def collect(self) -> StepOutput:
         """Block for the output of the oldest step that was not collected."""
 
     def ping(self) -> None:
-        """Check that every rank still answers, with a step that computes nothing. No step may be in flight."""
+        """Check that every rank still responds, with a step that computes nothing. No step may be in flight."""
 
     def fileno_for_death(self) -> list[int]:
-        """Descriptors that become readable when a rank ends while nothing is in flight."""
+        """Return descriptors that become readable if a rank ends while nothing is in flight."""
 
     def close(self, failure: Exception | None = None) -> None:
-        """End every rank. `failure`: why, if it is one that the executor does not know. Idempotent."""
+        """End every rank. `failure`: the reason, if the executor does not know it itself. Idempotent."""
 
 
 def start_executor(
@@ -75,10 +76,10 @@ def start_executor(
 ) -> Executor:
     """Check the configuration, start the ranks and load the model.
 
-    `ahead`: rank processes that run already; none of them is left when this fails. `nodes`: how the other hosts are
-    found, where the ranks are dealt to several; the process `leave_pid` gets SIGTERM when the operator of one of them
-    wants it to stop. Raises `StartupError` with a cause and a fix; what can be known from headers and numbers is
-    checked before any weight is read.
+    `ahead`: rank processes that already run; none of them is left if this fails. `nodes`: how to find the other hosts,
+    if the ranks are divided among several. The process `leave_pid` gets SIGTERM if the operator of another host wants
+    it to stop. Raises `StartupError` with a cause and a fix. Everything that headers and settings can show is checked
+    before any weight is read.
     """
     try:
         resolved = preflight(config)

@@ -1,7 +1,7 @@
-"""Fingerprints of what decides a number below text: the checkpoint, the software, the layout of a step. Torch-free.
+"""Fingerprints of everything that decides results below text: checkpoint, software, layout of a step. Torch-free.
 
-Reads config.json, the headers of the weight files, which name every tensor and its place, and samples of their data;
-not all of it, which would take as long as loading.
+Reads config.json, the headers of the weight files, which list every tensor and its offset, and samples of their data.
+Reading all data would take as long as loading.
 """
 
 import hashlib
@@ -16,12 +16,12 @@ from oarlock.workers.config import WorkerConfig
 from oarlock.workers.protocol import StepMetadata, StepOutput
 
 _MAX_HEADER_BYTES = 100_000_000  # the loader's limit; a larger value means a damaged file
-_GGUF_BEGINNING = 1 << 16  # bytes, instead of a header of unknown length: config.json is made from that
+_GGUF_BEGINNING = 1 << 16  # bytes read instead of a header of unknown length, from which config.json is made
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
-KV_FORMAT = 1  # of files of KV blocks; another number finds none of those that there are
+KV_FORMAT = 1  # format of the files of KV blocks; existing files are not found after it changes
 _PACKAGES = ("oarlock", "torch", "numpy", "safetensors", "transformers")
 _SOURCES = (".py", ".c", ".cc", ".cpp", ".h", ".cu")
-# Settings of one host: where things lie there, what it has, and what it writes.
+# Settings of one host: its paths, its resources, and its logs.
 _OF_ONE_HOST = frozenset(
     {
         "model_path",
@@ -38,7 +38,7 @@ _OF_ONE_HOST = frozenset(
 
 
 def model_sums(directory: Path) -> dict[str, str]:
-    """File name -> SHA-256 of config.json, and of each weight file's size, header and a few samples of its data.
+    """Return file name -> SHA-256 of config.json, and of each weight file's size, header and a few samples of its data.
 
     Without samples, two trainings of one model would look the same.
     """
@@ -61,19 +61,19 @@ def model_sums(directory: Path) -> dict[str, str]:
 
 
 def _sample_at(begin: int, end: int, number: int) -> int:
-    """Offset of sample `number` in a file: samples are spread evenly over its data."""
+    """Return the offset of sample `number` in a file. Samples are spread evenly over its data."""
     room = max(0, end - begin - _SAMPLE_BYTES)
     return begin + room * number // (_SAMPLES - 1)
 
 
 def layout() -> str:
-    """Hash of the field names of a packed step and its answer: changes when the ranks' protocol does."""
+    """Return a hash of the field names of a packed step and its output, which changes with the ranks' protocol."""
     names = [field.name for kind in (StepMetadata, StepOutput) for field in fields(kind)]
     return hashlib.sha256(",".join(names).encode()).hexdigest()[:16]
 
 
 def versions() -> dict[str, str]:
-    """Versions of the software that decides a number."""
+    """Return the versions of the software that influences results."""
     found = {"python": platform.python_version(), "machine": platform.machine()}
     for name in _PACKAGES:
         try:
@@ -84,7 +84,7 @@ def versions() -> dict[str, str]:
 
 
 def sources() -> str:
-    """Hash of the sources of this package: two checkouts of one version can differ."""
+    """Return a hash of the sources of this package, since two checkouts of one version can differ."""
     root = Path(__file__).parent
     found = hashlib.sha256()
     for path in sorted(path for path in root.rglob("*") if path.suffix in _SOURCES):
@@ -94,10 +94,10 @@ def sources() -> str:
 
 
 def kv_key(config: WorkerConfig, **facts: Any) -> str:
-    """Hash of all that decides what the KV memory of a rank holds for given tokens, and how it lies there. `config` is
-    resolved; `facts`: what a rank knows besides.
+    """Return a hash of everything that decides a rank's KV memory for given tokens, and its layout. `config` is
+    resolved; `facts`: further values that the rank knows.
 
-    A weight file counts by its time of change as well, since samples of its data cannot show every change.
+    A weight file's modification time counts too, since samples of its data cannot show every change.
     """
     names = ("dtype", "quantization", "kv_cache_dtype", "block_size", "max_model_len", "num_threads", "load_format")
     directory = Path(config.model_path)
@@ -118,9 +118,10 @@ def kv_key(config: WorkerConfig, **facts: Any) -> str:
 
 
 def node_facts(config: WorkerConfig) -> dict[str, dict[str, Any]]:
-    """Facts that must be equal on every node before any of them loads: group -> name -> value, causes before effects.
+    """Return facts that must be equal on every node before any node loads: group -> name -> value, causes before
+    effects.
 
-    `config` is resolved. Weights that are noise follow from the settings and config.json.
+    `config` is resolved. Dummy weights follow from the settings and config.json.
     """
     found = versions()
     weights = {name: digest[:16] for name, digest in model_sums(Path(config.model_path)).items()}

@@ -1,9 +1,9 @@
-"""KV blocks beyond the pool: the copies that the engine orders, and the reports of the ranks. Torch-free.
+"""KV blocks outside the pool: the copies that the engine orders, and the reports of the ranks. Torch-free.
 
-Each rank has *slots* in host memory, each for its share of one block, and may have a directory of files. The engine
-alone decides what they hold: it numbers the slots, and each step carries copies to be made in their order, before
-anything else of the step. Copies between pages and slots are over when the step is; those between slots and files are
-made by threads of the rank, which report their ends through a pipe.
+Each rank has *slots* in host memory, each for its share of one block, and may have a directory of files. Only the
+engine decides on their content: it numbers the slots, and each step has copies to be made in their order, before the
+rest of the step. Copies between pages and slots are finished when the step is. Copies between slots and files are made
+by threads of the rank, which report completion through a pipe.
 """
 
 import os
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 DIGEST_BYTES = 32
-MAX_COPIES = 1 << 15  # in one step
-DEFAULT_SLOT_BYTES = 1 << 30  # of a rank, where only a directory is given
+MAX_COPIES = 1 << 15  # maximum copies in one step
+DEFAULT_SLOT_BYTES = 1 << 30  # default size per rank if only a directory is given
 _FRAME = struct.Struct("<BHH")  # kind, rank, number of entries
 _ENTRY = struct.Struct("<IB")  # slot, whether it succeeded
 _USAGE = struct.Struct("<QQ")  # bytes, blocks
-_MAX_FRAME_BYTES = 4096  # so that writes of several ranks do not mix: PIPE_BUF
+_MAX_FRAME_BYTES = 4096  # PIPE_BUF, so that writes of several ranks do not mix
 _MAX_RESULTS = (_MAX_FRAME_BYTES - _FRAME.size) // _ENTRY.size
 _MAX_DIGESTS = (_MAX_FRAME_BYTES - _FRAME.size) // DIGEST_BYTES
 
@@ -34,13 +34,13 @@ class Copy(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class KVOffloadInfo:
-    """Memory and files that a rank has for KV blocks beyond its pages."""
+    """Memory and files that a rank has for KV blocks outside the pool."""
 
     num_slots: int
-    bytes_per_block: int  # of this rank's share
+    bytes_per_block: int  # this rank's share
     read_bytes_per_s: float | None = None  # measured at start, through the same threads; None: no directory
-    num_ranks: int = 1  # that report
-    max_disk_bytes: int = 0  # that files may take, of all ranks and models in the directory
+    num_ranks: int = 1  # number of ranks that report
+    max_disk_bytes: int = 0  # limit of all files of all ranks and models in the directory
 
 
 class Report(IntEnum):
@@ -60,13 +60,13 @@ class KVReport:
     kind: Report
     rank: int
     results: list[tuple[int, bool]] = field(default_factory=list)  # (slot, success) of READ and WRITTEN
-    digests: list[bytes] = field(default_factory=list)  # of APPEARED and VANISHED
-    num_bytes: int = 0  # of USAGE: what the directory holds
+    digests: list[bytes] = field(default_factory=list)  # digests of APPEARED and VANISHED
+    num_bytes: int = 0  # USAGE: bytes in the directory
     num_blocks: int = 0
 
 
 class KVReportSender:
-    """A rank's end of the pipe. Its threads may share it. Raises `BrokenPipeError` when the engine is gone."""
+    """A rank's end of the pipe. Its threads may share it. Raises `BrokenPipeError` if the engine is gone."""
 
     def __init__(self, fd: int, rank: int) -> None:
         self._fd = fd
@@ -89,7 +89,7 @@ class KVReportSender:
         self._send(Report.USAGE, 1, _USAGE.pack(num_bytes, num_blocks))
 
     def _send(self, kind: Report, count: int, payload: bytes) -> None:
-        os.write(self._fd, _FRAME.pack(kind, self._rank, count) + payload)  # whole: shorter than PIPE_BUF
+        os.write(self._fd, _FRAME.pack(kind, self._rank, count) + payload)  # atomic: shorter than PIPE_BUF
 
 
 class KVReports:
@@ -104,13 +104,13 @@ class KVReports:
         return self._fd
 
     def receive(self) -> list[KVReport]:
-        """Reports that arrived since the last call."""
+        """Return the reports that arrived since the last call."""
         while True:
             try:
                 data = os.read(self._fd, 1 << 16)
             except BlockingIOError:
                 break
-            if not data:  # no rank is left: others notice
+            if not data:  # no rank is left, which is noticed elsewhere
                 break
             self._pending += data
         reports, start = [], 0
@@ -125,7 +125,7 @@ class KVReports:
 
 
 def _frame_bytes(data: bytes, start: int) -> int | None:
-    """The length of the frame that begins at `start`; None if it is not there whole."""
+    """Return the length of the frame that begins at `start`; None if it is incomplete."""
     if len(data) < start + _FRAME.size:
         return None
     kind, _, count = _FRAME.unpack_from(data, start)

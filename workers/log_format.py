@@ -1,7 +1,7 @@
-"""Log lines as JSON objects, one a line, for programs that collect logs.
+"""Log lines as JSON objects, one per line, for programs that collect logs.
 
-Lines are written as `event=name key=value …`. Their keys become members of the object: from `record.msg.fields` where
-the message has them, else from the template and its arguments, so that no logged value can add or change a member.
+Log messages have the form `event=name key=value …`. Their keys become members of the object: from `record.msg.fields`
+if the message has them, else from the template and its arguments, so that no logged value can add or change a member.
 """
 
 import json
@@ -40,7 +40,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """The members of an event; `message` alone for a text that is none."""
+    """Return the members of an event; for other text, only `message`."""
     fields = getattr(record.msg, "fields", None)
     if fields is not None:
         return dict(fields)

@@ -18,9 +18,9 @@ from oarlock.workers.ranks.nodes import own_interface
 
 
 def check_network(nodes: NodesConfig, on_phase: OnProgress) -> None:
-    """Check that this host has a way to the head node, or can listen as the head. Raises `StartupError`.
+    """Check that this host has a route to the head node, or can listen as the head. Raises `StartupError`.
 
-    Takes no time, but for a name that is not known yet.
+    Takes no time, unless a name cannot be resolved yet.
     """
     own = own_interface(nodes, lambda: on_phase(f"waiting for the name {nodes.address}", 0.0))
     if nodes.node_rank == 0:
@@ -40,11 +40,11 @@ class _StoppedError(Exception):
 def run_node(config: WorkerConfig, nodes: NodesConfig, on_phase: OnProgress, *, stop_fd: int) -> int:
     """Run this node's ranks for the head node until it ends them. Returns the exit code, as of a server.
 
-    `config` still has its "auto"s. `on_phase` gets what this node is doing, and the share of it that is done. When
-    `stop_fd` becomes readable the operator has asked this node to stop, which ends the whole group in order. Raises
-    `StartupError`.
+    `config` still contains "auto" values. `on_phase` gets the current phase of this node, and the fraction that is
+    done. When `stop_fd` becomes readable, the operator has asked this node to stop, which ends the whole group in
+    order. Raises `StartupError`.
     """
-    ahead = start_ranks_ahead(config.ranks_per_node)  # they import side by side with this
+    ahead = start_ranks_ahead(config.ranks_per_node)  # they import in parallel with this process
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         from oarlock.workers.fingerprint import node_facts
@@ -71,14 +71,14 @@ def run_node(config: WorkerConfig, nodes: NodesConfig, on_phase: OnProgress, *, 
 
 
 def _exit_at_once(status: int) -> None:
-    """End without Python's own end, which a thread that waits in gloo for a lost node would make an abort."""
+    """Exit without Python's finalization, which would abort if a thread waits in gloo for a lost node."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def _waiting(on_phase: OnProgress, nodes: NodesConfig, stop_fd: int) -> Callable[[str], None]:
-    """Shows for whom this node waits, and ends the waiting when the operator wants it."""
+    """Return a callback that shows which nodes this node waits for, and ends the waiting if the operator wants it."""
     deadline = time.monotonic() + nodes.timeout_s
 
     def on_waiting(text: str) -> None:

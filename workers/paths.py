@@ -1,6 +1,6 @@
-"""Paths that depend on who runs this process: the home directory, `~`, and the directories of caches. Torch-free.
+"""Paths that depend on the user of this process: the home directory, `~`, and the directories of caches. Torch-free.
 
-A user need not have a home. Containers often run as a number that the password database does not know, with HOME unset
+A user need not have a home. Containers often run as a user id that the password database does not know, with HOME unset
 or set to a directory that this user cannot write. No other module expands `~` or asks for a home directory.
 """
 
@@ -59,8 +59,8 @@ def exists(path: Path) -> bool:
 def cache_home() -> Path:
     """Return the directory of this user's caches: XDG_CACHE_HOME, else ~/.cache, else a private temporary directory.
 
-    The last is for users without a home that they can write. Raises `StartupError` if it is not private: what is kept
-    there is loaded as code.
+    The temporary directory is for users without a writable home. Raises `StartupError` if it is not private, because
+    files in it are loaded as code.
     """
     if given := os.environ.get("XDG_CACHE_HOME"):
         return expand(given)
@@ -71,7 +71,7 @@ def cache_home() -> Path:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether this user can write to `folder`, or create it."""
+    """Return whether this user can write to `folder`, or create it."""
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     return os.access(existing, os.W_OK | os.X_OK)
 
@@ -89,7 +89,7 @@ def _temporary() -> Path:
 
 
 def hub_cache(download_dir: str | None = None) -> Path:
-    """Return the directory of models of the hub: `download_dir`, else the one that `huggingface_hub` uses.
+    """Return the directory for models of the hub: `download_dir`, else the directory that `huggingface_hub` uses.
 
     Raises `StartupError` if nothing names one: models are too large for a temporary directory.
     """
@@ -112,7 +112,8 @@ def hub_cache(download_dir: str | None = None) -> Path:
 def library_caches(variables: Mapping[str, str]) -> dict[str, str]:
     """Return variables for child processes that give libraries a cache which this user can write.
 
-    `variables`: those of the process. Triton compiles into `~/.triton`, which without a home is a folder named `~`.
+    `variables`: environment of the process. Triton compiles into `~/.triton`, which without a home is a folder named
+    `~`.
     """
     if variables.get("TRITON_HOME") or variables.get("TRITON_CACHE_DIR"):
         return {}
@@ -121,5 +122,5 @@ def library_caches(variables: Mapping[str, str]) -> dict[str, str]:
         return {}
     try:
         return {"TRITON_HOME": str(cache_home())}
-    except StartupError:  # whoever needs a cache reports the reason
+    except StartupError:  # the code that needs a cache reports the reason
         return {}

@@ -1,7 +1,8 @@
 """Checks a configuration against its model, and resolves every "auto", before any rank starts.
 
 Torch-free and fast: a mistake in the configuration is reported in a fraction of a second. Reads `config.json` and the
-headers of the weight files, and of the tensors only a stored output head that `config.json` ties to the embedding.
+headers of the weight files. The only tensor that it reads is a stored output head that `config.json` ties to the
+embedding.
 """
 
 import logging
@@ -64,11 +65,12 @@ from oarlock.workers.weights.gguf_model import GGUFCheckpoint, GGUFModel, Settin
 
 logger = logging.getLogger("oarlock.preflight")
 
-DESCRIPTIONS = ("config.json", *QUANTISATION_FILES)  # the files that `check_without_weights` looks at
+DESCRIPTIONS = ("config.json", *QUANTISATION_FILES)  # files that `check_without_weights` reads
 
 
 def check_without_weights(config: WorkerConfig) -> None:
-    """Check what can be checked with the `DESCRIPTIONS`, before the weights are there. Raises `StartupError`."""
+    """Make the checks that are possible with only the `DESCRIPTIONS`, before the weights are there. Raises
+    `StartupError`."""
     check_limits(config)
     if is_encoder(read_config(Path(config.model_path))):
         check_encoder(config)
@@ -77,10 +79,10 @@ def check_without_weights(config: WorkerConfig) -> None:
     config, spec, _ = _described(config)
     length, device = _resolve_length(config.max_model_len, spec), resolve_device(config)
     if config.kv_cache_bytes is not None:
-        least = "bfloat16"  # of the types there are; the weights may say that it is more
+        least = "bfloat16"  # smallest dtype; the weights may turn out to have a larger one
         dtype = config.dtype
         if dtype == "auto":
-            forms = QUANTIZATIONS.get(config.quantization, NONE)  # of a quantised checkpoint: more than there will be
+            forms = QUANTIZATIONS.get(config.quantization, NONE)  # NONE overestimates quantised weights
             dtype = served_dtype(config, spec.dtype or least, device, forms, spec, this_cpu())
         check_given_size(config.with_(max_model_len=length, device=device, dtype=dtype), spec)
         if device != "cuda":
@@ -88,7 +90,7 @@ def check_without_weights(config: WorkerConfig) -> None:
 
 
 def preflight(config: WorkerConfig) -> WorkerConfig:
-    """`config` with everything resolved. Raises `StartupError` (exit code 3) with cause and fix.
+    """Return `config` with everything resolved. Raises `StartupError` (exit code 3) with cause and fix.
 
     Initialises the CUDA driver, after which a fork of this process cannot use CUDA: ranks must be spawned.
     """
@@ -126,7 +128,7 @@ def _check_device_memory(config: WorkerConfig, spec: DecoderSpec, forms: WeightF
 
 
 class OpenModel(NamedTuple):
-    """Settings and tensors of a model, known without reading its weights. `config`: with their form resolved."""
+    """Settings and tensors of a model, known without reading its weights. `config`: with its weight format resolved."""
 
     config: WorkerConfig
     spec: DecoderSpec
@@ -158,7 +160,7 @@ def open_model(config: WorkerConfig) -> OpenModel:
 
 
 def with_lengths_and_types(model: OpenModel, device: str) -> WorkerConfig:
-    """The configuration of `model` with the number types and the context length that it gets on `device`."""
+    """Return the configuration of `model` with its dtypes and its context length on `device`."""
     config, spec = model.config, model.spec
     dtype = resolve_dtype(config, device, spec, model.checkpoint, forms_on(model, device), this_cpu())
     return config.with_(
@@ -170,8 +172,8 @@ def with_lengths_and_types(model: OpenModel, device: str) -> WorkerConfig:
 
 
 def forms_on(model: OpenModel, device: str) -> WeightForms:
-    """The forms of the weights of `model` as ranks on `device` hold them. Raises `StartupError` where `--dequantize`
-    changes none."""
+    """Return the weight formats of `model` on ranks that use `device`. Raises `StartupError` if `--dequantize` has no
+    effect on them."""
     config, modules = model.config, matrices_of(model.spec)
     if config.dequantize and input_rounding(model.forms, modules, device) is None:
         what = "unquantised" if config.quantization == "none" else config.quantization
@@ -182,7 +184,7 @@ def forms_on(model: OpenModel, device: str) -> WeightForms:
 
 
 def _with_gguf_forms(config: WorkerConfig) -> WorkerConfig:
-    """Sets the quantization of a GGUF model with quantised weights. Raises `StartupError` if another was asked for."""
+    """Set the quantization of a GGUF model with quantised weights. Raises `StartupError` if another was asked for."""
     if config.quantization not in ("none", GGUF):
         raise StartupError(
             f"quantization {config.quantization} rounds weights at load, but the GGUF model is quantised already.",
@@ -199,7 +201,7 @@ def _is_no_choice(asked: str) -> StartupError:
 
 
 def _described(config: WorkerConfig) -> tuple[WorkerConfig, DecoderSpec, StoredQuantization | None]:
-    """`config` with the form of the weights resolved, and what the model's settings say."""
+    """Return `config` with the weight format resolved, and the model's settings and stored quantization."""
     directory = Path(config.model_path)
     fields = read_config(directory)
     spec, quantized = describe(fields), stored_quantization(directory, fields)

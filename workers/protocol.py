@@ -1,16 +1,16 @@
-"""One step and its output, and how both become bytes.
+"""One step and its output, and their conversion to bytes.
 
-A step is a fixed header followed by flat numpy arrays in one buffer, whose size follows from the limits at start: it
-cannot overflow. Each array begins at a multiple of 64 bytes, so that the lengths in the header are all that both sides
-must agree on; steps that follow one another mostly have the same lengths, by which offsets are kept. Nothing is
-pickled. Imports numpy, not torch. Sizes in the shapes below:
+A step is a fixed header followed by flat numpy arrays in one buffer. The limits at start give the size of the buffer,
+so it cannot overflow. Each array begins at a multiple of 64 bytes, so both sides only need the lengths in the header.
+Successive steps mostly have the same lengths, so offsets are cached by lengths. Nothing is pickled. Imports numpy, not
+torch. Sizes in the shapes below:
 
     S  sequences in the step        T  query tokens in the step       N  entries of block tables that changed
-    L  rows that want logits        M  logit-bias entries             K  largest number of top logprobs asked for
-    G  rows with a mask             W  32-bit words of one mask         D  S where there are drafts, else 0
-    P  rows with penalties          F  histories of earlier ids         H  distinct ids, all histories together
+    L  rows that need logits        M  logit-bias entries             K  largest requested number of top logprobs
+    G  rows with a mask             W  32-bit words of one mask       D  S if there are drafts, else 0
+    P  rows with penalties          F  histories of earlier ids       H  distinct ids, all histories together
     C  copies of KV blocks between pages, host memory and files
-    Q  sequences of which vectors are wanted, not tokens                X  ids whose logits they name; values that came
+    Q  sequences that need vectors, not tokens                        X  ids whose logits they name; returned values
 """
 
 import math
@@ -28,19 +28,20 @@ from oarlock.workers.kv_offload import DIGEST_BYTES, MAX_COPIES
 from oarlock.workers.sampling_parameters import PENALTIES, ROWS, RowColumns
 
 MAX_LOGPROBS = 20
-MAX_BIAS_PER_ROW = 3 * 1024  # stop ids banned by min_tokens, logit_bias and bad words, a third each
+MAX_BIAS_PER_ROW = 3 * 1024  # a third each for stop ids banned by min_tokens, logit_bias and bad words
 MAX_VOCAB_SIZE = 1 << 20  # slots are sized before the vocabulary is known; unused pages take no memory
 NULL_BLOCK = 0
-NONFINITE, FINITE, ALL_BANNED = 0, 1, 2  # of `StepOutput.finite`
-# Values of `StepMetadata.pool_kinds`: the hidden state of the last token, the mean of all, the first token's, each
-# token's, logits after the last one, or the labels of an encoder's head. Hidden states: after the final norm.
+NONFINITE, FINITE, ALL_BANNED = 0, 1, 2  # values of `StepOutput.finite`
+# Values of `StepMetadata.pool_kinds`: the hidden state of the last token, the mean of all, the hidden state of the
+# first token, of each token, logits after the last token, or the labels of an encoder's head. Hidden states are taken
+# after the final norm.
 LAST, MEAN, CLS, TOKEN, LOGITS, LABELS = range(6)
-NOT_POOLED = -1  # of `StepOutput.pooled_lens`
+NOT_POOLED = -1  # value of `StepOutput.pooled_lens`
 _MAGIC = 0x4F41524C  # "OARL"
 
 Made = TypeVar("Made")
 
-# defaults of the sections that few steps use
+# Defaults of the sections that few steps use.
 _no_ints = partial(np.zeros, 0, "<i4")
 _no_floats = partial(np.zeros, 0, "<f4")
 _no_history = partial(np.zeros, 1, "<i4")
@@ -53,68 +54,70 @@ _no_digests = partial(np.zeros, (0, DIGEST_BYTES), "|u1")
 class StepMetadata(RowColumns[np.ndarray]):
     """One step as every rank reads it. Arrays are views into one buffer.
 
-    A sequence's query tokens are `token_ids[query_start_loc[s]:query_start_loc[s + 1]]`, at absolute `positions`; after
-    the step its KV holds `seq_lens[s]` tokens. A step with no sequence is a heartbeat. A step may be sent while the one
-    before runs: it refers to that one's rows of logits for tokens that the engine does not know yet.
+    A sequence's query tokens are `token_ids[query_start_loc[s]:query_start_loc[s + 1]]`, at absolute `positions`. After
+    the step its KV cache has `seq_lens[s]` tokens. A step without sequences is a heartbeat. A step may be sent while
+    the previous one runs: for tokens that the engine does not know yet, it refers to the previous step's rows of
+    logits.
     """
 
     step_id: int
-    # int32 [T]   below 0, only in a step that is ahead: -1 - r for the token that the step before sampled in its row r
+    # int32 [T]   negative only in a look-ahead step: -1 - r is the token that the previous step sampled in its row r
     token_ids: np.ndarray
     positions: np.ndarray  # int32 [T]
-    slot_mapping: np.ndarray  # int64 [T]   block_id * block_size + offset: where the token's K and V are written
+    slot_mapping: np.ndarray  # int64 [T]   block_id * block_size + offset of the token's K and V
     query_start_loc: np.ndarray  # int32 [S + 1]
     seq_lens: np.ndarray  # int32 [S]
-    rows: np.ndarray  # int32 [S]   each sequence's row of the block tables that ranks keep
-    # rows that want logits, one per sampled or scored token; with the `RowColumns`
-    logits_indices: np.ndarray  # int32 [L]   which of the T tokens
-    target_ids: np.ndarray  # int32 [L]   -1: sample a token; else score this one (prompt logprobs), nothing is sampled
+    rows: np.ndarray  # int32 [S]   each sequence's row of the ranks' block tables
+    # Rows that need logits, one per sampled or scored token; together with the `RowColumns`.
+    logits_indices: np.ndarray  # int32 [L]   index into the T tokens
+    target_ids: np.ndarray  # int32 [L]   -1: sample a token; else score this id (prompt logprobs) and sample nothing
     sample_positions: np.ndarray  # int32 [L]   absolute position of the token being sampled or scored
     seeds: np.ndarray  # int64 [L]
-    num_logprobs: np.ndarray  # int32 [L]   -1: none wanted; 0: the token's own; k: the k best as well
-    # additions to raw logits before sampling; -inf bans an id. Sorted by row.
+    num_logprobs: np.ndarray  # int32 [L]   -1: none; 0: only the token's own; k: the k best as well
+    # Additions to raw logits before sampling; -inf bans an id. Sorted by row.
     bias_rows: np.ndarray  # int32 [M]   index into the L rows
     bias_ids: np.ndarray  # int32 [M]   vocabulary id
     bias_values: np.ndarray  # float32 [M]
-    # entries of the block tables to write before any is read; none twice. A row's entries are all written by the step
-    # in which a sequence gets the row.
+    # Entries of the block tables to write before any is read; none twice. The step in which a sequence gets a row
+    # writes all entries of the row.
     table_rows: np.ndarray = field(default_factory=_no_ints)  # int32 [N]
     table_columns: np.ndarray = field(default_factory=_no_ints)  # int32 [N]   position // block_size
     table_blocks: np.ndarray = field(default_factory=_no_ints)  # int32 [N]
-    # penalties of ids that came earlier, applied to the biased logits. Sorted by row. Ranks keep the histories, and add
-    # the tokens that these rows sample.
+    # Penalties of earlier ids, applied to the biased logits. Sorted by row. Ranks keep the histories, and add the
+    # tokens that these rows sample.
     penalty_rows: np.ndarray = field(default_factory=_no_ints)  # int32 [P]   index into the L rows
     repetition: np.ndarray = field(default_factory=_no_floats)  # float32 [P]   divides logits above 0, else multiplies
     frequency: np.ndarray = field(default_factory=_no_floats)  # float32 [P]   subtracted once per count
-    presence: np.ndarray = field(default_factory=_no_floats)  # float32 [P]   subtracted where the count is not 0
-    # histories to write whole before anything is sampled: in the first step that samples after a sequence got its row
-    history_rows: np.ndarray = field(default_factory=_no_ints)  # int32 [F]   of the engine's tables, as `rows`
-    history_starts: np.ndarray = field(default_factory=_no_history)  # int32 [F + 1]   of each one's part of these two:
+    presence: np.ndarray = field(default_factory=_no_floats)  # float32 [P]   subtracted if the count is not 0
+    # Complete histories to write before anything is sampled: in the first step that samples after a sequence got its
+    # row.
+    history_rows: np.ndarray = field(default_factory=_no_ints)  # int32 [F]   row of the engine's tables, as `rows`
+    history_starts: np.ndarray = field(default_factory=_no_history)  # int32 [F + 1]   each one's slice of these two:
     history_ids: np.ndarray = field(default_factory=_no_ints)  # int32 [H]   distinct within a history
     history_counts: np.ndarray = field(default_factory=_no_ints)  # int32 [H]   times generated; 0: in the prompt only
-    # which ids a row may sample: all others get a logit of -inf. Sorted by row.
+    # The ids that a row may sample; all others get a logit of -inf. Sorted by row.
     mask_rows: np.ndarray = field(default_factory=_no_ints)  # int32 [G]   index into the L rows
     mask_bits: np.ndarray = field(default_factory=_no_bits)  # uint32 [G, W]   bit v % 32 of word v // 32: v is allowed
 
-    # How many of a sequence's last query tokens are drafts: guesses of the tokens after its newest one. Such a sequence
-    # has a row of logits for its newest token and one for each draft, and samples in all of them.
+    # Number of a sequence's last query tokens that are drafts: guesses of the tokens after its newest one. Such a
+    # sequence has a row of logits for its newest token and one for each draft, and samples in all of them.
     num_drafts: np.ndarray = field(default_factory=_no_ints)  # int32 [D]
 
-    # Sequences of which vectors are wanted, without rows of logits. Ranks keep the sum of a mean between its chunks.
+    # Sequences that need vectors, without rows of logits. Ranks keep the sum of a mean between chunks.
     pool_seqs: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   index into S
     pool_kinds: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   LAST, MEAN, CLS, TOKEN, LOGITS or LABELS
     pool_lens: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   `seq_lens` in the sequence's last chunk
-    pool_second: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   where its second text begins; 0: it is one
-    pool_num_ids: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   how many of the next are each one's
-    pool_ids: np.ndarray = field(default_factory=_no_ints)  # int32 [X]   vocabulary ids; of LOGITS
+    pool_second: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   offset of its second text; 0: it has one
+    pool_num_ids: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   number of `pool_ids` of each sequence
+    pool_ids: np.ndarray = field(default_factory=_no_ints)  # int32 [X]   vocabulary ids for LOGITS
 
-    # Copies of KV blocks, made in this order before anything else of the step, and also if it is refused; see
+    # Copies of KV blocks, made in this order before the rest of the step, even if the step is refused; see
     # `oarlock.workers.kv_offload`.
     kv_copies: np.ndarray = field(default_factory=_no_copies)  # int32 [C, 3]   `Copy`, block id, slot
     kv_digests: np.ndarray = field(default_factory=_no_digests)  # uint8 [C, 32]   of files, else 0
 
-    # Whether the step was sent before the answer to the previous one was known. If ranks refused the previous one, they
-    # refuse this one without trying it, since it builds on the other's results.
+    # Whether the step was sent before the output of the previous one was known. If ranks refused the previous step,
+    # they refuse this one without trying it, because it depends on those results.
     is_ahead: bool = False
 
     kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # see `made_once`
@@ -129,12 +132,12 @@ class StepMetadata(RowColumns[np.ndarray]):
 
     @property
     def max_num_logprobs(self) -> int:
-        """-1 when no row wants logprobs."""
+        """The maximum of `num_logprobs`; -1 if no row needs logprobs."""
         return int(self.num_logprobs.max()) if len(self.num_logprobs) else -1
 
     def made_once(self, make: Callable[["StepMetadata"], Made]) -> Made:
-        """Result of `make`, kept with this step and with those that a `StepReader` reads in its place: it must depend
-        on the lengths and addresses of the arrays alone, not on what they hold."""
+        """Return the result of `make`, cached on this step object, which a `StepReader` reuses for later steps. The
+        result must depend only on the lengths and addresses of the arrays, not on their content."""
         made = self.kept.get(make)
         if made is None:
             made = self.kept[make] = make(self)
@@ -143,25 +146,26 @@ class StepMetadata(RowColumns[np.ndarray]):
 
 @dataclass(slots=True)
 class StepOutput:
-    """The output of rank 0: one entry per row of `logits_indices`, in the same order."""
+    """The output of the answering rank: one entry per row of `logits_indices`, in the same order."""
 
     step_id: int
     token_ids: np.ndarray  # int32 [L]   the sampled token, or the scored target
-    # uint8 [L]   state of the row's logits. FINITE: valid. NONFINITE: the model's held NaN, +inf or no finite value
-    # where one was allowed. ALL_BANNED: bias and mask ban every id. Only with FINITE the token is valid.
+    # uint8 [L]   state of the row's logits. FINITE: valid. NONFINITE: the model's logits had NaN, +inf or no finite
+    # value among the allowed ids. ALL_BANNED: bias and mask ban every id. The token is valid only with FINITE.
     finite: np.ndarray
     logprobs: np.ndarray | None = None  # float32 [L]   log-softmax of the raw logits at token_ids
     ranks: np.ndarray | None = None  # int32 [L]   1 = most likely
     top_ids: np.ndarray | None = None  # int32 [L, K]   most likely first
     top_logprobs: np.ndarray | None = None  # float32 [L, K]
-    # int32 [D]   how many of each sequence's drafts were right: so many rows after its first are valid as well. None
-    # where the step has no drafts.
+    # int32 [D]   number of each sequence's drafts that were accepted; this many rows after its first are valid as well.
+    # None if the step has no drafts.
     num_accepted: np.ndarray | None = None
-    # int32 [Q]   how many of `pooled` are each sequence's: vectors of TOKEN in every chunk, CLS in its first one, all
-    # others in its last one. NOT_POOLED: NaN or infinity was among them, and they were left out.
+    # int32 [Q]   number of values in `pooled` of each sequence: TOKEN returns vectors in every chunk, CLS in the first,
+    # all others in the last. NOT_POOLED: the values had NaN or infinity, and were left out.
     pooled_lens: np.ndarray = field(default_factory=_no_ints)
     pooled: np.ndarray = field(default_factory=_no_floats)  # float32 [X]
-    # Whether the step was refused for lack of memory: no rows, and nothing of it holds. It may be tried again, smaller.
+    # Whether the step was refused for lack of memory: there are no rows, and it had no effect. It may be retried,
+    # smaller.
     out_of_memory: bool = False
 
 
@@ -170,11 +174,11 @@ class ProtocolError(ValueError):
 
 
 _ALIGN = 64
-_KEPT = 256  # layouts of each kind; a few KiB each
+_KEPT = 256  # cached layouts of each kind; a few KiB each
 
 
 class StepShape(NamedTuple):
-    """Lengths of the arrays of a step or of its answer, in the order of the header."""
+    """Lengths of the arrays of a step or of its output, in the order of the header."""
 
     num_seqs: int = 0  # S
     num_tokens: int = 0  # T
@@ -192,7 +196,7 @@ class StepShape(NamedTuple):
     num_pooled_values: int = 0  # X
 
 
-# magic, step id, the shape, the largest number of top logprobs of an answer, a mark; then a checksum of all before it
+# Magic, step id, the shape, the largest number of top logprobs of an output, a flag; then a checksum of these.
 HEADER = struct.Struct(f"<IQ{len(StepShape._fields)}Ii?")
 CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = HEADER.size + CHECKSUM.size
@@ -202,7 +206,7 @@ _Array = tuple[str, np.dtype, tuple[int, ...]]  # name, dtype and shape
 
 
 class _Place(NamedTuple):
-    """One array that is not empty."""
+    """Position of one array that is not empty."""
 
     name: str
     dtype: np.dtype
@@ -215,12 +219,12 @@ class _Place(NamedTuple):
 class Layout:
     """Offsets of all arrays in a buffer."""
 
-    num_bytes: int  # header included
+    num_bytes: int  # includes the header
     places: tuple[_Place, ...]  # in the buffer's order, without the empty ones
-    empty: dict[str, np.ndarray]  # the others, each of its dtype and shape
+    empty: dict[str, np.ndarray]  # the empty arrays, each of its dtype and shape
 
     def views(self, buffer: memoryview) -> dict[str, np.ndarray]:
-        """Arrays by name; those that are not empty are views of `buffer`."""
+        """Return the arrays by name. Non-empty arrays are views of `buffer`."""
         views = self.empty.copy()
         for name, dtype, shape, count, offset in self.places:
             flat = np.frombuffer(buffer, dtype, count, offset)
@@ -228,14 +232,14 @@ class Layout:
         return views
 
     def write(self, buffer: memoryview, source: object, without: str = "") -> None:
-        """Copy each array from the attribute of `source` that has its name, but for the array `without`."""
+        """Copy each array from the attribute of `source` with its name, except for the array `without`."""
         for name, dtype, shape, count, offset in self.places:
             if name != without:
                 flat = np.frombuffer(buffer, dtype, count, offset)
                 flat[...] = getattr(source, name) if len(shape) == 1 else getattr(source, name).ravel()
 
     def span(self, name: str) -> tuple[int, int]:
-        """Begin and end of an array in the buffer, in bytes; (0, 0) if it is empty."""
+        """Return begin and end of an array in the buffer, in bytes; (0, 0) if it is empty."""
         for place in self.places:
             if place.name == name:
                 return place.offset, place.offset + aligned(place.count * place.dtype.itemsize)
@@ -243,19 +247,19 @@ class Layout:
 
 
 def aligned(num_bytes: int) -> int:
-    """The next multiple of the alignment."""
+    """Return the next multiple of the alignment."""
     return (num_bytes + _ALIGN - 1) // _ALIGN * _ALIGN
 
 
 @lru_cache(_KEPT)
 def step_layout(shape: StepShape) -> Layout:
-    """The layout of a step."""
+    """Return the layout of a step."""
     return _layout(_step_arrays(shape))
 
 
 @lru_cache(_KEPT)
 def output_layout(shape: StepShape, num_top: int) -> Layout:
-    """The layout of an answer with `num_top` top logprobs in each row; -1: without logprobs."""
+    """Return the layout of an output with `num_top` top logprobs in each row; -1: without logprobs."""
     return _layout(_output_arrays(shape, num_top))
 
 
@@ -275,12 +279,12 @@ def _layout(arrays: list[_Array]) -> Layout:
 
 @lru_cache(_KEPT)
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array without elements, the same for all that have this shape."""
+    """Return an array without elements, shared by all arrays of this shape and dtype."""
     return np.empty(shape, dtype)
 
 
 def _ints(names: str, count: int, dtype: np.dtype = _I4) -> list[_Array]:
-    """Arrays of `count` numbers each, by the words of `names`."""
+    """Return arrays of `count` values each, for the space-separated `names`."""
     return [(name, dtype, (count,)) for name in names.split()]
 
 
@@ -350,7 +354,7 @@ def _shape_of(step: StepMetadata) -> StepShape:
 
 
 def _shape_of_output(output: StepOutput) -> tuple[StepShape, int]:
-    """The arguments of `output_layout`."""
+    """Return the arguments of `output_layout`."""
     shape = StepShape(
         num_rows=len(output.token_ids),
         num_drafting=0 if output.num_accepted is None else len(output.num_accepted),
@@ -361,27 +365,27 @@ def _shape_of_output(output: StepOutput) -> tuple[StepShape, int]:
 
 
 def empty_step(step_id: int) -> StepMetadata:
-    """A heartbeat: no sequence, nothing to compute."""
+    """Return a heartbeat: no sequence, nothing to compute."""
     layout = step_layout(StepShape())
     zeros = layout.views(memoryview(bytes(layout.num_bytes)))
     return StepMetadata(step_id, is_ahead=False, **{name: array.copy() for name, array in zeros.items()})
 
 
 def table_width(config: WorkerConfig) -> int:
-    """Most blocks one sequence can hold."""
+    """Return the maximum number of blocks of one sequence."""
     assert config.max_model_len is not None
     return -(-config.max_model_len // config.block_size)
 
 
 def mask_words(vocab_size: int) -> int:
-    """32-bit words in the mask of one row."""
+    """Return the number of 32-bit words in the mask of one row."""
     if vocab_size > MAX_VOCAB_SIZE:
         raise ProtocolError(f"a vocabulary of {vocab_size} ids; at most {MAX_VOCAB_SIZE} fit a step")
     return -(-vocab_size // 32)
 
 
 def max_step_bytes(config: WorkerConfig) -> int:
-    """Bytes of the largest step these limits allow: what one ring slot must hold."""
+    """Return the bytes of the largest step within these limits, which is the size of a ring slot."""
     assert config.max_model_len is not None
     s, t = config.max_num_seqs, config.max_num_batched_tokens
     history = s * min(config.max_model_len, MAX_VOCAB_SIZE)
@@ -410,7 +414,7 @@ def max_step_bytes(config: WorkerConfig) -> int:
 
 
 def max_output_bytes(config: WorkerConfig) -> int:
-    """Bytes of the largest output these limits allow."""
+    """Return the bytes of the largest output within these limits."""
     s, t = config.max_num_seqs, config.max_num_batched_tokens
     values = max_pooled_values(config, config.hidden_size)
     largest = StepShape(num_rows=max(s, t), num_drafting=s, num_pooled=s, num_pooled_values=values)
@@ -418,12 +422,12 @@ def max_output_bytes(config: WorkerConfig) -> int:
 
 
 def step_bytes(step: StepMetadata) -> int:
-    """Bytes that `pack_step` writes."""
+    """Return the bytes that `pack_step` writes."""
     return step_layout(_shape_of(step)).num_bytes
 
 
 def output_bytes(output: StepOutput) -> int:
-    """Bytes that `pack_output` writes."""
+    """Return the bytes that `pack_output` writes."""
     return output_layout(*_shape_of_output(output)).num_bytes
 
 
@@ -443,7 +447,8 @@ def pack_step(step: StepMetadata, buffer: memoryview, *, without_masks: bool = F
 
 
 def unpack_step(buffer: memoryview) -> StepMetadata:
-    """Views of the step in `buffer`: valid until the slot is written again. Raises `ProtocolError` on foreign bytes."""
+    """Return views of the step in `buffer`, valid until the slot is written again. Raises `ProtocolError` on foreign
+    bytes."""
     step_id, shape, _, is_ahead = _read_header(buffer)
     return _views_of_step(buffer, step_id, shape, is_ahead=is_ahead)
 
@@ -458,15 +463,15 @@ def _views_of_step(buffer: memoryview, step_id: int, shape: StepShape, *, is_ahe
 class StepReader:
     """Reader of the steps in a ring's slots, which keeps the arrays of each slot.
 
-    A step of the same lengths as the last one in its slot, as decode steps mostly are, is returned as the same object:
-    its arrays have the same addresses, and with it stays what was made of them.
+    If a step has the same lengths as the last one in its slot, as decode steps mostly do, the same object is returned.
+    Its arrays keep their addresses, so values cached on the step (see `made_once`) remain valid.
     """
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[memoryview, StepShape, StepMetadata]] = {}  # by the identity of a slot
+        self._last: dict[int, tuple[memoryview, StepShape, StepMetadata]] = {}  # identity of a slot -> its last step
 
     def read(self, slot: memoryview) -> StepMetadata:
-        """The step in `slot`, valid until the next call with it. Raises `ProtocolError` on foreign bytes."""
+        """Return the step in `slot`, valid until the next call with it. Raises `ProtocolError` on foreign bytes."""
         step_id, shape, _, is_ahead = _read_header(slot)
         last = self._last.get(id(slot))
         if last is not None and shape == last[1]:
@@ -479,7 +484,7 @@ class StepReader:
 
 
 def mask_span(buffer: memoryview) -> tuple[int, int]:
-    """Begin and end of `mask_bits` in a packed step, in bytes, read from its header alone."""
+    """Return begin and end of `mask_bits` in a packed step, in bytes, reading only its header."""
     _, shape, _, _ = _read_header(buffer)
     return step_layout(shape).span("mask_bits")
 
@@ -498,7 +503,7 @@ def pack_output(output: StepOutput, buffer: memoryview) -> int:
 
 
 def unpack_output(buffer: memoryview) -> StepOutput:
-    """A copy of the output in `buffer`. Raises `ProtocolError` on foreign bytes."""
+    """Return a copy of the output in `buffer`. Raises `ProtocolError` on foreign bytes."""
     step_id, shape, num_top, out_of_memory = _read_header(buffer)
     layout = output_layout(shape, num_top)
     if layout.num_bytes > len(buffer):
@@ -508,12 +513,13 @@ def unpack_output(buffer: memoryview) -> StepOutput:
 
 
 def refusal(step_id: int) -> StepOutput:
-    """The answer to a step for which there is not enough memory."""
+    """Return the output of a step for which there is not enough memory."""
     return StepOutput(step_id, np.empty(0, np.int32), np.empty(0, np.uint8), out_of_memory=True)
 
 
 def _read_header(buffer: memoryview) -> tuple[int, StepShape, int, bool]:
-    """Step id, shape, largest number of top logprobs and mark. `ProtocolError` if the checksum is wrong."""
+    """Return step id, shape, largest number of top logprobs and flag. Raises `ProtocolError` if the checksum is
+    wrong."""
     if len(buffer) < HEADER_BYTES:
         raise ProtocolError(f"{len(buffer)} bytes cannot hold a header")
     (checksum,) = CHECKSUM.unpack_from(buffer, HEADER.size)

@@ -1,13 +1,13 @@
-"""Python processes that this one starts: they import our packages, and nothing from the current directory, and they
-leave it to the one that started them when to end, and end with it. Torch-free.
+"""Starts Python processes that import our packages, but nothing from the current directory, and end with this process.
+Torch-free.
 
 `python -m` puts the current directory first on the path, so a `json.py` or an `engine/` there would be imported in
 place of ours; `-P` prevents it. The user's PYTHONPATH is kept, except for its empty entries, which mean the current
 directory as well and mostly come from `PYTHONPATH=$PYTHONPATH:/more`.
 
-Programs that print, and the command line itself, end without a word when nobody reads their output any more, as in
-`oarlock snippets | head -1`. Python ignores the signal that ends other programs there, since it would end a server too
-whose client leaves; instead whatever writes next raises `BrokenPipeError`, often not before the interpreter's end.
+Programs that print, including the command line itself, end silently if nobody reads their output any more, as in
+`oarlock snippets | head -1`. Python ignores SIGPIPE, which ends other programs in this case, because it would also end
+a server whose client leaves. Instead the next write raises `BrokenPipeError`, often only when the interpreter ends.
 """
 
 import ctypes
@@ -21,9 +21,9 @@ from pathlib import Path
 
 from oarlock.workers.paths import library_caches
 
-EXIT_UNREAD = 128 + signal.SIGPIPE  # as a shell reports a program that the signal ended
+EXIT_UNREAD = 128 + signal.SIGPIPE  # a shell's exit code for a program that the signal ended
 _PR_SET_PDEATHSIG = 1
-# Variables that hold keys. No child gets them unless it needs one: many of them read what clients or checkpoints wrote.
+# Variables that hold keys. No child gets them unless it needs one: many of them read files of clients or checkpoints.
 HUB_SECRETS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
 SECRETS = HUB_SECRETS | {"OARLOCK_API_KEY", "OARLOCK_ADMIN_API_KEY"}
 _ROOT = Path(__file__).absolute().parents[2]  # the folder of the package, which a checkout links to this file
@@ -40,7 +40,7 @@ def start_python(
 ) -> subprocess.Popen[bytes]:
     """Start `python -P COMMAND` with this interpreter, e.g. ("-m", "oarlock.workers.runner.worker_process", ...).
 
-    `environment`: variables besides ours. `secrets`: the variables of `SECRETS` that the process needs. `stdin` and
+    `environment`: additional variables. `secrets`: the variables of `SECRETS` that the process needs. `stdin` and
     `output`, which is stdout and stderr: as for `subprocess.Popen`; None shares ours.
     """
     return subprocess.Popen(
@@ -64,12 +64,12 @@ def child_environment(secrets: Collection[str] = ()) -> dict[str, str]:
 
 
 def python_command(command: Sequence[str]) -> list[str]:
-    """The words that start `python -P COMMAND` with this interpreter."""
+    """Return the words that start `python -P COMMAND` with this interpreter."""
     return [sys.executable, "-P", *command]
 
 
 def import_path(of_user: str) -> str:
-    """The PYTHONPATH of the new process, from the user's."""
+    """Return the PYTHONPATH of the new process, from the user's."""
     return os.pathsep.join([str(_ROOT), *filter(None, of_user.split(os.pathsep))])
 
 
@@ -86,14 +86,14 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
 
 def leave_signals_to_parent() -> None:
     """Ignore Ctrl-C, which a terminal sends to all its processes, and SIGTERM, which a service manager or torchrun
-    does: the parent decides what ends, and in which order."""
+    sends. The parent decides which processes end, and in which order."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def run_while_read(main: Callable[[], int]) -> int:
-    """Run `main`, and write out all that it printed. Returns its exit code, or `EXIT_UNREAD` where a write failed
-    because the reader of standard output or standard error has left. What it raises is raised."""
+    """Run `main`, and write all its output. Returns its exit code, or `EXIT_UNREAD` if a write failed because the
+    reader of standard output or standard error has left. Other exceptions are passed on."""
     try:
         try:
             return main()
@@ -106,13 +106,13 @@ def run_while_read(main: Callable[[], int]) -> int:
         if not unread:  # another pipe or socket of the program
             raise
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        for number in unread:  # what is still buffered is written at the end of the interpreter
+        for number in unread:  # the interpreter flushes its buffers when it ends
             os.dup2(nowhere, number)
         return EXIT_UNREAD
 
 
 def _is_unread(descriptor: int) -> bool:
-    """Whether `descriptor` is a pipe or a socket whose other end is closed."""
+    """Return whether `descriptor` is a pipe or a socket whose other end is closed."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

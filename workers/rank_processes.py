@@ -1,6 +1,6 @@
 """Starts the processes of ranks, which import torch at once and then wait for their arguments. Torch-free.
 
-Light to import, so that it can be called before all else. Does not know what the processes do.
+Light to import, so that it can be called before all else. Does not know the purpose of the processes.
 """
 
 import contextlib
@@ -13,16 +13,16 @@ from oarlock.workers.distributed.control_channel import Control
 from oarlock.workers.python_child import start_python
 
 SERVES = "oarlock.workers.runner.worker_process"
-# Turns that a thread of a rank waits for the others before it lets go of its core: a millisecond or two, more than the
-# products of a step are apart. OpenMP's own number is seven times as large: beside programs that want the cores, a
-# thread then spends its share of them waiting for one that cannot run.
+# Iterations that a waiting OpenMP thread of a rank spins before it releases its core. They take a millisecond or two,
+# which is longer than the time between two matmuls of a step. OpenMP's default is seven times larger. If other programs
+# want the cores, a thread would then use up its share of them waiting for a thread that cannot run.
 _SPINS = {"GOMP_SPINCOUNT": "40000"}
-_OF_OPENMP = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # a user who sets one of these has chosen
-_KILL_S = 5.0  # for the kernel to end a process; one that waits for a dead network file system may never end
+_OF_OPENMP = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # a user who sets any of these has chosen
+_KILL_S = 5.0  # time for the kernel to end a process; a process that waits for a dead network file system may never end
 
 
 class RankProcess(NamedTuple):
-    """A started process and our end of its control channel. It ends when either end of the channel does."""
+    """A started process and our end of its control channel. It ends when either end of the channel is closed."""
 
     process: subprocess.Popen[bytes]
     control: Control
@@ -51,7 +51,8 @@ def start_ranks(count: int, module: str = SERVES) -> list[RankProcess]:
 
 
 def start_ranks_ahead(count: int) -> list[RankProcess]:
-    """Start the processes of up to `count` ranks, one for each core: a wrong number must not start thousands."""
+    """Start the processes of up to `count` ranks, at most one per core, so that a wrong number does not start
+    thousands."""
     return start_ranks(min(count, os.cpu_count() or 1))
 
 

@@ -1,25 +1,27 @@
-"""The table of sampling parameters that are one number for each request; every floor takes its part from here.
+"""Table of the scalar sampling parameters of a request, from which server, engine and workers derive their parts.
 
-From a row follow the field of requests with its range, its error texts and its description in the OpenAPI document, the
+Each row gives the field of requests with its range, its error texts and its description in the OpenAPI document, the
 field of the engine's `SamplingParams`, the column of a step, and the column on a device. A row names the stage in which
 it acts, and a stage the files that compute it: in C++, with torch's operations, in Triton's language.
-`tests/unit/workers/test_sampling_parameters.py` fails for a parameter that one of them does not use. Imports numpy, not
+`tests/unit/workers/test_sampling_parameters.py` fails if a file does not use a parameter. Imports numpy, not
 torch.
 
 The order of operations, for every row of logits and every number of ranks:
 
     1. bias      added to the raw logits; -inf bans an id
-    2. penalties of ids that came before: repetition divides logits above 0 and multiplies the others (prompt and
-                 output), then frequency and presence are subtracted (output alone)
+    2. penalties of earlier ids: repetition divides logits above 0 and multiplies the others (prompt and output),
+                 then frequency and presence are subtracted (output only)
     3. mask      bans every id that is not in it
-    4. greedy    temperature 0 or top-k 1: the largest, the lowest id among equals. Else:
+    4. greedy    if temperature is 0 or top-k is 1: the largest logit, the lowest id among equals. Otherwise:
     5. temperature   logits are divided by it
     6. floors    keep tokens whose logit reaches a bound. min-p: tokens at least min_p times as likely as the likeliest.
-                 top-n-sigma: logits at most so many standard deviations below the largest, those of step 3 (dividing
-                 them by the temperature keeps the same ones); the deviation is of all logits but -inf, as in llama.cpp
-    7. top-k     keeps the k likeliest of those
-    8. top-p     keeps the shortest prefix of those, likeliest first, that holds top_p of their mass
-    9. noise     keyed by (seed, position, id) is added; the largest wins, which draws from the softmax of what is kept
+                 top-n-sigma: tokens whose logit after step 3 is at most n standard deviations below the largest
+                 (dividing by the temperature keeps the same tokens); the deviation is over all logits except -inf,
+                 as in llama.cpp
+    7. top-k     keeps the k likeliest of these tokens
+    8. top-p     keeps the shortest prefix of them, likeliest first, that has top_p of their probability
+    9. noise     keyed by (seed, position, id) is added; the largest wins, which samples from the softmax of the
+                 remaining tokens
 """
 
 from dataclasses import dataclass, field, fields
@@ -27,7 +29,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-STEP_FORMAT = 3  # of a step's bytes, which recordings hold: another one with each change of a column
+STEP_FORMAT = 3  # format of a step's bytes, which recordings contain; increased with each change of a column
 _INT32_MAX = 2**31 - 1
 
 # Stage -> its files in C++, torch and Triton.
@@ -43,20 +45,20 @@ STAGES = {
 class Parameter(NamedTuple):
     """A row of the table."""
 
-    name: str  # of the field of requests, and of `SamplingParams`
-    default: float  # of requests; an int where the parameter is one
+    name: str  # field of requests and of `SamplingParams`
+    default: float  # default of requests; an int if the parameter is one
     low: float
     high: float
-    off: float  # in a row of logits that does not use it; of the temperature, 0: greedy
+    off: float  # value in a row of logits that does not use it; of the temperature, 0: greedy
     stage: str
-    needs: str  # what decides beside an id's own logit: "largest", "vocabulary", "history", or nothing
-    column: str  # of a step
+    needs: str  # input other than an id's own logit: "largest", "vocabulary", "history", or nothing
+    column: str  # column of a step
     is_model_default: bool  # a checkpoint's generation_config.json may have another default
     text: str  # the description in the OpenAPI document
 
     @property
     def dtype(self) -> str:
-        """Type of the column."""
+        """Dtype of the column."""
         return "<i4" if isinstance(self.default, int) else "<f4"
 
 
@@ -107,7 +109,7 @@ class ScalarParams:
 
     @classmethod
     def table(cls) -> tuple[Parameter, ...]:
-        """The rows, in the order of a request's fields."""
+        """Return the rows, in the order of a request's fields."""
         return PARAMETERS
 
 
@@ -116,7 +118,7 @@ def _named(name: str, row: Parameter) -> Parameter:
 
 
 PARAMETERS = tuple(_named(one.name, one.metadata["row"]) for one in fields(ScalarParams))
-# Columns over the rows with penalties, in the order in which they act; a step holds them in this order.
+# Columns over the rows with penalties, in the order in which they act; a step stores them in this order.
 PENALTIES = tuple(row for row in reversed(PARAMETERS) if row.stage == "penalties")
 ROWS = tuple(row for row in PARAMETERS if row.stage != "penalties")  # columns over all rows of logits
 FLOORS = tuple(row for row in ROWS if row.stage == "floors")
@@ -137,12 +139,12 @@ class RowColumns(Generic[Column]):
 
 
 def columns_off(rows: int) -> dict[str, Any]:
-    """The columns `ROWS` of rows that are sampled greedily and without any option."""
+    """Return the columns `ROWS` of rows that are sampled greedily and without any option."""
     return {row.column: np.full(rows, row.off, row.dtype) for row in ROWS}
 
 
 def have_floor(columns: RowColumns[np.ndarray]) -> np.ndarray:
-    """Rows with a floor: bool [L]."""
+    """Return which rows have a floor: bool [L]."""
     found = np.zeros(len(columns.temperature), bool)
     for row in FLOORS:
         found |= getattr(columns, row.column) > row.off
