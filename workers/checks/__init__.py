@@ -1,1 +1,1 @@
-"""The checks that `workers/preflight.py` makes before a rank starts, and what it resolves. Torch-free."""
+"""Checks and resolution of settings for `workers/preflight.py`, before a rank starts. Torch-free."""

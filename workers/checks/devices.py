@@ -1,4 +1,4 @@
-"""The device and the number types of a start, where they are not chosen, and whether kernels serve them."""
+"""Resolves the device and the dtypes of a start, if they are not chosen, and checks that kernels support them."""
 
 import logging
 from dataclasses import replace
@@ -20,23 +20,24 @@ logger = logging.getLogger("oarlock.preflight")
 
 
 def ranks_here(config: WorkerConfig) -> int:
-    """The ranks of one host, of all replicas, each with a device of its own where there are as many."""
+    """Return the number of ranks on one host, over all replicas. Each gets its own device if there are enough."""
     return Topology.of(config).ranks_per_node * config.data_parallel_size
 
 
 def resolve_device(config: WorkerConfig) -> str:
-    """Resolves the device, `cpu` or `cuda`, and checks that it can serve. Raises `StartupError`."""
+    """Resolve the device, `cpu` or `cuda`, and check that it can serve. Raises `StartupError`."""
     device = _find_device(config)
     if device == "cuda":
         check_products_on_cuda(config)
     else:
         _check_cores(config)
-        build.chosen()  # raises where the environment names a level of the kernels that this processor has not
+        build.chosen()  # raises if the environment names an ISA level that this processor lacks
     return device
 
 
 def _check_cores(config: WorkerConfig) -> None:
-    """Replicas that take turns on a core are slower than one alone."""
+    """Refuse replicas that would take turns on a core, since they are slower than a single one. Raises
+    `StartupError`."""
     replicas, cores = config.data_parallel_size, available_cores()
     if replicas == 1 or config.ranks_on_host <= cores:
         return
@@ -49,7 +50,7 @@ def _check_cores(config: WorkerConfig) -> None:
 
 
 def check_products_on_cuda(config: WorkerConfig) -> None:
-    """Checks that Triton kernels run if quantised weights or `--batch-invariant` need them. Raises `StartupError`."""
+    """Check that Triton kernels run if quantised weights or `--batch-invariant` need them. Raises `StartupError`."""
     if config.batch_invariant:
         _check_batch_invariance(config)
     if config.quantization == "none":
@@ -60,7 +61,7 @@ def check_products_on_cuda(config: WorkerConfig) -> None:
 
 
 def _check_batch_invariance(config: WorkerConfig) -> None:
-    """Checks that the CUDA kernels which promise batch invariance serve this configuration."""
+    """Check that the batch-invariant CUDA kernels support this configuration. Raises `StartupError`."""
     wrong = cuda_driver.why_not_triton(ranks_here(config))
     if wrong is not None:
         reason = f"takes kernels in Triton: {wrong[0]}"
@@ -128,10 +129,10 @@ def resolve_dtype(
     forms: WeightForms,
     cpu: processor.Processor,
 ) -> str:
-    """The dtype that was asked for, else what config.json declares, else that of the stored embedding.
+    """Return the requested dtype, else the dtype in config.json, else the dtype of the stored embedding.
 
-    Where a CPU would emulate a 16-bit type, a model of that type runs in float32 unless the type is asked for. The C++
-    kernels emulate none: they widen 16-bit numbers as they read them, at every level of instruction set.
+    If a CPU would emulate a 16-bit dtype, a model of that dtype runs in float32, unless the dtype is requested. The C++
+    kernels emulate none: they widen 16-bit values as they read them, on every ISA level.
     """
     asked = config.dtype
     if asked != "auto":
@@ -168,9 +169,9 @@ def served_dtype(
     spec: DecoderSpec,
     cpu: processor.Processor,
 ) -> str:
-    """The dtype for a model that declares `declared`, where the operator has not chosen one.
+    """Return the dtype for a model that declares `declared`, if the operator has not chosen one.
 
-    Of several hosts each holds its part of the weights, of several replicas each all of them.
+    Each of several hosts holds its part of the weights, each of several replicas all of them.
     """
     if device != "cpu" or cpu.multiplies(declared):
         return declared
@@ -181,12 +182,12 @@ def served_dtype(
 
 
 def this_cpu() -> processor.Processor:
-    """The 16-bit types that are not slow on this machine's CPU, and why others are."""
+    """Return the 16-bit dtypes that are not slow on this machine's CPU, and why others are."""
     level = build.chosen()
     if level is not None and build.why_not_obtainable(level) is None:
         return processor.Processor(bfloat16=True, float16=True, name="")
     cpu = processor.here()
-    return replace(cpu, name=f"{cpu.name}, and no C++ kernels")  # the rank logs why
+    return replace(cpu, name=f"{cpu.name}, and no C++ kernels")  # the rank logs the reason
 
 
 def resolve_kv_cache_dtype(asked: str, dtype: str) -> str:

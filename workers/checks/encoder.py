@@ -1,4 +1,4 @@
-"""The checks of a configuration against an encoder, and what is resolved for it. Torch-free."""
+"""Checks a configuration against an encoder, and resolves its settings. Torch-free."""
 
 import logging
 from pathlib import Path
@@ -39,7 +39,8 @@ _FLAGS = {
 
 
 def check_encoder(config: WorkerConfig) -> EncoderSpec:
-    """Describes the encoder of a configuration. Raises `StartupError` for settings that it cannot be served with."""
+    """Return the description of a configuration's encoder. Raises `StartupError` for settings that encoders do not
+    support."""
     spec = describe_encoder(read_config(Path(config.model_path)))
     for field, (neutral, reason) in _WITHOUT.items():
         value = getattr(config, field)
@@ -63,7 +64,7 @@ def check_encoder(config: WorkerConfig) -> EncoderSpec:
 
 
 def encoder_preflight(config: WorkerConfig) -> WorkerConfig:
-    """`config` with everything resolved, as `oarlock.workers.preflight.preflight`."""
+    """Return `config` with everything resolved, as `oarlock.workers.preflight.preflight`."""
     check_encoder(config)
     checkpoint = None if config.load_format == "dummy" else Checkpoint.open(Path(config.model_path))
     spec = read_encoder(config.model_path, checkpoint)
@@ -90,7 +91,8 @@ def encoder_preflight(config: WorkerConfig) -> WorkerConfig:
 
 
 def encoder_is_not_planned(config: WorkerConfig) -> StartupError:
-    """The error of `oarlock plan` for an encoder, which has no KV memory to plan: it says how much memory it takes."""
+    """Return the error of `oarlock plan` for an encoder, which has no KV memory to plan. It reports the required
+    memory."""
     spec = describe_encoder(read_config(Path(config.model_path)))
     dtype = config.dtype if config.dtype != "auto" else spec.dtype or "float32"
     weights, tokens = encoder_weight_bytes(spec, dtype), max(config.max_num_batched_tokens, spec.max_positions)
@@ -103,7 +105,7 @@ def encoder_is_not_planned(config: WorkerConfig) -> StartupError:
 
 
 def _checked_length(config: WorkerConfig, spec: EncoderSpec) -> int:
-    """Tokens of the longest text, for which a step of a size that the operator has chosen must have room."""
+    """Return the tokens of the longest text. Raises `StartupError` if the operator has chosen a smaller step."""
     length, step = config.max_model_len or spec.max_positions, config.max_num_batched_tokens
     if step < length and not config.lower_step_size:
         raise StartupError(
@@ -114,8 +116,8 @@ def _checked_length(config: WorkerConfig, spec: EncoderSpec) -> int:
 
 
 def _resolve_dtype(config: WorkerConfig, device: str, spec: EncoderSpec, checkpoint: Checkpoint | None) -> str:
-    """The dtype as asked for, else as the checkpoint declares it or its embedding has it; float32 where the processor
-    would emulate that."""
+    """Return the requested dtype, else the dtype of config.json or of the embedding; float32 if the processor would
+    emulate it."""
     if config.dtype != "auto":
         return config.dtype
     found = None if checkpoint is None else checkpoint.find(f"{spec.prefix}{spec.names.words}.weight")
@@ -140,7 +142,7 @@ def _check_memory(config: WorkerConfig, spec: EncoderSpec, dtype: str) -> None:
 
 
 def _check_tensors(checkpoint: Checkpoint, spec: EncoderSpec) -> None:
-    """Checks that every tensor of the model is there in its shape, and no other. Ranks check again as they load."""
+    """Check that every tensor of the model is there in its shape, and no other. Ranks check again as they load."""
     left = dict(checkpoint.tensors)
     for name, shape in spec.tensor_shapes().items():
         found = left.pop(name, None)

@@ -1,4 +1,4 @@
-"""Checks of sizes: numbers in range, layers and heads that ranks can share, room for KV blocks beyond the pool."""
+"""Checks of sizes: values in range, layers and heads that ranks can share, room for KV blocks outside the pool."""
 
 from oarlock.workers.config import WorkerConfig
 from oarlock.workers.distributed.topology import Topology
@@ -33,7 +33,7 @@ _MAX_BLOCK_SIZE = 1024
 
 
 def check_limits(config: WorkerConfig) -> None:
-    """Checks the limits of a configuration against each other. Raises `StartupError`."""
+    """Check the limits of a configuration against each other. Raises `StartupError`."""
     for field, choices in _CHOICES.items():
         value = getattr(config, field)
         if value not in choices:
@@ -72,7 +72,7 @@ def _check_at_least_one(field: str, value: int) -> None:
 
 
 def check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
-    """Checks the numbers of stages and ranks. Raises `StartupError`, which names the sizes that work."""
+    """Check the numbers of stages and ranks. Raises `StartupError`, which names the sizes that work."""
     stages = config.pipeline_parallel_size
     if stages > spec.num_layers:
         raise StartupError(
@@ -106,7 +106,7 @@ _LEAST_DISK_BYTES = 1 << 20
 
 
 def with_kv_offload(config: WorkerConfig, spec: DecoderSpec) -> WorkerConfig:
-    """`config` with the sizes of the tiers below the pool. Raises `StartupError`."""
+    """Return `config` with the sizes of the tiers below the pool. Raises `StartupError`."""
     if not config.offloads_kv:
         return config
     if config.nnodes > 1:
@@ -144,7 +144,7 @@ def with_kv_offload(config: WorkerConfig, spec: DecoderSpec) -> WorkerConfig:
 
 
 def _check_disk(path: str, asked: int | None) -> None:
-    """Check that a given `--kv-offload-disk` fits on its disk, with the files that are there already."""
+    """Check that a given `--kv-offload-disk` fits on its disk, including the existing files."""
     most = room_on_disk(path)
     if asked is not None and asked > most:
         raise StartupError(

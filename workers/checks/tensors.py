@@ -1,4 +1,4 @@
-"""Checks that a checkpoint has exactly the tensors of its model, each in its shape and in a type that is served."""
+"""Checks that a checkpoint has exactly the tensors of its model, each with its shape and a supported dtype."""
 
 from oarlock.workers.errors import StartupError
 from oarlock.workers.layers.decoder_spec import DecoderSpec, fused_modules, is_ignorable, tensor_shapes
@@ -11,7 +11,7 @@ from oarlock.workers.weights.gguf_model import GGUFCheckpoint, type_not_served
 
 
 def check_tensors(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms) -> None:
-    """Checks that every tensor of the model is there in its shape, and no other. Ranks check again as they load."""
+    """Check that every tensor of the model is there in its shape, and no other. Ranks check again as they load."""
     left = dict(checkpoint.tensors)
     is_gguf = isinstance(checkpoint, GGUFCheckpoint)
     for name, wanted in _wanted(checkpoint, spec, forms).items():
@@ -46,7 +46,7 @@ def check_tensors(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms)
 
 
 def _wanted(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms) -> dict[str, StoredTensor]:
-    """The model's tensors, with fused ones in place of their parts where the checkpoint has them fused."""
+    """Return the model's tensors. If the checkpoint has fused tensors, they replace their parts."""
     shapes = tensor_shapes(spec)
     for fused, parts in fused_modules(spec):
         for kind in ("weight", "bias"):

@@ -1,1 +1,1 @@
-"""`oarlock doctor`: what this machine has, what a server would choose on it, and what stands in its way."""
+"""`oarlock doctor`: the machine's resources, the choices a server would make on it, and problems with their fixes."""

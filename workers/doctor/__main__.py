@@ -1,4 +1,4 @@
-"""`oarlock doctor`: runs the checks and prints what they found. Exit code 0 if a server can start, 1 if not."""
+"""`oarlock doctor`: runs the checks and prints their findings. Exit code 0 if a server can start, 1 if not."""
 
 import argparse
 import json
@@ -54,7 +54,7 @@ def _run_explained(argv: list[str]) -> int:
 
 
 def checks(config: WorkerConfig, host: str, port: int) -> list[Finding]:
-    """Findings of all checks of the machine that take no time."""
+    """Return the findings of all checks of the machine that take no time."""
     ranks = Topology.of(config).ranks_per_node
     of_cuda = cuda.findings(config.device, ranks)
     device = "cuda" if any(finding.check == "device 0" for finding in of_cuda) else "cpu"

@@ -1,6 +1,6 @@
-"""Checks of CUDA devices and of what the path for them needs. Without a driver there is one finding.
+"""Checks of CUDA devices and of their requirements. Without a driver there is one finding.
 
-python -m oarlock.workers.doctor.cuda PARENT_PID CONTROL_FD     # a rank, to measure how ranks on devices sum
+python -m oarlock.workers.doctor.cuda PARENT_PID CONTROL_FD     # a rank, to measure all-reduces between devices
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ NOT_MEASURED = "not measured on a GPU yet: make gpu-check does"
 
 
 def findings(asked: str, ranks: int) -> list[Finding]:
-    """Checks the CUDA devices. `asked`: auto, cpu or cuda."""
+    """Check the CUDA devices. `asked`: auto, cpu or cuda."""
     driver, built = driver_version(), torch.version.cuda
     facts = {"driver": driver, "torch": built}
     if asked == "cpu":
@@ -89,7 +89,7 @@ def _triton() -> Finding:
 
 
 def _links(ranks: int) -> Finding:
-    """Whether each rank's device reads the memory of every other's."""
+    """Report whether each rank's device can read the memory of every other."""
     devices = range(min(ranks, torch.cuda.device_count()))
     apart = [(a, b) for a in devices for b in devices if a < b and not torch.cuda.can_device_access_peer(a, b)]
     version = nccl_version()
@@ -105,11 +105,11 @@ def _links(ranks: int) -> Finding:
     return Finding("NCCL", f"{version}; every device reads every other's memory", facts=facts)
 
 
-_TIMEOUT_S = 120.0  # for all ranks to join and measure
+_TIMEOUT_S = 120.0  # limit for all ranks to join and measure
 
 
 def all_reduce_choice(config: WorkerConfig) -> Finding:
-    """Starts the ranks of `config`, which names a device, and reports how they sum. All have ended on return."""
+    """Start the ranks of `config`, which names a device, and report their all-reduce. All have ended on return."""
     count = torch.cuda.device_count() if config.device == "cuda" else config.tensor_parallel_size
     if count < config.tensor_parallel_size:
         text = f"not measured: {count} CUDA device(s) for {config.tensor_parallel_size} ranks"
@@ -126,7 +126,7 @@ def all_reduce_choice(config: WorkerConfig) -> Finding:
 
 
 def _first_answer(controls: list[Control]) -> dict[str, str]:
-    """The choice, which the first rank sends, or the first failure of any."""
+    """Return the choice, which the first rank sends, or the first failure of any rank."""
     readable = select.select(controls, [], [], _TIMEOUT_S)[0]
     if not readable:
         return _failed(f"the ranks did not answer within {_TIMEOUT_S:g} s")
@@ -148,7 +148,7 @@ def main(argv: list[str]) -> int:
         groups = join(arguments)
         if arguments.rank == 0:
             control.send("chosen", text=groups.tp.sums_by)
-        control.recv()  # the others stay, silent, until the parent has its answer
+        control.recv()  # the other ranks wait until the parent has its answer
     except ChannelClosedError:
         return 0
     except Exception as error:
@@ -161,4 +161,4 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(status)  # as in `worker_process`: another rank may be gone already
+    os._exit(status)  # another rank may be gone already, as in `worker_process`

@@ -1,4 +1,4 @@
-"""One result of a check, and all of them as text or JSON."""
+"""The result of one check, and the format of all results as text or JSON."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -14,15 +14,15 @@ class Finding:
     check: str  # one or two words
     text: str  # one line
     state: str = OK
-    fix: str = ""  # one line, of a warning or an error
-    facts: dict[str, Any] = field(default_factory=dict)  # for programs: the same as numbers and names
+    fix: str = ""  # one line; set for a warning or an error
+    facts: dict[str, Any] = field(default_factory=dict)  # the same as values and names, for programs
 
     def __post_init__(self) -> None:
         assert bool(self.fix) == (self.state in (WARNING, ERROR)), f"{self.check}: a fix is for what is wrong"
 
 
 def as_text(findings: Iterable[Finding]) -> str:
-    """A line for each finding, and one for its fix."""
+    """Return a line for each finding, followed by a line for its fix."""
     findings = list(findings)
     width = max((len(finding.check) for finding in findings), default=0)
     lines = []
@@ -39,5 +39,5 @@ def as_json(findings: Iterable[Finding]) -> dict[str, Any]:
 
 
 def is_fine(findings: Iterable[Finding]) -> bool:
-    """Whether nothing keeps a server from starting."""
+    """Return whether nothing keeps a server from starting."""
     return all(finding.state != ERROR for finding in findings)

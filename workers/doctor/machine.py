@@ -1,6 +1,6 @@
-"""Checks of the machine: its processor and kernels, what the system allows this user, its place among other hosts.
+"""Checks of the machine: processor, kernels, limits of this user, and the connection to other hosts.
 
-python -m oarlock.workers.doctor.machine DESCRIPTOR RANK RANKS     # another rank of a sum that is measured
+python -m oarlock.workers.doctor.machine DESCRIPTOR RANK RANKS     # another rank of a measured all-reduce
 """
 
 import os
@@ -37,11 +37,11 @@ from oarlock.workers.ranks.nodes import own_interface
 
 _LEAST_SHARED_MEMORY = 1 << 30  # NCCL's buffers of a few ranks; Docker gives a container 64 MiB
 _LEAST_DISK = 2 << 30  # compiled kernels are small; a model fetched from the hub is not
-_LEAST_FILES = 4096  # descriptors: one for each connection, and some dozens
+_LEAST_FILES = 4096  # descriptors, including some dozens that are not connections
 
 
 def cores() -> Finding:
-    """Counts the physical cores that ranks may use, and those that are left out."""
+    """Report the physical cores that ranks may use, and the cores that are left out."""
     every = physical_cores(allowed_cpus())
     fast = fast_cores(every)
     paid = within_quota(len(fast))
@@ -61,7 +61,7 @@ def cores() -> Finding:
 
 
 def memory() -> Finding:
-    """Free memory, within the limits of containers and of this user."""
+    """Report the free memory, within the limits of containers and of this user."""
     free, total = free_host_bytes(), psutil.virtual_memory().total
     text = f"{human_bytes(free)} free of {human_bytes(total)}"
     facts = {"free_bytes": free, "total_bytes": total}
@@ -83,7 +83,7 @@ def huge_pages() -> Finding:
 
 
 def shared_memory(folder: Path = Path("/dev/shm"), *, ranks: int = 1, device: str = "cpu") -> Finding:
-    """/dev/shm, which NCCL uses. The engine and CPU ranks share anonymous memory, which it does not limit."""
+    """Report /dev/shm, which NCCL uses. The engine and CPU ranks share anonymous memory, which it does not limit."""
     if not folder.is_dir():
         return Finding("/dev/shm", "there is none; ranks on CPUs share anonymous memory and need none", NOTE)
     size = shutil.disk_usage(folder).total
@@ -95,7 +95,7 @@ def shared_memory(folder: Path = Path("/dev/shm"), *, ranks: int = 1, device: st
 
 
 def locked_memory(*, device: str) -> Finding:
-    """Reports the limit of pinned memory, from which copies to a GPU are made."""
+    """Report the limit of pinned memory, which is used for copies to a GPU."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = limit == resource.RLIM_INFINITY
     text = "no limit" if unlimited else f"at most {human_bytes(limit)}"
@@ -107,7 +107,7 @@ def locked_memory(*, device: str) -> Finding:
 
 
 def open_files() -> Finding:
-    """Reports the limit of open files: each connection of a client takes a descriptor."""
+    """Report the limit of open files: each connection of a client takes a descriptor."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     facts = {"limit": limit}
     if limit != resource.RLIM_INFINITY and limit < _LEAST_FILES:
@@ -118,7 +118,7 @@ def open_files() -> Finding:
 
 
 def disk(check: str, folder: Path) -> Finding:
-    """Whether a cache can be written, and what is free there."""
+    """Report whether a cache can be written, and the free space on its disk."""
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not os.access(existing, os.W_OK | os.X_OK):
         text = f"{folder} cannot be written"
@@ -134,7 +134,7 @@ def disk(check: str, folder: Path) -> Finding:
 
 
 def port(host: str, number: int) -> Finding:
-    """Whether a server could listen there now."""
+    """Report whether a server could listen there now."""
     check = f"port {number}"
     try:
         family = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0][0]
@@ -146,7 +146,7 @@ def port(host: str, number: int) -> Finding:
 
 
 def level() -> Finding:
-    """The level of instruction set that is used, and the better ones that this processor lacks."""
+    """Report the ISA level in use, and the better levels that this processor lacks."""
     try:
         chosen = build.chosen()
     except StartupError as error:
@@ -170,7 +170,7 @@ def level() -> Finding:
 
 
 def number_types() -> Finding:
-    """Reports the 16-bit types that the processor multiplies: others are widened to float32 as they are read."""
+    """Report the 16-bit dtypes that the processor multiplies; others are widened to float32 as they are read."""
     cpu = processor.here()
     native = [name for name in ("bfloat16", "float16") if cpu.multiplies(name)]
     if native:
@@ -180,7 +180,7 @@ def number_types() -> Finding:
 
 
 def compiler() -> Finding:
-    """The C++ compiler, and whether the kernels are there already."""
+    """Report the C++ compiler, and whether the kernels exist already."""
     chosen = build.chosen()
     if chosen is None:
         return Finding("kernels", "none for this processor", NOTE)
@@ -207,7 +207,7 @@ def _is_compiled(level: build.Level) -> bool:
 
 
 def cache() -> Path | None:
-    """Directory of compiled kernels; None where none can be."""
+    """Return the directory of compiled kernels; None if there can be none."""
     try:
         return build.cache_directory()
     except KernelsUnavailable:
@@ -215,7 +215,7 @@ def cache() -> Path | None:
 
 
 def reachable(nodes: NodesConfig) -> Finding:
-    """The interface towards the other hosts; on the head, whether it can listen there."""
+    """Report the interface towards the other hosts; on the head, whether it can listen there."""
     try:
         check_network(nodes, lambda *progress: None)
         own = own_interface(nodes)
@@ -228,20 +228,20 @@ def reachable(nodes: NodesConfig) -> Finding:
 
 
 def wrong_nodes(cause: str, fix: str) -> Finding:
-    """The settings of several hosts are not complete, or do not fit this one."""
+    """Report that the settings of several hosts are incomplete, or do not fit this host."""
     return Finding("hosts", cause, ERROR, fix)
 
 
 _READ_BYTES = 1 << 30  # more than any cache holds
 _PASSES = 7
-_SUMS = 300  # of one size in one round
+_SUMS = 300  # all-reduces of one size in one round
 _ROUNDS = 9
-_TIMEOUT_S = 60.0  # for a rank to start, too
+_TIMEOUT_S = 60.0  # includes the start of a rank
 _SIZES = (4 << 10, 16 << 10, 64 << 10, 1 << 20)  # bytes of float32
 
 
 def memory_speed() -> Finding:
-    """Reading memory once from start to end with all threads: what a decode step cannot be faster than."""
+    """Measure reading memory once from start to end with all threads. It bounds the speed of a decode step."""
     memory = torch.ones(_READ_BYTES // 8, dtype=torch.float64)
     best = 0.0
     for _ in range(_PASSES):
@@ -253,7 +253,8 @@ def memory_speed() -> Finding:
 
 
 def all_reduce_time(ranks: int) -> Finding:
-    """Microseconds of one sum over `ranks` processes in shared memory, by its size: two of them are in every layer."""
+    """Measure the microseconds of an all-reduce over `ranks` processes in shared memory, by size. Every layer has
+    two."""
     library()  # compiled before a rank waits for another
     memory_fd = anonymous_memory(total_bytes(ranks, max(_SIZES)))
     module = "oarlock.workers.doctor.machine"
@@ -274,7 +275,7 @@ def all_reduce_time(ranks: int) -> Finding:
 
 
 def _times(memory_fd: int, rank: int, ranks: int) -> dict[int, float]:
-    """Seconds of a sum by its bytes, as one rank sees it: the median over rounds of a round's mean."""
+    """Return bytes -> seconds of an all-reduce, measured by one rank: the median over rounds of each round's mean."""
     torch.set_num_threads(1)
     group = SharedMemoryGroup(memory_fd, rank, ranks, max(_SIZES), timeout_s=_TIMEOUT_S)
     add = all_reduce_of(library())

@@ -1,4 +1,4 @@
-"""Checks of a model with its settings: what `serve` would check before it reads weights, and what it would choose."""
+"""Checks of a model with its settings: the checks and choices of `serve` before it reads weights."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from oarlock.workers.runner.memory_needs import weight_bytes
 
 
 def findings(config: WorkerConfig) -> list[Finding]:
-    """`config` as settings have it, with its "auto"s."""
+    """Check the model. `config`: from the settings, with its "auto" values."""
     try:
         resolved = preflight(config)
     except StartupError as error:
@@ -33,12 +33,12 @@ def findings(config: WorkerConfig) -> list[Finding]:
 
 
 def wrong(cause: str, fix: str) -> Finding:
-    """The model is on this machine, and its files for the server are damaged or do not belong together."""
+    """Report that the model is on this machine, but its files for the server are damaged or do not belong together."""
     return Finding("model", cause, ERROR, fix)
 
 
 def missing(reason: str) -> Finding:
-    """The model is not on this machine: what depends on it is not known."""
+    """Report that the model is not on this machine, so that findings about it are missing."""
     return Finding("model", f"not looked at: {reason}", NOTE)
 
 
@@ -72,7 +72,7 @@ def _threads(config: WorkerConfig) -> Finding:
 
 
 def _attention(config: WorkerConfig) -> Finding:
-    """The backend that serves, and why those before it do not."""
+    """Report the chosen attention backend, and why better ones are refused."""
     spec = read_spec(config.model_path, config.max_model_len)
     kv = KVSpec(
         num_layers=spec.num_layers,

@@ -1,1 +1,1 @@
-"""Checking a model's numbers, layer by layer, against transformers' own. Loads both in turn, never serves."""
+"""Compares a model's values, layer by layer, with transformers' own. Loads both in turn, never serves."""

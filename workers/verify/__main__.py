@@ -1,7 +1,7 @@
-"""`oarlock verify`: every tensor of a model on N ranks against transformers' own.
+"""`oarlock verify`: compares every tensor of a model on N ranks with transformers' own.
 
-Checks the arguments, runs the reference, runs the ranks, compares and prints the report. Exit codes: 0 all right,
-1 something differs, 2 wrong command line, 3 wrong model or file, 4 out of memory, 6 a rank that hangs.
+Checks the arguments, runs the reference, runs the ranks, compares and prints the report. Exit codes: 0 all right, 1
+something differs, 2 wrong command line, 3 wrong model or file, 4 out of memory, 6 a rank hangs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def main(argv: list[str]) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> Report:
-    """Runs a verification, and prints nothing but progress. Raises `StartupError` for what cannot be verified."""
+    """Run a verification, and print only its progress. Raises `StartupError` if the model or the arguments cannot be
+    used."""
     started = time.monotonic()
     config, prompts = checked(arguments)
     spec = read_spec(config.model_path)
@@ -73,7 +74,7 @@ def verify(arguments: argparse.Namespace) -> Report:
         say(f"our {config.ranks_per_node} rank(s): starting")
         run_ranks(config, folder, say)
         say("comparing")
-        # Imported late: torch takes seconds, and whatever can be checked without it has been checked by now.
+        # Imported late, because torch takes seconds. All checks that do not need it have been made by now.
         from oarlock.workers.verify.compare import compare
         from oarlock.workers.verify.dequantised_reference import RoundingLoss
         from oarlock.workers.verify.diagnosis import explain
@@ -110,7 +111,7 @@ def _write(report: Report, path: Path) -> None:
 
 
 def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]]]:
-    """The resolved configuration and the prompts, before any weight is read."""
+    """Return the resolved configuration and the prompts, before any weight is read."""
     model = Path(arguments.model)
     texts = list(BUILT_IN_PROMPTS) if arguments.prompts is None else read_prompts(arguments.prompts)
     if arguments.output is not None and not arguments.output.parent.is_dir():
@@ -152,7 +153,7 @@ def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]
 
 
 def say(line: str) -> None:
-    """One line of progress."""
+    """Print one line of progress."""
     print(f"verify: {line}", file=sys.stderr, flush=True)
 
 

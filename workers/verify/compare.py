@@ -1,9 +1,9 @@
-"""Each rank's tensors against transformers' in float64: errors, their limits, and whether the ranks hold the same bits.
+"""Compares each rank's tensors with transformers' in float64: errors, their limits, and whether ranks have equal bits.
 
-How an error is measured. The truth is transformers' model in float64 on the same weights. transformers' own run at the
-dtype differs from it by rounding. The root mean square error of a rank's part of a tensor, and of each head in it, may
-be up to twice that; the largest single error may be twice theirs for the logits and four times for any other tensor,
-where it is a matter of luck. No error is held to less than one rounding of the largest element.
+How an error is measured: the truth is transformers' model in float64 on the same weights. transformers' own run in the
+model's dtype differs from it by rounding. The root mean square error of a rank's part of a tensor, and of each head in
+it, may be up to twice transformers'. The largest single error may be twice transformers' for the logits, and four times
+for any other tensor, since it is a matter of luck. No limit is below one rounding of the largest element.
 """
 
 import json
@@ -22,23 +22,23 @@ from oarlock.workers.layers.tensor_spec import Made, Tap
 from oarlock.workers.verify.halves import Half, HalfDifference, Halves, same_bits
 from oarlock.workers.verify.request import Text
 
-LIMIT = 2.0  # of root mean square errors, and of the largest error of the logits; in transformers' own errors
-LARGEST_LIMIT = 4.0  # of the largest error of any other tensor; docs/accuracy.md has what correct models reach
-_ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # relative, of one operation
-_SCALES = 2.0**-11  # as kernels keep those of groups of weights
+LIMIT = 2.0  # factor on transformers' errors: for root mean square errors, and for the largest error of the logits
+LARGEST_LIMIT = 4.0  # factor for the largest error of any other tensor; see docs/accuracy.md for correct models
+_ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # relative error of one operation
+_SCALES = 2.0**-11  # rounding of the kernels' scales of weight groups
 
 
 @dataclass(frozen=True, slots=True)
 class Tapped:
-    """A compared tensor of one layer, and the branch of the layer that it is of."""
+    """A compared tensor of one layer, and its branch of the layer."""
 
     tap: Tap
     branch: BranchSpec
 
 
 def taps_of(layer: LayerSpec) -> list[Tapped]:
-    """All tensors of a layer that are recorded, in the order they are computed: what each sublayer reads, has inside
-    and leaves. A norm that branches share, and the residual of parallel ones, come once."""
+    """Return all recorded tensors of a layer, in the order in which they are computed: input, inner tensors and output
+    of each sublayer. A norm that branches share, and the residual of parallel branches, come once."""
     found: list[Tapped] = []
     norms: set[str | None] = {None}
     for number, branch in enumerate(layer.branches):
@@ -53,18 +53,18 @@ def taps_of(layer: LayerSpec) -> list[Tapped]:
 
 
 def layer_tensors(spec: DecoderSpec) -> list[str]:
-    """Tensors of all layers that are compared, in the order they are computed, as `"3.q"`."""
+    """Return the compared tensors of all layers, in the order in which they are computed, as `"3.q"`."""
     named = {layer: [one.tap.name for one in taps_of(layer) if one.tap.is_compared] for layer in set(spec.layers)}
     return [f"{index}.{name}" for index, layer in enumerate(spec.layers) for name in named[layer]]
 
 
 def tensor_names(spec: DecoderSpec) -> list[str]:
-    """All compared tensors, in the order they are computed."""
+    """Return all compared tensors, in the order in which they are computed."""
     return ["embedding", *layer_tensors(spec), "final_norm", "logits"]
 
 
 def halves_of(spec: DecoderSpec, layers: range) -> list[Half]:
-    """The branches of `layers`, in their order, with the tensor that each leaves."""
+    """Return the branches of `layers`, in their order, with the tensor that each leaves."""
     found = []
     for index in layers:
         left = {id(one.branch): one.tap.name for one in taps_of(spec.layers[index]) if one.tap.made is Made.RESIDUAL}
@@ -75,8 +75,8 @@ def halves_of(spec: DecoderSpec, layers: range) -> list[Half]:
 
 
 def file_of(name: str) -> str:
-    """The file a tensor is stored in, without its prefix: one per layer, and others for what no layer computes: the
-    first stage of a pipeline writes one of them, the last the other."""
+    """Return the file that stores a tensor, without its prefix. There is one per layer, and two for tensors outside the
+    layers, of which the first stage of a pipeline writes one and the last stage the other."""
     return name.rpartition(".")[0] or ("beginning" if name == "embedding" else "ends")
 
 
@@ -94,13 +94,13 @@ class Part:
 
 
 def tapped(spec: DecoderSpec, layer: int, tensor: str) -> Tapped:
-    """The tensor of a layer by its name."""
+    """Return the tensor of a layer by its name."""
     return next(one for one in taps_of(spec.layers[layer]) if one.tap.name == tensor)
 
 
 def part_of(tensor: str, spec: DecoderSpec, rank: int, size: int, layer: int | None = 0) -> Part:
-    """Part of `tensor`, a name without its `layer`, that `rank` of `size` holds. `layer`: None for what no layer
-    computes."""
+    """Return the part of `tensor`, a name without its `layer`, on `rank` of `size`. `layer`: None for tensors outside
+    the layers."""
     if tensor == "logits":
         start, _, real = shard_vocab(spec.vocab_size, rank, size)
         return Part(start, start + real, max(1, real))
@@ -113,14 +113,16 @@ def part_of(tensor: str, spec: DecoderSpec, rank: int, size: int, layer: int | N
 
 
 def is_on_all_ranks(tensor: str, spec: DecoderSpec, layer: int | None) -> bool:
-    """Whether every rank holds all of a tensor, with the same bits: a sum over ranks, or what all compute alike."""
+    """Return whether every rank has all of a tensor, with the same bits: after an all-reduce, or computed by all
+    alike."""
     if layer is None:
         return tensor != "logits"
     return not tapped(spec, layer, tensor).tap.parts
 
 
 def dense_routing(ids: Tensor, weights: Tensor, experts: int) -> Tensor:
-    """The weight of every expert, 0 of those that a token does not get: `ids` and `weights` [T, k] -> [T, experts]."""
+    """Return the weight of every expert, 0 for experts that a token does not use: `ids`, `weights` [T, k] -> [T,
+    experts]."""
     dense = torch.zeros((len(ids), experts), dtype=weights.dtype, device=weights.device)
     return dense.scatter_(1, ids.long(), weights)
 
@@ -132,19 +134,19 @@ class Recorded:
         self._folder = folder
 
     def has_tensors(self) -> bool:
-        """False where only tokens were asked for."""
+        """Return False if only tokens were recorded."""
         return (self._folder / "truth-ends.safetensors").is_file()
 
     def truth(self, name: str) -> Tensor:
-        """[T, columns], float64."""
+        """Return [T, columns], float64."""
         return self._read("truth", name, name).double()
 
     def theirs(self, name: str) -> tuple[Tensor, Tensor]:
-        """transformers' errors by column: the largest, and the sum of squares over tokens."""
+        """Return transformers' errors by column: the largest, and the sum of squares over tokens."""
         return self._read("theirs", name, f"{name}.max").double(), self._read("theirs", name, f"{name}.square").double()
 
     def ours(self, rank: int, name: str) -> Tensor:
-        """[T, this rank's columns, perhaps padding behind them], in the dtype it was computed in."""
+        """Return [T, this rank's columns, possibly followed by padding], in the dtype in which it was computed."""
         return self._read(f"rank-{rank}", name, name)
 
     def _read(self, kind: str, name: str, key: str) -> Tensor:
@@ -159,10 +161,10 @@ class RankError:
     rank: int
     max_error: float
     theirs: float  # transformers' largest error over the same elements
-    ratio: float  # the largest error, in transformers' largest; of the worst head, where there are heads
-    rms_ratio: float  # the same of root mean squares, over the whole part
-    head_rms_ratio: float = 0.0  # and of the worst head
-    limit: float = LARGEST_LIMIT  # of `ratio`
+    ratio: float  # largest error divided by transformers' largest error; of the worst head, if there are heads
+    rms_ratio: float  # the same ratio of root mean squares, over the whole part
+    head_rms_ratio: float = 0.0  # the same ratio of the worst head
+    limit: float = LARGEST_LIMIT  # limit of `ratio`
 
     @property
     def within(self) -> bool:
@@ -208,13 +210,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """One prompt's greedy text. A near-tie is a token whose logit is too close to the best for rounding to decide."""
+    """One prompt's greedy text. A near-tie is a token whose logit differs from the best by no more than rounding."""
 
     prompt: int
     count: int
     near_ties: int
     first_difference: int | None = None  # index of the first token that rounding does not explain
-    gap: float = 0.0  # there: how far its true logit lies below that of transformers' token
+    gap: float = 0.0  # difference between the true logits of that token and of transformers' token
     allowed: float = 0.0
 
     @property
@@ -224,7 +226,8 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Results for all tensors in the order they are computed, the greedy text, and the halves of layers as served."""
+    """Results for all tensors in the order in which they are computed, the greedy text, and the served halves of
+    layers."""
 
     rows: list[Row]
     tokens: list[TokenRow] = field(default_factory=list)
@@ -247,9 +250,9 @@ class Comparison:
 def compare(
     folder: Path, spec: DecoderSpec, size: int, dtype: str, *, has_scales: bool = False, stages: int = 1
 ) -> Comparison:
-    """Compares the tensors that `size` ranks of each of `stages` recorded in `folder` with the reference's; one tensor
-    in memory at a time. `has_scales`: weights may have scales that kernels round, which no sum evens out where they
-    are looked up."""
+    """Compare the tensors that `size` ranks of each of `stages` recorded in `folder` with the reference's; one tensor
+    in memory at a time. `has_scales`: weights may have scales that kernels round. If such weights are looked up, no sum
+    averages this rounding."""
     recorded = Recorded(folder)
     rounding = max(_ROUNDING[dtype], _SCALES if has_scales else 0.0)
     rows = [_compare_tensor(recorded, name, spec, size, rounding) for name in tensor_names(spec)]
@@ -274,7 +277,8 @@ def _compare_tensor(recorded: Recorded, name: str, spec: DecoderSpec, size: int,
 def _measure(
     rank: int, ours: Tensor, truth: Tensor, theirs: tuple[Tensor, Tensor], part: Part, rounding: float, limit: float
 ) -> RankError:
-    """`ours` [T, the part's columns and padding], `truth` [T, columns], `theirs` as `Recorded.theirs` returns it."""
+    """Measure one rank's errors. `ours` [T, the part's columns and padding], `truth` [T, columns], `theirs` as in
+    `Recorded.theirs`."""
     if part.width == 0:  # a rank whose whole shard of the vocabulary is padding
         return RankError(rank, 0.0, 0.0, 0.0, 0.0)
     here = slice(part.start, part.stop)
@@ -299,16 +303,17 @@ def _measure(
 
 
 def _ratio(ours: Tensor, bound: Tensor) -> float:
-    """The worst over groups; no error at all is 0, whatever the bound."""
+    """Return the worst ratio over groups. No error at all counts as 0, even if the bound is 0."""
     if not bool(torch.isfinite(ours).all()):
         return math.inf
     return torch.where(ours == 0, 0.0, ours / bound).max().item()
 
 
 def compare_tokens(folder: Path, dtype: str) -> Iterator[TokenRow]:
-    """Our greedy choice after each of transformers' tokens. If all are equal, our own text would be the same.
+    """Yield the comparison of our greedy choice after each of transformers' tokens. If all are equal, our own text
+    would be the same.
 
-    Where the tensors were not recorded, every difference counts.
+    If the tensors were not recorded, every difference counts.
     """
     text, recorded = Text.read(folder), Recorded(folder)
     ours: list[list[int]] = json.loads((folder / "tokens.json").read_text("utf-8"))
@@ -316,7 +321,7 @@ def compare_tokens(folder: Path, dtype: str) -> Iterator[TokenRow]:
     if recorded.has_tensors():
         logits = recorded.truth("logits")
         error = max(recorded.theirs("logits")[0].max().item(), logits.abs().max().item() * _ROUNDING[dtype])
-        allowed = (1 + LIMIT) * error  # their logit may be off by one error, ours by LIMIT of them
+        allowed = (1 + LIMIT) * error  # their logit may be off by one error, ours by LIMIT errors
     start = 0
     for number, (prompt, output) in enumerate(zip(text.prompts, text.outputs, strict=True)):
         near_ties, row = 0, None

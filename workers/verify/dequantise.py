@@ -1,15 +1,15 @@
-"""The weights of a quantised checkpoint, or of a GGUF file, as plain numbers, for checking what ranks load and compute.
+"""Dequantises the weights of a quantised checkpoint or of a GGUF file, to check the ranks' weights and results.
 
 Written from the formats' descriptions, over whole tensors, one operation after the other. It shares no code with the
-readers in `workers/quantization/` and `workers/weights/`, but for headers, settings and names of GGUF, so that a
-mistake in one of them shows. That of GGUF is from ggml-quants.c and llama.cpp's converter.
+readers in `workers/quantization/` and `workers/weights/`, except for headers, settings and names of GGUF, so that
+mistakes in the readers show. The source for GGUF is ggml-quants.c and llama.cpp's converter.
 
     GPTQ                W = (q - z) * scale, words of 32 bits packed along the inputs, zeros along the outputs
-    AWQ                 the same, packed along the outputs, eight numbers of a word in the order 0 2 4 6 1 3 5 7
+    AWQ                 the same, packed along the outputs, eight values of a word in the order 0 2 4 6 1 3 5 7
     compressed-tensors  W = (q - z) * scale: packed along the inputs with 2 ** (bits - 1) added, or plain int8 or float8
     fp8                 W = float8 * scale, a scale for a tensor or a block of it
-    bitsandbytes        W = code[q] * absmax, four bits each, the first number in the high half of a byte
-    MXFP4               W = e2m1 * 2 ** (scale - 127), four bits each, the first number in the low half of a byte
+    bitsandbytes        W = code[q] * absmax, four bits each, the first value in the high half of a byte
+    MXFP4               W = e2m1 * 2 ** (scale - 127), four bits each, the first value in the low half of a byte
 """
 
 import json
@@ -33,9 +33,9 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each group of four bits in a 
 
 
 def dequantised(directory: Path, name: str) -> Tensor:
-    """The weight of a linear module, e.g. `model.layers.0.mlp.up_proj`, as it is stored: float64 [N, K].
+    """Return the weight of a linear module, e.g. `model.layers.0.mlp.up_proj`, as it is stored: float64 [N, K].
 
-    A module that the checkpoint does not quantise gives its weight as well. Raises `StartupError` for a missing one.
+    Works for a module that the checkpoint does not quantise, too. Raises `StartupError` if the weight is missing.
     """
     module = _Module(directory, name)
     for kind, values in _KINDS.items():
@@ -45,7 +45,7 @@ def dequantised(directory: Path, name: str) -> Tensor:
 
 
 class _Module:
-    """The tensors of one module, and what config.json says about the checkpoint."""
+    """The tensors of one module, and the quantization settings of the checkpoint."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.name = name
@@ -78,7 +78,7 @@ def _settings(directory: Path) -> dict[str, Any]:
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """int32 [R, C] -> the numbers in each word, the lowest bits first: int64 [R, C, 32 / bits]."""
+    """Unpack int32 [R, C] to the values in each word, the lowest bits first: int64 [R, C, 32 / bits]."""
     unsigned = words.long() & 0xFFFFFFFF
     return torch.stack([unsigned >> shift & (1 << bits) - 1 for shift in range(0, 32, bits)], 2)
 
@@ -96,9 +96,9 @@ def _gptq(module: _Module) -> Tensor:
     numbers = _unpacked(words, bits).transpose(1, 2).flatten(0, 1)  # [K, N]
     zeros = module.get("qzeros").long()  # [groups, N * bits / 32]
     if module.settings.get("checkpoint_format", "gptq") != "gptq_v2":
-        zeros = zeros + sum(1 << shift for shift in range(0, 32, bits))  # stored less one, as one number of 32 bits
+        zeros = zeros + sum(1 << shift for shift in range(0, 32, bits))  # stored less one, as one 32-bit integer
     zeros = _unpacked(zeros, bits).flatten(1)  # [groups, N]
-    group = module.get("g_idx").long()  # of each input
+    group = module.get("g_idx").long()  # group of each input
     return ((numbers - zeros[group]) * scales[group]).T
 
 
@@ -131,7 +131,7 @@ def _packed(module: _Module) -> Tensor:
 
 
 def _at_each(module: _Module, values: Tensor, outputs: int, inputs: int) -> Tensor:
-    """One number for a tensor, an output, a group of its inputs or a block -> one for each weight: [N, K]."""
+    """Expand values for a tensor, an output, a group of its inputs or a block to one for each weight: [N, K]."""
     if values.numel() == 1:
         return values.reshape(1, 1).expand(outputs, inputs)
     if values.dim() == 1:
@@ -154,7 +154,7 @@ def _block(settings: dict[str, Any]) -> tuple[int, int]:
 
 
 def _scaled(module: _Module) -> Tensor:
-    """Numbers of 8 bits that are not packed, or an ordinary weight."""
+    """Return unpacked 8-bit values times their scales, or an ordinary weight."""
     weight = module.get("weight")
     if weight.dtype in (torch.bfloat16, torch.float16, torch.float32):
         return weight.double()
@@ -173,7 +173,7 @@ def _four_bits(module: _Module) -> Tensor:
         code, outer = module.get("weight.nested_quant_map"), module.get("weight.nested_absmax")
         block = torch.arange(len(largest)) // state["nested_blocksize"]
         largest = code[largest.long()] * outer[block] + state["nested_offset"]  # float32, as the tool computes it
-    stored = module.get("weight").flatten().long()  # two numbers in each
+    stored = module.get("weight").flatten().long()  # two values in each
     numbers = torch.stack((stored >> 4, stored & 15), 1).flatten()[: state["shape"][0] * state["shape"][1]]
     block = torch.arange(len(numbers)) // state["blocksize"]
     values = module.get("weight.quant_map").double()[numbers] * largest.double()[block]
@@ -184,7 +184,8 @@ _EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<part>gate|u
 
 
 def _mxfp4(module: _Module) -> Tensor:
-    """Weight of one expert of gpt-oss, of whose kinds a file has one tensor each; rows of gate and up take turns."""
+    """Return the weight of one expert of gpt-oss. A file has one tensor per kind for all experts, in which rows of gate
+    and up alternate."""
     found = _EXPERT.fullmatch(module.name)
     assert found is not None, f"{module.name} is no expert"
     part = "down_proj" if found["part"] == "down" else "gate_up_proj"
@@ -198,7 +199,7 @@ def _mxfp4(module: _Module) -> Tensor:
 
 
 def stored_tensor(directory: Path, name: str) -> Tensor:
-    """A tensor by the name that the file has for it."""
+    """Return a tensor by its name in the file."""
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             if name in file.keys():  # noqa: SIM118
@@ -206,7 +207,7 @@ def stored_tensor(directory: Path, name: str) -> Tensor:
     raise StartupError(f"{directory} holds no tensor {name!r}.", "Use a complete checkpoint.")
 
 
-# The tensor by which each form is recognised, the most specific one first.
+# The tensor by which each format is recognised, the most specific one first.
 _KINDS: dict[str, Callable[[_Module], Tensor]] = {
     "qweight": _gptq_or_awq,
     "weight_packed": _packed,
@@ -221,10 +222,11 @@ _Floats = NDArray[np.float64]
 
 
 def dequantised_gguf(path: Path, hf_name: str) -> Tensor:
-    """The tensor that a Hugging Face checkpoint has as `hf_name`, e.g. `model.layers.0.mlp.up_proj.weight`: float64.
+    """Return the tensor that a Hugging Face checkpoint has as `hf_name`, e.g. `model.layers.0.mlp.up_proj.weight`:
+    float64.
 
     `path`: the GGUF file, any part of it, or a directory with a link to it. The heads of Llama's q and k are in Hugging
-    Face's order, and Gemma's norms without the 1 that GGUF adds. Raises `StartupError` for a missing tensor.
+    Face's order, and Gemma's norms without the 1 that GGUF adds. Raises `StartupError` if the tensor is missing.
     """
     if path.is_dir():
         link = sorted(path.glob("*.gguf"))[0]
@@ -240,7 +242,7 @@ def dequantised_gguf(path: Path, hf_name: str) -> Tensor:
 
 
 def _halves_of_heads(layout: Layout, rows: int) -> NDArray[np.int64]:
-    """The order of `rows` in which rows 0, 2, 4 … of each head come first, then rows 1, 3, 5 …"""
+    """Return the order of `rows` in which rows 0, 2, 4 … of each head come first, then rows 1, 3, 5 …"""
     order, width = np.arange(rows), layout.head_dim
     for start in range(0, layout.interleaved_heads * width, width or 1):
         head = order[start : start + width].copy()
@@ -249,12 +251,13 @@ def _halves_of_heads(layout: Layout, rows: int) -> NDArray[np.int64]:
 
 
 def _half(blocks: _Bytes, at: int) -> _Floats:
-    """The float16 at byte `at` of each block: [B]."""
+    """Return the float16 at byte `at` of each block: [B]."""
     return blocks[:, at : at + 2].copy().view(np.float16)[:, 0].astype(np.float64)
 
 
 def _block_of_32(size: int, bits: int, *, has_minimum: bool) -> Callable[[_Bytes], _Floats]:
-    """Q4_0, Q4_1, Q5_0, Q5_1: a scale, perhaps a minimum, perhaps the fifth bits, and 16 bytes of two numbers each."""
+    """Return a reader of Q4_0, Q4_1, Q5_0 or Q5_1: a scale, perhaps a minimum, perhaps the fifth bits, and 16 bytes of
+    two values each."""
 
     def numbers(raw: _Bytes) -> _Floats:
         blocks = raw.reshape(-1, size)
@@ -280,7 +283,8 @@ def _q8_0(raw: _Bytes) -> _Floats:
 
 
 def _scale_and_minimum(packed: _Bytes, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """`get_scale_min_k4`: numbers of 6 bits, of which those of groups 4 to 7 lie in two places. uint8 [B, 12]."""
+    """Return scale and minimum as `get_scale_min_k4`. They have 6 bits; the bits of groups 4 to 7 are split over two
+    bytes. uint8 [B, 12]."""
     if group < 4:
         return packed[:, group] & 63, packed[:, group + 4] & 63
     low, high = packed[:, group + 4], packed[:, group - 4] >> 6
@@ -288,7 +292,7 @@ def _scale_and_minimum(packed: _Bytes, group: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _k_with_minima(size: int) -> Callable[[_Bytes], _Floats]:
-    """Q4_K and Q5_K: eight groups of 32, whose scales and minima are multiples of two float16."""
+    """Return a reader of Q4_K or Q5_K: eight groups of 32, whose scales and minima are multiples of two float16."""
 
     def numbers(raw: _Bytes) -> _Floats:
         blocks = raw.reshape(-1, size)
@@ -321,7 +325,7 @@ def _q6_k(raw: _Bytes) -> _Floats:
 
 
 def _e2m1(bits: np.ndarray) -> _Floats:
-    """A sign, two bits of an exponent, one of a fraction; without an exponent the fraction counts halves."""
+    """Decode a sign, two exponent bits and a fraction bit. If the exponent is 0, the fraction counts halves."""
     exponent, fraction = (bits >> 1 & 3).astype(np.float64), (bits & 1).astype(np.float64)
     size = np.where(exponent == 0, fraction / 2, (1 + fraction / 2) * 2 ** (exponent - 1))
     return np.where(bits & 8, -size, size)

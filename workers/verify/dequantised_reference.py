@@ -1,7 +1,7 @@
-"""transformers' side of a quantised model: its weights dequantised without our readers, and products as ours compute.
+"""transformers' side of a quantised model: weights dequantised without our readers, and matmuls that compute as ours.
 
-Weights are whole, as no rank has them, so that a rank which cuts a scale wrongly differs. A form is one that
-checkpoints store, one that weights are rounded to at load, or the dtype of the checkpoint.
+Weights are whole, unlike on any rank, so that a rank which cuts a scale wrongly differs. A format is stored in
+checkpoints, or applied to weights at load, or the dtype of the checkpoint.
 """
 
 import json
@@ -30,27 +30,28 @@ from oarlock.workers.weights.checkpoint import Checkpoint
 from oarlock.workers.weights.gguf_model import gguf_file
 from oarlock.workers.weights.reader import WeightReader
 
-_ROWS = 8192  # of a weight that are rounded at once
+_ROWS = 8192  # rows of a weight that are rounded at once
 
 
 class DequantisedWeights(Protocol):
     """Dequantised weights by module, named as in transformers' models."""
 
     def has(self, module: str) -> bool:
-        """Whether the module's weight is stored by itself, and not fused with others."""
+        """Return whether the module's weight is stored by itself, and not fused with others."""
 
     def weight(self, module: str) -> Tensor:
-        """The weight of a linear module or an embedding: [N, K], in the dtype it is stored in, float32 or float64."""
+        """Return the weight of a linear module or an embedding: [N, K], in its stored dtype, float32 or float64."""
 
     def arithmetic(self, module: str) -> Arithmetic:
-        """Arithmetic of the module's product; weights that are looked up or not quantised are `DENSE`."""
+        """Return the arithmetic of the module's matmul. Weights that are looked up or not quantised are `DENSE`."""
 
     def other(self, name: str) -> Tensor:
-        """A tensor that is no such weight: of a norm, or a bias."""
+        """Return a tensor of a norm, or a bias."""
 
 
 def dequantised_weights(model: Path, quantization: str, dtype: torch.dtype | None = None) -> DequantisedWeights:
-    """Opens a model's weights. `quantization`: as preflight resolves it. `dtype`: to round from; None: their own."""
+    """Open a model's weights. `quantization`: as resolved by preflight. `dtype`: to round from; None: the stored
+    dtype."""
     if gguf_file(model) is not None:
         return _OfGGUF(model, quantization)
     if quantization in QUANTIZATIONS:
@@ -59,7 +60,7 @@ def dequantised_weights(model: Path, quantization: str, dtype: torch.dtype | Non
 
 
 class WrittenOut:
-    """`DequantisedWeights` that are rounded to the dtype of the model, and multiplied with inputs as they are."""
+    """`DequantisedWeights` that are rounded to the model's dtype, with matmuls that do not round their inputs."""
 
     def __init__(self, dequantised: DequantisedWeights, dtype: torch.dtype) -> None:
         self._dequantised, self._dtype = dequantised, dtype
@@ -79,7 +80,7 @@ class WrittenOut:
 
 
 class _AtLoad:
-    """Rounded by us, or not at all."""
+    """`DequantisedWeights` that are rounded at load, or not quantised."""
 
     def __init__(self, model: Path, quantization: str, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
@@ -149,7 +150,7 @@ class _OfGGUF:
 
 
 def rounded(weight: Tensor, form: str) -> Tensor:
-    """Rounds `weight` [N, K] to one of `QUANTIZATIONS`, and dequantises it: float32 [N, K]."""
+    """Round `weight` [N, K] to `form`, a name in `QUANTIZATIONS`, and dequantise it: float32 [N, K]."""
     if form == "none":
         return weight
     rows = weight.split(_ROWS)
@@ -165,13 +166,13 @@ def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     with safe_open(found.path, "pt") as file:
         if name in file.keys():  # noqa: SIM118
             return file.get_tensor(name)
-    with WeightReader(checkpoint) as weights:  # a part of a tensor of all experts
+    with WeightReader(checkpoint) as weights:  # part of a tensor of all experts
         into = torch.empty(found.entry.shape)
         weights.take(name, into, shape=found.entry.shape)
         return into
 
 
-RoundRows = Callable[[Tensor], tuple[Tensor, Tensor]]  # [T, K] -> numbers [T, K], and scales [T] or [T, groups]
+RoundRows = Callable[[Tensor], tuple[Tensor, Tensor]]  # [T, K] -> values [T, K], and scales [T] or [T, groups]
 _ROUNDED: dict[tuple[str, Arithmetic], RoundRows] = {
     ("cpu", Arithmetic.ROUNDED_INPUTS): int8.round_rows,
     ("cuda", Arithmetic.FLOAT8_INPUTS): scaled_float8.round_rows,
@@ -184,8 +185,8 @@ class LayerLoss:
     """Distance of one layer from the model before its weights were rounded: root mean squares, relative."""
 
     layer: int
-    weights: float  # of all products of the layer
-    hidden: float  # of the residual stream after the layer, in float64
+    weights: float  # all matmul weights of the layer
+    hidden: float  # residual stream after the layer, in float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,7 @@ class RoundingLoss:
 
     @staticmethod
     def read(folder: Path) -> "RoundingLoss | None":
-        """Reads the loss; None where no weight was rounded at load."""
+        """Read the loss; None if no weight was rounded at load."""
         path = folder / "rounding.json"
         if not path.is_file():
             return None
@@ -209,21 +210,22 @@ class RoundingLoss:
 
 
 class DequantisedModel:
-    """A transformers model whose quantised weights are replaced, in float32, by what they mean."""
+    """A transformers model whose quantised weights are replaced, in float32, by their dequantised values."""
 
     def __init__(
         self, model: nn.Module, dequantised: DequantisedWeights, dtype: torch.dtype, *, was_dense: bool, device: str
     ) -> None:
-        """`dtype`: what the model computes in. `was_dense`: it has the weights it was stored with, in that dtype.
+        """`dtype`: of the model's computations. `was_dense`: the model has the weights that it was stored with, in that
+        dtype.
 
-        `device`: where ranks serve it, by which products round inputs.
+        `device`: of the ranks, on which the rounding of matmul inputs depends.
         """
         self.was_dense = was_dense
         self._model = model
         self._dtype = dtype
         self._was: dict[Tensor, Tensor] = {}
         self._dequantised: dict[Tensor, Tensor] = {}
-        self._rounds: dict[Tensor, RoundRows | None] = {}  # how its product rounds inputs
+        self._rounds: dict[Tensor, RoundRows | None] = {}  # rounding of the matmul's inputs
         seen: set[Tensor] = set()
         for name, module in model.named_modules():
             if not isinstance(module, nn.Linear | nn.Embedding) or module.weight in seen:
@@ -243,11 +245,11 @@ class DequantisedModel:
                 self._take_experts(name, module, dequantised, device)
         for module in model.modules():
             if isinstance(module, nn.Embedding) and hasattr(module, "embed_scale"):
-                # part of what the model means: rounded as the model's own weights were
+                # part of the model's definition: rounded as the model's own weights were
                 module.embed_scale = torch.as_tensor(module.embed_scale).to(dtype)
 
     def _take_experts(self, name: str, module: Any, dequantised: DequantisedWeights, device: str) -> None:
-        """Weights of all experts, of which transformers has two tensors."""
+        """Take the weights of all experts, for which transformers has two tensors."""
         arithmetic = dequantised.arithmetic(f"{name}.0.gate_proj")
         for parameter, parts in ((module.gate_up_proj, ("gate", "up")), (module.down_proj, ("down",))):
             if arithmetic is Arithmetic.DENSE and self.was_dense:
@@ -256,7 +258,7 @@ class DequantisedModel:
             of_parts = [
                 torch.stack([dequantised.weight(f"{name}.{expert}.{part}_proj").float() for expert in experts])
                 for part in parts
-            ]  # of each [E, N, K]
+            ]  # each [E, N, K]
             rows = torch.cat(of_parts, 1) if module.is_concatenated else torch.stack(of_parts, 2).flatten(1, 2)
             data = (rows.transpose(1, 2) if module.is_transposed else rows).contiguous().to(parameter.device)
             if arithmetic is Arithmetic.DENSE:
@@ -265,12 +267,12 @@ class DequantisedModel:
             if self.was_dense:
                 self._was[parameter] = parameter.data
             self._dequantised[parameter] = parameter.data = data
-            # On other devices the kernel of experts takes inputs as they are, in every form.
+            # On other devices the experts' kernel does not round its inputs in any format.
             self._rounds[parameter] = _ROUNDED.get((device, arithmetic)) if device == "cpu" else None
 
     @contextmanager
     def as_it_was(self) -> Generator[None]:
-        """Gives the model the weights that it was stored with, within the context."""
+        """Use the weights that the model was stored with, within the context."""
         self._use(self._was)
         try:
             yield
@@ -282,7 +284,7 @@ class DequantisedModel:
             parameter.data = data
 
     def errors(self, layers: nn.ModuleList) -> Iterator[float]:
-        """Distance that rounding moved the weights of each layer, relative to their size."""
+        """Yield the distance by which rounding moved the weights of each layer, relative to their size."""
         for layer in layers:
             moved = size = 0.0
             for parameter in layer.parameters():
@@ -294,7 +296,8 @@ class DequantisedModel:
 
     @contextmanager
     def as_served(self) -> Generator[None]:
-        """Makes products of quantised weights compute in float32 and round inputs where ours do, within the context."""
+        """Make matmuls of quantised weights compute in float32 and round their inputs as ours do, within the
+        context."""
         changed = []
         for module in self._model.modules():
             if isinstance(module, nn.Linear | nn.Embedding) and module.weight in self._dequantised:
@@ -319,12 +322,13 @@ class DequantisedModel:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether it is the experts of a mixture, each of whose weights transformers has in one tensor of all."""
+    """Return whether `module` has the experts of a MoE layer, whose weights transformers stores in one tensor for
+    all."""
     return type(module).__name__.endswith("Experts")
 
 
 def _experts(module: Any, rounds: RoundRows | None, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """`x` [T, hidden], `ids` and `weights` [T, k]: one expert after the other."""
+    """Compute the experts one after the other. `x` [T, hidden], `ids` and `weights` [T, k]."""
     total = torch.zeros(x.shape, device=x.device)
     for expert in ids.unique().tolist():
         rows, places = (ids == expert).nonzero(as_tuple=True)
@@ -340,7 +344,7 @@ def _experts(module: Any, rounds: RoundRows | None, x: Tensor, ids: Tensor, weig
 
 
 def _rounded_rows(rows: Tensor, rounds: RoundRows | None) -> Tensor:
-    """float32 [T, K], as products take them."""
+    """Return the inputs of a matmul, rounded if `rounds` is set: float32 [T, K]."""
     if rounds is None:
         return rows.float()
     values, scales = rounds(rows.float())

@@ -1,7 +1,7 @@
 """Names the likely cause of the first tensor that differs: the weight, norm, scale or collective, and the ranks.
 
-All tensors before it are right, so the fault lies in the one operation that computes it. The table in docs/accuracy.md
-lists what distinguishes one possible cause from another.
+All tensors before it are right, so the fault is in the operation that computes it. The table in docs/accuracy.md lists
+how possible causes are distinguished.
 """
 
 import math
@@ -36,14 +36,14 @@ from oarlock.workers.verify.dequantised_reference import DequantisedWeights, deq
 from oarlock.workers.verify.halves import same_bits
 from oarlock.workers.verify.request import Text
 
-_WRONG = 0.1  # a scale is wrong if it is off by so much of itself
-_GROUPS = (128, 64, 32, 16)  # numbers of inputs that share a scale, where not all of them do
+_WRONG = 0.1  # a scale is wrong if its relative error is above this
+_GROUPS = (128, 64, 32, 16)  # group sizes to try if not all inputs share a scale
 
 
 def wrong_scales(inputs: Tensor, weight: Tensor, outputs: Tensor) -> str | None:
-    """The scales that explain `outputs`, in words; None where no scales do, or there are too few tokens to tell.
+    """Describe the wrong scales that explain `outputs`; None if none do, or if there are too few tokens to decide.
 
-    `inputs` [T, K], `weight` [N, K] as it should be, `outputs` [T, N] as they are, with or without a bias; all float64.
+    `inputs` [T, K], `weight` [N, K] as expected, `outputs` [T, N] as found, with or without a bias; all float64.
     """
     width = inputs.shape[1]
     groups = [width, *(group for group in _GROUPS if group < width)]
@@ -51,7 +51,7 @@ def wrong_scales(inputs: Tensor, weight: Tensor, outputs: Tensor) -> str | None:
 
 
 def _of_groups(inputs: Tensor, weight: Tensor, outputs: Tensor, group: int) -> str | None:
-    """Describes wrong scales if there is one for every `group` inputs; else None. Solves, for each output, the least
+    """Describe wrong scales if there is a scale for every `group` inputs; else None. Solves, for each output, the least
     squares problem of a factor for each group."""
     tokens, width = inputs.shape
     starts = range(0, width, group)
@@ -60,7 +60,7 @@ def _of_groups(inputs: Tensor, weight: Tensor, outputs: Tensor, group: int) -> s
     shares = torch.stack(
         [inputs[:, start : start + group] @ weight[:, start : start + group].T for start in starts], dim=-1
     )  # [T, N, groups]
-    terms = torch.cat((shares, shares.new_ones(tokens, len(weight), 1)), dim=-1).transpose(0, 1)  # and a constant
+    terms = torch.cat((shares, shares.new_ones(tokens, len(weight), 1)), dim=-1).transpose(0, 1)  # with a constant
     wanted = outputs.T.unsqueeze(2)  # [N, T, 1]
     factors = torch.linalg.lstsq(terms, wanted, driver="gelsd").solution  # [N, groups + 1, 1]
     unexplained = (terms @ factors - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-30)  # [N, 1]
@@ -74,14 +74,14 @@ def _of_groups(inputs: Tensor, weight: Tensor, outputs: Tensor, group: int) -> s
     return f"wrong scales: that of its output {output}{inputs_of} is {factor:.2g} times the right one{more}"
 
 
-# Tensors of one sublayer that are made so have the same inputs: when one is wrong, others may be wrong independently.
+# Tensors of one sublayer with the same inputs: if one is wrong, others may be wrong independently.
 _TOGETHER = (Made.PROJECTION, Made.ROTATION)
-_CLOSE = 0.1  # relative distance below which two tensors are the same but for rounding, grown over all layers
+_CLOSE = 0.1  # relative distance below which two tensors differ only by rounding, accumulated over all layers
 
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """A wrong tensor, and everything that was recorded of the run."""
+    """A wrong tensor, and all recordings of the run."""
 
     row: Row
     folder: Path
@@ -96,11 +96,11 @@ class _Fault:
 
     @property
     def tapped(self) -> Tapped | None:
-        """The tensor as its layer describes it; None where no layer computes it."""
+        """The tensor in its layer's description; None if it is outside the layers."""
         return None if self.row.layer is None else tapped(self.spec, self.row.layer, self.row.tensor)
 
     def part(self, rank: int) -> Part:
-        """Columns of the tensor that `rank` should hold."""
+        """Return the columns of the tensor that `rank` should have."""
         return part_of(self.row.tensor, self.spec, rank, self.size, self.row.layer)
 
     @property
@@ -112,39 +112,42 @@ class _Fault:
         return _ranks(self.row.wrong_ranks)
 
     def truth(self, rank: int, name: str | None = None) -> Tensor:
-        """The columns that `rank` should hold, by default of this tensor: float64 [T, columns]."""
+        """Return the true columns of `rank`, by default of this tensor: float64 [T, columns]."""
         part = self.part(rank)
         return Recorded(self.folder).truth(name or self.row.name)[:, part.start : part.stop]
 
     def ours(self, rank: int, suffix: str = "") -> Tensor:
-        """float64 [T, columns of `rank`, perhaps padding behind them]. `suffix`: of a diagnostic tensor's name."""
+        """Return float64 [T, columns of `rank`, possibly followed by padding]. `suffix`: end of a diagnostic tensor's
+        name."""
         return Recorded(self.folder).ours(rank, self.row.name + suffix).double()
 
     def partial(self, rank: int) -> Tensor:
-        """A rank's result before the sum over ranks: float64 [T, hidden]."""
+        """Return a rank's result before the all-reduce: float64 [T, hidden]."""
         return self.ours(rank, "_partial" if self.size > 1 else "")
 
     def error(self, rank: int) -> Tensor:
-        """[T, columns of `rank`]."""
+        """Return the error as [T, columns of `rank`]."""
         truth = self.truth(rank)
         return self.ours(rank)[:, : truth.shape[1]] - truth
 
     def wrong_tokens(self) -> Tensor:
-        """Mask of the wrong tokens on the first wrong rank, bool [T]: off by a tenth of the worst token's error."""
+        """Return a mask of the wrong tokens on the first wrong rank, bool [T]: error above a tenth of the worst
+        token's."""
         rms = self.error(self.row.wrong_ranks[0]).square().mean(1).sqrt()
         return rms > 0.1 * rms.max()
 
     def is_constant(self) -> bool:
-        """Whether the error is the same for every token on all wrong ranks, as a bias's is and a weight's is not."""
+        """Return whether the error is the same for every token on all wrong ranks. A wrong bias has this effect, a
+        wrong weight does not."""
         return all(_is_constant(self.error(rank)) for rank in self.row.wrong_ranks)
 
 
 def explain(
     comparison: Comparison, folder: Path, model: Path, spec: DecoderSpec, size: int, quantization: str = "none"
 ) -> list[str]:
-    """One sentence per likely cause of the first fault; empty when there is none.
+    """Return one sentence per likely cause of the first fault; empty if there is none.
 
-    `folder` holds what was recorded, `model` the checkpoint.
+    `folder` has the recordings, `model` the checkpoint.
     """
     first = comparison.first_fault
     if first is None and comparison.different_halves:
@@ -212,7 +215,7 @@ def _cause(fault: _Fault) -> str:
 
 
 def _embedding(fault: _Fault) -> str:
-    """The ids of the wrong tokens give the rows of the table, and so the ranks, that are wrong."""
+    """Find the wrong rows of the table, and so the ranks, from the ids of the wrong tokens."""
     tokens = [token for sequence in Text.read(fault.folder).inputs() for token in sequence]
     local = shard_vocab(fault.spec.vocab_size, 0, fault.size)[1]
     owners = {token // local for token, wrong in zip(tokens, fault.wrong_tokens().tolist(), strict=True) if wrong}
@@ -232,7 +235,7 @@ def _projection(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:
 
 
 def _scales(fault: _Fault, branch: BranchSpec, rank: int, module: str) -> str:
-    """Describes wrong scales among the rows of a column-parallel weight that a rank holds; "" if there are none."""
+    """Describe wrong scales among the rows of a column-parallel weight on a rank; "" if there are none."""
     dequantised = fault.dequantised
     if not dequantised.has(module) or dequantised.arithmetic(module) is Arithmetic.DENSE:
         return ""
@@ -242,7 +245,7 @@ def _scales(fault: _Fault, branch: BranchSpec, rank: int, module: str) -> str:
 
 
 def _read_by(spec: DecoderSpec, layer: int, branch: BranchSpec) -> str:
-    """The tensor that the sublayer of `branch` reads: its norm, or the residual that comes to it."""
+    """Return the tensor that the sublayer of `branch` reads: its norm, or the residual before it."""
     names = layer_tensors(spec)
     at = next(f"{layer}.{tap.name}" for tap in branch.sublayer.taps if tap.is_compared)
     if branch.norm is not None:
@@ -252,7 +255,7 @@ def _read_by(spec: DecoderSpec, layer: int, branch: BranchSpec) -> str:
 
 
 def _moved_heads(fault: _Fault, rank: int) -> str:
-    """Names the heads of a rank that hold another head's numbers, as they do where a shard is cut in a wrong place."""
+    """Describe the heads of a rank that have another head's values, as happens if a shard is cut at a wrong offset."""
     part = fault.part(rank)
     heads = Recorded(fault.folder).truth(fault.row.name).split(part.group, 1)
     found = []
@@ -264,7 +267,7 @@ def _moved_heads(fault: _Fault, rank: int) -> str:
 
 
 def _rotation(fault: _Fault, attention: SublayerSpec, tap: Tap) -> str:
-    """Position 0 is rotated by no angle: what is wrong there already is the norm before the rotation."""
+    """Describe a wrong rotation. Position 0 is rotated by no angle, so an error there comes from the norm before it."""
     assert isinstance(attention, SelfAttentionSpec)
     letter = fault.row.tensor[0]
     positions, _ = _positions(fault.folder)
@@ -300,8 +303,8 @@ def _attention(fault: _Fault, attention: SublayerSpec) -> str:
 
 
 def _heads_of_wrong_sinks(fault: _Fault) -> list[int]:
-    """The wrong heads, where each row of them is a multiple of the right one, as another sum of weights makes it; else
-    an empty list."""
+    """Return the wrong heads if each of their rows is a multiple of the right one, which another sum of attention
+    weights would cause; else an empty list."""
     heads: dict[int, tuple[Tensor, Tensor]] = {}
     for rank in fault.row.wrong_ranks:
         part = fault.part(rank)
@@ -317,7 +320,7 @@ def _heads_of_wrong_sinks(fault: _Fault) -> list[int]:
 
 
 def _positions(folder: Path) -> tuple[Tensor, Tensor]:
-    """Position of every recorded token in its sequence [T], and whether it follows the prompt, bool [T]."""
+    """Return the position of every recorded token in its sequence [T], and whether it follows the prompt, bool [T]."""
     text = Text.read(folder)
     counts = [(len(prompt), len(sequence)) for prompt, sequence in zip(text.prompts, text.inputs(), strict=True)]
     positions = torch.cat([torch.arange(total) for _, total in counts])
@@ -330,8 +333,8 @@ def _row_parallel(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:
     if fault.is_constant():
         return f"{name}.bias (the error is the same for every token: lost, or added by more than one rank)"
     weight = fault.dequantised.weight(name).double()
-    columns = weight.tensor_split(fault.size, 1)  # of [hidden, inputs], one per rank
-    parts = Recorded(fault.folder).truth(f"{fault.row.layer}.{inputs}").tensor_split(fault.size, 1)  # of [T, inputs]
+    columns = weight.tensor_split(fault.size, 1)  # [hidden, inputs / ranks] of each rank
+    parts = Recorded(fault.folder).truth(f"{fault.row.layer}.{inputs}").tensor_split(fault.size, 1)  # [T, inputs]
     wrong = tuple(
         rank for rank in range(fault.size) if not _distance(fault.partial(rank), parts[rank] @ columns[rank].T) < _CLOSE
     )
@@ -357,7 +360,7 @@ def _residual(fault: _Fault, branch: BranchSpec) -> str:
 
 
 def _router(fault: _Fault, experts: SublayerSpec) -> str:
-    """Every rank computes all logits; those of some experts are wrong, or all."""
+    """Describe a wrong router. Every rank computes all logits; for some or all experts they are wrong."""
     assert isinstance(experts, ExpertsSpec)
     rank = fault.row.wrong_ranks[0]
     rms = fault.error(rank).square().mean(0).sqrt()  # [E]
@@ -368,7 +371,7 @@ def _router(fault: _Fault, experts: SublayerSpec) -> str:
 
 
 def _routing(fault: _Fault, experts: SublayerSpec) -> str:
-    """Logits are right, and what was made of them is not."""
+    """Describe wrong routing although the logits are right."""
     assert isinstance(experts, ExpertsSpec)
     where, router = f"router of layer {fault.row.layer} on {fault.ranks}", experts.router
     ours, truth = fault.ours(fault.row.wrong_ranks[0]), fault.truth(fault.row.wrong_ranks[0])
@@ -380,7 +383,7 @@ def _routing(fault: _Fault, experts: SublayerSpec) -> str:
 
 
 def _experts(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:
-    """The tokens that are wrong tell the expert, and its weights what it computes instead."""
+    """Find the wrong experts from the wrong tokens, and their likely error from their weights."""
     experts = branch.sublayer
     assert isinstance(experts, ExpertsSpec)
     name = f"{fault.module}.{experts.module}.{tap.module}"
@@ -395,13 +398,13 @@ def _experts(fault: _Fault, branch: BranchSpec, tap: Tap) -> str:
         return f"{name}: the sum over a token's experts, or over ranks (all-reduce)"
     parts = []
     for expert in of:
-        only = chosen[:, expert] & (chosen[:, of].sum(1) == 1)  # no other wrong one is in the sum
+        only = chosen[:, expert] & (chosen[:, of].sum(1) == 1)  # no other wrong expert is in the sum
         parts.append(_expert(fault, branch, experts, expert, only, routing) if only.any() else f"{expert}")
     return f"{name}: {'expert' if len(of) == 1 else 'experts'} {', '.join(parts)}"
 
 
 def _expert(fault: _Fault, branch: BranchSpec, spec: ExpertsSpec, expert: int, tokens: Tensor, routing: Tensor) -> str:
-    """Its number, and what it computes instead of its result, where that is another's, or a multiple."""
+    """Return the expert's number, and a note if its result is another expert's or a multiple of the right one."""
     rank, module = fault.row.wrong_ranks[0], f"{fault.module}.{spec.module}.experts"
     x = Recorded(fault.folder).truth(_read_by(fault.spec, fault.row.layer or 0, branch))[tokens]
     weight = routing[tokens, expert, None]
@@ -428,7 +431,7 @@ def _expert(fault: _Fault, branch: BranchSpec, spec: ExpertsSpec, expert: int, t
 def _gated(fault: _Fault, mlp: SublayerSpec) -> str:
     assert isinstance(mlp, GatedMLPSpec)
     prefix, rows = f"{fault.module}.{mlp.module}", f"the rows of {fault.ranks}"
-    if mlp.bias:  # with a bias, `_gate_is_right` does not hold
+    if mlp.bias:  # with a bias, `_gate_is_right` does not apply
         return f"{prefix}.gate_proj or {prefix}.up_proj: {rows}, or the activation"
     if all(_gate_is_right(fault, rank, mlp.activation) for rank in fault.row.wrong_ranks):
         return f"{prefix}.up_proj.weight: {rows}"
@@ -436,10 +439,10 @@ def _gated(fault: _Fault, mlp: SublayerSpec) -> str:
 
 
 def _gate_is_right(fault: _Fault, rank: int, activation: str) -> bool:
-    """Whether a rank's wrong y(x) = act(g) * u, where g and u are linear in x, has the right g in it.
+    """Return whether a rank's wrong y(x) = act(g) * u, with g and u linear in x, contains the right g.
 
-    For silu and gelu, act(g) - act(-g) = g and act(g) + act(-g) = g * h(g), with h as in `_ODD`. So y(x) + y(-x) is
-    g * u and y(x) - y(-x) is g * u * h(g): their quotient depends on g alone.
+    For silu and gelu, act(g) - act(-g) = g and act(g) + act(-g) = g * h(g), with h as in `_ODD`. So y(x) + y(-x) is g *
+    u and y(x) - y(-x) is g * u * h(g): their quotient depends only on g.
     """
     gate = fault.truth(rank, f"{fault.row.layer}.gate")
     output, mirrored = fault.ours(rank), fault.ours(rank, "_mirrored")  # y(x), y(-x)
@@ -464,7 +467,7 @@ def _logits(fault: _Fault) -> str:
 
 
 def _is_constant(error: Tensor) -> bool:
-    """Whether the rows of `error` [T, columns] are the same but for rounding."""
+    """Return whether the rows of `error` [T, columns] are equal except for rounding."""
     if len(error) < 2 or not bool(torch.isfinite(error).all()):
         return False
     mean = error.mean(0)
@@ -472,12 +475,13 @@ def _is_constant(error: Tensor) -> bool:
 
 
 def _distance(ours: Tensor, truth: Tensor) -> float:
-    """Relative to the norm of `truth`."""
+    """Return the distance relative to the norm of `truth`."""
     return ((ours - truth).norm() / truth.norm()).item()
 
 
 def _nearest(ours: Tensor, candidates: Sequence[Tensor]) -> int | None:
-    """The index of the candidate that `ours` equals but for rounding; None if there is none. Padding is left out."""
+    """Return the index of the candidate that `ours` equals except for rounding; None if there is none. Padding is left
+    out."""
     distances = [_distance(ours[:, : one.shape[1]], one) if one.shape[1] else math.inf for one in candidates]
     nearest = min(range(len(distances)), key=distances.__getitem__)
     return nearest if distances[nearest] < _CLOSE else None

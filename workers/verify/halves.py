@@ -1,7 +1,7 @@
-"""Layers as they are served, one call for all, against their separate operations: both must give the same bits.
+"""Compares layers as they are served, in one call, with their separate operations: both must give the same bits.
 
-Only the separate operations show every tensor, and so are compared with transformers. That says nothing of the kernels
-that serve (`workers/layers/fused_layer.py`), unless their hidden states after each half are those of the operations.
+Only the separate operations show every tensor, so only they are compared with transformers. The result covers the
+served kernels (`workers/layers/fused_layer.py`) only if their hidden states after each half equal the operations'.
 """
 
 import json
@@ -22,17 +22,17 @@ class Half:
     layer: int
     branch: int  # its number in the layer
     title: str
-    tensor: str | None  # the recorded one that it leaves; None where operations leave none, as between parallel ones
+    tensor: str | None  # recorded tensor that it leaves; None if operations leave none, as between parallel branches
 
 
 @dataclass(frozen=True, slots=True)
 class HalfDifference:
-    """A half of a layer that left other bits in its two forms."""
+    """A half of a layer whose served and separate computations differ in bits."""
 
     layer: int
     half: str  # the title of its sublayer
     rank: int
-    largest: float  # of the differences; NaN where one form gives NaN
+    largest: float  # largest difference; NaN if either computation gives NaN
     branch: int = 0  # number of the half in its layer
 
     @property
@@ -43,15 +43,15 @@ class HalfDifference:
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """Result of comparing both forms of a layer's halves on all ranks."""
+    """Result of comparing both computations of a layer's halves on all ranks."""
 
     compared: int  # halves of one rank
     why_not: str | None  # None: they were compared
-    differences: tuple[HalfDifference, ...] = ()  # in the order in which they are computed
+    differences: tuple[HalfDifference, ...] = ()  # ordered as they are computed
 
     @staticmethod
     def read(folder: Path, size: int, stages: int = 1) -> "Halves | None":
-        """Merges the results of all `size` ranks of each of `stages`; None where no tensors were recorded."""
+        """Merge the results of all `size` ranks of each of `stages`; None if no tensors were recorded."""
         files = [_file(folder, rank, stage) for stage in range(stages) for rank in range(size)]
         if not all(file.is_file() for file in files):
             return None
@@ -70,7 +70,7 @@ def _file(folder: Path, rank: int, stage: int) -> Path:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit, so that NaN equals itself and zero does not equal minus zero."""
+    """Return whether all bits are equal, so that NaN equals itself and zero does not equal minus zero."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
@@ -78,7 +78,7 @@ class RecordedHalves:
     """A copy of the hidden states after each half, in every step until `close`."""
 
     def __init__(self, prepared: PreparedLayers | None, why_not: str | None) -> None:
-        """`prepared`: None where the layers cannot run in that form, for the reason `why_not`."""
+        """`prepared`: None if the layers cannot run in one call, for the reason `why_not`."""
         self._prepared = prepared
         self._why_not = why_not
         self._steps: list[list[Tensor]] = []  # [steps][halves], each [T, hidden]
@@ -91,13 +91,13 @@ class RecordedHalves:
         self._steps[-1].append(hidden.clone())
 
     def close(self) -> None:
-        """Record no more; what was recorded stays."""
+        """Record no more. Existing recordings stay."""
         if self._prepared is not None:
             self._prepared.after_branch = None
 
     def compare(self, separate: Sequence[dict[str, Tensor]], rank: int, halves: Sequence[Half]) -> Halves:
-        """`separate`: for each of the same steps, the tensors of the separate operations, by name. `halves`: of the
-        stage, in their order."""
+        """Compare the halves with `separate`, the tensors of the separate operations by name, for each of the same
+        steps. `halves`: of the stage, in their order."""
         if self._prepared is None:
             return Halves(0, self._why_not)
         found = []

@@ -17,18 +17,18 @@ from oarlock.workers.python_child import start_python
 from oarlock.workers.ranks.multiproc_executor import HUNG
 from oarlock.workers.ranks.spawn_ranks import SpawnedRanks, describe_exit, spawn_ranks
 
-_KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network file system may never end
-_LOOK_S = 1.0  # between two looks at the processor time of the reference
-_BUSY_S = 0.5  # of processor time are progress; a process that only waits uses far less
+_KILL_S = 5.0  # time for the kernel to end a process; a process that waits for a dead network file system may never end
+_LOOK_S = 1.0  # interval of looks at the processor time of the reference
+_BUSY_S = 0.5  # processor time that counts as progress; a process that only waits uses far less
 
 Say = Callable[[str], None]
 
 
 def run_reference(folder: Path, say: Say, *, timeout_s: float = LOADING_TIMEOUT_S) -> None:
-    """transformers' side, in a process whose memory is free again when our ranks start.
+    """Run transformers in a process whose memory is free again when our ranks start.
 
-    `timeout_s`: the longest time without progress, which is a line of it or `_BUSY_S` of processor time. Raises
-    `StartupError` after that, and when it fails. The process is gone when this returns.
+    `timeout_s`: the longest time without progress, which is a reported line or `_BUSY_S` of processor time. Raises
+    `StartupError` after that, and if the process fails. The process is gone when this returns.
     """
     ours, theirs = Control.pair()
     with contextlib.closing(ours):
@@ -53,7 +53,7 @@ def run_reference(folder: Path, say: Say, *, timeout_s: float = LOADING_TIMEOUT_
 
 
 def _follow_reference(process: subprocess.Popen[bytes], control: Control, say: Say, timeout_s: float) -> int:
-    """The exit status of the reference, which reports nothing while it loads, but then uses processors."""
+    """Return the exit status of the reference. It reports nothing while it loads, but uses processor time."""
     doing, moved, used = "starting", time.monotonic(), 0.0
     while time.monotonic() - moved <= timeout_s:
         if control.has_pending or select.select([control], [], [], _LOOK_S)[0]:
@@ -75,15 +75,15 @@ def _follow_reference(process: subprocess.Popen[bytes], control: Control, say: S
 
 
 def _processor_time_s(pid: int) -> float:
-    """Processor time of all threads of a child that was not waited for yet."""
-    times = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()  # what follows the command's name
+    """Return the processor time of all threads of a child that was not waited for yet."""
+    times = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()  # fields after the command's name
     return (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def run_ranks(config: WorkerConfig, folder: Path, say: Say, *, timeout_s: float = LOADING_TIMEOUT_S) -> None:
-    """Our side: one process per rank, as many as serve. None of them is left when this returns.
+    """Run our side: one process per rank, as many as serve. None of them is left when this returns.
 
-    `timeout_s`: the longest time without progress of any rank. Raises `StartupError` after that, and when a rank fails.
+    `timeout_s`: the longest time without progress of any rank. Raises `StartupError` after that, and if a rank fails.
     """
     extras = [{"folder": str(folder)}] * config.ranks_per_node
     ranks = spawn_ranks("oarlock.workers.verify.rank", config, extras)
@@ -94,7 +94,7 @@ def run_ranks(config: WorkerConfig, folder: Path, say: Say, *, timeout_s: float 
 
 
 def _follow(ranks: SpawnedRanks, say: Say, timeout_s: float) -> None:
-    """Follows the ranks until every one is done. Raises `StartupError` for the first that fails."""
+    """Follow the ranks until every one is done. Raises `StartupError` for the first that fails."""
     running = dict(enumerate(ranks.controls))
     progress = [["starting"] for _ in running]  # per rank, the different lines it has sent
     while running:
@@ -125,7 +125,7 @@ def _follow(ranks: SpawnedRanks, say: Say, timeout_s: float) -> None:
 
 
 def _stuck(ranks: SpawnedRanks, progress: list[list[str]], timeout_s: float) -> StartupError:
-    """Names the rank that the others wait for, or the first of those that are equally far."""
+    """Return an error with the rank that the others wait for, or with the first rank among equals."""
     lines = [len(lines) for lines in progress]
     last = last_of(lines, ranks.collectives.read())
     rank = lines.index(min(lines)) if last is None else last

@@ -1,9 +1,9 @@
-"""One rank of a verification: the model runner that serves, fed known text, with every tensor of every layer recorded.
+"""One rank of a verification: the serving model runner, fed known text, with every tensor of every layer recorded.
 
 `python -m oarlock.workers.verify.rank PARENT_PID CONTROL_FD`, started by `launch.py`, writes `rank-R-*.safetensors`
-and, on rank 0, `tokens.json`. Pages, sampler and collectives are those that serve. The text runs twice: as it is
-served, which gives the tokens, and with recording hooks in the decoder, which then runs the separate operations of each
-layer. After each half of a layer, both runs must have the same bits.
+and, on the answering rank, `tokens.json`. KV pages, sampler and collectives are the same as in serving. The text runs
+twice: as it is served, which gives the tokens, and with recording hooks in the decoder, which then runs the separate
+operations of each layer. After each half of a layer, both runs must have the same bits.
 """
 
 import json
@@ -39,7 +39,7 @@ from oarlock.workers.verify.compare import dense_routing, file_of, halves_of, pa
 from oarlock.workers.verify.halves import RecordedHalves
 from oarlock.workers.verify.request import Request, Text
 
-_STEPS_PER_LINE = 16  # of progress
+_STEPS_PER_LINE = 16  # steps per line of progress
 
 
 def run_rank(
@@ -49,10 +49,10 @@ def run_rank(
     on_progress: Callable[[str], None],
     stage: PipelineStage | None = None,
 ) -> None:
-    """Run the text in `folder` on this rank of `stage` and write what it computed there. `stage`: None where there is
-    one only.
+    """Run the text in `folder` on this rank of `stage`, and write the results there. `stage`: None if there is only
+    one.
 
-    `on_progress` gets what is being done, often the same line again: it also shows that something moves.
+    `on_progress` gets a description of the current work, often the same again: it also shows that there is progress.
     """
     request, text = Request.read(folder), Text.read(folder)
     runner = ModelRunner(config, tp, stage=stage)
@@ -88,7 +88,7 @@ def run_rank(
 
 
 def _answers(text: Text, chosen: dict[tuple[int, int], int]) -> list[list[int]]:
-    """This model's greedy choice in place of each token of the known output, by sequence."""
+    """Return this model's greedy choice in place of each token of the known output, by sequence."""
     return [
         [chosen[seq, len(prompt) - 1 + index] for index in range(len(output))]
         for seq, (prompt, output) in enumerate(zip(text.prompts, text.outputs, strict=True))
@@ -96,7 +96,7 @@ def _answers(text: Text, chosen: dict[tuple[int, int], int]) -> list[list[int]]:
 
 
 def _files(steps: list[dict[str, Tensor]], order: Tensor) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """(file, its tensors [T, columns]) per layer; rows as the reference has them, sequence by sequence."""
+    """Yield (file, its tensors [T, columns]) per layer. Rows are ordered by sequence, as in the reference."""
     files: dict[str, list[str]] = {}
     for name in steps[0]:
         files.setdefault(file_of(name), []).append(name)
@@ -105,7 +105,7 @@ def _files(steps: list[dict[str, Tensor]], order: Tensor) -> Iterator[tuple[str,
 
 
 def steps_of(text: Text, block_size: int) -> Iterator[tuple[StepMetadata, list[tuple[int, int]]]]:
-    """Yields steps: all prompts in one, then one token of each sequence per step; every row asks for logits.
+    """Yield steps: all prompts in one, then one token of each sequence per step. Every row asks for logits.
 
     With each step comes the (sequence, position) of its rows.
     """
@@ -128,12 +128,12 @@ def steps_of(text: Text, block_size: int) -> Iterator[tuple[StepMetadata, list[t
 
 
 def blocks_needed(text: Text, block_size: int) -> int:
-    """Number of blocks that the text needs, the null block included."""
+    """Return the number of blocks that the text needs, including the null block."""
     return 1 + sum(-(-len(sequence) // block_size) for sequence in text.inputs())
 
 
 def _block_tables(lengths: list[int], block_size: int) -> list[list[int]]:
-    """Block tables in a shuffled order: nothing may rely on adjacent pages."""
+    """Return block tables in a shuffled order, so that nothing can rely on adjacent pages."""
     counts = [-(-length // block_size) for length in lengths]
     ids = list(range(1, 1 + sum(counts)))
     random.Random(0).shuffle(ids)
@@ -141,50 +141,50 @@ def _block_tables(lengths: list[int], block_size: int) -> list[list[int]]:
 
 
 class RecordingDecoder:
-    """A decoder that keeps a copy of every tensor it computes: hooks take the places of its parts.
+    """A decoder that keeps a copy of every tensor it computes: hooks replace its parts.
 
         recording = RecordingDecoder(decoder)         # used in place of the decoder until `recording.close()`
         hidden = recording(batch, pages, backend, plan)
         logits = recording.compute_logits(hidden)
         recording.last["2.k_rope"]                    # [T, K, D] of layer 2, this rank's heads
 
-    `last` holds the tensors of the newest step, `steps` those of all. T tokens, in the order of the batch; H query
-    heads and K key-value heads of this rank; I its share of the intermediate size; dtypes as the layers made them.
+    `last` has the tensors of the newest step, `steps` the tensors of all. T tokens, in the order of the batch; H query
+    heads and K key-value heads of this rank; I its share of the intermediate size; dtypes as the layers return them.
 
         embedding            [T, hidden]     input of the first layer: summed over ranks, and scaled (Gemma)
-        {i}.input_norm       [T, hidden]     input of the projections, where there is a norm before them
+        {i}.input_norm       [T, hidden]     input of the projections, if there is a norm before them
         {i}.q {i}.k {i}.v    [T, H or K, D]  after the projection, bias included
         {i}.q_rope {i}.k_rope                after the norm of heads or rows, and rotation: as attended, as cached
         {i}.attention        [T, H, D]       input of o_proj
         {i}.o_proj           [T, hidden]     summed over ranks, before any norm and before the residual is added
-        {i}.mid_residual     [T, hidden]     after the attention half, unless the MLP is beside it
-        {i}.mlp_norm         [T, hidden]     input of the MLP, where it has a norm of its own
+        {i}.mid_residual     [T, hidden]     after the attention half, unless the MLP is parallel to it
+        {i}.mlp_norm         [T, hidden]     input of the MLP, if it has its own norm
         {i}.gate_up          [T, I]          activation(gate) * up
         {i}.mlp              [T, hidden]     down_proj, as o_proj
-        {i}.router           [T, E]          logits of a mixture's router, of E experts
-        {i}.routing          [T, E]          weight of each expert, 0 of one that a token does not get
+        {i}.router           [T, E]          logits of a MoE layer's router, for E experts
+        {i}.routing          [T, E]          weight of each expert, 0 for experts that a token does not use
         {i}.experts          [T, hidden]     sum of a token's experts over ranks, as these exchange it
         {i}.shared           [T, hidden]     the shared expert's result, likewise
         {i}.residual         [T, hidden]     after the layer
         final_norm           [T, hidden]
         logits               [L, V]          this rank's shard of the vocabulary; only after `compute_logits`
 
-    Those of layer i are the taps of its sublayers (`compare.taps_of`).
+    The tensors of layer i are the taps of its sublayers (`compare.taps_of`).
 
     Every rank of a group must be recorded, or none. Attributes that are not defined here are the decoder's.
     """
 
     def __init__(self, decoder: Decoder, *, diagnostics: bool = False) -> None:
-        """`diagnostics`: also keep what only the search for a cause needs, and serving does not compute.
+        """`diagnostics`: also keep tensors that only the search for a cause needs, and serving does not compute.
 
-        {i}.o_proj_partial {i}.mlp_partial   [T, hidden]   this rank's share, before the sum; with several ranks
+        {i}.o_proj_partial {i}.mlp_partial   [T, hidden]   this rank's share, before the all-reduce; with several ranks
         {i}.gate_up_mirrored                 [T, I]        gate_up of the negated input
         """
         self.decoder = decoder
         self._diagnostics = diagnostics
         self.steps: list[dict[str, Tensor]] = []
         self._undo: list[Callable[[], None]] = []
-        # The tensor that the next sum over ranks results in, and the bias that is then added.
+        # The tensor that the next all-reduce returns, and the bias that is then added.
         self._summing: tuple[str, Tensor | None] | None = None
         self._install()
 
@@ -209,20 +209,20 @@ class RecordingDecoder:
         return self.decoder(batch, kv, recording, plan, hidden)  # ty: ignore[invalid-argument-type]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Computes logits as the decoder does, and records them."""
+        """Compute logits as the decoder does, and record them."""
         logits = self.decoder.compute_logits(hidden)
         so_far = self.last.get("logits", logits[:0])  # a step with many rows asks in several calls
         self._record("logits", torch.cat((so_far, logits)))
         return logits
 
     def close(self) -> None:
-        """Remove the hooks; what was recorded stays."""
+        """Remove the hooks. Recordings stay."""
         while self._undo:
             self._undo.pop()()
         self.decoder.parts_were_replaced()
 
     def _record(self, name: str, value: Tensor) -> None:
-        if self.steps:  # a sum over ranks may also be asked for outside a step
+        if self.steps:  # an all-reduce may also be asked for outside a step
             self.last[name] = value.detach().clone()
 
     def _install(self) -> None:
@@ -238,7 +238,7 @@ class RecordingDecoder:
         tp.all_reduce = self._recording_all_reduce(tp.all_reduce)  # ty: ignore[invalid-assignment]
 
     def _install_layer(self, place: int) -> None:
-        """Installs the hooks of the layer at `place` in its stage."""
+        """Install the hooks of the layer at `place` in its stage."""
         layer, number = self.decoder.layers[place], self.decoder.stage[place]
         shape = self.decoder.spec.layers[number]
         for branch, spec in zip(layer.branches, shape.branches, strict=True):
@@ -258,7 +258,7 @@ class RecordingDecoder:
         self.decoder.layers[place] = _Hooked(layer, before, after)  # ty: ignore[invalid-assignment]
 
     def _hook_sublayer(self, sublayer: Any, spec: SublayerSpec, layer: int) -> None:
-        """Installs the hooks on the products of a sublayer; what is between them, the attention backend records."""
+        """Install the hooks on the matmuls of a sublayer. The attention backend records the tensors between them."""
         if isinstance(spec, ExpertsSpec):
             self._hook_experts(sublayer, spec, layer)
             return
@@ -277,7 +277,7 @@ class RecordingDecoder:
                 self._hook_mirror(sublayer, sublayer.products[whole], f"{layer}.{tap.name}_mirrored")
 
     def _hook_experts(self, sublayer: Any, spec: ExpertsSpec, layer: int) -> None:
-        """Installs the hooks on the router, and on the sums over ranks of what experts give."""
+        """Install the hooks on the router, and on the all-reduces of the experts' results."""
 
         def routed(result: tuple[Tensor, Tensor]) -> None:
             ids, weights = result
@@ -293,7 +293,8 @@ class RecordingDecoder:
         self._hook(sublayer, "sums", after=summed)
 
     def _record_parts(self, layer: int, taps: list[Tap], product: Tensor) -> None:
-        """The results of one product [T, columns of all parts], each by its name as [T, parts, columns of one]."""
+        """Record the results of one matmul [T, columns of all parts], each by its name as [T, parts, columns of
+        one]."""
         tp = self.decoder.place.tp
         parts = [part_of(tap.name, self.decoder.spec, tp.rank, tp.size, layer) for tap in taps]
         columns = product.split([part.width for part in parts], 1)
@@ -310,13 +311,13 @@ class RecordingDecoder:
         setattr(owner, name, _Hooked(original, before, after))
 
     def _hook_row_parallel(self, owner: Any, name: str, output: str, inputs: str | None) -> None:
-        """The layer adds bias and residual before it returns, so its sum is recorded inside `all_reduce`."""
+        """Record the sum inside `all_reduce`, because the layer adds bias and residual before it returns."""
         layer = getattr(owner, name)
 
         def before(x: Tensor) -> None:
             if inputs is not None:
                 self._record(inputs, x)
-            if self.decoder.place.tp.size == 1:  # the product may add the residual itself: compute it without
+            if self.decoder.place.tp.size == 1:  # the matmul may add the residual itself: compute it without
                 self._record(output, layer.product(x))
             else:
                 self._summing = output, layer.bias
@@ -338,7 +339,7 @@ class RecordingDecoder:
 
 
 class _Hooked:
-    """A callable with a hook that gets its first argument and one that gets its result."""
+    """A callable with a hook on its first argument and a hook on its result."""
 
     def __init__(self, inner: Any, before: Callable[[Tensor], None] | None, after: Callable[[Tensor], None] | None):
         self._inner = inner
@@ -369,7 +370,7 @@ class _RecordingBackend:
         return getattr(self._inner, name)
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
-        self._written = k  # of the layer that the next call of `attend` names
+        self._written = k  # keys of the layer that the next call of `attend` names
         self._inner.write(kv, k, v, batch)
 
     def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec, sinks: Tensor | None = None) -> Tensor:

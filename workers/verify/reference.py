@@ -1,8 +1,8 @@
-"""transformers' side of a verification: its greedy text, its tensors, and how far each is from the float64 truth.
+"""transformers' side of a verification: its greedy text, its tensors, and their distance from the float64 truth.
 
 `python -m oarlock.workers.verify.reference FOLDER PARENT_PID CONTROL_FD` reads `request.json` in FOLDER and writes
   text.json              the token ids that the ranks are fed
-  truth-*.safetensors    every tensor in float64, stored in float32 where the model's dtype is coarser
+  truth-*.safetensors    every tensor in float64, stored in float32 if the model's dtype is coarser
   theirs-*.safetensors   per column, the largest error of transformers' own run and the sum of squared errors
 It is a process of its own, so that all its memory is free again when our ranks start.
 """
@@ -45,7 +45,7 @@ from oarlock.workers.verify.request import Request, Text
 from oarlock.workers.weights.gguf_model import gguf_file
 
 _PRODUCTS = (nn.Linear, nn.Embedding)
-_ROWS = 8192  # of a weight that are widened to float64 at once
+_ROWS = 8192  # rows of a weight that are widened to float64 at once
 
 Say = Callable[[str], None]
 
@@ -75,7 +75,7 @@ def record_reference(request: Request, folder: Path, say: Say) -> Text:
 
 
 def load_for(request: Request, dtype: torch.dtype) -> tuple[PreTrainedModel, DequantisedModel | None]:
-    """The model, and what makes it a quantised one; None where weights are served in the dtype of the model."""
+    """Return the model, and its quantised counterpart; None if weights are served in the dtype of the model."""
     path = Path(request.model)
     is_dense = gguf_file(path) is None and request.quantization in QUANTIZATIONS
     if is_dense and request.quantization == "none":
@@ -97,7 +97,7 @@ def load_for(request: Request, dtype: torch.dtype) -> tuple[PreTrainedModel, Deq
 
 
 def _unfilled_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The architecture that config.json describes, with weights still to be given."""
+    """Return the architecture that config.json describes, without its weights."""
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     for key in ("quantization_config", "compression_config"):
         if hasattr(config, key):
@@ -106,7 +106,7 @@ def _unfilled_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
-    """The model as a user of transformers gets it, in evaluation mode."""
+    """Return the model as a user of transformers gets it, in evaluation mode."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
@@ -114,7 +114,7 @@ def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
 
 
 def generate(model: PreTrainedModel, request: Request, say: Say) -> Text:
-    """Greedy text by transformers' own `generate`; an end-of-sequence token does not end it."""
+    """Generate greedy text with transformers' own `generate`. An end-of-sequence token does not end it."""
     outputs = []
     for number, prompt in enumerate(request.prompts):
         if request.new_tokens == 0:
@@ -139,7 +139,7 @@ def _record(
     folder: Path,
     say: Say,
 ) -> dict[str, Tensor]:
-    """Run the text in float64 and write that and the errors of `theirs`; the truth is returned."""
+    """Run the text in float64, write the result and the errors of `theirs`, and return the result."""
     truth_dtype = torch.float64 if request.dtype == "float32" else torch.float32
     say("every layer in float64")
     with in_float64(model):
@@ -161,7 +161,8 @@ def _record(
 
 
 def _loss(weights: Iterable[float], rounded: dict[str, Tensor], before: dict[str, Tensor]) -> RoundingLoss:
-    """`weights`: by layer, as `DequantisedModel.errors`. Tensors by name, with and without rounding."""
+    """Return the loss. `weights`: by layer, from `DequantisedModel.errors`. Tensors by name, with and without
+    rounding."""
 
     def distance(name: str) -> float:
         return ((rounded[name].double() - before[name]).norm() / before[name].norm()).item()
@@ -171,7 +172,7 @@ def _loss(weights: Iterable[float], rounded: dict[str, Tensor], before: dict[str
 
 
 def _run(model: PreTrainedModel, spec: DecoderSpec, text: Text, keep: torch.dtype) -> dict[str, Tensor]:
-    """Runs all sequences, one after the other, each in one call: every tensor as [T, columns]."""
+    """Run all sequences, one after the other, each in one call. Return every tensor as [T, columns]."""
     recorder = TransformersRecorder(model, spec, keep)
     try:
         for sequence in text.inputs():
@@ -183,11 +184,11 @@ def _run(model: PreTrainedModel, spec: DecoderSpec, text: Text, keep: torch.dtyp
 
 
 class TransformersRecorder:
-    """Hooks on a transformers model that keep all tensors of `compare.taps_of`, and those before and after the layers,
-    as [T, columns].
+    """Hooks on a transformers model that keep all tensors of `compare.taps_of`, and the tensors before and after the
+    layers, as [T, columns].
 
-    Several calls of the model follow one another along T. `q_rope` and `k_rope` are taken from the arguments of the
-    attention function, which is registered anew under another name.
+    Several calls of the model are concatenated along T. `q_rope` and `k_rope` are taken from the arguments of the
+    attention function, which is registered again under another name.
     """
 
     def __init__(self, model: PreTrainedModel, spec: DecoderSpec, keep: torch.dtype) -> None:
@@ -209,7 +210,7 @@ class TransformersRecorder:
         model.set_attn_implementation(name)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that were recorded since the last call."""
+        """Return all tensors that were recorded since the last call."""
         joined = {name: torch.cat(parts) for name, parts in self._parts.items()}
         self._parts = {}
         return joined
@@ -221,7 +222,7 @@ class TransformersRecorder:
         self._model.set_attn_implementation(self._usual_attention)
 
     def record(self, name: str, value: Tensor) -> None:
-        """`value` [1, T, ...], or [T, columns]."""
+        """Record `value` [1, T, ...], or [T, columns]."""
         rows = value.detach() if value.dim() == 2 else value.detach()[0]
         self._parts.setdefault(name, []).append(rows.reshape(rows.shape[0], -1).to(self._keep, copy=True).cpu())
 
@@ -239,11 +240,11 @@ class TransformersRecorder:
                     self._before(getattr(layer, following.norm or following.sublayer.module), name)
             elif isinstance(branch.sublayer, ExpertsSpec):
                 self._hook_experts(name, layer, branch.sublayer, one.tap)
-            elif one.tap.made is not Made.ROTATION:  # those are arguments of the attention function
+            elif one.tap.made is not Made.ROTATION:  # rotated tensors are arguments of the attention function
                 self._hook_sublayer(index, getattr(layer, branch.sublayer.module), branch.sublayer, one.tap)
 
     def _hook_sublayer(self, index: int, module: Any, spec: SublayerSpec, tap: Tap) -> None:
-        """`module`: the sublayer as transformers has it, where products may be fused."""
+        """Hook a tensor of `module`, the sublayer in transformers, whose matmuls may be fused."""
         name = f"{index}.{tap.name}"
         if hasattr(module, tap.module):
             hook = self._before if tap.is_input else self._after
@@ -259,13 +260,13 @@ class TransformersRecorder:
         self._after(getattr(module, fused), name, slice(start, start + rows[f"{tap.module}.weight"]))
 
     def _hook_experts(self, name: str, layer: Any, spec: ExpertsSpec, tap: Tap) -> None:
-        """`layer`: transformers', which may have the shared expert beside the others."""
+        """Hook a tensor of the experts. `layer`: transformers', which may have the shared expert next to the others."""
         sublayer = getattr(layer, spec.module)
         part = getattr(sublayer, tap.module, None) or getattr(layer, tap.module)
         if tap.made is not Made.ROUTING:
             self._after(part, name)
             gate = spec.shared.gate if spec.shared is not None and tap.name == "shared" else None
-            if gate is not None:  # comes after the expert that it scales
+            if gate is not None:  # called after the expert that it scales
                 self._handles.append(getattr(sublayer, gate).register_forward_hook(partial(self._scale, name)))
             return
 
@@ -275,7 +276,7 @@ class TransformersRecorder:
         self._handles.append(part.register_forward_hook(hook))
 
     def _scale(self, name: str, module: nn.Module, args: tuple[Any, ...], result: Tensor) -> None:
-        """Scales the newest rows of `name` by the sigmoid of `result` [T, 1]."""
+        """Scale the newest rows of `name` by the sigmoid of `result` [T, 1]."""
         newest = self._parts[name].pop()
         self.record(name, newest.to(result.device) * torch.sigmoid(result.to(newest.dtype)))
 
@@ -294,7 +295,7 @@ class TransformersRecorder:
     def _attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
     ) -> tuple[Tensor, None]:
-        """The model's usual attention, or `exact_attention` in float64; `query` [1, H, T, D]."""
+        """Call the model's usual attention, or `exact_attention` in float64; `query` [1, H, T, D]."""
         self.record(f"{module.layer_idx}.q_rope", query.transpose(1, 2))
         self.record(f"{module.layer_idx}.k_rope", key.transpose(1, 2))
         if query.dtype == torch.float64:
@@ -310,11 +311,11 @@ class TransformersRecorder:
 
 @contextmanager
 def in_float64(model: nn.Module) -> Generator[None]:
-    """Makes `model` compute in float64 on its own weights, within the context. Attention needs `exact_attention` too.
+    """Make `model` compute in float64 on its own weights, within the context. Attention needs `exact_attention` too.
 
     Each module widens its weight while it computes, a block of rows at a time, so that no second copy of the model has
-    to fit. Norms, which transformers computes in float32 whatever the model's dtype, are written out. Only cos and sin
-    keep float32: they are part of what the model means.
+    to fit. Norms, which transformers computes in float32 for any dtype of the model, are written out. Only cos and sin
+    stay in float32: they are part of the model's definition.
     """
     changed = []
     for module in model.modules():
@@ -330,7 +331,7 @@ def in_float64(model: nn.Module) -> Generator[None]:
 
 
 class _Widened(TorchFunctionMode):
-    """Whatever asks for float32 gets float64."""
+    """Replaces float32 by float64 in all calls."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func: Any = Tensor.double if func is Tensor.float else func
@@ -340,7 +341,7 @@ class _Widened(TorchFunctionMode):
 
 
 class _WithoutHooks(nn.Module):
-    """A module's own forward, without what is hooked to it."""
+    """A module's own forward, without its hooks."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -351,14 +352,14 @@ class _WithoutHooks(nn.Module):
 
 
 def _exact_router(module: nn.Module, x: Tensor) -> Any:
-    """The router's own forward, on its weights in float64."""
+    """Call the router's own forward, on its weights in float64."""
     plain = _WithoutHooks(module)
     with _Widened():
         return functional_call(plain, {name: each.double() for name, each in plain.named_parameters()}, (x,))
 
 
 def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """`x` [T, hidden], `ids` and `weights` [T, k]: one expert after the other, each widened by itself."""
+    """Compute the experts one after the other, each widened by itself. `x` [T, hidden], `ids` and `weights` [T, k]."""
     total = torch.zeros_like(x)
     for expert in ids.unique().tolist():
         rows, places = (ids == expert).nonzero(as_tuple=True)
@@ -376,12 +377,13 @@ def _exact_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
 
 
 def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The float64 form of a module with weights; None for one that has none and computes in the dtype it is given."""
+    """Return the float64 version of a module with weights; None for a module without weights, which computes in the
+    dtype of its inputs."""
     if isinstance(module, nn.Linear):
         return lambda x: _linear(module, x)
     if isinstance(module, nn.Embedding):
         scale = 1.0
-        if hasattr(module, "embed_scale"):  # Gemma's, which it rounds to the dtype: that is part of what it means
+        if hasattr(module, "embed_scale"):  # Gemma rounds its scale to the dtype, as part of the model's definition
             scale = torch.as_tensor(module.embed_scale).to(module.weight.dtype).item()
         return lambda ids: F.embedding(ids, module.weight).double() * scale
     if type(module).__name__.endswith("Router"):
@@ -394,12 +396,12 @@ def _exact_forward(module: nn.Module) -> Callable[..., Any] | None:
         weight: Any = module.weight
         scaled = module(
             torch.ones_like(weight)
-        )  # tells whether it scales by the weight, or by 1 + weight as Gemma's do
+        )  # shows whether it scales by the weight, or by 1 + weight as Gemma's norms do
         offset = round((scaled - weight).double().mean().item())
         return lambda x: _norm(module, x, offset)
-    if type(module).__name__.endswith("MoeStatics"):  # part of a router, by which it is widened
+    if type(module).__name__.endswith("MoeStatics"):  # part of a router, which widens it
         return None
-    if {name for name, _ in module.named_parameters(recurse=False)} - {"sinks"}:  # these, `exact_attention` widens
+    if {name for name, _ in module.named_parameters(recurse=False)} - {"sinks"}:  # `exact_attention` widens the sinks
         raise NotImplementedError(f"no float64 form of {type(module).__name__} is known")
     return None
 
@@ -412,7 +414,8 @@ def _linear(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _norm(module: Any, x: Tensor, offset: float) -> Tensor:
-    """Rows of `x` divided by their root mean square, scaled by `offset` + weight, plus the bias if there is one."""
+    """Divide the rows of `x` by their root mean square, scale them by `offset` + weight, and add the bias if there is
+    one."""
     eps: float = module.eps if hasattr(module, "eps") else module.variance_epsilon
     normed = (offset + module.weight.double()) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     return normed if getattr(module, "bias", None) is None else normed + module.bias.double()
@@ -427,8 +430,8 @@ def exact_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`query` [1, H, T, D] over `key`, `value` [1, K, N, D] -> [1, T, H, D]. No mask means causal: the queries are the
-    last T of N tokens. `sinks` [H]: a score of each head that has no value."""
+    """Attend with `query` [1, H, T, D] to `key`, `value` [1, K, N, D] -> [1, T, H, D]. No mask means causal: the
+    queries are the last T of N tokens. `sinks` [H]: a score of each head that has no value."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     scores = query @ key.transpose(2, 3) * scale  # [1, H, T, N]

@@ -14,7 +14,7 @@ _LEFT_ALIGNED = ("layer", "tensor", "result")
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One verification."""
+    """Findings of one verification."""
 
     model: str
     architecture: str
@@ -36,7 +36,7 @@ class Report:
 
     @property
     def form(self) -> str:
-        """The form of the weights, in words."""
+        """Description of the weight format."""
         if self.dequantize:
             return f"{self.quantization}, written out in this dtype"
         return "this dtype" if self.quantization == "none" else f"{self.quantization}, whose products round inputs"
@@ -106,9 +106,9 @@ class Report:
 
 
 def shown(comparison: Comparison) -> list[Row]:
-    """The worst tensor of each layer; of the first layer with a fault, all of them."""
+    """Return the worst tensor of each layer, and all tensors of the first layer with a fault."""
     first = comparison.first_fault
-    groups: dict[int | str, list[Row]] = {}  # by layer; a tensor outside the layers is a group of its own
+    groups: dict[int | str, list[Row]] = {}  # layer -> rows; a tensor outside the layers is a group of its own
     for row in comparison.rows:
         groups.setdefault(row.tensor if row.layer is None else row.layer, []).append(row)
     rows = []
@@ -121,7 +121,7 @@ def shown(comparison: Comparison) -> list[Row]:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Lines, headings first."""
+    """Return the lines of a table, headings first."""
     lines = [_HEADINGS]
     for row in rows:
         worst = row.worst
@@ -138,7 +138,7 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def _loss_lines(loss: RoundingLoss, quantization: str) -> list[str]:
-    """Lines about the distance of the model from the one that was stored."""
+    """Return lines about the distance of the model from the stored one."""
     lines = [f"what {quantization} costs: distance from the weights as stored and from their answers in float64"]
     lines.append("layer  weights  hidden")
     lines += [f"{one.layer:5}  {one.weights:7.2%}  {one.hidden:6.2%}" for one in loss.layers]
@@ -146,7 +146,7 @@ def _loss_lines(loss: RoundingLoss, quantization: str) -> list[str]:
 
 
 def _ranks_line(comparison: Comparison) -> str:
-    """Whether the ranks hold the same bits where they should."""
+    """Return a line that reports whether the ranks have the same bits in tensors that all have."""
     count = sum(row.is_on_all_ranks for row in comparison.rows)
     differ = [row.name for row in comparison.rows if not row.ranks_agree]
     if differ:
@@ -155,7 +155,7 @@ def _ranks_line(comparison: Comparison) -> str:
 
 
 def _halves_line(halves: Halves) -> str:
-    """Whether layers give the same bits as they are served."""
+    """Return a line that reports whether layers give the same bits as they are served."""
     if halves.why_not is not None:
         return f"halves: layers are served by the operations that were compared, as {halves.why_not}"
     if not halves.differences:
@@ -202,5 +202,5 @@ def _row_json(row: Row) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """The number for JSON, which has no infinity and no NaN: None in their place."""
+    """Return the value for JSON, which has no infinity and no NaN; None in their place."""
     return value if math.isfinite(value) else None

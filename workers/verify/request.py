@@ -12,7 +12,7 @@ from typing import Any
 from oarlock.workers.errors import StartupError
 
 NEW_TOKENS = 12  # generated after each prompt
-MAX_TOKENS = 512  # over all prompts: every tensor of every layer is kept for each of them
+MAX_TOKENS = 512  # limit over all prompts, because every tensor of every layer is kept for each token
 BUILT_IN_PROMPTS = (
     "The quick brown fox jumps over the lazy dog, and then",
     "def area(radius):\n    return 3.14159 * ",
@@ -32,9 +32,9 @@ class Request:
     prompts: list[list[int]]
     new_tokens: int
     record: bool = True  # tensors as well as tokens
-    quantization: str = "none"  # of the weights, at load
-    dequantize: bool = False  # they are written out in `dtype`
-    num_threads: int | None = None  # of the reference; None: torch's own choice
+    quantization: str = "none"  # quantization of the weights, at load
+    dequantize: bool = False  # weights are dequantised to `dtype`
+    num_threads: int | None = None  # threads of the reference; None: torch's own choice
 
     def write(self, folder: Path) -> None:
         (folder / "request.json").write_text(json.dumps(asdict(self)), "utf-8")
@@ -52,7 +52,7 @@ class Text:
     outputs: list[list[int]]
 
     def inputs(self) -> list[list[int]]:
-        """Token ids that are fed to the model, per sequence: the last generated token is only ever an output."""
+        """Return the token ids that are fed to the model, per sequence. The last generated token is only an output."""
         return [prompt + output[:-1] for prompt, output in zip(self.prompts, self.outputs, strict=True)]
 
     @property
@@ -69,7 +69,7 @@ class Text:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """One prompt per line, empty lines left out. Raises `StartupError` for a file that cannot be read."""
+    """Read one prompt per line, without empty lines. Raises `StartupError` if the file cannot be read."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except FileNotFoundError:
@@ -91,15 +91,15 @@ def has_tokenizer(model: Path) -> bool:
 
 
 def random_prompts(vocab_size: int, longest: int) -> list[list[int]]:
-    """Token ids for a model without a tokenizer, drawn from a fixed seed."""
+    """Return token ids for a model without a tokenizer, drawn from a fixed seed."""
     draw = random.Random(0)
     return [[draw.randrange(vocab_size) for _ in range(min(length, longest))] for length in _RANDOM_LENGTHS]
 
 
 def tokenize(model: Path, texts: list[str], vocab_size: int, longest: int) -> list[list[int]]:
-    """`texts` as token ids, by the checkpoint's own tokenizer. `longest`: tokens that a prompt may have.
+    """Return `texts` as token ids, by the checkpoint's own tokenizer. `longest`: tokens that a prompt may have.
 
-    Raises `StartupError` for a tokenizer that cannot be used and for prompts that the model cannot take.
+    Raises `StartupError` if the tokenizer cannot be used, or if the model cannot take a prompt.
     """
     from transformers import AutoTokenizer
 
