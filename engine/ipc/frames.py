@@ -1,8 +1,8 @@
-"""Length-prefixed frames on a byte stream: a JSON head, then int32 and float32 numbers. No pickle.
+"""Length-prefixed frames on a byte stream: a JSON head, then int32 and float32 values. No pickle.
 
     magic u32 | head bytes u32 | ints u32 | floats u32 | head | ints | floats        (little-endian)
 
-`FrameSocket` is the engine's end: it sends and receives frames, and never blocks. Does not know what a frame means
+`FrameSocket` is the engine's end: it sends and receives frames, and never blocks. Does not know the meaning of a frame
 (`messages.py`).
 """
 
@@ -28,9 +28,9 @@ _SHORT_HEAD_BYTES, _KEPT_HEADS = 40, 1024
 if array("i").itemsize != _ITEM_BYTES or array("f").itemsize != _ITEM_BYTES or sys.byteorder != "little":
     raise ImportError("frames need a little-endian machine with 4-byte C ints")
 _RECV_BYTES = 1 << 18
-_MAX_RECV_PER_CALL = 4 << 20  # so that many requests at once do not keep the loop from running steps
+_MAX_RECV_PER_CALL = 4 << 20  # limit, so that many requests at once do not keep the loop from running steps
 _FULL_BYTES = 16 << 20
-_UNREAD_LIMIT_S = 60.0  # a frontend that reads nothing for so long counts as gone
+_UNREAD_LIMIT_S = 60.0  # a frontend that reads nothing for this time counts as gone
 
 
 class FrameError(ValueError):
@@ -51,7 +51,8 @@ class Frame:
 
 
 def encode(head: dict[str, Any], ints: Iterable[int] = (), floats: Iterable[float] = ()) -> bytes:
-    """The bytes of one frame. Raises `FrameError` for numbers over 32 bits, or a frame larger than a reader accepts."""
+    """Return the bytes of one frame. Raises `FrameError` if a number exceeds 32 bits, or if the frame is too large for
+    a reader."""
     try:
         int_bytes, float_bytes = array("i", ints).tobytes(), array("f", floats).tobytes()
     except (OverflowError, TypeError) as error:
@@ -60,12 +61,12 @@ def encode(head: dict[str, Any], ints: Iterable[int] = (), floats: Iterable[floa
 
 
 def head_text(head: dict[str, Any]) -> bytes:
-    """The bytes of a head."""
+    """Return the bytes of a head."""
     return json.dumps(head, separators=(",", ":")).encode()
 
 
 def join(text: bytes, ints: bytes, floats: bytes = b"") -> bytes:
-    """The bytes of one frame from those of its parts. Raises `FrameError` for more than a reader accepts."""
+    """Return the bytes of one frame from its parts. Raises `FrameError` if it is too large for a reader."""
     if len(text) > MAX_HEAD_BYTES or len(text) + len(ints) + len(floats) > MAX_FRAME_BYTES:
         raise _too_large(len(text), len(ints) + len(floats))
     prefix = _PREFIX.pack(_MAGIC, len(text), len(ints) // _ITEM_BYTES, len(floats) // _ITEM_BYTES)
@@ -80,7 +81,7 @@ class FrameReader:
         self._missing = _PREFIX.size  # no frame can be complete with fewer bytes
 
     def feed(self, data: bytes | memoryview) -> list[Frame]:
-        """All frames that `data` completes. Raises `FrameError`."""
+        """Return all frames that `data` completes. Raises `FrameError`."""
         self._buffer += data
         frames = []
         start = 0
@@ -136,7 +137,7 @@ def _read_head(text: bytes) -> dict[str, Any]:
     return fields
 
 
-_short_head = lru_cache(_KEPT_HEADS)(_read_head)  # of events: most steps have a head like one before
+_short_head = lru_cache(_KEPT_HEADS)(_read_head)  # most heads of events equal an earlier one
 
 
 class FrameSocketClosedError(Exception):
@@ -144,7 +145,8 @@ class FrameSocketClosedError(Exception):
 
 
 class FrameSocket:
-    """Buffers frames that the frontend has not read yet. While `is_full`, the loop should send nothing more."""
+    """Socket that buffers frames which the frontend has not read yet. While `is_full`, the loop should send nothing
+    more."""
 
     def __init__(
         self, sock: socket.socket, *, full_bytes: int = _FULL_BYTES, clock: Callable[[], float] = time.monotonic
@@ -169,7 +171,8 @@ class FrameSocket:
         return len(self._pending) >= self._full_bytes
 
     def receive(self) -> list[Frame]:
-        """All frames that have arrived. Raises `FrameSocketClosedError` at end-of-file, `FrameError` on other bytes."""
+        """Return all frames that have arrived. Raises `FrameSocketClosedError` at end-of-file, `FrameError` on other
+        bytes."""
         frames: list[Frame] = []
         received = 0
         while received < _MAX_RECV_PER_CALL:
@@ -191,7 +194,8 @@ class FrameSocket:
         self.flush()
 
     def flush(self) -> None:
-        """Send as much as the socket takes. `FrameSocketClosedError` when the frontend is gone or reads no more."""
+        """Send as much as the socket takes. Raises `FrameSocketClosedError` if the frontend is gone or reads no
+        more."""
         if not self._pending:
             return
         sent = 0
@@ -207,7 +211,8 @@ class FrameSocket:
         del self._pending[:sent]
 
     def _record_blocked(self, *, sent_some: bool) -> None:
-        """Measure how long sending is blocked: between blocked attempts, not during a long step before the first."""
+        """Measure how long sending is blocked, from the first blocked attempt on, not from before a long step. Raises
+        `FrameSocketClosedError` after `_UNREAD_LIMIT_S`."""
         now = self._clock()
         if sent_some or self._blocked_s is None:
             self._blocked_s = now

@@ -1,12 +1,13 @@
-"""Messages between frontend and engine as frames: for each a function that writes it and one that reads it.
+"""Messages between frontend and engine as frames: for each a function that writes it and a function that reads it.
 
     frontend -> engine   config, request, abort, stats, state, histories, reset_cache, stop
     engine -> frontend   progress, failed, ready, events, refused, alive, stats, state, histories, blocks,
                          cache_reset, dead
 
-The frontend asks for statistics, the live state, histories and a cache reset by number; an answer carries the same.
+The frontend's requests for statistics, the live state, histories and a cache reset have a number, which the reply
+repeats.
 
-Does not know sockets. The readers raise `FrameError` for a frame that lacks a field or has one of another type.
+Does not know sockets. The readers raise `FrameError` if a field of a frame is missing or has another type.
 """
 
 from array import array
@@ -45,7 +46,7 @@ T = TypeVar("T")
 
 
 def _reader(read: Callable[[Frame], T]) -> Callable[[Frame], T]:
-    """Turns every error of `read` into `FrameError`."""
+    """Turn every error of `read` into `FrameError`."""
 
     @wraps(read)
     def checked(frame: Frame) -> T:
@@ -103,7 +104,8 @@ def read_ready(frame: Frame) -> EngineInfo:
 
 
 def request(value: Request) -> bytes:
-    """Write a request, with lists as long as a vocabulary or context as ints. `FrameError` for ids over 32 bits."""
+    """Write a request, with lists as long as a vocabulary or context as ints. Raises `FrameError` for ids over 32
+    bits."""
     params = {field.name: getattr(value.params, field.name) for field in fields(value.params)}
     allowed, words = params.pop("allowed_token_ids"), params.pop("bad_words")
     if value.params.grammar is not None:
@@ -129,14 +131,14 @@ class RequestReader:
     """Reads the `request` frames of one connection.
 
     The choices of one request arrive one after the other, with equal prompts, allowed ids and bad words. They get the
-    same tuple objects, so that the engine derives from each list only once.
+    same tuple objects, so that the engine processes each list only once.
     """
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[Any, Any]] = {}  # by field: the numbers as they came, and the value made of them
+        self._last: dict[str, tuple[Any, Any]] = {}  # field -> its received values, and the result made from them
 
     def read(self, frame: Frame) -> Request:
-        """Raises `FrameError` when the frame is not a valid request."""
+        """Read a request. Raises `FrameError` if the frame is not valid."""
         return _reader(self._read)(frame)
 
     def _read(self, frame: Frame) -> Request:
@@ -168,7 +170,7 @@ class RequestReader:
         )
 
     def _shared(self, name: str, raw: Any, read: Callable[[Any], Any]) -> Any:
-        """`read(raw)`, or the result of the last call for this field if its `raw` was equal."""
+        """Return `read(raw)`, or the result of the last call for this field if its `raw` was equal."""
         last = self._last.get(name)
         if last is None or last[0] != raw:
             last = self._last[name] = raw, read(raw)
@@ -218,20 +220,19 @@ def read_refused(frame: Frame) -> tuple[int, OarlockError]:
 
 @_reader
 def read_id(frame: Frame) -> int:
-    """The request id of a request or an abort."""
+    """Return the request id of a request or an abort."""
     return int(frame.head["id"])
 
 
 # -- events
 #
-# One frame carries all events of a step. The plain ones, of a single token, are columns of numbers. The head holds
-# columns for the others, and for each of these a dictionary of the fields that it has:
-#
+# One frame has all events of a step. Plain events, of a single token, are columns of values. The head has columns for
+# the other events, and for each of them a dictionary of its fields:
 #     plain    number of plain events       ints     plain ones: request ids (each in two ints), token ids,
 #     scored   [M, K] logprobs of plain              num_cached_tokens; with `scored`, num_top, and ranks and ids as
 #              ones, alternatives of each            columns; then the token ids of the others; then the integers
 #     ids      request ids                           of their logprobs
-#     counts   token ids of each            floats   those of `scored`, as columns; then the others' logprobs and
+#     counts   token ids of each            floats   logprobs of `scored`, as columns; then the others' logprobs and
 #     cached   num_cached_tokens of each             vectors, of one event after the other
 #     extra    {reason, stop, error, param, code, shapes of logprobs, number of pooled values} of each
 
@@ -281,7 +282,7 @@ def read_events(frame: Frame) -> TokenEvents:
 
 
 def _read_scored(values: TokenEvents, shape: list[int], ints: array, floats: array) -> tuple[array, array]:
-    """Add the logprobs of plain events, of `shape` [M, K], to `values`; return the numbers behind them."""
+    """Add the logprobs of plain events, of `shape` [M, K], to `values`; return the remaining integers and floats."""
     count, k = shape
     num_plain = len(values.request_ids)
     numbers = _Numbers(ints, 0, floats)
@@ -362,7 +363,7 @@ class _Numbers:
         self._next_int, self._next_float = first, 0
 
     def rest(self) -> tuple[array, array]:
-        """Integers and floats that were not taken."""
+        """Return the integers and floats that were not taken."""
         return self._ints[self._next_int :], self._floats[self._next_float :]
 
     def take(self, num_top: int) -> TokenLogprobs:
@@ -399,7 +400,7 @@ def _slice(numbers: array, first: int, count: int) -> array:
 
 
 def alive(step_id: int) -> bytes:
-    """Write a heartbeat: every rank has just answered, without events."""
+    """Write a heartbeat: every rank has just responded, without events."""
     return encode({"kind": "alive", "step_id": step_id})
 
 
@@ -413,7 +414,7 @@ def stats(number: int, value: EngineStats) -> bytes:
 
 @_reader
 def read_number(frame: Frame) -> int:
-    """The number of a question; its answer carries the same."""
+    """Return the number of a request or of its reply."""
     return int(frame.head["number"])
 
 
@@ -431,7 +432,7 @@ def state(number: int, value: EngineState) -> bytes:
 
 
 def read_state(frame: Frame) -> tuple[int, EngineState]:
-    """Raises `FrameError`."""
+    """Read number and state. Raises `FrameError`."""
     number, value = frame.head.get("number"), frame.head.get("state")
     if not isinstance(number, int) or not isinstance(value, dict) or not EngineState.__required_keys__ <= value.keys():
         raise FrameError("a bad 'state' frame: a number and the members of a state are required")
@@ -439,12 +440,12 @@ def read_state(frame: Frame) -> tuple[int, EngineState]:
 
 
 def ask_histories(request_ids: Sequence[int]) -> Callable[[int], bytes]:
-    """Write the question for the histories of these requests."""
+    """Return a function that writes the request for the histories of these requests."""
     return lambda number: encode({"kind": "histories", "number": number, "ids": list(request_ids)})
 
 
 def read_ids(frame: Frame) -> list[int]:
-    """Raises `FrameError`."""
+    """Read the request ids. Raises `FrameError`."""
     ids = frame.head.get("ids")
     if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
         raise FrameError("a bad 'histories' frame: a list of ids is required")
@@ -452,12 +453,12 @@ def read_ids(frame: Frame) -> list[int]:
 
 
 def histories(number: int, values: list[RequestHistory]) -> bytes:
-    """Write the answer: the histories of those requests that are known."""
+    """Write the reply: the histories of the known requests."""
     return encode({"kind": "histories", "number": number, "histories": values})
 
 
 def read_histories(frame: Frame) -> tuple[int, list[RequestHistory]]:
-    """Raises `FrameError`."""
+    """Read number and histories. Raises `FrameError`."""
     number, values = frame.head.get("number"), frame.head.get("histories")
     if not isinstance(number, int) or not isinstance(values, list):
         raise FrameError("a bad 'histories' frame: a number and a list are required")
@@ -465,7 +466,7 @@ def read_histories(frame: Frame) -> tuple[int, list[RequestHistory]]:
 
 
 def blocks(value: BlockChanges) -> bytes:
-    """Write the changes; the hashes that are stored come first."""
+    """Write the changes; the stored hashes come first."""
     ints = array("i", b"".join((*value.stored, *value.removed)))
     return encode({"kind": "blocks", "cleared": value.is_cleared, "num_stored": len(value.stored)}, ints)
 
@@ -508,7 +509,7 @@ def read_dead(frame: Frame) -> tuple[str, int]:
 
 
 def chunks(values: TokenEvents, most_entries: int = 4_000_000) -> Iterable[TokenEvents]:
-    """Split events into parts that each fit one frame, however many logprobs they carry; keeps their order."""
+    """Split events into parts that each fit one frame, for any number of logprobs; keep their order."""
     chunk = replace(values, others=[])
     size = len(chunk)
     for event in values.others:

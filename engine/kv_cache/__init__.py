@@ -1,1 +1,2 @@
-"""KV blocks: which sequences hold them, the prefix cache and its events, and tiers for evicted ones. No tensors."""
+"""KV blocks: the sequences that hold them, the prefix cache and its events, and tiers for evicted blocks. No
+tensors."""

@@ -1,14 +1,14 @@
-"""Pool of KV blocks: which sequences hold which, the prefix cache over full blocks, and eviction.
+"""Pool of KV blocks: which sequences hold which blocks, the prefix cache over full blocks, and eviction.
 
 Knows block ids and token ids. Does not know tensors, bytes, or when a sequence runs.
 
 A block is in exactly one of three states: *held* (reference count > 0), *cached* (reference count 0, but its content
-can be found by its hash) or *free* (its content means nothing). Block 0 is the null block and has none of them.
+can be found by its hash) or *free* (its content is meaningless). Block 0 is the null block and has no state.
 
 The hash of a block is chained over the salt and every token up to the block's end: equal hashes mean equal content, and
-from the tokens and salt of a prompt anyone can compute the hashes of its blocks. A block is stored once its computation
-is scheduled; blocks that a withdrawn or refused step was to fill are removed. At any time the events so far, replayed
-in order, give exactly the hashes by which a new request could find a block.
+anyone can compute the hashes of a prompt's blocks from its tokens and salt. A block is stored when its computation is
+scheduled. If a step is withdrawn or refused, the blocks that it was to fill are removed. At any time, replaying all
+events so far in order gives exactly the hashes by which a new request could find a block.
 """
 
 from array import array
@@ -25,11 +25,11 @@ HASH_BYTES = 32
 
 
 class BlockStored(NamedTuple):
-    """A full block can be found by its hash. It could not be found before."""
+    """A full block can now be found by its hash. It could not be found before."""
 
     block_hash: bytes
-    parent_hash: bytes | None  # of the block before it in the sequence, which may have left the cache; None: the first
-    token_ids: Sequence[int]  # exactly one block of them
+    parent_hash: bytes | None  # hash of the previous block in the sequence, even if no longer cached; None: the first
+    token_ids: Sequence[int]  # tokens of exactly one block
     cache_salt: bytes
 
 
@@ -64,7 +64,7 @@ class BlockEventLog:
 
 
 class BlockChanges(NamedTuple):
-    """Net change that a run of events makes. `is_cleared` applies first; no hash is in both lists."""
+    """Net change of a run of events. `is_cleared` applies first; no hash is in both lists."""
 
     is_cleared: bool
     stored: Sequence[bytes]
@@ -85,9 +85,10 @@ class BlockChanges(NamedTuple):
 def extend_hashes(
     hashes: list[bytes], token_ids: Sequence[int], cache_salt: bytes, block_size: int, num_blocks: int
 ) -> None:
-    """Extend `hashes`, which has those of the first blocks of `token_ids`, to `num_blocks`. All must be full.
+    """Extend `hashes`, which has the hashes of the first blocks of `token_ids`, to `num_blocks`. All blocks must be
+    full.
 
-    blake2b(hash of the block before, its token ids as int32); before the first block stands the hash of the salt.
+    The hash is blake2b(hash of the previous block, token ids as int32); the hash of the salt precedes the first block.
     """
     while len(hashes) < num_blocks:
         parent = hashes[-1] if hashes else blake2b(cache_salt, digest_size=HASH_BYTES).digest()
@@ -101,14 +102,14 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Refusal of blocks by the KV cache manager, which need not search again while its cause holds."""
+    """Refusal of blocks by the KV cache manager, which need not search again while the cause lasts."""
 
-    floor: int  # plus the reserve: blocks that must have been released, ever, before it can succeed
-    awaited: bytes | None  # or the block with this hash must be cached
+    floor: int  # retry once the manager's total of released blocks reaches floor + reserve
+    awaited: bytes | None  # also retry once the block with this hash is cached
 
 
 class BlockHolder(Protocol):
-    """Sequence as the manager knows it: its tokens, and the blocks that hold their keys and values."""
+    """Sequence as the manager knows it: its tokens, and the blocks of their keys and values."""
 
     request: Request
     block_ids: list[int]
@@ -130,8 +131,8 @@ class BlockHolder(Protocol):
 class KVCacheManager:
     """Allocates KV blocks by reference counts, with a prefix cache over full blocks; evicts the least recently freed.
 
-    A column is an index into a sequence's block table. Where all layers have a sliding window, a sequence frees the
-    blocks that none of its later tokens reads: the null block stands in their columns.
+    A column is an index into a sequence's block table. If all layers have a sliding window, a sequence frees the blocks
+    that none of its later tokens reads, and the null block replaces them in their columns.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class KVCacheManager:
         *,
         enable_prefix_caching: bool,
         sliding_window: int | None = None,  # a token attends to itself and the window - 1 tokens before it
-        max_step_tokens: int = 0,  # the most tokens of one sequence in a step; used with a window only
+        max_step_tokens: int = 0,  # maximum tokens of one sequence in a step; used with a window only
     ) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool of {num_blocks} blocks has nothing to allocate: block 0 is the null block")
@@ -153,13 +154,13 @@ class KVCacheManager:
         self._refs = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently freed first
-        self.num_available = num_blocks - 1  # free blocks, and cached ones, which can be allocated by eviction
+        self.num_available = num_blocks - 1  # free blocks, and cached blocks, which can be allocated by eviction
         self.event_log: BlockEventLog | None = None  # gets every change of the prefix cache
         # A chained hash of 256 bits covers the salt and every token up to the block's end: equal hashes, equal content.
         self._block_of_hash: dict[bytes, int] = {}
         self._hash_of_block: list[bytes | None] = [None] * num_blocks  # None: cannot be found
-        self.offload: KVOffload | None = None  # tiers that keep blocks beyond the pool
-        self._num_released = 0  # how often a block became available, ever
+        self.offload: KVOffload | None = None  # tiers that keep blocks outside the pool
+        self._num_released = 0  # total number of times that a block became available
 
     @property
     def num_total(self) -> int:
@@ -178,7 +179,7 @@ class KVCacheManager:
         return self.num_total - self.num_available
 
     def states(self, stride: int) -> str:
-        """`h`, `c` or `f` for every `stride`-th block, from the first on: held, cached or free."""
+        """Return `h`, `c` or `f` for every `stride`-th block, from the first on: held, cached or free."""
         pairs = zip(self._refs[1::stride], self._hash_of_block[1::stride], strict=True)
         return "".join(["h" if refs else "f" if block_hash is None else "c" for refs, block_hash in pairs])
 
@@ -186,7 +187,7 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def get_computed_blocks(self, seq: BlockHolder, max_tokens: int) -> list[int]:
-        """The blocks of the longest cached prefix of at most `max_tokens` tokens. Changes nothing.
+        """Return the blocks of the longest cached prefix of at most `max_tokens` tokens. Changes nothing.
 
         At least one token is always left to compute: a step must produce the logits that follow the prompt.
         """
@@ -200,7 +201,7 @@ class KVCacheManager:
                 break
             seen = 0 if block is None else seen + 1
             found.append(NULL_BLOCK if block is None else block)
-            # A hash covers all tokens before it: blocks outside the window may be missing.
+            # A hash covers all tokens before it, so blocks outside the window may be missing.
             if block is not None and seen >= column + 1 - self._first_column_in_window(self.block_size * (column + 1)):
                 length = column + 1
         del found[length:]
@@ -209,27 +210,27 @@ class KVCacheManager:
         return found
 
     def missing_hashes(self, seq: BlockHolder) -> tuple[int, Iterator[bytes]]:
-        """The first column of `seq` that the prefix cache lacks, and the hashes of its blocks from there on that could
-        be loaded instead of computed."""
+        """Return the first column of `seq` that the prefix cache lacks, and the hashes of its blocks from there on that
+        could be loaded instead of computed."""
         most = min(seq.num_skippable_tokens, seq.num_tokens - 1) // self.block_size
         first = len(self.get_computed_blocks(seq, seq.num_skippable_tokens))
         return first, (self._hash_at(seq, column) for column in range(first, most))
 
     def can_allocate(self, seq: BlockHolder, reserve: int) -> bool:
-        """False when an earlier refusal still holds, so that `allocate` would refuse `seq` again."""
+        """Return False if an earlier refusal is still valid, so that `allocate` would refuse `seq` again."""
         known = seq.shortage
         return known is None or known.floor + reserve <= self._num_released or known.awaited in self._block_of_hash
 
     def allocate(self, seq: BlockHolder, max_tokens: int, reserve: int) -> int | None:
-        """Give `seq`, which holds nothing, its longest cached prefix of at most `max_tokens` tokens, and blocks for all
-        its other tokens; return that prefix's length in tokens. None, and no change, unless `reserve` blocks would be
-        left.
+        """Give `seq`, which has no blocks, its longest cached prefix of at most `max_tokens` tokens, and blocks for all
+        its other tokens; return the prefix's length in tokens. Returns None and changes nothing unless `reserve` blocks
+        would be left.
 
-        With a window only the prefix is given, and `allocate_slots` gives the rest as it is computed; but as many as it
-        can hold at once must be available.
+        With a window only the prefix is given, and `allocate_slots` gives the other blocks as they are computed. But
+        the number of blocks that it can hold at once must be available.
 
-        A refusal is remembered in `seq.shortage`. None also where host memory has more of the prefix than one step may
-        load: then the next step loads some of it into the prefix cache, and the caller should try again.
+        A refusal is remembered in `seq.shortage`. Returns None also if host memory has more of the prefix than one step
+        may load. The next step then loads a part into the prefix cache, and the caller should try again.
         """
         assert not seq.block_ids
         if not self.can_allocate(seq, reserve):
@@ -241,8 +242,8 @@ class KVCacheManager:
             missing = min(missing, self.blocks_for(self.sliding_window + self._max_step_tokens) + 1)
         short = taken + missing - self.num_available
         if short + reserve > 0:
-            # Blocks of the prefix that others hold cost nothing. They become more only if available ones are allocated,
-            # or new ones cached: so each release lowers `short` by at most one.
+            # Blocks of the prefix that other sequences hold cost nothing. Their number grows only if available blocks
+            # are allocated, or new blocks cached. So each release lowers `short` by at most one.
             column = len(found)
             may_grow = column < min(max_tokens, seq.num_tokens - 1) // self.block_size
             awaited = self._hash_at(seq, column) if may_grow and self.enable_prefix_caching else None
@@ -277,15 +278,15 @@ class KVCacheManager:
         return num_cached
 
     def _load_some(self, offload: KVOffload, seq: BlockHolder, found: list[int], slots: list[int]) -> None:
-        """Load as many of `slots` into the prefix cache as the next step may: blocks of `seq`, which holds none, after
-        those `found` in the cache. No sequence holds them, but they are the last to be evicted."""
+        """Load `slots` into the prefix cache, up to the limit of the next step. They are blocks of `seq`, which holds
+        none, after the blocks `found` in the cache. No sequence holds them, but they are evicted last."""
         room, own = offload.load_room, [block for block in found if self._refs[block] == 0]
         for block in own:
             del self._cached[block]
         self.num_available -= len(own)
         for column, slot in enumerate(slots[:room], len(found)):
             block_hash = self._hash_at(seq, column)
-            if block_hash in self._block_of_hash:  # behind one that was evicted
+            if block_hash in self._block_of_hash:  # it follows a block that was evicted
                 offload.let_go([slot])
                 continue
             block = self._allocate_block()
@@ -299,7 +300,8 @@ class KVCacheManager:
         self.num_available += len(own)
 
     def allocate_slots(self, seq: BlockHolder, num_tokens: int) -> list[int] | None:
-        """Give `seq` blocks for `num_tokens` tokens in all. Returns the new ones; None, and no change, if too few."""
+        """Give `seq` blocks for `num_tokens` tokens in all. Returns the new blocks; None, without a change, if too few
+        are available."""
         missing = self.blocks_for(num_tokens) - len(seq.block_ids)
         if missing > self.num_available:
             return None
@@ -308,22 +310,22 @@ class KVCacheManager:
         return new
 
     def allocate_next(self, seq: BlockHolder) -> int:
-        """Give `seq` one of the available blocks; return it."""
+        """Give `seq` an available block, and return it."""
         block = self._allocate_block()
         seq.block_ids.append(block)
         return block
 
     def allocate_up_to(self, seq: BlockHolder, num_tokens: int, reserve: int) -> int:
-        """Give `seq` blocks for `num_tokens` tokens in all, or for as many as leave `reserve` blocks available; return
-        that number."""
+        """Give `seq` blocks for `num_tokens` tokens in all, or for fewer so that `reserve` blocks stay available.
+        Return the number of tokens."""
         spare = max(0, self.num_available - reserve)
         num_tokens = min(num_tokens, (len(seq.block_ids) + spare) * self.block_size)
         self.allocate_slots(seq, num_tokens)
         return num_tokens
 
     def free_out_of_window(self, seq: BlockHolder) -> range:
-        """Free the blocks that no token of `seq` still to be computed reads; return their columns, in which the null
-        block stands from now on."""
+        """Free the blocks that no uncomputed token of `seq` reads, and replace them by the null block. Return their
+        columns."""
         first = seq.num_freed_blocks
         columns = range(first, max(first, self._first_column_in_window(seq.num_computed_tokens)))
         for column in columns:
@@ -336,20 +338,20 @@ class KVCacheManager:
         """Put the full blocks of the first `num_tokens` tokens of `seq` into the prefix cache. They are not written
         again.
 
-        Within a layer, ranks write the keys and values of the whole step before they read any, so blocks are cached as
-        soon as the step that fills them is decided, and shared within that step.
+        Within a layer, ranks write the keys and values of the whole step before they read any. So blocks are cached as
+        soon as the step that fills them is decided, and can be shared within that step.
         """
         if not self.enable_prefix_caching:
             return
         for column in range(seq.num_cached_blocks, num_tokens // self.block_size):
-            # Two sequences may compute the same content side by side: the first one's block stays the one to be found.
+            # Two sequences may compute the same content at the same time. The first one's block remains in the cache.
             block_hash = self._hash_at(seq, column)
             if block_hash not in self._block_of_hash:
                 self._name(seq, column, seq.block_ids[column], block_hash)
             seq.num_cached_blocks = column + 1
 
     def free(self, seq: BlockHolder) -> None:
-        """Free all blocks of `seq`. Its last blocks are evicted first, so that the beginnings stay cached longest."""
+        """Free all blocks of `seq`. Its last blocks are evicted first, so that prefixes stay cached longest."""
         for block in reversed(seq.block_ids):
             if block != NULL_BLOCK:
                 self._release(block)
@@ -357,8 +359,8 @@ class KVCacheManager:
         seq.num_cached_blocks = seq.num_freed_blocks = 0
 
     def evict_blocks(self, seq: BlockHolder, first_column: int = 0) -> None:
-        """Remove the blocks of `seq` from `first_column` on from the prefix cache, also those it freed because they
-        were outside its window. Sequences that hold them keep them."""
+        """Remove the blocks of `seq` from `first_column` on from the prefix cache, including blocks that it freed
+        because they were outside its window. Sequences that hold them keep them."""
         for block in seq.block_ids[first_column:]:
             if self._hash_of_block[block] is not None:
                 self._uncache(block)
@@ -382,16 +384,16 @@ class KVCacheManager:
         seq.num_cached_blocks = min(seq.num_cached_blocks, columns.start)
 
     def holds_window(self, seq: BlockHolder) -> bool:
-        """Whether `seq` still holds every block that its next token reads."""
+        """Return whether `seq` still holds every block that its next token reads."""
         return seq.num_freed_blocks <= self._first_column_in_window(seq.num_computed_tokens)
 
     def cached_blocks(self) -> list[tuple[int, bytes]]:
-        """Cached blocks that no sequence holds, with their hashes: most recently used first, each prefix before its
-        continuation."""
+        """Return the cached blocks that no sequence holds, with their hashes: most recently used first, each prefix
+        before its continuation."""
         return [(block, block_hash) for block in reversed(self._cached) if (block_hash := self._hash_of_block[block])]
 
     def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache; return how many blocks were in it. Sequences that hold such blocks keep them. Blocks
+        """Empty the prefix cache; return the number of blocks in it. Sequences that hold such blocks keep them. Blocks
         in host memory are forgotten as well; files stay."""
         if self.offload is not None:
             self.offload.host.forget_all()
@@ -431,7 +433,7 @@ class KVCacheManager:
         assert self.num_free + self.num_cached + self.num_held == self.num_total
 
     def _first_column_in_window(self, num_computed: int) -> int:
-        """The first column that the token at position `num_computed`, or any later one, reads."""
+        """Return the first column that the token at position `num_computed`, or any later token, reads."""
         if self.sliding_window is None:
             return 0
         return max(0, num_computed - self.sliding_window + 1) // self.block_size
@@ -457,21 +459,21 @@ class KVCacheManager:
             self.num_available += 1
 
     def _name(self, seq: BlockHolder, column: int, block: int, block_hash: bytes) -> None:
-        """Enter `block` into the prefix cache as that of `seq` in `column`; no other block has its hash."""
+        """Enter `block` into the prefix cache as the block of `seq` in `column`. No other block has its hash."""
         self._block_of_hash[block_hash] = block
         self._hash_of_block[block] = block_hash
         if self.event_log is not None:
             self.event_log.append(self._stored(seq, column))
 
     def _forget(self, block: int) -> None:
-        """Remove `block` from the prefix cache; it is free if no sequence holds it."""
+        """Remove `block` from the prefix cache. It becomes free if no sequence holds it."""
         self._uncache(block)
         if self._refs[block] == 0:
             del self._cached[block]
             self._free[block] = None
 
     def _uncache(self, block: int) -> None:
-        """Remove the hash of `block`. The caller moves it from cached to free where it was cached."""
+        """Remove the hash of `block`. If the block was cached, the caller moves it to the free blocks."""
         block_hash = self._hash_of_block[block]
         assert block_hash is not None
         del self._block_of_hash[block_hash]
@@ -480,7 +482,7 @@ class KVCacheManager:
             self.event_log.append(BlockRemoved(block_hash))
 
     def _stored(self, seq: BlockHolder, column: int) -> BlockStored:
-        """Event for the full block of `seq` in `column`."""
+        """Return the event for the full block of `seq` in `column`."""
         parent = seq.block_hashes[column - 1] if column else None
         start = column * self.block_size
         tokens = seq.token_ids[start : start + self.block_size]

@@ -1,12 +1,12 @@
 """Tiers of KV blocks below the pool, in slots of host memory and in files: decides every copy that ranks make.
 
-A block is saved to a slot, and from there written to a file, when the pool evicts it, when a second prompt begins with
-it, and when the engine ends. A prompt's beginning is loaded from slots when its sequence is admitted, a long one in the
-steps before; blocks in files are read into slots before that, while the sequence waits. Pure: no clock, no files, no
+A block is saved to a slot, and from there written to a file, if the pool evicts it, if a second prompt begins with it,
+and when the engine ends. A prompt's prefix is loaded from slots when its sequence is admitted, a long one already in
+the steps before. Blocks in files are read into slots earlier, while the sequence waits. Pure: no clock, no files, no
 tensors; the same calls give the same copies. Knows digests, block ids and numbers of requests.
 
-`HostTier` knows which slot holds which block, and which one is taken next; `Flush` writes what no file holds when the
-engine ends.
+`HostTier` knows which slot contains which block, and which slot is taken next. `Flush` writes the blocks that have no
+file when the engine ends.
 """
 
 from collections import OrderedDict, deque
@@ -17,23 +17,23 @@ from oarlock.engine.stats import EngineStats
 from oarlock.workers.config import StepCost
 from oarlock.workers.kv_offload import MAX_COPIES, Copy, KVOffloadInfo, KVReport, Report
 
-MAX_LOADS = 32  # sequences that wait for files at the same time
-LOAD_TIMEOUT_S = 30.0  # then it is computed after all: the file system may never answer
-_FIXED_READ_S = 0.002  # of any load: two more turns of the loop
-STEP_LOAD_BYTES = 64 << 20  # most bytes a rank copies from slots to pages in a step: 13 to 19 ms of one CPU core
+MAX_LOADS = 32  # maximum sequences that wait for files at the same time
+LOAD_TIMEOUT_S = 30.0  # limit of a load, then the sequence is computed: the file system may never respond
+_FIXED_READ_S = 0.002  # cost of any load: two more iterations of the loop
+STEP_LOAD_BYTES = 64 << 20  # limit of a rank's copies from slots to pages in a step, some ten milliseconds of a core
 
 
 class HostTier:
-    """Table of host-memory slots and their blocks. The idle slot that was used longest ago is taken first.
+    """Table of host-memory slots and their blocks. The least recently used idle slot is taken first.
 
-    A slot is *free*, *idle* (it holds a block and may be taken) or *pinned* (as often as something needs it to stay
-    as it is, whether it holds a block or not).
+    A slot is *free*, *idle* (it contains a block and may be taken) or *pinned* (its content must not change; pins are
+    counted, and it may be empty).
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # the one used longest ago first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._pins = [0] * num_slots
         self._slot_of: dict[bytes, int] = {}
         self._digest_of: list[bytes | None] = [None] * num_slots
@@ -55,7 +55,7 @@ class HostTier:
         return self._digest_of[slot]
 
     def take(self) -> int | None:
-        """Pin a slot for new content and return it; its old block can no longer be found. None when all are pinned."""
+        """Pin a slot for new content and return it; its old block can no longer be found. None if all are pinned."""
         if self._free:
             slot = self._free.pop()
         elif self._idle:
@@ -67,7 +67,8 @@ class HostTier:
         return slot
 
     def name(self, slot: int, digest: bytes) -> None:
-        """Record that the pinned `slot` holds the block of `digest`, or will before it is read. No other slot does."""
+        """Record that the pinned `slot` contains the block of `digest`, or will before it is read. No other slot
+        does."""
         assert self._pins[slot] and digest not in self._slot_of and self._digest_of[slot] is None
         self._slot_of[digest] = slot
         self._digest_of[slot] = digest
@@ -86,7 +87,7 @@ class HostTier:
                 self._idle[slot] = None
 
     def forget(self, digest: bytes) -> None:
-        """Drop the block of `digest`: no slot holds it after all."""
+        """Drop the block of `digest`, which no slot contains after all."""
         slot = self._slot_of.get(digest)
         if slot is None:
             return
@@ -125,12 +126,12 @@ class HostTier:
 
 @dataclass(slots=True, eq=False)
 class Copies:
-    """Copies that ranks make in one step, in this order. The slots are pinned until the step is answered."""
+    """Copies that ranks make in one step, in this order. The slots are pinned until the step's output arrives."""
 
     commands: list[tuple[Copy, int, int, bytes]] = field(default_factory=list)  # kind, block, slot, digest
     slots: list[int] = field(default_factory=list)  # pinned, once for each entry
-    num_loads: int = 0  # of the commands
-    num_saves: int = 0  # of the commands
+    num_loads: int = 0  # number of loads among the commands
+    num_saves: int = 0  # number of saves among the commands
 
     def __bool__(self) -> bool:
         return bool(self.commands)
@@ -138,10 +139,10 @@ class Copies:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """Load of the blocks that one waiting sequence will be given. A request that loads again gets a new one."""
+    """Load of the blocks for one waiting sequence. A request that loads again gets a new one."""
 
     slots: list[int]  # pinned
-    num_left: int  # of these: not read yet
+    num_left: int  # slots that are not read yet
     deadline_s: float
     is_over: bool = False  # `take_ready` has returned it
 
@@ -153,7 +154,7 @@ class _Transfer:
     digest: bytes
     num_left: int  # ranks that have not reported
     failed: bool = False
-    loads: list[_Load] = field(default_factory=list)  # loads that wait for it, ended ones included
+    loads: list[_Load] = field(default_factory=list)  # loads that wait for it, including ended ones
 
 
 class KVOffload:
@@ -170,12 +171,12 @@ class KVOffload:
         self._stats = stats
         self._on_disk: set[bytes] = set()  # never iterated
         self._next = Copies()
-        self._num_sent = 0  # pins of steps that are not answered
-        self._reads: dict[int, _Transfer] = {}  # by slot
+        self._num_sent = 0  # pins of steps whose output has not arrived
+        self._reads: dict[int, _Transfer] = {}  # slot -> transfer
         self._read_slot: dict[bytes, int] = {}
-        self._writes: dict[int, _Transfer] = {}  # by slot
+        self._writes: dict[int, _Transfer] = {}  # slot -> transfer
         self._written: set[bytes] = set()  # the digests of `_writes`
-        self._loads: dict[int, _Load] = {}  # by request id
+        self._loads: dict[int, _Load] = {}  # request id -> load
         stats.kv_offload_host_blocks_total = info.num_slots
         stats.kv_offload_disk_bytes_total = info.max_disk_bytes
 
@@ -186,7 +187,7 @@ class KVOffload:
     # -- called for the pool's blocks
 
     def evicted(self, block: int, digest: bytes) -> None:
-        """Save `block`, which holds the content of `digest`: the next step may give it to another sequence."""
+        """Save `block`, which has the content of `digest`: the next step may give it to another sequence."""
         if self.host.find(digest) is not None:
             return
         slot = None if self._is_full else self.host.take()
@@ -198,15 +199,16 @@ class KVOffload:
         self._stats.kv_offload_saved_blocks += 1
 
     def used_again(self, block: int, digest: bytes | None) -> None:
-        """Save and write `block` when a further sequence takes it from the cache.
+        """Save and write `block` when another sequence takes it from the cache.
 
-        The pool may never evict a block that many requests begin with; other replicas and the next start need its file.
+        The pool may never evict a block that many requests begin with, but other replicas and the next start need its
+        file.
         """
         if self.has_disk and digest is not None and digest not in self._on_disk:
             self.evicted(block, digest)
 
     def keep(self, block: int | None, digest: bytes) -> bool:
-        """Write the content of `digest`, held by a slot or by `block`, to a file. False: there is no room now."""
+        """Write the content of `digest`, in a slot or in `block`, to a file. Returns False if there is no room now."""
         if digest in self._on_disk or digest in self._written:
             return True
         num_saving = self._next.num_saves + self._num_sent
@@ -216,7 +218,7 @@ class KVOffload:
         if slot is not None:
             self._write(slot)
         elif block is not None:
-            self.evicted(block, digest)  # written when this is answered
+            self.evicted(block, digest)  # written when the step's output arrives
         return True
 
     @property
@@ -225,7 +227,7 @@ class KVOffload:
         return not (self._next or self._num_sent or self._reads or self._writes)
 
     def forget(self, digests: Iterable[bytes]) -> None:
-        """Drop blocks from host memory: they were not computed after all, or must not be found."""
+        """Drop blocks from host memory that were not computed after all, or must not be found."""
         for digest in digests:
             self.host.forget(digest)
 
@@ -235,7 +237,7 @@ class KVOffload:
         return max(0, self._most_loads - self._next.num_loads)
 
     def hold(self, digests: Iterable[bytes]) -> list[int]:
-        """Pin the slots of the longest beginning of `digests` in host memory until `load` or `let_go`; return them."""
+        """Pin the slots of the longest prefix of `digests` in host memory until `load` or `let_go`; return them."""
         slots: list[int] = []
         for digest in digests:
             slot = self.host.find(digest)
@@ -262,7 +264,7 @@ class KVOffload:
 
     @property
     def _is_full(self) -> bool:
-        """Whether the next step takes no more copies of other kinds than loads, for which half of the room is kept."""
+        """Whether the next step takes no more copies other than loads, for which half of the room is reserved."""
         return len(self._next.commands) >= MAX_COPIES // 2
 
     @property
@@ -278,7 +280,7 @@ class KVOffload:
         return copies
 
     def give_back(self, copies: Copies) -> None:
-        """Put the copies of a step that was not sent before those of the next one."""
+        """Put the copies of a step that was not sent before the copies of the next step."""
         self._num_sent -= len(copies.slots)
         self._next.commands[:0] = copies.commands
         self._next.slots[:0] = copies.slots
@@ -308,7 +310,7 @@ class KVOffload:
         self._copy(Copy.WRITE, 0, slot, digest, pin=True)
 
     def _copy(self, kind: Copy, block: int, slot: int, digest: bytes = b"", *, pin: bool = False) -> None:
-        """Add a copy to the next step. `pin`: pin the slot once more, because its first pin serves a transfer."""
+        """Add a copy to the next step. `pin`: pin the slot once more, because its first pin belongs to a transfer."""
         if pin:
             self.host.pin(slot)
         self._next.commands.append((kind, block, slot, digest))
@@ -318,9 +320,9 @@ class KVOffload:
     # -- loads
 
     def begin_load(self, request_id: int, digests: Iterable[bytes], first_column: int, now: float) -> bool:
-        """Begin to read a sequence's blocks from files. True if it must wait until `take_ready` returns it.
+        """Begin to read a sequence's blocks from files. Returns True if it must wait until `take_ready` returns it.
 
-        `digests`: those of its full blocks from `first_column` on, the first that the pool lacks.
+        `digests`: of its full blocks from `first_column` on, the first column that the pool lacks.
         """
         if not self.has_disk or len(self._loads) >= MAX_LOADS:
             return False
@@ -346,8 +348,8 @@ class KVOffload:
         return True
 
     def take_ready(self, now: float) -> list[int]:
-        """Requests whose loads have ended, successfully or not, and those that have waited too long. Their blocks stay
-        in host memory until `release`."""
+        """Return the requests whose loads have ended, successfully or not, or have timed out. Their blocks stay in host
+        memory until `release`."""
         ready = []
         for number, load in self._loads.items():
             if not load.is_over and (not load.num_left or now > load.deadline_s):
@@ -356,20 +358,20 @@ class KVOffload:
         return ready
 
     def release(self, request_id: int) -> None:
-        """Release the blocks of a sequence that waits no more: it has them, or it has ended."""
+        """Release the blocks of a sequence that has stopped waiting: it has them, or it has ended."""
         load = self._loads.pop(request_id, None)
         if load is not None:
             self.let_go(load.slots)
 
     def _known(self, digests: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the longest beginning of `digests` that host memory and files hold."""
+        """Yield the longest prefix of `digests` that is in host memory or files."""
         for digest in digests:
             if self.host.find(digest) is None and digest not in self._on_disk:
                 return
             yield digest
 
     def _pays(self, num_reads: int, first_column: int, end_column: int) -> bool:
-        """Whether reading `num_reads` blocks is faster than computing the columns from first to end."""
+        """Return whether reading `num_reads` blocks is faster than computing the columns from first to end."""
         assert self.info.read_bytes_per_s is not None
         if self._step_cost is None:
             return True
@@ -379,7 +381,7 @@ class KVOffload:
         return _FIXED_READ_S + num_reads * self.info.bytes_per_block / self.info.read_bytes_per_s < computing_s
 
     def _read(self, digest: bytes, load: _Load) -> int | None:
-        """Pin for `load` a slot into which ranks read the block. None when no slot or no copy is left."""
+        """Pin for `load` a slot into which ranks read the block. None if no slot or no copy is left."""
         slot = self._read_slot.get(digest)
         if slot is None:
             slot = None if self._is_full else self.host.take()
@@ -395,7 +397,7 @@ class KVOffload:
     # -- reports of ranks
 
     def report(self, report: KVReport) -> None:
-        """Take in one report of one rank."""
+        """Process one report of one rank."""
         if report.kind is Report.READ:
             for slot, succeeded in report.results:
                 self._has_read(slot, succeeded)
@@ -450,10 +452,10 @@ class KVOffload:
 
 
 class Flush:
-    """Writes blocks of host memory and of the pool that no file holds yet. No sequence may run any more."""
+    """Writes blocks of host memory and of the pool that have no file yet. No sequence may run any more."""
 
     def __init__(self, offload: KVOffload, blocks: Iterable[tuple[int, bytes]]) -> None:
-        """`blocks`: those of the pool with their digests, the most wanted first."""
+        """`blocks`: the pool's, with their digests, most important first."""
         self._offload = offload
         self._left = deque[tuple[int | None, bytes]]((None, digest) for digest in offload.host.digests)
         self._left.extend(blocks)
@@ -464,7 +466,7 @@ class Flush:
         return len(self._left)
 
     def go_on(self) -> bool:
-        """Add as many copies to the next step as it has room for. False when all blocks are written."""
+        """Add copies to the next step until it is full. Returns False if all blocks are written."""
         while self._left and self._offload.keep(*self._left[0]):
             self._left.popleft()
         return not self._offload.is_idle

@@ -1,15 +1,15 @@
 """Publishes the events of the prefix cache over ZMQ, as vLLM does, and repeats the newest batches on request.
 
-A separate thread encodes and sends: a PUB socket with frames `[topic, number, batch]`, the number 8 bytes, big endian
-and counted from 0; and, where it is asked for, a ROUTER socket that answers `[number]` with all batches from that one
-on, `[topic, number, batch]` each, then with `["", -1, ""]`. The engine only appends to a queue, and wakes the thread.
+A separate thread encodes and sends. A PUB socket sends frames `[topic, number, batch]`, the number as 8 bytes, big
+endian and counted from 0. An optional ROUTER socket replies to `[number]` with all batches from that number on,
+`[topic, number, batch]` each, then with `["", -1, ""]`. The engine only appends to a queue, and wakes the thread.
 
-Nothing waits for a reader: batches beyond a subscriber's limit are dropped for it alone, batches beyond the thread's
-limit are dropped for all, and both are counted. A reader that misses a number asks for it.
+Nothing waits for a reader. Batches beyond a subscriber's limit are dropped only for it, batches beyond the thread's
+limit are dropped for all, and both are counted. A reader that misses a number can request it.
 
-A batch is `[time, [messages], data parallel rank]`, its messages vLLM's, which msgpack encodes as maps with a `type`.
-Hashes go out as their last 64 bits, an unsigned integer: readers take them for names of blocks, and find blocks by
-tokens.
+A batch is `[time, [messages], data parallel rank]`. Its messages are vLLM's, which msgpack encodes as maps with a
+`type`. Hashes are sent as their last 64 bits, an unsigned integer: readers use them as names of blocks, and find blocks
+by tokens.
 """
 
 import logging
@@ -30,7 +30,7 @@ from oarlock.engine.kv_cache.manager import AllBlocksCleared, BlockEvent, BlockS
 
 logger = logging.getLogger("oarlock.engine")
 
-_POOL = "GPU"  # the memory that attention reads, on whatever device: what routers count as a hit
+_POOL = "GPU"  # the memory that attention reads, on any device, which routers count as a hit
 _GROUP = 0  # all layers share one table of blocks
 _CLOSE_S = 1.0
 _END = (-1).to_bytes(8, "big", signed=True)
@@ -45,7 +45,8 @@ class Wire:
     has_key_in_salts: bool = False  # the part of a salt before its first `|` names an API key and is left out
 
     def messages(self, events: Iterable[BlockEvent]) -> list[dict[str, Any]]:
-        """One message for each run of blocks that follow each other in a sequence, and for each run of removals."""
+        """Return a message for each run of blocks that follow each other in a sequence, and for each run of
+        removals."""
         found: list[dict[str, Any]] = []
         newest: BlockEvent | None = None
         for event in events:
@@ -86,7 +87,8 @@ class Wire:
         return message
 
     def _told_salt(self, event: BlockStored) -> str:
-        """Salt to publish with a sequence's first block. Other blocks have none: their parents' hashes cover it."""
+        """Return the salt to publish with a sequence's first block; "" for other blocks, whose parents' hashes cover
+        it."""
         if event.parent_hash is not None:
             return ""
         salt = event.cache_salt.decode()
@@ -94,17 +96,18 @@ class Wire:
 
 
 def short_hash(block_hash: bytes) -> int:
-    """The name of a block on the wire."""
+    """Return the name of a block in messages."""
     return int.from_bytes(block_hash[-8:], "big")
 
 
 class KvEventPublisher:
-    """Binds (or connects) its sockets when it is made; raises `StartupError`. `start` comes after loading."""
+    """Publisher of cache events. Binds (or connects) its sockets in the constructor; raises `StartupError`. Call
+    `start` after loading."""
 
     def __init__(self, config: KvEventsConfig, data_parallel_rank: int = 0) -> None:
-        self.num_sent = 0  # batches, written by the thread alone
-        self.num_overflows = 0  # times that a subscriber fell behind and missed batches; by the thread alone
-        self.num_dropped = 0  # batches, because the thread was too far behind; written by `publish` alone
+        self.num_sent = 0  # batches, written only by the thread
+        self.num_overflows = 0  # times that a subscriber fell behind and missed batches; written only by the thread
+        self.num_dropped = 0  # batches, because the thread was too far behind; written only by `publish`
         self._config = config
         self._rank = data_parallel_rank
         self._topic = config.topic.encode()
@@ -119,7 +122,7 @@ class KvEventPublisher:
             self._pub = self._open(zmq.PUB, config.hwm, config.endpoint, config.is_bound)
             self._replay = None
             if config.replay_endpoint is not None:
-                # A reader acknowledges at every half of the limit: so twice as many always fit.
+                # A reader acknowledges at every half of the limit, so twice the limit always fits.
                 self._replay = self._open(zmq.ROUTER, 2 * (config.buffer_steps + 1), config.replay_endpoint, True)
         except BaseException:
             self._context.destroy(linger=0)
@@ -135,7 +138,7 @@ class KvEventPublisher:
         sock.linger = 0
         sock.ipv6 = "[" in address
         if kind == zmq.PUB:
-            sock.xpub_nodrop = True  # a full subscriber is reported, and then dropped for: see `_send`
+            sock.xpub_nodrop = True  # a full subscriber is reported; `_send` then drops the batch for it
         try:
             (sock.bind if is_bound else sock.connect)(address)
         except zmq.ZMQError as error:
@@ -202,7 +205,7 @@ class KvEventPublisher:
         frames = (self._topic, number, batch)
         try:
             self._pub.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:  # a subscriber has as many batches waiting as it may: it misses those that follow, alone
+        except zmq.Again:  # a subscriber's queue is full: only it misses the following batches
             self.num_overflows += 1
             self._pub.xpub_nodrop = False
             self._pub.send_multipart(frames, zmq.NOBLOCK)
@@ -223,5 +226,5 @@ class KvEventPublisher:
 
 
 def _address(sock: zmq.Socket) -> str:
-    """Address of a bound socket, with the port that was chosen where 0 or * was asked for."""
+    """Return the address of a bound socket, with the chosen port if 0 or * was asked for."""
     return sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")

@@ -1,10 +1,11 @@
-"""Replay of a recording: its steps run on ranks, without scheduler or server, and the answers are compared.
+"""Replay of a recording: runs its steps on ranks, without scheduler or server, and compares the outputs.
 
-`python -m oarlock.engine.replay`, started by `oarlock replay`. It is possible because whatever a rank keeps between
-steps is a function of the steps, from the first one on. Inputs come from the recording alone, sampled ids too, so a
-difference in one step does not change the tokens of the next; but penalties count what the ranks of the replay sample.
+`python -m oarlock.engine.replay`, started by `oarlock replay`. This is possible because all state that a rank keeps
+between steps is a function of the steps, from the first one on. All inputs come from the recording, including sampled
+ids, so a difference in one step does not change the tokens of the next. But penalties count the tokens that the ranks
+sample in the replay.
 
-Exit codes: 0 the same answers; 1 other answers, or a rank failed; 3 and 4 as at a start; 130 interrupted.
+Exit codes: 0 the same outputs; 1 other outputs, or a rank failed; 3 and 4 as at a start; 130 interrupted.
 """
 
 import argparse
@@ -34,7 +35,7 @@ _PROGRESS_S = 0.2
 
 @dataclass(slots=True)
 class Survey:
-    """Counts steps and blocks in a first pass over the file."""
+    """Counts of steps and blocks from a first pass over the file."""
 
     num_steps: int = 0
     num_answers: int = 0
@@ -65,9 +66,10 @@ def main(argv: list[str]) -> int:
 
 
 def replay(path: str, ranks: int | None, stages: int | None, model: str | None, tolerance: float | None) -> int:
-    """Replay the whole file and print the result; returns the exit code. Raises `StartupError`.
+    """Replay the whole file and print the result. Returns the exit code. Raises `StartupError`.
 
-    `ranks`: of each of `stages`; None: as recorded. The bits do not depend on `stages`."""
+    `ranks`: of each of `stages`; None: as recorded. The bits do not depend on `stages`.
+    """
     if tolerance is not None and not tolerance >= 0:
         raise StartupError(f"--tolerance is {tolerance:g}.", "Use 0 or a small number such as 1e-4.")
     recording = Recording(path)
@@ -91,7 +93,7 @@ def replay(path: str, ranks: int | None, stages: int | None, model: str | None, 
 
 
 def _why_not_bits(header: Header, info: WorkerInfo) -> str | None:
-    """Why these ranks may give other bits than the recorded ones; None if they must be the same."""
+    """Return why these ranks may give other bits than the recorded ones; None if the bits must be the same."""
     recorded = header.worker["tensor_parallel_size"]
     if info.tensor_parallel_size == recorded:
         return None
@@ -103,7 +105,7 @@ def _why_not_bits(header: Header, info: WorkerInfo) -> str | None:
 
 
 def _run(executor: Executor, recording: Recording, survey: Survey, comparison: Comparison) -> str | None:
-    """Run every step in order. Returns how a rank failed, if one did."""
+    """Run every step in order. Returns a description if a rank failed."""
     shown = 0.0
     try:
         for number, (step, expected) in enumerate(_steps(recording), 1):
@@ -120,9 +122,9 @@ def _run(executor: Executor, recording: Recording, survey: Survey, comparison: C
 
 
 def _steps(recording: Recording) -> Iterator[tuple[StepMetadata, StepOutput | None]]:
-    """Each step with its answer; None where none was recorded.
+    """Yield each step with its output; None if none was recorded.
 
-    A step may be recorded before the answer to the one before, and refer to its tokens: they are inserted.
+    A step may be recorded before the output of the previous one, and refer to its tokens. They are inserted.
     """
     waiting: deque[StepMetadata] = deque()
     before: StepOutput | None = None
@@ -145,7 +147,7 @@ def _steps(recording: Recording) -> Iterator[tuple[StepMetadata, StepOutput | No
 
 
 def _with_tokens(step: StepMetadata, before: StepOutput | None) -> StepMetadata:
-    """`step` without references to the tokens that the step before sampled, if its answer is known."""
+    """Replace references in `step` to the tokens that the previous step sampled, if its output is known."""
     if before is not None and before.step_id == step.step_id - 1:
         unknown = step.token_ids < 0
         step.token_ids[unknown] = before.token_ids[-1 - step.token_ids[unknown]]
@@ -155,7 +157,7 @@ def _with_tokens(step: StepMetadata, before: StepOutput | None) -> StepMetadata:
 def _survey(recording: Recording) -> Survey:
     survey = Survey()
     worker = WorkerConfig(**recording.header.worker)
-    written = np.zeros((worker.max_num_seqs, table_width(worker)), bool)  # which entries of the block tables
+    written = np.zeros((worker.max_num_seqs, table_width(worker)), bool)  # entries of the block tables
     try:
         for step, answer in _steps(recording):
             written[step.table_rows, step.table_columns] = True
@@ -193,8 +195,8 @@ def _check_layout(recording: Recording) -> None:
 def _config(
     recording: Recording, survey: Survey, ranks: int | None, stages: int | None, model: str | None
 ) -> WorkerConfig:
-    """The recorded configuration with another number of ranks or model directory, if given, for one replica and one
-    host."""
+    """Return the recorded configuration for one replica and one host, with another number of ranks or model directory
+    if given."""
     header = recording.header
     changes: dict[str, Any] = {"num_kv_blocks": survey.num_blocks, "cpu_affinity": "auto", "log_level": "WARNING"}
     changes |= {"data_parallel_size": 1, "data_parallel_rank": 0, "host_free_bytes": None}
@@ -268,7 +270,7 @@ def _ranks(config: WorkerConfig) -> str:
 
 
 def _verdict(survey: Survey, comparison: Comparison, failure: str | None, unchecked: str | None) -> int:
-    """`unchecked`: why the bits need not be the recorded ones."""
+    """Print the result, and return the exit code. `unchecked`: why the bits may differ from the recorded ones."""
     print(comparison.table())
     unanswered = survey.num_steps - survey.num_answers
     if unanswered:
@@ -301,5 +303,5 @@ def _clear_progress() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the ranks are ended as well
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the ranks as well
     sys.exit(run_while_read(lambda: main(sys.argv[1:])))

@@ -1,4 +1,4 @@
-"""Compares answers with recorded ones: counts of equal and different values, and the first difference.
+"""Compares outputs with recorded ones: counts of equal and different values, and the first difference.
 
 Does not know files or ranks.
 """
@@ -16,17 +16,18 @@ class Tally:
 
     compared: int = 0
     different: int = 0
-    largest: float = 0.0  # difference of two numbers
+    largest: float = 0.0  # largest difference of two values
 
 
 class Comparison:
-    """Comparison, fed step by step. `tolerance`: largest difference of a logprob that passes; None: only counted."""
+    """Comparison, fed step by step. `tolerance`: largest permitted difference of a logprob; None: differences only
+    count."""
 
     def __init__(self, tolerance: float | None) -> None:
         self.tolerance = tolerance
         self.tokens = Tally()
         self.logprobs = Tally()
-        self.vectors = Tally()  # their numbers
+        self.vectors = Tally()  # values of the vectors
         self.first: str | None = None  # the first difference, as text
 
     @property
@@ -59,7 +60,7 @@ class Comparison:
 
     def _add_tokens(self, step: StepMetadata, expected: StepOutput, got: StepOutput) -> None:
         self.tokens.compared += len(expected.token_ids)
-        # The token of a row without finite logits means nothing, but `finite` must be the same.
+        # The token of a row without finite logits is meaningless, but `finite` must be the same.
         wrong = expected.finite != got.finite
         wrong |= (expected.finite == FINITE) & (expected.token_ids != got.token_ids)
         self.tokens.different += int(wrong.sum())
@@ -67,7 +68,7 @@ class Comparison:
             self._note(step, f"expected {_describe(expected, row)}, got {_describe(got, row)}", int(row))
 
     def _add_logprobs(self, step: StepMetadata, expected: StepOutput, got: StepOutput) -> None:
-        """Compare the rows that asked for logprobs, where both answers have the same token."""
+        """Compare the rows that asked for logprobs and have the same token in both outputs."""
         assert expected.logprobs is not None
         asked = (step.num_logprobs >= 0) | (step.target_ids >= 0)
         rows = np.flatnonzero(
@@ -95,7 +96,7 @@ class Comparison:
                 self._note(step, what, row)
 
     def _add_vectors(self, step: StepMetadata, expected: StepOutput, got: StepOutput) -> None:
-        """Compare the numbers of all sequences that are pooled."""
+        """Compare the values of all pooled sequences."""
         self.vectors.compared += len(expected.pooled)
         if not np.array_equal(expected.pooled_lens, got.pooled_lens):
             self.vectors.different += max(1, len(expected.pooled))
@@ -128,7 +129,7 @@ def _describe(output: StepOutput, row: int) -> str:
 
 
 def _same_alternatives(expected: StepOutput, got: StepOutput, rows: np.ndarray) -> np.ndarray:
-    """Whether rank, top ids and their logprobs are the same bits: bool [len(rows)]."""
+    """Return whether rank, top ids and their logprobs have the same bits: bool [len(rows)]."""
     same = np.ones(len(rows), np.bool_)
     for name in ("ranks", "top_ids", "top_logprobs"):
         one, other = getattr(expected, name)[rows], getattr(got, name)[rows]

@@ -1,14 +1,14 @@
-"""Recordings of what ranks were asked and answered: their file format, and the executor that writes one (`--record`).
+"""Recordings of the steps and outputs of ranks: their file format, and the executor that writes one (`--record`).
 
     magic | record | record | …        record = kind (1 byte), length, CRC-32 of kind and content, content
 
-The first record is the header (JSON). The second has room for why the recording ended: blank until then, and
-overwritten at the end, since a full disk would take no further record. Then come steps and answers as the ranks'
-protocol packs them. Masks that were sent after their step are a separate record between it and the next step: uint32
-[G, W]. Every record is one `write`, so a process that is killed leaves at most one incomplete record, and what is
+The first record is the header (JSON). The second has room for the reason why the recording ended. It is blank at first
+and overwritten at the end, since a full disk would take no further record. Then come steps and outputs as packed by the
+ranks' protocol. Masks that were sent after their step are a separate record between it and the next step: uint32 [G,
+W]. Every record is one `write`, so a process that is killed leaves at most one incomplete record, and all records
 before it can be read. Nothing is synced to the disk: a power failure may lose more.
 
-Knows bytes and this format. Does not know what a step means.
+Knows bytes and this format. Does not know the meaning of a step.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class Header:
     info: dict[str, Any]  # the WorkerInfo of the ranks
     model: dict[str, str]  # file name -> SHA-256 of config.json and of each safetensors header
     versions: dict[str, str]
-    layout: str  # names the fields of steps and answers: steps with others cannot be read
+    layout: str  # hash of the field names of steps and outputs; steps with another layout cannot be read
     started: str  # UTC, ISO 8601
     format: int = FORMAT
 
@@ -65,14 +65,14 @@ class Record:
 
 
 class RecordingWriter:
-    """Appends records to a new file. Raises `StartupError` when the file cannot be made, `OSError` when it is full."""
+    """Appends records to a new file. Raises `StartupError` if the file cannot be created, `OSError` if it is full."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.size = 0
-        self._end_at: int | None = None  # offset of the room for why it ended
+        self._end_at: int | None = None  # offset of the room for the reason why it ended
         try:
-            # Never an existing file: it may be the recording of a crash before this start.
+            # Never overwrites an existing file, which may be the recording of a crash before this start.
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             raise StartupError(
@@ -83,12 +83,12 @@ class RecordingWriter:
             raise StartupError(
                 f"The recording {path} cannot be made: {error.strerror}.", "Give --record a writable place."
             ) from None
-        with contextlib.suppress(OSError):  # some file systems have no locks: then a reader assumes that we are dead
+        with contextlib.suppress(OSError):  # without locks in the file system, a reader assumes that the writer is dead
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._put(_MAGIC)
 
     def write(self, kind: bytes, content: bytes | memoryview) -> None:
-        """Write one record, handed to the operating system before this returns."""
+        """Write one record. The operating system has it when this returns."""
         self._put(_fixed_part(kind, content), content)
 
     def write_header(self, header: Header) -> None:
@@ -97,20 +97,20 @@ class RecordingWriter:
         self._end_at = self.size - _RECORD.size - _END_BYTES
 
     def end(self, why: str) -> None:
-        """Write why the recording ended, after the last whole record."""
+        """Write why the recording ended, after the last complete record."""
         os.ftruncate(self._fd, self.size)
         if self._end_at is not None:
             _write_end(self._fd, self._end_at, why)
 
     def size_with(self, length: int) -> int:
-        """The file's size after one more record of `length` bytes."""
+        """Return the file's size after one more record of `length` bytes."""
         return self.size + _RECORD.size + length
 
     def close(self) -> None:
         os.close(self._fd)
 
     def discard(self) -> None:
-        """Close and remove the file: nothing was recorded."""
+        """Close and remove the file, because nothing was recorded."""
         self.close()
         os.unlink(self.path)
 
@@ -134,7 +134,7 @@ def _write_end(fd: int, place: int, why: str) -> None:
 
 
 def end_of_killed(path: str, why: str) -> None:
-    """Write why a recording ended whose writer was killed, unless it was written before."""
+    """Write why a recording ended whose writer was killed, unless a reason was written before."""
     blank = b" " * _END_BYTES
     try:
         with open(path, "r+b") as file:
@@ -148,11 +148,11 @@ def end_of_killed(path: str, why: str) -> None:
 
 
 class Recording:
-    """A recording opened for reading. Raises `StartupError` when it is not one, or not one of this version."""
+    """A recording opened for reading. Raises `StartupError` if the file is not a recording of this version."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.torn: str | None = None  # where the file is incomplete or damaged, known after `records`
+        self.torn: str | None = None  # description of an incomplete or damaged record, known after `records`
         self.end: str | None = None  # why the recording ended, known after `records`; None: it was not closed
         file = _open(path)
         with file:
@@ -182,7 +182,8 @@ class Recording:
         return Path(self.path).stat().st_size
 
     def records(self) -> Iterator[Record]:
-        """Steps, masks and answers in order, as far as the file is whole. Sets `torn` and `end`."""
+        """Yield steps, masks and outputs in order, up to the first incomplete or damaged record. Sets `torn` and
+        `end`."""
         with _open(self.path) as file:
             file.seek(len(_MAGIC))
             for record in self._records_from(file):
@@ -204,7 +205,7 @@ class Recording:
                 self.torn = f"its last record, at byte {position}, is incomplete"
                 return
             if checksum != zlib.crc32(content, zlib.crc32(kind)):
-                if kind == END:  # its writer was killed while it wrote over it: the rest is whole
+                if kind == END:  # its writer was killed while it overwrote it: the rest is complete
                     continue
                 self.torn = f"the record at byte {position} is damaged (checksum)"
                 return
@@ -239,7 +240,7 @@ _FIRST_BUFFER_BYTES = 1 << 16
 class RecordingExecutor:
     """Forwards to `executor` and records. Closing it closes both. `limit_bytes`: of the file, None for no limit.
 
-    A step and its masks are written before the ranks get them, so that a step which kills them is in the file. When the
+    A step and its masks are written before the ranks get them, so that a step which kills them is in the file. If the
     file reaches its limit or the disk is full, recording stops with a line in the log, and serving continues.
     """
 
@@ -294,13 +295,13 @@ class RecordingExecutor:
 
     @property
     def kv_reports(self) -> None:
-        """No reports: the content of KV files is no function of the steps and cannot be recorded."""
+        """None: the content of KV files is not a function of the steps and cannot be recorded."""
 
     def fileno_for_death(self) -> list[int]:
         return self._executor.fileno_for_death()
 
     def end(self, why: str) -> None:
-        """Record nothing more, and write why: the engine will answer no more requests."""
+        """Stop recording, and write why: the engine will process no more requests."""
         self._stop(why)
 
     def close(self, failure: Exception | None = None) -> None:
@@ -310,7 +311,8 @@ class RecordingExecutor:
     # -- writing
 
     def _buffer_of(self, size: int) -> memoryview:
-        """A buffer of at least `size` bytes, reused. It grows as needed: the largest step can have hundreds of MB."""
+        """Return a buffer of at least `size` bytes, reused. It grows as needed: the largest step can have hundreds of
+        MB."""
         if size > len(self._buffer):
             self._buffer = memoryview(bytearray(1 << (size - 1).bit_length()))
         return self._buffer
@@ -325,7 +327,7 @@ class RecordingExecutor:
         self._guarded(lambda: writer.write(kind, content))
 
     def _guarded(self, write: Callable[[], None]) -> None:
-        """Write; on an `OSError` the recording ends with a line in the log, and serving continues."""
+        """Write. On an `OSError` the recording ends with a line in the log, and serving continues."""
         try:
             write()
         except OSError as error:

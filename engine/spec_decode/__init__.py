@@ -1,1 +1,1 @@
-"""Drafts of next tokens, looked up in a sequence's own text and made only while they pay; the model checks each."""
+"""Draft tokens, looked up in a sequence's own text and made only while they pay off; the model verifies each."""

@@ -1,13 +1,13 @@
-"""Drafts: tokens found by lookup, and how many of them for each sequence of a step, as many as are worth their rows.
+"""Draft tokens, found by lookup, and their number for each sequence of a step: only drafts that are worth their rows.
 
-The longest run of a sequence's last tokens that occurs earlier in its prompt or answer is looked up, at its latest
-place (prompt lookup decoding, https://github.com/apoorvumang/prompt-lookup-decoding). The tokens that followed there
-are the draft. Where they reach the end of the sequence they are repeated, as in LZ77: the sequence is in a loop.
+The longest run of a sequence's last tokens that occurs earlier in its prompt or output is looked up, at its latest
+occurrence (prompt lookup decoding, https://github.com/apoorvumang/prompt-lookup-decoding). The tokens that followed it
+are the draft. If they reach the end of the sequence, they are repeated, as in LZ77: the sequence is in a loop.
 
-A further row makes a step a little longer, and an accepted draft saves a row of a later step. A draft is made while the
-tokens it is expected to add, by the seconds it adds, exceed the tokens a second of the step without it.
-Where steps mostly read weights, rows cost little and drafts are long; with many sequences each row costs its share, and
-no drafts are made. Times decide how many tokens are drafted, and never which token is next.
+An additional row makes a step a little longer, and an accepted draft saves a row of a later step. A draft is made if
+the tokens that it is expected to add, divided by the seconds that it adds, exceed the tokens per second of the step
+without it. If steps mostly read weights, rows cost little and drafts are long. With many sequences each row costs its
+share, and no drafts are made. Times decide the number of drafts, but never which token is next.
 
 Knows token ids and the times of steps; does not know requests, blocks or why a draft was wrong.
 """
@@ -21,16 +21,16 @@ import numpy as np
 
 from oarlock.engine.config import SpeculativeConfig
 
-_BASE = 0x9E3779B97F4A7C15  # odd; of a polynomial over the ids, modulo 2^64
+_BASE = 0x9E3779B97F4A7C15  # odd; base of a polynomial over the ids, modulo 2^64
 _MASK = (1 << 64) - 1
-_FOLD = 4096  # newest tokens whose runs are kept in dicts, at 300 bytes each; all others take 12 bytes for each length
+_FOLD = 4096  # newest tokens, whose runs are kept in dicts, at 300 bytes each; all others take 12 bytes per run length
 
 
 class NgramIndex:
-    """Index of the last place of each run of `shortest` to `longest` tokens of one growing sequence.
+    """Index of the last occurrence of each run of `shortest` to `longest` tokens of one growing sequence.
 
-    A new token costs the same however long the sequence is. Runs are found by hashes of 64 bits and then compared: two
-    runs with equal hashes would hide a draft, but never give a wrong one.
+    The cost of a new token does not depend on the length of the sequence. Runs are found by 64-bit hashes and then
+    compared: two runs with equal hashes would hide a draft, but never give a wrong one.
     """
 
     __slots__ = ("_hashes", "_last_ends", "_longest", "_num_folded", "_num_seen", "_recent", "_shortest")
@@ -39,12 +39,12 @@ class NgramIndex:
         assert 1 <= shortest <= longest
         self._shortest = shortest
         self._longest = longest
-        # by length less `shortest`: sorted hashes, and the place of the last token of the last run with each
+        # Lists by length minus `shortest`: sorted hashes, and the index of the last token of the last run with each.
         self._hashes: list[array[int]] = []  # uint64
         self._last_ends: list[array[int]] = []  # int32
-        self._recent: list[dict[int, int]] = []  # hash -> that place, of runs that end after those
+        self._recent: list[dict[int, int]] = []  # hash -> that index, for runs that end after the sorted ones
         self._num_folded = 0  # tokens in the sorted part
-        self._num_seen = 0  # tokens of which every run is in one of the two
+        self._num_seen = 0  # tokens whose runs are all in one of the two
 
     def propose(self, token_ids: list[int], most: int) -> list[int]:
         """Propose `most` tokens after `token_ids`, or none. The sequence may only have grown since the last call."""
@@ -60,7 +60,7 @@ class NgramIndex:
         return []
 
     def _find(self, token_ids: list[int], size: int) -> int:
-        """Last earlier place at which the last `size` tokens ended; -1: nowhere."""
+        """Return the last earlier index at which the last `size` tokens ended; -1 if there is none."""
         run = token_ids[-size:]
         key, place = _hash(run), size - self._shortest
         end = self._recent[place].get(key, -1)
@@ -72,7 +72,7 @@ class NgramIndex:
         return end if end >= 0 and token_ids[end - size + 1 : end + 1] == run else -1
 
     def _catch_up(self, token_ids: list[int]) -> None:
-        """Index every run that ends before the last token: nothing follows a run that ends there."""
+        """Index every run that ends before the last token, since no token follows a run that ends there."""
         until = len(token_ids) - 1
         if not self._recent or until - self._num_folded > _FOLD:
             self._fold(token_ids[:until])
@@ -85,12 +85,12 @@ class NgramIndex:
         self._num_seen = until
 
     def _fold(self, token_ids: list[int]) -> None:
-        """Sort all runs of `token_ids`: a few milliseconds for each 10,000 tokens."""
+        """Sort all runs of `token_ids`. This takes a few milliseconds for each 10,000 tokens."""
         self._hashes.clear()
         self._last_ends.clear()
         ids = np.array(token_ids, np.uint64)  # [n]
         for size in range(self._shortest, self._longest + 1):
-            keys = np.zeros(max(0, len(ids) - size + 1), np.uint64)  # of the runs, by the place of the first token
+            keys = np.zeros(max(0, len(ids) - size + 1), np.uint64)  # keys of the runs, by the index of the first token
             for offset in range(size):
                 keys = keys * np.uint64(_BASE) + ids[offset : offset + len(keys)]
             order = np.argsort(keys, kind="stable")
@@ -109,10 +109,10 @@ def _hash(run: list[int]) -> int:
     return key
 
 
-_FIRST_RATE = 0.6  # of a sequence without drafts so far: it begins with about 4 drafts where rows cost little
-_WEIGHT = 0.2  # of the newest draft in a sequence's rate
-_RETRY_TOKENS = 128  # of one sequence without a draft, after which it is tried as if it were new
-_MARGIN = 1.5  # by how much a draft must be worth more than it costs: the costs are estimates
+_FIRST_RATE = 0.6  # initial rate of a sequence: it begins with about 4 drafts if rows cost little
+_WEIGHT = 0.2  # weight of the newest draft in a sequence's rate
+_RETRY_TOKENS = 128  # a sequence without a draft for this many tokens is tried as if it were new
+_MARGIN = 1.5  # factor by which a draft must be worth more than it costs, because the costs are estimates
 
 
 class DraftState:
@@ -122,11 +122,12 @@ class DraftState:
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self.index = NgramIndex(config.prompt_lookup_min, config.prompt_lookup_max)
-        self.rate = _FIRST_RATE  # how often a draft was right if those before it were: a moving mean
+        self.rate = _FIRST_RATE  # moving mean of how often a draft was right if the drafts before it were
         self.drafted_at: int | None = None  # length of the sequence when the last draft was made
 
     def rate_at(self, length: int) -> float:
-        """Expected rate of the next draft. After a long time without one the text may be of another kind."""
+        """Return the expected rate of the next draft. After a long time without drafts the text may be of another
+        kind."""
         is_old = self.drafted_at is not None and length - self.drafted_at >= _RETRY_TOKENS
         return max(self.rate, _FIRST_RATE) if is_old else self.rate
 
@@ -145,14 +146,14 @@ class Candidate(NamedTuple):
 
     state: DraftState
     token_ids: list[int]
-    room: int  # most drafts
+    room: int  # maximum number of drafts
 
 
 class RowCosts(Protocol):
     """Source of the step times that drafts depend on."""
 
     def step_and_row_s(self, num_rows: int) -> tuple[float, float]:
-        """Seconds of a step of `num_rows` rows, and of one row more."""
+        """Return the seconds of a step of `num_rows` rows, and of one more row."""
         ...
 
 
@@ -168,7 +169,7 @@ class Drafter:
         return DraftState(self.config)
 
     def may_pay(self, num_seqs: int) -> bool:
-        """Whether any draft can be worth its row in a step with a row for each of `num_seqs` sequences."""
+        """Return whether any draft can be worth its row in a step with a row for each of `num_seqs` sequences."""
         step_s, row_s = self._costs.step_and_row_s(num_seqs)
         return _is_worth(1.0, row_s, step_s, num_seqs)
 
@@ -180,10 +181,10 @@ class Drafter:
         """
         drafts: list[list[int]] = [[] for _ in candidates]
         step_s, row_s = self._costs.step_and_row_s(num_seqs)
-        offers: list[tuple[float, int]] = []  # (worth of one more draft, negative; its candidate)
+        offers: list[tuple[float, int]] = []  # (negative worth of one more draft, its candidate)
         for place, (state, token_ids, room) in enumerate(candidates):
             worth = rate = state.rate_at(len(token_ids))
-            worths: list[float] = []  # of each draft in turn: it must be right, and so must all before it
+            worths: list[float] = []  # worth of each draft in turn: it must be right, and so must all before it
             longest = min(room, self.config.num_speculative_tokens)
             while len(worths) < longest and _is_worth(worth, row_s, step_s, num_seqs):
                 worths.append(worth)
@@ -192,7 +193,7 @@ class Drafter:
                 drafts[place] = state.index.propose(token_ids, len(worths))
                 offers += [(-worth, place) for worth in worths[: len(drafts[place])]]
         taken = [0] * len(drafts)
-        tokens = float(num_seqs)  # expected of the step
+        tokens = float(num_seqs)  # expected tokens of the step
         for negative, place in sorted(offers)[:most]:
             if not _is_worth(-negative, row_s, step_s, tokens):
                 break
@@ -203,5 +204,5 @@ class Drafter:
 
 
 def _is_worth(worth: float, row_s: float, step_s: float, tokens: float) -> bool:
-    """Whether `worth` tokens for `row_s` are more than `tokens` for `step_s`."""
+    """Return whether `worth` tokens for `row_s` are more than `tokens` for `step_s`."""
     return worth * step_s > _MARGIN * row_s * tokens
