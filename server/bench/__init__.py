@@ -1,1 +1,1 @@
-"""`oarlock bench`: the load, the client, the measures and the reports. Reaches the server over HTTP alone."""
+"""`oarlock bench`: the load, the client, the measures and the reports. Reaches the server only over HTTP."""

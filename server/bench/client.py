@@ -1,4 +1,5 @@
-"""Client of a run: asks a server what it is, sends requests, and makes a sample of each answer, whatever went wrong."""
+"""Client of a run: asks a server for its model, sends requests, and makes a sample of each response, even a failed
+one."""
 
 import asyncio
 import json
@@ -38,7 +39,7 @@ class RequestForm:
         return "/v1/chat/completions" if self.is_chat else "/v1/completions"
 
     def body(self, prompt: Piece | list[dict[str, str]], output_tokens: int) -> bytes:
-        """The JSON of one request. `prompt`: ids or text; of a chat, its messages."""
+        """Return the JSON of one request. `prompt`: ids or text; for a chat, its messages."""
         fields: dict[str, Any] = {
             "model": self.model,
             "messages" if self.is_chat else "prompt": prompt,
@@ -54,7 +55,7 @@ class RequestForm:
 
 @dataclass(slots=True)
 class Asking:
-    """A request on its way. `sample` is filled when it ends, in whichever way."""
+    """A request in flight. `sample` is filled when it ends, in any way."""
 
     client: HttpClient
     form: RequestForm
@@ -63,7 +64,7 @@ class Asking:
     run_began: float  # time.perf_counter()
 
     async def run(self, body: bytes) -> None:
-        """Send it and read its stream. Cancelled, it counts as interrupted."""
+        """Send the request and read its stream. If cancelled, it counts as interrupted."""
         sample = self.sample
         began = time.perf_counter()
         sample.sent_s = began - self.run_began
@@ -108,26 +109,26 @@ class Asking:
         sample.e2el_s = (reader.times[-1] if sample.failure is None else ended) - began
 
     def _fail(self, cause: str, detail: str) -> None:
-        # An error event says more than the broken connection behind it.
+        # An error event is more specific than the broken connection after it.
         self.sample.failure = str(cause)
         self.sample.detail = " ".join(detail.split())[:_MAX_DETAIL]
 
 
 FORMS = ("auto", "ids", "text")
 _PROBE_WORDS = (24, 88)
-_PROBE_SEED = 1_000_003  # another than the run's: no prompt of the run is cached
+_PROBE_SEED = 1_000_003  # differs from the run's seed, so that no prompt of the run is cached
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Entry of a model in the server's list: its name, and its vocabulary size where the list says it."""
+    """Entry of a model in the server's list: its name, and its vocabulary size if the list has it."""
 
     model: str
     vocab_size: int | None
 
 
 async def listed(client: HttpClient, model: str | None) -> Listed:
-    """The entry of `/v1/models` with this name, by default the first. Raises `StartupError`."""
+    """Return the entry of `/v1/models` with this name, by default the first. Raises `StartupError`."""
     try:
         entries = (await client.get_json("/v1/models"))["data"]
         entry = next((each for each in entries if model in (None, each["id"])), None)
@@ -150,9 +151,10 @@ async def listed(client: HttpClient, model: str | None) -> Listed:
 async def choose_prompts(
     client: HttpClient, form: RequestForm, how: str, vocab_size: int | None, seed: int, *, needs_text: bool
 ) -> Prompts:
-    """Token ids where server and vocabulary allow, else words, measured with the server. Raises `StartupError`.
+    """Return prompts of token ids if server and vocabulary allow, else of words, measured with the server. Raises
+    `StartupError`.
 
-    `how`: one of `FORMS`. `needs_text`: a chat, or conversations.
+    `how`: a name in `FORMS`. `needs_text`: a chat, or conversations.
     """
     if how == "ids" and needs_text:
         raise StartupError(
@@ -175,7 +177,7 @@ async def choose_prompts(
 
 
 async def _measured(client: HttpClient, form: RequestForm, seed: int) -> TextPrompts:
-    """Prompts of words; two requests measure how many tokens a word takes, and how many the server adds."""
+    """Return prompts of words. Two requests measure how many tokens a word takes, and how many the server adds."""
     plain = TextPrompts(_PROBE_SEED)
     counted = []
     for words in _PROBE_WORDS:
@@ -184,16 +186,16 @@ async def _measured(client: HttpClient, form: RequestForm, seed: int) -> TextPro
         if sample.failure is not None:
             raise _failed(sample)
         counted.append(sample.input_tokens)
-    if not all(counted):  # no usage: words are taken for tokens
+    if not all(counted):  # no usage: a word counts as a token
         return TextPrompts(seed)
     each = (counted[1] - counted[0]) / (_PROBE_WORDS[1] - _PROBE_WORDS[0])
-    if each <= 0:  # the server counts only what it computed, or cuts prompts
+    if each <= 0:  # the server only counts computed tokens, or cuts prompts
         return TextPrompts(seed)
     return replace(plain, seed=seed, tokens_per_word=each, overhead=counted[0] - each * _PROBE_WORDS[0])
 
 
 async def _ask(client: HttpClient, form: RequestForm, prompt: Piece | list[dict[str, str]]) -> Sample:
-    """One short request."""
+    """Send one short request."""
     asking = Asking(client, form, Sample(0.0, 1), EventReader(is_chat=form.is_chat), time.perf_counter())
     await asking.run(form.body(prompt, 1))
     return asking.sample

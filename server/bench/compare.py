@@ -1,7 +1,7 @@
-"""Two results beside each other: the ratio of each figure, its confidence interval, and what that shows.
+"""Comparison of two results: the ratio of each figure, its confidence interval, and a verdict.
 
-The interval covers what varies within the runs. That the machine itself changed between them, it cannot know: alternate
-the runs and compare several pairs.
+The interval covers variation within the runs. It cannot cover changes of the machine between them: alternate the runs
+and compare several pairs.
 """
 
 import math
@@ -23,19 +23,20 @@ _AT_ONCE = 250  # draws, so that the arrays of indices stay small
 
 
 def block_length(count: int, together: int) -> int:
-    """Requests per block: at least those that run together and n^(1/3), and never over a tenth of the run."""
+    """Return the requests per block: at least the number that run together and n^(1/3), and never over a tenth of the
+    run."""
     return max(1, min(max(together, round(count ** (1 / 3))), count // 10))
 
 
 def draw_blocks(count: int, length: int, draws: int, random: np.random.Generator) -> np.ndarray:
-    """Indices of `draws` resampled runs of `count` requests: shape [draws, count]."""
+    """Return the indices of `draws` resampled runs of `count` requests: shape [draws, count]."""
     blocks = -(-count // length)
     starts = random.integers(0, count, (draws, blocks, 1))
     return ((starts + np.arange(length)) % count).reshape(draws, -1)[:, :count]
 
 
 def resampled(statistic: Statistic, count: int, length: int, random: np.random.Generator) -> np.ndarray:
-    """The figure in each of `DRAWS` resampled runs: shape [DRAWS]."""
+    """Return the figure in each of `DRAWS` resampled runs: shape [DRAWS]."""
     parts = [statistic(draw_blocks(count, length, _AT_ONCE, random)) for _ in range(DRAWS // _AT_ONCE)]
     return np.concatenate(parts)
 
@@ -43,10 +44,11 @@ def resampled(statistic: Statistic, count: int, length: int, random: np.random.G
 def ratio_interval(
     first: np.ndarray, second: np.ndarray, ratio: float, blocks: int, confidence: float
 ) -> tuple[float, float]:
-    """The interval of second / first from the resampled figures of two independent runs: percentiles of their ratios.
+    """Return the interval of second / first from the resampled figures of two independent runs: percentiles of their
+    ratios.
 
-    `ratio`: as measured; `blocks`: in the run that has fewer of them. Resampling k blocks shows (k - 1) / k of the
-    variance, and k is small, so the interval is stretched to that of Student's t with k - 1 degrees of freedom.
+    `ratio`: as measured; `blocks`: in the run with fewer blocks. Resampling k blocks shows (k - 1) / k of the variance,
+    and k is small, so the interval is stretched to that of Student's t with k - 1 degrees of freedom.
     """
     tail = 50 * (1 - confidence)
     ends = np.percentile(second / first, [tail, 100 - tail])
@@ -56,19 +58,19 @@ def ratio_interval(
 
 
 def _student(confidence: float, freedom: int) -> float:
-    """The quantile of Student's t as a multiple of the normal one, by the expansion of Cornish and Fisher."""
+    """Return the quantile of Student's t as a multiple of the normal one, by the expansion of Cornish and Fisher."""
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     first = (z**3 + z) / (4 * freedom)
     second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
     return 1 + (first + second) / z
 
 
-_MIN_BEYOND = 5  # values that have to lie beyond a percentile for it to mean anything
+_MIN_BEYOND = 5  # values that must be beyond a percentile for it to be meaningful
 _MIN_REQUESTS = 10
 _MIN_ROUNDS = 3
 _STATISTICS = ("mean", "p50", "p90", "p99")
 _HIGHER_IS_BETTER = ("request_throughput", "output_throughput", "tokens_per_second")
-_MAY_DIFFER = frozenset({"url", "model"})  # settings: the two servers that are compared
+_MAY_DIFFER = frozenset({"url", "model"})  # settings of the two servers that are compared
 
 
 class Verdict(StrEnum):
@@ -82,7 +84,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure of A and B. `low` and `high`: the interval of `ratio`, B / A; None where there is none."""
+    """One figure of A and B. `low` and `high`: the interval of `ratio`, B / A; None if there is none."""
 
     metric: str
     a: float
@@ -104,7 +106,7 @@ class Comparison:
 
 
 def compare(a: Result, b: Result, confidence: float = 0.95) -> Comparison:
-    """Compare B with A. Raises `StartupError` when they cannot be compared."""
+    """Compare B with A. Raises `StartupError` if they cannot be compared."""
     if a.kind != b.kind:
         raise StartupError(f"A is of bench {a.kind}, B of bench {b.kind}.", "Compare results of the same command.")
     rows = _serve_rows(a, b, confidence) if a.kind == "serve" else _series_rows(a, b, confidence)
@@ -114,7 +116,7 @@ def compare(a: Result, b: Result, confidence: float = 0.95) -> Comparison:
 
 
 def as_text(comparison: Comparison) -> str:
-    """The table and the notes."""
+    """Return the table and the notes."""
     percent = f"{comparison.confidence:.0%} interval"
     rows = [["", "A", "B", "B / A", percent, "B is"]]
     for row in comparison.rows:
@@ -158,7 +160,7 @@ class _Run:
         self._done = sorted(done, key=lambda sample: sample.sent_s)
         self._result = result
         self._length = block_length(len(done), result.summary["peak_concurrency"])
-        self._random = np.random.default_rng(seed)  # another for each run: they are independent
+        self._random = np.random.default_rng(seed)  # a different seed for each run, because they are independent
 
     def __len__(self) -> int:
         return len(self._done)
@@ -168,13 +170,14 @@ class _Run:
         return len(self._done) // self._length
 
     def has_enough(self, name: str, statistic: str) -> bool:
-        """Whether enough values lie beyond a percentile. A gap counts like a request's figure."""
+        """Return whether enough values are beyond a percentile. A gap counts like a request's figure."""
         if not statistic.startswith("p"):
             return True
         return len(latencies_ms(self._done, name)) * (1 - int(statistic[1:]) / 100) >= _MIN_BEYOND
 
     def throughput(self, name: str) -> np.ndarray:
-        """Throughput, in a closed loop by Little's law: the mean of open requests times what one gives per second.
+        """Return the throughput, in a closed loop by Little's law: mean open requests times the rate of a single
+        request.
 
         The number of open requests is kept as it was in the run.
         """
@@ -184,7 +187,7 @@ class _Run:
         return self._resampled(lambda at: opened * gives[at].sum(1) / takes[at].sum(1))
 
     def latency(self, name: str, statistic: str) -> np.ndarray:
-        """A figure of a latency, in ms."""
+        """Return a figure of a latency, in ms."""
         if name != "itl":
             done = [sample for sample in self._done if name != "tpot" or sample.tpot_s is not None]
             values = np.array(latencies_ms(done, name))
@@ -200,7 +203,8 @@ class _Run:
 
 
 def _pooled_percentile(gaps: Sequence[np.ndarray], percent: int) -> Statistic:
-    """The percentile of the gaps of all drawn requests, each gap weighted with how often its request was drawn."""
+    """Return the percentile of the gaps of all drawn requests. Each gap has the weight of how often its request was
+    drawn."""
     values = np.concatenate(gaps)
     owner = np.repeat(np.arange(len(gaps)), [len(gap) for gap in gaps])
     order = np.argsort(values)
@@ -217,7 +221,8 @@ def _pooled_percentile(gaps: Sequence[np.ndarray], percent: int) -> Statistic:
 
 
 def _series_rows(a: Result, b: Result, confidence: float) -> list[Row]:
-    """Results of the engine: the mean of each figure over iterations, which are drawn one by one."""
+    """Return the rows for results of the engine: the mean of each figure over iterations, which are drawn one by
+    one."""
     rows = []
     for name in a.series.keys() & b.series.keys():
         values = [np.array(result.series[name]) for result in (a, b)]
@@ -247,7 +252,7 @@ def _row(name: str, values: Sequence[float], draws: Sequence[np.ndarray] | None,
 
 
 def verdict(low: float, high: float, *, higher_is_better: bool) -> Verdict:
-    """Verdict on B from the confidence interval of B / A."""
+    """Return the verdict on B from the confidence interval of B / A."""
     if low <= 1 <= high:
         return Verdict.NONE
     return Verdict.FASTER if (low > 1) == higher_is_better else Verdict.SLOWER

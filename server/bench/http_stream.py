@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client for measuring: connections are kept, and each piece of a body comes with its time of arrival.
 
-Made for many streams on one core: bytes go from the event loop through llhttp (httptools) to a callback, with no task
-or queue between. It follows no redirect and uses no proxy.
+Made for many streams on one core: bytes go from the event loop through llhttp (httptools) to a callback, without a task
+or queue between them. It follows no redirect and uses no proxy.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class StatusError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Address of a server. `path` stands before every path, for servers behind a prefix."""
+    """Address of a server. `path` is prepended to every path, for servers with a prefix."""
 
     host: str
     port: int
@@ -69,7 +69,7 @@ class Target:
 
 
 class HttpClient:
-    """Requests to one server, over as many connections as are in use at once."""
+    """Sends requests to one server, over one connection for each concurrent request."""
 
     def __init__(self, target: Target, api_key: str | None = None) -> None:
         self._target = target
@@ -85,13 +85,13 @@ class HttpClient:
         await self._exchange("POST", path, body, on_body)
 
     async def get(self, path: str) -> bytes:
-        """The body of a path. Raises this module's errors."""
+        """Return the body of a path. Raises this module's errors."""
         pieces: list[bytes] = []
         await self._exchange("GET", path, b"", lambda at, piece: pieces.append(piece))
         return b"".join(pieces)
 
     async def get_json(self, path: str) -> Any:
-        """The JSON of a path. Raises `ValueError` too."""
+        """Return the JSON of a path. Raises `ValueError` too."""
         return json.loads(await self.get(path))
 
     def close(self) -> None:
@@ -111,7 +111,8 @@ class HttpClient:
             try:
                 await connection.exchange(message, on_body)
             except BrokenError:
-                # A server may close an idle connection just as we write to it: nothing was read, so it is sent again.
+                # A server may close an idle connection just as we write to it. Nothing was read, so the request is sent
+                # again.
                 if reused and not connection.has_answered:
                     continue
                 raise
@@ -127,7 +128,7 @@ class HttpClient:
         try:
             _, connection = await loop.create_connection(_Connection, target.host, target.port, ssl=self._tls)
         except OSError as error:  # refused, unreachable, an unknown name, or a certificate that is not accepted
-            is_plain = isinstance(error, ConnectionError) and error.errno  # asyncio says more than a person reads
+            is_plain = isinstance(error, ConnectionError) and error.errno  # asyncio's own message is too long to read
             raise ConnectError(os.strerror(error.errno or 0) if is_plain else str(error)) from None
         return connection
 
@@ -143,7 +144,7 @@ class _Connection(asyncio.Protocol):
         self._status = 0
         self._error_text = b""
         self._now = 0.0
-        self._ends_with_connection = True  # neither a length nor chunks say where the body ends
+        self._ends_with_connection = True  # neither a length nor chunks mark the end of the body
         self._is_open = False
         self.has_answered = False
         self.is_reusable = False
@@ -223,17 +224,17 @@ _SAID = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
 
 
 class EventReader:
-    """Feed it the body as it arrives.
+    """Reader of a stream's events. Feed it the body as it arrives.
 
-    Every chunk with a choice counts, as in vLLM's client, also one with an empty text. Of a chat, the chunk that only
-    says whose turn it is does not: some servers send it before anything is computed.
+    Every chunk with a choice counts, as in vLLM's client, also a chunk with an empty text. In a chat, a chunk that only
+    has the role does not count: some servers send it before anything is computed.
     """
 
     def __init__(self, *, is_chat: bool, keep_text: bool = False) -> None:
         self._is_chat = is_chat
         self._keep_text = keep_text
         self._rest = b""
-        self.times: list[float] = []  # of the chunks, by time.perf_counter()
+        self.times: list[float] = []  # arrival times of the chunks, by time.perf_counter()
         self.texts: list[str] = []
         self.prompt_tokens: int | None = None
         self.completion_tokens: int | None = None
@@ -242,10 +243,10 @@ class EventReader:
         self.is_complete = False  # a finish reason or [DONE] has come
 
     def feed(self, now: float, piece: bytes) -> None:
-        """A piece of the body that arrived at `now`. An event is timed by its last byte."""
+        """Read a piece of the body that arrived at `now`. An event is timed by its last byte."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:
-            if line.startswith(b"data:"):  # else a comment, an empty line or another field of the event
+            if line.startswith(b"data:"):  # others are comments, empty lines or other fields of the event
                 self._data(now, line[5:].strip())
 
     def _data(self, now: float, data: bytes) -> None:

@@ -5,7 +5,7 @@
     ITL    the gap between a chunk and the next: every gap of every request
     E2EL   from sending a request to its last chunk
 
-Only completed requests count. Output tokens are those of the server's `usage`; percentiles are interpolated linearly.
+Only completed requests count. Output tokens are taken from the server's `usage`; percentiles are interpolated linearly.
 """
 
 import json
@@ -24,7 +24,7 @@ from oarlock.engine.errors import StartupError
 
 PERCENTILES = (50, 90, 99)
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
-SLO_METRICS = ("ttft", "tpot", "e2el")  # those of which a request has one figure
+SLO_METRICS = ("ttft", "tpot", "e2el")  # the measures with one figure per request
 
 
 class Cause(StrEnum):
@@ -49,23 +49,24 @@ class Sample:
     scheduled_s: float | None = None  # open loop: when it was due
     input_tokens: int = 0
     output_tokens: int = 0
-    counted_by: str = "usage"  # or "chunks", where the server does not count
+    counted_by: str = "usage"  # "usage", or "chunks" if the server does not count
     ttft_s: float = math.nan
-    e2el_s: float = math.nan  # of a failed request: until it failed
+    e2el_s: float = math.nan  # time to the end, or until the request failed
     itl_s: list[float] = field(default_factory=list)
     failure: str | None = None
     detail: str = ""
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None for an answer of one token."""
+        """Time per output token after the first; None for a completion of one token."""
         return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
 def summarize(
     samples: Sequence[Sample], duration_s: float, slo_ms: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
-    """The figures of a run of `duration_s` seconds: latencies in ms, throughput per second. `slo_ms`: for goodput."""
+    """Return the figures of a run of `duration_s` seconds: latencies in ms, throughput per second. `slo_ms`: for
+    goodput."""
     done = [sample for sample in samples if sample.failure is None]
     output = sum(sample.output_tokens for sample in done)
     total = output + sum(sample.input_tokens for sample in done)
@@ -89,7 +90,7 @@ def summarize(
 
 
 def latencies_ms(done: Sequence[Sample], name: str) -> list[float]:
-    """Every value of one measure over completed requests, in milliseconds."""
+    """Return every value of one measure over completed requests, in milliseconds."""
     if name == "itl":
         return [1e3 * gap for sample in done for gap in sample.itl_s]
     values = (getattr(sample, f"{name}_s") for sample in done)
@@ -97,7 +98,7 @@ def latencies_ms(done: Sequence[Sample], name: str) -> list[float]:
 
 
 def statistics_of(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, standard deviation and percentiles; None without values."""
+    """Return mean, standard deviation and percentiles; None without values."""
     if not values:
         return None
     found = {"mean": float(np.mean(values)), "std": float(np.std(values))}
@@ -105,21 +106,21 @@ def statistics_of(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def meets(sample: Sample, slo_ms: Mapping[str, float]) -> bool:
-    """Whether a completed request is within every limit. TPOT counts as 0 for an answer of one token, as in vLLM."""
+    """Return whether a completed request is within every limit. TPOT counts as 0 for a single token, as in vLLM."""
     return all(1e3 * (getattr(sample, f"{name}_s") or 0.0) <= limit for name, limit in slo_ms.items())
 
 
 def chunk_times(sample: Sample) -> np.ndarray:
-    """Arrival times of the chunks, in seconds since the start of the run: shape [chunks]."""
+    """Return the arrival times of the chunks, in seconds since the start of the run: shape [chunks]."""
     return sample.sent_s + sample.ttft_s + np.concatenate([[0.0], np.cumsum(sample.itl_s)])
 
 
 def tokens_per_second(done: Sequence[Sample], duration_s: float, at_least_s: float = 1.0) -> list[float]:
-    """Output tokens per second in equal stretches of the run, each `at_least_s` long or a little longer.
+    """Return the output tokens per second in equal stretches of the run, each `at_least_s` long or a little longer.
 
-    Equal stretches, because only then is the best never below the mean. A run shorter than two of them is one, with the
-    mean. A chunk counts as its share of the answer's tokens. vLLM counts chunks in whole seconds, of which the last is
-    not full.
+    With equal stretches the best is never below the mean. A run shorter than two stretches is one, with the mean. A
+    chunk counts as its share of the completion's tokens. vLLM counts chunks in whole seconds, and its last one is not
+    full.
     """
     if not done:
         return []
@@ -133,7 +134,7 @@ def tokens_per_second(done: Sequence[Sample], duration_s: float, at_least_s: flo
 
 
 def peak_concurrency(done: Sequence[Sample]) -> int:
-    """The most requests that were open at once; one that ends as another begins does not overlap it."""
+    """Return the maximum number of open requests. A request that ends as another begins does not overlap it."""
     ends = [(sample.sent_s + sample.e2el_s, -1) for sample in done]
     level = highest = 0
     for _, change in sorted([(sample.sent_s, 1) for sample in done] + ends):
@@ -143,14 +144,14 @@ def peak_concurrency(done: Sequence[Sample]) -> int:
 
 
 def failures(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
-    """Cause -> how many requests, and the text of the first of them; most frequent first."""
+    """Return cause -> number of requests, and the text of the first; most frequent first."""
     counts = Counter(sample.failure for sample in samples if sample.failure is not None)
     first = {sample.failure: sample.detail for sample in reversed(samples)}
     return {cause: {"count": count, "first": first[cause]} for cause, count in counts.most_common()}
 
 
 def unasked_lengths(samples: Sequence[Sample]) -> int:
-    """Number of completed answers whose length in tokens differs from the one asked for."""
+    """Return the number of completions whose length in tokens differs from the requested one."""
     return sum(sample.failure is None and sample.output_tokens != sample.asked_tokens for sample in samples)
 
 
@@ -162,8 +163,8 @@ _DIGITS = 6  # microseconds
 class Result:
     """A run of `kind` serve, throughput or latency.
 
-    `settings`: what was asked for, by name. `summary`: as `summarize` makes it, or figures of the engine.
-    `samples`: of `serve`, every request. `series`: of the other two, a figure's value in each iteration.
+    `settings`: requested settings by name. `summary`: from `summarize`, or figures of the engine. `samples`: for
+    `serve`, every request. `series`: for the other two, a figure's value in each iteration.
     """
 
     kind: str
@@ -180,7 +181,7 @@ class Result:
         return failures(self.samples)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, in terms of JSON: what was not measured is null."""
+        """Return all data as JSON values. Unmeasured values are null."""
         return {
             "format": FORMAT,
             "kind": self.kind,
@@ -259,5 +260,5 @@ def _rounded(value: float) -> float | None:
 
 
 def lateness_ms(samples: Sequence[Sample]) -> list[float]:
-    """Lateness of the requests of an open loop: how long after its due time each was sent."""
+    """Return how many milliseconds after its due time each request of an open loop was sent."""
     return [1e3 * (each.sent_s - each.scheduled_s) for each in samples if each.scheduled_s is not None]

@@ -25,7 +25,7 @@ _SLOW_SENDING = (
 
 
 def as_text(result: Result) -> str:
-    """The figures, the failures by cause, and what makes them doubtful."""
+    """Return the figures, the failures by cause, and reasons to doubt them."""
     lines = [f"{name:<28} {value}" for name, value in facts(result)]
     present = [name for name in LATENCIES if result.summary.get(f"{name}_ms")]
     if present:
@@ -42,7 +42,7 @@ def as_text(result: Result) -> str:
 
 
 def facts(result: Result) -> list[tuple[str, str]]:
-    """Settings of the run and its throughput, as names and values."""
+    """Return settings of the run and its throughput, as names and values."""
     summary, settings = result.summary, result.settings
     found = [
         ("server", f"{settings['url']}, model {settings['model']}"),
@@ -69,7 +69,7 @@ def facts(result: Result) -> list[tuple[str, str]]:
 
 
 def notes(result: Result) -> list[str]:
-    """Sentences on what makes the figures doubtful."""
+    """Return sentences on the reasons to doubt the figures."""
     found = []
     if result.is_interrupted:
         found.append("The run was interrupted: these are the figures up to then.")
@@ -87,7 +87,7 @@ def notes(result: Result) -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells, the first column to the left, the others to the right."""
+    """Align rows of cells, the first column to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(
@@ -126,9 +126,9 @@ class _Panel:
 
 
 def distribution(title: str, values: Sequence[float], marks: Sequence[tuple[str, float]]) -> str:
-    """Histogram of values in ms over up to 40 parts of their range, and below, the share that is at most x.
+    """Draw a histogram of values in ms over up to 40 parts of their range, and below it the fraction that is at most x.
 
-    `marks`: percentiles to draw as lines. What lies beyond p99.5 is left out of the picture, and counted in its title.
+    `marks`: percentiles to draw as lines. Values beyond p99.5 are left out of the picture, and counted in its title.
     """
     ordered = np.sort(np.asarray(values))
     shown = ordered[ordered <= np.percentile(ordered, 99.5)]
@@ -161,7 +161,7 @@ def distribution(title: str, values: Sequence[float], marks: Sequence[tuple[str,
 
 
 def over_time(title: str, values: Sequence[float], step_s: float, unit: str) -> str:
-    """One value for each stretch of `step_s` seconds."""
+    """Draw one value for each stretch of `step_s` seconds."""
     panel = _Panel(_TOP, 0.0, max(len(values) * step_s, step_s), max([*values, 1e-9]) * 1.05)
     parts = _frame(panel, unit, with_x="s")
     points = []
@@ -172,7 +172,7 @@ def over_time(title: str, values: Sequence[float], step_s: float, unit: str) -> 
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers in [low, high], about `wanted` of them: steps of 1, 2 or 5 times a power of ten."""
+    """Return round numbers in [low, high], about `wanted` of them: steps of 1, 2 or 5 times a power of ten."""
     raw = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
@@ -181,7 +181,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def _frame(panel: _Panel, unit: str, with_x: str | None = None) -> list[str]:
-    """Grid lines with their numbers."""
+    """Return grid lines with their labels."""
     parts = [f'<text class="unit" x="4" y="{panel.top - 6}">{escape(unit)}</text>']
     for value in ticks(0, panel.y_high, 3):
         y = panel.y(value)
@@ -232,12 +232,12 @@ svg text { fill: var(--soft); font: 11px system-ui, sans-serif; } svg text.mark 
 line.mark { stroke: var(--mark); stroke-dasharray: 4 3; }
 .note { border-left: 3px solid var(--mark); padding-left: .7rem; }
 """
-# What a browser may do with the page, whatever a server has put into a name or an error text.
+# Restricts the page in a browser, even if a server put markup into a name or an error text.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def as_html(result: Result) -> str:
-    """Result as one HTML page."""
+    """Return the result as one HTML page."""
     title = f"oarlock bench {result.kind}: {result.settings['model']}"
     body = [f"<h1>{escape(title)}</h1>", f"<p>{escape(result.created)}</p>"]
     body += [f'<p class="note">{escape(note)}</p>' for note in notes(result)]

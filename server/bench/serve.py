@@ -1,7 +1,7 @@
-"""`bench serve` from beginning to end: ask the server what it is, warm it up, run the load, summarize.
+"""`bench serve` from start to end: ask the server for its model, warm it up, run the load, summarize.
 
-A load is a closed loop of users, or an open loop with its own times of arrival, until a number or a time is up.
-Cancelled (Ctrl-C), it ends what is under way, counts that as interrupted, and returns what was measured so far.
+A load is a closed loop of users, or an open loop with its own times of arrival, until a number or a time is reached. If
+cancelled (Ctrl-C), it ends the open requests, counts them as interrupted, and returns the measurements so far.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from oarlock.server.bench.workload import (
 
 EVERY_S = 0.01
 LATE_MS = 5.0  # a timer's own resolution is 1 ms
-LATE_SHARE = 0.2  # of the gap between two chunks
+LATE_SHARE = 0.2  # fraction of the gap between two chunks
 BUSY = 0.9
 _T = TypeVar("_T")
 _AFTER_NO_CONNECTION_S = 0.1  # a server that is gone is not asked ten thousand times a second
@@ -46,7 +46,7 @@ DEFAULT_REQUESTS = 100
 
 
 class LoopLag:
-    """Asks the event loop to wake it every 10 ms, and notes how late it does."""
+    """Asks the event loop to wake it every 10 ms, and records how late it does."""
 
     def __init__(self) -> None:
         self._late: list[float] = []
@@ -80,7 +80,8 @@ class LoopLag:
 
 
 def warning(client: dict[str, Any], gap_ms: float) -> str | None:
-    """One sentence when the client may have distorted the figures. `gap_ms`: the median time between two chunks."""
+    """Return one sentence if the client may have distorted the figures. `gap_ms`: the median time between two
+    chunks."""
     lag, share = client["lag_ms"]["p99"], client["cpu_share"]
     if share > BUSY:
         return (
@@ -99,7 +100,7 @@ def warning(client: dict[str, Any], gap_ms: float) -> str | None:
 class Schedule:
     """Load schedule of a run. Exactly one of `concurrency` (closed loop) and `times_s` (open loop) is given.
 
-    `count`: conversations at most; `seconds`: none begins after so long. In an open loop, `times_s` decides.
+    `count`: maximum conversations; `seconds`: none begins after this time. In an open loop, `times_s` decides.
     """
 
     concurrency: int | None = None
@@ -133,7 +134,7 @@ class LoadRun:
         self._began = 0.0
 
     async def measure(self) -> Measured:
-        """Send everything and wait for the last answer."""
+        """Send everything and wait for the last response."""
         measured, lag = self._measured, LoopLag()
         lag.start()
         self._began = time.perf_counter()
@@ -147,7 +148,7 @@ class LoadRun:
         return measured
 
     async def _closed_loop(self) -> None:
-        """Each user sends its next conversation as soon as its last has ended."""
+        """Let each user send its next conversation as soon as its last has ended."""
         assert self._schedule.concurrency is not None
         numbers = self._numbers()
 
@@ -161,7 +162,7 @@ class LoadRun:
                 group.create_task(user())
 
     def _numbers(self) -> Iterator[int]:
-        """Conversations to begin, until one of the limits."""
+        """Yield the numbers of conversations to begin, until a limit is reached."""
         count, seconds = self._schedule.count, self._schedule.seconds
         for number in itertools.count() if count is None else range(count):
             if seconds is not None and time.perf_counter() - self._began >= seconds:
@@ -169,17 +170,17 @@ class LoadRun:
             yield number
 
     async def _open_loop(self) -> None:
-        """Conversations begin at their times, whatever became of those before."""
+        """Begin conversations at their times, whether or not earlier ones have ended."""
         assert self._schedule.times_s is not None
         async with asyncio.TaskGroup() as group:
             for number, due in enumerate(self._schedule.times_s):
-                # A timer counts from the beginning of the loop's turn, so it may be early.
+                # A timer counts from the beginning of the loop's iteration, so it may be early.
                 while (wait := self._began + due - time.perf_counter()) > 0:
                     await asyncio.sleep(wait)
                 group.create_task(self._converse(number, due))
 
     async def _converse(self, number: int, due: float | None) -> str | None:
-        """The turns of one conversation. After one that failed, the rest cannot be sent, and fail with it.
+        """Send the turns of one conversation. After a turn that failed, the rest cannot be sent, and fail with it.
 
         Returns the cause of the failure.
         """
@@ -203,7 +204,7 @@ class LoadRun:
         return None
 
     def _prompt(self, said: list[tuple[Piece, str]], turn: Turn) -> Piece | list[dict[str, str]]:
-        """Prompt of a turn: all messages of a chat, else the text so far."""
+        """Return the prompt of a turn: all messages of a chat, else the text so far."""
         if not self._form.is_chat:
             return "".join(f"{asked}{answer}" for asked, answer in said) + str(turn.prompt) if said else turn.prompt
         messages = []
@@ -280,7 +281,7 @@ class ServePlan:
         return self.turns if self.workload == "multi-turn" else 1
 
     def make_schedule(self) -> Schedule:
-        """Load schedule of the run: users of a closed loop, or arrival times of an open loop."""
+        """Return the load schedule of the run: users of a closed loop, or arrival times of an open loop."""
         count, seconds = self.num_requests, self.duration
         if self.trace:
             kept = self.trace[: count or len(self.trace)]
@@ -300,7 +301,7 @@ class ServePlan:
         return Schedule(concurrency=self.concurrency or 1, count=count, seconds=seconds)
 
     def make_workload(self, prompts: Prompts) -> Workload:
-        """Workload that generates the run's conversations."""
+        """Return the workload that generates the run's conversations."""
         match self.workload:
             case "shared-prefix":
                 return SharedPrefix(prompts, self.lengths, self.prefix_tokens, self.num_prefixes)
@@ -312,7 +313,8 @@ class ServePlan:
                 return RandomPrompts(prompts, self.lengths)
 
     def settings(self, model: str, prompts: Prompts) -> dict[str, Any]:
-        """Settings that the result records: for people to read, and to decide whether two results can be compared."""
+        """Return the settings that the result records, for people to read and to decide whether two results are
+        comparable."""
         return {
             "url": self.url,
             "model": model,
@@ -353,10 +355,10 @@ class ServePlan:
 
 
 def measure(plan: ServePlan, on_sample: OnSample | None = None) -> Result:
-    """One run, on an event loop of its own. Ctrl-C ends it early, with what was measured up to then.
+    """Measure one run, on an event loop of its own. Ctrl-C ends it early, with the measurements up to then.
 
     `on_sample` is called as each request ends. The key of the server is the environment's OPENAI_API_KEY. Raises
-    `StartupError` when the server cannot be measured, and `ValueError` for a wrong URL.
+    `StartupError` if the server cannot be measured, and `ValueError` for a wrong URL.
     """
     return run_until_done(_measure(plan, on_sample or _nothing))
 
@@ -388,4 +390,4 @@ async def _measure(plan: ServePlan, on_sample: OnSample) -> Result:
 
 
 def _nothing(sample: Sample) -> None:
-    """Ignores the sample, for callers that do not follow the run, and for the warm-up."""
+    """Ignore the sample, for callers that do not follow the run, and for the warm-up."""

@@ -1,12 +1,10 @@
 """Workloads of a run: conversations of one or more turns from random prompts, and the times at which they arrive.
 
-random          every prompt is new
-shared-prefix   one of a few beginnings, then a new part
-multi-turn      every turn carries what was said before, the server's answers included
-trace           lengths, and shared blocks, of a file
+random          every prompt is new shared-prefix   one of a few prefixes, then a new part multi-turn      every turn
+includes all earlier messages and the server's responses trace           lengths, and shared blocks, of a file
 
-A prompt is a function of seed, key and length alone, so every server asked with one seed gets the same prompts: as
-token ids, or as words for servers that take only text.
+A prompt depends only on seed, key and length, so every server gets the same prompts with the same seed: as token ids,
+or as words for servers that take only text.
 """
 
 import json
@@ -31,7 +29,8 @@ Piece = list[int] | str
 
 @dataclass(frozen=True, slots=True)
 class IdPrompts:
-    """Token ids. Special tokens lie at either end of a vocabulary, so its first and last sixteenth are not drawn."""
+    """Prompts of token ids. Special tokens are at either end of a vocabulary, so its first and last sixteenth are not
+    drawn."""
 
     vocab_size: int
     seed: int
@@ -44,14 +43,15 @@ class IdPrompts:
 
 @dataclass(frozen=True, slots=True)
 class TextPrompts:
-    """Words. How many tokens they become was measured by asking the server (see `server_probe`)."""
+    """Prompts of words. Their number of tokens was measured by asking the server (see `client.choose_prompts`)."""
 
     seed: int
     tokens_per_word: float = 1.0
     overhead: float = 0.0  # tokens that the server adds: a beginning-of-sequence token, a chat template
 
     def piece(self, key: str, tokens: int, *, begins: bool = False) -> str:
-        """Words of `tokens` tokens, each with a space before it. `begins`: what the server adds is part of them."""
+        """Draw words of `tokens` tokens, each with a space before it. `begins`: the tokens that the server adds are
+        included."""
         wanted = tokens - self.overhead if begins else tokens
         count = max(1, round(wanted / self.tokens_per_word))
         return "".join(f" {WORDS[number]}" for number in _draw(self.seed, key).integers(0, len(WORDS), count))
@@ -68,7 +68,7 @@ def joined(pieces: list[Piece]) -> Piece:
 
 
 def drawn_length(mean: int, spread: float, seed: int, key: str) -> int:
-    """A whole number of tokens, at least 1, uniform in mean * (1 - spread) ... mean * (1 + spread)."""
+    """Draw an integer number of tokens, at least 1, uniform in mean * (1 - spread) ... mean * (1 + spread)."""
     if not spread:
         return mean
     return max(1, int(_draw(seed, key).integers(round(mean * (1 - spread)), round(mean * (1 + spread)) + 1)))
@@ -79,11 +79,12 @@ def _draw(seed: int, key: str) -> np.random.Generator:
 
 
 def constant_arrivals(count: int, rate: float, burstiness: float, seed: int) -> np.ndarray:
-    """Seconds from the start at which `count` requests are sent, at `rate` per second: shape [count], ascending.
+    """Return the seconds from the start at which `count` requests are sent, at `rate` per second: shape [count],
+    ascending.
 
-    As `get_request` of vllm/benchmarks/serve.py defines them: intervals are gamma-distributed with shape `burstiness`
-    and mean 1 / rate, so 1 is a Poisson process, below 1 requests come in bursts, above 1 more evenly, and at infinity
-    evenly. They are scaled so that the last of n requests is sent at n / rate exactly.
+    As in `get_request` of vllm/benchmarks/serve.py, intervals are gamma-distributed with shape `burstiness` and mean 1
+    / rate. So 1 is a Poisson process, below 1 requests come in bursts, above 1 more evenly, and at infinity evenly.
+    They are scaled so that the last of n requests is sent at n / rate exactly.
     """
     if math.isinf(rate):
         return np.zeros(count)
@@ -92,16 +93,16 @@ def constant_arrivals(count: int, rate: float, burstiness: float, seed: int) -> 
 
 
 def ramp_arrivals(count: int, first: float, last: float, burstiness: float, seed: int) -> np.ndarray:
-    """Arrival times at a rate that changes from `first` to `last` in equal steps per request: shape [count].
+    """Return arrival times at a rate that changes from `first` to `last` in equal steps per request: shape [count].
 
-    Unlike those of `constant`, they are not scaled to the mean duration, as in vLLM.
+    Unlike in `constant_arrivals`, they are not scaled to the mean duration, as in vLLM.
     """
     rates = first + (last - first) * np.arange(count) / max(count - 1, 1)
     return np.cumsum(_intervals(rates, burstiness, seed))
 
 
 def ramp_count(seconds: float, first: float, last: float) -> int:
-    """Number of requests of a ramp that take `seconds` on average, at least 1."""
+    """Return the number of requests of a ramp that take `seconds` on average, at least 1."""
     mean_interval = 1 / first if first == last else math.log(last / first) / (last - first)
     return max(1, round(seconds / mean_interval))
 
@@ -127,10 +128,10 @@ class Traced:
 
 
 def read_trace(file: Path) -> list[Traced]:
-    """The requests of a trace in the order of their times. Raises `StartupError` with the line that is wrong.
+    """Return the requests of a trace in the order of their times. Raises `StartupError` with the line that is wrong.
 
-    The format is that of the traces published with Mooncake (github.com/kvcache-ai/Mooncake): each of `hash_ids` stands
-    for a block of 512 prompt tokens, and requests with equal ids have equal blocks.
+    The format is that of the traces published with Mooncake (github.com/kvcache-ai/Mooncake): each of `hash_ids`
+    identifies a block of 512 prompt tokens, and requests with equal ids have equal blocks.
     """
     try:
         lines = file.read_text("utf-8").splitlines()
@@ -172,7 +173,7 @@ NAMES = ("random", "shared-prefix", "multi-turn", "trace")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: what is new in its prompt, and how many tokens are asked for."""
+    """One request: the new part of its prompt, and the requested number of tokens."""
 
     prompt: Piece
     input_tokens: int
@@ -180,21 +181,21 @@ class Turn:
 
 
 class Workload(Protocol):
-    """Conversations by number; the same number gives the same one."""
+    """Conversations by number; the same number gives the same conversation."""
 
     def conversation(self, number: int) -> Sequence[Turn]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of a prompt (of its new part) and of an answer, and how far they may lie from that: 0 to below 1."""
+    """Tokens of a prompt (of its new part) and of a completion, and their largest relative deviation: 0 to below 1."""
 
     input_tokens: int
     output_tokens: int
     spread: float = 0.0
 
     def drawn(self, seed: int, key: str) -> tuple[int, int]:
-        """Prompt length and answer length drawn for one request."""
+        """Draw prompt length and completion length for one request."""
         return (
             drawn_length(self.input_tokens, self.spread, seed, f"{key} in"),
             drawn_length(self.output_tokens, self.spread, seed, f"{key} out"),
@@ -232,7 +233,7 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class MultiTurn:
-    """Every turn adds a new part to what was said before."""
+    """Every turn adds a new part to the earlier messages."""
 
     prompts: Prompts
     lengths: Lengths

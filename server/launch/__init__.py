@@ -1,1 +1,1 @@
-"""Processes that `oarlock serve` starts, watches and ends, on one host or several. It answers no requests."""
+"""Processes that `oarlock serve` starts, watches and ends, on one host or several. It handles no requests."""

@@ -29,17 +29,17 @@ _TRIALS: dict[str, tuple[str, dict[str, Any]]] = {
     "embed": ("/v1/embeddings", {"input": ["The sea is blue"]}),
     "score": ("/v1/rerank", {"query": "What is blue?", "documents": ["The sea is blue", "Grass is green"]}),
 }
-_ROW_CHARACTERS = 100  # of a text that is wrapped
-_PLAIN_STEP = 0.25  # without a terminal, a line per quarter is enough
-_REDRAW_S = 0.1  # between two looks at what is counted
-_PLAIN_S = 30.0  # and one as often for what a start waits for
+_ROW_CHARACTERS = 100  # width of wrapped text
+_PLAIN_STEP = 0.25  # fraction between lines without a terminal
+_REDRAW_S = 0.1  # shortest interval between updates of a count
+_PLAIN_S = 30.0  # interval of lines about the cause of a wait, without a terminal
 
 
 class Progress:
     """Phase and percent: one rewritten line on a terminal, few lines elsewhere. `seconds`: the time of each phase."""
 
     def __init__(self, stream: TextIO | None = None, *, as_events: bool = False) -> None:
-        """`as_events`: lines of the log, for programs that read nothing else."""
+        """`as_events`: write log lines, for programs that read nothing else."""
         self._stream = stream or sys.stderr
         self._as_events = as_events
         self._tty = not as_events and self._stream.isatty()
@@ -89,10 +89,10 @@ class Progress:
 
 
 class Counted:
-    """Progress of a number of equal things: how many are done, how fast, and how long it takes still.
+    """Progress of a number of equal items: the number done, the rate, and the remaining time.
 
-    As a context manager: its line is gone at the end. `total`: None where only the end of a time is known. `is_shown`:
-    None is on a terminal.
+    As a context manager, it removes its line at the end. `total`: None if only the end of a time is known. `is_shown`:
+    None: if standard error is a terminal.
     """
 
     def __init__(self, what: str, total: int | None, *, is_shown: bool | None = None) -> None:
@@ -103,7 +103,7 @@ class Counted:
         self.done = 0
 
     def add(self, count: int = 1, note: str = "") -> None:
-        """So many more are done; `note` stands beside the figures."""
+        """Count `count` more items as done. `note` is shown after the figures."""
         self.done += count
         now = time.monotonic()
         if self._progress is None or (now - self._shown_at < _REDRAW_S and self.done != self._total):
@@ -134,9 +134,9 @@ def banner(
     task: str = "generate",
     about: str | None = None,
 ) -> str:
-    """Return the summary of a successful start. `max_len`: tokens of prompt and answer; `key`: requests need an API
-    key; `page`: there is a web page; `task`: the task the model is served for; `about`: its owner's sentences about it.
-    """
+    """Return the summary of a successful start. `max_len`: tokens of prompt and completion; `key`: requests need an API
+    key; `page`: there is a web page; `task`: the task that the model is served for; `about`: the introduction of its
+    owner."""
     tokens = (info.num_blocks - 1) * info.block_size
     context = min(_TYPICAL_CONTEXT, max_len)
     users = _plural(info.data_parallel_size * (tokens // context), "user")
@@ -171,7 +171,7 @@ def _wrapped(label: str, text: str) -> list[str]:
 
 
 def _rounding(info: EngineInfo) -> str:
-    """Says what products do to their inputs, and what the alternative takes."""
+    """Return a text about the rounding of matmul inputs, and the cost of the alternative."""
     return (
         f"inputs of products are rounded to {info.input_rounding}; --dequantize computes with all of {info.dtype}, and "
         "keeps weights in it"
@@ -179,7 +179,7 @@ def _rounding(info: EngineInfo) -> str:
 
 
 def _ranks(info: EngineInfo) -> str:
-    """Number of ranks as text: `2`, `2 x 2 stages`, `4 on 2 hosts`, `1 x 2 replicas`."""
+    """Return the number of ranks as text: `2`, `2 x 2 stages`, `4 on 2 hosts`, `1 x 2 replicas`."""
     stages = "" if info.pipeline_parallel_size == 1 else f" x {_plural(info.pipeline_parallel_size, 'stage')}"
     hosts = "" if info.nnodes == 1 else f" on {_plural(info.nnodes, 'host')}"
     replicas = "" if info.data_parallel_size == 1 else f" x {_plural(info.data_parallel_size, 'replica')}"
@@ -187,19 +187,19 @@ def _ranks(info: EngineInfo) -> str:
 
 
 def _kv_size(info: EngineInfo) -> str:
-    """Size of KV memory as text: `64 blocks of 16 = 1024 tokens`."""
+    """Return the size of KV memory as text: `64 blocks of 16 = 1024 tokens`."""
     blocks = info.num_blocks - 1
     each = "" if info.data_parallel_size == 1 else f" on each of {info.data_parallel_size} replicas"
     return f"{blocks} blocks of {info.block_size} = {blocks * info.block_size} tokens{each}"
 
 
 def _kv_form(info: EngineInfo) -> str:
-    """Type and size of a token's keys and values on each rank, as text."""
+    """Return dtype and size of a token's keys and values on each rank, as text."""
     return f"{info.kv_cache_dtype}, {format_size(info.kv_bytes_per_token_per_rank)} a token"
 
 
 def _curl(url: str, form: str, key: bool) -> str:
-    """A command for a shell. `form`: `chat`, or what the model is served for."""
+    """Return a command for a shell. `form`: `chat`, or the model's task."""
     auth = " -H 'Authorization: Bearer KEY'" if key else ""
     if url.startswith("unix:"):
         url = f"--unix-socket {shlex.quote(url.removeprefix('unix:'))} http://localhost"

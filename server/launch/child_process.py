@@ -1,8 +1,8 @@
-"""Child processes: engines with their ranks, and the program behind a command, such as `oarlock verify`.
+"""Child processes: engines with their ranks, and the program of a command, such as `oarlock verify`.
 
-Engines and ranks are started before anything else: they import their libraries, which takes seconds. A program never
-outlives its command. Both share a terminal: Ctrl-C, SIGTERM and a closed terminal are handled by the command alone,
-which asks the child to end and waits for it.
+Engines and ranks are started first, because importing their libraries takes seconds. A program never outlives its
+command. Both share a terminal: only the command handles Ctrl-C, SIGTERM and a closed terminal. It asks the child to end
+and waits for it.
 """
 
 import os
@@ -20,11 +20,11 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_program(module: str, arguments: Sequence[str]) -> int:
-    """Run `python -m MODULE --parent PID ARGUMENTS`; returns its status, or 128 + the signal that ended it or us.
+    """Run `python -m MODULE --parent PID ARGUMENTS`. Returns its status, or 128 + the signal that ended it or us.
 
     The first signal is passed on as SIGTERM, so that the child can clean up; a second one kills it.
     """
-    with signals_handled((signal.SIGINT, signal.SIGHUP), signal.SIG_IGN):  # by the child: its parent decides
+    with signals_handled((signal.SIGINT, signal.SIGHUP), signal.SIG_IGN):  # inherited by the child: its parent decides
         child = start_python(["-m", module, f"--parent={os.getpid()}", *arguments], stdin=None)
     stopped_by: list[int] = []
 
@@ -43,7 +43,7 @@ def run_program(module: str, arguments: Sequence[str]) -> int:
 def signals_handled(
     numbers: Sequence[int], handler: Callable[[int, FrameType | None], object] | int
 ) -> Generator[None]:
-    """Have `handler` handle these signals for a while, and the handlers of before afterwards."""
+    """Use `handler` for these signals within the context, and restore their handlers afterwards."""
     before = [signal.signal(number, handler) for number in numbers]
     try:
         yield
@@ -53,7 +53,8 @@ def signals_handled(
 
 
 def engine_processes(settings: Settings) -> list[EngineProcess]:
-    """One for each replica, with the ranks of this host. Of the kernels for CPUs they share one compilation."""
+    """Start one process for each replica, with the ranks of this host. They share one compilation of the CPU
+    kernels."""
     compiles = None if settings.device == "cuda" else (settings.model, settings.dtype)
     num_ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size // settings.nnodes
     return [
@@ -62,7 +63,7 @@ def engine_processes(settings: Settings) -> list[EngineProcess]:
 
 
 def announce_compiling(settings: Settings, processes: Sequence[EngineProcess]) -> None:
-    """Say at once that kernels are compiled, if they are: the progress of the start is shown seconds later."""
+    """Print at once that kernels are compiled, if they are: the progress of the start is shown seconds later."""
     if not any(process.is_compiling for process in processes):
         return
     if settings.log_format == "json":

@@ -1,7 +1,7 @@
 """The process that fetches a model from the hub: `python -m oarlock.server.launch.fetch_model --fd N`.
 
-Started by `server/hub/model_path.py`. The first line on the socket is the request; lines of progress and of the
-outcome go back. When the parent has ended, so does the socket, and with it this process.
+Started by `server/hub/model_path.py`. The first line on the socket is the request; lines with the progress and the
+outcome go back. When the parent ends, the socket is closed, which ends this process.
 """
 
 import argparse

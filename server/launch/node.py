@@ -1,6 +1,6 @@
-"""`oarlock serve` where it serves no HTTP: on a host that is not the head node it finds the model and runs its ranks.
+"""`oarlock serve` on a host that is not the head node: it serves no HTTP, but finds the model and runs its ranks.
 
-The first SIGTERM or Ctrl-C ends the whole group in order, a second one this process at once, with 128 + its number.
+The first SIGTERM or Ctrl-C ends the whole group in order, a second one ends this process at once with 128 + its number.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _log = logs.logger("node")
 
 
 def serve_node(settings: Settings, nodes: NodesConfig) -> int:
-    """Run this host's ranks; returns the exit code. Raises `StartupError` when the start fails."""
+    """Run this host's ranks. Returns the exit code. Raises `StartupError` if the start fails."""
     logs.configure(settings.log_level, settings.log_format)
     progress = Progress(as_events=settings.log_format == "json")
     try:
@@ -39,8 +39,8 @@ def serve_node(settings: Settings, nodes: NodesConfig) -> int:
 
 
 def wait_for_first() -> int:
-    """Wait for the first process that torchrun has started on this host, which runs all ranks there: torchrun ends
-    when all processes have. Signals are left to that first process."""
+    """Wait for the first process that torchrun has started on this host, which runs all ranks there. torchrun ends when
+    all processes have. Signals are left to that first process."""
     import psutil
 
     for number in _SIGNALS:
@@ -54,7 +54,7 @@ def wait_for_first() -> int:
 
 @contextmanager
 def _stop_fd() -> Generator[int]:
-    """A descriptor that becomes readable with the first signal; the second ends the process."""
+    """Yield a descriptor that becomes readable with the first signal. The second signal ends the process."""
     read_fd, write_fd = os.pipe()
     stopped: list[int] = []
 

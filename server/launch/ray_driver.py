@@ -1,10 +1,10 @@
-"""The program beside a server that Ray places: it reserves a share of each host, and has a part run in all but ours.
+"""The driver of a server that Ray places. It reserves a share of each host, and runs a part on all hosts except ours.
 
     python -m oarlock.server.launch.ray_driver FD
 
 Reads one line of JSON, then waits for the end of its input, which is the end of the server; writes lines of JSON to FD.
-It alone imports Ray, whose threads and signal handlers so stay out of the server. When it ends, however that is, Ray
-ends the parts and gives back what was reserved. Ray carries nothing of the model's work: that is torch's.
+Only this process imports Ray, to keep Ray's threads and signal handlers out of the server. When it ends, in any way,
+Ray ends the parts and releases the reservation. Ray does not take part in the model's work, only torch does.
 """
 
 import importlib
@@ -21,12 +21,12 @@ from typing import Any, TextIO
 
 _REACH_S = 10.0
 _CONNECT_S = 60.0
-_LOOK_S = 1.0  # between two looks at a reservation
+_LOOK_S = 1.0  # interval of checks of a reservation
 _POLL_S = 0.2
-_END_S = 12.0  # for parts to end after the server
+_END_S = 12.0  # time for parts to end after the server
 _KEPT_LINES = 40
-_OF_NODE = 0.001  # of the resource that every node of Ray has by its own name: it chooses the node
-# Becomes a command that the kernel kills when the process that asked for it ends: a part outlives no actor.
+_OF_NODE = 0.001  # amount of the resource that every Ray node has under its own name, to choose the node
+# Becomes a command that the kernel kills when the process that asked for it ends, so that no part outlives its actor.
 _WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -37,7 +37,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class FailedError(Exception):
-    """Nothing can be reserved or started: one line of cause, one of fix."""
+    """Nothing can be reserved or started: a line of cause and a line of fix."""
 
     def __init__(self, cause: str, fix: str, exit_code: int = 3) -> None:
         super().__init__(cause)
@@ -45,15 +45,15 @@ class FailedError(Exception):
 
 
 class Part:
-    """An actor on one host. Ray sends it there as it is: nothing of Oarlock is imported in Ray's processes."""
+    """An actor on one host. Ray sends its code there: Ray's processes import nothing of Oarlock."""
 
     def devices(self) -> str | None:
-        """The GPUs that Ray gave it."""
+        """Return the GPUs that Ray gave to this actor."""
         return os.environ.get("CUDA_VISIBLE_DEVICES")
 
     def run(self, command: list[str], environment: dict[str, str], directory: str) -> tuple[int, list[str]]:
-        """Run the command, of which the first word is a Python, to its end. Returns its status and its last lines; all
-        of them are in Ray's log."""
+        """Run the command, whose first word is a Python interpreter, to its end. Returns its status and its last lines.
+        Ray's log has all lines."""
         try:
             process = subprocess.Popen(
                 [command[0], "-I", "-c", _WITH_PARENT, str(os.getpid()), *command],
@@ -80,16 +80,16 @@ class Driver:
     """One group of hosts, from its reservation to its end."""
 
     def __init__(self, asked: dict[str, Any], channel: TextIO) -> None:
-        """`asked`: of `oarlock.server.launch.ray_group`. `channel`: where lines of JSON are written to."""
+        """`asked`: request of `oarlock.server.launch.ray_group`. `channel`: lines of JSON are written to it."""
         self._asked = asked
         self._channel = channel
-        for name in ("RAY_DEDUP_LOGS", "RAY_COLOR_PREFIX"):  # a part's log is a log: every line, without colours
+        for name in ("RAY_DEDUP_LOGS", "RAY_COLOR_PREFIX"):  # a part's log has every line, without colours
             os.environ.setdefault(name, "0")
         self._ray: Any = importlib.import_module("ray")
         self._is_left = threading.Event()  # the server has ended
 
     def run(self) -> None:
-        """Raises `FailedError`."""
+        """Reserve the hosts, start the parts and watch them. Raises `FailedError`."""
         self._connect()
         threading.Thread(target=self._wait_for_server, name="input", daemon=True).start()
         own = self._own_node()
@@ -139,7 +139,7 @@ class Driver:
             signal.signal(number, signal.SIG_IGN)
 
     def _give_up(self, address: str, fix: str) -> None:
-        """Give up a cluster that does not answer: Ray itself would keep trying for minutes."""
+        """Give up a cluster that does not respond: Ray itself would keep trying for minutes."""
         self._fail(f"There is no Ray cluster to use at {address}: it did not answer within {_CONNECT_S:g} s.", fix, 3)
         os._exit(1)
 
@@ -148,7 +148,7 @@ class Driver:
         return next(node for node in self._ray.nodes() if node["NodeID"] == own)
 
     def _reserve(self, own: dict[str, Any]) -> Any:
-        """A placement group with a bundle for each host, of which the first is this one's. Raises `FailedError`."""
+        """Return a placement group with a bundle for each host, the first for this one. Raises `FailedError`."""
         nnodes, share = self._asked["nnodes"], self._asked["resources"]
         bundles = [dict(share) for _ in range(nnodes)]
         bundles[0][f"node:{own['NodeManagerAddress']}"] = _OF_NODE
@@ -171,7 +171,7 @@ class Driver:
         return group
 
     def _sizes(self) -> str:
-        """Resources of the nodes of the cluster, whether free or not."""
+        """Return the resources of the nodes of the cluster, free or not."""
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         sizes = [
             f"{node['NodeManagerAddress']} with {node['Resources'].get('CPU', 0):g} CPU and "
@@ -181,7 +181,7 @@ class Driver:
         return ", ".join(sizes)
 
     def _hosts(self, group: Any) -> list[str]:
-        """Name and address of the host of each bundle."""
+        """Return name and address of the host of each bundle."""
         table = importlib.import_module("ray.util").placement_group_table(group)
         nodes = {
             node["NodeID"]: f"{node['NodeManagerHostname']}, {node['NodeManagerAddress']}" for node in self._ray.nodes()
@@ -190,7 +190,8 @@ class Driver:
         return [nodes[of_bundle[index]] for index in range(len(of_bundle))]
 
     def _watch(self, running: dict[Any, str]) -> None:
-        """Watch the parts until the server has ended, and then they. A part that ends before the server is named."""
+        """Watch the parts until the server has ended, and then until they have ended. Reports each part that ends
+        before the server."""
         end = None
         while end is None or (running and time.monotonic() < end):
             if end is None and self._is_left.is_set():
@@ -204,7 +205,7 @@ class Driver:
     def _report(self, ended: Any, host: str) -> None:
         try:
             status, lines = self._ray.get(ended)
-        except Exception as error:  # of Ray: the actor or its node is gone
+        except Exception as error:  # Ray's: the actor or its node is gone
             self._fail(f"Ray's part on {host} is lost: {_first_line(error)}", "See `ray status` and Ray's logs.", 5)
             return
         if status:
@@ -227,7 +228,7 @@ class Driver:
 
 
 def last_error(lines: list[str], status: int) -> tuple[str, str]:
-    """Cause and fix as a part printed them, or how it ended and its last line."""
+    """Return cause and fix as a part printed them, or how it ended and its last line."""
     cause = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)
     fix = next((line.removeprefix("fix: ") for line in reversed(lines) if line.startswith("fix: ")), None)
     if cause is None:
@@ -237,7 +238,7 @@ def last_error(lines: list[str], status: int) -> tuple[str, str]:
 
 
 def _check_listens(address: str) -> None:
-    """Raises `OSError` where nothing listens at HOST:PORT."""
+    """Raise `OSError` if nothing listens at HOST:PORT."""
     host, _, port = address.rpartition(":")
     if port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
@@ -255,7 +256,7 @@ def _free_port(address: str) -> int:
 
 def main() -> int:
     channel = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what parts print is their log
+    os.dup2(2, 1)  # parts print their log
     try:
         Driver(json.loads(sys.stdin.readline()), channel).run()
     except FailedError as error:

@@ -1,4 +1,5 @@
-"""The hosts of one model as Ray has placed them: starts `ray_driver` beside the server, and hears of its parts.
+"""The hosts of one model as placed by Ray: starts `ray_driver` next to the server, and receives reports about its
+parts.
 
 Imports nothing of Ray.
 """
@@ -20,19 +21,18 @@ from oarlock.server.config.sources import LoadedSettings, as_flags
 from oarlock.server.launch.banner import Progress
 from oarlock.server.observability import logs
 
-_HEAD_ONLY = ("HTTP",)  # groups of options that parts have no use for
-_PREFIXES = ("HF_", "HUGGING_FACE_", "NCCL_", "GLOO_", "UCX_")  # of variables that parts get from this process
+_HEAD_ONLY = ("HTTP",)  # groups of options that parts do not need
+_PREFIXES = ("HF_", "HUGGING_FACE_", "NCCL_", "GLOO_", "UCX_")  # prefixes of variables that parts get from this process
 _VARIABLES = ("OARLOCK_CPU_LEVEL",)
-_LAST_WORDS_S = 3.0  # for a group that has failed to say it itself, which is the better word, and to end
+_LAST_WORDS_S = 3.0  # time for a failed group to report its own, more precise error, and to end
 _CLOSE_S = 15.0
 
 
 class RayGroup:
-    """The hosts, reserved. `nodes`: how this one, the head, meets the others; None where there are no others."""
+    """The reserved hosts. `nodes`: how this host, the head, meets the others; None if there are none."""
 
     def __init__(self, loaded: LoadedSettings) -> None:
-        """Waits for the reservation. From then on this process sees the GPUs that Ray gave it. Raises
-        `StartupError`."""
+        """Wait for the reservation. Afterwards this process sees the GPUs that Ray gave it. Raises `StartupError`."""
         settings = loaded.settings
         logs.configure(settings.log_level, settings.log_format)
         self._failure: Future[StartupError] = Future()
@@ -62,14 +62,15 @@ class RayGroup:
         threading.Thread(target=self._hear, name="ray-driver", daemon=True).start()
 
     async def failed(self) -> StartupError:
-        """Wait until a part has failed, and the group has had time to say so itself. Returns why."""
+        """Wait until a part has failed, and the group has had time to report its own error. Returns the part's
+        error."""
         error = await asyncio.shield(asyncio.wrap_future(self._failure))
         await asyncio.sleep(_LAST_WORDS_S)
         return error
 
     def close(self, *, in_order: bool = False) -> None:
-        """Let the driver end once the parts have. Parts of a group that has failed end by themselves, and one that is
-        out of reach is not heard of: the driver does not wait long for those."""
+        """Let the driver end after the parts. Parts of a failed group end by themselves, and an unreachable part
+        reports nothing, so the driver does not wait long for them."""
         assert self._driver.stdin is not None
         try:
             self._driver.stdin.close()
@@ -106,7 +107,8 @@ class RayGroup:
 
 
 def request(loaded: LoadedSettings, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Request to the driver: a share of each host, and the command, variables and directory of a part there."""
+    """Return the request to the driver: a share of each host, and the command, variables and directory of a part
+    there."""
     settings = loaded.settings
     words = as_flags(loaded, without=_HEAD_ONLY)
     return {

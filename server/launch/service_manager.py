@@ -1,6 +1,6 @@
-"""systemd, or another manager of services with its protocol: the socket that it hands over, and what it is told.
+"""systemd, or another service manager with its protocol: the socket that it passes, and the notifications to it.
 
-As sd_listen_fds(3) and sd_notify(3) describe it. Without one, nothing here does anything.
+Follows sd_listen_fds(3) and sd_notify(3). Without a manager, nothing here has an effect.
 """
 
 import asyncio
@@ -16,17 +16,18 @@ from oarlock.server.config.settings import Settings
 from oarlock.server.http.listeners import address_of, inherited
 from oarlock.server.observability.logs import event, logger
 
-# While a model loads, its progress moves the limit of the start; loading itself ends when it stands still for 300 s.
+# While a model loads, its progress extends the time limit of the start. Loading itself ends after 300 s without
+# progress.
 _START_S = 330.0
 _NAMES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC")
 _log = logger("service_manager")
 
 
 class ServiceManager:
-    """Service manager that started this process, if it speaks the protocol of systemd."""
+    """Service manager that started this process, if it uses the protocol of systemd."""
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
-        """Takes its variables out of `environment`: they are for this process alone."""
+        """Take its variables out of `environment`: they are only for this process."""
         given = {name: environment.pop(name, "") for name in _NAMES}
         self._notify_socket = given["NOTIFY_SOCKET"]
         pid = str(os.getpid())
@@ -36,9 +37,9 @@ class ServiceManager:
         self._last_status = ""
 
     def listener(self, settings: Settings) -> tuple[socket.socket, Settings] | None:
-        """The socket that was handed over, and the settings with its address; None if there is none.
+        """Return the socket that was handed over, and the settings with its address; None if there is none.
 
-        Raises `StartupError`, also when the settings name another address.
+        Raises `StartupError`, also if the settings name another address.
         """
         if not self.num_sockets:
             return None
@@ -59,7 +60,7 @@ class ServiceManager:
         return listener, replace(settings, host=address[0], port=address[1])
 
     def loading(self, phase: str, fraction: float) -> None:
-        """Report progress of the start: this much of this phase is done."""
+        """Report progress of the start: this fraction of this phase is done."""
         status = f"{phase} {fraction:.0%}"
         if status != self._last_status:  # progress comes many times a second
             self._last_status = status
@@ -74,9 +75,10 @@ class ServiceManager:
         self._send(STOPPING="1", STATUS="finishing open requests", EXTEND_TIMEOUT_USEC=f"{within_s * 1e6:.0f}")
 
     async def watch(self) -> None:
-        """Tell twice per interval that this process's loop turns, if that is asked for. Never returns then.
+        """Report twice per interval that this process's loop is running, if the manager asks for it. Never returns
+        then.
 
-        The engine and its ranks are watched by the server itself.
+        The server itself watches the engine and its ranks.
         """
         while self._watchdog_s:
             self._send(WATCHDOG="1")
@@ -86,13 +88,13 @@ class ServiceManager:
         if not self._notify_socket:
             return
         name = self._notify_socket
-        address = f"\0{name[1:]}" if name.startswith("@") else name  # without a file: Linux's abstract names
+        address = f"\0{name[1:]}" if name.startswith("@") else name  # Linux's abstract names, without a file
         text = "\n".join(f"{key}={value}" for key, value in values.items())
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
                 channel.setblocking(False)
                 channel.sendto(text.encode(), address)
-        except OSError as error:  # it serves all the same; the manager will say what it misses
+        except OSError as error:  # it serves all the same; the manager will report the missing notification
             _log.warning(event("not_notified", address=name, cause=error.strerror or str(error)))
 
 

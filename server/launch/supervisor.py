@@ -1,8 +1,8 @@
-"""The lifecycle of one server process: bind, answer probes, load, serve, drain, exit with a code.
+"""The lifecycle of one server process: bind, respond to probes, load, serve, drain, exit with a code.
 
-It alone handles signals and changes the phase of `ServerState`. Exit codes: 0 clean; 2 usage; 3 bad configuration or
-model; 4 out of memory at start; 5 a worker died; 6 a worker hung; 7 the drain timed out with requests lost; 128 + n
-second signal n.
+Only the supervisor handles signals and changes the phase of `ServerState`. Exit codes: 0 clean; 2 usage; 3 bad
+configuration or model; 4 out of memory at start; 5 a worker died; 6 a worker hung; 7 the drain timed out with requests
+lost; 128 + n second signal n.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 EXIT_WORKER_DIED = 5
 EXIT_DRAIN_TIMED_OUT = 7
-_ERROR_DELIVERY_S = 2.0  # for open streams to send their error event
+_ERROR_DELIVERY_S = 2.0  # time for open streams to send their error event
 _CLOSE_ENGINE_S = 5.0
-_ENGINE_EXIT_S = 4.0  # for the exit code of an engine that is ending
+_ENGINE_EXIT_S = 4.0  # time to get the exit code of an engine that is ending
 _LIVENESS_S = 0.25
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _log = logs.logger("supervisor")
@@ -62,7 +62,7 @@ class RunningEngine(Engine, Protocol):
     """Engine as the supervisor uses it: `oarlock.engine.client.EngineClient` or `oarlock.engine.replicas.Replicas`."""
 
     dead: asyncio.Event  # its process has ended, with `exit_code`
-    lost: asyncio.Event  # a replica has, for good and with `exit_code`: the others can finish what they have
+    lost: asyncio.Event  # a replica has ended for good, with `exit_code`: the others can finish their requests
 
     @property
     def is_alive(self) -> bool: ...
@@ -95,7 +95,7 @@ class Supervisor:
         tls: ServerTls | None = None,
         ray: RayGroup | None = None,
     ) -> None:
-        """`nodes`: how the other hosts are found, if there are any; this one is their head. `manager`: is told of
+        """`nodes`: how to find the other hosts, if there are any; this host is their head. `manager`: is notified of
         phases, and may have opened the socket. `tls`: HTTPS is served. `ray`: has started the other hosts' parts."""
         self.settings = settings
         self._manager = manager or ServiceManager({})
@@ -118,9 +118,9 @@ class Supervisor:
         self._watchdogs: list[threading.Timer] = []
 
     async def run(self) -> int:
-        """Serve until a signal or a drain. Returns the exit code. Raises `StartupError` when the start fails."""
+        """Serve until a signal or a drain. Returns the exit code. Raises `StartupError` if the start fails."""
         loop = asyncio.get_running_loop()
-        loop.set_default_executor(ThreadPoolExecutor(1, "files"))  # what waits for disks takes turns
+        loop.set_default_executor(ThreadPoolExecutor(1, "files"))  # tasks that wait for disks take turns
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         http = asyncio.create_task(self._server.run_until_stopped())
@@ -165,7 +165,7 @@ class Supervisor:
         return await self._ray.failed()
 
     async def _load(self) -> RunningEngine:
-        """Find the checkpoint, then read the tokenizer and start the engine side by side."""
+        """Find the checkpoint, then read the tokenizer and start the engine in parallel."""
         if self._nodes is not None:
             await asyncio.to_thread(check_network, self._nodes, self._on_progress)
         files = await find_files(self.settings, self._on_progress)
@@ -257,7 +257,7 @@ class Supervisor:
         """
         self.state.phase = Phase.DRAINING
         self._manager.stopping(self.settings.drain_timeout + _CLOSE_ENGINE_S + _ENGINE_EXIT_S)
-        if self._manager.num_sockets:  # the next process gets the socket, and with it those that connect from now on
+        if self._manager.num_sockets:  # the next process gets the socket and all connections from now on
             self._server.stop_accepting()
         running = self.state.num_in_flight
         self._exit_within(self.settings.drain_timeout + 10.0, EXIT_DRAIN_TIMED_OUT)
@@ -309,7 +309,8 @@ class Supervisor:
         _log.info(logs.event("stopped"))
 
     def _exit_within(self, seconds: float, code: int) -> None:
-        """Start a watchdog: the process exits even if the shutdown hangs. Children follow: they read end-of-file."""
+        """Start a watchdog: the process exits even if the shutdown hangs. Children follow, because they read
+        end-of-file."""
         watchdog = threading.Timer(seconds, _exit_now, (code,))
         watchdog.daemon = True
         watchdog.start()
@@ -324,7 +325,7 @@ class Supervisor:
 
 
 def server_tls(settings: Settings) -> ServerTls | None:
-    """The certificate to serve HTTPS with, if there is one. Raises `StartupError`."""
+    """Return the certificate to serve HTTPS with; None if there is none. Raises `StartupError`."""
     if settings.ssl_certfile is None or settings.ssl_keyfile is None:
         return None
     return ServerTls(settings.ssl_certfile, settings.ssl_keyfile)
@@ -336,10 +337,10 @@ def serve(
     nodes: NodesConfig | None = None,
     ray: RayGroup | None = None,
 ) -> int:
-    """Bind, run and return the exit code. `processes`: of the engine, or of each replica, which were started and are
-    taken once their configuration is known.
+    """Bind, run and return the exit code. `processes`: already started, for the engine or for each replica, and used
+    once their configuration is known.
 
-    `nodes`: how the other hosts are found, if there are any; `ray` has started their parts. Raises `StartupError`.
+    `nodes`: how to find the other hosts, if there are any; `ray` has started their parts. Raises `StartupError`.
     """
     logs.configure(settings.log_level, settings.log_format)
     raise_descriptor_limit()
@@ -375,7 +376,7 @@ async def _start_engine(
 
 
 async def _engine_has_died(engine: RunningEngine) -> None:
-    """Wait until the engine can serve no more; its process may need seconds more to end."""
+    """Wait until the engine can serve no more. Its process may need seconds more to end."""
     while engine.is_alive and not engine.dead.is_set():
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LIVENESS_S):
@@ -383,7 +384,7 @@ async def _engine_has_died(engine: RunningEngine) -> None:
 
 
 async def _first(*awaitables: Awaitable[Any]) -> None:
-    """Wait until one is done. Tasks that were created here are cancelled, tasks of the caller are not."""
+    """Wait until one awaitable is done. Tasks that were created here are cancelled, tasks of the caller are not."""
     tasks = [asyncio.ensure_future(item) for item in awaitables]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

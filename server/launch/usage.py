@@ -9,7 +9,7 @@ from oarlock.server.config.settings import OPTIONS, Settings
 from oarlock.server.http.listeners import bind
 from oarlock.server.hub.local_model import check_names
 
-# Options that name a file. The code that needs it reads it later, and reports what is wrong inside.
+# Options that name a file. The code that uses it reads it later, and reports errors in its content.
 _FILES = ("chat_template", "api_key_file", "ssl_certfile", "ssl_keyfile")
 
 
@@ -20,7 +20,7 @@ def check_usage(settings: Settings) -> None:
         path = getattr(settings, name)
         if path is not None:
             _check_readable(OPTIONS[name].flag, expand(path))
-    if settings.uds is None and not os.environ.get("LISTEN_FDS"):  # else a service manager has opened the socket
+    if settings.uds is None and not os.environ.get("LISTEN_FDS"):  # otherwise a service manager has opened the socket
         bind(settings.host, settings.port).close()
 
 

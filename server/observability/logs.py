@@ -1,7 +1,7 @@
 """Log lines: one per lifecycle event, `key=value`, control characters escaped; and the access log.
 
-The access log has one line for each HTTP answer, and one now and then of requests that a full queue refuses. Nothing is
-logged per token, and never a prompt, a query, a body or a key.
+The access log has one line for each HTTP response. Requests that a full queue refuses share one line in ten seconds.
+Nothing is logged per token, and never a prompt, a query, a body or a key.
 """
 
 import logging
@@ -18,7 +18,7 @@ _ESCAPES |= {10: "\\n", 13: "\\r", 9: "\\t", 27: "\\e"}
 
 
 def escape(text: str) -> str:
-    """Escape `text` to one line: a client's text cannot begin a second line or move the cursor."""
+    """Escape `text` to one line, so that a client's text cannot begin a second line or move the cursor."""
     if text.isprintable():
         return text
     return text.translate(_ESCAPES).encode("utf-8", "backslashreplace").decode()
@@ -31,7 +31,7 @@ class Event(str):
 
 
 def event(name: str, **values: Any) -> Event:
-    """Make the log line `event=name a=1 b="two words"`: None is left out."""
+    """Make the log line `event=name a=1 b="two words"`; None is left out."""
     parts = [f"event={name}"]
     for key, value in values.items():
         if value is None:
@@ -62,12 +62,12 @@ def configure(level: str, form: str = "text") -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("oarlock").setLevel(_NAMES[level])
-    # uvicorn logs its start, its stop and each lost client: our own lines have that
+    # uvicorn logs its start, its stop and each lost client, which our own lines have
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL if level != "debug" else logging.DEBUG)
 
 
 def logger(name: str) -> logging.Logger:
-    """The logger `oarlock.name`."""
+    """Return the logger `oarlock.name`."""
     return logging.getLogger(f"oarlock.{name}")
 
 
@@ -77,14 +77,15 @@ _REFUSALS_EVERY_S = 10.0
 
 
 class AccessLog:
-    """Writes one line for each HTTP answer."""
+    """Writes one line for each HTTP response."""
 
     def __init__(self, frequent: Collection[str]) -> None:
-        """`frequent`: paths that machines ask every few seconds. Where they are answered well, there is no line."""
+        """`frequent`: paths that machines request every few seconds. A successful response to them is not logged."""
         self._frequent = frozenset(frequent)
 
     def write(self, scope: Any, request_id: str, status: int, num_bytes: int, seconds: float) -> None:
-        """One answer, complete or not, of so many bytes of body. `status` 0: its client left before it began."""
+        """Log one response, complete or not. `num_bytes`: size of its body. `status` 0: the client left before it
+        began."""
         path = scope["path"]
         if path in self._frequent and 200 <= status < 300:
             return
@@ -111,7 +112,7 @@ class RefusalLog:
         self._written_s = -_REFUSALS_EVERY_S
 
     def count(self, now: float) -> None:
-        """One more. `now`: seconds on a clock that only goes forward."""
+        """Count one more refusal. `now`: seconds on a clock that only goes forward."""
         self._num += 1
         if now - self._written_s >= _REFUSALS_EVERY_S:
             _queue_log.warning(event("queue_full", refused=self._num))

@@ -1,4 +1,4 @@
-"""Text exposition for Prometheus: the engine's numbers under vLLM's names where it has one, and the HTTP layer's own.
+"""Text exposition for Prometheus: the engine's metrics under vLLM's names if it has them, and the HTTP layer's own.
 
 Label values come from closed sets.
 """
@@ -100,7 +100,7 @@ _BY_KEY = {
 class FinishedChoice(Protocol):
     """One choice of a generation that has ended."""
 
-    num_tokens: int  # generated
+    num_tokens: int  # generated tokens
 
     @property
     def started(self) -> bool: ...
@@ -114,7 +114,7 @@ class FinishedGeneration(Protocol):
 
     @property
     def per_prompt(self) -> int:
-        """Choices of each prompt, which stand side by side."""
+        """Number of choices of each prompt, which are adjacent in `choices`."""
         ...
 
     @property
@@ -135,7 +135,7 @@ class FinishedGeneration(Protocol):
 
 
 class Certificate(Protocol):
-    """TLS certificate that HTTPS is served with."""
+    """TLS certificate of the HTTPS server."""
 
     @property
     def expires(self) -> float:
@@ -155,17 +155,17 @@ class Batches(Protocol):
 
 
 class ReplicaCounters:
-    """Counters of the answers of one replica: tokens exactly as usage reports them."""
+    """Counters of one replica's responses. Tokens are counted exactly as usage reports them."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished = dict.fromkeys(("stop", "length", "timeout", "abort", "error"), 0)
-        self.most_generated = Histogram(TOKEN_BOUNDS)  # of each prompt, the tokens of its longest answer
+        self.most_generated = Histogram(TOKEN_BOUNDS)  # tokens of each prompt's longest completion
 
 
 class HttpCounters:
-    """Counters of the HTTP layer: answers by route and status, and tokens by replica and key."""
+    """Counters of the HTTP layer: responses by route and status, and tokens by replica and key."""
 
     def __init__(self) -> None:
         self.routes: frozenset[str] = frozenset()
@@ -173,7 +173,7 @@ class HttpCounters:
         self.replicas: defaultdict[int, ReplicaCounters] = defaultdict(ReplicaCounters)
         self.ignored_parameters = 0
         self.refused_unread = 0
-        self.by_key: dict[str, list[int]] = {}  # label -> answers begun, prompt tokens, answer tokens
+        self.by_key: dict[str, list[int]] = {}  # label -> responses begun, prompt tokens, completion tokens
         self.certificate: Certificate | None = None
         self.batches: Batches | None = None
 
@@ -218,7 +218,7 @@ class HttpCounters:
 
 
 class _Snapshot(Collector):
-    """Metrics of one scrape. Those that belong to no replica have the label of the first."""
+    """Metrics of one scrape. Metrics that belong to no replica have the label of the first."""
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class _Snapshot(Collector):
         return family
 
     def _of_keys(self) -> Iterator[Metric]:
-        """Tokens by the label of the API key; there are as many labels as configured keys."""
+        """Yield the tokens by the label of the API key. There is a label for each configured key."""
         for position, (name, text) in enumerate(_BY_KEY.items()):
             family = CounterMetricFamily(name, text, labels=[*_LABELS, "key"])
             for label, numbers in sorted(self._http.by_key.items()):
@@ -321,7 +321,7 @@ class _Snapshot(Collector):
         yield ended
 
     def _gauge(self, name: str, text: str, *values: float) -> GaugeMetricFamily:
-        """Gauge with a value for each replica, or with a single value under the label of the first."""
+        """Return a gauge with a value for each replica, or with a single value under the label of the first."""
         family = GaugeMetricFamily(name, text, labels=_LABELS)
         for labels, value in zip(self._labels, values, strict=False):
             family.add_metric(labels, value)
@@ -348,8 +348,8 @@ def exposition(
     model: str,
     prefix: str = _PREFIX,
 ) -> bytes:
-    """The body of `/metrics`. `stats`: of each replica; until one has started, its numbers are zero. `prefix` stands in
-    the place of `vllm:`."""
+    """Return the body of `/metrics`. `stats`: of each replica; until one has started, its values are zero. `prefix`
+    replaces `vllm:`."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshot(stats, info, http, model, prefix))
     registry.register(_PROCESS)

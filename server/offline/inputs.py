@@ -1,4 +1,4 @@
-"""Inputs of the Python interface: sampling parameters, and prompts in every form that vLLM's takes."""
+"""Inputs of the Python interface: sampling parameters, and prompts in every format that vLLM's interface accepts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -7,15 +7,15 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """Fields of a request that decide its answer.
+    """Sampling parameters of a request.
 
-    A field that is None has the server's default, which for sampling may be the model's own. Ranges and errors are
-    those of the server.
+    A field that is None has the server's default, which for sampling may be the model's own. Ranges and errors are the
+    server's.
 
     `docs/api.md` describes each field.
     """
 
-    max_tokens: int | None = None  # None: 16 for `generate`, what the context has room for for `chat`
+    max_tokens: int | None = None  # None: 16 for `generate`, the rest of the context for `chat`
     temperature: float | None = None  # 0: greedy
     top_p: float | None = None
     top_k: int | None = None
@@ -35,10 +35,10 @@ class SamplingParams:
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    logprobs: int | None = None  # so many alternatives with each token
+    logprobs: int | None = None  # number of alternatives with each token
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None  # left (the default) or right: which end is cut
+    truncation_side: str | None = None  # end that is cut: left (the default) or right
     response_format: Mapping[str, Any] | None = None
     structured_outputs: Mapping[str, Any] | None = None
     timeout: float | None = None  # seconds
@@ -46,11 +46,11 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def as_fields(self) -> dict[str, Any]:
-        """Fields that were given, as the body of a completion has them."""
+        """Return the given fields, as in the body of a completion request."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
 
     def as_chat_fields(self) -> dict[str, Any]:
-        """Fields that were given, as the body of a chat completion has them."""
+        """Return the given fields, as in the body of a chat completion request."""
         found = self.as_fields()
         if self.logprobs is not None:
             found |= {"logprobs": True, "top_logprobs": self.logprobs}
@@ -86,7 +86,7 @@ def _read(given: Any) -> Prompt:
 
 
 def params_for_each(params: Params, count: int) -> list[SamplingParams]:
-    """Find the parameters of each of `count` prompts. Raises `ValueError`."""
+    """Return the parameters of each of `count` prompts. Raises `ValueError`."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
@@ -95,8 +95,8 @@ def params_for_each(params: Params, count: int) -> list[SamplingParams]:
 
 
 def check_names(method: str, fields: Mapping[str, Any], known: type, of_sampling: str | None = None) -> None:
-    """Raise `TypeError` for a name that `known`, a `TypedDict`, lacks. `of_sampling`: the fix for one that
-    `SamplingParams` has."""
+    """Raise `TypeError` for a name that `known`, a `TypedDict`, lacks. `of_sampling`: the fix if `SamplingParams` has
+    the name."""
     names = known.__annotations__
     for name in fields:
         if name not in names:

@@ -1,10 +1,10 @@
-"""The Python interface: prompts in, texts, vectors or scores out, without HTTP, by the server's own endpoints.
+"""The Python interface: prompts in; texts, vectors or scores out. It uses the server's endpoints without HTTP.
 
     llm = LLM("path/to/model")
     print(llm.generate("import os", SamplingParams(max_tokens=32, temperature=0))[0].outputs[0].text)
 
 Methods, arguments and outputs have the names of vLLM's `LLM`, so that programs written for it run. Every method has an
-asynchronous form. The engine is driven by an event loop in a thread of its own.
+asynchronous version. An event loop in a thread of its own drives the engine.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ _CLOSE_S = 10.0
 
 
 class ChatFields(TypedDict, total=False):
-    """Names what a chat request has beside its messages and `SamplingParams`."""
+    """Fields of a chat request other than its messages and `SamplingParams`."""
 
     tools: Sequence[Mapping[str, Any]]
     tool_choice: str | Mapping[str, Any]
@@ -70,11 +70,11 @@ class ChatFields(TypedDict, total=False):
 class LLM:
     """A loaded model. `settings` are the server's options by name, such as `tensor_parallel_size=2`.
 
-    Nothing less severe than a warning is logged, unless `log_level` is given.
+    Only warnings and errors are logged, unless `log_level` is given.
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
-        """Raises `StartupError`, and `TypeError` for an option of the HTTP server."""
+        """Load the model. Raises `StartupError`, and `TypeError` for an option of the HTTP server."""
         try:
             self._open(model, settings).result()
         except BaseException:
@@ -94,7 +94,7 @@ class LLM:
 
     @property
     def info(self) -> EngineInfo:
-        """Facts that the engine has found out about model and machine, such as `max_model_len`."""
+        """Properties of model and machine that the engine has found, such as `max_model_len`."""
         return self._engine.engine.info
 
     @property
@@ -110,11 +110,12 @@ class LLM:
         add_special_tokens: bool | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """One output for each prompt, in order, as `/v1/completions` answers it.
+        """Return one output for each prompt, in order, like the response of `/v1/completions`.
 
-        `prompts`: a text, token ids, a dictionary with `prompt` or `prompt_token_ids`, or a list of such.
-        `sampling_params`: for all, or one for each. `use_tqdm`: a bar; None: on a terminal, with more than one prompt.
-        Raises `oarlock.engine.errors.RequestError` for what the server refuses.
+        `prompts`: a text, token ids, a dictionary with `prompt` or `prompt_token_ids`, or a list of these.
+        `sampling_params`: for all, or a list with an entry for each. `use_tqdm`: show a bar; None: if there is a
+        terminal and more than one prompt. Raises `oarlock.engine.errors.RequestError` if the server would refuse the
+        request.
         """
         return self._wait(self._completions(prompts, sampling_params, suffix, add_special_tokens, use_tqdm))
 
@@ -127,7 +128,7 @@ class LLM:
         add_special_tokens: bool | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """`generate` for a program with an event loop. Cancelling it aborts what still runs."""
+        """Run `generate` in a program with an event loop. Cancelling it aborts unfinished requests."""
         return await self._await(self._completions(prompts, sampling_params, suffix, add_special_tokens, use_tqdm))
 
     def chat(
@@ -138,9 +139,9 @@ class LLM:
         use_tqdm: bool | None = None,
         **fields: Unpack[ChatFields],
     ) -> list[RequestOutput]:
-        """One output for each conversation, in order, as `/v1/chat/completions` answers it.
+        """Return one output per conversation, in order, like the response of `/v1/chat/completions`.
 
-        `messages`: one conversation, or several. Arguments and errors else as of `generate`.
+        `messages`: a conversation, or a list of several. Other arguments and errors are those of `generate`.
         """
         return self._wait(self._chat_completions(messages, sampling_params, fields, use_tqdm))
 
@@ -152,7 +153,7 @@ class LLM:
         use_tqdm: bool | None = None,
         **fields: Unpack[ChatFields],
     ) -> list[RequestOutput]:
-        """`chat` for a program with an event loop. Cancelling it aborts what still runs."""
+        """Run `chat` in a program with an event loop. Cancelling it aborts unfinished requests."""
         return await self._await(self._chat_completions(messages, sampling_params, fields, use_tqdm))
 
     def embed(
@@ -162,7 +163,8 @@ class LLM:
         use_tqdm: bool | None = None,
         **fields: Unpack[EmbedFields],
     ) -> list[EmbeddingRequestOutput]:
-        """The vector of each prompt, in order, as `/v1/embeddings` answers it. Prompts and errors as of `generate`."""
+        """Return the vector of each prompt, in order, like the response of `/v1/embeddings`. Prompts and errors as in
+        `generate`."""
         return self._wait(self._embeddings(prompts, fields, use_tqdm))
 
     async def aembed(
@@ -172,7 +174,7 @@ class LLM:
         use_tqdm: bool | None = None,
         **fields: Unpack[EmbedFields],
     ) -> list[EmbeddingRequestOutput]:
-        """`embed` for a program with an event loop. Cancelling it aborts what still runs."""
+        """Run `embed` in a program with an event loop. Cancelling it aborts unfinished requests."""
         return await self._await(self._embeddings(prompts, fields, use_tqdm))
 
     def score(
@@ -183,9 +185,9 @@ class LLM:
         use_tqdm: bool | None = None,
         **fields: Unpack[ScoreFields],
     ) -> list[ScoringRequestOutput]:
-        """Score how well texts go together, as `/v1/score` does: one output for each of `text_2`, in order.
+        """Score how well texts go together, as `/v1/score` does. Returns one output for each of `text_2`, in order.
 
-        `text_1`: what each of them is compared with, or as many texts as there are.
+        `text_1`: a text to compare all of `text_2` with, or a list with one text for each.
         """
         return self._wait(self._scores(text_1, text_2, fields, use_tqdm))
 
@@ -197,7 +199,7 @@ class LLM:
         use_tqdm: bool | None = None,
         **fields: Unpack[ScoreFields],
     ) -> list[ScoringRequestOutput]:
-        """`score` for a program with an event loop. Cancelling it aborts what still runs."""
+        """Run `score` in a program with an event loop. Cancelling it aborts unfinished requests."""
         return await self._await(self._scores(text_1, text_2, fields, use_tqdm))
 
     def close(self) -> None:
@@ -333,7 +335,7 @@ class LLM:
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(one(answer)) for answer in answers]
-            except BaseExceptionGroup as failures:  # the first one is what the caller wants to see
+            except BaseExceptionGroup as failures:  # the caller wants to see the first one
                 raise failures.exceptions[0] from None
         return [output for task in tasks for output in task.result()]
 
@@ -370,4 +372,4 @@ async def _cancel_others() -> None:
 
 
 def _silent(phase: str, fraction: float, detail: str = "") -> None:
-    """Ignores progress: programs do not want a progress line."""
+    """Ignore progress: programs do not want a progress line."""

@@ -1,6 +1,6 @@
-"""A running engine with the server's own endpoints before it, without HTTP: what they refuse or answer is the same.
+"""A running engine with the server's endpoints, without HTTP: it refuses and returns the same as the server.
 
-`answer_all` has it answer a file of requests.
+`answer_all` processes a file of requests with it.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class OfflineEngine:
         self.async_llm = connect_engine(settings, state, counters, engine, tokenizer, generation_config, pooler)
         self.completions = OpenAIServingCompletion(settings, state, counters)
         self.chat_completions = OpenAIServingChatCompletion(settings, state, counters)
-        alone = replace(settings, response_store=0)  # no later request could go on from a response
+        alone = replace(settings, response_store=0)  # no later request could continue a response
         responses = OpenAIServingResponses(alone, state, counters)
         self.embeddings = OpenAIServingEmbedding(settings, state, counters)
         self.scoring = OpenAIServingScoring(settings, state, counters)
@@ -87,7 +87,7 @@ class OfflineEngine:
 
     @property
     def num_at_once(self) -> int:
-        """Number of requests that keep every row of every replica busy, with as many waiting as can run."""
+        """Number of concurrent requests that keeps every row of every replica busy, with the same number waiting."""
         info = self.engine.info
         return 2 * info.data_parallel_size * info.max_num_seqs
 
@@ -101,7 +101,7 @@ class OfflineEngine:
 
 
 async def answer_all(engine: OfflineEngine, requests: RequestFile, answers: AnswerFile, report: Report) -> None:
-    """Answer all requests. Raises `StartupError` when the engine dies or the disk is full: earlier answers are kept."""
+    """Process all requests. Raises `StartupError` if the engine dies or the disk is full; earlier results are kept."""
     progress = asyncio.create_task(_report(engine, requests, answers, report))
     try:
         with ThreadPoolExecutor(1, "batch") as disk:

@@ -1,6 +1,6 @@
-"""Outputs of the Python interface, with vLLM's names, made of the same pieces as the answers over HTTP.
+"""Outputs of the Python interface, with vLLM's names, made from the same pieces as the HTTP responses.
 
-A prompt becomes a `RequestOutput` with a `CompletionOutput` for each answer, or a vector; a pair of texts, a score.
+A prompt becomes a `RequestOutput` with a `CompletionOutput` for each completion, or a vector; a pair of texts, a score.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 _ListT = TypeVar("_ListT", bound=list[Any])
-_PAIRS = 32  # of a group: a text that is in all of them is embedded once for each group
+_PAIRS = 32  # pairs per group; a text that is in all of them is embedded once for each group
 
 
 class Done(NamedTuple, Generic[_ListT]):
-    """Holds what some prompts became, and what they add to the progress."""
+    """Outputs of some prompts, and their contribution to the progress."""
 
-    outputs: _ListT  # one for each of them
+    outputs: _ListT  # an output for each prompt
     num_tokens: int
 
 
@@ -41,19 +41,19 @@ Answer = Callable[[], Awaitable[Done[_ListT]]]
 
 
 class Logprob(NamedTuple):
-    """Holds the natural logarithm of a token's probability."""
+    """Natural logarithm of a token's probability."""
 
     logprob: float
     rank: int | None  # 1: the most likely
     decoded_token: str
 
 
-Logprobs = dict[int, Logprob]  # of one position: the token that is there, and the alternatives that were asked for
+Logprobs = dict[int, Logprob]  # entries of one position: the token that is there, and the requested alternatives
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStateStats:
-    """Holds the times of one request, as its program saw them; `_ts` are seconds of `time.monotonic`."""
+    """Times of one request, as its program saw them; `_ts` are seconds of `time.monotonic`."""
 
     num_generation_tokens: int
     arrival_time: float  # seconds since the epoch
@@ -64,16 +64,16 @@ class RequestStateStats:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """Holds one answer to a prompt."""
+    """One completion of a prompt."""
 
     index: int
-    text: str  # of a chat, the content of its message
+    text: str  # the completion; in a chat, the content of its message
     token_ids: list[int]
-    cumulative_logprob: float | None  # with `SamplingParams.logprobs`
-    logprobs: list[Logprobs] | None  # one per token, where `SamplingParams.logprobs` asks for them
+    cumulative_logprob: float | None  # set with `SamplingParams.logprobs`
+    logprobs: list[Logprobs] | None  # one per token, if `SamplingParams.logprobs` asks for them
     finish_reason: str | None  # `stop`, `length`, `tool_calls` or `timeout`
-    stop_reason: int | str | None  # the stop string or token id that ended it, if one of the request's did
-    message: dict[str, Any] | None = None  # of a chat: with thoughts and tool calls, as a conversation goes on with it
+    stop_reason: int | str | None  # the request's stop string or token id that ended it, if any
+    message: dict[str, Any] | None = None  # set in a chat: with reasoning and tool calls, to continue the conversation
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -81,12 +81,12 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """Holds one prompt, or one conversation, and its answers."""
+    """One prompt, or one conversation, and its completions."""
 
-    request_id: str  # the prompts of one `LLM`, counted
-    prompt: str | None  # the text; None where token ids were given
+    request_id: str  # index of the prompt among all prompts of one `LLM`
+    prompt: str | None  # the text; None if token ids were given
     prompt_token_ids: list[int]
-    prompt_logprobs: list[Logprobs | None] | None  # one per token, where `SamplingParams.prompt_logprobs` asks for them
+    prompt_logprobs: list[Logprobs | None] | None  # one per token, if `SamplingParams.prompt_logprobs` asks for them
     outputs: list[CompletionOutput]
     num_cached_tokens: int
     metrics: RequestStateStats
@@ -94,28 +94,28 @@ class RequestOutput:
 
     @property
     def text(self) -> str:
-        """Text of the first answer."""
+        """Text of the first completion."""
         return self.outputs[0].text
 
     @property
     def finish_reason(self) -> str | None:
-        """Finish reason of the first answer."""
+        """Finish reason of the first completion."""
         return self.outputs[0].finish_reason
 
     @property
     def message(self) -> dict[str, Any] | None:
-        """Message of the first answer of a chat."""
+        """Message of the first completion of a chat."""
         return self.outputs[0].message
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all answers."""
+        """Number of tokens of all completions."""
         return sum(len(output.token_ids) for output in self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Holds what is known of a prompt when its answer comes."""
+    """Data about a prompt that is needed for its output."""
 
     request_id: str
     prompt: str | None
@@ -202,7 +202,7 @@ def _of_prompt(scores: Iterable[TokenScore], tokenizer: Tokenizer) -> list[Logpr
 
 
 def _of_token(score: TokenScore, tokenizer: Tokenizer) -> Logprobs:
-    """List the token's own entry first, then the alternatives, the most likely first."""
+    """Return the token's own entry first, then the alternatives, the most likely first."""
     assert score.logprob is not None
     found = {score.token_id: Logprob(score.logprob, score.rank or None, tokenizer.token_text(score.token_id))}
     for rank, (token_id, logprob) in enumerate(score.top, 1):
@@ -211,7 +211,7 @@ def _of_token(score: TokenScore, tokenizer: Tokenizer) -> Logprobs:
 
 
 class EmbedFields(TypedDict, total=False):
-    """Names what a request for vectors has beside its input. `docs/embeddings.md` describes each field."""
+    """Fields of a request for vectors other than its input. `docs/embeddings.md` describes each field."""
 
     dimensions: int
     normalize: bool
@@ -224,7 +224,7 @@ class EmbedFields(TypedDict, total=False):
 
 
 class ScoreFields(TypedDict, total=False):
-    """Names what a request for scores has beside its texts."""
+    """Fields of a request for scores other than its texts."""
 
     instruction: str
     truncate_prompt_tokens: int
@@ -234,7 +234,7 @@ class ScoreFields(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """Holds one vector. `array` is the same for numpy: float32 [dimensions]."""
+    """One vector. `array` is the same for numpy: float32 [dimensions]."""
 
     array: np.ndarray
 
@@ -249,25 +249,25 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
-    """Holds one prompt and its vector."""
+    """One prompt and its vector."""
 
     request_id: str
     outputs: EmbeddingOutput
     prompt_token_ids: list[int]
-    num_cached_tokens: int  # of these, taken from the prefix cache
+    num_cached_tokens: int  # prompt tokens taken from the prefix cache
     finished: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """Holds one score."""
+    """One score."""
 
     score: float
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringRequestOutput:
-    """Holds one pair of texts and its score. `prompt_token_ids`: of its prompt, or of one text and then the other."""
+    """One pair of texts and its score. `prompt_token_ids`: of its prompt, or of one text and then the other."""
 
     request_id: str
     outputs: ScoringOutput
@@ -302,7 +302,7 @@ def scores(
     fields: ScoreFields,
     request_ids: Iterator[str],
 ) -> list[Answer[list[ScoringRequestOutput]]]:
-    """Make groups of pairs. Raises `ValueError` where `first` is neither one text nor as many as `second`."""
+    """Make groups of pairs. Raises `ValueError` if `first` is neither a single text nor as long as `second`."""
     others = [second] if isinstance(second, str) else list(second)
     ones = [first] if isinstance(first, str) else list(first)
     if len(ones) not in (1, len(others)):
