@@ -1,9 +1,9 @@
 """Parsers of the command line, and their help. The flags of `serve` and `config` are generated from `Settings`.
 
-Each help begins with what the command is for and an example. A mistake is one line of cause and one of fix, without a
-page of usage; errors of numbers name the limit. Of commands that take the flags of `serve`, `--help` shows the first
-sentence of each option, by groups; `--help=all` shows all, and `--help=WORD` a group, an option, or every option whose
-name or text has the word, as vLLM's does.
+Each help begins with the purpose of the command and an example. A mistake is reported as one line of cause and one line
+of fix, without the usage; errors of numbers name the limit. If a command takes the flags of `serve`, `--help` shows the
+first sentence of each option, by groups. `--help=all` shows all text, and `--help=WORD` a group, an option, or every
+option whose name or text has the word, as in vLLM.
 """
 
 import argparse
@@ -26,27 +26,27 @@ _END = re.compile(r"; |\. | \((?=default|environment|docs/)")
 _DEFAULT = re.compile(r"\(default: ([^()]*)\)")
 _WIDTH = 100  # characters of a line
 _SHORT_WIDTH = 120  # characters of a line of the short help
-_MOST_VALUES = 70  # characters of the values that the short help shows
-_COLON_AFTER = 20  # characters: what stands before a colon earlier than that is a value, not a sentence
+_MOST_VALUES = 70  # maximum characters of the values in the short help
+_COLON_AFTER = 20  # characters; text before an earlier colon is a value, not a sentence
 _OF_HELP = "this list; --help=all: everything, --help=WORD: all of a group, of an option, or of those with this word"
 
-KINDS_OF_MODEL = OPTIONS["model"].help.partition(";")[0]  # the kinds of MODEL that there are
+KINDS_OF_MODEL = OPTIONS["model"].help.partition(";")[0]  # description of the kinds of MODEL
 
 Group = tuple[str, Sequence[argparse.Action]]
 _CONFIG_HELP = "TOML file with the same names (environment: OARLOCK_CONFIG)"
-# The command line with our own flags, and a note for each of another server's that asks for what happens anyway.
+# Returns the command line with our own flags, and a note for each flag of another server that asks for our default.
 Rewrite = Callable[[Sequence[str]], tuple[list[str], list[str]]]
 
 
 def first_sentence(text: str) -> str:
-    """The beginning of a help text that says what an option is for, without values, defaults and exceptions."""
+    """Return the beginning of a help text, which describes the option without values, defaults and exceptions."""
     sentence = _END.split(text.replace("%%", "%"), maxsplit=1)[0]
     at = sentence.find(": ", _COLON_AFTER)
     return sentence if at < 0 else sentence[:at]
 
 
 def short_help(parser: argparse.ArgumentParser) -> str:
-    """Usage, then a line for each option, by groups."""
+    """Return the usage, then a line for each option, by groups."""
     usage, epilog = (parser._get_formatter() for _ in range(2))
     usage.add_usage(None, [action for action in parser._actions if not action.option_strings], ())
     epilog.add_text(parser.epilog)
@@ -81,7 +81,8 @@ def _lines_of(start: str, action: argparse.Action) -> list[str]:
 
 
 def _default_of(described: Option) -> str:
-    """Return the default as the short help shows it: what the text of the option says, if that says more."""
+    """Return the default as the short help shows it. The wording of the option's text is preferred if it is more
+    specific."""
     if described.kind is bool:
         return "on" if described.default else "off"
     if described.is_bytes and described.default is not None:
@@ -91,7 +92,8 @@ def _default_of(described: Option) -> str:
 
 
 def help_about(parser: argparse.ArgumentParser, word: str) -> str | None:
-    """Everything about the group or the option that `word` names, else about those that have it; None: nothing does."""
+    """Return the help about the group or the option named `word`, else about options that contain it; None if none
+    does."""
     wanted = word.strip("- ").replace("_", "-").lower()
     groups = _groups(parser)
     found = (
@@ -110,7 +112,7 @@ def help_about(parser: argparse.ArgumentParser, word: str) -> str | None:
 
 
 def fix_of(parser: argparse.ArgumentParser, word: str) -> str:
-    """Fix where `help_about` knows nothing."""
+    """Return the fix if `help_about` finds nothing."""
     groups = _groups(parser)
     near = nearest(word.strip("-"), [name for _, actions in groups for action in actions for name in _names(action)])
     known = ", ".join(title for title, _ in groups)
@@ -137,7 +139,7 @@ def _names(action: argparse.Action) -> list[str]:
 
 
 class UsageError(Exception):
-    """The command line is wrong: one line of cause, one of fix."""
+    """The command line is wrong: a line of cause and a line of fix."""
 
     def __init__(self, cause: str, fix: str) -> None:
         super().__init__(cause)
@@ -157,12 +159,12 @@ class Command(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser, /) -> None: ...
 
     def run(self, arguments: argparse.Namespace, /) -> int:
-        """Returns the exit code. Raises `UsageError`, `OptionError` or `StartupError`."""
+        """Run the command. Returns the exit code. Raises `UsageError`, `OptionError` or `StartupError`."""
         ...
 
 
 class OneCommand(NamedTuple):
-    """A command whose module has others beside it."""
+    """A command that shares its module with others."""
 
     HELP: str
     EXAMPLE: str
@@ -171,19 +173,19 @@ class OneCommand(NamedTuple):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `UsageError` where argparse would print usage and exit."""
+    """Argument parser that raises `UsageError` instead of printing the usage and exiting."""
 
-    opening = ""  # of the help
+    opening = ""  # first lines of the help
     takes_settings = False
     rewrite: Rewrite | None = None  # takes other servers' flags out of the command line
-    help_with_unknown: str | None = None  # the fix where a flag or argument is unknown, if there is a usual mistake
+    help_with_unknown: str | None = None  # fix for an unknown flag or argument, if there is a usual mistake
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.children: dict[str, Parser] = {}  # of a command that has commands of its own
+        self.children: dict[str, Parser] = {}  # subcommands by name
 
     def chosen(self, words: Sequence[str]) -> "Parser":
-        """This parser, or the child that the words name."""
+        """Return this parser, or the child that the words name."""
         name = next((word for word in words if not word.startswith("-")), None)
         if not self.children or name is None:
             return self
@@ -197,7 +199,7 @@ class Parser(argparse.ArgumentParser):
         return self.opening + (short_help(self) if self.takes_settings else super().format_help())
 
     def help_about(self, word: str) -> str:
-        """Help of `--help=WORD`. Raises `UsageError`."""
+        """Return the help of `--help=WORD`. Raises `UsageError`."""
         found = self.opening + super().format_help() if word == "all" else help_about(self, word)
         if found is None:
             raise UsageError(f"--help={word}: there is no such group, option or word.", fix_of(self, word))
@@ -208,12 +210,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def opening(text: str, *examples: str) -> str:
-    """How a help begins: what it is for, in lines that fit a terminal, and what to type."""
+    """Return the beginning of a help: its purpose, in lines that fit a terminal, and examples."""
     return "\n".join([*textwrap.wrap(text, _WIDTH), "", *(f"  {example}" for example in examples), "", ""])
 
 
 def add_command(subparsers: Any, name: str, command: Command) -> Parser:
-    """Add a command's parser to those of its parent."""
+    """Add a command's parser to the parsers of its parent."""
     parser: Parser = subparsers.add_parser(name, help=command.HELP, allow_abbrev=False)
     command.add_arguments(parser)
     text = parser.description or f"{command.HELP[0].upper()}{command.HELP[1:]}."
@@ -264,7 +266,7 @@ def _add_option(group: Any, described: Option, positional: bool) -> None:
     else:
         names = [name for name in (described.flag, described.short) if name]
         metavar = described.type_name if described.choices else described.item_type_name.upper()
-        # A flag that is given again adds to a list, such as that of the keys, and replaces a single value.
+        # A flag that is given again adds to a list, such as the API keys, and replaces a single value.
         how: dict[str, Any] = {"action": "append", "nargs": "+"} if described.many else {}
         group.add_argument(*names, dest=described.name, default=None, metavar=metavar, help=help_text, **how)
 
@@ -278,7 +280,7 @@ def _help(described: Option) -> str:
 
 
 def given_settings(parsed: argparse.Namespace) -> dict[str, Any]:
-    """The flags that were given, as typed values. Raises `OptionError`."""
+    """Return the given flags as typed values. Raises `OptionError`."""
     given = {}
     for described in OPTIONS.values():
         value = getattr(parsed, described.name, None)
@@ -292,7 +294,8 @@ def given_settings(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def loaded_settings(parsed: argparse.Namespace) -> LoadedSettings:
-    """The flags joined with the environment and the file. Raises `OptionError` for a flag, else `StartupError`."""
+    """Return the flags joined with the environment and the file. Raises `OptionError` for a flag, else
+    `StartupError`."""
     given = given_settings(parsed)
     try:
         return load_settings(given, config_file=parsed.config)
@@ -321,7 +324,7 @@ def _unknown_setting(command: argparse.ArgumentParser, word: str) -> UsageError:
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """A whole number of at least `low` and at most `high`."""
+    """Return a parser of integers from `low` to `high`."""
 
     def parse(text: str) -> int:
         try:
@@ -337,7 +340,7 @@ def whole(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """A number above 0, or `inf`."""
+    """Parse a number above 0, or `inf`."""
     value = _number(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is out of range: it has to be above 0")
@@ -345,7 +348,7 @@ def positive(text: str) -> float:
 
 
 def finite(text: str) -> float:
-    """A number above 0."""
+    """Parse a finite number above 0."""
     value = positive(text)
     if math.isinf(value):
         raise argparse.ArgumentTypeError("inf is out of range: it has to be finite")
@@ -353,7 +356,7 @@ def finite(text: str) -> float:
 
 
 def not_negative(text: str) -> float:
-    """A finite number of at least 0."""
+    """Parse a finite number of at least 0."""
     value = _number(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is out of range: it has to be finite and at least 0")
@@ -361,7 +364,7 @@ def not_negative(text: str) -> float:
 
 
 def below_one(text: str) -> float:
-    """A number of at least 0 and below 1."""
+    """Parse a number of at least 0 and below 1."""
     value = _number(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text} is out of range: it has to be at least 0 and below 1")

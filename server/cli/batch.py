@@ -1,4 +1,4 @@
-"""`oarlock batch IN.jsonl OUT.jsonl`: answer a file of requests in OpenAI's batch format, without a server."""
+"""`oarlock batch IN.jsonl OUT.jsonl`: process a file of requests in OpenAI's batch format, without a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HELP = "answer a file of requests in OpenAI's batch format"
 EXAMPLE = "oarlock batch requests.jsonl answers.jsonl --model Qwen/Qwen2.5-0.5B-Instruct"
-# Options of the server that say how requests are read, so that they hold here too.
+# Options of the server that affect how requests are read, so that they apply here too.
 _OF_REQUESTS = {
     "served_model_name",
     "ignore_model_case",
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"note: {note}\n")
     import asyncio
 
-    # Before a model is loaded.
+    # Imported before a model is loaded.
     from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
 
     requests = RequestFile(arguments.requests)

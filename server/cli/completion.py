@@ -1,6 +1,6 @@
-"""`oarlock completion SHELL`: what a shell needs to complete commands, flags and their values.
+"""`oarlock completion SHELL`: a script that lets a shell complete commands, flags and their values.
 
-shtab makes the script from the parsers, so it knows what they know; nothing is run while the user types.
+shtab makes the script from the parsers, so it has the same content. Nothing is run while the user types.
 """
 
 import argparse
@@ -17,7 +17,7 @@ _EPILOG = """to use it:
   zsh   oarlock completion zsh > "${fpath[1]}/_oarlock", then a new shell with compinit
   fish  oarlock completion fish > ~/.config/fish/completions/oarlock.fish"""
 _SHELLS = ("bash", "zsh", "fish")
-_FILES = re.compile(r"FILE|PATH|MODEL|DIR|STRING")  # in a metavar: what may be a file
+_FILES = re.compile(r"FILE|PATH|MODEL|DIR|STRING")  # metavars whose values may be files
 _CHOICES = re.compile(r"[a-z0-9_.-]+(\|[a-z0-9_.-]+)+")  # a metavar such as `auto|cpu|cuda`
 
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def script(shell: str) -> str:
-    """Completion script for a shell."""
+    """Return the completion script for a shell."""
     import shtab
 
     from oarlock.server.cli.main import whole_parser
@@ -44,7 +44,7 @@ def script(shell: str) -> str:
 
 
 def _describe(parser: argparse.ArgumentParser, file: Mapping[str, object]) -> None:
-    """Say for shtab which values each argument may have; our own parser checks them elsewhere."""
+    """Describe to shtab which values each argument may have; our own parser checks them elsewhere."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for child in action.choices.values():

@@ -1,4 +1,4 @@
-"""`oarlock config`: every setting, its value and where that comes from."""
+"""`oarlock config`: every setting, its value and its origin."""
 
 import argparse
 import sys

@@ -1,6 +1,6 @@
-"""`oarlock doctor [MODEL]`: what this machine has, what `serve` would choose on it, and what stands in its way.
+"""`oarlock doctor [MODEL]`: the machine's resources, the choices of `serve` on it, and problems with their fixes.
 
-Reads the settings and finds the model; the rest is done by `oarlock.workers.doctor`, a program of its own.
+Reads the settings and finds the model; the checks are in `oarlock.workers.doctor`, a separate program.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _nodes(settings: Settings) -> list[str]:
-    """Facts that the program must know of the other hosts, if there are any."""
+    """Return the arguments for the program about other hosts, if there are any."""
     from oarlock.engine.errors import StartupError
 
     try:
@@ -53,7 +53,8 @@ def _nodes(settings: Settings) -> list[str]:
 
 
 def _find(settings: Settings) -> tuple[str, list[str]]:
-    """The model's directory on this machine; or an empty text, and the words that tell why there is none."""
+    """Return the model's directory on this machine; or an empty text, and an argument with the reason why there is
+    none."""
     import asyncio
 
     from oarlock.engine.errors import StartupError
@@ -74,7 +75,7 @@ def _find(settings: Settings) -> tuple[str, list[str]]:
 
 
 def _is_on_hub(settings: Settings) -> bool:
-    """Return whether the model is one that can be fetched: its name is a hub id."""
+    """Return whether the model can be fetched, because its name is a hub id."""
     from oarlock.engine.errors import StartupError
     from oarlock.server.hub.local_model import find_local
 

@@ -1,4 +1,4 @@
-"""`oarlock explain REQUEST_ID`: what happened to one of a running server's last requests, and what would help."""
+"""`oarlock explain REQUEST_ID`: the history of a recent request to a running server, and advice."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from oarlock.server.cli.arguments import UsageError
 HELP = "tell what happened to one of a server's last requests, and what would make it faster"
 EXAMPLE = "oarlock explain cmpl-bf5fdae34de7111919b618f3 http://127.0.0.1:8000"
 _KEY = "OARLOCK_ADMIN_API_KEY"
-_FIXES = {  # by HTTP status
+_FIXES = {  # HTTP status -> fix
     401: f"Set {_KEY} to the key of the server's --admin-api-key.",
     403: "Start the server with --admin-api-key KEY, and give the same key here.",
     404: "Give the X-Request-Id or the id of one of the server's last thousand answers, and its address.",
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def text_of(answer: dict[str, Any]) -> str:
-    """The answer of `GET /v1/requests/{id}` for people."""
+    """Return the response of `GET /v1/requests/{id}` as text for people."""
     key = "" if answer["key"] is None else f", key {answer['key']}"
     status = "" if answer["status"] is None else f" with status {answer['status']}"
     lines = [

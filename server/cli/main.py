@@ -1,7 +1,7 @@
-"""The command line: finds the command, runs it, and turns errors into one line of cause, one of fix, and an exit code.
+"""The command line: finds the command, runs it, and turns errors into lines of cause and fix and an exit code.
 
-Exit codes: 2 for a wrong command line, 3 for a wrong file or environment, 141 where nobody reads the output any more,
-else the command's own.
+Exit codes: 2 for a wrong command line, 3 for a wrong file or environment, 141 if nobody reads the output any more, else
+the command's own.
 """
 
 import importlib
@@ -15,12 +15,12 @@ from oarlock.server.cli.arguments import Command, Parser, UsageError, add_comman
 from oarlock.server.config.options import OptionError, nearest
 from oarlock.server.version import VERSION
 
-# In the order of the help. Each is a module of this folder, or stands beside another in one.
+# In the order of the help. Each is a module of this folder, or shares a module with another command.
 COMMANDS = (
     "serve", "config", "batch", "bench", "chat", "completion", "doctor", "explain", "migrate", "models", "plan", "pull",
     "replay", "snippets", "top", "verify",
 )  # fmt: skip
-# Commands that share a module, where they are `OneCommand`s.
+# Commands that share a module, as `OneCommand`s.
 _SHARED = {"models": "models", "pull": "models", "verify": "verify", "replay": "verify"}
 EXIT_USAGE = 2
 _ABOUT = "Oarlock serves language models over the OpenAI API, on as many processes as it is given."
@@ -36,7 +36,7 @@ _FIRST = f"""{_ABOUT} Type first:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command. Returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     return run_while_read(lambda: _run_explained(words))
 
@@ -70,12 +70,12 @@ def _run(words: list[str]) -> int:
 
 
 def whole_parser() -> Parser:
-    """The parser of the whole command line, with those of all commands below it."""
+    """Return the parser of the whole command line, with the parsers of all commands below it."""
     return _parsers()[0]
 
 
 def _parsers() -> tuple[Parser, dict[str, Parser]]:
-    """The parser of the whole command line, and that of each command."""
+    """Return the parser of the whole command line, and the parser of each command."""
     parser = Parser(prog="oarlock", allow_abbrev=False)
     parser.opening = opening(_ABOUT, "oarlock serve", "oarlock chat")
     parser.add_argument("--version", action="version", version=f"oarlock {VERSION}")

@@ -1,4 +1,4 @@
-"""`oarlock models` and `oarlock pull MODEL`: the models on this machine, which can be served, and fetching another."""
+"""`oarlock models` and `oarlock pull MODEL`: list the models on this machine that can be served, and fetch another."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from oarlock.server.cli.arguments import OneCommand, UsageError, add_settings, l
 from oarlock.server.config.settings import OPTIONS
 
 _PULLED_SETTINGS = {"model", "revision", "download_dir", "offline", "load_format", "runner"}
-_NAME_SIZE = 48  # characters of a name that others are aligned to
+_NAME_SIZE = 48  # characters of a name to which others are aligned
 _SHORT = 8  # characters of a commit
 
 

@@ -1,4 +1,4 @@
-"""Both ends of a command: the server that it asks over HTTP, with address, key and errors, and the terminal.
+"""Both ends of a command: the server that it calls over HTTP, with address, key and errors, and the terminal.
 
 The key is read from the environment, where other users of the machine cannot see it: OPENAI_API_KEY.
 """
@@ -33,17 +33,18 @@ _ROUTE = re.compile(r"(/v1)?/(chat/completions|completions|messages|responses|em
 
 
 def is_url(text: str) -> bool:
-    """Whether this is meant as the address of a server, and not as a model."""
+    """Return whether `text` is meant as the address of a server, and not as a model."""
     return text.startswith(("http://", "https://"))
 
 
 def is_bare_address(text: str) -> bool:
-    """Return whether this is the address of a server but for the scheme, such as `localhost:8000` or `10.0.0.7`."""
+    """Return whether this is the address of a server without the scheme, such as `localhost:8000` or `10.0.0.7`."""
     return _BARE_ADDRESS.fullmatch(text) is not None
 
 
 def base_of(url: str) -> str:
-    """The address without a path of the API: `http://host:8000/v1/` is `http://host:8000`. Raises `UsageError`."""
+    """Return the address without a path of the API: `http://host:8000` for `http://host:8000/v1/`. Raises
+    `UsageError`."""
     base = url.rstrip("/").removesuffix("/v1")
     try:
         Target.parse(url)
@@ -56,7 +57,7 @@ def base_of(url: str) -> str:
 
 
 def given_key() -> str | None:
-    """The key in the environment. Raises `UsageError` where it cannot be sent in a header."""
+    """Return the key in the environment. Raises `UsageError` if it cannot be sent in a header."""
     key = os.environ.get(KEY_VARIABLE, "").strip() or None
     if key is not None and not (key.isascii() and key.isprintable()):
         raise UsageError(f"{KEY_VARIABLE} holds characters that no header can carry.", "Set it to the server's key.")
@@ -64,7 +65,7 @@ def given_key() -> str | None:
 
 
 class ServerError(Exception):
-    """The server refused a request or did not answer it. `status`: of HTTP, or None where nothing came."""
+    """The server refused a request or sent no response. `status`: of HTTP, or None if nothing came."""
 
     def __init__(self, cause: str, status: int | None = None) -> None:
         super().__init__(cause)
@@ -91,19 +92,19 @@ class Remote:
     """Client of one server. All methods raise `ServerError`."""
 
     def __init__(self, url: str, key: str | None) -> None:
-        """Raises `UsageError` where `url` is no address."""
+        """Prepare the client. Raises `UsageError` if `url` is not an address."""
         self.url = base_of(url)
         self._client = HttpClient(Target.parse(url), key)
 
     async def get(self, path: str) -> bytes:
-        """The body of a path."""
+        """Return the body of a path."""
         try:
             return await self._client.get(path)
         except (ConnectError, BrokenError, StatusError) as error:
             raise self._explained(path, error) from None
 
     async def get_json(self, path: str) -> Any:
-        """The JSON of a path."""
+        """Return the JSON of a path."""
         return self._read_json(path, await self.get(path))
 
     def _read_json(self, path: str, body: bytes) -> Any:
@@ -113,20 +114,20 @@ class Remote:
             raise ServerError(f"{self.url}{path} answers with something that is not JSON.", 200) from None
 
     async def stream(self, path: str, fields: dict[str, Any], on_body: OnBody) -> None:
-        """Send `fields` as JSON; `on_body` gets the pieces of the answer. Returns at its end."""
+        """Send `fields` as JSON; `on_body` gets the pieces of the response. Returns at its end."""
         try:
             await self._client.post(path, json.dumps(fields).encode(), on_body)
         except (ConnectError, BrokenError, StatusError) as error:
             raise self._explained(path, error) from None
 
     async def post_json(self, path: str, fields: dict[str, Any]) -> Any:
-        """Send `fields` as JSON; the JSON of the answer."""
+        """Send `fields` as JSON, and return the JSON of the response."""
         pieces: list[bytes] = []
         await self.stream(path, fields, lambda now, piece: pieces.append(piece))
         return self._read_json(path, b"".join(pieces))
 
     async def models(self) -> list[str]:
-        """The names of the models that it serves, at least one."""
+        """Return the names of the models that the server lists, at least one."""
         listed = await self.get_json("/v1/models")
         try:
             names = [str(entry["id"]) for entry in listed["data"]]
@@ -151,7 +152,7 @@ class Remote:
 
 
 def message_of(body: str) -> str:
-    """The message of an error body in OpenAI's shape, or the beginning of whatever it is."""
+    """Return the message of an error body in OpenAI's format, or the beginning of another body."""
     try:
         found = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
@@ -159,13 +160,13 @@ def message_of(body: str) -> str:
     return " ".join(str(found).split())[:500] or "without an explanation"
 
 
-# Control characters but tab and newline, those of the second set, and what changes the direction of writing.
+# Control characters except tab and newline, the second set of control characters, and direction overrides.
 _UNFIT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def fit(text: str) -> str:
     """Replace every control character in `text` by its picture (an escape as `␛`) or by `�`: a model must not move the
-    cursor, or reverse what is shown."""
+    cursor, or reverse the shown text."""
     return _UNFIT.sub(_picture, text.replace("\r\n", "\n"))
 
 
@@ -178,7 +179,7 @@ def _picture(match: re.Match[str]) -> str:
 
 @contextmanager
 def single_keys(terminal: TextIO) -> Generator[None]:
-    """Keys typed at `terminal` arrive one by one meanwhile, and are not shown; Ctrl-C is still a signal."""
+    """Deliver keys typed at `terminal` one by one, without showing them; Ctrl-C is still a signal."""
     before = termios.tcgetattr(terminal)
     tty.setcbreak(terminal)
     try:

@@ -1,7 +1,7 @@
 """`oarlock serve [MODEL]`: serve a model over HTTP.
 
-Without MODEL it is the demo model; a person at a terminal is offered those on this machine first, and waited for only a
-few seconds: where a script, `make` or a container runs it, nothing is asked, or the demo model starts after them.
+Without MODEL it serves the demo model. A person at a terminal is first offered the models on this machine; the demo
+model starts if there is no choice within some seconds. A script, `make` or a container without a terminal is not asked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 HELP = "serve a model over HTTP"
 EXAMPLE = "oarlock serve Qwen/Qwen2.5-0.5B-Instruct --max-model-len 2048"
-_MOST_OFFERED = 9  # as there are digits
+_MOST_OFFERED = 9  # number of digits
 _ANSWER_S = 15.0
 _EXIT_CODES = """exit codes:
   0  stopped in order                     5  a worker process died
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _serve(settings: Settings, nodes: NodesConfig | None, ray: RayGroup | None = None) -> int:
     engines = engine_processes(settings)
     announce_compiling(settings, engines)
-    gc.disable()  # until the server is ready: imports make nothing but objects that stay
+    gc.disable()  # enabled when the server is ready: imports create only objects that stay
     try:
         # Takes a second, while the other processes import as well.
         from oarlock.server.launch.supervisor import serve
@@ -91,9 +91,9 @@ def _serve(settings: Settings, nodes: NodesConfig | None, ray: RayGroup | None =
 
 
 def _offered(settings: Settings) -> Settings:
-    """The settings with the model that the user chooses of those on this machine, if there are any and they do."""
+    """Return the settings with the model that the user chooses among those on this machine, if there is a choice."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()) or os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
-        return settings  # nobody who could answer: a pipe, or a job in the background
+        return settings  # nobody can respond: a pipe, or a job in the background
     from oarlock.engine.errors import StartupError
     from oarlock.engine.paths import hub_cache
     from oarlock.server.cli.remote import single_keys
@@ -113,7 +113,7 @@ def _offered(settings: Settings) -> Settings:
         for number, model in enumerate(found, 1)
     ]
     question = f"Press a digit to serve one. Any other key serves the demo model, as {_ANSWER_S:.0f} seconds do."
-    with single_keys(sys.stdin):  # keys of before are no answer
+    with single_keys(sys.stdin):  # earlier keys are not a choice
         sys.stderr.write("\n".join(["There is no MODEL. On this machine are:", *rows, question, ""]))
         sys.stderr.flush()
         key = os.read(sys.stdin.fileno(), 1) if select.select([sys.stdin], [], [], _ANSWER_S)[0] else b""
@@ -127,7 +127,7 @@ def _offered(settings: Settings) -> Settings:
 
 
 def _check_model_was_not_swallowed(arguments: argparse.Namespace, settings: Settings) -> None:
-    """Refuse a start where a flag may have taken MODEL: `--api-key KEY MODEL` reads both words as keys."""
+    """Refuse a start if a flag may have taken MODEL: `--api-key KEY MODEL` reads both words as keys."""
     if settings.model is not None:
         return
     for described in OPTIONS.values():

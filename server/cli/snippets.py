@@ -1,7 +1,7 @@
 """`oarlock snippets [URL] [CLIENT …]`: working code for a running server, with its address, model and key.
 
-Texts have places for the address (`@URL@`, ending in /v1), the model and the key. A place stands for the whole quoted
-text, in the quotes of its language.
+Texts have placeholders for the address (`@URL@`, ending in /v1), the model and the key. A placeholder is replaced by a
+whole quoted text, in the quotes of its language.
 """
 
 import argparse
@@ -19,14 +19,14 @@ _QUESTION = "What does os.path.join do?"
 
 @dataclass(frozen=True, slots=True)
 class Snippet:
-    """One client's code. `language`: of the file that it is, also the word after the dot of its name."""
+    """One client's code. `language`: of the code, also the extension of its file."""
 
     about: str
     language: str
     text: str
 
     def filled(self, url: str, model: str, key: str) -> str:
-        """The code for one server. `url` ends with /v1."""
+        """Return the code for one server. `url` ends with /v1."""
         quote = _QUOTES[self.language]
         body = json.dumps({"model": model, "messages": [{"role": "user", "content": _QUESTION}]})
         found = self.text.replace("@QUESTION@", quote(_QUESTION)).replace("@OF_OPENAI@", quote(f"openai/{model}"))
@@ -46,7 +46,7 @@ def _opencode(url: str, model: str, key: str) -> dict[str, object]:
 
 _QUOTES: dict[str, Callable[[str], str]] = {
     "sh": shlex.quote,
-    "py": json.dumps,  # what JSON quotes, Python, JavaScript and YAML read as the same text
+    "py": json.dumps,  # Python, JavaScript and YAML read JSON's quoting as the same text
     "mjs": json.dumps,
     "yaml": json.dumps,
 }
@@ -247,7 +247,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"The server has no model {arguments.model!r}.", f"It lists: {', '.join(names)}.")
     for at, name in enumerate(wanted):
         snippet = SNIPPETS[name]
-        if len(wanted) > 1:  # one by itself is a file that runs
+        if len(wanted) > 1:  # a single one is a file that runs
             mark = "//" if snippet.language == "mjs" else "#"
             sys.stdout.write(f"{'' if at == 0 else chr(10)}{mark} ---- {name}: {snippet.about}\n")
         sys.stdout.write(snippet.filled(f"{remote.url}/v1", arguments.model or names[0], key or "none"))

@@ -1,7 +1,6 @@
-"""`oarlock verify MODEL` and `oarlock replay FILE`: numbers compared with transformers', and with a recording's.
+"""`oarlock verify MODEL` and `oarlock replay FILE`: compare values with transformers', and with a recording's.
 
-A model is found or fetched here; the rest is done by `oarlock.workers.verify` and `oarlock.engine.replay`, programs of
-their own.
+Only the model is found or fetched here; `oarlock.workers.verify` and `oarlock.engine.replay` are separate programs.
 """
 
 import argparse
@@ -49,7 +48,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     options = {name: getattr(arguments, name) for name in ("dtype", "quantization", "device")}
     settings = make_settings(values | options | {"dequantize": arguments.dequantize})
     check_names(settings)
-    import asyncio  # which is slow, as are those below
+    import asyncio  # slow, like the imports below
 
     from oarlock.server.hub.model_path import resolve
     from oarlock.server.launch.banner import Progress

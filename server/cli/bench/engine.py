@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from oarlock.server.bench.metrics import Result
     from oarlock.server.config.settings import Settings
 
-_UNUSED = SERVER_ONLY | {"runner", "classifier_from_token"}  # what is measured is texts
+_UNUSED = SERVER_ONLY | {"runner", "classifier_from_token"}  # only text generation is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class EngineMeasure:
     input_tokens: int
     output_tokens: int
     rounds: int
-    figures: Callable[[float, int, int], dict[str, float]]  # seconds, tokens in, tokens out -> its figures by name
+    figures: Callable[[float, int, int], dict[str, float]]  # seconds, tokens in, tokens out -> figures by name
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the flags. They have vLLM's names, too."""
+        """Add the flags. They also have vLLM's names."""
         group = parser.add_argument_group("measurement")
         group.add_argument(
             *self.prompts, dest="prompts", type=whole(1), default=self.count, metavar="N",
@@ -61,12 +61,12 @@ class EngineMeasure:
         add_settings(parser, positional=True, without=_UNUSED)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Measure, print the table, write the file, and choose the exit code."""
+        """Measure, print the table, write the file, and return the exit code."""
         settings = loaded_settings(arguments).settings
         check_names(settings)
         for note in arguments.notes:
             sys.stderr.write(f"note: {note}\n")
-        from oarlock.server.bench.metrics import write  # which is slow to import
+        from oarlock.server.bench.metrics import write  # slow to import
         from oarlock.server.bench.report import aligned
 
         result = self._measure(arguments, settings)

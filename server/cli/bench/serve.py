@@ -1,4 +1,4 @@
-"""`oarlock bench serve URL`: drive any OpenAI-compatible server and measure what its clients see."""
+"""`oarlock bench serve URL`: drive any OpenAI-compatible server and measure latencies and throughput of its clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from oarlock.engine.paths import expand
 from oarlock.server.cli.arguments import Parser, UsageError, below_one, finite, positive, whole
 from oarlock.server.cli.bench.vllm_names import take_out
 
-if TYPE_CHECKING:  # what measures is imported when it runs: help is quick
+if TYPE_CHECKING:  # modules that measure are imported when they run, so that help is quick
     from oarlock.server.bench.metrics import Sample
     from oarlock.server.bench.serve import ServePlan
 
@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_plan(arguments: argparse.Namespace) -> ServePlan:
-    """The arguments, checked. Raises `UsageError`, and `StartupError` for a trace that cannot be read."""
+    """Return the arguments, checked. Raises `UsageError`, and `StartupError` for a trace that cannot be read."""
     _check_load(arguments)
     _check_workload(arguments)
     names = ("url", "model", "endpoint", "concurrency", "request_rate", "num_requests", "duration", "workload")
@@ -180,16 +180,16 @@ def make_plan(arguments: argparse.Namespace) -> ServePlan:
     }
     from oarlock.server.cli.remote import base_of
 
-    base_of(arguments.url)  # refuses an address that is none
+    base_of(arguments.url)  # refuses an invalid address
     from oarlock.server.bench.serve import ServePlan
     from oarlock.server.bench.workload import read_trace
 
     return ServePlan(**values, trace=() if arguments.trace is None else read_trace(arguments.trace))
 
 
-# ---------------------------------------------------------------------- what was asked for
+# ---------------------------------------------------------------------- checks of the arguments
 def _check_load(arguments: argparse.Namespace) -> None:
-    """Flags that exclude or need each other."""
+    """Refuse flags that exclude each other, or that lack a flag they need."""
     given = [name for name in ("concurrency", "request_rate", "ramp") if getattr(arguments, name) is not None]
     if len(given) > 1:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)

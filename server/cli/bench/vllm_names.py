@@ -1,4 +1,4 @@
-"""Turns flags of `vllm bench serve` into those of `oarlock bench serve`: renamed, combined, noted or refused."""
+"""Translates flags of `vllm bench serve` to `oarlock bench serve`: renamed, combined, noted or refused."""
 
 import json
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ _SWITCHES = ("save-result", "save-detailed", "trust-remote-code", "skip-tokenize
 _SAMPLING = (
     "temperature", "top-p", "top-k", "min-p", "frequency-penalty", "presence-penalty", "repetition-penalty",
 )  # fmt: skip
-# Flags that are collected, and combined when the whole line is read.
+# Flags that are collected, and combined after the whole line is read.
 _COMBINED = {
     *_SWITCHES,
     *_SAMPLING,
@@ -93,10 +93,10 @@ _REFUSED: dict[str, str] = {
 
 @dataclass(slots=True)
 class _Line:
-    """Holds a command line while it is translated."""
+    """A command line while it is translated."""
 
     kept: list[str] = field(default_factory=list)
-    given: dict[str, str] = field(default_factory=dict)  # of `_COMBINED`, the last value of each
+    given: dict[str, str] = field(default_factory=dict)  # flag of `_COMBINED` -> its last value
     notes: list[str] = field(default_factory=list)
 
     def add(self, flag: str, value: str) -> None:
@@ -104,7 +104,8 @@ class _Line:
 
 
 def take_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Give the command line our flags. Returns it, and notes on those that change nothing. Raises `UsageError`."""
+    """Translate vLLM's flags in the command line. Returns it, and notes on flags without effect. Raises
+    `UsageError`."""
     line, words = _Line(), list(arguments)
     while words:
         word = words.pop(0)
@@ -147,14 +148,14 @@ def _server(line: _Line) -> None:
 
 
 def _form(line: _Line) -> None:
-    """Make `--endpoint` of what vLLM calls backend and endpoint."""
+    """Derive `--endpoint` from vLLM's backend and endpoint."""
     asked = []
     for name, known in (("endpoint-type", _BACKENDS), ("backend", _BACKENDS), ("endpoint", _PATHS)):
         value = line.given.get(name)
         if value is None:
             continue
         if name == "endpoint" and not value.startswith(("/", "v1")):
-            asked.append(value)  # our own, which the parser checks
+            asked.append(value)  # our own value, which the parser checks
         elif (found := known.get(value if name != "endpoint" else f"/{value.lstrip('/')}")) is not None:
             asked.append(found)
         else:
@@ -230,7 +231,7 @@ def _sampling(line: _Line) -> None:
     if isinstance(own, dict):
         line.add("--extra-body", json.dumps(fields | own))
     else:
-        line.add("--extra-body", str(text))  # the command says what is wrong with it
+        line.add("--extra-body", str(text))  # the command reports the error in it
 
 
 def _number(name: str, text: str) -> float:
@@ -268,7 +269,7 @@ def _results(line: _Line) -> None:
 
 
 def _file(given: dict[str, str]) -> Path:
-    """Find where the result goes, by vLLM's rules: in a folder that is made, under a telling name."""
+    """Return the path of the result by vLLM's rules: a descriptive name in a folder, which is created."""
     folder = Path(given.get("result-dir", "."))
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -41,6 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from oarlock.server.cli.chat.start import chat  # what shows and asks is imported when it runs
+    from oarlock.server.cli.chat.start import chat  # slow imports of the interface and the client
 
     return chat(arguments)

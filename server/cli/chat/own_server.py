@@ -1,6 +1,6 @@
-"""The server that a chat starts for itself: on a free port of loopback, behind a key of its own, and ended with it.
+"""The server that a chat starts for itself: on a free port of loopback, with its own key. It ends with the chat.
 
-As a program it is that server: `python -m oarlock.server.cli.chat.own_server --parent PID serve …`.
+Run as a program, this module is that server: `python -m oarlock.server.cli.chat.own_server --parent PID serve …`.
 """
 
 import os
@@ -30,7 +30,7 @@ class OwnServer:
     """Server of one chat, as a context manager: leaving it ends the server. `url` is set by `wait`."""
 
     def __init__(self, model: str | None, flags: Sequence[str]) -> None:
-        """Starts the server. `flags`: of `oarlock serve`."""
+        """Start the server. `flags`: of `oarlock serve`."""
         self.url = ""
         self.key = secrets.token_hex(16)
         self._log = tempfile.NamedTemporaryFile("w+b", prefix="oarlock-chat-", suffix=".log")  # noqa: SIM115
@@ -79,7 +79,7 @@ class OwnServer:
         return self._process.poll() is not None
 
     def failure(self) -> StartupError:
-        """Error that says why the server ended, in the server's words where its log has them."""
+        """Return an error with the reason why the server ended, in its own words if its log has them."""
         log, code = self.log, self._process.returncode
         cause, fix = (re.findall(rf"^{word}: (.*)$", log, re.MULTILINE)[-1:] for word in ("error", "fix"))
         if cause and fix:
@@ -89,14 +89,14 @@ class OwnServer:
 
 
 def own_flag(flags: Sequence[str]) -> str | None:
-    """The first of these flags that a chat sets itself."""
+    """Return the first of these flags that a chat sets itself."""
     return next((word for word in flags if word.split("=")[0].replace("_", "-") in _OWN_FLAGS), None)
 
 
 def main(words: Sequence[str]) -> int:
-    """Be the server, until the process `--parent` ends or asks."""
+    """Run the server until the process `--parent` ends or stops it."""
     die_with_parent(int(words[1]), signal.SIGTERM)
-    os.setsid()  # Ctrl-C at the chat's terminal stops an answer, not the server
+    os.setsid()  # Ctrl-C at the chat's terminal stops a response, not the server
     from oarlock.server.cli.main import main as oarlock
 
     return oarlock(words[2:])

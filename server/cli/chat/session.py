@@ -1,4 +1,4 @@
-"""A chat with one server: its conversation, each streamed answer, the figures of both, and the slash commands."""
+"""A chat with one server: its conversation, each streamed response, the figures of both, and the slash commands."""
 
 import asyncio
 import json
@@ -18,15 +18,15 @@ from oarlock.server.config.options import nearest
 
 _PATH = "/v1/chat/completions"
 _ROLES = ("system", "developer", "user", "assistant")
-_MAX_ATTACHED = 4 << 20  # bytes of a file; more is no question any more
-# Settings that answers can be compared at.
+_MAX_ATTACHED = 4 << 20  # bytes of a file; more is not a question any more
+# Settings at which responses can be compared.
 _SETTINGS: dict[str, Callable[[str], object]] = {
     "temperature": float, "top_p": float, "top_k": int, "min_p": float, "max_tokens": int, "seed": int, "model": str,
 }  # fmt: skip
 
 
 class Listener(Protocol):
-    """Gets the pieces of an answer in their order."""
+    """Receives the pieces of a response in their order."""
 
     def thought(self, text: str) -> None: ...
 
@@ -35,13 +35,13 @@ class Listener(Protocol):
 
 @dataclass(slots=True)
 class Answer:
-    """Answer to one request, whole or not."""
+    """Response to one request, complete or not."""
 
     request_id: str = ""
     text: str = ""
     tools: list[str] = field(default_factory=list)  # names of the calls that it asks for
     finish_reason: str | None = None
-    is_stopped: bool = False  # by Ctrl-C
+    is_stopped: bool = False  # stopped by Ctrl-C
     began: float = field(default_factory=time.perf_counter)
     first_at: float | None = None
     last_at: float | None = None
@@ -54,12 +54,12 @@ class Answer:
 
     @property
     def output_tokens(self) -> int:
-        """Number of answer tokens as the server counts them; of an answer that was stopped, its chunks."""
+        """Number of completion tokens as counted by the server; its chunks if the response was stopped."""
         return self.chunks if self.usage is None else int(self.usage.get("completion_tokens") or 0)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second after the first token; None where it cannot be told."""
+        """Tokens per second after the first token; None if it cannot be computed."""
         if self.first_at is None or self.last_at is None or self.last_at <= self.first_at or self.output_tokens < 2:
             return None
         return (self.output_tokens - 1) / (self.last_at - self.first_at)
@@ -112,7 +112,7 @@ def _begins(call: dict[str, Any]) -> bool:
 
 
 async def ask(remote: Remote, fields: dict[str, Any], listener: Listener, answer: Answer) -> None:
-    """Fill `answer`. A cancelled one is whole as far as it came, and marked. Raises `ServerError`.
+    """Fill `answer`. If cancelled, it keeps the received part, and is marked. Raises `ServerError`.
 
     `fields`: model, messages and sampling of the request.
     """
@@ -130,19 +130,19 @@ async def ask(remote: Remote, fields: dict[str, Any], listener: Listener, answer
 
 
 class ConversationError(Exception):
-    """A file cannot be written, read or understood; the text is one sentence with what to do."""
+    """A file cannot be written, read or understood; the message is one sentence with a fix."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages of a conversation so far. `system` stands before the messages and is not one of them."""
+    """Messages of a conversation so far. `system` precedes the messages and is not among them."""
 
     system: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
-    file: Path | None = None  # that it was last saved to or loaded from
+    file: Path | None = None  # file that it was last saved to or loaded from
 
     def as_messages(self) -> list[dict[str, str]]:
-        """Messages that a request carries."""
+        """Return the messages of a request."""
         return [{"role": "system", "content": self.system}, *self.messages] if self.system else list(self.messages)
 
     def reset(self) -> None:
@@ -150,7 +150,7 @@ class Conversation:
         self.messages.clear()
 
     def save(self, name: str, model: str) -> Path:
-        """Write it to `name`, or, where that is empty, to the file of before: `.md` is Markdown, all else JSON.
+        """Write the conversation to `name`, or to the previous file if it is empty: `.md` is Markdown, all else JSON.
 
         Raises `ConversationError`.
         """
@@ -172,9 +172,9 @@ class Conversation:
         return path
 
     def load(self, name: str) -> int:
-        """Replace the messages by those of a file; returns their number. Raises `ConversationError`.
+        """Replace the messages by those of a file, and return their number. Raises `ConversationError`.
 
-        A file of `save`, or a list of messages as a request has it; of text only.
+        The file is written by `save`, or has a list of messages as in a request, with text only.
         """
         if not name:
             raise ConversationError("Name a file: /load FILE.json")
@@ -215,7 +215,7 @@ def _checked(path: Path, messages: Any) -> list[dict[str, str]]:
 
 @dataclass(slots=True)
 class Totals:
-    """Totals over all answers of this chat."""
+    """Totals over all responses of this chat."""
 
     answers: int = 0
     prompt_tokens: int = 0
@@ -233,12 +233,12 @@ class Session:
     runner: asyncio.Runner
     sampling: dict[str, Any] = field(default_factory=dict)
     conversation: Conversation = field(default_factory=Conversation)
-    attached: dict[str, str] = field(default_factory=dict)  # names of files -> what goes with the next message
+    attached: dict[str, str] = field(default_factory=dict)  # names of files -> contents to send with the next message
     last: Answer | None = None
     totals: Totals = field(default_factory=Totals)
 
     def ask(self, text: str) -> Answer | None:
-        """Send a message and show its answer. None where it failed: then the conversation is as it was before."""
+        """Send a message and show the response. Returns None if it failed; the conversation is then unchanged."""
         conversation, answer, problem = self.conversation, Answer(), None
         conversation.messages.append({"role": "user", "content": with_files(text, self.attached)})
         fields = {"model": self.model, "messages": conversation.as_messages(), **self.sampling}
@@ -269,9 +269,9 @@ class Session:
         return answer
 
     def compare(self, words: Sequence[str], question: str) -> None:
-        """Ask at two settings at once, such as `seed=1` and `seed=2`: `question`, or the last one again.
+        """Ask with two settings at once, such as `seed=1` and `seed=2`: `question`, or the last question again.
 
-        The conversation stays as it was. Raises `ConversationError`.
+        The conversation does not change. Raises `ConversationError`.
         """
         settings = [read_settings(word) for word in words]
         asked = self.conversation.as_messages()
@@ -301,10 +301,10 @@ class Session:
     async def _show_beside(
         self, titles: Sequence[str], bodies: Sequence[dict[str, Any]], answers: Sequence[Answer]
     ) -> list[BaseException | None]:
-        """The error of each answer, or None for one that came whole."""
+        """Show responses next to each other. Return the error of each, or None if it is complete."""
         sides = self.screen.begin_beside(titles)
         streams = [ask(self.remote, *each) for each in zip(bodies, sides, answers, strict=True)]
-        with suppress(asyncio.CancelledError):  # Ctrl-C; each answer says itself that it was stopped
+        with suppress(asyncio.CancelledError):  # Ctrl-C; each response reports itself that it was stopped
             return await asyncio.gather(*streams, return_exceptions=True)
         return [None] * len(answers)
 
@@ -313,7 +313,7 @@ class Session:
         await ask(self.remote, fields, self.screen, answer)
 
     def models(self) -> list[str]:
-        """The names that the server lists now. Raises `ServerError`."""
+        """Return the names that the server lists now. Raises `ServerError`."""
         return self.runner.run(self.remote.models())
 
     def _count(self, answer: Answer) -> None:
@@ -326,7 +326,7 @@ class Session:
 
 
 def with_files(text: str, attached: dict[str, str]) -> str:
-    """A message with files before it, each between fences that it does not hold itself."""
+    """Return a message with files before it, each between fences that do not occur in it."""
     parts = []
     for name, content in attached.items():
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", content)), default=0))
@@ -351,7 +351,7 @@ def read_settings(word: str) -> dict[str, Any]:
 
 
 def notices(answer: Answer) -> list[str]:
-    """Notices about how an answer ended."""
+    """Return notices about how a response ended."""
     found = []
     if answer.is_stopped:
         found.append("(stopped)" if answer.text else "(stopped before the first word; the message was taken back)")
@@ -363,7 +363,7 @@ def notices(answer: Answer) -> list[str]:
 
 
 def figures(session: Session) -> str:
-    """Figures that `/stats` shows."""
+    """Return the figures that `/stats` shows."""
     last, totals = session.last, session.totals
     if last is None:
         return f"No answer yet. Model {session.model} at {session.remote.url}."

@@ -1,4 +1,4 @@
-"""Starts a chat: finds or starts its server, then answers one question of a pipe, or goes on until the user leaves."""
+"""Starts a chat: finds or starts its server, then handles one question from a pipe, or runs until the user leaves."""
 
 import argparse
 import asyncio
@@ -23,12 +23,12 @@ _SAMPLING = ("temperature", "top_p", "max_tokens", "seed")
 
 
 def chat(arguments: argparse.Namespace) -> int:
-    """Run `oarlock chat`; returns the exit code. Raises `UsageError` and `StartupError`."""
+    """Run `oarlock chat`. Returns the exit code. Raises `UsageError` and `StartupError`."""
     flags = _serve_flags(arguments)
     conversation = _conversation(arguments)
     interactive = sys.stdin.isatty()
     question = "" if interactive else _question()
-    # SIGTERM and a closed terminal leave in order, so that a server that was started is ended.
+    # SIGTERM and a closed terminal exit in order, so that a server that was started is ended.
     with (
         signals_handled((signal.SIGTERM, signal.SIGHUP), lambda number, frame: sys.exit(128 + number)),
         ExitStack() as stack,
@@ -82,7 +82,7 @@ def _converse(session: Session, editor: LineEditor, own: OwnServer | None) -> in
 def _server(
     target: str | None, flags: list[str], runner: asyncio.Runner, stack: ExitStack
 ) -> tuple[Remote, OwnServer | None]:
-    """The server that `target` names, or the usual one if it answers, or one that is started."""
+    """Return the server named by `target`, or the usual one if it responds, or a new one."""
     if target is not None and is_url(target):
         if flags:
             raise UsageError(
@@ -123,7 +123,8 @@ def _check_model(target: str) -> None:
 
 @contextmanager
 def _progress_line() -> Generator[Any]:
-    """One line of the terminal that is written again and again, and gone at the end. Nothing elsewhere."""
+    """Yield a function that rewrites one line of the terminal, and remove the line at the end. Shows nothing
+    elsewhere."""
     terminal = sys.stderr if sys.stderr.isatty() else None
 
     def show(text: str) -> None:

@@ -1,10 +1,9 @@
-"""The terminal of a chat: reads what the user types, and shows answers as Markdown while they are written.
+"""The terminal of a chat: reads typed messages, and shows responses as Markdown while they are written.
 
-Typed messages have history and completion, and a paste of several lines is one message. Elsewhere than on a terminal an
-answer is plain text. Blocks of Markdown that will not change any more are printed once and scroll away; only the last
-one is drawn again and again, and so are two answers beside each other. Two things would
-spoil the count of rows to go back: keys that the terminal itself shows between two drawings, and a terminal that is
-made narrower, which breaks lines that are there already.
+Typed messages have history and completion, and a paste of several lines is one message. Without a terminal a response
+is plain text. Blocks of Markdown that will not change any more are printed once and scroll away; only the last block is
+redrawn, and so are two responses next to each other. Two things would make the number of rows to go back wrong: keys
+that the terminal itself shows between two drawings, and making the terminal narrower, which wraps existing lines.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ from oarlock.server.cli.remote import fit
 
 try:
     import readline
-except ImportError:  # some builds of Python have none: lines can be typed, without history
+except ImportError:  # some builds of Python lack it: lines can be typed, without history
     readline = None
 
 QUOTES = '"""'
@@ -43,7 +42,7 @@ _PROMPT, _MORE = "> ", "… "
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 _LIST = re.compile(r"\s*([-*+]|\d{1,9}[.)])\s")
 _REDRAW_S = 0.05
-_LONG_BLOCK = 4_000  # characters; a longer one is shown as it is until it ends, since it is drawn many times
+_LONG_BLOCK = 4_000  # characters; a longer block is shown as plain text until it ends, since it is drawn many times
 
 
 def history_file() -> Path | None:
@@ -54,13 +53,13 @@ def history_file() -> Path | None:
 
 
 class History:
-    """Typed messages in a file that only this user may read, a line for each; they are kept as they are typed."""
+    """Typed messages in a file that only this user may read, a line for each. Each is saved when it is typed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> list[str]:
-        """The newest messages; none where the file is missing or no history. A file that has grown is cut."""
+        """Return the newest messages; none if the file is missing or not a history. Cuts a file that has grown."""
         try:
             lines = self._path.read_bytes().decode().removesuffix("\n").split("\n") if self._path.exists() else []
             if len(lines) > 2 * _MAX_KEPT:
@@ -74,14 +73,14 @@ class History:
         ]
 
     def add(self, message: str) -> None:
-        """Append one. Raises `OSError`."""
+        """Append a message. Raises `OSError`."""
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._write(self._path, os.O_APPEND, message.replace("\\", "\\\\").replace("\n", "\\n") + "\n")
 
     @staticmethod
     def _write(path: Path, how: int, text: str) -> None:
         with open(os.open(path, os.O_CREAT | os.O_WRONLY | how, 0o600), "w", encoding="utf-8", newline="") as file:
-            os.fchmod(file.fileno(), 0o600)  # what was asked is nobody else's
+            os.fchmod(file.fileno(), 0o600)  # the messages are private
             file.write(text)
 
 
@@ -89,7 +88,7 @@ class LineEditor:
     """Editor of typed messages: `read` returns one. Use as a context manager."""
 
     def __init__(self, commands: Sequence[str], history: History | None) -> None:
-        """`commands`: what the tab key completes at the beginning. `history`: where messages are kept, if they are."""
+        """`commands`: completed by the tab key at the beginning. `history`: keeps the messages, if set."""
         self._commands = commands
         self._history = history
         self._last = ""
@@ -100,9 +99,9 @@ class LineEditor:
             readline.set_completer_delims(" \t\n")
             is_libedit = "libedit" in (readline.__doc__ or "")
             readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
-            if not is_libedit:  # the terminal marks what is pasted, so its newlines send nothing
+            if not is_libedit:  # the terminal marks pasted text, so its newlines send nothing
                 readline.parse_and_bind("set enable-bracketed-paste on")
-            readline.set_auto_history(False)  # of single lines
+            readline.set_auto_history(False)  # otherwise it would keep single lines
             for message in [] if self._history is None else self._history.read():
                 readline.add_history(message)
         return self
@@ -112,7 +111,8 @@ class LineEditor:
             readline.set_auto_history(True)
 
     def read(self) -> str:
-        """A line; several where they were pasted, where one ends with a backslash, or between lines of three quotes.
+        """Read a line, or several if they were pasted, if a line ends with a backslash, or between lines of three
+        quotes.
 
         Raises `EOFError` at the end of the input, `KeyboardInterrupt` at Ctrl-C.
         """
@@ -162,7 +162,7 @@ class LineEditor:
 
 
 def _files(text: str) -> list[str]:
-    """Paths that begin with this text."""
+    """Return the paths that begin with this text."""
     folder, _, name = text.rpartition("/")
     try:
         path = expand(f"{folder}/" if "/" in text else ".")
@@ -177,10 +177,11 @@ class RedrawnLines:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._widths: list[int] = []  # of the lines that are shown, in columns
+        self._widths: list[int] = []  # widths of the shown lines, in columns
 
     def draw(self, shown: RenderableType) -> None:
-        """Show the last lines of `shown`, as many as can be drawn over. Nothing where the cursor cannot be moved."""
+        """Show the last lines of `shown`, up to the number that can be redrawn; nothing if the cursor cannot be
+        moved."""
         console = self._console
         if not console.is_terminal or console.is_dumb_terminal:
             return
@@ -193,7 +194,7 @@ class RedrawnLines:
         self._widths = [sum(segment.cell_length for segment in line) for line in lines]
 
     def erase(self) -> None:
-        """Take away what is shown."""
+        """Remove the lines that are shown."""
         if self._widths:
             columns = max(1, self._console.size.width)
             rows = sum(max(1, -(-width // columns)) for width in self._widths)
@@ -204,7 +205,7 @@ class RedrawnLines:
 
 
 def _without_end(line: list[Segment]) -> list[Segment]:
-    """Cut the spaces up to the edge from `line`: with them it would break as soon as the terminal is narrower."""
+    """Cut the spaces up to the edge from `line`: with them it would wrap as soon as the terminal is narrower."""
     rest = list(line)
     while rest:
         last = rest.pop()
@@ -215,8 +216,8 @@ def _without_end(line: list[Segment]) -> list[Segment]:
 
 @contextlib.contextmanager
 def typing_hidden(terminal: TextIO) -> Generator[None]:
-    """Hide the keys typed at `terminal` meanwhile. A line that is typed is read afterwards; Ctrl-C is still a signal,
-    and discards what was typed before it. Elsewhere than on a terminal nothing changes."""
+    """Hide the keys typed at `terminal` within the context. A line that is typed is read afterwards; Ctrl-C is still a
+    signal, and discards text typed before it. Without a terminal nothing changes."""
     if not terminal.isatty():
         yield
         return
@@ -231,12 +232,12 @@ def typing_hidden(terminal: TextIO) -> Generator[None]:
 
 
 class MarkdownBlocks:
-    """Cuts growing Markdown into blocks: `add` returns those that are complete by then; `rest` is the text after."""
+    """Cuts growing Markdown into blocks: `add` returns the blocks that are complete; `rest` is the text after them."""
 
     def __init__(self) -> None:
-        self._lines: list[str] = []  # of the block that is being written, with their ends
+        self._lines: list[str] = []  # lines of the current block, with their ends
         self._line = ""  # has no end yet
-        self._fence = ""  # the marks of the code block that is open
+        self._fence = ""  # the opening fence of the current code block
         self._is_list = False
 
     @property
@@ -245,7 +246,7 @@ class MarkdownBlocks:
         return "".join(self._lines) + self._line
 
     def add(self, text: str) -> list[str]:
-        """The blocks that `text` completes, each as it was written."""
+        """Return the blocks that `text` completes, each as it was written."""
         done: list[str] = []
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
@@ -267,7 +268,7 @@ class MarkdownBlocks:
         return done
 
     def _before(self, line: str) -> list[str]:
-        """The block that ends before `line`, if one does: after an empty line, unless a list goes on."""
+        """Return the block that ends before `line`, if there is one: after an empty line, unless a list continues."""
         if self._fence or not self._lines or not line.strip() or self._lines[-1].strip():
             return []
         if self._is_list and (line[0] in " \t" or _LIST.match(line)):
@@ -279,12 +280,12 @@ class MarkdownBlocks:
 
 @dataclass(slots=True)
 class Side:
-    """One of two answers beside each other: listens to it."""
+    """One side of a comparison: receives the pieces of its response."""
 
     title: str
     on_change: Callable[[], None]
     text: str = ""
-    thoughts: int = field(default=0)  # their characters; only that there are some is shown
+    thoughts: int = field(default=0)  # characters of reasoning; only whether there is any is shown
 
     def thought(self, text: str) -> None:
         self.thoughts += len(text)
@@ -296,48 +297,48 @@ class Side:
 
 
 class Screen:
-    """An answer on a terminal: `begin`, then `thought` and `said`, all in a running event loop, then `end`.
+    """A response on a terminal: `begin`, then `thought` and `said`, all in a running event loop, then `end`.
 
-    Ctrl-Z in between gives the terminal back as it was, and takes it again when the chat goes on.
+    Ctrl-Z in between restores the terminal, and takes it again when the chat continues.
     """
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self._lines = RedrawnLines(console)
-        self._until_end = ExitStack()  # what is other than usual while an answer is shown
+        self._until_end = ExitStack()  # restores the terminal after a response
         self._blocks = MarkdownBlocks()
-        self._sides: list[Side] = []  # instead of the blocks, while two answers are compared
+        self._sides: list[Side] = []  # replaces the blocks while two responses are compared
         self._thinks = False
         self._drawn_at = 0.0
         self._redraw: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Begin an answer."""
+        """Begin a response."""
         self._blocks = MarkdownBlocks()
         self._take_terminal()
 
     def begin_beside(self, titles: Sequence[str]) -> list[Side]:
-        """Begin answers that stand beside each other; each of the returned listens to one. `end` ends them."""
+        """Begin responses next to each other, with a listener for each. `end` ends them."""
         self.begin()
         self._sides = [Side(title, self._redraw_soon) for title in titles]
         return self._sides
 
     def thought(self, text: str) -> None:
-        """Show a piece of the reasoning that comes before the answer."""
+        """Show a piece of the reasoning before the response."""
         if not self._thinks:
             self._end_block()
             self._thinks = True
         self._add(text)
 
     def said(self, text: str) -> None:
-        """Show a piece of the answer."""
+        """Show a piece of the response."""
         if self._thinks:
             self._end_block()
             self._thinks = False
         self._add(text)
 
     def end(self) -> None:
-        """End an answer, whole or broken off."""
+        """End a response, complete or broken off."""
         if self._redraw is not None:
             self._redraw.cancel()
             self._redraw = None
@@ -363,11 +364,11 @@ class Screen:
         self.console.show_cursor(False)
         self._until_end.callback(self.console.show_cursor, True)
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTSTP, self._stop)  # between two drawings, never within one
+        loop.add_signal_handler(signal.SIGTSTP, self._stop)  # called between two drawings, never within one
         self._until_end.callback(loop.remove_signal_handler, signal.SIGTSTP)
 
     def _stop(self) -> None:
-        """Stop the process, as Ctrl-Z does without a handler; this returns when the shell lets it go on."""
+        """Stop the process, as Ctrl-Z does without a handler. Returns when the shell continues it."""
         self._lines.erase()
         self._until_end.close()
         signal.raise_signal(signal.SIGTSTP)
@@ -380,7 +381,7 @@ class Screen:
         self._redraw_soon()
 
     def _redraw_soon(self) -> None:
-        if self._redraw is None:  # at once, or soon after the last time, whether or not more comes until then
+        if self._redraw is None:  # draw at once, or soon after the last time, even if no more text comes
             wait = self._drawn_at + _REDRAW_S - time.monotonic()
             self._redraw = asyncio.get_running_loop().call_later(max(0.0, wait), self._draw_rest)
 
@@ -415,11 +416,11 @@ class Screen:
             return Text(text, style="dim italic")
         if len(text) > _LONG_BLOCK and not whole:
             return Text(text[-_LONG_BLOCK:])
-        return Markdown(text, hyperlinks=False)  # a link's address is shown, whatever its text claims
+        return Markdown(text, hyperlinks=False)  # shows a link's address, because its text may claim another
 
 
 class PlainScreen:
-    """An answer in a pipe or a file: its text alone. Notices and problems go to standard error."""
+    """A response in a pipe or a file: only its text. Notices and problems go to standard error."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -430,12 +431,12 @@ class PlainScreen:
         self._ends_line = True
 
     def begin_beside(self, titles: Sequence[str]) -> list[Side]:
-        """Begin answers that are written one below the other, by `end`."""
+        """Begin responses that `end` writes one below the other."""
         self._sides = [Side(title, lambda: None) for title in titles]
         return self._sides
 
     def thought(self, text: str) -> None:
-        """Leaves reasoning out: a program that reads this output wants the answer."""
+        """Leave reasoning out: a program that reads this output wants the response."""
 
     def said(self, text: str) -> None:
         self._stream.write(fit(text) if self._stream.isatty() else text)
@@ -458,9 +459,9 @@ class PlainScreen:
 
 
 def make_screen(*, interactive: bool) -> Screen | PlainScreen:
-    """Choose the screen that fits standard output."""
+    """Return the screen that fits standard output."""
     if not interactive or not sys.stdout.isatty():
         return PlainScreen(sys.stdout)
-    # COLUMNS and LINES are the size when a shell exported them; what is redrawn needs the terminal's present one.
+    # A shell may have exported old sizes in COLUMNS and LINES. Redrawing needs the terminal's current size.
     variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     return Screen(Console(highlight=False, _environ=variables))

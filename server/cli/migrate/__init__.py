@@ -1,4 +1,4 @@
-"""`oarlock migrate "vllm serve …"`: another server's command line as ours, and what has no equivalent."""
+"""`oarlock migrate "vllm serve …"`: translates another server's command line, and lists flags without an equivalent."""
 
 import argparse
 import sys

@@ -12,7 +12,7 @@ from oarlock.server.cli.migrate.translation import KnownServer, Translation
 from oarlock.server.cli.migrate.vllm import VLLM
 from oarlock.server.config.option_groups import HttpSettings
 
-# The program that an image starts where the line gives no command.
+# The server that an image starts if the line has no command.
 IMAGES = {
     "vllm": re.compile(r"(.*/)?(vllm/vllm-openai|vllm-cpu-release-repo|rocm/vllm|nvidia/vllm)([:@].*)?"),
     "tgi": re.compile(r"(.*/)?text-generation-inference([:@].*)?"),
@@ -30,22 +30,22 @@ _HUB_CACHES = ("~/.cache/huggingface", "$HOME/.cache/huggingface", "${HOME}/.cac
 
 @dataclass(slots=True)
 class Container:
-    """Holds the flags of `docker run` before the image."""
+    """The flags of `docker run` before the image."""
 
     server: str = ""  # a key of `IMAGES`
-    arguments: list[str] = field(default_factory=list)  # behind the image
+    arguments: list[str] = field(default_factory=list)  # words after the image
     variables: dict[str, str] = field(default_factory=dict)
     ports: list[tuple[str, str, str]] = field(default_factory=list)  # (address, port of the host, of the container)
-    volumes: list[tuple[str, str]] = field(default_factory=list)  # (of the host, of the container)
-    shares_network: bool = False  # with the host
-    devices: str | None = None  # as CUDA_VISIBLE_DEVICES wants them
-    others: list[str] = field(default_factory=list)  # flags that concern the container alone
+    volumes: list[tuple[str, str]] = field(default_factory=list)  # (path on the host, in the container)
+    shares_network: bool = False  # whether it has the host's network
+    devices: str | None = None  # devices in the format of CUDA_VISIBLE_DEVICES
+    others: list[str] = field(default_factory=list)  # flags that concern only the container
     notes: list[tuple[str, str]] = field(default_factory=list)
     lost: list[tuple[str, str]] = field(default_factory=list)
 
 
 def read_container(words: list[str]) -> Container | None:
-    """Read `words`, which follow `docker run`. None: they name no image that is known."""
+    """Read `words`, which follow `docker run`. Returns None if they name no known image."""
     found = Container()
     words = list(words)
     while words:
@@ -71,7 +71,7 @@ def read_container(words: list[str]) -> Container | None:
 def _take(found: Container, flag: str, value: str) -> None:
     if flag in _SET:
         name, equals, text = value.partition("=")
-        if equals:  # without, it is the shell's own
+        if equals:  # without a value, the shell's own is used
             found.variables[name] = text
     elif flag == "--env-file":
         found.lost.append((f"--env-file {value}", "variables in a file are not read here; write them before the line."))
@@ -112,7 +112,8 @@ def _give_devices(found: Container, value: str) -> None:
 
 
 def take_out_of_container(found: Translation, container: Container, port: int) -> None:
-    """Make `found`, which listens inside on `port` unless it says so, the same server without the container."""
+    """Make `found` the same server without the container. It listens inside on `port`, unless its flags name
+    another."""
     if container.devices is not None:
         found.environment["CUDA_VISIBLE_DEVICES"] = container.devices
     found.notes += container.notes
@@ -145,7 +146,7 @@ def _listen_as_published(found: Translation, container: Container, port: int) ->
 
 
 def _move_paths(found: Translation, container: Container) -> None:
-    """Make paths inside the container those of the host that are mounted there."""
+    """Replace paths inside the container by the paths of the host that are mounted there."""
     for outside, inside in container.volumes:
         inside = inside.rstrip("/")
         if inside == _HUB_CACHE:
@@ -167,7 +168,7 @@ def _move_paths(found: Translation, container: Container) -> None:
 
 
 def _moved(path: str, inside: str, outside: str) -> str:
-    """Make `path` in the container one of the host, if it is below `inside`."""
+    """Return the host's path for `path` in the container, if it is below `inside`."""
     is_below = inside != "" and f"{path}/".startswith(f"{inside}/")
     return outside.rstrip("/") + path[len(inside) :] if is_below else path
 
@@ -185,7 +186,7 @@ _SERVERS = {"vllm": VLLM, "llama-server": LLAMA_SERVER, "tgi": TGI, "sglang": SG
 
 
 def translate(line: str) -> Translation:
-    """Raises `UsageError` where the line cannot be read or is of no server that is known."""
+    """Translate a command line. Raises `UsageError` if it cannot be read or starts no known server."""
     try:
         words = shlex.split(line.replace("\\\n", " "))
     except ValueError as error:
@@ -209,7 +210,7 @@ def translate(line: str) -> Translation:
 
 
 def _program(words: list[str]) -> tuple[str, list[str]] | None:
-    """Find the key of `_SERVERS`, and the words that its translation takes."""
+    """Return the key of `_SERVERS`, and the words that its translation takes."""
     for at, word in enumerate(words):
         program, rest = word.rpartition("/")[2].removesuffix(".exe"), _without_shell(words[at + 1 :])
         if program in ("vllm", "sglang") and rest[:1] == ["serve"]:
@@ -226,7 +227,7 @@ def _program(words: list[str]) -> tuple[str, list[str]] | None:
 
 
 def _without_shell(words: list[str]) -> list[str]:
-    """Keep the words of one command, without those that its shell reads."""
+    """Return the words of one command, without the words that its shell reads."""
     found: list[str] = []
     words = list(words)
     while words and words[0] not in _ENDS:
@@ -240,7 +241,7 @@ def _without_shell(words: list[str]) -> list[str]:
 
 
 def _listen(found: Translation, server: KnownServer) -> None:
-    """Write down where the server listens unless its line says so, if ours would listen elsewhere."""
+    """Add the server's default address, if its line has none and ours is different."""
     if "uds" in found.flags:
         return
     missing = [

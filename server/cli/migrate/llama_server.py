@@ -172,7 +172,7 @@ def _layers(found: Translation, layers: str | None) -> None:
 
 
 def _socket(found: Translation) -> None:
-    """Listen on a Unix socket where the host ends in .sock, as llama-server does, which then uses no port."""
+    """Listen on a Unix socket if the host ends in .sock. llama-server does the same, and then uses no port."""
     host = found.value("host") or ""
     if host.endswith(".sock"):
         del found.flags["host"]
@@ -241,7 +241,7 @@ _FLAGS: dict[str, Theirs] = {
 
 
 def translate_ollama(words: list[str], variables: dict[str, str]) -> Translation:
-    """Translate `words`, which follow `ollama` and begin with one of `OLLAMA_COMMANDS`."""
+    """Translate `words`, which follow `ollama` and begin with a command in `OLLAMA_COMMANDS`."""
     found = Translation()
     variables = dict(variables)
     host = variables.pop("OLLAMA_HOST", None)

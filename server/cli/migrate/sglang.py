@@ -20,7 +20,7 @@ _TOOL_CALLS = {
 _REASONING = {
     "deepseek-r1": "deepseek_r1", "qwen3-thinking": "qwen3", "gpt-oss": "openai_gptoss", "deepseek-v3": "deepseek_r1",
 }  # fmt: skip
-_EXPERT_RANKS = {"1": "", **dict.fromkeys(map(str, range(2, 65)), "true")}  # as many as --tp has
+_EXPERT_RANKS = {"1": "", **dict.fromkeys(map(str, range(2, 65)), "true")}  # any value up to --tp
 _OWN_KERNELS = "attention, sampling and graphs have kernels of their own."
 
 TABLE: dict[str, Theirs] = {
@@ -142,7 +142,7 @@ def translate(words: list[str], variables: dict[str, str]) -> Translation:
 
 
 def _template(found: Translation) -> None:
-    """Give up a template that SGLang brings along under a name: ours are files."""
+    """Drop a template that SGLang includes under a name: ours are files."""
     given = found.value("chat_template")
     if given is not None and "/" not in given and not given.endswith((".jinja", ".jinja2", ".txt", ".json")):
         del found.flags["chat_template"]

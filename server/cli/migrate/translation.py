@@ -1,4 +1,4 @@
-"""A line of another server as it becomes ours: flags of that server in tables, and the reading of a line by them."""
+"""Translation of another server's command line: tables of its flags, and the reading of a line with them."""
 
 import re
 import shlex
@@ -14,16 +14,16 @@ _VARIABLE = re.compile(r"\$(\w|\{\w+\})")
 
 @dataclass(slots=True)
 class Translation:
-    """Holds our line, filled flag by flag. `notes` and `lost`: (their flag as it was written, one sentence)."""
+    """Our command line, filled flag by flag. `notes` and `lost`: (their flag as it was written, one sentence)."""
 
     model: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    flags: dict[str, list[str]] = field(default_factory=dict)  # option -> its words, of which the last given count
+    flags: dict[str, list[str]] = field(default_factory=dict)  # option -> its words; the last given ones count
     notes: list[tuple[str, str]] = field(default_factory=list)
     lost: list[tuple[str, str]] = field(default_factory=list)
 
     def set(self, written: str, name: str, values: Sequence[str]) -> bool:
-        """Give our option `name` these values, and say whether it takes them: otherwise they are lost."""
+        """Give our option `name` these values. Returns whether it accepts them; otherwise they are lost."""
         described = OPTIONS[name]
         try:
             if described.kind is bool:
@@ -35,7 +35,7 @@ class Translation:
                 return False
             if described.many:
                 described.from_texts(values)
-            elif not any(map(_VARIABLE.search, values)):  # what a shell puts in is not known here
+            elif not any(map(_VARIABLE.search, values)):  # variables of the shell are not known here
                 described.from_text(values[0])
             self.flags[name] = [described.flag, *(values if described.many else values[:1])]
         except OptionError as error:
@@ -44,12 +44,12 @@ class Translation:
         return True
 
     def value(self, name: str) -> str | None:
-        """Find the one value that an option was given."""
+        """Return the single value that an option was given."""
         words = self.flags.get(name)
         return words[1] if words else None
 
     def drop_what_does_not_go_together(self) -> None:
-        """Give up options that `serve` refuses beside the others, each with its reason."""
+        """Drop options that `serve` refuses together with the others, each with its reason."""
         while (refused := self._refused()) is not None:
             cause = f"{refused.cause} {refused.fix}"
             named = [name for name in self.flags if re.search(rf"{OPTIONS[name].flag}\b", cause)]
@@ -72,7 +72,7 @@ class Translation:
         return described.default if _VARIABLE.search(words[1]) else described.from_text(words[1])
 
     def command(self) -> str:
-        """Write the line for a shell."""
+        """Return the line for a shell."""
         words = ["oarlock", "serve", *([self.model] if self.model else [])]
         words += [word for flag in self.flags.values() for word in flag]
         before = [f"{name}={_quoted(value)}" for name, value in self.environment.items()]
@@ -81,9 +81,9 @@ class Translation:
 
 @dataclass(frozen=True, slots=True)
 class KnownServer:
-    """Describes a server that lines start: how its flags are translated, and where it listens unless they say so."""
+    """A server that lines start: the translation of its flags, and its default address."""
 
-    translate: Callable[[list[str], dict[str, str]], Translation]  # takes what follows its name, and the variables
+    translate: Callable[[list[str], dict[str, str]], Translation]  # takes the words after its name, and the variables
     host: str
     port: int
     address_note: str
@@ -91,7 +91,7 @@ class KnownServer:
 
 
 def _quoted(word: str) -> str:
-    """Quote a word for a shell, which goes on putting in variables and the home directory."""
+    """Quote a word for a shell, which still substitutes variables and the home directory."""
     if word.startswith("~/"):
         return f"~/{shlex.quote(word[2:])}" if word[2:] else word
     if _VARIABLE.search(word) and not re.search(r'["`\\!]', word):
@@ -100,7 +100,7 @@ def _quoted(word: str) -> str:
 
 
 def values_after(words: list[str], most: int | None = None) -> list[str]:
-    """Take the values of a flag from the front of `words`: up to the next flag, `most` of them at most."""
+    """Take the values of a flag from the front of `words`: up to the next flag, at most `most`."""
     found: list[str] = []
     while words and (most is None or len(found) < most) and not re.match(r"-{1,2}[A-Za-z]", words[0]):
         found.append(words.pop(0))
@@ -109,10 +109,11 @@ def values_after(words: list[str], most: int | None = None) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Theirs:
-    """Describes a flag. Without `option` it asks for what `holds`, or, if `is_lost`, for what Oarlock lacks."""
+    """A flag of another server. Without `option` it is noted with the sentence `holds`, or, if `is_lost`, reported as
+    lost."""
 
     option: str = ""  # ours, or "model"
-    holds: str = ""  # a sentence; with an option, on what is another there
+    holds: str = ""  # a sentence; with an option, on differences between the two
     is_switch: bool = False
     is_lost: bool = False
     many: bool = False  # takes every value up to the next flag
@@ -133,23 +134,23 @@ def same(
     is_list: bool = False,
     values: dict[str, str] | None = None,
 ) -> dict[str, Theirs]:
-    """Describe flags that are our `option`, with values that may be others."""
+    """Describe flags that are our `option`, possibly with other values."""
     theirs = Theirs(option, holds, is_switch=switch, is_list=is_list, values=values or {})
     return dict.fromkeys(names, theirs)
 
 
 def holds(sentence: str, *names: str, switch: bool = False) -> dict[str, Theirs]:
-    """Describe flags that ask for what is so anyway, or for what has no counterpart and changes no answer."""
+    """Describe flags that ask for our default, or that have no counterpart and change no completion."""
     return dict.fromkeys(names, Theirs(holds=sentence, is_switch=switch))
 
 
 def lost(sentence: str, *names: str, switch: bool = False, many: bool = False) -> dict[str, Theirs]:
-    """Describe flags that ask for what Oarlock lacks."""
+    """Describe flags that ask for something that Oarlock lacks."""
     return dict.fromkeys(names, Theirs(holds=sentence, is_switch=switch, is_lost=True, many=many))
 
 
 def read_flags(found: Translation, words: list[str], table: Table) -> list[str]:
-    """Translate `words`, what follows the program's name, into `found`. Returns those that stand behind no flag."""
+    """Translate `words`, which follow the program's name, into `found`. Returns the words that belong to no flag."""
     words, others = list(words), []
     while words:
         shown, equals, value = words.pop(0).partition("=")
@@ -168,14 +169,14 @@ def read_flags(found: Translation, words: list[str], table: Table) -> list[str]:
 
 
 def read_variables(found: Translation, variables: Mapping[str, str], table: Table, prefix: str) -> None:
-    """Translate variables that are in `table`; others with the server's `prefix` are lost, the rest mean the same."""
+    """Translate variables that are in `table`. Others with the server's `prefix` are lost, the rest stay the same."""
     for name, value in variables.items():
         if name in table:
             put(found, f"{name}={value}", table[name], [value])
         elif prefix and name.startswith(prefix):
             found.lost.append((f"{name}={value}", "this variable is not read; `oarlock config` lists ours."))
         else:
-            found.environment[name] = value  # of CUDA, the hub and the system
+            found.environment[name] = value  # variables of CUDA, the hub and the system
 
 
 def put(found: Translation, written: str, theirs: Theirs, given: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's flags into ours: most have the same name, and `server/config/vllm_flags.py` knows the others."""
+"""Translates vLLM's flags: most have the same name, and `server/config/vllm_flags.py` knows the others."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from oarlock.server.config.settings import OPTIONS
 _SHORT = {described.short: described.name for described in OPTIONS.values() if described.short}
 _CHECKPOINT_FORMS = ("awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors", "fp8", "bitsandbytes", "gguf")
 _READ = "the form of a quantised checkpoint is read from its files; --quantization rounds one that is not."
-_FORMATS = {  # options that name a format, which is found out where it is not named
+_FORMATS = {  # options that name a format, which is detected if it is not named
     "tool_call_parser": "there is no such format here; without the flag it is found in the chat template. Known: "
     + ", ".join(TOOL_CALL_PARSERS[1:])
     + ".",
@@ -40,7 +40,7 @@ _VARIABLES: dict[str, Theirs] = {
     **lost("a context longer than the model was trained for is refused.", "VLLM_ALLOW_LONG_MAX_MODEL_LEN"),
     **lost("models come from the hub of Hugging Face, or from a directory.", "VLLM_USE_MODELSCOPE"),
 }  # fmt: skip
-# Of vLLM, with another name here.
+# vLLM's name -> ours.
 _RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
 
 
@@ -64,7 +64,7 @@ def translate(words: list[str], variables: dict[str, str]) -> Translation:
 
 
 def _joined(words: list[str]) -> list[str]:
-    """Write `--name.key VALUE`, of which vLLM makes a JSON object, as `--name JSON`."""
+    """Write `--name.key VALUE`, from which vLLM makes a JSON object, as `--name JSON`."""
     words, kept, objects = list(words), [], {}
     while words:
         word = words.pop(0)
@@ -112,7 +112,7 @@ def _flag(found: Translation, word: str, rest: list[str]) -> None:
 
 
 def _other(found: Translation, shown: str, given: list[str] | None, rest: list[str]) -> None:
-    """Translate a flag that is no option of Oarlock."""
+    """Translate a flag that is not an option of Oarlock."""
     plain = shown.lstrip("-").replace("_", "-")
     known = vllm_flags.FLAGS.get(plain) or vllm_flags.FLAGS.get(plain.removeprefix("no-"))
     if known is None:

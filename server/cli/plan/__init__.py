@@ -1,4 +1,4 @@
-"""`oarlock plan`: what a machine would hold of a model and how fast it would be, said before there is a server.
+"""`oarlock plan`: estimates which layouts of a model fit a machine and how fast they are, without a server.
 
 Reads the model's description and the headers of its weights; loads nothing.
 """
@@ -68,10 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
                 raise UsageError(f"--{flag} is of a simulation.", "Add --simulate TRACE.jsonl, or leave it out.")
     loaded = loaded_settings(arguments)
     try:
-        check_names(replace(loaded.settings, tokenizer=None))  # which no number of a plan depends on
+        check_names(replace(loaded.settings, tokenizer=None))  # no value of a plan depends on it
     except StartupError as error:
         raise StartupError(error.cause, error.fix, EXIT_MODEL) from None
-    from oarlock.server.cli.plan import layouts, report, simulate  # which are slow to import
+    from oarlock.server.cli.plan import layouts, report, simulate  # slow to import
     from oarlock.server.cli.plan.machine import machine_of
 
     simulate.parse_replicas(arguments.replicas)  # a mistake is reported before files are read

@@ -1,6 +1,6 @@
-"""The model of a plan, the ways to lay it out on a machine, how fast each is, and what would make it fit.
+"""The model of a plan, its layouts on a machine, their speed, and changes that would make it fit.
 
-Of the model the description is enough, and of its weights the headers where they are on this machine.
+Needs only the description of the model; the headers of its weights are read if they are on this machine.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ from oarlock.server.hub.local_model import find_local
 from oarlock.server.hub.model_path import resolve
 
 CONTEXTS = (4096, 32_768)  # tokens of one user
-_PROMPT = 1024  # tokens, of the rate of prompts
-_MORE_GPUS = 32  # as many are tried at most
+_PROMPT = 1024  # tokens of a prompt for which rates are given
+_MORE_GPUS = 32  # maximum number of devices that is tried
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
 _EXIT_CODE = 2
 
 
 def find_model(settings: Settings) -> tuple[OpenModel, bool]:
-    """The model, and whether its weights are here. Raises `StartupError`."""
+    """Return the model, and whether its weights are here. Raises `StartupError`."""
     directory = _directory(settings)
     has_weights = any(any(directory.glob(pattern)) for pattern in _WEIGHTS)
     worker = settings.engine_config(str(directory)).worker
@@ -46,7 +46,7 @@ def find_model(settings: Settings) -> tuple[OpenModel, bool]:
 
 
 def has_vectors(settings: Settings, model: OpenModel) -> bool:
-    """Whether it is served for embeddings or scores. Raises `StartupError`."""
+    """Return whether the model is served for embeddings or scores. Raises `StartupError`."""
     from oarlock.server.llm.pooler_config import PoolerConfig
 
     try:
@@ -57,7 +57,8 @@ def has_vectors(settings: Settings, model: OpenModel) -> bool:
 
 
 def _directory(settings: Settings) -> Path:
-    """Directory of this machine's copy; of a model on the hub without one, only the description is fetched."""
+    """Return the directory of this machine's copy. Without one, only the description of a model on the hub is
+    fetched."""
     model, is_local = settings.model, True
     try:
         is_local = model is None or find_local(model, settings.download_dir) is not None
@@ -116,15 +117,15 @@ class Layout:
         return self.capacity.kv_tokens * self.sizes[2]
 
     def users(self, context: int) -> int:
-        """Number of users with `context` tokens each that the KV memory of all replicas holds."""
+        """Return the number of users with `context` tokens each that the KV memory of all replicas holds."""
         return self.capacity.users(context) * self.sizes[2]
 
     def at_once(self, context: int) -> int:
-        """Number of users that run at once on one replica, as KV memory and `--max-num-seqs` allow."""
+        """Return the number of users that run at once on one replica, within KV memory and `--max-num-seqs`."""
         return min(self.capacity.users(context), self.capacity.config.max_num_seqs)
 
     def tokens_per_s(self, users: int, context: int) -> float | None:
-        """Tokens per second that one replica generates for `users` together, with `context` tokens each."""
+        """Return the tokens per second that one replica generates for `users` together, with `context` tokens each."""
         return None if self.time is None or not users else decode_tokens_per_s(self.time, users, context)
 
     @property
@@ -149,8 +150,8 @@ class Layout:
 
 
 def layouts(model: OpenModel, machine: Machine, given: Mapping[str, int]) -> list[Layout]:
-    """Layouts that use all devices, or that have the `given` sizes, the best first. Raises `StartupError` where a given
-    size does not divide the model."""
+    """Return the layouts that use all devices, or that have the `given` sizes, the best first. Raises `StartupError` if
+    a given size does not divide the model."""
     found = []
     for tp, pp, dp in _sizes(model, machine, given):
         found.append(layout(model, machine, dict(zip(SIZES, (tp, pp, dp), strict=True))))
@@ -161,7 +162,7 @@ SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 def layout(model: OpenModel, machine: Machine, changes: Mapping[str, Any]) -> Layout:
-    """Lay the model out with `changes`. Raises `StartupError`."""
+    """Return the layout of the model with `changes`. Raises `StartupError`."""
     held = capacity(model, changes, machine.memory)
     return Layout(held, _time(model, machine, held))
 
@@ -178,7 +179,7 @@ def _sizes(model: OpenModel, machine: Machine, given: Mapping[str, int]) -> list
                 found.append((tp, pp, dp))
     if found:
         return found
-    # No way uses all: the most that one does.
+    # No layout uses all devices: take the largest that fits.
     most = max((size for size in dividing if size <= machine.count), default=1)
     return [(given.get(SIZES[0], most), given.get(SIZES[1], 1), given.get(SIZES[2], 1))]
 
@@ -206,7 +207,7 @@ class Remedy:
 
 
 def remedies(model: OpenModel, machine: Machine, nearest: Layout) -> list[Remedy]:
-    """Single changes that make the model fit, each tried by the same arithmetic."""
+    """Return single changes that make the model fit, each checked by the same arithmetic."""
     sizes = dict(zip(SIZES, nearest.sizes, strict=True))
     changes: list[tuple[str, dict[str, Any]]] = []
     if model.config.quantization == "none":
@@ -242,7 +243,7 @@ def _tried(model: OpenModel, machine: Machine, changes: dict[str, Any]) -> Layou
 
 
 def _shorter(model: OpenModel, machine: Machine, sizes: dict[str, int], nearest: Layout) -> Remedy | None:
-    """The longest context, a power of two, that fits."""
+    """Return the longest context, a power of two, that fits."""
     length = nearest.capacity.config.max_model_len
     assert length is not None
     length = 1 << (length - 1).bit_length() - 1
@@ -255,7 +256,7 @@ def _shorter(model: OpenModel, machine: Machine, sizes: dict[str, int], nearest:
 
 
 def _more_devices(model: OpenModel, machine: Machine) -> list[Remedy]:
-    """The fewest GPUs of the same kind that hold the model."""
+    """Return the smallest number of GPUs of the same kind that holds the model."""
     if machine.memory.device == "cpu":
         return []
     for size in tensor_parallel_sizes(model):

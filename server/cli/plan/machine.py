@@ -1,4 +1,4 @@
-"""The machine that a plan is for: GPUs as their data sheets say, or a CPU whose memory is measured in a moment."""
+"""The machine of a plan: GPUs with the values of their data sheets, or a CPU whose memory is measured in a moment."""
 
 import argparse
 import os
@@ -13,10 +13,10 @@ from oarlock.server.config.options import nearest, parse_size
 
 _FIX = "Write a number and a name or a size, such as --gpus 2xH100 or --gpus 2x24GB"
 _MOST = 64  # GPUs
-_NVLINK_SUM_S, _PCIE_SUM_S = 12e-6, 25e-6  # of next to nothing, over a few devices
-_READ_BYTES = 96 << 20  # of each thread that measures: more than caches hold
+_NVLINK_SUM_S, _PCIE_SUM_S = 12e-6, 25e-6  # all-reduce of almost no data, over a few devices
+_READ_BYTES = 96 << 20  # bytes that each measuring thread reads, more than caches hold
 _PASSES = 6
-_CPU_SUM_S = 6e-6  # of a sum over ranks in shared memory
+_CPU_SUM_S = 6e-6  # all-reduce in shared memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class Gpu:
     """One device. Sizes in bytes, speeds per second; None: not known."""
 
     name: str
-    memory: int  # as the driver shows it
+    memory: int  # bytes reported by the driver
     bandwidth: float | None
-    ops: float | None  # of dense 16-bit products
-    link: float  # to one other device, in one direction
+    ops: float | None  # operations of dense 16-bit matmuls
+    link: float  # bandwidth to one other device, in one direction
 
     @property
     def sum_s(self) -> float:
@@ -41,7 +41,7 @@ def _gpu(name: str, memory_mib: int, gb_per_s: float, tflops: float, link_gb_per
     return Gpu(name, memory_mib << 20, gb_per_s * 1e9, tflops * 1e12, link_gb_per_s * 1e9)
 
 
-# Memory in MiB, GB/s, TFLOP/s of dense bfloat16 (float16 where there is none), GB/s to another device.
+# Memory in MiB, GB/s, TFLOP/s of dense bfloat16 (float16 if it is not supported), GB/s to another device.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -108,7 +108,7 @@ def _named(kind: str) -> Gpu | None:
 
 
 def _plain(name: str) -> str:
-    """Name of a GPU in lower case, without white space, dashes and the brand before it."""
+    """Return the name of a GPU in lower case, without white space, dashes and the brand before it."""
     name = re.sub(r"[\s_-]", "", name.lower())
     return re.sub(r"^(nvidia|geforce|tesla)*(rtx(?=\d{4}$))?", "", name)
 
@@ -119,15 +119,16 @@ class Machine:
 
     text: str
     memory: Memory
-    count: int  # devices; of a CPU 1
+    count: int  # devices; 1 for a CPU
     bandwidth: float | None
-    ops: float | None  # None on a CPU: follows from the numbers that a model computes with
+    ops: float | None  # None on a CPU: depends on the dtype of the model's computations
     link: float
     sum_s: float
 
 
 def machine_of(arguments: argparse.Namespace, *, has_vectors: bool = False) -> Machine:
-    """Machine that the flags describe. `has_vectors`: whether the model makes vectors. Raises `UsageError`."""
+    """Return the machine that the flags describe. `has_vectors`: whether the model returns vectors. Raises
+    `UsageError`."""
     memory, bandwidth = _size(arguments.memory, "--memory", "24GB"), _size(arguments.bandwidth, "--bandwidth", "1008GB")
     ops = _tflops(arguments.tflops)
     if arguments.gpus is not None and arguments.cpu:
@@ -148,7 +149,7 @@ def machine_of(arguments: argparse.Namespace, *, has_vectors: bool = False) -> M
 
 
 def measured_bandwidth() -> float:
-    """Bytes per second that all cores read together: the best of a few passes, a fraction of a second."""
+    """Return the bytes per second that all cores read together: the best of a few passes, in a fraction of a second."""
     import numpy as np
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,6 +1,6 @@
-"""A plan as text for people and as JSON for programs, and the `oarlock serve` command that it is for.
+"""A plan as text for people and as JSON for programs, and its `oarlock serve` command.
 
-Sizes in JSON are in bytes, of one rank where nothing else is said; rates are per second.
+Sizes in JSON are in bytes, of one rank unless stated otherwise; rates are per second.
 """
 
 import argparse
@@ -17,7 +17,8 @@ from oarlock.server.config.settings import OPTIONS
 def as_json(
     model: OpenModel, machine: Machine, found: Sequence[Layout], command: str | None, helps: Sequence[Remedy]
 ) -> dict[str, Any]:
-    """Plan as JSON. `found`: the best first. `command`: None where nothing fits; then `helps` says what would."""
+    """Return the plan as JSON. `found`: the best first. `command`: None if nothing fits; `helps` then has the
+    remedies."""
     return {
         "model": {
             "architecture": model.spec.architecture,
@@ -69,7 +70,7 @@ def _layout(one: Layout) -> dict[str, Any]:
 def as_text(
     model: OpenModel, machine: Machine, found: Sequence[Layout], command: str | None, helps: Sequence[Remedy]
 ) -> str:
-    """Plan as text. `command`: of the first of `found`, if it fits; else `helps` says what would."""
+    """Return the plan as text. `command`: of the first of `found`, if it fits; else `helps` has the remedies."""
     best = found[0]
     lines = [model_line(model, best), machine.text, "", *aligned(_rows(machine, found))]
     if command is not None:
@@ -92,7 +93,7 @@ def model_line(model: OpenModel, best: Layout) -> str:
 
 
 def parameters(count: int) -> str:
-    """Number of parameters as text: `7615616512` as `7.62 billion`."""
+    """Return the number of parameters as text: `7615616512` as `7.62 billion`."""
     for size, word in ((1e9, "billion"), (1e6, "million")):
         if count >= size:
             return f"{count / size:.3g} {word}"
@@ -123,14 +124,14 @@ def _rows(machine: Machine, found: Sequence[Layout]) -> list[list[str]]:
 
 
 def _contexts(best: Layout) -> list[int]:
-    """Return the contexts that users are counted for: the usual ones, or its own for a model that has less."""
+    """Return the contexts for which users are counted: the usual ones, or the model's own if it is shorter."""
     longest = best.capacity.config.max_model_len
     assert longest is not None
     return [context for context in CONTEXTS if context <= longest] or [longest]
 
 
 def users(one: Layout, context: int) -> str:
-    """Number of users that KV memory holds, as text."""
+    """Return the number of users that KV memory holds, as text."""
     assert one.capacity.config.max_model_len is not None
     if not one.fits or context > one.capacity.config.max_model_len:
         return "-"
@@ -156,11 +157,11 @@ def _of_best(machine: Machine, best: Layout) -> list[str]:
     return lines
 
 
-_USERS = (1, 16)  # whose tokens a step computes
+_USERS = (1, 16)  # users whose tokens a step computes
 
 
 def _of_experts(model: OpenModel, best: Layout) -> list[str]:
-    """Experts of a rank by both ways to share them; both exchange the same bytes."""
+    """Describe a rank's experts for both methods of sharing them; both exchange the same bytes."""
     config = best.capacity.config
     if not model.spec.has_experts or config.tensor_parallel_size == 1:
         return []
@@ -184,7 +185,7 @@ def _why_not(machine: Machine, best: Layout, helps: Sequence[Remedy]) -> list[st
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of equal width; the first to the left, all others to the right."""
+    """Align columns of equal width; the first to the left, all others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
@@ -195,7 +196,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def serve_command(arguments: argparse.Namespace, chosen: Mapping[str, Any]) -> str:
-    """Write the `oarlock serve` command with the flags of `plan`. `chosen`: values of options that replace theirs."""
+    """Return the `oarlock serve` command with the flags of `plan`. `chosen`: values of options that replace the
+    flags'."""
     words = ["oarlock", "serve"]
     if arguments.model is not None:
         words.append(arguments.model)

@@ -1,14 +1,14 @@
-"""`oarlock plan --simulate`: a trace through fleets of several sizes, and the smallest that holds limits of latency.
+"""`oarlock plan --simulate`: a trace through fleets of several sizes, and the smallest fleet within latency limits.
 
-A step takes what the roofline says, or what `oarlock bench serve` has measured (`--calibrate`). A trace says when each
-request came, how long its prompt and answer were, and what they share:
+The time of a step comes from the roofline, or from measurements by `oarlock bench serve` (`--calibrate`). A trace has
+the arrival time of each request, the lengths of its prompt and completion, and shared prefixes:
 
 ours        {"arrival_s": 1.5, "prompt_tokens": 128, "output_tokens": 64}; with "prefix_id" and "prefix_tokens", the
             first tokens of prompts with the same id are the same; "prompt_token_ids" in place of "prompt_tokens"
 Mooncake    {"timestamp": 1500, "input_length": 128, "output_length": 64, "hash_ids": [3, 7]}: ms, blocks of 512
             tokens (github.com/kvcache-ai/Mooncake)
-Bailian     the same with "chat_id": seconds, blocks of 16 (github.com/alibaba-edu/qwen-bailian-usagetraces-anon)
-bench       the file that `oarlock bench serve --output` wrote
+Bailian     the same with "chat_id": seconds, blocks of 16 (github.com/alibaba-edu/qwen-bailian-usagetraces-anon) bench
+the file that `oarlock bench serve --output` wrote
 """
 
 import argparse
@@ -35,7 +35,7 @@ from oarlock.server.cli.plan.report import aligned, rate
 from oarlock.server.launch.banner import Counted
 
 _EXIT_CODE = 2
-_ALL_UP_TO = 8  # so many sizes of a range are all simulated; of more, powers of two and what --slo asks for
+_ALL_UP_TO = 8  # sizes of a range that are all simulated; of a longer range, powers of two and sizes that --slo needs
 _MOST = 1024  # replicas
 _MEASURES, _PERCENTILES = ("ttft", "itl", "e2e"), (50, 95, 99)
 _CALIBRATE_FIX = (
@@ -49,16 +49,16 @@ _TRACE_FIX = f"A line is such as {_FORM}, or of a trace of Mooncake or Bailian."
 class _Run(NamedTuple):
     """Figures of one run, to which the time of a step is fitted."""
 
-    users: float  # at once
-    gap_s: float  # between tokens: the median
-    first_s: float  # to the first token: the median
+    users: float  # concurrent users
+    gap_s: float  # median time between tokens
+    first_s: float  # median time to the first token
     prompt: float  # tokens
-    context: float  # tokens in the middle of an answer
+    context: float  # tokens in the middle of a completion
 
 
 def calibrated(files: Sequence[Path], estimate: StepTime) -> Measured:
     """Fit the time of a step to `files`: a straight line through their gaps by the number of users, and the first
-    tokens of the run with the fewest users. With a single run, `estimate` says how much one more user adds. Raises
+    tokens of the run with the fewest users. With a single run, `estimate` gives the cost of one more user. Raises
     `StartupError`."""
     runs = sorted((_read_run(file) for file in files), key=lambda run: run.users)
     users, gaps_s = np.array([run.users for run in runs]), np.array([run.gap_s for run in runs])
@@ -104,21 +104,21 @@ def _read_run(file: Path) -> _Run:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One limit of `--slo`: `ttft_p99` of at most so many seconds."""
+    """One limit of `--slo`, for example `ttft_p99` of at most `seconds`."""
 
     measure: str
     percent: int
     seconds: float
 
     def holds(self, report: Any) -> bool:
-        """Whether a `FleetReport` holds the limit. Every request must have been served, too."""
+        """Return whether a `FleetReport` is within the limit. Every request must have been served, too."""
         found = getattr(report, f"{self.measure}_s")
         value = 0.0 if found is None else getattr(found, f"p{self.percent}")
         return not report.refused + report.failed and value <= self.seconds
 
 
 def parse_replicas(text: str | None) -> tuple[list[int], bool]:
-    """Parse `--replicas`: the sizes, ascending, and whether those between may be left out. Raises `UsageError`."""
+    """Parse `--replicas`: the sizes, ascending, and whether intermediate sizes may be left out. Raises `UsageError`."""
     text = "1..8" if text is None else text
     fix = "Write a number, several or a range, such as --replicas 4, --replicas 1,2,8 or --replicas 1..64."
     match = re.fullmatch(r"(\d+)\.\.(\d+)", text)
@@ -162,7 +162,8 @@ def run(
     machine: Machine,
     best: Layout,
 ) -> tuple[str, dict[str, Any], int]:
-    """Text, JSON and the exit code. A replica is laid out as one of `best`, on devices or a host of its own."""
+    """Return text, JSON and the exit code. A replica has the layout of a replica of `best`, on its own devices or
+    host."""
     tp, pp, _ = best.sizes
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": 1}
     replica = layout(model, machine, sizes)
@@ -185,7 +186,7 @@ def run(
 
 
 class Fleets:
-    """Reports by number of replicas, simulated when they are asked for."""
+    """Reports by number of replicas, simulated on request."""
 
     def __init__(self, trace: Sequence[TracedRequest], model: ReplicaModel, routing: str) -> None:
         self._trace, self._model, self._routing = trace, model, routing
@@ -205,10 +206,10 @@ class Fleets:
 def run_sizes(
     sizes: Sequence[int], is_range: bool, limits: Sequence[Limit], report: Callable[[int], FleetReport]
 ) -> int | None:
-    """Simulate; return the fewest replicas that hold `limits`, if there are limits and any does.
+    """Simulate, and return the smallest number of replicas within `limits`; None if there is none, or no limits.
 
-    Of a long range, powers of two are simulated, and those between the last that does not hold and the first that does,
-    by halving: more replicas are taken not to be worse.
+    In a long range, powers of two are simulated, then sizes between the last that is not within the limits and the
+    first that is, by bisection. This assumes that more replicas are not worse.
     """
 
     def holds(size: int) -> bool:
@@ -232,7 +233,7 @@ def run_sizes(
 
 
 def as_text(reports: Sequence[FleetReport], limits: Sequence[Limit], fewest: int | None, routing: str) -> str:
-    """Table of the simulated fleets, by number of replicas."""
+    """Return a table of the simulated fleets, by number of replicas."""
     heads = ["replicas", "TTFT p50", "p95", "p99", "ITL p50", "p95", "p99", "E2E p50", "p95", "p99"]
     heads += ["tokens/s", "busy", "queue", "prefix hits", "refused"]
     rows = [heads + (["holds"] if limits else [])]
@@ -252,7 +253,7 @@ def as_text(reports: Sequence[FleetReport], limits: Sequence[Limit], fewest: int
 
 
 def duration(seconds: float) -> str:
-    """Duration as text: `0.0213` as `21.3 ms`."""
+    """Return a duration as text: `0.0213` as `21.3 ms`."""
     if seconds < 1:
         return f"{1e3 * seconds:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
@@ -261,7 +262,7 @@ def duration(seconds: float) -> str:
 def as_json(
     reports: Sequence[FleetReport], limits: Sequence[Limit], fewest: int | None, routing: str
 ) -> dict[str, Any]:
-    """Simulated fleets as JSON: times in seconds, rates per second."""
+    """Return the simulated fleets as JSON: times in seconds, rates per second."""
     return {
         "routing": routing,
         "slo": [asdict(limit) for limit in limits],
@@ -309,7 +310,7 @@ def _is_result(text: str) -> bool:
 
 
 def _from_result(file: Path) -> list[TracedRequest]:
-    """Read the requests of a result: each arrives when it was due, or in a closed loop sent."""
+    """Read the requests of a result. Each arrives when it was due, or, in a closed loop, when it was sent."""
     try:
         samples = result.read(file).samples
     except StartupError as error:

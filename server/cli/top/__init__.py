@@ -1,4 +1,4 @@
-"""`oarlock top [URL]`: what a server does now, in a terminal or as JSON."""
+"""`oarlock top [URL]`: the current activity of a server, in a terminal or as JSON."""
 
 import argparse
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from oarlock.server.cli.remote import DEFAULT_URL, Remote, given_key
-    from oarlock.server.cli.top.watch import watch  # what shows and asks is imported when it runs
+    from oarlock.server.cli.top.watch import watch  # slow imports of the interface and the client
 
     remote = Remote(arguments.url or DEFAULT_URL, given_key())
     return watch(remote, once=arguments.once, as_json=arguments.json, interval_s=arguments.interval)

@@ -1,6 +1,6 @@
 """Watches a server: its state, its batches, and latencies, prefix hits and preemptions between two looks.
 
-The page has the map of KV blocks. It is pure: the same state gives the same page. `--json` writes what it is made of.
+The page has the map of KV blocks. It is pure: the same state gives the same page. `--json` writes its data.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ from oarlock.server.cli.remote import Remote, ServerError, fit, single_keys
 from oarlock.server.launch.child_process import signals_handled
 
 _RUNS = re.compile(r"([hcf])(\d+)")
-_CELLS = {"h": ("█", "red"), "c": ("▒", "cyan"), "f": ("·", "dim")}  # also without colours
+_CELLS = {"h": ("█", "red"), "c": ("▒", "cyan"), "f": ("·", "dim")}  # characters differ, so that colours are not needed
 _MAP_ROWS = 6
 _STATUS = {"ok": "green", "loading": "yellow", "starting": "yellow", "draining": "yellow", "degraded": "yellow"}
-_ROWS_ABOVE = 18  # of a page with one engine: what its list of requests has to leave
+_ROWS_ABOVE = 18  # rows of a page with one engine that its list of requests has to leave free
 _MAX_REQUESTS = 20
 _MAX_BATCHES = 5
 _BATCHES = f"/v1/batches?limit={_MAX_BATCHES}"  # the newest
@@ -39,10 +39,10 @@ _COUNTERS = {
 
 
 def shrink(runs: str, cells: int) -> str:
-    """A text of at most `cells` letters `h` (held), `c` (cached) or `f` (free), in the order of the blocks.
+    """Return a text of at most `cells` letters `h` (held), `c` (cached) or `f` (free), in the order of the blocks.
 
-    `runs`: such as `h12c40f2000`. Where a letter stands for several blocks it is what most of them are, and `h` before
-    `c` before `f` where they are equally many. Raises `ValueError` for anything else.
+    `runs`: such as `h12c40f2000`. If a letter represents several blocks, it is the most frequent of their states, and
+    `h` before `c` before `f` among equals. Raises `ValueError` for anything else.
     """
     lengths = [(letter, int(count)) for letter, count in _RUNS.findall(runs)]
     if "".join(f"{letter}{count}" for letter, count in lengths) != runs:
@@ -71,10 +71,10 @@ def _most(counts: dict[str, int]) -> str:
 
 
 def page(state: dict[str, Any], url: str, width: int, num_requests: int, replica: int | None = None) -> RenderableType:
-    """Page of the live state.
+    """Return the page of the live state.
 
-    `state`: of `/v1/state`, with `latencies` and `batches`. `width`: columns; `num_requests`: how many of each engine
-    at most. `replica`: of which of several there are details; None: of all.
+    `state`: from `/v1/state`, with `latencies` and `batches`. `width`: columns; `num_requests`: maximum for each
+    engine. `replica`: the replica whose details are shown; None: all.
     """
     parts: list[RenderableType] = [_head(state, url), _rates(state)]
     engines = state["engines"]
@@ -185,7 +185,7 @@ def _map(runs: str, width: int) -> Text:
 
 
 def _ranks(ranks: list[dict[str, Any]]) -> Text:
-    """Each rank's time, and how far the slowest is from the fastest."""
+    """Return each rank's time, and the difference between the slowest and the fastest."""
     medians = [rank["median_ms"] for rank in ranks]
     each = ", ".join(f"{rank['rank']}: {rank['last_ms']:.1f} (median {rank['median_ms']:.1f})" for rank in ranks)
     apart = f"; medians {max(medians) - min(medians):.1f} ms apart" if len(ranks) > 1 else ""
@@ -211,7 +211,7 @@ def _pair(percentiles: dict[str, float | None]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Duration as text: `3.2 s`, `4 min 10 s`, `2 h 5 min`, `3 d 4 h`."""
+    """Return a duration as text: `3.2 s`, `4 min 10 s`, `2 h 5 min`, `3 d 4 h`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     whole = int(seconds)
@@ -249,9 +249,10 @@ def read_metrics(text: str) -> Reading:
 
 
 def between(before: Reading, now: Reading) -> dict[str, Any]:
-    """Percentiles in ms, the share of prompt tokens found in the prefix cache, and preemptions. None: nothing happened.
+    """Return percentiles in ms, the fraction of prompt tokens found in the prefix cache, and preemptions. A value is
+    None if nothing happened.
 
-    If the server was started again in between, the figures are those since that start.
+    If the server was restarted in between, the figures are since that start.
     """
     if any(now.counters[name] < before.counters.get(name, 0.0) for name in now.counters):
         before = Reading()
@@ -267,7 +268,8 @@ def between(before: Reading, now: Reading) -> dict[str, Any]:
 
 
 def percentile(buckets: dict[float, float], share: float) -> float | None:
-    """Percentile in ms, interpolated within a bucket as Prometheus does. `buckets`: cumulative, by limit in s."""
+    """Return a percentile in ms, interpolated within a bucket as in Prometheus. `buckets`: cumulative, by limit in
+    s."""
     total = max(buckets.values(), default=0.0)
     if total <= 0:
         return None
@@ -275,7 +277,7 @@ def percentile(buckets: dict[float, float], share: float) -> float | None:
     for limit, count in buckets.items():
         if count >= wanted:
             if limit == float("inf"):
-                break  # the highest limit is all that is known
+                break  # only the highest limit is known
             part = (wanted - below) / (count - below) if count > below else 1.0
             return round(1e3 * (lower + part * (limit - lower)), 3)
         lower, below = limit, count
@@ -291,12 +293,12 @@ class Watcher:
         self._has_batches = True
 
     async def look(self) -> dict[str, Any]:
-        """Ask for the state, the metrics and the batches. Raises `ServerError`."""
+        """Request the state, the metrics and the batches. Raises `ServerError`."""
         state = await self._remote.get_json("/v1/state")
         try:
             now = read_metrics((await self._remote.get("/metrics")).decode())
             found = {**state, "latencies": between(self._before, now), "batches": await self._batches()}
-            page(found, self._remote.url, 80, 1)  # every member that is shown is there
+            page(found, self._remote.url, 80, 1)  # checks that every member that is shown is there
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             cause = f"{self._remote.url} says something else of its state than this version knows ({error!r})."
             raise ServerError(cause, 200) from None
@@ -304,7 +306,7 @@ class Watcher:
         return found
 
     async def _batches(self) -> list[dict[str, Any]] | None:
-        """The newest batches; None where the server keeps none, or not for this key."""
+        """Return the newest batches; None if the server keeps none, or not for this key."""
         if not self._has_batches:
             return None
         try:
@@ -318,7 +320,7 @@ class Watcher:
 
 
 def watch(remote: Remote, *, once: bool, as_json: bool, interval_s: float) -> int:
-    """Run `oarlock top`; returns the exit code. Raises `StartupError` where the first look fails."""
+    """Run `oarlock top`. Returns the exit code. Raises `StartupError` if the first look fails."""
     watcher = Watcher(remote)
     with asyncio.Runner() as runner:
         try:
@@ -355,7 +357,7 @@ def _write(runner: asyncio.Runner, watcher: Watcher, state: dict[str, Any], once
 
 
 class _Display:
-    """The page on a screen of its own, until `q`. Ctrl-Z gives the terminal back as it was, until it goes on."""
+    """The page on a screen of its own, until `q`. Ctrl-Z restores the terminal until the process continues."""
 
     def __init__(self, watcher: Watcher, console: Console, url: str, state: dict[str, Any]) -> None:
         self._watcher = watcher
@@ -363,13 +365,13 @@ class _Display:
         self._url = url
         self._state = state
         self._problem = ""
-        self._replica = 0  # of which there are details
+        self._replica = 0  # replica whose details are shown
         self._keys: asyncio.Queue[str] = asyncio.Queue()
-        self._taken = ExitStack()  # what is other than usual on the terminal
+        self._taken = ExitStack()  # restores the terminal
         self._live = Live(console=console, screen=True, auto_refresh=False)
 
     async def run(self, interval_s: float) -> None:
-        """Look and draw, again and again."""
+        """Look and draw repeatedly."""
         with self._taken:
             self._take()
             while True:
@@ -412,12 +414,12 @@ class _Display:
         self._draw()
 
     def _stop(self) -> None:
-        """Stop the process, as Ctrl-Z does without a handler; this returns when the shell lets it go on."""
+        """Stop the process, as Ctrl-Z does without a handler. Returns when the shell continues it."""
         self._taken.close()
         signal.raise_signal(signal.SIGTSTP)
         self._take()
 
     def _read_keys(self) -> None:
         keys = os.read(sys.stdin.fileno(), 64).decode("utf-8", "replace")
-        for key in keys or [""]:  # an empty one: the terminal is gone
+        for key in keys or [""]:  # empty if the terminal is gone
             self._keys.put_nowait(key)
