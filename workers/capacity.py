@@ -1,4 +1,4 @@
-"""Plans a model's memory and work per rank on a machine that need not be present: `oarlock plan`. Torch-free.
+"""Plan of a model's memory and work per rank on a machine that need not be present: `oarlock plan`. Torch-free.
 
 Uses the same size computations as `workers/preflight.py` and the ranks. Reads `config.json` and the headers of the
 weight files; allocates nothing. Does not know speeds: `RankWork` has the amounts to read and to compute.

@@ -1,4 +1,4 @@
-"""Compiles the kernels of this machine's processor in parallel with the rest of a start. Torch-free, light to import.
+"""Compilation of this processor's kernels in parallel with the rest of a start. Torch-free, light to import.
 
 python -m oarlock.workers.compile_ahead ELEMENT_TYPE
 """
@@ -42,10 +42,10 @@ USUAL_TIME = build.USUAL_TIME  # phrase for the usual duration of a compilation
 
 
 class CompilationWatch:
-    """Reads how far the kernels of one model are compiled, whichever process compiles them."""
+    """Progress of compiling one model's kernels, in whichever process."""
 
     def __init__(self, model: str, dtype: str) -> None:
-        """`model` and `dtype` as for `likely_element_type`."""
+        """Find the lock files of the model's kernels. `model` and `dtype` as for `likely_element_type`."""
         self._files: list[Path] = []
         try:
             level = build.chosen()

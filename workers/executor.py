@@ -17,7 +17,7 @@ from oarlock.workers.ranks.multiproc_executor import MultiprocExecutor
 
 
 class Executor(Protocol):
-    """Runs steps on all ranks, in the order of their submission, and returns their outputs in that order.
+    """Executor of steps on all ranks, in the order of their submission, which returns their outputs in that order.
 
     At most `max_in_flight` steps are submitted and not collected. Methods raise `WorkerError` if a rank is lost.
     """

@@ -19,7 +19,7 @@ class JsonFormatter(logging.Formatter):
     """`{"time", "level", "logger", "pid", "event", …}`; a traceback is the text of `exception`. Times are in UTC."""
 
     def __init__(self, **constants: int) -> None:
-        """`constants`: members of every object, such as the rank."""
+        """Set the `constants`, members of every object, such as the rank."""
         super().__init__()
         self._constants = constants
 

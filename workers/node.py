@@ -1,4 +1,4 @@
-"""Runs ranks on a host that is not the head, for the head node. Light to import, and torch-free until they start.
+"""Ranks on a host that is not the head, run for the head node. Light to import, and torch-free until they start.
 
 The head node serves HTTP and starts an executor (`workers/executor.py`); the others run `run_node`.
 """

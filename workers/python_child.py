@@ -1,4 +1,4 @@
-"""Starts Python processes that import our packages, but nothing from the current directory, and end with this process.
+"""Python processes that import our packages, but nothing from the current directory, and that end with this process.
 Torch-free.
 
 `python -m` puts the current directory first on the path, so a `json.py` or an `engine/` there would be imported in

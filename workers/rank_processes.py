@@ -1,4 +1,4 @@
-"""Starts the processes of ranks, which import torch at once and then wait for their arguments. Torch-free.
+"""Start and end of rank processes, which import torch at once and then wait for their arguments. Torch-free.
 
 Light to import, so that it can be called before all else. Does not know the purpose of the processes.
 """
@@ -14,8 +14,8 @@ from oarlock.workers.python_child import start_python
 
 SERVES = "oarlock.workers.runner.worker_process"
 # Iterations that a waiting OpenMP thread of a rank spins before it releases its core. They take a millisecond or two,
-# which is longer than the time between two matmuls of a step. OpenMP's default is seven times larger. If other programs
-# want the cores, a thread would then use up its share of them waiting for a thread that cannot run.
+# which is longer than the time between two matmuls of a step. OpenMP's default is seven times as large. If other
+# programs want the cores, a thread would then use up its share of them waiting for a thread that cannot run.
 _SPINS = {"GOMP_SPINCOUNT": "40000"}
 _OF_OPENMP = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # a user who sets any of these has chosen
 _KILL_S = 5.0  # time for the kernel to end a process; a process that waits for a dead network file system may never end

@@ -74,7 +74,7 @@ def join(text: bytes, ints: bytes, floats: bytes = b"") -> bytes:
 
 
 class FrameReader:
-    """Reads frames from bytes in pieces of any size. After a `FrameError` the stream must not be read further."""
+    """Parser of frames from bytes in pieces of any size. After a `FrameError` the stream must not be read further."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

@@ -128,7 +128,7 @@ def request(value: Request) -> bytes:
 
 
 class RequestReader:
-    """Reads the `request` frames of one connection.
+    """Parser of the `request` frames of one connection.
 
     The choices of one request arrive one after the other, with equal prompts, allowed ids and bad words. They get the
     same tuple objects, so that the engine processes each list only once.
@@ -356,7 +356,7 @@ def _read_extra(extra: dict[str, Any], numbers: "_Numbers") -> dict[str, Any]:
 
 
 class _Numbers:
-    """Reads logprobs in the order in which they were written."""
+    """Reader of logprobs, in the order in which they were written."""
 
     def __init__(self, ints: array, first: int, floats: array) -> None:
         self._ints, self._floats = ints, floats

@@ -129,7 +129,7 @@ class BlockHolder(Protocol):
 
 
 class KVCacheManager:
-    """Allocates KV blocks by reference counts, with a prefix cache over full blocks; evicts the least recently freed.
+    """Allocator of KV blocks by reference counts, with a prefix cache that evicts the least recently freed block.
 
     A column is an index into a sequence's block table. If all layers have a sliding window, a sequence frees the blocks
     that none of its later tokens reads, and the null block replaces them in their columns.

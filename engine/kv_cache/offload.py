@@ -158,10 +158,10 @@ class _Transfer:
 
 
 class KVOffload:
-    """Decides which KV blocks ranks copy between the pool, slots of host memory and files."""
+    """Planner of the copies of KV blocks between the pool, slots of host memory and files."""
 
     def __init__(self, info: KVOffloadInfo, block_size: int, step_cost: StepCost | None, stats: EngineStats) -> None:
-        """`info`: the tiers that ranks have."""
+        """Start with empty tiers. `info`: the tiers of the ranks."""
         self.info = info
         self.host = HostTier(info.num_slots)
         self._most_writes = max(1, info.num_slots // 2)
@@ -452,10 +452,10 @@ class KVOffload:
 
 
 class Flush:
-    """Writes blocks of host memory and of the pool that have no file yet. No sequence may run any more."""
+    """Writer of the blocks in host memory and in the pool that have no file yet. No sequence may run any more."""
 
     def __init__(self, offload: KVOffload, blocks: Iterable[tuple[int, bytes]]) -> None:
-        """`blocks`: the pool's, with their digests, most important first."""
+        """Collect the blocks to write. `blocks`: the pool's, with their digests, most important first."""
         self._offload = offload
         self._left = deque[tuple[int | None, bytes]]((None, digest) for digest in offload.host.digests)
         self._left.extend(blocks)

@@ -1,4 +1,4 @@
-"""Publishes the events of the prefix cache over ZMQ, as vLLM does, and repeats the newest batches on request.
+"""Publisher of the prefix cache's events over ZMQ, as in vLLM, which repeats the newest batches on request.
 
 A separate thread encodes and sends. A PUB socket sends frames `[topic, number, batch]`, the number as 8 bytes, big
 endian and counted from 0. An optional ROUTER socket replies to `[number]` with all batches from that number on,
@@ -38,7 +38,7 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Makes the messages of one engine from its cache events. The fields are common to all its messages."""
+    """Converter of one engine's cache events to messages. The fields are common to all its messages."""
 
     block_size: int
     sliding_window: int | None = None

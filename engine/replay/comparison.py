@@ -1,4 +1,4 @@
-"""Compares outputs with recorded ones: counts of equal and different values, and the first difference.
+"""Comparison of outputs with recorded ones: counts of equal and different values, and the first difference.
 
 Does not know files or ranks.
 """

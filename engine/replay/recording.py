@@ -65,7 +65,7 @@ class Record:
 
 
 class RecordingWriter:
-    """Appends records to a new file. Raises `StartupError` if the file cannot be created, `OSError` if it is full."""
+    """Writer of a new file. Raises `StartupError` if the file cannot be created, `OSError` if the disk is full."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -238,7 +238,7 @@ _FIRST_BUFFER_BYTES = 1 << 16
 
 
 class RecordingExecutor:
-    """Forwards to `executor` and records. Closing it closes both. `limit_bytes`: of the file, None for no limit.
+    """Executor that forwards to `executor` and records. Closing it closes both. `limit_bytes`: of the file; None: none.
 
     A step and its masks are written before the ranks get them, so that a step which kills them is in the file. If the
     file reaches its limit or the disk is full, recording stops with a line in the log, and serving continues.
@@ -295,7 +295,7 @@ class RecordingExecutor:
 
     @property
     def kv_reports(self) -> None:
-        """None: the content of KV files is not a function of the steps and cannot be recorded."""
+        """No reports: the content of KV files is not a function of the steps and cannot be recorded."""
 
     def fileno_for_death(self) -> list[int]:
         return self._executor.fileno_for_death()

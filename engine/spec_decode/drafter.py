@@ -158,7 +158,7 @@ class RowCosts(Protocol):
 
 
 class Drafter:
-    """Chooses the drafts of a step."""
+    """Selection of the drafts of a step."""
 
     def __init__(self, config: SpeculativeConfig, costs: RowCosts) -> None:
         self.config = config

@@ -69,7 +69,7 @@ class Target:
 
 
 class HttpClient:
-    """Sends requests to one server, over one connection for each concurrent request."""
+    """Client of one server, with a connection for each concurrent request."""
 
     def __init__(self, target: Target, api_key: str | None = None) -> None:
         self._target = target

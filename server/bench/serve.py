@@ -46,7 +46,7 @@ DEFAULT_REQUESTS = 100
 
 
 class LoopLag:
-    """Asks the event loop to wake it every 10 ms, and records how late it does."""
+    """Record of how late the event loop runs a timer of 10 ms."""
 
     def __init__(self) -> None:
         self._late: list[float] = []

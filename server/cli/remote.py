@@ -160,7 +160,7 @@ def message_of(body: str) -> str:
     return " ".join(str(found).split())[:500] or "without an explanation"
 
 
-# Control characters except tab and newline, the second set of control characters, and direction overrides.
+# Control characters (C0 and C1) except tab and newline, and characters that change the direction of text.
 _UNFIT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 

@@ -39,7 +39,7 @@ class Progress:
     """Phase and percent: one rewritten line on a terminal, few lines elsewhere. `seconds`: the time of each phase."""
 
     def __init__(self, stream: TextIO | None = None, *, as_events: bool = False) -> None:
-        """`as_events`: write log lines, for programs that read nothing else."""
+        """Start in the phase "starting". `as_events`: write log lines, for programs that read nothing else."""
         self._stream = stream or sys.stderr
         self._as_events = as_events
         self._tty = not as_events and self._stream.isatty()

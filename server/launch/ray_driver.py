@@ -80,7 +80,8 @@ class Driver:
     """One group of hosts, from its reservation to its end."""
 
     def __init__(self, asked: dict[str, Any], channel: TextIO) -> None:
-        """`asked`: request of `oarlock.server.launch.ray_group`. `channel`: lines of JSON are written to it."""
+        """Import Ray. `asked`: request of `oarlock.server.launch.ray_group`. `channel`: lines of JSON are written to
+        it."""
         self._asked = asked
         self._channel = channel
         for name in ("RAY_DEDUP_LOGS", "RAY_COLOR_PREFIX"):  # a part's log has every line, without colours
@@ -256,7 +257,7 @@ def _free_port(address: str) -> int:
 
 def main() -> int:
     channel = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
-    os.dup2(2, 1)  # parts print their log
+    os.dup2(2, 1)  # output of the parts goes to the log
     try:
         Driver(json.loads(sys.stdin.readline()), channel).run()
     except FailedError as error:

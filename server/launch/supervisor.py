@@ -95,8 +95,9 @@ class Supervisor:
         tls: ServerTls | None = None,
         ray: RayGroup | None = None,
     ) -> None:
-        """`nodes`: how to find the other hosts, if there are any; this host is their head. `manager`: is notified of
-        phases, and may have opened the socket. `tls`: HTTPS is served. `ray`: has started the other hosts' parts."""
+        """Create the app and its HTTP server. `nodes`: how to find the other hosts, if there are any; this host is
+        their head. `manager`: is notified of phases, and may have opened the socket. `tls`: HTTPS is served. `ray`: has
+        started the other hosts' parts."""
         self.settings = settings
         self._manager = manager or ServiceManager({})
         self._nodes = nodes

@@ -1,4 +1,4 @@
-"""Refuses a start that cannot succeed before any process is started and before anything heavy is imported."""
+"""Checks that refuse a hopeless start before any process is started and before anything heavy is imported."""
 
 import os
 from pathlib import Path

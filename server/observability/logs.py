@@ -44,7 +44,7 @@ def event(name: str, **values: Any) -> Event:
 
 
 class _OneLine(logging.Formatter):
-    """Formats `time=… level=… logger=… event=…` and, for our own bugs, the traceback below it."""
+    """Formatter of `time=… level=… logger=… event=…` and, for our own bugs, the traceback below it."""
 
     converter = time.gmtime
 
@@ -77,10 +77,11 @@ _REFUSALS_EVERY_S = 10.0
 
 
 class AccessLog:
-    """Writes one line for each HTTP response."""
+    """Log with one line for each HTTP response."""
 
     def __init__(self, frequent: Collection[str]) -> None:
-        """`frequent`: paths that machines request every few seconds. A successful response to them is not logged."""
+        """Set the `frequent` paths, which machines request every few seconds. A successful response to them is not
+        logged."""
         self._frequent = frozenset(frequent)
 
     def write(self, scope: Any, request_id: str, status: int, num_bytes: int, seconds: float) -> None:
@@ -105,7 +106,7 @@ class AccessLog:
 
 
 class RefusalLog:
-    """Writes how many requests a full queue has refused: one line in ten seconds, since refusals must cost nothing."""
+    """Log of requests that a full queue refuses: one line in ten seconds, since refusals must cost nothing."""
 
     def __init__(self) -> None:
         self._num = 0

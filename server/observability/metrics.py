@@ -228,7 +228,7 @@ class _Snapshot(Collector):
         model: str,
         prefix: str,
     ) -> None:
-        """`stats`: of each replica."""
+        """Take the data of one scrape. `stats`: of each replica."""
         self._prefix = prefix
         self._stats, self._info, self._http = stats, info, http
         self._replicas = [http.replicas[number] for number in range(len(stats))]

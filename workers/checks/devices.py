@@ -1,4 +1,4 @@
-"""Resolves the device and the dtypes of a start, if they are not chosen, and checks that kernels support them."""
+"""Choice of the device and the dtypes of a start, if they are not given, and checks that kernels support them."""
 
 import logging
 from dataclasses import replace

@@ -79,8 +79,8 @@ class SharedMemoryGroup:
         shares_cores: bool = False,
         within: Neighbours | None = None,
     ) -> None:
-        """`shares_cores`: there are fewer cores than ranks, so a waiting rank yields its core at once. `within`:
-        position of these ranks among the ranks of their node; None if they are all of them."""
+        """Map the shared memory. `shares_cores`: there are fewer cores than ranks, so a waiting rank yields its core at
+        once. `within`: position of these ranks among the ranks of their node; None if they are all of them."""
         self.rank = rank
         self.size = size
         self.buffer_bytes = buffer_bytes
@@ -223,8 +223,8 @@ class NodeSums:
     sums_by = "shared memory, and gloo between nodes"
 
     def __init__(self, local: SharedMemoryGroup, nodes: int, first_ranks: dist.ProcessGroup | None) -> None:
-        """`local`: the stage's ranks on this node; each of the `nodes` has the same number. `first_ranks`: process
-        group of the first rank of each node, in order; None on the other ranks."""
+        """Join the nodes of a stage. `local`: the stage's ranks on this node; each of the `nodes` has the same number.
+        `first_ranks`: process group of the first rank of each node, in order; None on the other ranks."""
         assert (first_ranks is None) == (local.rank > 0)
         self._local = local
         self._nodes = nodes
@@ -307,8 +307,8 @@ class DeviceSum:
     """
 
     def __init__(self, ways: Mapping[str, Sum], fastest: Sequence[str], dtype: torch.dtype, ranks: int) -> None:
-        """`ways`: algorithms by name, including NCCL. `fastest`: name for each of `SIZES`. `dtype`: of the symmetric
-        memory."""
+        """Set the algorithms. `ways`: by name, including NCCL. `fastest`: name for each of `SIZES`. `dtype`: of the
+        symmetric memory."""
         self._ways, self._fastest, self._dtype, self._unit = ways, fastest, dtype, _ALIGN * ranks
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -51,10 +51,10 @@ class TensorParallel:
         over_host: bool = False,
         in_order: bool = False,
     ) -> None:
-        """`shared`: computes all-reduces on the CPU; None: torch's collectives do. `record`: called with the number of
-        each of torch's collectives that this rank reaches. `group`: the ranks; None if they are all. `over_host`: the
-        group supports only CPU tensors, so others are copied to the host and back. `in_order`: all-reduces on a device
-        add over the tree too; NCCL would choose an order by their size."""
+        """Set how collectives are computed. `shared`: computes all-reduces on the CPU; None: torch's collectives do.
+        `record`: called with the number of each of torch's collectives that this rank reaches. `group`: the ranks; None
+        if they are all. `over_host`: the group supports only CPU tensors, so others are copied to the host and back.
+        `in_order`: all-reduces on a device add over the tree too; NCCL would choose an order by their size."""
         self.rank = rank
         self.size = size
         self._shared = shared
@@ -256,8 +256,7 @@ def symmetric_sums(
 
 
 def _symmetric_sum(kernel: str, inputs: Tensor, group: str, x: Tensor) -> Tensor:
-    """Return the sum of `x` over ranks. It does not use the memory of `inputs`, which the next all-reduce
-    overwrites."""
+    """Return the sum of `x` over ranks, outside the memory of `inputs`, which the next all-reduce overwrites."""
     mine = inputs[: x.numel()]
     mine.copy_(x.reshape(-1))
     total = getattr(torch.ops.symm_mem, kernel)(mine, "sum", group)

@@ -64,7 +64,8 @@ class PipelineStage:
         after: Channel | None = None,
         row_bytes: int = 0,
     ) -> None:
-        """`tp`: the ranks of this stage; None if it has one. `row_bytes`: size of a token's hidden state."""
+        """Connect the stage to its channels. `tp`: the ranks of this stage; None if it has one. `row_bytes`: size of a
+        token's hidden state."""
         assert (before is None) == (number == 0) and (after is None) == (number == size - 1)
         self.number = number
         self.size = size

@@ -151,10 +151,10 @@ class Votes:
         within: Neighbours | None = None,
         other_nodes_agree: Callable[[bool], bool] | None = None,
     ) -> None:
-        """`memory_fd`: the shared memory of collectives. `rank`, `size`: on this node. `timeout_s`: limit of each vote.
-        `within`: position of these ranks among the ranks of their node; None if they are all of them.
-        `other_nodes_agree`: takes this node's result, and returns whether all nodes vote yes; None if there is no other
-        node. Only the first rank calls it."""
+        """Map the votes. `memory_fd`: the shared memory of collectives. `rank`, `size`: on this node. `timeout_s`:
+        limit of each vote. `within`: position of these ranks among the ranks of their node; None if they are all of
+        them. `other_nodes_agree`: takes this node's result, and returns whether all nodes vote yes; None if there is no
+        other node. Only the first rank calls it."""
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._other_nodes_agree = other_nodes_agree
         where = self._within = within or Neighbours.alone(size)

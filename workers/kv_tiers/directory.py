@@ -1,5 +1,4 @@
-"""The directory of files: oarlock-KEY/RANK/xx/DIGEST.kv. KEY is a hash of all settings that decide the bytes of a
-block.
+"""The directory of files: oarlock-KEY/RANK/xx/DIGEST.kv. KEY is a hash of everything that decides a block's bytes.
 
 Any number of processes may use it at once, for the same model and for others. Nothing is locked, except while one of
 them makes room. A file appears under its name only when it is complete: a header with the block's digest and a

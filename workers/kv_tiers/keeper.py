@@ -78,7 +78,8 @@ class KeeperProcess:
     together with that thread."""
 
     def __init__(self, files: BlockDirectory, reports_fd: int, look_s: float) -> None:
-        """`reports_fd`: the ranks' pipe, to which the process writes by itself. `look_s`: interval between looks."""
+        """Prepare the command. `reports_fd`: the ranks' pipe, to which the process writes by itself. `look_s`: interval
+        between looks."""
         self._look_s = look_s
         self._reports_fd = reports_fd
         self._words = [

@@ -140,7 +140,8 @@ class FileThreads:
     """Threads that read and write files of blocks. `read` and `write` return at once."""
 
     def __init__(self, files: BlockDirectory, slots: np.ndarray, reports: KVReportSender, *, num_ranks: int) -> None:
-        """`slots`: uint8 [slots, bytes of a block]. `num_ranks`: ranks that each write the same amount."""
+        """Start the threads. `slots`: uint8 [slots, bytes of a block]. `num_ranks`: ranks that each write the same
+        amount."""
         self._files, self._slots, self._reports = files, slots, reports
         self._num_ranks = num_ranks
         self._reads: SimpleQueue[_Job] = SimpleQueue()
@@ -238,8 +239,8 @@ class RankOffload:
     """KV offload of one rank: call `start`, then `obey` for each step that has copies, then `close`."""
 
     def __init__(self, config: WorkerConfig, pages: Sequence[LayerKV], facts: dict[str, str], rank: int) -> None:
-        """`config` is resolved. `pages`: of all layers of this rank. `facts`: with `config`, they determine the content
-        of the pages. Raises `StartupError`."""
+        """Allocate the slots, and measure the directory. `config` is resolved. `pages`: of all layers of this rank.
+        `facts`: with `config`, they determine the content of the pages. Raises `StartupError`."""
         assert config.kv_offload_bytes is not None
         num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
         size, self._rank, self._num_ranks = bytes_per_block(pages), rank, num_ranks

@@ -1,1 +1,1 @@
-"""Describes this machine (processor features, cores, memory, network), and the sizes of dtypes."""
+"""Description of this machine (processor features, cores, memory, network), and the sizes of dtypes."""

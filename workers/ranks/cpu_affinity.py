@@ -1,4 +1,4 @@
-"""Divides threads and CPUs among the ranks. Torch-free, except for `use_cpus`.
+"""Division of threads and CPUs among the ranks. Torch-free, except for `use_cpus`.
 
 Without pinning, the system moves threads between cores as other programs come and go. A rank of one NUMA node then
 reads its weights from the memory of another, and two threads of a rank may share a core while the rest wait.

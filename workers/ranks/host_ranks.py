@@ -95,7 +95,7 @@ class HostRanks:
     """Ranks of one host, driven by an executor. The constructor starts them; if that fails, it leaves nothing behind.
 
     Methods that send, receive or wait raise `ChannelClosedError` if a rank has ended or raised an error. `failure` then
-    returns the rank and the cause.
+    returns the first cause.
     """
 
     steps: RingWriter
@@ -110,9 +110,9 @@ class HostRanks:
         place: NodePlace = THE_ONLY_NODE,
         relay: Control | None = None,
     ) -> None:
-        """`ahead`: ranks whose processes already run. `relay`: on the first of several hosts, an additional reader of
-        the steps, which also writes the outputs if the answering rank is on another host. It gets its ends of the
-        rings."""
+        """Start the ranks. `ahead`: ranks whose processes already run. `relay`: on the first of several hosts, an
+        additional reader of the steps, which also writes the outputs if the answering rank is on another host. It gets
+        its ends of the rings."""
         topology = Topology.of(config)
         self.numbers = topology.ranks_of(place.node)
         self.answers = None

@@ -43,8 +43,8 @@ class Membership:
     def __init__(
         self, nodes: NodesConfig, own: Interface, connect: Callable[[], dist.TCPStore], where: StoreAddress
     ) -> None:
-        """`own`: the interface of this node. `connect`: makes a client of the store at `where`; each client can wait
-        for one key."""
+        """Connect to the store. `own`: the interface of this node. `connect`: makes a client of the store at `where`;
+        each client can wait for one key."""
         self.node, self.nnodes = nodes.node_rank, nodes.nnodes
         self.where, self.own = where, own
         self.names: list[str] = []  # names of all nodes

@@ -199,7 +199,7 @@ class MultiprocExecutor:
         *,
         loading_timeout_s: float = LOADING_TIMEOUT_S,
     ) -> None:
-        """`ranks`: started with `config`. `loading_timeout_s`: the longest time without a message."""
+        """Load the ranks. `ranks`: started with `config`. `loading_timeout_s`: the longest time without a message."""
         self.config = config
         self.max_in_flight = max(2, config.pipeline_parallel_size)  # fewer than a ring has slots
         self._ranks = ranks

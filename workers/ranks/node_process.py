@@ -37,7 +37,7 @@ _POLL_S = 0.001  # interval of checks while the ring has no free slot
 
 
 class NodeProcess:
-    """Runs the ranks of one node. `run` returns how the group ended."""
+    """Runner of one node's ranks. `run` returns how the group ended."""
 
     def __init__(
         self,

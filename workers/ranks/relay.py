@@ -37,10 +37,11 @@ _LEAVE_S = 3.0  # time for the other nodes to read the ending in the store and t
 
 
 class Relay:
-    """Serves until the engine sends how the group ends."""
+    """Relay between the engine and the other nodes, until the engine sends how the group ends."""
 
     def __init__(self, control: Control, membership: Membership, leave_pid: int) -> None:
-        """`leave_pid`: process that shuts everything down in order when it gets SIGTERM."""
+        """Prepare the queue of messages. `leave_pid`: process that shuts everything down in order when it gets
+        SIGTERM."""
         self._control = control
         self._sending = threading.Lock()  # several threads send to the engine
         self._membership = membership

@@ -1,4 +1,4 @@
-"""Starts rank processes with their arguments, collective memory and rendezvous, for serving and `verify`.
+"""Spawning of rank processes with their arguments, collective memory and rendezvous, for serving and `verify`.
 
 Torch-free. Does not know the purpose of the processes.
 """

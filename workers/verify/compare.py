@@ -1,4 +1,4 @@
-"""Compares each rank's tensors with transformers' in float64: errors, their limits, and whether ranks have equal bits.
+"""Comparison of each rank's tensors with transformers' in float64: errors, their limits, and equal bits on ranks.
 
 How an error is measured: the truth is transformers' model in float64 on the same weights. transformers' own run in the
 model's dtype differs from it by rounding. The root mean square error of a rank's part of a tensor, and of each head in

@@ -1,4 +1,4 @@
-"""Dequantises the weights of a quantised checkpoint or of a GGUF file, to check the ranks' weights and results.
+"""Dequantisation of a quantised checkpoint or of a GGUF file, to check the ranks' weights and results.
 
 Written from the formats' descriptions, over whole tensors, one operation after the other. It shares no code with the
 readers in `workers/quantization/` and `workers/weights/`, except for headers, settings and names of GGUF, so that
@@ -283,8 +283,8 @@ def _q8_0(raw: _Bytes) -> _Floats:
 
 
 def _scale_and_minimum(packed: _Bytes, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return scale and minimum as `get_scale_min_k4`. They have 6 bits; the bits of groups 4 to 7 are split over two
-    bytes. uint8 [B, 12]."""
+    """Return scale and minimum as `get_scale_min_k4` does. They have 6 bits; the bits of groups 4 to 7 are split over
+    two bytes. `packed`: uint8 [B, 12]."""
     if group < 4:
         return packed[:, group] & 63, packed[:, group + 4] & 63
     low, high = packed[:, group + 4], packed[:, group - 4] >> 6

@@ -215,8 +215,8 @@ class DequantisedModel:
     def __init__(
         self, model: nn.Module, dequantised: DequantisedWeights, dtype: torch.dtype, *, was_dense: bool, device: str
     ) -> None:
-        """`dtype`: of the model's computations. `was_dense`: the model has the weights that it was stored with, in that
-        dtype.
+        """Replace the weights of `model`. `dtype`: of the model's computations. `was_dense`: the model has the weights
+        that it was stored with, in that dtype.
 
         `device`: of the ranks, on which the rounding of matmul inputs depends.
         """

@@ -1,4 +1,4 @@
-"""Names the likely cause of the first tensor that differs: the weight, norm, scale or collective, and the ranks.
+"""The likely cause of the first tensor that differs: the weight, norm, scale or collective, and the ranks.
 
 All tensors before it are right, so the fault is in the operation that computes it. The table in docs/accuracy.md lists
 how possible causes are distinguished.

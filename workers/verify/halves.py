@@ -1,4 +1,4 @@
-"""Compares layers as they are served, in one call, with their separate operations: both must give the same bits.
+"""Comparison of layers as served, in one call, with their separate operations: both must give the same bits.
 
 Only the separate operations show every tensor, so only they are compared with transformers. The result covers the
 served kernels (`workers/layers/fused_layer.py`) only if their hidden states after each half equal the operations'.
@@ -78,7 +78,7 @@ class RecordedHalves:
     """A copy of the hidden states after each half, in every step until `close`."""
 
     def __init__(self, prepared: PreparedLayers | None, why_not: str | None) -> None:
-        """`prepared`: None if the layers cannot run in one call, for the reason `why_not`."""
+        """Start to record. `prepared`: None if the layers cannot run in one call, for the reason `why_not`."""
         self._prepared = prepared
         self._why_not = why_not
         self._steps: list[list[Tensor]] = []  # [steps][halves], each [T, hidden]

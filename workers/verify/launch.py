@@ -1,4 +1,4 @@
-"""Starts the reference process of a verification, then its ranks, and follows them to their end. Torch-free."""
+"""Start of a verification's reference process, then of its ranks, which are followed to their end. Torch-free."""
 
 import contextlib
 import os

@@ -75,7 +75,7 @@ def record_reference(request: Request, folder: Path, say: Say) -> Text:
 
 
 def load_for(request: Request, dtype: torch.dtype) -> tuple[PreTrainedModel, DequantisedModel | None]:
-    """Return the model, and its quantised counterpart; None if weights are served in the dtype of the model."""
+    """Return the model, and its `DequantisedModel`; None if weights are served in the dtype of the model."""
     path = Path(request.model)
     is_dense = gguf_file(path) is None and request.quantization in QUANTIZATIONS
     if is_dense and request.quantization == "none":
@@ -192,7 +192,7 @@ class TransformersRecorder:
     """
 
     def __init__(self, model: PreTrainedModel, spec: DecoderSpec, keep: torch.dtype) -> None:
-        """`keep`: the dtype to keep tensors in."""
+        """Install the hooks. `keep`: the dtype to keep tensors in."""
         self._spec = spec
         self._model = model
         self._keep = keep
@@ -331,7 +331,7 @@ def in_float64(model: nn.Module) -> Generator[None]:
 
 
 class _Widened(TorchFunctionMode):
-    """Replaces float32 by float64 in all calls."""
+    """Torch function mode that replaces float32 by float64 in all calls."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func: Any = Tensor.double if func is Tensor.float else func

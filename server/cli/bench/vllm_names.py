@@ -1,4 +1,4 @@
-"""Translates flags of `vllm bench serve` to `oarlock bench serve`: renamed, combined, noted or refused."""
+"""Translation of `vllm bench serve` flags to `oarlock bench serve`: renamed, combined, noted or refused."""
 
 import json
 from collections.abc import Sequence

@@ -26,7 +26,7 @@ _SETTINGS: dict[str, Callable[[str], object]] = {
 
 
 class Listener(Protocol):
-    """Receives the pieces of a response in their order."""
+    """Receiver of the pieces of a response, in their order."""
 
     def thought(self, text: str) -> None: ...
 
@@ -66,7 +66,7 @@ class Answer:
 
 
 class _Reader:
-    """Feeds an `Answer` from the bytes of a stream of server-sent events."""
+    """Reader of a stream of server-sent events, whose content it adds to an `Answer`."""
 
     def __init__(self, answer: Answer, listener: Listener) -> None:
         self._answer = answer

@@ -1,4 +1,4 @@
-"""Starts a chat: finds or starts its server, then handles one question from a pipe, or runs until the user leaves."""
+"""The run of a chat: find or start its server, then handle one question from a pipe, or run until the user leaves."""
 
 import argparse
 import asyncio

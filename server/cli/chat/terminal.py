@@ -88,7 +88,8 @@ class LineEditor:
     """Editor of typed messages: `read` returns one. Use as a context manager."""
 
     def __init__(self, commands: Sequence[str], history: History | None) -> None:
-        """`commands`: completed by the tab key at the beginning. `history`: keeps the messages, if set."""
+        """Prepare the editor. `commands`: completed by the tab key at the beginning of a line. `history`: keeps the
+        messages, if set."""
         self._commands = commands
         self._history = history
         self._last = ""
@@ -232,11 +233,11 @@ def typing_hidden(terminal: TextIO) -> Generator[None]:
 
 
 class MarkdownBlocks:
-    """Cuts growing Markdown into blocks: `add` returns the blocks that are complete; `rest` is the text after them."""
+    """Splitter of growing Markdown into blocks: `add` returns complete blocks, `rest` is the text after them."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []  # lines of the current block, with their ends
-        self._line = ""  # has no end yet
+        self._line = ""  # the last line, which has no end yet
         self._fence = ""  # the opening fence of the current code block
         self._is_list = False
 

@@ -1,4 +1,4 @@
-"""Finds which server a command line starts, also inside `docker run … IMAGE …`, and has its flags translated."""
+"""Reading of a command line: the server that it starts, also inside `docker run … IMAGE …`, and its flags."""
 
 import re
 import shlex

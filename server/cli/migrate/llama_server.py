@@ -1,4 +1,4 @@
-"""Translates command lines of llama-server, and Ollama's commands and variables."""
+"""Translation of llama-server's command lines, and of Ollama's commands and variables."""
 
 import re
 

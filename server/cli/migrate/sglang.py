@@ -1,4 +1,4 @@
-"""Translates command lines of SGLang's server."""
+"""Translation of command lines of SGLang's server."""
 
 from oarlock.server.cli.migrate.translation import (
     KnownServer,

@@ -1,4 +1,4 @@
-"""Translates command lines of Text Generation Inference, whose variables have the names of its flags."""
+"""Translation of Text Generation Inference's command lines, whose variables have the names of its flags."""
 
 from oarlock.server.cli.migrate.translation import (
     KnownServer,

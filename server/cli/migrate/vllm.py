@@ -1,4 +1,4 @@
-"""Translates vLLM's flags: most have the same name, and `server/config/vllm_flags.py` knows the others."""
+"""Translation of vLLM's flags: most have the same name, and `server/config/vllm_flags.py` knows the others."""
 
 import json
 import re

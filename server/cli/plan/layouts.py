@@ -179,7 +179,7 @@ def _sizes(model: OpenModel, machine: Machine, given: Mapping[str, int]) -> list
                 found.append((tp, pp, dp))
     if found:
         return found
-    # No layout uses all devices: take the largest that fits.
+    # No layout uses all devices: take the largest tensor-parallel size.
     most = max((size for size in dividing if size <= machine.count), default=1)
     return [(given.get(SIZES[0], most), given.get(SIZES[1], 1), given.get(SIZES[2], 1))]
 

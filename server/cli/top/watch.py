@@ -1,4 +1,4 @@
-"""Watches a server: its state, its batches, and latencies, prefix hits and preemptions between two looks.
+"""The view of a server: its state, its batches, and latencies, prefix hits and preemptions between two looks.
 
 The page has the map of KV blocks. It is pure: the same state gives the same page. `--json` writes its data.
 """
@@ -285,7 +285,7 @@ def percentile(buckets: dict[float, float], share: float) -> float | None:
 
 
 class Watcher:
-    """Watches a server: `look` returns its state, with latencies since the last look, at first since its start."""
+    """Watcher of a server: `look` returns its state, with latencies since the last look, at first since its start."""
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
