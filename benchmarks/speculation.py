@@ -56,6 +56,8 @@ class Text(NamedTuple):
 class OneText:
     """A grammar that allows one text (`GrammarMatcherProtocol`)."""
 
+    expected_s = 0.0
+
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = token_ids
         self._num_accepted = 0

@@ -56,6 +56,14 @@ class UnavailableError(EngineError):
         self.code = code
 
 
+class BrokenGrammarError(OarlockError):
+    """The grammar of a running request failed, or takes too long: the request's field is at fault (400)."""
+
+
+class MaskPostponedError(OarlockError):
+    """A mask was not computed, because others had taken the time of its step. No caller gets this error."""
+
+
 class EngineDeadError(EngineError):
     """The engine, or a rank below it, is gone: nothing can be served any more (503)."""
 

@@ -10,7 +10,7 @@ from itertools import chain, groupby, islice
 from typing import TYPE_CHECKING
 
 from oarlock.engine.config import EngineConfig
-from oarlock.engine.errors import INTERNAL, WorkerError
+from oarlock.engine.errors import WorkerError
 from oarlock.engine.input_batch.input_batch import InputBatch
 from oarlock.engine.input_batch.sampling_metadata import FillMasks, GrammarBitmask, fill_one_by_one
 from oarlock.engine.kv_cache.manager import KVCacheManager
@@ -60,6 +60,8 @@ class EngineCore:
         self._submitted: deque[tuple[SchedulerOutput, int, float]] = deque()  # with the rows, and when each was begun
         self.masks: GrammarBitmask | None = None  # of the step submitted last, as long as the ranks lack them
         self._fill_masks = fill_masks
+        self._must_drain = False  # whether the steps in flight must be answered before another is scheduled
+        self._mask_s = 0.0  # seconds in which masks were computed since the last answer
         self._finished_s = 0.0  # when the last answer came
 
     @property
@@ -87,6 +89,9 @@ class EngineCore:
         assert len(self._submitted) < self.depth
         if self.masks is not None:
             self.send_masks()
+        if self._must_drain and self._submitted:
+            return None  # a postponed sequence must not run again before the answer to its step
+        self._must_drain = False
         now = self._clock()
         output = self.scheduler.schedule(now, ahead=bool(self._submitted))
         if output is None:
@@ -127,6 +132,8 @@ class EngineCore:
             num_before, rank_ns = stats.generation_tokens, self.executor.step_times_ns
             stats.step_time_s.observe(seconds)
             scheduler.requests.log.steps.observe(begun_s, seconds, num_seqs, num_prompt_tokens, num_before, rank_ns)
+            scheduler.mask_budget.observe(seconds, self._mask_s)
+            self._mask_s = 0.0
             scheduler.step_costs.observe(output.num_decodes + output.num_drafts, num_prompt_tokens, seconds)
         self._finished_s = now
         return scheduler.update_from_output(output, ModelRunnerOutput(answer), now)
@@ -156,16 +163,21 @@ class EngineCore:
         """Send the ranks the masks that they lack, if all tokens that decide them are known. `begin` and `finish` do so
         first if it was not done.
 
-        A sequence ends here if its grammar allows only the end or raises: the token sampled for it is dropped.
+        A sequence ends here if its grammar allows only the end or raises, and is preempted if there is no time for its
+        mask: the token sampled for it is dropped.
         """
         masks = self.masks
         if masks is None or (self.num_in_flight > 1 and masks.must_wait):
             return
         self.masks = None
+        begun_s = self._clock()
         self.executor.send_masks(masks.compute(self._fill_masks))
         now = self._clock()
-        failures = [self.scheduler.fail(seq.request_id, INTERNAL, now) for seq in masks.failed]
-        self.ended += [event for event in failures if event is not None]
+        self._mask_s += now - begun_s
+        for seq, error in masks.failed.items():
+            event = self.scheduler.end_without_mask(seq, error, now)
+            self._must_drain |= event is None
+            self.ended += [] if event is None else [event]
         self.ended += [self.scheduler.complete(seq, now) for seq in masks.complete]
 
     def take_events(self) -> list[TokenEvent]:

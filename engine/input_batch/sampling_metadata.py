@@ -13,7 +13,6 @@ use of a row; ranks keep it from there on, and count the tokens that they sample
 Does not know which row of the engine's tables belongs to which sequence, or how masks reach the ranks.
 """
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Tokens
@@ -210,8 +209,6 @@ def _bits(ids: tuple[int, ...] | list[int], vocab_size: int) -> np.ndarray:
     return np.packbits(flags, bitorder="little").view("<u4")
 
 
-logger = logging.getLogger("oarlock.engine")
-
 ALL = 0xFFFFFFFF
 
 # A matcher, the tokens that are drafted after the known ones, and the masks to write: uint32 [1 + drafts, W].
@@ -254,7 +251,7 @@ class GrammarBitmask:
         """`masked`: in the order of the step's rows. `num_words`: of one mask."""
         self._masked = masked
         self._shape = sum(len(rows.bans) for rows in masked), num_words
-        self.failed: list[Sequence] = []  # sequences whose grammar raised
+        self.failed: dict[Sequence, Exception] = {}  # sequences without a mask, and the reason
         self.complete: list[Sequence] = []  # sequences whose grammar allows nothing but the end
 
     @property
@@ -299,8 +296,7 @@ class GrammarBitmask:
         results = fill_masks([rows for _, rows in grammars])
         for (seq, (_, _, masks)), result in zip(grammars, results, strict=True):
             if isinstance(result, Exception):
-                logger.error("event=request_failed request_id=%d stage=mask", seq.request_id, exc_info=result)
-                self.failed.append(seq)
+                self.failed[seq] = result
             elif result == 0:
                 self.complete.append(seq)
             else:

@@ -62,6 +62,8 @@ class DecodeState:
         self.newest = np.zeros(max_num_seqs, np.int32)  # the last known token
         self.plain_until = np.zeros(max_num_seqs, np.int64)  # position, exclusive
         self.look_at = np.zeros(max_num_seqs, np.int64)  # position
+        self.mask_s = np.zeros(max_num_seqs)  # seconds that the next mask is expected to take; 0.0: it is fast
+        self.may_be_slow = False  # whether any of these was more, since the last look
         self._sent_of: np.ndarray | None = None  # rows of the last events; `_sent` holds while they are the same
         self._sent = array("q"), array("i")
         self.request_ids = np.zeros(max_num_seqs, np.int64)
@@ -92,6 +94,7 @@ class DecodeState:
             self._client_index[client] = len(self.client_names)
             self.client_names.append(client)
         self.clients[row] = self._client_index[client]
+        self.refresh_mask(seq)
         self._stop_ids[:, row] = _NO_STOP
         if len(stop_ids) <= _STOP_IDS:
             self._stop_ids[: len(stop_ids), row] = stop_ids
@@ -112,6 +115,12 @@ class DecodeState:
         seq.decode_state = None
         seq.num_computed_tokens, seq.last_token_s = 0, last_s
 
+    def refresh_mask(self, seq: Sequence) -> None:
+        """Refresh `seq` when only the cost of its masks may have changed."""
+        seconds = 0.0 if seq.grammar_matcher is None else seq.grammar_matcher.expected_s
+        self.mask_s[seq.row] = seconds
+        self.may_be_slow |= seconds > 0
+
     def settle(self, row: int) -> None:
         """Append the newest tokens of a row to the list of its sequence."""
         if count := self.num_recent.item(row):
@@ -123,11 +132,15 @@ class DecodeState:
         self.num_tokens[seq.row], self.newest[seq.row] = len(seq.token_ids), seq.token_ids[-1]
         self.refresh_plain(seq)
         self.refresh_look(seq)
+        if seq.is_watched:
+            self.refresh_mask(seq)
 
     def refresh_tokens(self, seq: Sequence) -> None:
         """Refresh `seq` when only the token that a decode sampled was appended."""
         self.num_tokens[seq.row], self.newest[seq.row] = len(seq.token_ids), seq.token_ids[-1]
-        if not seq.is_watched:
+        if seq.is_watched:
+            self.refresh_mask(seq)
+        else:
             self.refresh_look(seq)  # it may be the first
 
     def refresh_plain(self, seq: Sequence) -> None:
@@ -234,7 +247,7 @@ class DecodeState:
             seq = self.seqs[row]
             assert seq is not None
             room = seq.final_len - len(seq.token_ids) - 1
-            is_decoding = room > 0 and seq.timeline.first_token_s is not None
+            is_decoding = room > 0 and seq.timeline.first_token_s is not None and not self.mask_s[row]
             if is_decoding and len(seq.token_ids) <= self.num_computed[row] + 1:
                 seq.draft_state = seq.draft_state or drafter.new_state()
                 candidates.append(Candidate(seq.draft_state, seq.token_ids, room))

@@ -4,12 +4,13 @@ Every request ends in exactly one terminal event and holds no block or row after
 """
 
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 
 from oarlock.engine.config import EngineConfig
-from oarlock.engine.errors import INTERNAL
+from oarlock.engine.errors import INTERNAL, BrokenGrammarError
 from oarlock.engine.kv_cache.manager import KVCacheManager
 from oarlock.engine.kv_cache.offload import KVOffload
 from oarlock.engine.scheduler.decode_state import DecodeState
@@ -22,6 +23,8 @@ from oarlock.engine.types import FinishReason, TokenEvent
 from oarlock.workers.config import WorkerInfo
 
 logger = logging.getLogger("oarlock.engine")
+
+CODE = "grammar_failed"
 
 
 class OpenRequests:
@@ -117,15 +120,29 @@ class OpenRequests:
         event = event or TokenEvent(seq.request_id, num_cached_tokens=seq.timeline.cached_tokens)
         return replace(event, finish_reason=reason)
 
-    def fail(self, seq: Sequence, message: str, now: float, param: str | None = None) -> TokenEvent:
+    def fail(
+        self, seq: Sequence, message: str, now: float, param: str | None = None, code: str | None = None
+    ) -> TokenEvent:
         """End a sequence by the engine's fault, or by that of its request's field `param`."""
         self.stats.num_errors += param is None
-        return replace(self.finish(seq, FinishReason.ERROR, now), error=message, error_param=param)
+        event = self.finish(seq, FinishReason.ERROR, now)
+        return replace(event, error=message, error_param=param, error_code=code)
+
+    def fail_by_grammar(self, seq: Sequence, error: BrokenGrammarError, now: float) -> TokenEvent:
+        """End a sequence whose grammar is at fault."""
+        logger.info("event=grammar_broken request_id=%d tokens=%d", seq.request_id, seq.num_generated_tokens)
+        param = seq.masked_by
+        return self.fail(seq, f"The grammar of '{param}' failed while its text was written: {error}", now, param, CODE)
 
     def fail_after_exception(self, seq: Sequence, stage: str, now: float) -> TokenEvent:
         """End one sequence, and not the engine, after an exception at work on it. Call it from an `except` block."""
-        logger.exception("event=request_failed request_id=%d stage=%s", seq.request_id, stage)
+        error = sys.exception()
+        is_broken = isinstance(error, BrokenGrammarError) and seq.request_id in self._by_id
+        if not is_broken:
+            logger.exception("event=request_failed request_id=%d stage=%s", seq.request_id, stage)
         self.kv_cache_manager.evict_blocks(seq)  # it may have cached blocks that are not computed now
+        if isinstance(error, BrokenGrammarError) and is_broken:
+            return self.fail_by_grammar(seq, error, now)
         if seq.request_id not in self._by_id:
             return TokenEvent(seq.request_id, finish_reason=FinishReason.ERROR, error=INTERNAL)
         return self.fail(seq, INTERNAL, now)

@@ -7,18 +7,27 @@ Pure: the time is an argument, nothing is random, no set is iterated; the same c
 tensors, devices, processes or text.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from oarlock.engine.config import EngineConfig
-from oarlock.engine.errors import INTERNAL, OUT_OF_MEMORY, QueueFullError, RequestError
+from oarlock.engine.errors import (
+    INTERNAL,
+    OUT_OF_MEMORY,
+    BrokenGrammarError,
+    MaskPostponedError,
+    QueueFullError,
+    RequestError,
+)
 from oarlock.engine.kv_cache.manager import NULL_BLOCK
 from oarlock.engine.scheduler import policy
 from oarlock.engine.scheduler.admission import Limits, check
 from oarlock.engine.scheduler.answers import Answers, RefusedSteps, undo, withdraw
 from oarlock.engine.scheduler.decode_state import Drafts
+from oarlock.engine.scheduler.mask_budget import MaskBudget
 from oarlock.engine.scheduler.open_requests import OpenRequests
 from oarlock.engine.scheduler.request_queue import Pending
 from oarlock.engine.scheduler.sequence import (
@@ -34,6 +43,8 @@ from oarlock.engine.spec_decode.drafter import Drafter
 from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import FinishReason, Request, TokenEvent, TokenEvents
 from oarlock.workers.config import WorkerInfo, max_token_vectors
+
+logger = logging.getLogger("oarlock.engine")
 
 # Seconds of waiting that one level of priority is worth: a request is overtaken only by more urgent ones that arrive
 # within this time per level, so none starves. There are 21 levels: nothing that arrives ten minutes later overtakes it.
@@ -57,6 +68,7 @@ class Scheduler:
         self.step_costs = StepCosts(info.step_cost)
         self._budget = policy.StepBudget(self.step_costs, config.max_step_s, config.num_micro_batches)
         self.drafter = None if config.speculative is None else Drafter(config.speculative, self.step_costs)
+        self.mask_budget = MaskBudget()
         self._answers = Answers(requests)
         self._num_arrivals = 0
         self._step_id = 0
@@ -116,6 +128,17 @@ class Scheduler:
         seq = self.requests.by_id.get(request_id)
         return None if seq is None else self.requests.fail(seq, message, now)
 
+    def end_without_mask(self, seq: Sequence, error: Exception, now: float) -> TokenEvent | None:
+        """End a running sequence whose mask could not be computed, or preempt it after a `MaskPostponedError`. Then no
+        step may be scheduled until the answers to those in flight are there."""
+        if isinstance(error, MaskPostponedError):
+            self.requests.preempt(seq, now, is_short=False)
+            return None
+        if isinstance(error, BrokenGrammarError):
+            return self.requests.fail_by_grammar(seq, error, now)
+        logger.error("event=request_failed request_id=%d stage=mask", seq.request_id, exc_info=error)
+        return self.requests.fail(seq, INTERNAL, now)
+
     def complete(self, seq: Sequence, now: float) -> TokenEvent:
         """End a running sequence whose grammar allows nothing but the end."""
         return self.requests.finish(seq, FinishReason.STOP, now)
@@ -160,6 +183,9 @@ class Scheduler:
                 if ahead:
                     return None
                 rows = self._state.with_oldest(share)  # of which one at least stays
+        if self._state.may_be_slow:
+            rows = self.mask_budget.choose(self._state, rows, any_waiting=bool(self._waiting.lines))
+            self._state.may_be_slow = bool(self._state.mask_s.any())
         output = SchedulerOutput(self._step_id + 1, [], is_ahead=ahead)
         may_draft = drafter is not None and (not ahead or self._num_parts > 1)
         drafts = self._state.choose_drafts(rows, drafter, most_drafts) if may_draft else {}
@@ -435,6 +461,10 @@ class Scheduler:
         num_tokens = seq.num_tokens - start
         if not self.limits.whole_texts:
             num_tokens = min(num_tokens, budget)
+        is_last = num_tokens == seq.num_tokens - start
+        if is_last and seq.grammar_matcher is not None and seq.samples and seq.grammar_matcher.expected_s:
+            # The last token of the prompt waits for a turn of slow masks, as the next ones do.
+            num_tokens -= num_tokens > 1 or bool(output.num_decodes or output.scheduled)
         if seq.returns_all_tokens:
             num_tokens = min(num_tokens, self._max_vectors - output.num_token_vectors)
         if self.kv_cache_manager.sliding_window is not None:

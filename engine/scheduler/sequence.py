@@ -41,8 +41,14 @@ class GrammarMatcherProtocol(Protocol):
         preemption                     no call: recomputed tokens are not accepted again
         end, failure, abort            no call
 
-    An exception from any method ends that one request, by the engine's fault.
+    A `BrokenGrammarError` ends that one request by the fault of its grammar, any other exception by the engine's.
+    `MaskPostponedError` from `fill_masks` preempts it.
     """
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that the next mask is expected to take; 0.0 for a fast grammar. Only this depends on a clock."""
+        ...
 
     def fill_masks(self, drafts: Tokens[int], into: "np.ndarray") -> int | None:
         """Write the mask of the next token and those after each of `drafts`, uint32 [1 + drafts, ceil(vocab / 32)].

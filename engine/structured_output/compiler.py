@@ -8,6 +8,7 @@ Knows llguidance and the tokenizer's file. Does not know requests, sequences, th
 """
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from oarlock.engine.structured_output.ebnf import lark_of
 from oarlock.engine.structured_output.json_schema import rewritten, rewritten_in_lark, schemas_in_lark
+from oarlock.engine.structured_output.mask_costs import MaskCosts
+from oarlock.engine.structured_output.panics import LibraryPanicError, panics_as_errors
 from oarlock.engine.structured_output.schema_faults import fault_of
 from oarlock.engine.types import Grammar
 
@@ -29,11 +32,12 @@ _MAX_REASON = 300
 # JSON strings up to some length, which makes strings with a bounded length cheaper.
 _IN_STRING = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRING}{{1,{most}}}" for most in (10, 20, 30)), f"{_IN_STRING}+"]
-# A token's mask may cost a few milliseconds in the worst case, a grammar some tens of megabytes.
+# The number of items bounds the time of one mask, which grows with its square: 8,000 items of an ambiguous grammar take
+# 0.1 s, 30,000 take 2.4 s. A rule of 400 alternatives of many characters, in EBNF, needs more than 4,000.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
-    step_max_items=30_000,
+    step_max_items=8_000,
     max_lexer_states=50_000,
     max_grammar_size=200_000,
     verbose_errors=False,
@@ -55,6 +59,7 @@ class Compiled:
         self._compiler = compiler
         self._source = source
         self.is_json = is_json  # numbers outside of strings are JSON numbers
+        self.costs = MaskCosts()
         self.matcher = compiler.matcher(source)
 
     def renew(self, full: LLMatcher) -> LLMatcher:
@@ -75,6 +80,10 @@ class Compiler:
             raise ValueError(f"{tokenizer_file} cannot be read: {error.strerror}") from error
         if not text.lstrip().startswith("{"):  # the library takes anything else for the path of another file
             raise ValueError(f"{tokenizer_file} is not a table")
+        with panics_as_errors():
+            self._read_tokens(text)
+
+    def _read_tokens(self, text: str) -> None:
         self.tokens = LLTokenizer(text, slices=_SLICES)
         # Masks of all tokens but those that begin with digits, add an exponent to digits, or are a number with one.
         self.no_more_digits = ~self._mask(r"[0-9](?s:.)*")
@@ -97,6 +106,13 @@ class Compiler:
     def compile(self, grammar: Grammar) -> Compiled:
         """Compile `grammar`. Raises `GrammarError`. May take long or crash the process for a hostile text."""
         try:
+            with panics_as_errors():
+                return self._compile(grammar)
+        except LibraryPanicError as error:
+            raise GrammarError(_short(str(error))) from error
+
+    def _compile(self, grammar: Grammar) -> Compiled:
+        try:
             source = _source(grammar)
         except (ValueError, RecursionError) as error:
             raise GrammarError(_short(str(error))) from error
@@ -107,6 +123,11 @@ class Compiler:
             fault = next((found for schema in _schemas(grammar) if (found := fault_of(schema, str(error)))), None)
             raise error if fault is None else GrammarError(_short(fault)) from error
         self._check_beginning(compiled.matcher.deep_copy())
+        # The first mask fills caches that all sequences share, so the second shows what a mask costs.
+        begun_s = time.thread_time()
+        compiled.matcher.deep_copy().compute_bitmask()
+        seconds = time.thread_time() - begun_s
+        compiled.costs.expect(seconds, seconds)
         return compiled
 
     def matcher(self, source: str) -> LLMatcher:

@@ -28,6 +28,7 @@ from typing import NamedTuple
 from oarlock.engine.errors import INTERNAL, EngineError, QueueFullError, RequestError, UnavailableError
 from oarlock.engine.structured_output.compiler import Compiled, Compiler, GrammarError
 from oarlock.engine.structured_output.matcher import GrammarMatcher, MaskBatch, Rows
+from oarlock.engine.structured_output.panics import LibraryPanicError, panics_as_errors
 from oarlock.engine.structured_output.sandbox import TOO_LONG, CompileSandbox, SandboxLostError
 from oarlock.engine.types import Grammar, Request
 
@@ -347,12 +348,20 @@ class StructuredOutputManager:
             return Outcome(request, pending.arrival_s, None, result.error())
         if isinstance(result, str):
             return Outcome(request, pending.arrival_s, None, _refusal(_grammar(request), result))
-        return Outcome(request, pending.arrival_s, self._matcher(request, result), None)
+        try:
+            return Outcome(request, pending.arrival_s, self._matcher(request, result), None)
+        except RequestError as error:
+            return Outcome(request, pending.arrival_s, None, error)
 
     def _matcher(self, request: Request, compiled: Compiled) -> GrammarMatcher:
         assert self._compiler is not None
         params = request.params
-        return GrammarMatcher(self._compiler, compiled, (*params.eos_token_ids, *params.stop_token_ids))
+        end_ids = (*params.eos_token_ids, *params.stop_token_ids)
+        try:
+            with panics_as_errors():
+                return GrammarMatcher(self._compiler, compiled, end_ids, request.client)
+        except LibraryPanicError as error:
+            raise _refusal(_grammar(request), str(error)) from error
 
     def _keep(self, key: Key, compiled: Compiled) -> None:
         self._kept[key] = compiled
@@ -409,7 +418,10 @@ class StructuredOutputManager:
         assert self._compiler is not None
         try:
             problem = self._sandbox.check(number, grammar)
-            return self._compiler.compile(grammar) if problem is None else problem
+            if problem is not None:
+                return problem
+            with panics_as_errors():
+                return self._compiler.compile(grammar)
         except GrammarError as error:
             return str(error)
         except SandboxLostError:

@@ -1,13 +1,15 @@
 """Matches one sequence with its grammar: the mask of its next token, and whether the grammar is complete.
 
 Adds to llguidance's matcher the sequence's end tokens where the text may end, and a bound on the digits of a JSON
-number, because a model that has begun to write digits may never stop. `MaskBatch` computes the masks of one step: those
-of different grammars in parallel threads, while matchers of one compiled grammar, which share a cache with one lock,
-take turns. Does not know steps, rows, or how a grammar is compiled.
+number, because a model that has begun to write digits may never stop. `MaskBatch` computes the masks of one step within
+a limit of time: those of different grammars in parallel threads, while matchers of one compiled grammar, which share a
+cache with one lock, take turns, and so do slow ones. Does not know steps, rows, or how a grammar is compiled.
 """
 
 import copy
+import math
 import os
+import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
 from itertools import takewhile
@@ -16,7 +18,10 @@ from typing import Any
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
+from oarlock.engine.errors import BrokenGrammarError, MaskPostponedError
 from oarlock.engine.structured_output.compiler import Compiled, Compiler
+from oarlock.engine.structured_output.mask_costs import FAST_S, JUMP_S, STEP_S
+from oarlock.engine.structured_output.panics import panic_error
 
 # Enough for any double or 64-bit integer; a token may exceed it by its own length.
 MAX_DIGITS = 20
@@ -25,33 +30,76 @@ ALL = 0xFFFFFFFF
 _QUOTE, _BACKSLASH, _NEWLINE = b'"\\\n'
 # Stack of each thread: as large as the engine's, four times what the sandbox lets a grammar use.
 _THREAD_STACK_BYTES = 8 << 20
+_FULL = "too many states"  # in the library's error when a cache of lexer states is full; its stop reason does not tell
 # A `GrammarMatcher`, the tokens that are drafted after the known ones, and the masks to write: uint32 [1 + drafts, W].
 Rows = tuple[Any, tuple[int, ...], np.ndarray]
 
 
-class BrokenGrammarError(Exception):
-    """The matcher failed: a limit on the work of one token, or a token that its mask forbids."""
-
-
 class GrammarMatcher:
-    """Implements `GrammarMatcherProtocol` of the scheduler, where its life cycle is described."""
+    """Implements `GrammarMatcherProtocol` of the scheduler, where its life cycle is described.
 
-    def __init__(self, compiler: Compiler, compiled: Compiled, end_ids: Iterable[int]) -> None:
-        """`end_ids` end the sequence where the grammar allows it; without any it ends only where it must."""
+    The library consumes an accepted token at once if its grammar is fast, and else when the next mask is computed,
+    where the time is bounded.
+    """
+
+    def __init__(self, compiler: Compiler, compiled: Compiled, end_ids: Iterable[int], client: str = "") -> None:
+        """`end_ids` end the sequence where the grammar allows it; without any it ends only where it must. `client`
+        pays for slow masks."""
         self.compiler = compiler
         self._compiled = compiled
         self.origin: LLMatcher = compiled.matcher  # whose cache it shares
         self.matcher: LLMatcher = self.origin.deep_copy()
         self._accepted: list[int] = []
+        self._late: list[int] = []  # the last of these, which the library has not consumed
+        self._renewed_at: int | None = None  # number of accepted tokens when it last got an empty cache
+        self._consumed_s = 0.0  # processor time of consuming since the last mask
         self._completion: tuple[int, list[int]] | None = None  # (n, tokens) that leave only the end after n tokens
         self._end_ids = tuple(end_ids)
         self._digits = _DigitRun() if compiled.is_json else None
+        self._client = client
+
+    @property
+    def expected_s(self) -> float:
+        """As in `GrammarMatcherProtocol`."""
+        return self._compiled.costs.expected_s
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether its next mask needs no measurement."""
+        return not self._late and not self._compiled.costs.expected_s
+
+    def suspect(self, seconds: float) -> None:
+        """Learn that masks of this grammar or others took `seconds` each; from now on it may be measured alone."""
+        self._compiled.costs.expect(seconds, seconds)
+
+    def _observe(self, seconds: float, clock_s: float) -> None:
+        """Learn what a mask and its tokens took, and charge the client. Raises `BrokenGrammarError`."""
+        seconds, self._consumed_s = seconds + self._consumed_s, 0.0
+        self._compiled.costs.expect(seconds, clock_s)
+        self._compiled.costs.charge(seconds, self._client)
 
     def fill_masks(self, drafts: Tokens[int], into: np.ndarray) -> int | None:
         """As in `GrammarMatcherProtocol`. Raises `BrokenGrammarError`."""
-        masks = np.empty((len(into), self.compiler.num_words), np.uint32)
-        self.compute(drafts, masks)
-        return self.finish_masks(drafts, masks, into)
+        return self.fill_within(math.inf, drafts, into)
+
+    def fill_within(self, limit_s: float, drafts: Tokens[int], into: np.ndarray) -> int | None:
+        """Fill the masks, and charge the client for them. Raises `MaskPostponedError` if tokens are left to consume
+        after `limit_s` of processor time."""
+        begun_s, clock_s = time.thread_time(), time.monotonic()
+        try:
+            masks = np.empty((len(into), self.compiler.num_words), np.uint32)
+            self._catch_up(begun_s + limit_s)
+            self.compute(drafts, masks)
+            result = self.finish_masks(drafts, masks, into)
+        except MaskPostponedError:
+            self._consumed_s += time.thread_time() - begun_s
+            raise
+        except Exception:
+            raise
+        except BaseException as error:
+            raise BrokenGrammarError(str(panic_error(error))) from error
+        self._observe(time.thread_time() - begun_s, time.monotonic() - clock_s)
+        return result
 
     def possible(self, drafts: Tokens[int]) -> list[int]:
         """The leading `drafts` that are tokens of the grammar's tokenizer."""
@@ -98,21 +146,46 @@ class GrammarMatcher:
 
     def accept(self, token_ids: Tokens[int]) -> bool:
         """As in `GrammarMatcherProtocol`. Raises `BrokenGrammarError`."""
-        self.matcher.consume_tokens(list(token_ids))
         self._accepted += token_ids
-        if self.matcher.is_error():
-            self._start_over()
+        if self.is_fast:
+            self._consume(token_ids)
+        else:
+            self._late += token_ids
         if self._completion is not None:
             first, tokens = self._completion
             if self._accepted[first:] == tokens:
                 return True
-        return self.matcher.is_stopped()
+        return not self._late and self.matcher.is_stopped()
+
+    def _consume(self, token_ids: Tokens[int]) -> None:
+        begun_s = time.thread_time()
+        try:
+            self.matcher.consume_tokens(list(token_ids))
+        except BaseException as error:
+            raise BrokenGrammarError(str(panic_error(error))) from error
+        self._consumed_s += time.thread_time() - begun_s
+        if self.matcher.is_error():
+            self._renew()
+        elif self._consumed_s > JUMP_S:
+            self.suspect(self._consumed_s)  # so that other sequences with this grammar do not follow at once
 
     def only_end_is_left(self) -> bool:
         """As in `GrammarMatcherProtocol`. Raises `BrokenGrammarError`."""
-        if not self.matcher.is_accepting():
+        if not self._late and not self.matcher.is_accepting():
             return False
         return self.fill_masks((), np.empty((1, self.compiler.num_words), np.uint32)) == 0
+
+    def _catch_up(self, until_s: float = math.inf) -> None:
+        """Let the library consume all accepted tokens. Raises `MaskPostponedError` when the thread's processor time
+        reaches `until_s` before."""
+        while self._late:
+            if time.thread_time() >= until_s:
+                raise MaskPostponedError
+            self.matcher.consume_token(self._late[0])
+            if self.matcher.is_error():
+                self._renew()
+            else:
+                del self._late[0]
 
     def compute(self, drafts: Tokens[int], masks: np.ndarray) -> None:
         """Write the library's masks as far as it can accept the drafts; rows behind those allow every id.
@@ -134,12 +207,17 @@ class GrammarMatcher:
 
     def _compute_anew(self, drafts: Tokens[int], masks: np.ndarray) -> None:
         """Compute the masks again after an error, without the drafts if they cause it: accepting such a draft fails."""
-        for tried in (drafts, ()):
+        if self._is_full():
+            self._renew()
+            self._catch_up()
+            self.compute(drafts, masks)
+        if self.matcher.is_error() and drafts:
             self._start_over()
-            self.compute(tried, masks)
-            if not self.matcher.is_error():
-                return
-        self._check()
+            self._catch_up()
+            self.compute((), masks)
+            masks[1:] = ALL
+        if self.matcher.is_error():
+            raise self._broken()
 
     def _digits_so_far(self, *, to_change: bool) -> "_DigitRun | None":
         digits = self._digits
@@ -164,16 +242,26 @@ class GrammarMatcher:
                 mask = left
         return mask
 
-    def _start_over(self) -> None:
-        """Match all tokens again with an empty cache of the library. Raises `BrokenGrammarError` if it fails again."""
-        self.origin = self._compiled.renew(self.origin)
-        self.matcher = self.origin.deep_copy()
-        self.matcher.consume_tokens(self._accepted)
-        self._check()
+    def _is_full(self) -> bool:
+        """Whether the matcher failed because the cache that it shares is full."""
+        return _FULL in self.matcher.get_error()
 
-    def _check(self) -> None:
-        if self.matcher.is_error():
-            raise BrokenGrammarError(" ".join(self.matcher.get_error().split())[:300])
+    def _renew(self) -> None:
+        """Start over after an error, with an empty cache of the library. Raises `BrokenGrammarError` if the cache is
+        not the cause, or was empty for the same token."""
+        if not self._is_full() or self._renewed_at == len(self._accepted):
+            raise self._broken()
+        self._renewed_at = len(self._accepted)
+        self.origin = self._compiled.renew(self.origin)
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """Begin to match all tokens again."""
+        self.matcher = self.origin.deep_copy()
+        self._late = list(self._accepted)
+
+    def _broken(self) -> BrokenGrammarError:
+        return BrokenGrammarError(" ".join(self.matcher.get_error().replace("<non-verbose/>", "").split())[:300])
 
 
 class _DigitRun:
@@ -205,17 +293,54 @@ class MaskBatch:
 
     def __init__(self) -> None:
         self._threads: LLExecutor | None = None
+        self._num_at_once = 2 * _num_threads()
         self._masks = np.empty((0, 0), np.uint32)  # the library writes into it; reused
 
     def fill_masks(self, batch: list[Rows]) -> list[int | Exception | None]:
-        """Fill the masks of every matcher; return for each what its `fill_masks` returns or raises."""
-        if len({id(matcher.origin) for matcher, _, _ in batch}) == 1:
-            return [_outcome(matcher.fill_masks, drafts, into) for matcher, drafts, into in batch]
-        computed = self._computed(batch)
-        return [
-            _outcome(matcher.finish_masks, drafts, masks, into)
-            for (matcher, drafts, into), masks in zip(batch, computed, strict=True)
-        ]
+        """Fill the masks of every matcher; return for each what its `fill_masks` returns or raises, or
+        `MaskPostponedError`. At least one is not postponed."""
+        results: list[int | Exception | None] = [None] * len(batch)
+        one_by_one, left_s = list(range(len(batch))), STEP_S
+        if len({id(matcher.origin) for matcher, _, _ in batch}) > 1:
+            fast = [number for number in one_by_one if batch[number][0].is_fast]
+            one_by_one = [number for number in one_by_one if not batch[number][0].is_fast]
+            left_s = self._fill_in_parallel(batch, fast, left_s, results)
+        is_first = len(one_by_one) == len(batch)
+        for number in one_by_one:
+            matcher, drafts, into = batch[number]
+            if left_s <= 0 and not is_first:
+                results[number] = MaskPostponedError()
+                continue
+            begun_s, is_first = time.thread_time(), False
+            results[number] = _outcome(matcher.fill_within, left_s, drafts, into)
+            left_s -= max(0.0, time.thread_time() - begun_s - FAST_S)
+        return results
+
+    def _fill_in_parallel(
+        self, batch: list[Rows], numbers: list[int], left_s: float, results: list[int | Exception | None]
+    ) -> float:
+        """Fill the masks of `numbers`, whose grammars are fast, a few at once; return what is left of `left_s`."""
+        for first in range(0, len(numbers), self._num_at_once):
+            some = numbers[first : first + self._num_at_once]
+            if left_s <= 0:
+                for number in some:
+                    results[number] = MaskPostponedError()
+                continue
+            begun_s = time.process_time()
+            rows = [batch[number] for number in some]
+            computed = _outcome(self._computed, rows)
+            for place, number in enumerate(some):
+                matcher, drafts, into = batch[number]
+                if isinstance(computed, Exception):  # of which matcher is not known
+                    results[number] = _outcome(matcher.fill_masks, drafts, into)
+                else:
+                    results[number] = _outcome(matcher.finish_masks, drafts, computed[place], into)
+            each_s = (time.process_time() - begun_s) / len(some)
+            if each_s >= FAST_S:
+                left_s -= len(some) * (each_s - FAST_S)
+                for matcher, _, _ in rows:  # which of them was slow shows when each is computed by itself
+                    matcher.suspect(each_s)
+        return left_s
 
     def _computed(self, batch: list[Rows]) -> list[np.ndarray]:
         """Masks of each matcher as the library computes them: uint32 [1 + drafts, num_words]."""
@@ -231,7 +356,7 @@ class MaskBatch:
         place = (masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
         if self._threads is None:
             os.environ.setdefault("RUST_MIN_STACK", str(_THREAD_STACK_BYTES))  # read by the library's threads
-            self._threads = LLExecutor()  # as many as suit the CPUs
+            self._threads = LLExecutor(_num_threads())
         if plain:
             self._threads.unsafe_compute_mask_ptr(plain, *place)
         if drafted:
@@ -244,8 +369,16 @@ class MaskBatch:
         return self._masks[:num_rows]
 
 
-def _outcome(fill: Callable[..., int | None], *arguments: object) -> int | Exception | None:
+def _num_threads() -> int:
+    """Number of threads for masks: four fifths of the CPUs, as the library chooses by itself."""
+    return min(32, max(1, len(os.sched_getaffinity(0)) * 4 // 5))
+
+
+def _outcome(fill: Callable[..., Any], *arguments: object) -> Any:
+    """Return what `fill` returns or raises. A panic of the library is the grammar's fault."""
     try:
         return fill(*arguments)
     except Exception as error:
         return error
+    except BaseException as error:
+        return BrokenGrammarError(str(panic_error(error)))

@@ -308,9 +308,9 @@ async def collect(generation: Generation) -> list[list[Delta]]:
 
 def _failure(message: str, param: str | None, code: str | None) -> Exception:
     """Error that ends a generation whose choice failed: a `RequestError` if one of the request's fields is at fault."""
-    if code is not None:
-        return UnavailableError(message, code)
-    return EngineError(message) if param is None else RequestError(message, param, "no_token_left")
+    if param is not None:
+        return RequestError(message, param, code or "no_token_left")
+    return EngineError(message) if code is None else UnavailableError(message, code)
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,8 @@ def test_masks_that_never_come_are_an_error_of_that_step(checkpoint: Path) -> No
 class EverySecond:
     """A grammar of even and odd ids in turn, which may break or end after some tokens."""
 
+    expected_s = 0.0
+
     def __init__(self, broken_after: int | None = None, only_end_after: int | None = None) -> None:
         self.num_accepted = 0
         self._broken_after, self._only_end_after = broken_after, only_end_after

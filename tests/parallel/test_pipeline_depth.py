@@ -40,6 +40,8 @@ LATE_KINDS = (
 class Alternating:
     """A grammar of even and odd ids in turn."""
 
+    expected_s = 0.0
+
     def __init__(self) -> None:
         self.accepted: list[int] = []
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from oarlock.engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
-from oarlock.engine.errors import INTERNAL, WorkerError
+from oarlock.engine.errors import WorkerError
 from oarlock.engine.input_batch.input_batch import InputBatch
-from oarlock.engine.input_batch.sampling_metadata import GrammarBitmask
+from oarlock.engine.input_batch.sampling_metadata import GrammarBitmask, fill_one_by_one
 from oarlock.engine.scheduler.scheduler import Scheduler
 from oarlock.engine.scheduler.sequence import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from oarlock.engine.simulated_ranks import replica_info
@@ -329,7 +329,7 @@ class Driver:
         self.in_flight: deque[SchedulerOutput] = deque()
         self.items: list[ScheduledTokens] = []  # of the step that was begun last
         self.num_ahead = 0  # steps that began while another was in flight
-        self._must_finish = False
+        self._must_finish = self._must_drain = False
         self._masks: GrammarBitmask | None = None  # that the ranks lack
         self.num_late_masks = 0  # steps whose masks had to wait for the answer to the one before
         self.requests: dict[int, Request] = {}
@@ -349,6 +349,10 @@ class Driver:
         """Decide a step and submit it, without the first `num_withdrawn` of its sequences."""
         assert self.may_begin
         self._send_masks()
+        self._must_drain &= bool(self.in_flight)
+        if self._must_drain:
+            self._must_finish = True
+            return None
         self.now += 0.01
         cached = dict(self.scheduler.kv_cache_manager._block_of_hash)
         output = self.scheduler.schedule(self.now, ahead=bool(self.in_flight))
@@ -408,10 +412,13 @@ class Driver:
         if (masks := self._masks) is None or (len(self.in_flight) > 1 and masks.must_wait):
             return
         self._masks = None
-        self.executor.send_masks(masks.compute())
+        self.executor.send_masks(masks.compute(self.fill_masks))
         self.see([self.scheduler.complete(seq, self.now) for seq in masks.complete])
-        failures = [self.scheduler.fail(seq.request_id, INTERNAL, self.now) for seq in masks.failed]
-        self.see([event for event in failures if event is not None])
+        ends = [self.scheduler.end_without_mask(seq, error, self.now) for seq, error in masks.failed.items()]
+        self.see([event for event in ends if event is not None])
+        self._must_drain |= None in ends
+
+    fill_masks = staticmethod(fill_one_by_one)
 
     def step(self) -> SchedulerOutput | None:
         """Begin a step, and finish the oldest one when no more may begin."""

@@ -126,7 +126,7 @@ def test_a_mask_that_fails_does_not_affect_the_step_or_other_rows(monkeypatch: p
     step, masks = driver.input_batch.build(output)
     assert masks is not None and step.mask_rows.tolist() == [0, 1, 2]
     step.mask_bits = masks.compute()
-    assert masks.failed == [broken]
+    assert list(masks.failed) == [broken]
     banned, _ = choices_of(step, FakeHistories())
     bound = set(range(VOCAB)) - CountingGrammar.next_ids(0)
     assert banned == [bound, set(), bound]

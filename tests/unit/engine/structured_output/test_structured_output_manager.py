@@ -354,3 +354,29 @@ def test_a_client_that_shares_a_waiting_grammar_need_not_wait_for_the_others_tur
     jobs.share(manager_module.key_of(last), "quiet")
     idle.join(60)
     assert taken == [("quiet", last)]
+
+
+class PanicException(BaseException):
+    """The class of the same name that PyO3 raises."""
+
+
+def _panic(*_):
+    raise PanicException("index out of bounds")
+
+
+@pytest.mark.slow
+def test_a_panic_of_the_library_is_a_refusal_wherever_it_comes(manager, monkeypatch):
+    manager.submit(asked(1, "regex", "panics(a|b)"), 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(manager_module, "GrammarMatcher", _panic)
+        error = outcomes(manager, 1)[1].error
+        assert isinstance(error, RequestError) and "index out of bounds" in error.message
+        with pytest.raises(RequestError, match="index out of bounds"):
+            manager.submit(asked(2, "regex", "panics(a|b)"), 0.0)
+    assert manager.submit(asked(3, "regex", "panics(a|b)"), 0.0) is not None
+    monkeypatch.setattr(manager._compiler, "compile", _panic)
+    manager.submit(asked(4, "regex", "more(a|b)"), 0.0)
+    assert str(outcomes(manager, 1)[4].error) == INTERNAL, "and the thread lives"
+    monkeypatch.undo()
+    manager.submit(asked(5, "regex", "more(a|b)"), 0.0)
+    assert outcomes(manager, 1)[5].error is None

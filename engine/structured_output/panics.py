@@ -1,0 +1,33 @@
+"""Turns a panic of a library in Rust into an error.
+
+PyO3 raises a panic as `PanicException`, which is no `Exception`: it passes every `except Exception`, and would end the
+loop or the thread that called the library for one request.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+
+class LibraryPanicError(ValueError):
+    """A library panicked at the data of one request or file."""
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether `error` is a panic. Its class cannot be imported."""
+    return type(error).__name__ == "PanicException"
+
+
+def panic_error(error: BaseException) -> LibraryPanicError:
+    """Return the error to raise in place of the panic `error`. Raises `error` again if it is none."""
+    if not is_panic(error):
+        raise error
+    return LibraryPanicError(f"the library for grammars failed: {' '.join(str(error).split())[:200]}")
+
+
+@contextmanager
+def panics_as_errors() -> Generator[None]:
+    """Raise `LibraryPanicError` for a panic inside of the block."""
+    try:
+        yield
+    except BaseException as error:
+        raise panic_error(error) from error
