@@ -38,7 +38,7 @@ _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
     step_max_items=8_000,
-    max_lexer_states=50_000,
+    max_lexer_states=10_000,  # about 0.5 KB each; then `Compiled.renew`
     max_grammar_size=200_000,
     verbose_errors=False,
 )
@@ -59,6 +59,8 @@ class Compiled:
         self._compiler = compiler
         self._source = source
         self.is_json = is_json  # numbers outside of strings are JSON numbers
+        self.num_bytes = 0  # memory that it takes, as measured where it was compiled first
+        self.client = ""  # that asked for it first
         self.costs = MaskCosts()
         self.matcher = compiler.matcher(source)
 

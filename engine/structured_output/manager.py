@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from oarlock.engine.errors import INTERNAL, EngineError, QueueFullError, RequestError, UnavailableError
 from oarlock.engine.structured_output.compiler import Compiled, Compiler, GrammarError
+from oarlock.engine.structured_output.grammar_memory import GrammarMemory
 from oarlock.engine.structured_output.matcher import GrammarMatcher, MaskBatch, Rows
 from oarlock.engine.structured_output.panics import LibraryPanicError, panics_as_errors
 from oarlock.engine.structured_output.sandbox import TOO_LONG, CompileSandbox, SandboxLostError
@@ -158,8 +159,13 @@ logger = logging.getLogger("oarlock.engine")
 NUM_THREADS = 2  # each with a separate connection to the sandbox
 MAX_KEPT = 64
 MAX_KEPT_CHARACTERS = 4 << 20
+MAX_KEPT_BYTES = 64 << 20
 MAX_REFUSED = 1024  # grammars whose refusal is kept, by digest instead of text: under 1 MiB in all
 TOO_LONG_KEPT_S = 300.0  # then the grammar is tried again: the machine may have been slow
+NO_MEMORY = (
+    "The grammars of requests that are open take the memory that the server has for them. Retry when some of them have "
+    "ended, or use a smaller grammar."
+)
 LOST = "The process that tries grammars could not be kept alive; the cause is in the server's log. Retry later."
 _STACK_BYTES = 16 << 20
 
@@ -168,9 +174,12 @@ class _Failure(Enum):
     """Failure to compile a grammar when nothing is known to be wrong with it."""
 
     SANDBOX_LOST = auto()
+    NO_MEMORY = auto()
     EXCEPTION = auto()
 
-    def error(self) -> EngineError:
+    def error(self) -> EngineError | QueueFullError:
+        if self is _Failure.NO_MEMORY:
+            return QueueFullError(NO_MEMORY, _MIN_RETRY_S)
         if self is _Failure.SANDBOX_LOST:
             return UnavailableError(LOST, "grammar_process_lost")
         return EngineError(INTERNAL)
@@ -186,7 +195,7 @@ class Outcome:
     request: Request
     arrival_s: float
     matcher: GrammarMatcher | None
-    error: RequestError | EngineError | None
+    error: RequestError | QueueFullError | EngineError | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +221,8 @@ class StructuredOutputManager:
         self._sandbox = CompileSandbox(tokenizer_file, NUM_THREADS)
         self._kept: OrderedDict[Key, Compiled] = OrderedDict()
         self._kept_characters = 0
+        self._kept_bytes = 0
+        self._memory = GrammarMemory()
         self._refused: OrderedDict[bytes, _Refused] = OrderedDict()  # by digest
         self._pending: dict[int, _Pending] = {}
         self._pending_by_client: dict[str, tuple[int, int]] = {}
@@ -285,7 +296,7 @@ class StructuredOutputManager:
             grammar, result = self._done.get()
             key = key_of(grammar)
             if isinstance(result, Compiled):
-                self._keep(key, result)
+                result = self._admit(key, result)
             elif isinstance(result, str):
                 self._keep_reason(key, _Refused(result, now + TOO_LONG_KEPT_S if result == TOO_LONG else math.inf))
             for request_id in self.waiting.pop(key):
@@ -366,9 +377,28 @@ class StructuredOutputManager:
     def _keep(self, key: Key, compiled: Compiled) -> None:
         self._kept[key] = compiled
         self._kept_characters += len(key[1])
-        while len(self._kept) > MAX_KEPT or self._kept_characters > MAX_KEPT_CHARACTERS:
-            (_, text), _ = self._kept.popitem(last=False)
-            self._kept_characters -= len(text)
+        self._kept_bytes += compiled.num_bytes
+        while (
+            len(self._kept) > MAX_KEPT
+            or self._kept_characters > MAX_KEPT_CHARACTERS
+            or self._kept_bytes > MAX_KEPT_BYTES
+        ):
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        (_, text), compiled = self._kept.popitem(last=False)
+        self._kept_characters -= len(text)
+        self._kept_bytes -= compiled.num_bytes
+
+    def _admit(self, key: Key, compiled: Compiled) -> "Compiled | _Failure":
+        """Keep a new grammar if there is memory for it, which those that no request uses give up first."""
+        while self._kept and not self._memory.has_room(compiled):
+            self._drop_oldest()
+        if not self._memory.has_room(compiled):
+            return _Failure.NO_MEMORY
+        self._memory.add(compiled)
+        self._keep(key, compiled)
+        return compiled
 
     def _keep_reason(self, key: Key, refused: _Refused) -> None:
         self._refused[_digest(key)] = refused
@@ -404,24 +434,27 @@ class StructuredOutputManager:
         while (job := self._jobs.get()) is not None:
             client, grammar = job
             begun = time.monotonic()
-            result = self._compile(number, grammar)
+            result = self._compile(number, grammar, client)
             seconds = time.monotonic() - begun
             self._jobs.done(client, seconds)
             is_ok = "true" if isinstance(result, Compiled) else "false"  # not the reason, which may quote the text
             size = len(grammar.text)
             logger.info("event=grammar kind=%s characters=%d ms=%.1f ok=%s", grammar.kind, size, seconds * 1e3, is_ok)
             self._done.put((grammar, result))
+            del result  # or this thread would keep a grammar that nobody uses
             with contextlib.suppress(BlockingIOError):  # the pipe is full of such bytes: the loop wakes anyway
                 os.write(self._wake_write, b"g")
 
-    def _compile(self, number: int, grammar: Grammar) -> _Result:
+    def _compile(self, number: int, grammar: Grammar, client: str) -> _Result:
         assert self._compiler is not None
         try:
-            problem = self._sandbox.check(number, grammar)
-            if problem is not None:
-                return problem
+            trial = self._sandbox.check(number, grammar)
+            if trial.problem is not None:
+                return trial.problem
             with panics_as_errors():
-                return self._compiler.compile(grammar)
+                compiled = self._compiler.compile(grammar)
+            compiled.num_bytes, compiled.client = trial.num_bytes, client
+            return compiled
         except GrammarError as error:
             return str(error)
         except SandboxLostError:

@@ -3,10 +3,10 @@
     python -m oarlock.engine.structured_output.sandbox --tokenizer FILE --parent PID --fd N [--fd N …]
 
 A grammar that crashes, hangs or takes too much memory harms no engine. Each descriptor is a connection: a grammar per
-line as JSON in, the problem with it or null per line out, one after the other. Connections are served in parallel, by
-processes that share the memory of the tokenizer. Each trial is a fork with limits on time, memory and stack; a grammar
-that passes is then compiled by the engine, whose limits are wider. The client starts the process again when it was
-lost, and does not know what is done with its answers.
+line as JSON in, a `Trial` per line as JSON out, one after the other, and spaces before it as signs of life. Connections
+are served in parallel, by processes that share the memory of the tokenizer. Each trial is a fork with limits on time,
+memory and stack; a grammar that passes is then compiled by the engine, whose limits are wider. The client starts the
+process again when it was lost or gives no sign of life, and does not know what is done with its answers.
 """
 
 import argparse
@@ -21,10 +21,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from oarlock.engine.structured_output.compiler import Compiler, GrammarError
+from oarlock.engine.structured_output.grammar_memory import resident_bytes
 from oarlock.engine.types import Grammar
 from oarlock.workers.python_child import die_with_parent, leave_signals_to_parent, start_python
 
@@ -34,12 +38,23 @@ _MODULE = ("-m", "oarlock.engine.structured_output.sandbox")
 _ATTEMPTS = 2  # the process may have been lost for a reason that has nothing to do with this grammar
 DEADLINE_S = 1.0  # processor time of one trial
 _PATIENCE_S = 10.0  # clock time of one trial, during which other programs may take the processor
-_MAX_MEMORY_BYTES = 512 << 20  # beyond the memory of the tokenizer
+_BEAT_S = 1.0  # between signs of life while a trial runs
+_SILENCE_S = 8.0  # without a sign of life, after which the process is taken for hung and is started again
+_START_S = 30.0  # likewise, until it has read the tokenizer
+_MAX_MEMORY_BYTES = 256 << 20  # of address space beyond that of the tokenizer
 _STACK_BYTES = 2 << 20  # a quarter of the stack of the engine's threads
 _NICENESS = 5  # requests that are being answered come first
 
 TOO_LONG = f"it takes longer than {DEADLINE_S:g} s to compile; make it smaller"
 TOO_MUCH = "compiling it takes more memory or nesting than the server allows; make it smaller or flatter"
+
+
+class Trial(NamedTuple):
+    """Result of a trial."""
+
+    problem: str | None  # None: the grammar compiles in time
+    num_bytes: int = 0  # memory of the compiled grammar
+    is_lost: bool = False  # the trial did not run, for no fault of the grammar
 
 
 # -- the process
@@ -74,23 +89,29 @@ def main(argv: list[str]) -> int:
 
 def _serve(connection: socket.socket, compiler: Compiler) -> None:
     """Check grammars until the engine closes the connection."""
-    with connection, connection.makefile("r", encoding="utf-8") as lines:
+
+    def beat() -> None:
+        connection.sendall(b" ")
+
+    # The engine may close the connection before it has read the last sign of life.
+    with connection, connection.makefile("r", encoding="utf-8") as lines, suppress(ConnectionError):
+        beat()
         for line in lines:
-            problem = _check(compiler, Grammar(**json.loads(line)))
-            connection.sendall(json.dumps({"problem": problem}).encode() + b"\n")
+            trial = _check(compiler, Grammar(**json.loads(line)), beat)
+            connection.sendall(json.dumps(trial._asdict()).encode() + b"\n")
 
 
-def _check(compiler: Compiler, grammar: Grammar) -> str | None:
-    """Find the problem with `grammar`, trying twice if it took too long.
+def _check(compiler: Compiler, grammar: Grammar, beat: Callable[[], None]) -> Trial:
+    """Try `grammar`, twice if it took too long or did not run.
 
     A machine that stands still for a moment counts that as processor time of the process that was running.
     """
-    problem = _try(compiler, grammar)
-    return _try(compiler, grammar) if problem == TOO_LONG else problem
+    trial = _try(compiler, grammar, beat)
+    return _try(compiler, grammar, beat) if trial.problem == TOO_LONG or trial.is_lost else trial
 
 
-def _try(compiler: Compiler, grammar: Grammar) -> str | None:
-    """Find the problem with `grammar` in a forked process; None when it compiles."""
+def _try(compiler: Compiler, grammar: Grammar, beat: Callable[[], None]) -> Trial:
+    """Try `grammar` in a forked process."""
     read, write = os.pipe()
     parent, child = os.getpid(), os.fork()
     if child == 0:
@@ -99,23 +120,27 @@ def _try(compiler: Compiler, grammar: Grammar) -> str | None:
         _attempt(compiler, grammar, write)
     os.close(write)
     try:
-        answer = _read_until(read, time.monotonic() + _PATIENCE_S)
+        answer = _read_until(read, time.monotonic() + _PATIENCE_S, beat)
     finally:
         os.close(read)
         os.kill(child, signal.SIGKILL)  # it has ended, or it is too late
-        _, status = os.waitpid(child, 0)
+        _, status, used = os.wait4(child, 0)
+    if answer is None and used.ru_utime + used.ru_stime < DEADLINE_S / 2:
+        return Trial(None, 0, is_lost=True)  # it was stopped, or others had the processor
     if answer is None or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
-        return TOO_LONG
-    return json.loads(answer)["problem"] if answer else TOO_MUCH
+        return Trial(TOO_LONG)
+    return Trial(**json.loads(answer)) if answer else Trial(TOO_MUCH)
 
 
-def _read_until(fd: int, deadline: float) -> bytes | None:
-    """Read until the other end is closed; None if that is after `deadline`."""
+def _read_until(fd: int, deadline: float, beat: Callable[[], None]) -> bytes | None:
+    """Read until the other end is closed; None if that is after `deadline`. Calls `beat` while it waits."""
     parts: list[bytes] = []
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
-        if poll.poll(left * 1000):
+        if not poll.poll(min(left, _BEAT_S) * 1000):
+            beat()
+        else:
             part = os.read(fd, 1 << 16)
             if not part:
                 return b"".join(parts)
@@ -127,12 +152,14 @@ def _attempt(compiler: Compiler, grammar: Grammar, write: int) -> None:
     """Compile in the forked process with narrow limits, write the result to `write`, and end."""
 
     def compile_it() -> None:
+        num_bytes, problem = resident_bytes(), None
         try:
-            compiler.compile(grammar)
-            problem = None
+            compiled = compiler.compile(grammar)
+            num_bytes = max(0, resident_bytes() - num_bytes)
+            del compiled
         except GrammarError as error:
             problem = str(error)
-        os.write(write, json.dumps({"problem": problem}).encode())
+        os.write(write, json.dumps(Trial(problem, num_bytes)._asdict()).encode())
 
     try:
         if sys.platform == "linux":
@@ -154,7 +181,7 @@ def _attempt(compiler: Compiler, grammar: Grammar, write: int) -> None:
 
 
 class SandboxLostError(Exception):
-    """The process ended before it had answered, twice."""
+    """The process ended or hung before it had answered, twice."""
 
 
 class CompileSandbox:
@@ -168,8 +195,8 @@ class CompileSandbox:
         self._connections: list[socket.socket] = []
         self._is_closed = False
 
-    def check(self, number: int, grammar: Grammar) -> str | None:
-        """Try to compile `grammar`: None when it compiles in time, else the reason. Raises `SandboxLostError`.
+    def check(self, number: int, grammar: Grammar) -> Trial:
+        """Try to compile `grammar`. Raises `SandboxLostError`.
 
         `number` is that of the calling thread's connection.
         """
@@ -181,8 +208,9 @@ class CompileSandbox:
                 answer = _read_line(connection)
             except OSError:
                 answer = b""
-            if answer:
-                return json.loads(answer)["problem"]
+            trial = Trial(**json.loads(answer)) if answer else None
+            if trial is not None and not trial.is_lost:
+                return trial
             self._lost(connection)
         raise SandboxLostError
 
@@ -208,7 +236,8 @@ class CompileSandbox:
         self._process = start_python(
             [*_MODULE, *named, *(part for fd in fds for part in ("--fd", str(fd)))], pass_fds=fds
         )
-        for _, theirs in pairs:
+        for ours, theirs in pairs:
+            ours.settimeout(_START_S)
             theirs.close()
         logger.info("event=grammar_sandbox_started pid=%d", self._process.pid)
 
@@ -230,9 +259,11 @@ class CompileSandbox:
 
 
 def _read_line(connection: socket.socket) -> bytes:
-    """Read one answer; empty when the connection has ended before it."""
+    """Read one answer; empty when the connection has ended before it. Raises `TimeoutError`, an `OSError`, when there
+    is no sign of life."""
     parts: list[bytes] = []
     while part := connection.recv(1 << 16):
+        connection.settimeout(_SILENCE_S)
         parts.append(part)
         if part.endswith(b"\n"):
             return b"".join(parts)

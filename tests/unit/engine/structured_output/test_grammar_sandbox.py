@@ -21,7 +21,9 @@ class Endless:
 
 
 def problem_with(compiler: object) -> str | None:
-    return sandbox._try(compiler, Grammar("regex", "a"))  # type: ignore[arg-type]
+    trial = sandbox._try(compiler, Grammar("regex", "a"), lambda: None)  # type: ignore[arg-type]
+    assert not trial.is_lost
+    return trial.problem
 
 
 @pytest.mark.slow
@@ -49,5 +51,5 @@ class EndlessAtFirst(Endless):
 def test_a_grammar_that_took_too_long_once_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(sandbox, "DEADLINE_S", 0.2)
     grammar = Grammar("regex", "a")
-    assert sandbox._check(EndlessAtFirst(tmp_path / "tried"), grammar) is None  # type: ignore[arg-type]
-    assert sandbox._check(Endless(), grammar) == sandbox.TOO_LONG  # type: ignore[arg-type]
+    for compiler, problem in ((EndlessAtFirst(tmp_path / "tried"), None), (Endless(), sandbox.TOO_LONG)):
+        assert sandbox._check(compiler, grammar, lambda: None).problem == problem  # type: ignore[arg-type]

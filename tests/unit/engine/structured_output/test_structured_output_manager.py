@@ -4,6 +4,7 @@ import json
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -12,11 +13,11 @@ import psutil
 import pytest
 
 from oarlock.engine.errors import INTERNAL, EngineError, QueueFullError, RequestError, UnavailableError
+from oarlock.engine.structured_output import grammar_memory, sandbox
 from oarlock.engine.structured_output import manager as manager_module
-from oarlock.engine.structured_output import sandbox
 from oarlock.engine.structured_output.compiler import GrammarError
 from oarlock.engine.structured_output.manager import TOO_LONG_KEPT_S, Outcome, StructuredOutputManager
-from oarlock.engine.structured_output.sandbox import TOO_LONG
+from oarlock.engine.structured_output.sandbox import TOO_LONG, Trial
 from oarlock.engine.types import Grammar
 from tests.unit.engine.engine_fakes import make_request
 from tests.unit.engine.structured_output.grammar_fakes import DEMO, END, allowed, encode
@@ -96,7 +97,9 @@ def test_a_hostile_grammar_is_refused_alone(manager, kind, text, reason):
 
 def test_a_grammar_that_takes_too_long_is_refused_at_once_until_it_is_tried_again(manager, monkeypatch):
     tried = []
-    monkeypatch.setattr(manager._sandbox, "check", lambda number, grammar: tried.append(grammar.text) or TOO_LONG)
+    monkeypatch.setattr(
+        manager._sandbox, "check", lambda number, grammar: tried.append(grammar.text) or Trial(TOO_LONG)
+    )
     manager.submit(asked(1, "regex", "slow(a|b)"), 0.0)
     assert outcomes(manager, 1)[1].error.message.endswith(f"{TOO_LONG}.")
     for number in (2, 3):
@@ -112,7 +115,7 @@ def test_refusals_are_kept_within_a_bound_and_take_no_place_of_compiled_grammars
     monkeypatch.setattr(manager_module, "MAX_REFUSED", 3)
     manager.submit(asked(1, "regex", "wanted(a|b)"), 0.0)
     outcomes(manager, 1)
-    monkeypatch.setattr(manager._sandbox, "check", lambda number, grammar: "it is wrong")
+    monkeypatch.setattr(manager._sandbox, "check", lambda number, grammar: Trial("it is wrong"))
     for number in range(2, 100):
         manager.submit(asked(number, "regex", f"{number}["), 0.0)
     outcomes(manager, 98)
@@ -139,6 +142,7 @@ class SlowSandbox:
     def check(self, number, grammar):
         self.asked.append(grammar.text)
         assert self.go_on.wait(30)
+        return Trial(None)
 
     def close(self):
         self.go_on.set()
@@ -301,7 +305,8 @@ def _children() -> set[int]:
 
 class _Endless:
     def compile(self, grammar):
-        time.sleep(60)
+        while True:
+            pass
 
 
 class _Greedy:
@@ -333,7 +338,7 @@ class _Wrong:
 def test_a_trial_is_ended_at_its_limits(compiler, problem, monkeypatch):
     monkeypatch.setattr(sandbox, "DEADLINE_S", 0.3 if isinstance(compiler, _Endless) else 30)
     before = _children()  # servers that other tests share
-    assert sandbox._try(compiler, Grammar("regex", "a")) == problem
+    assert sandbox._try(compiler, Grammar("regex", "a"), lambda: None).problem == problem
     assert _children() <= before, "the trial outlives its result"
 
 
@@ -380,3 +385,108 @@ def test_a_panic_of_the_library_is_a_refusal_wherever_it_comes(manager, monkeypa
     monkeypatch.undo()
     manager.submit(asked(5, "regex", "more(a|b)"), 0.0)
     assert outcomes(manager, 1)[5].error is None
+
+
+def _sandbox_processes() -> list[psutil.Process]:
+    """The sandbox's processes, without those of trials."""
+    found = [
+        one for one in psutil.Process().children(recursive=True) if any("sandbox" in word for word in one.cmdline())
+    ]
+    assert found
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_hung_or_killed_sandbox_is_started_again_within_seconds(manager, monkeypatch, how):
+    monkeypatch.setattr(sandbox, "_SILENCE_S", 1.0)
+    for number in range(4):  # both connections have given a sign of life
+        manager.submit(asked(number, "regex", f"first{how}{number}"), 0.0)
+    outcomes(manager, 4)
+    hung = _sandbox_processes()
+    for process in hung:
+        process.send_signal(how)
+    for number in (10, 11):
+        manager.submit(asked(number, "regex", f"second{how}{number}"), 0.0)
+    assert [outcome.error for outcome in outcomes(manager, 2).values()] == [None, None]
+    _, alive = psutil.wait_procs(hung, timeout=10)
+    assert not alive, "a stopped process is left"
+
+
+@pytest.mark.slow
+def test_a_sandbox_that_hangs_again_is_our_503(manager, monkeypatch):
+    manager._sandbox.close()
+    manager._sandbox._is_closed = False
+    monkeypatch.setattr(sandbox, "_START_S", 0.5)
+    monkeypatch.setattr(sandbox, "_MODULE", ("-c", "import time; time.sleep(60)"))
+    manager.submit(asked(1, "regex", "hangs(x|y)"), 0.0)
+    error = outcomes(manager, 1)[1].error
+    assert isinstance(error, UnavailableError) and error.code == "grammar_process_lost"
+    monkeypatch.undo()
+    assert manager.submit(asked(2, "regex", "hangs(x|y)"), 0.0) is None, "nothing is kept of this grammar"
+    assert outcomes(manager, 1)[2].error is None
+
+
+class _Asleep:
+    def compile(self, grammar):
+        time.sleep(60)
+
+
+@pytest.mark.slow
+def test_a_trial_that_does_not_run_is_no_refusal_and_gives_signs_of_life(monkeypatch):
+    monkeypatch.setattr(sandbox, "_PATIENCE_S", 1.0)
+    monkeypatch.setattr(sandbox, "_BEAT_S", 0.1)
+    beats: list[None] = []
+    trial = sandbox._check(_Asleep(), Grammar("regex", "a"), lambda: beats.append(None))
+    assert trial.is_lost and trial.problem is None and len(beats) > 5
+
+
+def test_compiled_grammars_are_kept_within_bytes_and_refused_beyond_them(manager, monkeypatch):
+    """A grammar counts as long as a request uses it, and a client has half."""
+    mib = 1 << 20
+    monkeypatch.setattr(manager_module, "MAX_KEPT_BYTES", 20 * mib)
+    monkeypatch.setattr(grammar_memory, "MAX_BYTES", 100 * mib)
+    monkeypatch.setattr(grammar_memory, "MAX_CLIENT_BYTES", 50 * mib)
+    monkeypatch.setattr(manager._sandbox, "check", lambda number, grammar: Trial(None, 15 * mib))
+    manager._kept.clear()
+    manager._kept_bytes = manager._kept_characters = 0
+    manager._memory = grammar_memory.GrammarMemory()
+
+    def ask(number: int, client: str):
+        manager.submit(replace(asked(number, "regex", f"{number}(sized|other)"), client=client), 0.0)
+        return outcomes(manager, 1)[number]
+
+    for number in range(100, 110):
+        assert ask(number, "one").error is None
+    assert len(manager._kept) == 1 and manager._kept_bytes == manager._memory.num_bytes() == 15 * mib
+    used = [ask(number, "one") for number in range(200, 203)]
+    assert all(outcome.matcher is not None for outcome in used)
+    error = ask(300, "one").error
+    assert isinstance(error, QueueFullError) and "memory" in error.message
+    used += [ask(number, "two") for number in range(400, 403)]
+    assert all(outcome.matcher is not None for outcome in used) and ask(500, "three").error is not None
+    used.clear()
+    assert ask(301, "one").error is None and manager._memory.num_bytes() <= 30 * mib
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
+def test_the_measured_size_is_that_of_the_grammar_and_is_given_back():
+    manager = StructuredOutputManager.open(str(DEMO))
+    names = [f"property_{number}" for number in range(800)]
+    before = grammar_memory.resident_bytes()
+    try:
+        for number in range(6):
+            schema = {"type": "object", "properties": {f"{name}{number}": {"type": "string"} for name in names}}
+            manager.submit(asked(number, "json_schema", json.dumps(schema)), 0.0)
+            assert outcomes(manager, 1)[number].error is None
+        told, grown = manager._memory.num_bytes(), grammar_memory.resident_bytes() - before
+        assert told > 4 << 20 and 0.5 < grown / told < 2, (
+            f"{told} bytes were counted, and the process has grown by {grown}"
+        )
+        while manager._kept:
+            manager._drop_oldest()
+        assert manager._memory.num_bytes() == 0
+        assert grammar_memory.resident_bytes() - before < grown / 2
+    finally:
+        manager.close()

@@ -1,0 +1,74 @@
+"""Memory of compiled grammars: how much may be in use, and how it is given back to the system.
+
+A compiled grammar takes as much as was measured when the sandbox compiled it, and up to 5 MiB more for the states of
+its lexer, which grow while it is used. It lives as long as it is kept for the next request, or a request uses it.
+
+Knows bytes, clients and the C library. Does not know texts of grammars or requests.
+"""
+
+import ctypes
+import resource
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+from oarlock.engine.structured_output.compiler import Compiled
+
+MAX_BYTES = 256 << 20  # of all compiled grammars
+MAX_CLIENT_BYTES = MAX_BYTES // 2  # of those that one client asked for first
+_TRIM_BYTES = 16 << 20  # freed, after which memory is given back
+_TRIM_AFTER_S = 0.5
+
+
+def resident_bytes() -> int:
+    """Memory of this process, without pages of files, and without memory that the C library can give back."""
+    if sys.platform != "linux":
+        return 0
+    trim()
+    _, resident, of_files, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - of_files) * resource.getpagesize()
+
+
+def trim() -> None:
+    """Give free memory back to the system, where the C library can."""
+    function = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if function is not None:
+        function(0)
+
+
+class GrammarMemory:
+    """Counts the compiled grammars that are alive. For one thread."""
+
+    def __init__(self) -> None:
+        self._live: weakref.WeakSet[Compiled] = weakref.WeakSet()
+        self._num_freed = 0
+        self._is_trimming = False
+
+    def num_bytes(self, client: str | None = None) -> int:
+        """Bytes of all grammars that are alive, or of those that `client` asked for first."""
+        return sum(one.num_bytes for one in self._live if client in (None, one.client))
+
+    def has_room(self, compiled: Compiled) -> bool:
+        """Whether `compiled` may be used. A single grammar always may."""
+        own = self.num_bytes(compiled.client)
+        fits = self.num_bytes() + compiled.num_bytes <= MAX_BYTES and own + compiled.num_bytes <= MAX_CLIENT_BYTES
+        return fits or not self._live
+
+    def add(self, compiled: Compiled) -> None:
+        """Count `compiled` as long as it lives."""
+        self._live.add(compiled)
+        weakref.finalize(compiled, self._freed, compiled.num_bytes).atexit = False
+
+    def _freed(self, num_bytes: int) -> None:
+        self._num_freed += num_bytes
+        if self._num_freed >= _TRIM_BYTES and not self._is_trimming:
+            self._is_trimming, self._num_freed = True, 0
+            threading.Thread(target=self._trim, name="grammar-trim", daemon=True).start()
+
+    def _trim(self) -> None:
+        """Give memory back, away from the loop, when the last part of the grammar is free."""
+        time.sleep(_TRIM_AFTER_S)
+        self._is_trimming = False
+        trim()
