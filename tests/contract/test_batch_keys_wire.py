@@ -105,7 +105,8 @@ def test_batches_of_a_key_do_not_hold_up_those_of_another(serve):
     server.stage.engine.generate = holds_one_key
     one, two = (server.client.with_options(api_key=key) for key in ("one", "two"))
     server.client = one
-    batches = [server.batch([request_line("a")]) for _ in range(6)]
+    num_rows = server.stage.engine.info.max_num_seqs
+    batches = [server.batch([request_line(f"a{n}") for n in range(num_rows)]) for _ in range(6)]
     wait_for(lambda: server.runner.by_status()["in_progress"] == 4)
     server.client = two
     assert server.ended(server.batch([request_line("a")])).status == "completed"

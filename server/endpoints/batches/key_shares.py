@@ -113,7 +113,7 @@ class FairLimiter:
         while self._waiting:
             owner = min(self._waiting, key=lambda one: self._held[one])  # of several the one that has waited longest
             place, num_bytes = self._waiting[owner][0]
-            if not self._has_place(num_bytes):
+            if not self._has_place(owner, num_bytes):
                 return
             self._waiting[owner].popleft()
             if self._waiting[owner]:
@@ -124,7 +124,8 @@ class FairLimiter:
                 self._count(owner, 1, num_bytes)
                 place.set_result(None)
 
-    def _has_place(self, num_bytes: int) -> bool:
+    def _has_place(self, owner: str | None, num_bytes: int) -> bool:
+        """Return whether `owner`, the next in turn, can have a place for a request of `num_bytes`."""
         return self.num_held < self.size
 
     def _count(self, owner: str | None, num_places: int, num_bytes: int) -> None:
@@ -145,32 +146,38 @@ class FairLimiter:
 
 
 class BatchLimiter(FairLimiter):
-    """The requests of batches that run at a time: beside other requests half of what the engine's rows would hold."""
+    """Limits the batch requests that run at a time: to the engine's rows, and to half of them beside other requests.
 
-    def __init__(self, num_rows: int, state: ServerState) -> None:
-        """`num_rows`: sequences that the engine runs at a time."""
+    The first request of a key has a place at once, since those of another key may hold all places for as long as their
+    answers are. The engine divides its rows between the keys.
+    """
+
+    def __init__(self, num_rows: int, state: ServerState, *, is_shared: bool = False) -> None:
+        """`num_rows`: sequences that the engine runs at a time. `is_shared`: there are several keys."""
         super().__init__(num_rows)
         self._beside_others = max(1, num_rows // 2)
         self._state = state
-        self._num_bytes = 0
+        self._bytes = KeyQuota(MAX_BYTES, is_shared=is_shared)
         self._until_idle: asyncio.Task[None] | None = None
 
     def for_key(self, owner: str | None) -> "KeyLimiter":
         """This limiter, as one key asks it."""
         return KeyLimiter(self, owner)
 
-    def _has_place(self, num_bytes: int) -> bool:
-        if self._num_bytes and self._num_bytes + num_bytes > MAX_BYTES:
+    def _has_place(self, owner: str | None, num_bytes: int) -> bool:
+        if self._bytes.total and not self._bytes.fits(owner, num_bytes):
             return False
+        if not self._held[owner]:
+            return True
         if self._state.num_in_flight and self.num_held >= self._beside_others:
             if self._until_idle is None and self.num_held < self.size:
                 self._until_idle = asyncio.create_task(self._follow())
             return False
-        return super()._has_place(num_bytes)
+        return super()._has_place(owner, num_bytes)
 
     def _count(self, owner: str | None, num_places: int, num_bytes: int) -> None:
         super()._count(owner, num_places, num_bytes)
-        self._num_bytes += num_bytes
+        self._bytes.add(owner, num_bytes)
 
     async def _follow(self) -> None:
         """Hand out the other half once no other request is open."""

@@ -113,7 +113,8 @@ class BatchRunner:
         # Of a request with many choices or texts, too.
         async_llm.admission_queue.others_are_open = lambda: self._state.num_in_flight > 0
         async_llm.one_prompt = asyncio.Semaphore(1)
-        self._limiter = BatchLimiter(info.data_parallel_size * info.max_num_seqs, self._state)
+        num_rows, is_shared = info.data_parallel_size * info.max_num_seqs, self._directory.bytes.is_shared
+        self._limiter = BatchLimiter(num_rows, self._state, is_shared=is_shared)
         for batch in sorted(self._batches.values(), key=lambda batch: batch.id):
             if batch.is_open:
                 self._num_open.add(batch.owner, 1)

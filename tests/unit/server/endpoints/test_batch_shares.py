@@ -98,6 +98,33 @@ def test_the_lines_of_requests_that_run_are_bounded_in_bytes():
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize("num_bytes", [0, MAX_BYTES // 8], ids=["rows", "bytes"])
+@pytest.mark.parametrize("is_busy", [False, True], ids=["alone", "beside others"])
+def test_the_first_request_of_a_key_waits_for_none_of_another(num_bytes, is_busy):
+    async def scene():
+        state = ServerState()
+        asking = Asking(BatchLimiter(8, state, is_shared=True))
+        if is_busy:
+            state.enter()
+        for number in range(20):
+            asking.ask("a", f"a{number}", num_bytes)
+        await settle()
+        num_first = 4 if is_busy or num_bytes else 8
+        assert len(asking.order) == num_first
+        for name in ("b0", "b1", "c0"):
+            asking.ask(name[0], name, num_bytes // 8)
+        await settle()
+        assert {"b0", "c0"} <= {*asking.order[num_first:]}, "the engine's rows are divided by the engine"
+        await asking.end("b0")
+        await asking.end("a0")
+        assert "b1" in asking.order and f"a{num_first}" not in asking.order, "its turn comes before those of others"
+        for task in asking.tasks.values():
+            task.cancel()
+        await asyncio.gather(*asking.tasks.values(), return_exceptions=True)
+
+    asyncio.run(scene())
+
+
 def test_beside_other_requests_half_of_the_rows_are_left():
     async def scene():
         state = ServerState()
