@@ -107,6 +107,17 @@ def num_tokens_left(under_way: list[Sequence], waiting: RequestQueue) -> int:
     return sum(map(num_left, under_way)) + waiting.num_tokens
 
 
+def num_joining(running: list[Sequence], under_way: list[Sequence], waiting: RequestQueue, num_free_rows: int) -> int:
+    """Count the sequences that will soon decode: prompts `under_way`, and waiting ones for which there are rows.
+
+    Sequences that yield count only if all that run yield, since they must not make the steps of others longer.
+    """
+    is_urgent = not all(seq.request.yields for seq in running)
+    num_waiting = sum(len(seqs) for (yields, _), seqs in waiting.lines.items() if not (is_urgent and yields))
+    num_under_way = sum(not (is_urgent and seq.request.yields) for seq in under_way)
+    return num_under_way + min(num_waiting, num_free_rows)
+
+
 def num_left(seq: Sequence) -> int:
     """Tokens of `seq` that are known and not computed."""
     return len(seq.token_ids) - seq.num_computed_tokens
@@ -150,9 +161,18 @@ class StepBudget:
             room = min(room, int(max(0.0, self._max_step_s - step_s) / 2 / row_s))
         return room
 
-    def prompt_tokens(self, num_rows: int, room: int, num_left: int) -> int:
-        """Prompt tokens of a step that has `room` for them beside `num_rows` rows, drafts included. Prompts have
-        `num_left` tokens to compute, in this step and in later ones."""
+    def prompt_tokens(self, num_rows: int, room: int, num_left: int, num_joining: int = 0) -> int:
+        """Return the number of prompt tokens for a step with `room` for them beside `num_rows` rows, drafts included.
+
+        `num_left`: prompt tokens to compute in this step and later ones. `num_joining`: sequences that will soon decode
+        beside these rows. The step may take `RATIO` times as long as a step without prompts will take then. If the rows
+        of today set the limit, a step for few rows takes few prompt tokens, and the batch stays small, and the server
+        slow, as long as requests keep coming.
+
+        The estimates of time are wrong if other programs have slowed the machine down since steps without prompts ran,
+        and in a crowd no such step comes to correct them. But a prompt token costs no more than a row with the same
+        context, so a number of tokens in proportion to the rows is within the limit whatever the estimates are.
+        """
         measured = self._costs.measured
         if self._num_stages > 1 and measured is not None and measured.fixed_s:
             room = min(room, self._of_a_part(num_left, measured))
@@ -161,8 +181,11 @@ class StepBudget:
         rows_s = self._costs.seconds(num_rows)
         if rows_s is None:
             return room
-        limit_s = RATIO * rows_s if self._max_step_s is None else self._max_step_s
-        return min(room, max(FEWEST_TOKENS, self._costs.prompt_tokens_in(limit_s - rows_s, num_rows, room)))
+        fewest, limit_s, num_soon = FEWEST_TOKENS, self._max_step_s, num_rows + num_joining
+        if limit_s is None:
+            fewest = max(fewest, int(RATIO * num_soon) - num_rows)
+            limit_s = RATIO * max(rows_s, self._costs.seconds(num_soon) or 0.0)
+        return min(room, max(fewest, self._costs.prompt_tokens_in(limit_s - rows_s, num_rows, room)))
 
     def _of_a_part(self, num_left: int, cost: StepCost) -> int:
         """Tokens of each step when `num_left` tokens are divided into several, so that all stages have one to compute;

@@ -390,7 +390,10 @@ class Scheduler:
         `share`: most sequences that decode in one of several steps in flight."""
         num_rows = output.num_decodes + output.num_drafts
         num_left = policy.num_tokens_left(behind, self._waiting)
-        whole = self._budget.prompt_tokens(max(num_rows, share), most - num_rows, num_left)
+        num_joining = policy.num_joining(self._running, behind, self._waiting, len(self.requests.free_rows))
+        whole = self._budget.prompt_tokens(
+            max(num_rows, share), most - num_rows, num_left, num_joining // self._num_parts
+        )
         behind, last, is_urgent = policy.give_way(behind, self._waiting)
         budget = self._share_among_prompts(output, behind, whole, now)
         # A sequence that was just preempted must not get back at once the blocks that it gave up.

@@ -78,7 +78,9 @@ class StepCosts:
         if seconds <= 0:
             return
         if num_prompt_tokens:
-            rows_s = self.seconds(num_rows) if num_rows else 0.0
+            rows_s = self.seconds(num_rows)
+            if rows_s is None and not num_rows:
+                rows_s = 0.0  # the first step of all
             if num_prompt_tokens >= _TELLING_TOKENS and rows_s is not None:
                 rows_s += self._more_experts_s(num_rows, num_prompt_tokens)
                 self._token_s.append(max(0.0, seconds - rows_s) / num_prompt_tokens)

@@ -1,10 +1,14 @@
 """The division of a step among drafts and prompts, and the cost of steps, learnt from those that ran."""
 
 import random
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from oarlock.engine.scheduler.policy import FEWEST_TOKENS, RATIO, StepBudget
+from oarlock.engine.scheduler.policy import FEWEST_TOKENS, RATIO, StepBudget, num_joining
+from oarlock.engine.scheduler.request_queue import RequestQueue
+from oarlock.engine.scheduler.sequence import Sequence
 from oarlock.engine.scheduler.step_cost import StepCosts
 from oarlock.workers.config import StepCost
 
@@ -72,6 +76,39 @@ def test_one_slow_step_changes_little() -> None:
     costs.observe(4, 0, 3.0)
     costs.observe(4, 80, 5.0)
     assert budget.prompt_tokens(4, 2048, 10_000) == 80
+
+
+@pytest.mark.parametrize("token_s", [0.002, 0.1, 1.0])
+def test_in_a_crowd_prompts_get_the_time_of_the_rows_that_they_become(token_s: float) -> None:
+    """Whatever a token is believed to cost, it costs no more than a row: the batch grows until all rows run."""
+    costs = StepCosts(StepCost(fixed_s=0.1, token_s=0.002, context_s=0.0, logits_s=0.0))
+    budget = StepBudget(costs, None, 1)
+    for _ in range(20):
+        costs.observe(16, 0, 0.132)
+        costs.observe(16, 100, 0.132 + 100 * token_s)
+    alone, crowd = (budget.prompt_tokens(16, 2048, 10_000, num_joining) for num_joining in (0, 48))
+    assert alone >= 16 * (RATIO - 1) and crowd >= 64 * RATIO - 16
+    assert crowd >= alone + 48 * RATIO
+    assert StepBudget(costs, 0.133, 1).prompt_tokens(16, 2048, 10_000, 48) == FEWEST_TOKENS, "a given limit is kept"
+
+
+def test_sequences_that_yield_lengthen_no_step_of_others() -> None:
+    urgent, yielding = (SimpleNamespace(request=SimpleNamespace(yields=yields)) for yields in (False, True))
+    waiting = cast(RequestQueue, SimpleNamespace(lines={(True, "a"): [yielding] * 5, (False, "b"): [urgent] * 3}))
+
+    def joining(running: list[SimpleNamespace], under_way: list[SimpleNamespace], num_free_rows: int) -> int:
+        return num_joining(cast(list[Sequence], running), cast(list[Sequence], under_way), waiting, num_free_rows)
+
+    assert joining([urgent, yielding], [yielding], 64) == 3
+    assert joining([yielding, yielding], [yielding], 64) == 5 + 3 + 1
+    assert joining([urgent, yielding], [urgent], 2) == 2 + 1
+
+
+def test_a_prompt_alone_teaches_the_cost_of_its_tokens_without_that_of_the_step() -> None:
+    costs = StepCosts(StepCost(fixed_s=0.1, token_s=0.002, context_s=0.0, logits_s=0.0))
+    for _ in range(20):
+        costs.observe(0, 50, 0.2)
+    assert costs.prompt_token_s == pytest.approx(0.002)
 
 
 def test_prompts_always_go_on() -> None:
