@@ -24,6 +24,7 @@ from oarlock.server.endpoints.pooling.serving import OpenAIServingEmbedding
 from oarlock.server.endpoints.responses import serving as responses
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.serving import OpenAIServing
+from oarlock.server.endpoints.text_places import TextPlaces
 from oarlock.server.endpoints.tokenize import OpenAIServingTokenization
 from oarlock.server.http import pages
 from oarlock.server.http.api_keys import load_admin_key, load_keys
@@ -100,6 +101,7 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
     serving = OpenAIServing(settings, state, counters)
     app.state.serving = serving
     app.state.documents = MadeOnce()
+    app.state.text_places = TextPlaces(settings)
     for endpoint in (
         OpenAIServingCompletion,
         OpenAIServingChatCompletion,

@@ -3,7 +3,9 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from dataclasses import asdict, replace
+from array import array
+from dataclasses import asdict, fields, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
@@ -13,6 +15,7 @@ from oarlock.engine.errors import RequestError
 from oarlock.server.endpoints.response_writer import ResponseHead, ResponseOptions
 from oarlock.server.endpoints.schema import SamplingFields
 from oarlock.server.endpoints.serving import OpenAIServing
+from oarlock.server.endpoints.text_places import TextPlaces
 from oarlock.server.errors import DeadlineError
 from oarlock.server.http.request_record import (
     RequestRecord,
@@ -24,12 +27,14 @@ from oarlock.server.http.request_record import (
     salted,
 )
 from oarlock.server.http.server_sent_events import AnswerWriter, EventStream, until_disconnect, whole_response
-from oarlock.server.json_text import numbers, pieces_of
+from oarlock.server.json_text import dumps, numbers, pieces_of
 from oarlock.server.llm.generation import Generation, collect
 from oarlock.server.llm.input_processor import ProcessedRequest
 from oarlock.server.llm.output_processor import Delta
 from oarlock.server.llm.pooler_config import Task
 
+MOST_RENDERED = 16 << 20  # characters of the answer to a request that renders prompts
+_CHARACTERS_PER_ID = 8  # at most, of ids below ten million
 _BodyT = TypeVar("_BodyT", bound=SamplingFields)
 _ProcessedT = TypeVar("_ProcessedT", bound=ProcessedRequest)
 
@@ -120,30 +125,57 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
 
     async def render(self, request: Request, body: _BodyT, headers: dict[str, str], *, each: bool) -> Response:
         """The prompts and parameters that the engine would get, as JSON; nothing is generated. `each`: a list with one
-        object for each prompt, else the object of the only one. Routers read `token_ids` there."""
+        object for each prompt, else the object of the only one. Routers read `token_ids` there.
+
+        Raises `RequestError`, also for an answer that would be too long.
+        """
         model = self.check_model(body.model)
-        processed = await until_disconnect(request, self.process(body))
-        headers = self.reported(request, processed.ignored, headers)
+        render = partial(self._rendered, body, model, request_id_of(request.scope))
+        answers, ignored = await TextPlaces.of(request).run(request, render)
+        headers = self.reported(request, ignored, headers)
+        return await whole_response(pieces_of(answers if each else answers[0]), headers)
+
+    async def _rendered(
+        self, body: _BodyT, model: str, request_id: str
+    ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+        """Return one object for each prompt, and the fields that have no effect.
+
+        Raises `RequestError` if the whole answer would be too long.
+        """
+        processed = await self.process(body)
         per_prompt = len(processed.choices) // processed.num_prompts
         first = processed.choices[0].request
-        parameters: dict[str, Any] = asdict(first.params)
+        # Not `asdict`, which copies each of a hundred thousand `allowed_token_ids`.
+        parameters: dict[str, Any] = {one.name: getattr(first.params, one.name) for one in fields(first.params)}
+        parameters["grammar"] = None if first.params.grammar is None else asdict(first.params.grammar)
         parameters["seeds"] = [choice.request.params.seed for choice in processed.choices[:per_prompt]]
         del parameters["seed"]
         shared = {
             "object": "render",
-            "request_id": request_id_of(request.scope),
+            "request_id": request_id,
             "model": model,
             "choices_per_prompt": per_prompt,
             "max_model_len": self.max_len,
             "parameters": parameters | {"stop": body.stops, "priority": first.priority, "timeout": processed.timeout_s},
             "features": None,
         }
-        answers = []
-        for choice in processed.choices[::per_prompt]:
-            ids = choice.request.prompt_token_ids
-            text = await self.tokenizer.atext(ids)
+        # Arrays have a tenth of the memory of tuples, until the answer has been read.
+        prompts = [array("i", choice.request.prompt_token_ids) for choice in processed.choices[::per_prompt]]
+        shared_size = len(dumps(shared))
+        size = len(prompts) * shared_size + sum(map(len, prompts)) * _CHARACTERS_PER_ID
+        answers: list[dict[str, Any]] = []
+        while size <= MOST_RENDERED and len(answers) < len(prompts):
+            ids = prompts[len(answers)]
+            text = await self.tokenizer.atext(ids, self.tokenizer.special_ids, "prompt")
+            size += len(text)
             answers.append(shared | {"text": text, "token_ids": numbers(ids), "num_tokens": len(ids)})
-        return await whole_response(pieces_of(answers if each else answers[0]), headers)
+        if size > MOST_RENDERED:
+            message = (
+                f"The rendering of {len(prompts)} prompts would have more than {MOST_RENDERED} characters. The "
+                f"parameters stand beside each prompt and have {shared_size} of them. Render fewer prompts at a time."
+            )
+            raise RequestError(message, "prompt")
+        return answers, processed.ignored
 
     async def _process_in_time(self, body: _BodyT) -> _ProcessedT:
         """Call `process` within the time limit, and note the time it took. Raises `DeadlineError`."""

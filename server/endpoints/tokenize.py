@@ -1,5 +1,8 @@
 """`POST /tokenize` and `/detokenize`, with and without `/v1`: texts and conversations to token ids, and ids to text."""
 
+from array import array
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -16,9 +19,10 @@ from oarlock.server.endpoints.chat.schema import (
     as_chat,
 )
 from oarlock.server.endpoints.serving import OpenAIServing
+from oarlock.server.endpoints.text_places import TextPlaces
 from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.openapi import describe
-from oarlock.server.http.server_sent_events import until_disconnect, whole_response
+from oarlock.server.http.server_sent_events import whole_response
 from oarlock.server.json_text import InPieces, numbers, pieces_of
 from oarlock.server.llm.tokenizer import TooManyTokensError
 from oarlock.server.strict_model import MAX_PROMPT_IDS
@@ -32,7 +36,7 @@ class OpenAIServingTokenization(OpenAIServing):
     async def tokenize(self, request: Request, body: TokenFields, headers: dict[str, str]) -> Response:
         """The ids of a text or of a conversation's prompt. Raises `RequestError`."""
         self.check_model(body.model)
-        ids, ignored = await until_disconnect(request, self._ids(body))
+        ids, ignored = await TextPlaces.of(request).run(request, partial(self._ids, body))
         headers = self.reported(request, ignored, headers)
         answer: dict[str, Any] = {
             "count": len(ids),
@@ -45,21 +49,25 @@ class OpenAIServingTokenization(OpenAIServing):
     async def detokenize(self, request: Request, body: DetokenizeRequest, headers: dict[str, str]) -> Response:
         """The text of ids, special tokens by name. Raises `RequestError`."""
         self.check_model(body.model)
-        await self.async_llm.input_processor.check_ids(body.tokens, "tokens")
-        text = await self.tokenizer.atext(body.tokens)
+        text = await TextPlaces.of(request).run(request, partial(self._text, body.tokens))
         return await whole_response(pieces_of({"prompt": text}), headers)
 
-    async def _ids(self, body: TokenFields) -> tuple[list[int], tuple[str, ...]]:
+    async def _text(self, ids: list[int]) -> str:
+        await self.async_llm.input_processor.check_ids(ids, "tokens")
+        return await self.tokenizer.atext(ids, self.tokenizer.special_ids, "tokens")
+
+    async def _ids(self, body: TokenFields) -> tuple[Sequence[int], tuple[str, ...]]:
         """Return the token ids, and the fields that have no effect on them."""
         if isinstance(body, TokenizeRequest):
             return await self._encode(body.prompt, "prompt", body.add_special_tokens is not False), ()
         prompt = await render_prompt(self.tokenizer, as_chat(body))
         return await self._encode(prompt.text, "messages", False), prompt.ignored
 
-    async def _encode(self, text: str, param: str, marks: bool) -> list[int]:
+    async def _encode(self, text: str, param: str, marks: bool) -> Sequence[int]:
         """The ids of a text, however long the context is; no more than a request may hold."""
         try:
-            return await self.tokenizer.aencode(text, marks, most=MAX_PROMPT_IDS)
+            # An array has a tenth of the memory of a list, until the answer has been read.
+            return array("i", await self.tokenizer.aencode(text, marks, most=MAX_PROMPT_IDS, param=param))
         except TooManyTokensError as error:
             message = f"'{param}' has at least {error.at_least} tokens, at most {MAX_PROMPT_IDS} are listed. Send less."
             raise RequestError(message, param) from None

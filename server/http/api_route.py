@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from oarlock.engine.errors import RequestError
-from oarlock.server.errors import ClientGoneError, HttpError, answer_of, describe
+from oarlock.server.errors import ENDS_TASK, ClientGoneError, HttpError, answer_of, describe
 from oarlock.server.http.request_record import record_of, request_id_of
 from oarlock.server.observability.logs import event, logger
 
@@ -63,9 +63,9 @@ class ErrorHandlingRoute(APIRoute):
                 return Response(status_code=499)  # only the counters see it
             except HttpError as error:
                 return _answer(request, error)
-            except HTTPException:  # of the framework, which has a handler of its own
+            except (HTTPException, *ENDS_TASK):  # the framework has a handler for its own exceptions
                 raise
-            except Exception as error:
+            except BaseException as error:  # a panic of a Rust library is no `Exception`
                 described = describe(error)
                 if described.status == 500:
                     line = event("request_failed", request_id=request_id_of(request.scope), path=request.url.path)

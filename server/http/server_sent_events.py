@@ -17,9 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from oarlock.server.errors import ClientGoneError, HttpError, describe
+from oarlock.server.errors import ENDS_TASK, ClientGoneError, HttpError, describe
 from oarlock.server.http.request_record import FULL_S, RequestRecord
 from oarlock.server.llm.generation import Generation
+from oarlock.server.llm.loop_turns import turn
 from oarlock.server.llm.output_processor import Delta
 from oarlock.server.observability.logs import event, logger
 
@@ -127,10 +128,12 @@ async def _events(generation: Generation, writer: AnswerWriter, record: RequestR
             if chunk is not None:
                 yield chunk
             if not delta.num_tokens:  # one of many parts of a long prompt's scores
-                await asyncio.sleep(0)
+                await turn()
         for closing in writer.closing(generation):
             yield closing
-    except Exception as error:  # the 200 is sent: an error can only travel inside the stream
+    except ENDS_TASK:
+        raise
+    except BaseException as error:  # the 200 is sent: an error can only travel inside the stream
         answer = describe(error)
         record.failed(answer)
         unexpected = answer.status == 500 and answer.code is None
@@ -147,7 +150,7 @@ async def whole_response(parts: Iterator[str], headers: Mapping[str, str]) -> Re
     size = 0
     for part in parts:
         if written:
-            await asyncio.sleep(0)
+            await turn()
         written.append(part)
         size += len(part)
         if size > _WHOLE_CHARACTERS:
@@ -159,7 +162,7 @@ async def whole_response(parts: Iterator[str], headers: Mapping[str, str]) -> Re
 async def _in_turns(parts: Iterator[str]) -> AsyncIterator[str]:
     for part in parts:
         yield part
-        await asyncio.sleep(0)
+        await turn()
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, _T]) -> _T:

@@ -13,7 +13,30 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from oarlock.engine.errors import RequestError
+from oarlock.server.errors import ENDS_TASK
+from oarlock.server.observability.logs import event, logger
+
+# Ids that may wait for the rest of a character, which has four bytes at most: the window must not grow without end.
+_MOST_PENDING = 32
+_log = logger("tokenizer")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenizerError(RequestError):
+    """The checkpoint's tokenizer fails on a text or on token ids, or would take too much memory for them."""
+
+
+def tokenizer_error(error: BaseException, subject: str) -> BaseException:
+    """Return the exception to raise for `error`, which the `tokenizers` library raised on `subject`.
+
+    The library raises bare `Exception`, and a Rust panic is a `BaseException` that no handler of errors expects. Its
+    message may hold the client's text, so neither the answer nor the log has it.
+    """
+    if isinstance(error, ENDS_TASK):
+        return error
+    _log.warning(event("tokenizer_failed", cause=type(error).__name__, subject=subject))
+    return TokenizerError(f"The tokenizer of this model fails on {subject}. Send another text, or a shorter one.")
 
 
 class Backend(Protocol):
@@ -82,16 +105,18 @@ class BytesDetokenizer:
         # A prompt may end inside a character, and it decides whether this is the start of the text.
         for token_id in prompt_ids[-8:]:
             self.push((token_id,))
-        if prompt_ids and any(i not in token_bytes.skipped and token_bytes(i) for i in prompt_ids):
+        if self._strip and any(i not in token_bytes.skipped and token_bytes(i) for i in prompt_ids):
             self._strip = False
         self._skipped = token_bytes.skipped - kept_special_ids
 
     def push(self, ids: Sequence[int]) -> str:
-        known, data = self._bytes.known, b""
+        known, skipped = self._bytes.known, self._skipped
+        parts: list[bytes] = []
         for token_id in ids:
-            if token_id not in self._skipped:
+            if token_id not in skipped:
                 piece = known.get(token_id)
-                data += self._bytes(token_id) if piece is None else piece
+                parts.append(self._bytes(token_id) if piece is None else piece)
+        data = b"".join(parts)
         if self._strip and data:
             self._strip = False
             data = data.removeprefix(b" ")
@@ -124,7 +149,8 @@ class WindowDetokenizer:
     def _push(self, token_id: int) -> str:
         self._ids.append(token_id)
         text, before = self._window()
-        if len(text) <= len(before) or text.endswith("\ufffd"):
+        is_pending = len(text) <= len(before) or text.endswith("\ufffd")
+        if is_pending and len(self._ids) - self._returned < _MOST_PENDING:
             return ""
         self._start, self._returned = self._returned, len(self._ids)
         return text[len(before) :]
@@ -136,8 +162,11 @@ class WindowDetokenizer:
 
     def _window(self) -> tuple[str, str]:
         decode = self._backend.decode
-        before = decode(self._ids[self._start : self._returned], skip_special_tokens=True)
-        return decode(self._ids[self._start :], skip_special_tokens=True), before
+        try:
+            before = decode(self._ids[self._start : self._returned], skip_special_tokens=True)
+            return decode(self._ids[self._start :], skip_special_tokens=True), before
+        except BaseException as error:
+            raise tokenizer_error(error, "these token ids") from None
 
 
 def token_bytes_for(backend: Backend, decoder: dict[str, Any] | None, special_ids: frozenset[int]) -> TokenBytes | None:

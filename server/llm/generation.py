@@ -19,8 +19,9 @@ from oarlock.engine.client import AnswerQueue
 from oarlock.engine.errors import EngineError, RequestError, UnavailableError
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import EngineInfo, FinishReason, Request, TokenEvent
-from oarlock.server.errors import DeadlineError
+from oarlock.server.errors import ENDS_TASK, DeadlineError
 from oarlock.server.llm.admission_queue import AdmissionQueue
+from oarlock.server.llm.loop_turns import turn
 from oarlock.server.llm.output_processor import ABORT, TIMEOUT, ChoiceOutput, Delta, PromptProgress, parts_of
 
 PROGRESS_INTERVAL_S = 0.25  # between two reports on a prompt
@@ -292,9 +293,11 @@ class Generation:
                         if choice.finish_reason is not None:
                             return
                         if part is not event:  # a long prompt's scores: other tasks have a turn in between
-                            await asyncio.sleep(0)
+                            await turn()
             raise EngineError("The engine's answer ended without a reason.")
-        except Exception as error:  # whatever it is, this request's client gets it
+        except ENDS_TASK:
+            raise
+        except BaseException as error:  # whatever it is, this request's client gets it
             self.fail(error)
 
 

@@ -5,7 +5,6 @@ of all fields that constrain an answer; the engine compiles it, and refuses one 
 HTTP or conversations.
 """
 
-import asyncio
 import hashlib
 import json
 import re
@@ -21,8 +20,9 @@ from oarlock.server.endpoints.schema import CompletionRequest, SamplingFields
 from oarlock.server.llm.detokenizer import StopStringMatcher, StopStrings
 from oarlock.server.llm.generation import Engine
 from oarlock.server.llm.generation_config import GenerationConfig
+from oarlock.server.llm.loop_turns import turn
 from oarlock.server.llm.output_processor import ChoiceOutput, OutputOptions, StopFinders
-from oarlock.server.llm.tokenizer import Tokenizer, TooManyTokensError
+from oarlock.server.llm.tokenizer import MOST_DECODED, Tokenizer, TooManyTokensError
 
 MAX_SCORES = 8_000_000  # log-probabilities of prompts in one answer, kept until it is complete: 64 MB
 _WHOLE_CONTEXT = -1  # of truncate_prompt_tokens
@@ -72,7 +72,7 @@ class InputProcessor:
         prompts = [await self._prompt_ids(prompt, request) for prompt in request.prompts]
         echoes = None
         if request.echo:
-            echoes = [await self._echo(*pair, request) for pair in zip(request.prompts, prompts, strict=True)]
+            echoes = await self._echoes(prompts, request)
         # Ranking needs the probability of every token, shown or not.
         needs_scores = request.num_generated > (request.n or 1)
         logprobs = 0 if request.logprobs is None and needs_scores else request.logprobs
@@ -151,7 +151,7 @@ class InputProcessor:
                 wanted = Request(self._engine.new_request_id(), prompt_ids, params, request.priority or 0, salt)
                 choices.append(ChoiceOutput(len(choices), wanted, self.tokenizer, stops, output_options, stop_finders))
                 if not len(choices) % _CHOICES_AT_ONCE:
-                    await asyncio.sleep(0)
+                    await turn()
         if scored is not None:
             _check_scores(choices, scored, "logprobs" if request.prompt_logprobs is None else "prompt_logprobs")
         return ProcessedRequest(choices, len(prompts), request.timeout)
@@ -168,17 +168,18 @@ class InputProcessor:
         try:
             if keep is not None and keep <= most:
                 if request.truncation_side == "right":
-                    return await self._beginning(text, keep, marks)
-                return await self.tokenizer.aencode(text, marks, last=keep + 1)  # one more shows that some are cut
-            return await self.tokenizer.aencode(text, marks, most=most)
+                    return await self._beginning(text, keep, marks, param)
+                # One more shows that some are cut.
+                return await self.tokenizer.aencode(text, marks, last=keep + 1, param=param)
+            return await self.tokenizer.aencode(text, marks, most=most, param=param)
         except TooManyTokensError as error:
             raise self._does_not_fit(error.at_least, "at least ", max_tokens, param) from None
 
-    async def _beginning(self, text: str, keep: int, marks: bool) -> list[int]:
+    async def _beginning(self, text: str, keep: int, marks: bool, param: str) -> list[int]:
         """The ids of a text, or with what opens it at least the first `keep` of one that has more."""
-        first = await self.tokenizer.aencode(text, False, first=keep + 1)
+        first = await self.tokenizer.aencode(text, False, first=keep + 1, param=param)
         if len(first) <= keep:
-            return await self.tokenizer.aencode(text, marks)
+            return await self.tokenizer.aencode(text, marks, param=param)
         return [*self.tokenizer.opening, *first] if marks else first
 
     async def check_ids(self, ids: Sequence[int], param: str) -> None:
@@ -188,7 +189,7 @@ class InputProcessor:
             if max(ids[start : start + _IDS_AT_ONCE]) >= vocab_size:
                 _check_ids(ids, vocab_size, param)
             if len(ids) > _MANY_IDS:
-                await asyncio.sleep(0)
+                await turn()
 
     def check_length(self, num_prompt: int, max_tokens: int | None, param: str = "prompt") -> None:
         """Raises `ContextLengthError`, with all the numbers, for a prompt that leaves no room for an answer."""
@@ -229,13 +230,28 @@ class InputProcessor:
         behind = await self.encode(suffix, request, limit, "suffix", False)
         return [*opening, before, *prompt, between, *behind, after]
 
+    async def _echoes(self, prompts: Sequence[tuple[int, ...]], request: CompletionRequest) -> list[str]:
+        """Return each prompt as text. Raises `RequestError` if the answer would have more of it than it may."""
+        echoes: list[str] = []
+        size = 0
+        for given, whole in zip(request.prompts, prompts, strict=True):
+            echoes.append(await self._echo(given, whole, request))
+            size += len(echoes[-1]) * request.num_generated
+            if size > MOST_DECODED:
+                message = (
+                    f"'echo' would repeat more than {MOST_DECODED} characters of prompts in the answer: each once "
+                    "for each of its choices. Ask for fewer prompts or choices, or leave 'echo' out."
+                )
+                raise RequestError(message, "echo")
+        return echoes
+
     async def _echo(self, given: str | list[int], whole: tuple[int, ...], request: CompletionRequest) -> str:
         """The prompt as text: as it was given, unless ids were, or something is cut away."""
         kept = self._fitted(whole, request, request.max_tokens or 0, "prompt")
         if isinstance(given, str) and len(whole) == len(kept):
             return given
         shown = self.tokenizer.special_ids if request.skip_special_tokens is False else frozenset[int]()
-        return await self.tokenizer.run(lambda: self.tokenizer.decode(kept, shown), len(kept))
+        return await self.tokenizer.atext(kept, shown, "echo")
 
     def _fitted(
         self, ids: tuple[int, ...], request: SamplingFields, max_tokens: int | None, param: str

@@ -25,15 +25,23 @@ from oarlock.server.llm.chat_template import MOST_CHARACTERS, ChatTemplate, read
 from oarlock.server.llm.detokenizer import (
     BytesDetokenizer,
     Detokenizer,
+    TokenizerError,
     WindowDetokenizer,
     token_bytes_for,
+    tokenizer_error,
 )
 from oarlock.server.llm.text_pieces import TextPieces, pieces_for
 
 _T = TypeVar("_T")
 _DECODED_AT_ONCE = 1 << 14  # ids; joining the bytes of a million would hold the GIL for too long
+# Characters or ids of an input from which it shares a thread with its like only, so that shorter ones do not wait.
+_MEDIUM = 16 * 1024  # about a hundredth of a second's work
 _LONG = 256 * 1024  # about a quarter of a second's work
 _PIECE = 64 * 1024  # characters of a long text that are tokenized at once
+# Greatest size in UTF-8 of a text that is tokenized at once because it cannot be cut into pieces. With the demo model
+# this took at most 0.7 s and 160 MiB, whatever the characters.
+MOST_UNCUT_BYTES = 512 * 1024
+MOST_DECODED = 16 << 20  # characters of a text that is made of token ids
 _SAMPLE = "a"
 _MOST_BYTES = 512 << 20  # of tokenizer.json; those of the largest vocabularies have a tenth of it
 _MOST_ID = 2**31 - 2  # ids are sent as int32, and one more is counted
@@ -94,6 +102,7 @@ class Tokenizer:
         self._pieces = pieces_for(described) if self._added_ids is not None else TextPieces()
         self.template = ChatTemplate.from_config(config, self._names, template_file)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+        self._medium_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-medium")
         self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
         self._uncut_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-uncut")
 
@@ -151,9 +160,15 @@ class Tokenizer:
         return self._added_ids[1] if self._added_ids else []
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`, with the special tokens that the checkpoint adds to a text (such as a BOS)."""
+        """The ids of `text`, with the special tokens that the checkpoint adds to a text (such as a BOS).
+
+        For texts of a bounded length. Raises `TokenizerError`.
+        """
         # Only the batch method releases the GIL: a long text must not block the event loop.
-        ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        try:
+            ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except BaseException as error:
+            raise tokenizer_error(error, "this text") from None
         return self._with_bos(ids, text) if add_special_tokens else ids
 
     def _with_bos(self, ids: list[int], text: str) -> list[int]:
@@ -194,15 +209,28 @@ class Tokenizer:
         most: int | None = None,
         first: int | None = None,
         last: int | None = None,
+        param: str | None = None,
     ) -> list[int]:
         """Encode a text in this tokenizer's threads, as `encode` does; cancelling ends the work on a long text.
 
         `most`: raises `TooManyTokensError` as soon as it is certain that the text has more. `last`: only so many ids
         from the end are needed; of a long text little more than these is tokenized and returned. `first`: only so many
-        from the beginning, without special tokens.
+        from the beginning, without special tokens. `param` names the field of the text in errors.
+
+        Raises `TokenizerError` if the library fails, and if a part that is needed is too long and cannot be cut.
         """
         assert first is None or not add_special_tokens
+        try:
+            return await self._encode_long(text, add_special_tokens, most, first, last)
+        except TokenizerError as error:
+            error.param = param
+            raise
+
+    async def _encode_long(
+        self, text: str, add_special_tokens: bool, most: int | None, first: int | None, last: int | None
+    ) -> list[int]:
         if len(text) <= _PIECE or self._added_ids is None:
+            _check_uncut(text)
             whole = partial(self.encode, text, add_special_tokens=add_special_tokens)
             return await self.run(whole, len(text), is_uncut=len(text) > _LONG)
         least = 0 if most is None else await self.run(lambda: self._pieces.least_tokens(text), len(text))
@@ -214,7 +242,9 @@ class Tokenizer:
         parts: list[list[int]] = []
         count = 0
         for start, end in places:  # one piece at a time: texts that share a thread take turns
-            work = partial(self.encode, text[start:end], add_special_tokens=False)
+            piece = text[start:end]
+            _check_uncut(piece)
+            work = partial(self.encode, piece, add_special_tokens=False)
             parts.append(await self.run(work, len(text), is_uncut=end - start > _LONG))
             count += len(parts[-1])
             if most is not None and count > most:
@@ -243,16 +273,32 @@ class Tokenizer:
         return WindowDetokenizer(self.backend, prompt_ids, kept_special_ids & self._special)
 
     def decode(self, ids: Sequence[int], kept_special_ids: frozenset[int] = frozenset()) -> str:
-        """The text of `ids`, equal to what a stream of pieces makes up."""
+        """The text of `ids`, equal to the joined pieces of a stream.
+
+        Raises `TokenizerError`, also if the text is too long.
+        """
         detokenizer = self.detokenizer((), kept_special_ids)
-        pieces = [
-            detokenizer.push(ids[start : start + _DECODED_AT_ONCE]) for start in range(0, len(ids), _DECODED_AT_ONCE)
-        ]
+        pieces: list[str] = []
+        size = 0
+        for start in range(0, len(ids), _DECODED_AT_ONCE):
+            pieces.append(detokenizer.push(ids[start : start + _DECODED_AT_ONCE]))
+            size += len(pieces[-1])
+            if size > MOST_DECODED:
+                raise TokenizerError(
+                    f"The text of these token ids has more than {MOST_DECODED} characters. Send fewer ids at a time."
+                )
         return "".join(pieces) + detokenizer.flush()
 
-    async def atext(self, ids: Sequence[int]) -> str:
-        """The text of `ids` with special tokens by name."""
-        return await self.run(lambda: self.decode(ids, self._special), len(ids))
+    async def atext(self, ids: Sequence[int], kept_special_ids: frozenset[int], param: str) -> str:
+        """The text of `ids`, made in this tokenizer's threads. `param` names the field of the ids in errors.
+
+        Raises as `decode` does.
+        """
+        try:
+            return await self.run(lambda: self.decode(ids, kept_special_ids), len(ids))
+        except TokenizerError as error:
+            error.param = param
+            raise
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; a special token's are its name."""
@@ -273,7 +319,7 @@ class Tokenizer:
     def close(self) -> None:
         """End the threads and the processes that render. Work that has not begun is cancelled."""
         self.template.close()
-        for pool in (self._pool, self._long_pool, self._uncut_pool):
+        for pool in (self._pool, self._medium_pool, self._long_pool, self._uncut_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _ids_of(self, token: str | None) -> tuple[int, ...]:
@@ -283,11 +329,21 @@ class Tokenizer:
     async def run(self, work: Callable[[], _T], size: int, *, is_uncut: bool = False) -> _T:
         """The result of `work`, done by this tokenizer's threads.
 
-        `size`: characters or ids of the input. Long inputs share one thread, so that short ones never wait for them;
-        long texts that cannot be cut into pieces (`is_uncut`) share another.
+        `size`: characters or ids of the input. Inputs of medium size share one thread and long ones another, so that
+        short ones never wait for them; long texts that cannot be cut into pieces (`is_uncut`) share a third.
         """
-        pool = self._uncut_pool if is_uncut else self._pool if size < _LONG else self._long_pool
+        pool = self._pool if size < _MEDIUM else self._medium_pool if size < _LONG else self._long_pool
+        pool = self._uncut_pool if is_uncut else pool
         return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
+def _check_uncut(text: str) -> None:
+    """Raise `TokenizerError` for a text that is too long to be tokenized at once."""
+    if len(text) * 4 > MOST_UNCUT_BYTES and (size := len(text.encode(errors="replace"))) > MOST_UNCUT_BYTES:
+        raise TokenizerError(
+            f"A part of the text has {size} bytes without a place where it can be divided, such as a space between "
+            f"words, and at most {MOST_UNCUT_BYTES} can be tokenized at once. Send less, or divide that part."
+        )
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:

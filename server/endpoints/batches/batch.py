@@ -21,7 +21,7 @@ from oarlock.server.endpoints.pooling.serving import OpenAIServingEmbedding
 from oarlock.server.endpoints.responses.schema import ResponsesRequest
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.schema import CompletionRequest, SamplingFields
-from oarlock.server.errors import describe, error_bytes
+from oarlock.server.errors import ENDS_TASK, describe, error_bytes
 from oarlock.server.http.large_body import LargeBodies, takes_long
 from oarlock.server.http.request_body import ignored_parameters, parse
 from oarlock.server.observability.logs import event, logger
@@ -135,9 +135,9 @@ class BatchRun:
         """Its status and body. Raises `EngineDeadError`."""
         try:
             return 200, await self._tried(request, request_id)
-        except EngineDeadError:
+        except (EngineDeadError, *ENDS_TASK):
             raise
-        except Exception as error:  # as over HTTP: whatever it is, this request's answer says so
+        except BaseException as error:  # as over HTTP: whatever it is, this request's answer says so
             failure = describe(error)
             if failure.status == 500 and failure.code is None:  # a mistake of ours, of which it has no details
                 _log.error(event("request_failed", custom_id=request.custom_id), exc_info=error)

@@ -31,7 +31,7 @@ from oarlock.server.endpoints.batches.directory import (
 )
 from oarlock.server.endpoints.batches.key_shares import BatchLimiter, FairLimiter, KeyNames, KeyQuota
 from oarlock.server.endpoints.batches.schema import BatchRequest, WrongBatchError
-from oarlock.server.errors import HttpError, retry_after
+from oarlock.server.errors import ENDS_TASK, HttpError, retry_after
 from oarlock.server.http.large_body import LargeBodies
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.observability.logs import event, logger
@@ -214,7 +214,9 @@ class BatchRunner:
             except OSError as error:
                 code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "disk_error"
                 await self._fail(job, code, f"The answers cannot be written: {error.strerror}.")
-            except Exception as error:  # whatever it is, it ends this batch and no other
+            except ENDS_TASK:
+                raise
+            except BaseException as error:  # whatever it is, it ends this batch and no other
                 _log.error(event("batch_failed", batch=batch.id), exc_info=error)
                 await self._fail(job, "internal_error", "Internal error. The server's log has the details.")
         finally:
@@ -338,7 +340,9 @@ class BatchRunner:
                 await self._finish_answers(job, "failed")
             batch.outcome = "failed"
             await self._publish(job)
-        except Exception as error:  # not even that: it is tried again with the next start
+        except ENDS_TASK:
+            raise
+        except BaseException as error:  # not even that: it is tried again with the next start
             _log.error(event("batch_not_kept", batch=batch.id), exc_info=error)
             batch.enter("failed")
 

@@ -9,9 +9,10 @@ from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion, ProcessedChat
 from oarlock.server.endpoints.messages.schema import CountTokensRequest, MessagesRequest
 from oarlock.server.endpoints.messages.translate import MessagesTurn, MessagesWriter, renamed, turn_of
+from oarlock.server.endpoints.text_places import TextPlaces
 from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.openapi import describe
-from oarlock.server.http.server_sent_events import AnswerWriter, until_disconnect
+from oarlock.server.http.server_sent_events import AnswerWriter
 from oarlock.server.json_text import dumps
 from oarlock.server.llm.generation import Generation
 
@@ -33,7 +34,7 @@ class AnthropicServingMessages(OpenAIServingChatCompletion):
         """The tokens of the prompt that a request would have. Raises `RequestError`."""
         self.check_model(body.model)
         try:
-            processed = await until_disconnect(request, self.process(turn_of(body)))
+            processed = await TextPlaces.of(request).run(request, lambda: self.process(turn_of(body)))
             headers = self.reported(request, processed.ignored, headers)
         except RequestError as error:
             raise renamed(error) from None

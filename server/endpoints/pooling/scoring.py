@@ -147,7 +147,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
         return prompts
 
 
-_MAX_CHARACTERS = 64 * 1024 * 1024  # of a rendered prompt; bodies are smaller
+_MAX_ADDED = 64 * 1024  # characters that a template may add to four times its input, as for conversations
 _MARK = "\u2e28document\u2e29"  # in place of one, to find what follows it
 # The format of Qwen3-Reranker's model card, with its default task.
 _QWEN_TASK = "Given a web search query, retrieve relevant passages that answer the query"
@@ -185,7 +185,8 @@ class PairPrompt:
         turns = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         if self._instruction:
             turns.insert(0, {"role": "system", "content": self._instruction})
-        return await self._template.render(turns, True, _MAX_CHARACTERS)
+        size = sum(len(turn["content"]) for turn in turns)
+        return await self._template.render(turns, True, 4 * size + _MAX_ADDED)
 
 
 def cosine(first: np.ndarray, second: np.ndarray) -> float:

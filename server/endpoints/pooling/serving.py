@@ -86,14 +86,14 @@ class TextIds:
         keep = self._kept(truncate)
         most = (self.max_len if keep is None else keep) - len(behind)
         try:
-            ids, at_least = await self._tokenizer.aencode(text, marks, most=most), 0
+            ids, at_least = await self._tokenizer.aencode(text, marks, most=most, param=param), 0
         except TooManyTokensError as error:
             ids, at_least = [], error.at_least
         if max(at_least, len(ids)) > most:
             if keep is None:
                 number = f"at least {at_least + len(behind)}" if at_least else str(len(ids) + len(behind))
                 raise self._too_long(number, param)
-            ids = await self._beginning(text, most, marks)
+            ids = await self._beginning(text, most, marks, param)
         ids = [*ids, *behind]
         if not ids:
             raise RequestError(f"'{param}' has an empty text, of which this model makes no token.", param)
@@ -133,20 +133,20 @@ class TextIds:
             if room < 2:
                 message = "'truncate_prompt_tokens' leaves no token of the texts. Raise it."
                 raise RequestError(message, "truncate_prompt_tokens")
-            return (await self._tokenizer.aencode(text, False, first=room))[:room]
+            return (await self._tokenizer.aencode(text, False, first=room, param=param))[:room]
         try:
-            return await self._tokenizer.aencode(text, False, most=self.max_len)
+            return await self._tokenizer.aencode(text, False, most=self.max_len, param=param)
         except TooManyTokensError as error:
             raise self._too_long(f"at least {error.at_least}", param) from None
 
-    async def _beginning(self, text: str, most: int, marks: bool) -> list[int]:
+    async def _beginning(self, text: str, most: int, marks: bool, param: str) -> list[int]:
         """The first tokens of a text that has more than `most`, with what is put around it."""
         opening, closing = (self._tokenizer.opening, self._tokenizer.closing) if marks else ([], [])
         room = most - len(opening) - len(closing)
         if room < 1:
             message = "'truncate_prompt_tokens' leaves no token of the text. Raise it."
             raise RequestError(message, "truncate_prompt_tokens")
-        own = await self._tokenizer.aencode(text, False, first=room)
+        own = await self._tokenizer.aencode(text, False, first=room, param=param)
         return [*opening, *own[:room], *closing]
 
     async def of_ids(self, ids: Sequence[int], param: str, *, truncate: int | None) -> tuple[int, ...]:
