@@ -3,6 +3,10 @@
 A rendering that has not ended after a moment is started again among the slow ones, which have places of their own and
 give way to other work: so a template that runs into its limits on some conversations does not keep those of other
 clients waiting.
+
+The limits of a template are the processor's time and memory, and the process itself reports that one was reached. No
+answer at all is the fault of a process that was killed or stopped: it is replaced, the rendering is tried once more,
+and after that the request fails with 503.
 """
 
 import asyncio
@@ -13,8 +17,9 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 
-from oarlock.engine.errors import EngineError, RequestError
+from oarlock.engine.errors import EngineError, RequestError, UnavailableError
 from oarlock.engine.python_child import start_python
 from oarlock.server.llm.template_messages import ANSWER, CPU_LIMIT_S, MEMORY_LIMIT_BYTES, Kind, request
 from oarlock.server.observability.logs import event, logger
@@ -25,11 +30,16 @@ _NUM_QUICK = 4  # renderings at once
 _NUM_SLOW = 2
 _NICENESS = 5  # of slow ones: requests that are being answered come first
 _ATTEMPTS = 2  # the processes may have been lost for a reason that has nothing to do with this rendering
-_START_TIMEOUT_S = 10.0
 _READ_AT_ONCE = 1 << 18
 _MAX_BYTES_PER_CHARACTER = 4
 _MAX_OTHER_BYTES = 4096  # of an error
 _TOO_MUCH = f"takes more than {MEMORY_LIMIT_BYTES >> 20} MiB of memory, or nests too deeply,"
+_LOST = "The process that renders chat templates was lost or stopped, and so was the one after it. Send this again."
+_LOST_CODE = "template_process_lost"
+# Signals by which a limit ends a renderer. The first is that of the processor's time; deep recursion and a library
+# without memory cause the others.
+_LIMIT_SIGNALS = frozenset(str(int(one)) for one in (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS))
+_LEFT_ITSELF = "0"  # the process ended without a signal: memory ran out outside of a rendering
 _log = logger("chat_template")
 
 Answer = tuple[Kind, str]
@@ -48,7 +58,7 @@ class TemplateLimitError(RequestError):
 
 
 class _LostError(Exception):
-    """The connection ended without an answer."""
+    """The renderer ended without an answer, or does not answer, and no limit of the template is the reason."""
 
 
 class RendererProcesses:
@@ -62,6 +72,7 @@ class RendererProcesses:
         self._num_users = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self.generation = 0  # number of times that all processes were ended
 
     def acquire(self) -> None:
         """Count one user more."""
@@ -95,16 +106,33 @@ class RendererProcesses:
                         return ours
         raise AssertionError("unreachable")
 
+    def end_stopped(self) -> bool:
+        """End all processes if one of them is stopped by a signal, and return whether that was so."""
+        with self._lock:
+            process = self._process
+            if process is None or not any(map(_is_stopped, (process.pid, *_children(process.pid)))):
+                return False
+            _log.warning(event("chat_template_process_stopped", pid=process.pid, fix="none: it is started again"))
+            self._stop()
+            return True
+
+    def end(self, generation: int) -> None:
+        """End all processes of a generation, which do not answer. The next connection starts them again."""
+        with self._lock:
+            if generation == self.generation:
+                self._stop()
+
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
             self._process = start_python(["-m", "oarlock.server.llm.template_process", "--fd", str(fd)], pass_fds=(fd,))
-        ours.settimeout(_START_TIMEOUT_S)
+        ours.setblocking(False)  # full when the process has taken no connection for long: it is started again
         self._control = ours
         _log.info(event("chat_template_process_started", pid=self._process.pid))
 
     def _stop(self) -> None:
+        self.generation += 1
         control, self._control = self._control, None
         process, self._process = self._process, None
         if control is not None:
@@ -112,6 +140,22 @@ class RendererProcesses:
         if process is not None:
             process.kill()
             process.wait()
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that `pid` has started; none on systems that do not tell."""
+    try:
+        return [int(name) for name in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger, on Linux."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] in ("T", "t")
+    except OSError:
+        return False
 
 
 processes = RendererProcesses()  # one for all templates of this process
@@ -142,9 +186,10 @@ class TemplateRenderers:
                 kind, size = ANSWER.unpack(header)
                 answer = Kind(kind), _received(connection, min(size, _MAX_OTHER_BYTES)).decode("utf-8", "replace")
                 self._check(answer, 0)
-            except TimeoutError:
+            except TimeoutError:  # by the clock, where only the processor's time is the template's own
                 connection.close()
-                raise TemplateLimitError(self._too_long) from None
+                processes.end(processes.generation)
+                continue
             except (OSError, _LostError):
                 connection.close()
                 continue
@@ -157,7 +202,7 @@ class TemplateRenderers:
         raise EngineError("The process that renders chat templates ends before it has answered.")
 
     async def render(self, job: bytes, max_characters: int) -> Answer:
-        """The answer to a rendering, at once or after its turn. Raises `TemplateLimitError` and `EngineError`.
+        """The answer to a rendering, at once or after its turn. Raises `TemplateLimitError` and `UnavailableError`.
 
         Cancelling it ends the work.
         """
@@ -168,17 +213,17 @@ class TemplateRenderers:
             async with self._quick:
                 return await self._ask(job, max_characters)
         async with self._slow:
-            try:
-                return await self._ask(job, max_characters, is_slow=True)
-            except TimeoutError:
-                raise _stopped(self._too_long) from None
+            return await self._ask(job, max_characters, is_slow=True)
 
     def close(self) -> None:
         """Kill all renderers. The next rendering would start them again."""
-        while self._idle:
-            self._idle.pop().close()
+        self._close_idle()
         if self._release is not None:
             self._release()
+
+    def _close_idle(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
 
     def _connect(self) -> socket.socket:
         if self._release is None or not self._release.alive:
@@ -190,22 +235,30 @@ class TemplateRenderers:
             raise EngineError(f"The process that renders chat templates does not start: {error}.") from None
 
     async def _ask(self, job: bytes, max_characters: int, *, is_slow: bool = False) -> Answer:
-        """Send a job to a renderer. Raises `TimeoutError`.
+        """Send a job to a renderer. Raises `TimeoutError` unless `is_slow`, and `UnavailableError`.
 
-        Any error ends the renderer, and so does a slow rendering.
+        Any error ends the renderer, and so does a slow rendering. If one was lost, the idle ones may be as well.
         """
         most = max(max_characters * _MAX_BYTES_PER_CHARACTER, _MAX_OTHER_BYTES)
-        for _ in range(_ATTEMPTS):
+        num_lost = 0
+        while num_lost < _ATTEMPTS:
             connection, opening = self._renderer(is_slow)
+            generation = processes.generation
             try:
                 async with asyncio.timeout(_PATIENCE_S if is_slow else _QUICK_S):
                     answer = await _exchange(connection, opening + job, most)
                 self._check(answer, max_characters)
             except TimeoutError:
                 connection.close()
-                raise
+                if not processes.end_stopped() and not is_slow:
+                    raise
+                self._close_idle()
+                num_lost += 1
+                continue
             except (OSError, _LostError):
                 connection.close()
+                self._close_idle()
+                num_lost += generation == processes.generation  # else another rendering has ended all processes
                 continue
             except BaseException:
                 connection.close()
@@ -215,7 +268,9 @@ class TemplateRenderers:
             else:
                 self._idle.append(connection)
             return answer
-        raise EngineError("The process that renders chat templates ends before it has answered.")
+        if is_slow:
+            processes.end(generation)  # whatever their state is: the next rendering starts them again
+        raise UnavailableError(_LOST, _LOST_CODE)
 
     def _renderer(self, is_slow: bool) -> tuple[socket.socket, bytes]:
         """A renderer, and what it has to be sent first."""
@@ -228,6 +283,8 @@ class TemplateRenderers:
     def _check(self, answer: Answer, max_characters: int) -> None:
         """Raise `TemplateLimitError` for what was stopped, and log it for the operator."""
         kind, text = answer
+        if kind is Kind.KILLED and text not in (*_LIMIT_SIGNALS, _LEFT_ITSELF):
+            raise _LostError
         if kind is Kind.KILLED:
             raise _stopped(self._too_long if text == str(int(signal.SIGPROF)) else _TOO_MUCH)
         if kind is Kind.OUT_OF_MEMORY:
