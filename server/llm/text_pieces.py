@@ -18,6 +18,11 @@ _NORMAL_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 _SPACES = tuple(chr(code) for code in range(0x3001) if chr(code).isspace())
 _METASPACE = "▁"  # how SentencePiece writes a space
 _WORD = "[A-Za-z0-9]"
+_EAST_ASIAN = "一-龥ぁ-ゖァ-ヺ"  # Han and kana, which are written without spaces
+# Letters that end in a letter in the forms NFC and NFKC. A long text in them may have no ASCII letter before a space.
+_LETTERS = f"[A-Za-z0-9À-ÖØ-öø-ľŁ-ɏΑ-ΡΣ-Ωα-ωЀ-ҁא-ת가-힣{_EAST_ASIAN}]"
+# Punctuation that ends a run of such letters for each of the patterns below, in whatever normal form.
+_EAST_ASIAN_MARKS = "，。！？；：、"  # noqa: RUF001
 
 # The alternatives of published patterns. None can match white space behind an ASCII letter or digit, and none looks
 # further than one character ahead: such a place is the border of two matches wherever the text begins or ends.
@@ -44,6 +49,11 @@ _BRANCHES = frozenset(
         r" ?[^\s\p{L}\p{N}]++[\r\n]*",
         r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
         r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+        # Of DeepSeek's, after a pattern that has isolated the digits.
+        "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",
+        r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+        r" ?[\p{P}\p{S}]+[\r\n]*",
         r"\s*[\r\n]",
         r"\s*[\r\n]+",
         r"\s+(?!\S)",
@@ -61,7 +71,9 @@ class TextPieces:
     in_bytes: bool = False
     shrinks: bool = False  # the text is brought to a normal form first
     stripping_tokens: tuple[str, ...] = ()  # added tokens that include any white space around them
-    cuts: str = ""  # the characters before which a text may be cut, when an ASCII letter or digit precedes
+    cuts: str = ""  # the characters before which a text may be cut, when a letter or digit of `word` precedes
+    word: str = _WORD
+    cuts_marks: bool = False  # it may also be cut between an East Asian letter and a mark
     drops_space: bool = False  # each piece gets a `▁` at its start, which stands for the space: it is left out
 
     def least_tokens(self, text: str) -> int:
@@ -91,7 +103,10 @@ class TextPieces:
 
     def _cut(self, text: str, start: int) -> int | None:
         """The first place to cut from `start` on. Searched in strides: the GIL is released between two."""
-        place = re.compile(f"(?<={_WORD})[{self.cuts}]" + (f"(?={_WORD})" if self.drops_space else ""))
+        pattern = f"(?<={self.word})[{self.cuts}]" + (f"(?={self.word})" if self.drops_space else "")
+        if self.cuts_marks:
+            pattern += f"|(?<=[{_EAST_ASIAN}])[{_EAST_ASIAN_MARKS}]"
+        place = re.compile(pattern)
         for stride in range(start, len(text), _STRIDE):
             found = place.search(text, stride, stride + _STRIDE)
             if found is not None:
@@ -108,10 +123,14 @@ def pieces_for(described: dict[str, Any]) -> TextPieces:
         return TextPieces()
     in_bytes = any(step["type"] == "ByteLevel" for step in splitters)
     added = described.get("added_tokens", [])
-    spaces = {" ": "Ġ", "\n": "Ċ"} if in_bytes else {" ": f" {_METASPACE}", "\n": "\n"}
-    cuts, drops_space = _cuts(normalizers, splitters, added)
     words = "\0".join(model["vocab"])
-    cuts = "".join(cut for cut in cuts if not re.search(f"{_WORD}[{spaces[cut]}]", words))
+    letters = [_LETTERS, _WORD] if _composes(normalizers) and (_isolates(splitters) or not in_bytes) else [_WORD]
+    cuts, word, drops_space = "", _WORD, False
+    for word in letters:
+        cuts, drops_space = _cuts(normalizers, splitters, added, word)
+        cuts = "".join(cut for cut in cuts if not _is_crossed(words, word, cut, in_bytes))
+        if cuts:
+            break
     if model.get("fuse_unk") and not _has_bytes(model):  # one unknown token may lie across any place
         cuts = ""
     longest = longest_word = 0
@@ -127,12 +146,14 @@ def pieces_for(described: dict[str, Any]) -> TextPieces:
         shrinks=any(step["type"] in _NORMAL_FORMS for step in normalizers),
         stripping_tokens=tuple(token["content"] for token in added if token["lstrip"] or token["rstrip"]),
         cuts=cuts,
+        word=word,
+        cuts_marks=bool(cuts) and word == _LETTERS and in_bytes and not _has_marks(added),
         drops_space=drops_space,
     )
 
 
 def _cuts(
-    normalizers: list[dict[str, Any]], splitters: list[dict[str, Any]], added: list[dict[str, Any]]
+    normalizers: list[dict[str, Any]], splitters: list[dict[str, Any]], added: list[dict[str, Any]], word: str
 ) -> tuple[str, bool]:
     """Characters before which a text may be cut, unless a token of the model lies across; and `drops_space`."""
     drops_space = any(step["type"] == "Prepend" for step in normalizers)
@@ -142,13 +163,36 @@ def _cuts(
         return "", False
     for token in added:
         content = token["content"]
-        if re.search(f"{_WORD}[ \n{_METASPACE}]", content) or (token["single_word"] and content[:1].isspace()):
+        if re.search(f"{word}[ \n{_METASPACE}]", content) or (token["single_word"] and content[:1].isspace()):
             return "", False
-        if (token["rstrip"] or drops_space) and re.search(f"{_WORD}$", content):
+        if (token["rstrip"] or drops_space) and re.search(f"{word}$", content):
             return "", False
-        if drops_space and re.match(_WORD, content):
+        if drops_space and re.match(word, content):
             return "", False
     return (" " if drops_space or metaspace else " \n"), drops_space
+
+
+def _is_crossed(words: str, word: str, cut: str, in_bytes: bool) -> bool:
+    """Whether a token of the model lies across a place before `cut`. Bytes of letters other than ASCII are not looked
+    at: only a tokenizer that isolates words may cut behind them."""
+    if in_bytes:
+        return re.search(f"{_WORD}[{'Ġ' if cut == ' ' else 'Ċ'}]", words) is not None
+    return re.search(f"{word}[{f' {_METASPACE}' if cut == ' ' else cut}]", words) is not None
+
+
+def _composes(normalizers: list[dict[str, Any]]) -> bool:
+    """Whether no normalizer takes marks off letters, which would stand between a letter and the space behind it."""
+    return not any(step["type"] in ("NFD", "NFKD") for step in normalizers)
+
+
+def _isolates(splitters: list[dict[str, Any]]) -> bool:
+    """Whether a pattern separates words, so that no token lies across the border of two."""
+    return any("Regex" in step.get("pattern", ()) or step.get("use_regex") for step in splitters)
+
+
+def _has_marks(added: list[dict[str, Any]]) -> bool:
+    """Whether an added token could be found on one side only of a place before an East Asian mark."""
+    return any(re.search(f"[{_EAST_ASIAN_MARKS}]", token["content"]) for token in added)
 
 
 def _keeps_characters(step: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 import threading
 import unicodedata
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
-from oarlock.server.llm.text_pieces import TextPieces, pieces_for
+from oarlock.server.llm.text_pieces import _EAST_ASIAN_MARKS, _LETTERS, TextPieces, pieces_for
 from oarlock.server.llm.tokenizer import Tokenizer, TooManyTokensError
 
 DEMO = Path(__file__).resolve().parents[4] / "models" / "oarlock-demo" / "tokenizer.json"
@@ -29,9 +30,15 @@ TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"""|\s*[\r\n]+|\s+(?!\S)|\s+""",
+)
 CORPUS = [
     Path(__file__).read_text(encoding="utf-8"),
-    "naïve façade — 中文。字符。 don't DON'T I'll\n\n\tx = 12345 ** 2\r\n" * 20,
+    "naïve façade — 中文。字符，字。 слово за словом が、ガ。 나는 학교 don't DON'T I'll\n\n\tx = 12345 ** 2\r\n" * 20,  # noqa: RUF001
 ]
 ADDED = [
     AddedToken("<s>", special=True),
@@ -43,7 +50,8 @@ ADDED = [
 def _bytes(splitter, normalizer=None):
     backend = tokenizers.Tokenizer(models.BPE())
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitter is None)
-    steps = [] if splitter is None else [pre_tokenizers.Split(Regex(splitter), "isolated")]
+    patterns = (splitter,) if isinstance(splitter, str) else splitter or ()
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
     backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, level])
     backend.decoder = decoders.ByteLevel()
     if normalizer is not None:
@@ -84,6 +92,8 @@ KINDS = {
     "llama3": lambda: _bytes(LLAMA3),
     "tekken_nfkc": lambda: _bytes(TEKKEN, normalizers.NFKC()),
     "nfc": lambda: _bytes(LLAMA3, normalizers.NFC()),
+    "nfd": lambda: _bytes(LLAMA3, normalizers.NFD()),
+    "deepseek": lambda: _bytes(DEEPSEEK),
     "llama2": lambda: _sentencepiece(True),
     "mistral": lambda: _sentencepiece(False),
 }
@@ -108,6 +118,16 @@ BITS = [
     "。",
     "😀",
     "\u3000",
+    "слово",
+    "ή",
+    "학교",
+    "が",
+    "か\u3099",
+    "、",
+    "，",  # noqa: RUF001
+    "！",  # noqa: RUF001
+    "：",  # noqa: RUF001
+    "/",
 ]
 BITS += [
     "<s>",
@@ -156,6 +176,27 @@ def test_pieces_have_the_tokens_of_the_whole(kind, text, size):
         assert text[end:start] in ("", " ")
 
 
+LONG = {
+    "Russian": "слово за словом, ",
+    "Korean": "나는 학교에 간다. ",
+    "Chinese": "中文的文章没有空格，也没有字母。",  # noqa: RUF001
+    "Japanese": "日本語の文章には、空白がありません。",
+    "French": "élève déjà pressé, ",
+}
+
+
+@pytest.mark.parametrize("language", LONG)
+def test_languages_without_ascii_letters_before_spaces_are_cut(kind, request, language):
+    backend, known = kind
+    name = request.node.callspec.params["kind"]
+    if name == "nfd" or (name in ("llama2", "mistral") and language in ("Chinese", "Japanese")):
+        return  # marks are taken off letters there, and no pattern separates words
+    text = LONG[language] * 200
+    places = list(known.pieces(text, 100))
+    assert max(end - start for start, end in places) < 200
+    assert [token for start, end in places for token in _ids(backend, text[start:end])] == _ids(backend, text)
+
+
 @settings(max_examples=75, deadline=None)
 @given(text=TEXTS, times=st.integers(1, 50))
 @pytest.mark.slow
@@ -177,6 +218,16 @@ def test_a_bound_is_within_a_factor_of_the_text(kind):
     for text in ("a" * 10_000, "中文" * 5_000, " " * 10_000, "<|end|>" + " x" * 10_000):
         assert known.least_tokens(text) * 300 > len(text)
     assert len(list(known.pieces("some words " * 1000, 100))) > 90
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFKC"])
+def test_letters_before_a_cut_end_in_a_letter_and_marks_begin_with_punctuation(form):
+    letters = [character for character in map(chr, range(0x10000)) if re.match(_LETTERS, character)]
+    assert len(letters) > 20_000
+    for character in letters:
+        assert unicodedata.category(unicodedata.normalize(form, character)[-1])[0] in "LN"
+    for mark in _EAST_ASIAN_MARKS:
+        assert unicodedata.category(unicodedata.normalize(form, mark)[0]) == "Po"
 
 
 def test_normal_forms_shrink_no_more_than_is_assumed():
