@@ -60,19 +60,24 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", protected_namespaces=())
     _ignored_names: ClassVar[tuple[str, ...]] = ()  # fields that are marked `IGNORED`
+    _not_null: ClassVar[frozenset[str]] = frozenset()  # fields whose default is not null
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Note the fields that are marked `IGNORED`."""
+        """Note the fields that are marked `IGNORED`, and the fields whose default is not null."""
         super().__pydantic_init_subclass__(**kwargs)
         fields = cls.model_fields.items()
         cls._ignored_names = tuple(name for name, field in fields if field.json_schema_extra == IGNORED)
+        cls._not_null = frozenset(name for name, field in fields if field.default is not None)
 
     def model_post_init(self, context: Any, /) -> None:
         """A field that is null counts as not given: it is not in `model_fields_set`."""
-        for name, described in type(self).model_fields.items():
-            if described.default is not None and getattr(self, name) is None:
-                setattr(self, name, described.get_default(call_default_factory=True))
+        given = self.model_fields_set & self._not_null
+        if None not in map(self.__dict__.get, given):  # nearly always; a conversation has thousands of these objects
+            return
+        for name in given:
+            if getattr(self, name) is None:
+                setattr(self, name, type(self).model_fields[name].get_default(call_default_factory=True))
                 self.model_fields_set.discard(name)
 
     def ignored_fields(self, prefix: str = "") -> Iterator[str]:
@@ -80,12 +85,11 @@ class StrictModel(BaseModel):
 
         Of a field that is ignored as a whole, only the field itself.
         """
-        yield from (prefix + name for name, value in (self.model_extra or {}).items() if value is not None)
+        if self.model_extra:
+            yield from (prefix + name for name, value in self.model_extra.items() if value is not None)
         yield from (prefix + name for name in self.without_effect())
-        for name in type(self).model_fields:
-            if name in type(self)._ignored_names:
-                continue
-            value = getattr(self, name)
+        for name in self.model_fields_set - set(self._ignored_names):
+            value = self.__dict__.get(name)  # None for a field that no schema declares
             items = value if isinstance(value, list) and value and isinstance(value[0], StrictModel) else (value,)
             for item in items:
                 if isinstance(item, StrictModel):

@@ -13,8 +13,9 @@ from oarlock.engine.stats import EngineStats
 from oarlock.engine.types import EngineInfo
 from oarlock.server.config.settings import Settings
 from oarlock.server.errors import HttpError, ModelNotFoundError
+from oarlock.server.http.body_cost import cost_of
+from oarlock.server.http.body_memory import held_by
 from oarlock.server.http.ignored_parameters import refuse, with_ignored
-from oarlock.server.http.large_body import takes_long
 from oarlock.server.http.request_body import ignored_parameters, parse_any, read_json
 from oarlock.server.http.request_record import label_of
 from oarlock.server.http.server_sent_events import until_disconnect
@@ -110,14 +111,21 @@ class OpenAIServing:
         """The checked body, and the headers that every answer to it carries. With two schemas the second is for
         conversations. Raises `RequestError`."""
         is_strict = self.settings.strict_parameters
-        with self.state.body_memory.open() as held:
-            content = await read_json(request, self.settings.max_body_size, held)
-            if takes_long(content):
-                reading = self.state.large_bodies.read(schemas, content, is_strict)
-                body, ignored = await until_disconnect(request, reading)
-            else:
+        held = held_by(request.scope, self.state.body_memory, label_of(request.scope))
+        content = await read_json(request, self.settings.max_body_size, held)
+        cost = cost_of(content)
+        if cost.takes_long:
+            reading = self.state.large_bodies.read(schemas, content, is_strict)
+            body, ignored, num_bytes = await until_disconnect(request, reading)
+            held.resize(num_bytes)
+        else:
+            held.add(cost.num_bytes)
+
+            def parsed() -> tuple[_BodyT, list[str]]:
                 body = parse_any(schemas, content)
-                ignored = ignored_parameters(body, is_strict)
+                return body, ignored_parameters(body, is_strict)
+
+            body, ignored = await self.state.loop_turns.run(len(content), parsed)
         return body, self.reported(request, ignored, {})
 
     def reported(self, request: Request, ignored: Sequence[str], headers: dict[str, str]) -> dict[str, str]:

@@ -11,9 +11,11 @@ process.
 import argparse
 import asyncio
 import codecs
+import contextlib
 import gc
 import io
 import json
+import math
 import os
 import resource
 import signal
@@ -21,35 +23,46 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 from pydantic_core import from_json
 
-from oarlock.engine.errors import RequestError
+from oarlock.engine.errors import RequestError, UnavailableError
 from oarlock.engine.python_child import start_python
 from oarlock.server.endpoints.batches.schema import BatchRequest, WrongBatchError, read_line
+from oarlock.server.http.body_cost import BYTES_PER_VALUE, cost_of, exact_cost_of, takes_long
 from oarlock.server.http.request_body import REQUEST_BODIES, ignored_parameters, parse_any
 from oarlock.server.observability.logs import event, logger
 from oarlock.server.strict_model import StrictModel
 
 READ_TIMEOUT_S = 60.0  # for one body; 16 MiB of texts or ids take about a second
-_SMALL = 64 * 1024  # bytes: never sent to the process
-_AT_ONCE_MS = 15.0  # what the event loop may spend on one body
-_MS_PER_BYTE = 8e-6
-_MS_PER_ITEM = 5e-4
+STALL_TIMEOUT_S = 5.0  # without any processor time: the process was stopped, or hangs
+CPU_LIMIT_S = 20  # of processor time, for one body
+_LOOK_S = 1.0  # how often a process that does not answer is looked at
+_END_S = 5.0  # for a process that has closed its socket
+_ATTEMPTS = 2
+_SENT_AT_ONCE = 1 << 20  # bytes
+_LOST = "body_process_lost"  # the code of the error
+# The fault of a body, by the status of the process that read it: the limit of its time, and libraries that are out of
+# memory. Any other end is no fault of the body.
+_REASONS = {-signal.SIGXCPU: "takes too long", -signal.SIGABRT: "takes too much memory"}
 _ResultT = TypeVar("_ResultT")
 _log = logger("bodies")
 
 MAX_REST_BYTES = 2**20  # of a body without its long texts and ids: the server parses that at once
 _MAX_NAME = 65  # characters of an ignored name; longer ones are never repeated
 _NICENESS = 5  # the server's own work has priority
-_MIN_MEMORY_BYTES = 2 << 30
-_MEMORY_PER_BYTE = 128  # what `[[],[],…` becomes, twice
+MAX_OBJECT_BYTES = 64 << 20  # of the lists, numbers and objects of a body, as estimated
+_MEMORY_BYTES = 256 << 20  # those of a body, three times, and libraries
+_MEMORY_PER_BYTE = 16  # of the texts of a body, as bytes and as wide characters, several times
 
 # Fields that may hold long texts, and those that may hold long lists of ids.
 _TEXTS = frozenset({"prompt", "suffix", "content", "text", "refusal", "reasoning", "reasoning_content", "arguments"})
@@ -62,16 +75,8 @@ _DECODED_AT_ONCE = 2**20  # bytes
 Place = list[str | int]  # of a value in a body
 
 
-def takes_long(body: bytes) -> bool:
-    """Whether reading it would block the event loop; commas and brackets bound the number of values in it."""
-    if len(body) <= _SMALL:
-        return False
-    left_ms = _AT_ONCE_MS - len(body) * _MS_PER_BYTE
-    return left_ms < 0 or sum(map(body.count, (b",", b"[", b"{"))) * _MS_PER_ITEM > left_ms
-
-
 class _ProcessLostError(Exception):
-    """The process has ended in the middle of a body."""
+    """The process has ended or stands still in the middle of a body."""
 
 
 class LargeBodies:
@@ -80,16 +85,26 @@ class LargeBodies:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "large-bodies")
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._link: _Link | None = None
         self._reading: object = None
 
-    async def read(self, schemas: Sequence[type[StrictModel]], body: bytes, is_strict: bool) -> tuple[Any, list[str]]:
-        """Return the results of `parse_any` and `ignored_parameters`. Cancelling it ends the work.
+    @property
+    def pid(self) -> int | None:
+        """Id of the process; None: it was not started, or was lost."""
+        link = self._link
+        return None if link is None else link.process.pid
 
-        Raises `RequestError`.
+    async def read(
+        self, schemas: Sequence[type[StrictModel]], body: bytes | bytearray, is_strict: bool
+    ) -> tuple[Any, list[str], int]:
+        """Return the results of `parse_any` and `ignored_parameters`, and about how many bytes the former takes.
+
+        Cancelling it ends the work.
+
+        Raises `RequestError`, and `UnavailableError` if the process is lost twice.
         """
         work, bodies = object(), [body]
+        del body  # the thread has the only reference, and drops it as soon as the process has answered
         try:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._pool, self._read_body, work, schemas, bodies, is_strict)
@@ -117,101 +132,179 @@ class LargeBodies:
             self._stop()
 
     def _read_body(
-        self, work: object, schemas: Sequence[type[StrictModel]], bodies: list[bytes], is_strict: bool
-    ) -> tuple[Any, list[str]]:
+        self, work: object, schemas: Sequence[type[StrictModel]], bodies: list[bytes | bytearray], is_strict: bool
+    ) -> tuple[Any, list[str], int]:
         """`bodies`: the one body."""
 
-        def received(sock: socket.socket, answer: dict[str, Any]) -> tuple[bytes, list[tuple[Any, str, memoryview]]]:
-            rest = bytes(_exactly(sock, answer["rest"]))
-            return rest, [(path, kind, _exactly(sock, size)) for path, kind, size in answer["leaves"]]
+        def received(link: _Link, answer: dict[str, Any]) -> tuple[bytes, list[tuple[Any, str, memoryview]]]:
+            rest = bytes(link.exactly(answer["rest"]))
+            return rest, [(path, kind, link.exactly(size)) for path, kind, size in answer["leaves"]]
 
         header = {"schemas": [schema.__name__ for schema in schemas], "strict": is_strict}
-        answer, (rest, long) = self._exchange(work, header, bodies.pop(), received)
+        answer, (rest, long) = self._exchange(work, header, bodies, received)
         schema = next(schema for schema in schemas if schema.__name__ == answer["schema"])
         parsed = schema.model_validate_json(rest)
-        for path, kind, data in long:
-            attach(parsed, path, value_of(kind, data))
-        return parsed, answer["ignored"]
+        num_bytes = len(rest) + cost_of(rest).num_bytes
+        while long:
+            path, kind, data = long.pop()
+            value = value_of(kind, data)
+            num_bytes += sys.getsizeof(value) if isinstance(value, str) else BYTES_PER_VALUE * len(value)
+            attach(parsed, path, value)
+        return parsed, answer["ignored"], num_bytes
 
     def _read_line(self, line: bytes, number: int, name: str) -> BatchRequest:
-        def received(sock: socket.socket, answer: dict[str, Any]) -> bytes:
-            return bytes(_exactly(sock, answer["body"]))
+        def received(link: _Link, answer: dict[str, Any]) -> bytes:
+            return bytes(link.exactly(answer["body"]))
 
-        answer, body = self._exchange(object(), {"line": number, "name": name}, line, received)
+        answer, body = self._exchange(object(), {"line": number, "name": name}, [line], received)
         return BatchRequest(answer["custom_id"], answer["url"], body)
 
     def _exchange(
         self,
         work: object,
         header: Mapping[str, Any],
-        content: bytes,
-        received: Callable[[socket.socket, dict[str, Any]], _ResultT],
+        bodies: list[bytes | bytearray],
+        received: Callable[["_Link", dict[str, Any]], _ResultT],
     ) -> tuple[dict[str, Any], _ResultT]:
-        """Send `content`; the answer, and what `received` reads behind it. Raises `RequestError`, `WrongBatchError`."""
-        with self._lock:
-            if self._socket is None:
-                self._start()
-            sock, self._reading = self._socket, work
-        assert sock is not None
-        try:
-            sock.sendall(json.dumps({**header, "size": len(content)}).encode() + b"\n")
-            sock.sendall(content)
-            answer = json.loads(_line(sock))
-            if "problem" in answer:
-                raise RequestError(answer["problem"], answer.get("param"), answer.get("code"))
-            if "wrong" in answer:
-                raise WrongBatchError(*answer["wrong"])
-            return answer, received(sock, answer)
-        except (OSError, _ProcessLostError) as error:
-            with self._lock:
-                if self._socket is sock:  # else it was stopped here, because this body was cancelled
-                    self._stop()
-                    _log.warning(event("body_process_lost", cause=type(error).__name__, bytes=len(content)))
-            reason = "takes too long" if isinstance(error, TimeoutError) else "takes too much memory"
-            raise RequestError(f"The body {reason} to read: it has too many fields, objects or lists.") from None
-        finally:
-            self._reading = None
+        """Send the body; return the answer, and what `received` reads behind it.
 
-    def _start(self) -> None:
+        A process that is lost through no fault of the body is started again, and reads it a second time. Raises
+        `RequestError`, `WrongBatchError`, and `UnavailableError` if the process is lost twice.
+        """
+        content = bodies.pop()
+        for _ in range(_ATTEMPTS):
+            with self._lock:
+                if self._link is None:
+                    self._link = _Link.start()
+                link, self._reading = self._link, work
+            try:
+                link.begin()
+                link.send(json.dumps({**header, "size": len(content)}).encode() + b"\n")
+                link.send(content)
+                answer = json.loads(link.line())
+                if "problem" in answer:
+                    raise RequestError(answer["problem"], answer.get("param"), answer.get("code"))
+                if "wrong" in answer:
+                    raise WrongBatchError(*answer["wrong"])
+                return answer, received(link, answer)
+            except (OSError, _ProcessLostError) as error:
+                self._lost(link, error, len(content))
+            finally:
+                self._reading = None
+        raise UnavailableError("The process that reads large bodies was lost twice. Retry in a moment.", _LOST)
+
+    def _lost(self, link: "_Link", error: Exception, num_bytes: int) -> None:
+        """Stop a process that does not answer. Raises `RequestError` if its body is the cause, or is not wanted."""
+        with self._lock:
+            if self._link is not link:  # it was stopped here, because the client of this body left
+                raise RequestError("The client left.")
+            self._link = None
+        status = link.stop()
+        _log.warning(
+            event("body_process_lost", cause=str(error) or type(error).__name__, status=status, bytes=num_bytes)
+        )
+        if status in _REASONS:
+            reason = _REASONS[status]
+            raise RequestError(f"The body {reason} to read: it has too many fields, objects or lists.") from None
+
+    def _stop(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.stop()
+
+
+class _Link:
+    """One process, and the socket to it. A process that stands still is lost, and so is one that takes too long."""
+
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+        sock.settimeout(_LOOK_S)
+        self.process = process
+        self._socket = sock
+        self._begun_s = self._moved_s = 0.0
+        self._used_s = 0.0  # processor time, when it was seen to move
+
+    @staticmethod
+    def start() -> "_Link":
+        """Start a process. Raises `UnavailableError`."""
         ours, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
-            self._process = start_python(["-m", "oarlock.server.http.large_body", "--fd", str(fd)], pass_fds=(fd,))
-        ours.settimeout(READ_TIMEOUT_S)
-        self._socket = ours
-        _log.info(event("body_process_started", pid=self._process.pid))
+            try:
+                process = start_python(["-m", "oarlock.server.http.large_body", "--fd", str(fd)], pass_fds=(fd,))
+            except OSError as error:  # the system has no more processes, or no memory
+                ours.close()
+                message = (
+                    f"The process that reads large bodies cannot be started ({error.strerror}). Retry in a moment."
+                )
+                raise UnavailableError(message, _LOST) from None
+        _log.info(event("body_process_started", pid=process.pid))
+        return _Link(process, ours)
 
-    def _stop(self) -> None:
-        sock, self._socket = self._socket, None
-        process, self._process = self._process, None
-        if sock is not None:
-            sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
-            sock.close()
-        if process is not None:
-            process.kill()
-            process.wait()
+    def stop(self) -> int:
+        """End the process; return the status that it ended with, or ended with before."""
+        with contextlib.suppress(OSError):  # the other side is closed already
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
+        self._socket.close()
+        status = self.process.poll()
+        self.process.kill()
+        return self.process.wait() if status is None else status
 
+    def begin(self) -> None:
+        """Begin with a body: the time for it counts from here."""
+        self._begun_s = self._moved_s = time.monotonic()
 
-def _line(sock: socket.socket) -> bytes:
-    """Bytes up to the end of the line and no further: peeked at before they are consumed."""
-    parts: list[bytes] = []
-    while seen := sock.recv(1 << 16, socket.MSG_PEEK):
-        end = seen.find(b"\n")
-        parts.append(sock.recv(len(seen) if end < 0 else end + 1))
-        if end >= 0:
-            return b"".join(parts)
-    raise _ProcessLostError
+    def send(self, data: bytes | bytearray) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._patiently(partial(self._socket.send, rest[:_SENT_AT_ONCE])) :]
 
+    def line(self) -> bytes:
+        """Bytes up to the end of the line and no further: peeked at before they are consumed."""
+        parts: list[bytes] = []
+        while seen := self._patiently(partial(self._socket.recv, 1 << 16, socket.MSG_PEEK)):
+            end = seen.find(b"\n")
+            parts.append(self._socket.recv(len(seen) if end < 0 else end + 1))
+            if end >= 0:
+                return b"".join(parts)
+        raise self._ended()
 
-def _exactly(sock: socket.socket, size: int) -> memoryview:
-    data = memoryview(bytearray(size))
-    filled = 0
-    while filled < size:
-        count = sock.recv_into(data[filled:], min(size - filled, 1 << 20))
-        if not count:
-            raise _ProcessLostError
-        filled += count
-    return data
+    def exactly(self, size: int) -> memoryview:
+        data = memoryview(bytearray(size))
+        filled = 0
+        while filled < size:
+            part = data[filled : filled + _SENT_AT_ONCE]
+            count = self._patiently(partial(self._socket.recv_into, part))
+            if not count:
+                raise self._ended()
+            filled += count
+        return data
+
+    def _patiently(self, call: Callable[[], _ResultT]) -> _ResultT:
+        """Wait for `call` while the process works. Raises `_ProcessLostError`."""
+        while True:
+            try:
+                return call()
+            except TimeoutError:
+                self._check_moving()
+
+    def _check_moving(self) -> None:
+        now = time.monotonic()
+        try:
+            times = psutil.Process(self.process.pid).cpu_times()
+        except psutil.Error:
+            raise _ProcessLostError("it has ended") from None
+        if (used := times.user + times.system) > self._used_s:
+            self._used_s, self._moved_s = used, now
+        if now - self._moved_s > STALL_TIMEOUT_S:
+            raise _ProcessLostError(f"it has stood still for {STALL_TIMEOUT_S:.0f} s")
+        if now - self._begun_s > READ_TIMEOUT_S:
+            raise _ProcessLostError(f"it has not answered for {READ_TIMEOUT_S:.0f} s")
+
+    def _ended(self) -> "_ProcessLostError":
+        """The error for a closed socket. Waits for the process, whose status says why it ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_S)
+        return _ProcessLostError("it has ended")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -226,8 +319,10 @@ def main(argv: Sequence[str]) -> int:
         while line := stream.readline():
             header = json.loads(line)
             _limit_memory(header["size"])
+            _limit_time()
             body = stream.read(header["size"])
             try:
+                _check_values(body)
                 if "line" in header:
                     _read_line(stream, body, header["line"], header["name"])
                 else:
@@ -241,6 +336,12 @@ def main(argv: Sequence[str]) -> int:
             stream.flush()
             gc.collect()
     return 0
+
+
+def _check_values(body: bytes) -> None:
+    """Raise `RequestError` for a body that would take too much memory."""
+    if exact_cost_of(body).num_bytes > MAX_OBJECT_BYTES:
+        raise RequestError("The body has more objects, lists and numbers than this server reads. Send fewer.")
 
 
 def _read(stream: io.BufferedIOBase, schemas: list[type[StrictModel]], body: bytes, is_strict: bool) -> None:
@@ -280,8 +381,15 @@ def _limit_memory(size: int) -> None:
         return
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    allowed = taken + max(_MIN_MEMORY_BYTES, size * _MEMORY_PER_BYTE)
+    allowed = taken + _MEMORY_BYTES + size * _MEMORY_PER_BYTE
     resource.setrlimit(resource.RLIMIT_AS, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard))
+
+
+def _limit_time() -> None:
+    """Let SIGXCPU end this process if the next body takes too long."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    allowed = math.ceil(time.process_time()) + CPU_LIMIT_S
+    resource.setrlimit(resource.RLIMIT_CPU, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard))
 
 
 @dataclass(frozen=True, slots=True)

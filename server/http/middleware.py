@@ -207,6 +207,8 @@ class ApiMiddleware:
                 _log.error(event("request_failed", request_id=request_id, path=scope["path"]), exc_info=error)
             await answer_of(answer, scope)(scope, receive, send_with_id)
         finally:
+            if (held := scope["state"].get("held")) is not None:
+                held.close()
             if record is not None:
                 record.ended(status)
                 if span is not None and self._state.tracer is not None:

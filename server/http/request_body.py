@@ -1,9 +1,6 @@
-"""Raw bytes to a checked request: size limit, memory, read deadline, content type, strict parsing, unsupported fields.
+"""Raw bytes to a checked request: size limit, read deadline, content type, strict parsing, unsupported fields.
 
-All bodies that are being received or parsed share one memory, which no number of connections can exceed. A body counts
-as far as it has come, so who only announces a large one takes nothing from others. Large bodies leave a part of the
-memory to small ones. Errors of the content are a `RequestError` of one sentence that names the field and never repeats
-a large input.
+Errors of the content are a `RequestError` of one sentence that names the field and never repeats a large input.
 """
 
 import asyncio
@@ -12,8 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -26,13 +22,11 @@ from oarlock.server.endpoints.messages.schema import CountTokensRequest, Message
 from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from oarlock.server.endpoints.responses.schema import CompactRequest, ResponsesRequest
 from oarlock.server.endpoints.schema import AbortRequest, CompletionRequest
-from oarlock.server.errors import ClientGoneError, HttpError, retry_after
+from oarlock.server.errors import ClientGoneError, HttpError
+from oarlock.server.http.body_memory import HeldMemory
 from oarlock.server.http.ignored_parameters import refuse
 from oarlock.server.strict_model import FieldError, StrictModel
 
-DEFAULT_BYTES = 128 * 2**20
-_SMALL = 64 * 1024  # bytes of a body: larger ones leave an eighth of the memory to those
-_RETRY_S = 1.0
 # The schemas of all bodies, by name: those that the OpenAPI document has, and that large bodies are read by.
 REQUEST_BODIES: dict[str, type[StrictModel]] = {
     schema.__name__: schema
@@ -93,55 +87,11 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-class BodyMemory:
-    """The bytes of all bodies, and their limit."""
+async def read_json(request: Request, max_size: int, held: HeldMemory) -> bytearray:
+    """Return the body of at most `max_size` bytes, which `held` counts.
 
-    def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-
-    def open(self) -> "HeldBody":
-        """A body that begins to come. It counts until the context that it opens is left."""
-        return HeldBody(self)
-
-
-class HeldBody:
-    """One body that is being received or parsed."""
-
-    def __init__(self, memory: BodyMemory) -> None:
-        self._memory = memory
-        self._num_bytes = 0
-
-    def check(self, num_bytes: int) -> None:
-        """Raise `HttpError` (503) unless so many more bytes have room. One body alone always has."""
-        memory, own = self._memory, self._num_bytes
-        limit = memory.max_bytes if own + num_bytes <= _SMALL else memory.max_bytes * 7 // 8
-        if memory.num_bytes > own and memory.num_bytes + num_bytes > limit:
-            message = (
-                f"The bodies of other requests fill the memory for them ({memory.max_bytes} bytes, --body-memory). "
-                "Retry in a moment."
-            )
-            raise HttpError(503, message, code="body_memory_full", headers=retry_after(_RETRY_S))
-
-    def add(self, num_bytes: int) -> None:
-        """Count more bytes. Raises `HttpError` (503) when they have no room."""
-        self.check(num_bytes)
-        self._num_bytes += num_bytes
-        self._memory.num_bytes += num_bytes
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._memory.num_bytes -= self._num_bytes
-        self._num_bytes = 0
-
-
-async def read_json(request: Request, max_size: int, held: HeldBody) -> bytes:
-    """The body of at most `max_size` bytes, which `held` counts. Raises `HttpError` (408, 413, 415, 503), or
-    `ClientGoneError`."""
+    Raises `HttpError` (408, 413, 415, 503) or `ClientGoneError`.
+    """
     _check_content_type(request)
     too_large = HttpError(
         413,
@@ -167,7 +117,7 @@ async def read_json(request: Request, max_size: int, held: HeldBody) -> bytes:
         raise HttpError(408, message, headers={"Connection": "close"}) from None
     except ClientDisconnect:
         raise ClientGoneError from None
-    return bytes(body)
+    return body
 
 
 def _check_content_type(request: Request) -> None:
@@ -183,7 +133,7 @@ def _check_content_type(request: Request) -> None:
         raise HttpError(415, "Compressed bodies are not accepted: send the JSON as it is.")
 
 
-def parse(schema: type[_ParsedT], body: bytes) -> _ParsedT:
+def parse(schema: type[_ParsedT], body: bytes | bytearray) -> _ParsedT:
     """A checked request. Raises a `RequestError` that names the first wrong field."""
     try:
         parsed = schema.model_validate_json(body)
@@ -194,13 +144,13 @@ def parse(schema: type[_ParsedT], body: bytes) -> _ParsedT:
     return parsed
 
 
-def parse_any(schemas: Sequence[type[_ParsedT]], body: bytes) -> _ParsedT:
+def parse_any(schemas: Sequence[type[_ParsedT]], body: bytes | bytearray) -> _ParsedT:
     """`parse` with the first schema, or with the second, if there is one, for a body that has `messages`."""
     has_two_forms = len(schemas) > 1 and b"messages" in body
     return parse(schemas[1] if has_two_forms and _has_messages(body) else schemas[0], body)
 
 
-def _has_messages(body: bytes) -> bool:
+def _has_messages(body: bytes | bytearray) -> bool:
     """False for a body that is not JSON: `parse` reports that."""
     try:
         value = from_json(body)

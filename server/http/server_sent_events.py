@@ -181,6 +181,9 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, _T]) -> _
         gone.cancel()
         if not task.done():
             task.cancel()
+        # The traceback of the task's error leads to this frame. Without the task here there is no cycle, which would
+        # keep the whole request until the garbage collector finds it.
+        del task, gone
 
 
 async def _disconnected(request: Request) -> None:

@@ -364,7 +364,7 @@ def test_long_lines_are_read_beside_the_server(serve, monkeypatch):
     batch = server.ended(server.batch(lines))
     assert batch.request_counts.model_dump() == {"total": 2, "completed": 2, "failed": 0}
     assert parsed_here and max(parsed_here) < 1000
-    assert server.stage.state.large_bodies._process is None, "others do not wait for the lines of batches"
+    assert server.stage.state.large_bodies.pid is None, "others do not wait for the lines of batches"
 
 
 def test_what_was_lost_is_tried_again(serve, monkeypatch):

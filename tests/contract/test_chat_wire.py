@@ -200,7 +200,7 @@ def test_fields_that_cannot_be_followed_are_reported(make_stage, fields, ignored
         assert answer.headers.get("X-Ignored-Parameters") == ignored
     large = _send(stage, body | {"metadata": {}, "x": [[]] * 40_000})
     assert large.headers["X-Ignored-Parameters"] == ", ".join(filter(None, [ignored, "x"]))
-    assert stage.state.large_bodies._process is not None
+    assert stage.state.large_bodies.pid is not None
     strict = _send(make_stage(strict_parameters=True), body)
     assert strict.status_code == (400 if ignored else 200)
     assert ignored is None or ignored.split(", ")[0] == strict.json()["error"]["param"]

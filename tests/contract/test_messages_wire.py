@@ -437,7 +437,7 @@ def test_fields_of_a_large_body_are_reported_too(make_stage):
     stage = make_stage()
     answer = send(stage, {"messages": HI, "max_tokens": 9, "context_management": KEEP_ALL, "x": [[]] * 40_000})
     assert answer.status_code == 200, answer.text
-    assert stage.state.large_bodies._process is not None
+    assert stage.state.large_bodies.pid is not None
     assert answer.headers["X-Ignored-Parameters"] == "context_management, x"
 
 

@@ -22,7 +22,8 @@ from oarlock.server.endpoints.responses.schema import ResponsesRequest
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.schema import CompletionRequest, SamplingFields
 from oarlock.server.errors import ENDS_TASK, describe, error_bytes
-from oarlock.server.http.large_body import LargeBodies, takes_long
+from oarlock.server.http.body_cost import takes_long
+from oarlock.server.http.large_body import LargeBodies
 from oarlock.server.http.request_body import ignored_parameters, parse
 from oarlock.server.observability.logs import event, logger
 from oarlock.server.strict_model import StrictModel
@@ -210,7 +211,7 @@ class BatchEndpoints:
     async def _read(self, schema: type[_BodyT], content: bytes, label: str | None) -> _BodyT:
         is_strict = self._completions.settings.strict_parameters
         if takes_long(content):
-            body, ignored = await self._large_bodies.read((schema,), content, is_strict)
+            body, ignored, _ = await self._large_bodies.read((schema,), content, is_strict)
         else:
             body = parse(schema, content)
             ignored = ignored_parameters(body, is_strict)

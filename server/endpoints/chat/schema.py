@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, create_model, model_validator
@@ -57,6 +57,12 @@ def plain_json(value: dict[str, Any]) -> dict[str, Any]:
 JsonObject = Annotated[dict[str, Any], AfterValidator(plain_json)]
 MAX_NAME = 128  # characters of a tool's name
 ToolName = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_.-]{{1,{MAX_NAME}}}$")]
+
+
+def num_parts(turns: Iterable[Any]) -> int:
+    """Count the messages or items of a conversation, and the parts of their contents."""
+    contents = (getattr(turn, "content", None) for turn in turns)
+    return sum(1 + (len(content) if isinstance(content, list) else 0) for content in contents)
 
 
 class TextPart(StrictModel):

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -37,6 +37,8 @@ from oarlock.server.llm.output_processor import Delta, Scores, StopFinders, Toke
 from oarlock.server.llm.tokenizer import Tokenizer
 from oarlock.server.observability import logs
 
+_PARTS_AT_ONCE = 128  # messages and their parts that the event loop makes a chat turn of, in about 2 ms
+_TurnT = TypeVar("_TurnT", bound=ChatRequest)
 _log = logs.logger("chat")
 
 
@@ -77,6 +79,12 @@ class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedCh
             shape=prompt.shape,
             prompt=prompt.text,
         )
+
+    async def made_in_turn(self, make: Callable[[], _TurnT], num_parts: int) -> _TurnT:
+        """Return the chat turn that `make` makes of another API's request; one of many parts is made in a thread."""
+        if num_parts <= _PARTS_AT_ONCE:
+            return make()
+        return await self.tokenizer.run(make, num_parts)
 
     def _stop_finders(self, shape: AnswerShape) -> StopFinders:
         return StopStringMatcher if shape.is_plain else partial(VisibleStops, shape, self._in_items)

@@ -1,14 +1,16 @@
 """`/v1/messages`: Anthropic's messages, answered as chat turns, and the tokens of their prompts."""
 
+from functools import partial
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from oarlock.engine.errors import RequestError
-from oarlock.server.endpoints.chat.schema import ChatRequest
+from oarlock.server.endpoints.chat.schema import ChatRequest, num_parts
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion, ProcessedChat
 from oarlock.server.endpoints.messages.schema import CountTokensRequest, MessagesRequest
-from oarlock.server.endpoints.messages.translate import MessagesTurn, MessagesWriter, renamed, turn_of
+from oarlock.server.endpoints.messages.translate import MessagesTurn, MessagesWriter, Source, renamed, turn_of
 from oarlock.server.endpoints.text_places import TextPlaces
 from oarlock.server.http.api_route import ErrorHandlingRoute
 from oarlock.server.http.openapi import describe
@@ -26,7 +28,7 @@ class AnthropicServingMessages(OpenAIServingChatCompletion):
     async def respond(self, request: Request, body: MessagesRequest, headers: dict[str, str]) -> Response:
         """Answer a request. Raises `RequestError`."""
         try:
-            return await self.create(request, turn_of(body), headers)
+            return await self.create(request, await self._turn(body), headers)
         except RequestError as error:
             raise renamed(error) from None
 
@@ -34,12 +36,19 @@ class AnthropicServingMessages(OpenAIServingChatCompletion):
         """The tokens of the prompt that a request would have. Raises `RequestError`."""
         self.check_model(body.model)
         try:
-            processed = await TextPlaces.of(request).run(request, lambda: self.process(turn_of(body)))
+            processed = await TextPlaces.of(request).run(request, partial(self._processed, body))
             headers = self.reported(request, processed.ignored, headers)
         except RequestError as error:
             raise renamed(error) from None
         count = len(processed.choices[0].request.prompt_token_ids)
         return Response(dumps({"input_tokens": count}), 200, headers, "application/json")
+
+    async def _processed(self, body: Source) -> ProcessedChat:
+        return await self.process(await self._turn(body))
+
+    async def _turn(self, body: Source) -> MessagesTurn:
+        """The chat turn of a request; a long one is made in a thread. Raises `RequestError`."""
+        return await self.made_in_turn(partial(turn_of, body), num_parts(body.messages))
 
     def _writer(
         self, body: ChatRequest, processed: ProcessedChat, generation: Generation, model: str, request_id: str

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from oarlock.engine.errors import RequestError
 from oarlock.server.chat.visible_tokens import VisibleTokens
-from oarlock.server.endpoints.chat.schema import ChatRequest, HostedTool
+from oarlock.server.endpoints.chat.schema import ChatRequest, HostedTool, num_parts
 from oarlock.server.endpoints.chat.serving import OpenAIServingChatCompletion, ProcessedChat, token_logprobs
 from oarlock.server.endpoints.responses.compact import CompactionWriter, SummaryTurn, bounded, summary_turn
 from oarlock.server.endpoints.responses.items.schema import (
@@ -51,7 +51,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
 
     async def respond(self, request: Request, body: ResponsesRequest, headers: dict[str, str]) -> Response:
         """Answer a request. Raises `RequestError`."""
-        turn = self._turn(_owner(request), body)
+        turn = await self._turn(_owner(request), body)
         try:
             return await self.create(request, turn, headers)
         except RequestError as error:
@@ -60,7 +60,8 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
     async def compact(self, request: Request, body: CompactRequest, headers: dict[str, str]) -> Response:
         """Answer with the conversation as the user's messages and a summary. Raises `RequestError`, `HttpError`."""
         owner = _owner(request)
-        turn = summary_turn(body, self._conversation(body, owner), owner)
+        items = self._conversation(body, owner)
+        turn = await self.made_in_turn(partial(summary_turn, body, items, owner), num_parts(items))
         try:
             return await self.create(request, turn, headers)
         except RequestError as error:
@@ -75,7 +76,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
     ) -> str:
         """Answer a body that did not come over HTTP with the JSON of a whole response. Raises `RequestError`."""
         try:
-            turn = self._turn(salted(owner, None) or "", body)
+            turn = await self._turn(salted(owner, None) or "", body)
             return await self.complete(turn, request_id, owner=owner, label=label)
         except RequestError as error:
             raise renamed(error) from None
@@ -84,7 +85,8 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         """The tokens of the prompt that a request would have."""
         self.check_model(body.model)
         try:
-            processed = await until_disconnect(request, self.process(self._turn(_owner(request), body)))
+            turn = await self._turn(_owner(request), body)
+            processed = await until_disconnect(request, self.process(turn))
             headers = self.reported(request, processed.ignored, headers)
         except RequestError as error:
             raise renamed(error) from None
@@ -129,11 +131,13 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
             raise HttpError(400, f"The response '{response_id[:64]}' is complete: there is nothing to cancel.")
         raise _not_found(response_id)
 
-    def _turn(self, owner: str, body: ResponsesRequest) -> ResponsesTurn:
+    async def _turn(self, owner: str, body: ResponsesRequest) -> ResponsesTurn:
+        """The chat turn of a request; a long one is made in a thread. Raises `RequestError`."""
         if body.store and not self._store.is_on:
             message = "'store' is true, and this server keeps no responses. Leave it out, or raise --response-store."
             raise RequestError(message, "store", "unsupported_parameter")
-        return turn_of(body, self._conversation(body, owner), owner, ResponsesTurn)
+        items = self._conversation(body, owner)
+        return await self.made_in_turn(partial(turn_of, body, items, owner, ResponsesTurn), num_parts(items))
 
     def _conversation(self, body: ResponsesRequest | CompactRequest, owner: str) -> list[Item]:
         """The conversation so far, the previous response, and the new items, in their order."""

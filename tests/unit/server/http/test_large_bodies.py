@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from oarlock.engine.errors import RequestError
+from oarlock.engine.errors import RequestError, UnavailableError
 from oarlock.server.config.settings import Settings
 from oarlock.server.endpoints.app import application
 from oarlock.server.endpoints.batches.schema import CreateBatchRequest
@@ -17,8 +17,10 @@ from oarlock.server.endpoints.chat.schema import ChatRequest, DetokenizeRequest,
 from oarlock.server.endpoints.pooling.schema import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from oarlock.server.endpoints.responses.schema import CompactRequest, ResponsesRequest
 from oarlock.server.endpoints.schema import CompletionRequest
+from oarlock.server.http import large_body
+from oarlock.server.http.body_cost import takes_long
 from oarlock.server.http.docs_page import body_schemas
-from oarlock.server.http.large_body import LargeBodies, takes_long
+from oarlock.server.http.large_body import LargeBodies
 from oarlock.server.http.request_body import REQUEST_BODIES, ignored_parameters, parse_any
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.observability.metrics import HttpCounters
@@ -88,8 +90,9 @@ def _forms(schema):
 def test_the_process_reads_what_the_server_would_have_read(bodies, schema, body):
     content = json.dumps(body, ensure_ascii=False).encode()
     expected = parse_any(_forms(schema), content)
-    parsed, unknown = asyncio.run(bodies.read(_forms(schema), content, False))
+    parsed, unknown, num_bytes = asyncio.run(bodies.read(_forms(schema), content, False))
     assert unknown == ignored_parameters(expected, False)
+    assert num_bytes > 0
     assert type(parsed) is type(expected) is schema
     # Unknown fields of the request itself are not sent back: nothing uses them.
     assert parsed.model_dump() == expected.model_dump(exclude=set(expected.model_extra or ()))
@@ -122,21 +125,53 @@ def test_what_remains_without_texts_and_ids_is_bounded(bodies):
 
 
 @pytest.mark.slow
-def test_a_lost_process_fails_one_body_and_is_started_again(bodies):
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_process_that_is_stopped_or_killed_is_replaced_and_everyone_is_answered(bodies, monkeypatch, number):
+    """The body is not blamed, and neither are those that wait behind it."""
+    monkeypatch.setattr("oarlock.server.http.large_body.STALL_TIMEOUT_S", 0.5)
+
     async def scenario():
         good = b'{"prompt":"x"}'
         await bodies.read([CompletionRequest], good, False)
-        pid = bodies._process.pid
+        pid = bodies.pid
         os.kill(pid, signal.SIGSTOP)
-        reading = asyncio.ensure_future(bodies.read([CompletionRequest], good, False))
+        reading = [asyncio.ensure_future(bodies.read([CompletionRequest], good, False)) for _ in range(3)]
         await asyncio.sleep(0.05)
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(RequestError, match="takes too much memory"):
-            await reading
-        assert (await bodies.read([CompletionRequest], good, False))[0].prompt == "x"
-        assert bodies._process.pid != pid
+        os.kill(pid, number)
+        assert [(await one)[0].prompt for one in reading] == ["x"] * 3
+        assert bodies.pid not in (pid, None)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_a_process_that_is_lost_twice_is_no_fault_of_the_body(bodies):
+    async def scenario():
+        good = b'{"prompt":"x"}'
+        await bodies.read([CompletionRequest], good, False)
+        reading = asyncio.ensure_future(bodies.read([CompletionRequest], good, False))
+        with pytest.raises(UnavailableError) as refused:
+            while not reading.done():  # each new process is killed before it answers
+                if (pid := bodies.pid) is not None:
+                    os.kill(pid, signal.SIGKILL)
+                await asyncio.sleep(0.001)
+            await reading
+        assert refused.value.code == "body_process_lost"
+        assert (await bodies.read([CompletionRequest], good, False))[0].prompt == "x"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_a_body_that_takes_too_long_is_refused_by_name(monkeypatch):
+    """The process has a limit of its own time; it ends itself, and the body is blamed."""
+    code = "import signal, os; os.kill(os.getpid(), signal.SIGXCPU)"
+    real = large_body.start_python
+    monkeypatch.setattr(large_body, "start_python", lambda command, **fields: real(["-c", code], **fields))
+    process = LargeBodies()
+    with pytest.raises(RequestError, match="takes too long to read"):
+        asyncio.run(process.read([CompletionRequest], b'{"prompt":"x"}', False))
+    process.close()
 
 
 @pytest.mark.slow
@@ -144,7 +179,7 @@ def test_who_leaves_frees_the_process(bodies):
     async def scenario():
         good = b'{"prompt":"x"}'
         await bodies.read([CompletionRequest], good, False)
-        os.kill(bodies._process.pid, signal.SIGSTOP)  # it takes for ever
+        os.kill(bodies.pid, signal.SIGSTOP)  # it takes for ever
         first = asyncio.ensure_future(bodies.read([CompletionRequest], good, False))
         waiting = asyncio.ensure_future(bodies.read([CompletionRequest], good, False))
         second = asyncio.ensure_future(bodies.read([CompletionRequest], good, False))
