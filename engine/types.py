@@ -45,7 +45,7 @@ class SamplingParams(ScalarParams):
     logprobs: int | None = None  # None: none; k: the sampled token's and the k best
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
     logit_bias: tuple[tuple[int, float], ...] = ()  # (id, added to its logit); BAN and FORCE as named above
-    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    allowed_token_ids: Sequence[int] | None = None  # None: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     grammar: Grammar | None = None
 
@@ -97,7 +97,7 @@ class Request:
     """One sequence to generate. `n` choices are `n` requests that share a prompt."""
 
     request_id: int  # unique while it lives; drawn by the client
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     params: SamplingParams
     priority: int = 0  # MIN_PRIORITY to MAX_PRIORITY; lower runs earlier
     cache_salt: bytes = b""  # prefixes are shared only between equal salts

@@ -31,7 +31,7 @@ from oarlock.workers.sampling_parameters import PENALTIES
 Word = tuple[int, ...]
 _Split = tuple[dict[int, "_Node"], list[int]]  # children by the token before; last ids of the words that end here
 _Node = list[Word] | _Split  # until it is first reached, the words below it
-Ids = tuple  # of ints, or of tuples of ints
+Ids = Tokens  # a tuple or array of ints, or a tuple of tuples of ints
 
 
 class BadWords:
@@ -43,7 +43,7 @@ class BadWords:
     words whose beginnings are never generated cost nothing.
     """
 
-    def __init__(self, words: tuple[Word, ...]) -> None:
+    def __init__(self, words: Tokens[Word]) -> None:
         self.made_from = words
         self._root: dict[int, _Node] = _split([word for word in words if len(word) > 1], 0)[0]
 
@@ -86,9 +86,9 @@ V = TypeVar("V", bound=MadeFrom)
 
 
 class IdentityCache(Generic[V]):
-    """Values computed from a long tuple, for all sequences that hold the same object: the choices of a request.
+    """Values computed from a long list of ids, for all sequences that hold the same object: the choices of a request.
 
-    `messages.RequestReader` gives them the same object. Hashing or comparing a tuple as long as a context would cost as
+    `messages.RequestReader` gives them the same object. Hashing or comparing a list as long as a context would cost as
     much as is saved. A value is dropped with the last sequence that holds it.
     """
 
@@ -106,7 +106,7 @@ class IdentityCache(Generic[V]):
 class _AllowedIds:
     """The mask of `allowed_token_ids`: uint32, as many words as the largest of them needs."""
 
-    def __init__(self, ids: tuple[int, ...]) -> None:
+    def __init__(self, ids: Tokens[int]) -> None:
         self.made_from = ids
         self._bits = _bits(ids, max(ids) + 1)
 
@@ -202,7 +202,7 @@ def _remove(mask: np.ndarray, ids: Collection[int]) -> None:
         np.bitwise_and.at(mask, tokens // 32, ~(np.uint32(1) << tokens % 32))
 
 
-def _bits(ids: tuple[int, ...] | list[int], vocab_size: int) -> np.ndarray:
+def _bits(ids: Tokens[int], vocab_size: int) -> np.ndarray:
     """uint32 [ceil(vocab / 32)]: bit v % 32 of word v // 32 is set for each v of `ids`."""
     flags = np.zeros(mask_words(vocab_size) * 32, np.uint8)
     flags[np.array(ids, np.int64)] = 1
@@ -314,7 +314,7 @@ NO_BIAS = {"bias_rows": _NO_INTS, "bias_ids": _NO_INTS, "bias_values": np.empty(
 class _PromptIds:
     """The distinct ids of one prompt, in order: int32 [p]."""
 
-    def __init__(self, prompt_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, prompt_token_ids: Tokens[int]) -> None:
         self.made_from = prompt_token_ids
         ids = np.sort(np.array(prompt_token_ids, np.int32))
         self.ids = ids[np.diff(ids, prepend=-1) > 0]

@@ -155,7 +155,7 @@ class RequestReader:
         if min((num_allowed, prompt_ends, *lengths)) < 0:
             raise FrameError("more allowed ids and bad words than the frame holds")
         if head["num_allowed"] is not None:
-            params["allowed_token_ids"] = self._shared("allowed_token_ids", ints[prompt_ends:words_at], tuple)
+            params["allowed_token_ids"] = self._shared("allowed_token_ids", ints[prompt_ends:words_at], _as_it_is)
         params["bad_words"] = self._shared("bad_words", (lengths, ints[words_at:]), _read_words)
         return Request(
             request_id=int(head["id"]),
@@ -175,6 +175,11 @@ class RequestReader:
         if last is None or last[0] != raw:
             last = self._last[name] = raw, read(raw)
         return last[1]
+
+
+def _as_it_is(ints: array) -> array:
+    """Keep numbers as an array: as a tuple they would take nine times the memory."""
+    return ints
 
 
 def _read_pooling(fields: dict[str, Any]) -> PoolingParams:

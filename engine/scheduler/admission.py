@@ -92,7 +92,7 @@ def _check_in_vocabulary(name: str, ids: Sequence[int], limits: Limits) -> None:
         )
 
 
-def _check_prompt(token_ids: tuple[int, ...], limits: Limits) -> None:
+def _check_prompt(token_ids: Sequence[int], limits: Limits) -> None:
     if not token_ids:
         raise RequestError("The prompt is empty: send at least one token.", "prompt")
     if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:

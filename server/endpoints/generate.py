@@ -17,6 +17,7 @@ from oarlock.server.endpoints.schema import SamplingFields
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.endpoints.text_places import TextPlaces
 from oarlock.server.errors import DeadlineError
+from oarlock.server.http.body_memory import held_by
 from oarlock.server.http.request_record import (
     RequestRecord,
     client_of,
@@ -29,7 +30,7 @@ from oarlock.server.http.request_record import (
 from oarlock.server.http.server_sent_events import AnswerWriter, EventStream, until_disconnect, whole_response
 from oarlock.server.json_text import dumps, numbers, pieces_of
 from oarlock.server.llm.generation import Generation, collect
-from oarlock.server.llm.input_processor import ProcessedRequest
+from oarlock.server.llm.input_processor import ProcessedRequest, waiting_bytes
 from oarlock.server.llm.output_processor import Delta
 from oarlock.server.llm.pooler_config import Task
 
@@ -72,6 +73,8 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         body.cache_salt = salt_of(request.scope, body.cache_salt)
         rank = self._chosen_replica(request)
         processed = await until_disconnect(request, self._process_in_time(body))
+        held = held_by(request.scope, self.state.body_memory, label_of(request.scope))
+        held.resize(waiting_bytes(processed) + body.kept_bytes(held.num_bytes))
         headers = self.reported(request, processed.ignored, headers)
         generation = self.async_llm.start(processed, label_of(request.scope), data_parallel_rank=rank)
         try:
@@ -79,6 +82,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
             generation.client = client_of(request.scope, body.user)
             writer = self._writer(body, processed, generation, model, request_id)
             generation.response_id = writer.response_id
+            body.forget_inputs()
             record.started(generation, streamed=bool(body.stream))
             if body.return_progress:
                 generation.report_progress()
@@ -145,9 +149,11 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         processed = await self.process(body)
         per_prompt = len(processed.choices) // processed.num_prompts
         first = processed.choices[0].request
-        # Not `asdict`, which copies each of a hundred thousand `allowed_token_ids`.
+        # Not `asdict`, which would copy the ids of a long list one by one.
         parameters: dict[str, Any] = {one.name: getattr(first.params, one.name) for one in fields(first.params)}
         parameters["grammar"] = None if first.params.grammar is None else asdict(first.params.grammar)
+        if first.params.allowed_token_ids is not None:
+            parameters["allowed_token_ids"] = list(first.params.allowed_token_ids)
         parameters["seeds"] = [choice.request.params.seed for choice in processed.choices[:per_prompt]]
         del parameters["seed"]
         shared = {

@@ -186,7 +186,7 @@ class ResponseWriter(AnswerWriter):
         found: dict[str, Any] = {}
         first = pieces[0]
         if self._options.token_ids and first.is_first:
-            found["prompt_token_ids"] = self._generation.choices[first.index].request.prompt_token_ids
+            found["prompt_token_ids"] = list(self._generation.choices[first.index].request.prompt_token_ids)
         parts = [piece.prompt_scores for piece in pieces if piece.prompt_scores]
         if parts and self._options.prompt_logprobs is not None:
             found["prompt_logprobs"] = InPieces(self._prompt_entry, chain.from_iterable(parts), _num_logprobs)

@@ -361,6 +361,19 @@ class SamplingFields(_ScalarFields):
         """Choices to generate for each prompt; the answer may keep fewer."""
         return self.n or 1
 
+    def kept_bytes(self, num_bytes: int) -> int:
+        """Return the part of the `num_bytes` of this body that stays in memory without its inputs."""
+        return 0
+
+    def forget_inputs(self) -> None:
+        """Drop the inputs once the prompts are made: they may be large, and the answer may take long."""
+        for name in _INPUTS & self.__dict__.keys():
+            self.__dict__[name] = None
+
+
+_INPUTS = frozenset({"prompt", "suffix", "messages", "tools", "chat_template_kwargs"})
+_INPUTS |= {"allowed_token_ids", "logit_bias", "bad_words", "stop", "metadata"}
+
 
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`."""

@@ -8,6 +8,7 @@ Requests that are sent ahead wait unparsed: each has a turn of the loop of its o
 import asyncio
 import math
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, cast
 
 import httptools
@@ -16,6 +17,7 @@ from uvicorn.server import ServerState
 
 from oarlock.server.errors import HttpError, error_bytes
 from oarlock.server.http.request_head import head_error
+from oarlock.server.observability.logs import event, logger
 
 HEAD_TIMEOUT_S = 20.0
 KEEP_ALIVE_S = 65.0  # above the usual 60 s of proxies, which then close idle connections before the server does
@@ -27,10 +29,18 @@ MAX_LINGER_BYTES = 256 * 2**20
 _MAX_PIPELINED = 32  # requests that were parsed together because their bounds are not seen before: behind chunks
 _MAX_HELD_BYTES = 64 * 1024  # of requests that are sent ahead, before no more is read
 _MAX_JOINED_BYTES = 64 * 1024  # of a body that is written together with its head
+# Bytes of all connections that the clients have not read, or that wait to be parsed. Beyond the first number a client
+# that has read nothing for two seconds is dropped, beyond the second any, the one that has read nothing for longest.
+MAX_UNREAD_BYTES = 48 * 2**20
+MAX_UNREAD_AT_ALL_BYTES = 160 * 2**20
+MAX_UNPARSED_BYTES = 64 * 2**20
+_STALLED_S = 2.0
+_COUNT_EVERY_BYTES = 8 * 2**20  # that are written
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _END_OF_HEAD = b"\r\n\r\n"
 _RESERVED = 16  # connections beyond the limit: probes are answered there, everything else gets 503
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+_log = logger("http")
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 
 
@@ -43,6 +53,7 @@ class Connections(ServerState):
         super().__init__()
         self.limit = limit
         self.waiting: dict[BoundedProtocol, None] = {}  # those that wait for a request head, the longest wait first
+        self._num_written = 0  # bytes, since unread ones were counted
 
     def make_room(self, newcomer: "BoundedProtocol") -> bool:
         """Close the connection that has waited longest for a request. False if that frees no place: all are busy."""
@@ -58,6 +69,46 @@ class Connections(ServerState):
         """End connections that have passed their deadline. `now`: the loop's clock, in seconds."""
         for connection in [each for each in self.connections if each.deadline < now]:
             connection.expire(now)
+        self.bound_unread(now)
+        self._bound_unparsed()
+
+    def wrote(self, num_bytes: int, loop: asyncio.AbstractEventLoop) -> None:
+        """Note bytes that were written, and now and then count the unread ones."""
+        self._num_written += num_bytes
+        if self._num_written > _COUNT_EVERY_BYTES:
+            self.bound_unread(loop.time())
+
+    def bound_unread(self, now: float) -> None:
+        """Drop clients that do not read while others' answers need the memory."""
+        self._num_written = 0
+        unread = [(each.unread_since(now), each.num_unread, each) for each in self.connections]
+        total = sum(num_bytes for _, num_bytes, _ in unread)
+        if total <= MAX_UNREAD_BYTES:
+            return
+        num_dropped = 0
+        for since, num_bytes, connection in sorted(unread, key=itemgetter(0)):
+            is_dropped = total > MAX_UNREAD_BYTES and now - since > _STALLED_S
+            if num_bytes and (is_dropped or total > MAX_UNREAD_AT_ALL_BYTES):
+                connection.drop()
+                total -= num_bytes
+                num_dropped += 1
+        if num_dropped:
+            _log.warning(event("unread_answers_dropped", connections=num_dropped, unread_bytes=total))
+
+    def _bound_unparsed(self) -> None:
+        """Drop the connections that have sent most ahead of what is read, while all together have sent too much."""
+        unparsed = [(each.num_unparsed, each) for each in self.connections]
+        total = sum(num_bytes for num_bytes, _ in unparsed)
+        if total <= MAX_UNPARSED_BYTES:
+            return
+        num_dropped = 0
+        for num_bytes, connection in sorted(unparsed, key=itemgetter(0), reverse=True):
+            if total <= MAX_UNPARSED_BYTES:
+                break
+            connection.drop()
+            total -= num_bytes
+            num_dropped += 1
+        _log.warning(event("unparsed_requests_dropped", connections=num_dropped))
 
 
 class _CycleTransport:
@@ -65,10 +116,15 @@ class _CycleTransport:
     one write, and closing waits for a client that is still writing."""
 
     def __init__(
-        self, transport: asyncio.Transport, close: Callable[[], None], loop: asyncio.AbstractEventLoop
+        self,
+        transport: asyncio.Transport,
+        close: Callable[[], None],
+        loop: asyncio.AbstractEventLoop,
+        wrote: Callable[[int], None],
     ) -> None:
         self.is_closing = transport.is_closing
         self._transport = transport
+        self._wrote = wrote
         self._close = close
         self._loop = loop
         self._head = b""
@@ -80,7 +136,7 @@ class _CycleTransport:
                 data, self._head = self._head + data, b""
             elif self._head:
                 self.flush()
-            self._transport.write(data)
+            self._send(data)
         elif data == _CONTINUE:
             self._transport.write(data)
         else:
@@ -91,11 +147,15 @@ class _CycleTransport:
         """Write a head that still waits."""
         head, self._head = self._head, b""
         if head and not self._transport.is_closing():
-            self._transport.write(head)
+            self._send(head)
 
     def close(self) -> None:
         self.flush()
         self._close()
+
+    def _send(self, data: bytes) -> None:
+        self._transport.write(data)
+        self._wrote(len(data))
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -114,6 +174,10 @@ class BoundedProtocol(HttpToolsProtocol):
     _unframed = 0  # bytes since the last head, piece of a body, or end of a request
     _num_dropped = 0
     _num_unsent = 0
+    num_unread = 0  # bytes of answers, when they were last counted
+    _num_written = 0
+    _num_read = 0
+    _unread_since = 0.0
     _held = b""  # sent ahead of its turn, and not parsed
     _tail = b""  # the last bytes of a head that has not ended
     _body_left: int | None = None  # bytes of the body that are still to come; None: it is chunked
@@ -254,7 +318,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._upgrade_offered = self.parser.should_upgrade()
         self.server_state.waiting.pop(self, None)
         self.deadline = math.inf
-        self._response = _CycleTransport(self.transport, self._close_after_answer, self.loop)
+        self._response = _CycleTransport(self.transport, self._close_after_answer, self.loop, self._wrote)
         self.cycle.transport = cast(asyncio.Transport, self._response)
 
     def _declared_length(self) -> int | None:
@@ -287,6 +351,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
+        if not self.pipeline and self._in_head:  # a connection that is kept open does not keep the head of its request
+            self.headers = []
+            self.scope = self.cycle.scope = cast(Any, {})
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
@@ -334,6 +401,29 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(408, f"No complete request head arrived within {HEAD_TIMEOUT_S:.0f} seconds.")
         else:  # opened or kept open and not used: no request waits for a response
             self.transport.close()
+
+    def unread_since(self, now: float) -> float:
+        """Count the unread bytes; return the time from which on the client has read none of them."""
+        self.num_unread = self.transport.get_write_buffer_size()
+        num_read = self._num_written - self.num_unread
+        if not self.num_unread or num_read > self._num_read:
+            self._unread_since = now
+        self._num_read = num_read
+        return self._unread_since
+
+    def _wrote(self, num_bytes: int) -> None:
+        self._num_written += num_bytes
+        self.server_state.wrote(num_bytes, self.loop)
+
+    @property
+    def num_unparsed(self) -> int:
+        """Bytes that came and that no request has taken: of a head, of a body, or sent ahead of its turn."""
+        num_bytes = len(self._held) + (self._head_size + self._unframed if self._in_head else 0)
+        return num_bytes if self.cycle is None else num_bytes + len(self.cycle.body)
+
+    def drop(self) -> None:
+        """Close at once, without what is unread."""
+        self.transport.abort()
 
     @property
     def _is_answering(self) -> bool:

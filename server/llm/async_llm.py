@@ -1,5 +1,6 @@
 """Starts generations on a running engine, and knows those that are open. Knows nothing of HTTP or JSON."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -91,8 +92,9 @@ class AsyncLLM:
         """
         choices = []
         for index, prompt in enumerate(prompts):
+            ids = array("i", prompt)  # they may wait for long, and take a ninth of the memory of a tuple
             own = replace(pooling, second_text=second_texts[index]) if second_texts else pooling
-            request = Request(self.engine.new_request_id(), prompt, POOLS, priority, cache_salt, pooling=own)
+            request = Request(self.engine.new_request_id(), ids, POOLS, priority, cache_salt, pooling=own)
             choices.append(PooledChoice(index, request, self.engine.info.hidden_size))
         running = Pooling(
             self.engine,

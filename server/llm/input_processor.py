@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import secrets
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +32,8 @@ _IDS_AT_ONCE = 100_000  # about 2 ms
 _CHOICES_AT_ONCE = 16  # about 2 ms
 _MANY_IDS = 1000  # of one prompt, of which a request may have a thousand
 _EBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_.-]+[ \t]*(?:\[[^\]\n]*\][ \t]*)?::=", re.MULTILINE)  # Lark has `:` there
+_BYTES_PER_ID = 4
+_BYTES_PER_CHOICE = 3000  # a choice that waits, without its prompt
 _GREEDY_BELOW = 1e-5  # a temperature; dividing logits by less would overflow
 
 
@@ -43,6 +46,22 @@ class ProcessedRequest:
     timeout_s: float | None = None
     spent_s: float = 0.0  # of the timeout, on processing
     ignored: tuple[str, ...] = ()  # parameters that have no effect with this model
+
+
+def waiting_bytes(processed: ProcessedRequest) -> int:
+    """Estimate the memory that a request takes while it waits and runs, in addition to its first sequence.
+
+    The engine's queue counts the tokens of a first sequence. Nothing else counts what is beyond it: further prompts
+    and choices, and lists as long as the vocabulary.
+    """
+    first, choices = processed.choices[0], processed.choices
+    prompts = choices[:: len(choices) // processed.num_prompts]
+    num_ids = sum(len(choice.request.prompt_token_ids) for choice in prompts[1:])
+    echoed = sum(len(choice.output_options.echo_text or "") for choice in prompts)
+    params = first.request.params
+    num_ids += 2 * len(params.allowed_token_ids or ())  # here and in the engine
+    grammar = len(params.grammar.text) if params.grammar is not None else 0
+    return _BYTES_PER_ID * num_ids + _BYTES_PER_CHOICE * (len(choices) - 1) + echoed + grammar
 
 
 class InputProcessor:
@@ -69,7 +88,7 @@ class InputProcessor:
 
     async def process_completion(self, request: CompletionRequest) -> ProcessedRequest:
         """The choices of a completion, prompt by prompt. Raises `RequestError`."""
-        prompts = [await self._prompt_ids(prompt, request) for prompt in request.prompts]
+        prompts = [_kept(await self._prompt_ids(prompt, request), request.num_prompts) for prompt in request.prompts]
         echoes = None
         if request.echo:
             echoes = await self._echoes(prompts, request)
@@ -110,7 +129,7 @@ class InputProcessor:
     async def process(
         self,
         request: SamplingFields,
-        prompts: Sequence[tuple[int, ...]],
+        prompts: Sequence[Sequence[int]],
         max_tokens: int | None,
         *,
         logprobs: int | None = None,
@@ -230,7 +249,7 @@ class InputProcessor:
         behind = await self.encode(suffix, request, limit, "suffix", False)
         return [*opening, before, *prompt, between, *behind, after]
 
-    async def _echoes(self, prompts: Sequence[tuple[int, ...]], request: CompletionRequest) -> list[str]:
+    async def _echoes(self, prompts: Sequence[Sequence[int]], request: CompletionRequest) -> list[str]:
         """Return each prompt as text. Raises `RequestError` if the answer would have more of it than it may."""
         echoes: list[str] = []
         size = 0
@@ -245,7 +264,7 @@ class InputProcessor:
                 raise RequestError(message, "echo")
         return echoes
 
-    async def _echo(self, given: str | list[int], whole: tuple[int, ...], request: CompletionRequest) -> str:
+    async def _echo(self, given: str | list[int], whole: Sequence[int], request: CompletionRequest) -> str:
         """The prompt as text: as it was given, unless ids were, or something is cut away."""
         kept = self._fitted(whole, request, request.max_tokens or 0, "prompt")
         if isinstance(given, str) and len(whole) == len(kept):
@@ -253,9 +272,7 @@ class InputProcessor:
         shown = self.tokenizer.special_ids if request.skip_special_tokens is False else frozenset[int]()
         return await self.tokenizer.atext(kept, shown, "echo")
 
-    def _fitted(
-        self, ids: tuple[int, ...], request: SamplingFields, max_tokens: int | None, param: str
-    ) -> tuple[int, ...]:
+    def _fitted(self, ids: Sequence[int], request: SamplingFields, max_tokens: int | None, param: str) -> Sequence[int]:
         """The prompt, cut only if the request asks for it. Raises `ContextLengthError`."""
         keep = self._kept(request, max_tokens)
         if keep is not None:
@@ -320,7 +337,7 @@ class InputProcessor:
         scalars["top_k"] = scalars["top_k"] if 0 < scalars["top_k"] < vocab_size else 0
         allowed = None
         if request.allowed_token_ids is not None:
-            allowed = _checked(sorted(set(request.allowed_token_ids)), vocab_size, "allowed_token_ids")
+            allowed = array("i", _checked(sorted(set(request.allowed_token_ids)), vocab_size, "allowed_token_ids"))
         return SamplingParams(
             **scalars,
             eos_token_ids=() if request.ignore_eos else self.eos_token_ids,
@@ -332,6 +349,11 @@ class InputProcessor:
             bad_words=bad_words,
             grammar=grammar,
         )
+
+
+def _kept(prompt_ids: tuple[int, ...], num_prompts: int) -> Sequence[int]:
+    """Return a prompt as it waits: one of many as an array, which takes a ninth of the memory."""
+    return prompt_ids if num_prompts == 1 else array("i", prompt_ids)
 
 
 def _checked(ids: Iterable[int], vocab_size: int, param: str) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ def test_penalties_biases_and_bans_reach_the_engine(make_stage, tokenizer):
     params = _params(make_stage(), payload)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1.5, -2.0, 1.25)
     assert params.logit_bias == ((5, 2.5), (7, -100.0))
-    assert params.allowed_token_ids == (3, 9)
+    assert [*params.allowed_token_ids] == [3, 9]
     wanted = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in ("def", " def", "a b", " a b")]
     assert list(params.bad_words) == list(dict.fromkeys(wanted))
     plain = _params(make_stage(), dict.fromkeys(payload))

@@ -252,6 +252,8 @@ ToolChoiceOption = Annotated[
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_VARIABLES_CHARACTERS = 16 * 1024
+_LONG_BODY = 1 << 20  # bytes: shorter ones have tools of about the usual size
+_BYTES_PER_TOOL = 2048
 _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 # Set by this server, or by other fields of the request.
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
@@ -364,6 +366,10 @@ class ChatRequest(SamplingFields):
     def functions(self) -> tuple[Tool, ...]:
         """The tools that the model is offered."""
         return tuple(tool for tool in self.tools or () if isinstance(tool, Tool))
+
+    def kept_bytes(self, num_bytes: int) -> int:
+        """The tools: answers are read by them."""
+        return num_bytes if self.tools and num_bytes > _LONG_BODY else len(self.tools or ()) * _BYTES_PER_TOOL
 
     @property
     def token_limit(self) -> int | None:

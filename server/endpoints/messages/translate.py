@@ -62,6 +62,10 @@ class MessagesTurn(ChatRequest):
         """The request."""
         return self._source
 
+    def forget_inputs(self) -> None:
+        super().forget_inputs()
+        self._source.__dict__ |= dict.fromkeys(("messages", "system", "tools"))
+
     @property
     def limit_field(self) -> str:
         return "max_tokens"

@@ -76,6 +76,10 @@ class ResponsesTurn(ChatRequest):
         """Label of the API key whose responses these are; others do not see them."""
         return self._owner
 
+    def kept_bytes(self, num_bytes: int) -> int:
+        """All of it: the items are stored with the answer, which shows other fields."""
+        return num_bytes
+
     @property
     def limit_field(self) -> str:
         return "max_output_tokens"

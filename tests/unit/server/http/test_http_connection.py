@@ -9,6 +9,7 @@ import math
 import pytest
 import uvicorn
 
+from oarlock.server.http import connection
 from oarlock.server.http.connection import (
     HEAD_TIMEOUT_S,
     KEEP_ALIVE_S,
@@ -409,5 +410,72 @@ def test_beyond_the_limit_the_longest_idle_is_closed_and_the_busy_are_not():
         assert sum(each.transport.closed for each in at_once) == 39
         assert not busy.transport.closed
         assert not third.transport.closed
+
+    run(scenario)
+
+
+def test_unread_answers_are_bounded_over_all_connections(monkeypatch):
+    """While they take too much, who has read nothing for two seconds is dropped; who reads slowly is not."""
+    monkeypatch.setattr(connection, "MAX_UNREAD_BYTES", 250_000)
+
+    async def scenario():
+        first = Client()
+        clients = [first, *(Client(connections=first.connections) for _ in range(4))]
+        begun = asyncio.get_running_loop().time()
+        for client in clients:
+            await client.feed(POST + b"Content-Length: 0\r\n\r\n")
+            client.transport.unsent, client.protocol._num_written = 100_000, 200_000
+        first.connections.expire(begun)
+        slow = clients[-1]
+        slow.transport.unsent = 90_000
+        first.connections.expire(begun + 1)
+        assert not any(client.transport.closed for client in clients)
+        first.connections.expire(begun + 2.5)
+        dropped = [client.transport.aborted for client in clients]
+        assert sum(dropped) == 3 and not slow.transport.closed
+
+    run(scenario)
+
+
+def test_very_many_unread_answers_are_dropped_at_once(monkeypatch):
+    """The bytes that are written count, so the next look at the deadlines need not come first."""
+    monkeypatch.setattr(connection, "MAX_UNREAD_AT_ALL_BYTES", 250_000)
+    monkeypatch.setattr(connection, "MAX_UNREAD_BYTES", 250_000)
+    monkeypatch.setattr(connection, "_COUNT_EVERY_BYTES", 0)
+
+    async def scenario():
+        first = Client()
+        clients = [first, *(Client(connections=first.connections) for _ in range(4))]
+        for client in clients:
+            client.transport.unsent = 100_000
+        await clients[-1].feed(POST + b"Content-Length: 0\r\n\r\n")
+        assert sum(client.transport.aborted for client in clients) == 3
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("sent", ["beginning of a head", "sent ahead"])
+def test_unparsed_bytes_are_bounded_over_all_connections(monkeypatch, sent):
+    monkeypatch.setattr(connection, "MAX_UNPARSED_BYTES", 50_000)
+
+    async def scenario():
+        first = Client()
+        clients = [first, *(Client(connections=first.connections) for _ in range(4))]
+        for client in clients[1:]:
+            ahead = b"" if sent == "beginning of a head" else b"POST /slow HTTP/1.1\r\nHost: x\r\n\r\n"
+            await client.feed(ahead + POST + b"X: " + b"x" * 20_000)
+        first.connections.expire(asyncio.get_running_loop().time())
+        assert [client.transport.aborted for client in clients].count(True) == 2
+        assert not first.transport.closed
+
+    run(scenario)
+
+
+def test_a_connection_that_is_kept_open_does_not_keep_the_head_of_its_request():
+    async def scenario():
+        client = Client()
+        assert (await client.feed(POST + b"X: " + b"x" * 20_000 + b"\r\nContent-Length: 0\r\n\r\n"))[0][0] == 200
+        assert not client.protocol.headers and not client.protocol.scope and not client.protocol.cycle.scope
+        assert len(await client.feed(POST + b"Content-Length: 0\r\n\r\n")) == 2
 
     run(scenario)
