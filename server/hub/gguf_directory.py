@@ -85,6 +85,7 @@ PRE_TOKENIZERS = {name: kind for kind, names in _BY_KIND.items() for name in nam
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # the types of tokens
 _SPACE = "▁"
+_MOST_MERGE_WORK = 1 << 26  # sum of the squares of tokens' lengths; Gemma's is 11 million
 # Of Phi-3's special tokens, those that do not take the white space behind them. The file does not say it.
 _PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -196,6 +197,11 @@ def _byte_level(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _sentencepiece(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]:
+    if sum(len(token) ** 2 for token in vocabulary.tokens) > _MOST_MERGE_WORK:
+        raise StartupError(
+            f"{settings.model.path} has too many long tokens to find the merges of its vocabulary.",
+            "Use a file that llama.cpp's converter wrote.",
+        )
     scores = settings.numbers("tokenizer.ggml.scores", len(vocabulary.tokens))
     has_prefix = settings.flag("tokenizer.ggml.add_space_prefix", True)
     to_spaces = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
@@ -225,8 +231,8 @@ def _sentencepiece(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]
 
 
 def merges_of_scores(vocabulary: Vocabulary, scores: Sequence[float]) -> list[list[str]]:
-    """Every pair of tokens that makes a third, in the order of its score: what transformers' converter makes of a
-    SentencePiece model (`generate_merges` in convert_slow_tokenizer.py)."""
+    """Return every pair of tokens that makes a third, in the order of its score, as transformers' converter finds them
+    in a SentencePiece model (`generate_merges` in convert_slow_tokenizer.py)."""
     kinds = enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
     normal = {token: index for index, (token, kind) in kinds if kind == _NORMAL}
     merges = []

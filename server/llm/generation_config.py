@@ -8,14 +8,14 @@
 greedily. A temperature in the request wins over all of this.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
-from oarlock.engine.errors import StartupError
+from oarlock.engine.errors import StartupError, shown
 from oarlock.engine.preflight import is_there
 from oarlock.engine.types import SamplingParams
 from oarlock.server.endpoints.schema import SamplingFields
@@ -29,7 +29,13 @@ _fields: dict[str, Any] = {name: (SamplingFields.model_fields[name].rebuild_anno
 _fields["max_new_tokens"] = (Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None, None)
 _fields["do_sample"] = (bool | None, None)
 _Sampling = create_model("_Sampling", __base__=StrictModel, **_fields)
-_EndTokens = TypeAdapter(list[Annotated[int, Field(ge=0, le=INT32_MAX)]], config=ConfigDict(strict=True))
+_MAX_END_TOKENS = 64  # they are compared with each token; the most known are eight
+_EndTokens = TypeAdapter(
+    Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=_MAX_END_TOKENS)],
+    config=ConfigDict(strict=True),
+)
+# Ids of the files that are not used here. Some checkpoints write -1 for none.
+_OTHER_IDS = ("bos_token_id", "pad_token_id", "decoder_start_token_id", "sep_token_id", "unk_token_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +57,14 @@ class GenerationConfig:
                 f"--generation-config names {choice}, which is not a folder with a {FILE}.",
                 f"Give the folder of such a file, or `{AUTO}` for the model's own, or `{NEUTRAL}` for none.",
             )
-        values = read_json(file)
-        ends = _end_tokens(file, values) or _end_tokens(Path(model) / "config.json")
+        values, config_file = read_json(file), Path(model) / "config.json"
+        config = read_json(config_file)
+        ends, others = _end_tokens(file, values), _end_tokens(config_file, config)
+        for path, described in ((file, values), (config_file, config)):
+            _check_other_ids(path, described)
+        for path, ids in ((file, ends), (config_file, others)):
+            _check_end_tokens(path, ids, config)
+        ends = ends or others
         if choice == NEUTRAL:
             return GenerationConfig(eos_token_ids=ends)
         sampling = _sampling(file, values)
@@ -76,14 +88,35 @@ def _sampling(file: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name in _fields if (value := getattr(checked, name)) is not None}
 
 
-def _end_tokens(file: Path, values: Mapping[str, Any] | None = None) -> tuple[int, ...]:
-    value = (read_json(file) if values is None else values).get("eos_token_id")
+def _end_tokens(file: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
+    value = values.get("eos_token_id")
     if value is None:
         return ()
     try:
         return tuple(_EndTokens.validate_python(value if isinstance(value, list) else [value]))
     except ValidationError:
         raise StartupError(
-            f"'eos_token_id' in {file} is {str(value)[:64]!r}, which is neither a token id nor a list of them.",
+            f"'eos_token_id' in {file} is {shown(value)}, which is neither a token id nor a list of at most "
+            f"{_MAX_END_TOKENS} of them.",
             "Correct that line.",
         ) from None
+
+
+def _check_end_tokens(file: Path, ids: Sequence[int], config: Mapping[str, Any]) -> None:
+    """Raise `StartupError` for an end token that the model cannot write."""
+    inner = config.get("text_config")
+    size = (inner if isinstance(inner, dict) and "vocab_size" in inner else config).get("vocab_size")
+    if type(size) is int and ids and max(ids) >= size > 0:
+        raise StartupError(
+            f"'eos_token_id' in {file} is {max(ids)}, but the model's vocab_size is {size}: no answer would end.",
+            "Correct that line.",
+        )
+
+
+def _check_other_ids(file: Path, values: Mapping[str, Any]) -> None:
+    """Raise `StartupError` if the file names a special token by anything but an id or a short list of them."""
+    for name in _OTHER_IDS:
+        value = values.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if len(ids) > _MAX_END_TOKENS or not all(type(one) is int and -1 <= one <= INT32_MAX for one in ids):
+            raise StartupError(f"'{name}' in {file} is {shown(value)}, which is no token id.", "Correct that line.")

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, TypeVar
 import tokenizers
 
 from oarlock.engine.errors import StartupError, shown
-from oarlock.engine.preflight import check_file, is_there, read_text
+from oarlock.engine.preflight import is_there, read_text
 from oarlock.server.config.settings import Settings
 from oarlock.server.hub.model_path import VOCABULARY_FILES, OnDetailedProgress, read_json, resolve, resolve_tokenizer
+from oarlock.server.llm import tokenizer_file
 from oarlock.server.llm.chat_template import MOST_CHARACTERS, ChatTemplate, read_template, with_template
 from oarlock.server.llm.detokenizer import (
     BytesDetokenizer,
@@ -30,7 +31,9 @@ from oarlock.server.llm.detokenizer import (
     token_bytes_for,
     tokenizer_error,
 )
+from oarlock.server.llm.library_errors import is_library_error
 from oarlock.server.llm.text_pieces import TextPieces, pieces_for
+from oarlock.server.llm.vocabulary_files import check_vocabulary_files
 
 _T = TypeVar("_T")
 _DECODED_AT_ONCE = 1 << 14  # ids; joining the bytes of a million would hold the GIL for too long
@@ -43,8 +46,6 @@ _PIECE = 64 * 1024  # characters of a long text that are tokenized at once
 MOST_UNCUT_BYTES = 512 * 1024
 MOST_DECODED = 16 << 20  # characters of a text that is made of token ids
 _SAMPLE = "a"
-_MOST_BYTES = 512 << 20  # of tokenizer.json; those of the largest vocabularies have a tenth of it
-_MOST_ID = 2**31 - 2  # ids are sent as int32, and one more is counted
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # The fill-in-the-middle tokens of each model family: before the prompt, before the suffix, before the answer.
 _FIM_TOKENS = (
@@ -79,9 +80,14 @@ class Tokenizer:
     """One checkpoint's tokenizer. The synchronous methods are for threads; the `a…` ones for the event loop."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, config: dict[str, Any], template_file: Path | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        config: dict[str, Any],
+        template_file: Path | None = None,
+        described: dict[str, Any] | None = None,
     ) -> None:
-        """`config`: of `tokenizer_config.json`; `template_file`: that its chat template is from, if it is from another.
+        """`config`: of `tokenizer_config.json`; `template_file`: the file of its chat template, if it is in another;
+        `described`: the tokenizer as the JSON object of a `tokenizer.json`, if that is known.
 
         Raises `StartupError`.
         """
@@ -89,7 +95,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         written = backend.to_str()
-        described = json.loads(written)
+        described = json.loads(written) if described is None else described
         # Covers all that decides ids: vocabulary and rules, special tokens, the chat template.
         self.digest = hashlib.sha256(f"{written}{json.dumps(config, sort_keys=True)}".encode()).hexdigest()
         self._special = frozenset(item["id"] for item in described["added_tokens"] if item["special"])
@@ -128,7 +134,8 @@ class Tokenizer:
             template_file = None
         if chat_template is None and is_there(for_tools := path / _TEMPLATE_FOR_TOOLS):
             config["chat_template"] = with_template(config, "tool_use", read_text(for_tools, MOST_CHARACTERS))
-        return Tokenizer(_read_backend(path), config, template_file)
+        backend, described = _read_backend(path)
+        return Tokenizer(backend, config, template_file, described)
 
     @property
     def vocab_size(self) -> int:
@@ -346,22 +353,10 @@ def _check_uncut(text: str) -> None:
         )
 
 
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
+def _read_backend(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """Return the tokenizer in a folder, and the JSON object that describes it. Raises `StartupError`."""
     file = path / "tokenizer.json"
-    if not is_there(file):
-        return _convert(path)
-    check_file(file, _MOST_BYTES)
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception for every kind of damage
-        raise StartupError(
-            f"The tokenizer {file} cannot be read: {str(error)[:200]}.", "Fetch that file of the checkpoint again."
-        ) from None
-    most = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-    if not 0 <= most <= _MOST_ID:
-        what = "has no tokens" if most < 0 else f"gives a token the id {most}, more than {_MOST_ID}"
-        raise StartupError(f"The tokenizer {file} {what}.", "Fetch that file of the checkpoint again.")
-    return backend
+    return tokenizer_file.load(file) if is_there(file) else _convert(path)
 
 
 def _check_config(file: Path, config: Mapping[str, Any]) -> None:
@@ -375,25 +370,32 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
         raise StartupError(f"add_bos_token in {file} is {shown(config['add_bos_token'])}.", "Write true or false.")
 
 
-def _convert(path: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a checkpoint that has only a SentencePiece model, or a vocabulary and merges."""
+def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """Return the tokenizer of a checkpoint that has only a SentencePiece model, or a vocabulary and merges, and its
+    description. Raises `StartupError`."""
     if not any(is_there(path / name) for name in VOCABULARY_FILES):  # transformers would make up an empty one
         raise StartupError(
             f"{path} has no tokenizer.json, nor any other vocabulary of a tokenizer.",
             "Put the checkpoint's tokenizer.json beside its weights.",
         )
-    for name in filter(is_there, (path / name for name in VOCABULARY_FILES)):
-        check_file(name, _MOST_BYTES)
+    check_vocabulary_files(path)
     from transformers import AutoTokenizer  # slow to import, and needed by few checkpoints
 
     try:
         loaded = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
-        return _checked(getattr(loaded, "backend_tokenizer", None))
-    except Exception as error:  # transformers raises exceptions of many kinds
+        backend = _checked(getattr(loaded, "backend_tokenizer", None))
+    except BaseException as error:  # transformers raises exceptions of many kinds
+        if not is_library_error(error):
+            raise
+        reason = " ".join(str(error).split())[:200]
         raise StartupError(
-            f"{path} has no tokenizer.json and its tokenizer cannot be converted: {str(error)[:200]}.",
+            f"{path} has no tokenizer.json and its tokenizer cannot be converted: {reason}.",
             "Put the checkpoint's tokenizer.json beside its weights.",
         ) from None
+    described = json.loads(backend.to_str())
+    tokenizer_file.check(path, described)
+    tokenizer_file.try_out(path, backend)
+    return backend, described
 
 
 def _checked(backend: object) -> tokenizers.Tokenizer:

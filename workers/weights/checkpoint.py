@@ -59,12 +59,15 @@ def read_text(path: Path, most: int = MOST_BYTES) -> str:
         raise StartupError(f"{path} cannot be read: byte {error.start} is not UTF-8 text.", _FIX) from None
 
 
-def read_json(path: Path) -> Any:
-    """Return the JSON value in a file. Raises `StartupError`, also if an object has the same name twice or there are
-    more than `MOST_VALUES` values."""
-    text = read_text(path)
-    if _num_values(text) > MOST_VALUES:
-        raise StartupError(f"{path} cannot be read: it holds more than {MOST_VALUES} values.", _FIX)
+def read_json(
+    path: Path, max_bytes: int = MOST_BYTES, max_values: int = MOST_VALUES, max_names: int = MOST_VALUES
+) -> Any:
+    """Return the JSON value in a file. Raises `StartupError`, also if an object has the same name twice, or there are
+    more than `max_values` values, or `max_names` names in objects, which take the most memory."""
+    text = read_text(path, max_bytes)
+    for what, count, most in (("values", _num_values(text), max_values), ("names", text.count(":"), max_names)):
+        if count > most:
+            raise StartupError(f"{path} cannot be read: it holds more than {most} {what}.", _FIX)
     try:
         return json.loads(text, object_pairs_hook=_once)
     except RecursionError:
@@ -78,9 +81,11 @@ def _num_values(text: str) -> int:
     return 1 + sum(map(text.count, ",[{"))
 
 
-def read_table(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises `StartupError`."""
-    value = read_json(path)
+def read_table(
+    path: Path, max_bytes: int = MOST_BYTES, max_values: int = MOST_VALUES, max_names: int = MOST_VALUES
+) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises `StartupError`, as `read_json` does."""
+    value = read_json(path, max_bytes, max_values, max_names)
     if not isinstance(value, dict):
         raise StartupError(f"{path} does not hold a JSON object.", _FIX)
     return value

@@ -90,9 +90,10 @@ SERVED = (*FLOATS, *GROUP_FORMS)  # the types that can be read
 
 MAGIC = b"GGUF"
 _LFS_MARK = b"version https://git-lfs"
-# A vocabulary of a million tokens with scores, types and merges needs a tenth of these.
-MAX_HEADER_BYTES = 512 << 20
-MAX_STRINGS = 8_000_000
+# The headers of the largest known vocabularies, 262,144 tokens, or 200,000 and their merges, have less than 20 MB.
+# As Python's objects they take several times as much.
+MAX_HEADER_BYTES = 96 << 20
+MAX_STRINGS = 2_000_000
 MAX_ENTRIES = 200_000  # settings, and tensors
 MAX_NAME_BYTES = 65_535
 # Of an entry in a list of texts, which are tokens and pairs of them. The longest known tokens are 512 spaces; to build

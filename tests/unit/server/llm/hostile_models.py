@@ -176,6 +176,51 @@ def added_token(**changes: Any) -> Fault:
     return make
 
 
+def tokenizer(**parts: Any) -> Fault:
+    """Parts of tokenizer.json are others; functions get the part as it is."""
+
+    def make(folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        content = json.loads(path.read_text())
+        content |= {name: part(content.get(name)) if callable(part) else part for name, part in parts.items()}
+        path.write_text(json.dumps(content))
+
+    return make
+
+
+def only_model(kind: str, **settings: Any) -> Fault:
+    """The tokenizer is a vocabulary and nothing else."""
+    others = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    return tokenizer(model={"type": kind, **settings}, added_tokens=[], **others)
+
+
+def replacing(part: str, inner: str, count: int) -> Fault:
+    """A chain of steps, each of which writes a hundred characters for one."""
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
+    return tokenizer(**{part: {"type": "Sequence", inner: [step] * count}})
+
+
+def splitting(pattern: str) -> Fault:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return tokenizer(pre_tokenizer=split)
+
+
+def with_token(text: str, number: int = 5000) -> Callable[[Any], Any]:
+    """Add a token to the vocabulary of a model."""
+    return lambda model: model | {"vocab": model["vocab"] | {text: number}}
+
+
+def adding(*names: str, **tokens: list[int]) -> dict[str, Any]:
+    """A post-processor that puts the special tokens of these names before a text."""
+    text, other = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    return {
+        "type": "TemplateProcessing",
+        "single": [*({"SpecialToken": {"id": name, "type_id": 0}} for name in names), text],
+        "pair": [text, other],
+        "special_tokens": {name: {"id": name, "ids": ids, "tokens": [name] * len(ids)} for name, ids in tokens.items()},
+    }
+
+
 def token_id(value: int) -> Fault:
     """A token of tokenizer.json has this id."""
 
@@ -189,6 +234,13 @@ def token_id(value: int) -> Fault:
     return make
 
 
+def vocabulary_file(name: str, content: bytes) -> Fault:
+    """The vocabulary is in another file than tokenizer.json."""
+    return lambda path: ((path / "tokenizer.json").unlink(), text(name, content)(path))
+
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+WORD_PIECE = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64}
 EXPERTS = "model.layers.0.block_sparse_moe."
 ONE = {"model.embed_tokens.weight": tensor([2], [0, 8])}
@@ -257,6 +309,17 @@ FAULTS: dict[str, Case] = {
         lambda path: (config(eos_token_id={"a": 1})(path), text("generation_config.json", "{}")(path)),
         ("config.json", "eos_token_id"),
     ),
+    **{
+        f"{name} is {value!r} in {file}": Case(fields(file, **{name: value}), (file, name))
+        for name, values in {
+            "eos_token_id": ("json:Infinity", "json:NaN", -5, 10**30, 10**6, [1, 10**7], 1.5, True, [1] * 100),
+            "bos_token_id": ("json:NaN", 10**30, "x", -5),
+            "pad_token_id": ("json:-Infinity", [2**40]),
+            "decoder_start_token_id": ("json:NaN", {"a": 1}),
+        }.items()
+        for value in values
+        for file in ("config.json", "generation_config.json")
+    },
     "classifier_from_token is a number": Case(config(classifier_from_token=5), ("classifier_from_token",)),
     "id2label of a classifier is a list": Case(
         config(architectures=["BertForSequenceClassification"], id2label=[1]), ("BertForSequenceClassification",)
@@ -344,6 +407,98 @@ FAULTS: dict[str, Case] = {
             '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}',
         ),
         ("tokenizer.json",),
+    ),
+    # its chains, patterns and unknown tokens
+    "six replacements by a hundred": Case(replacing("normalizer", "normalizers", 6), ("tokenizer.json", "normalizer")),
+    "six replacements of a decoder": Case(replacing("decoder", "decoders", 6), ("tokenizer.json", "decoder")),
+    "a pre-tokenizer grows texts": Case(
+        tokenizer(pre_tokenizer={"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 40}),
+        ("tokenizer.json", "pre_tokenizer"),
+    ),
+    "a normalizer has many steps": Case(
+        tokenizer(normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}] * 100_000}),
+        ("tokenizer.json", "100000 steps"),
+    ),
+    "a million special tokens are added": Case(
+        tokenizer(post_processor=adding("x", x=[1] * 10**6)), ("tokenizer.json", "1000000 tokens")
+    ),
+    "a hundred special tokens are added": Case(
+        tokenizer(post_processor=adding(*["x"] * 100, x=[1])), ("tokenizer.json", "100 tokens")
+    ),
+    "a text is written twice": Case(
+        tokenizer(post_processor=adding() | {"single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2}),
+        ("tokenizer.json", "several times"),
+    ),
+    "an added token is missing": Case(tokenizer(post_processor=adding("x")), ("tokenizer.json", "'x'")),
+    "an added token has an unknown id": Case(
+        tokenizer(post_processor=adding("x", x=[10**9])), ("tokenizer.json", "1000000000")
+    ),
+    "a mark has an unknown id": Case(
+        tokenizer(post_processor={"type": "BertProcessing", "sep": ["</s>", 10**8], "cls": ["<s>", 1]}),
+        ("tokenizer.json", "100000000"),
+    ),
+    **{
+        f"a pattern is {pattern}": Case(splitting(pattern), ("tokenizer.json", "pattern"))
+        for pattern in ("(a+)+$", "(.*)*x", ".*.*.*.*x", r"\s*\s*\s*z", "(", "(.)\\1*x", "a" * 10_000)
+    },
+    "a replaced pattern is catastrophic": Case(
+        tokenizer(normalizer={"type": "Replace", "pattern": {"Regex": "(x+x+)+y"}, "content": ""}),
+        ("tokenizer.json", "normalizer", "pattern"),
+    ),
+    "WordLevel has no unknown token": Case(
+        only_model("WordLevel", vocab={"a": 0}, unk_token="[UNK]"), ("tokenizer.json", "[UNK]")
+    ),
+    "WordPiece has no unknown token": Case(
+        only_model("WordPiece", vocab={"a": 0}, unk_token="[UNK]", **WORD_PIECE), ("tokenizer.json", "[UNK]")
+    ),
+    "WordPiece has endless words": Case(
+        only_model("WordPiece", vocab={"a": 0}, unk_token="a", **WORD_PIECE | {"max_input_chars_per_word": 10**9}),
+        ("tokenizer.json", "max_input_chars_per_word"),
+    ),
+    "Unigram has no unknown token": Case(
+        only_model("Unigram", vocab=[["a", -1.0]], unk_id=None), ("tokenizer.json", "unk_id")
+    ),
+    "BPE has no unknown token": Case(
+        only_model("BPE", vocab={"a": 0}, merges=[], unk_token="[UNK]"), ("tokenizer.json", "[UNK]")
+    ),
+    **{
+        f"the character map is {written!r}": Case(
+            tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": written}),
+            ("tokenizer.json", "precompiled_charsmap"),
+        )
+        for written in ("AAAA", "BAAAAP////8AAAAA", "", "?")
+    },
+    "pieces of no characters": Case(
+        tokenizer(pre_tokenizer={"type": "FixedLength", "length": 0}), ("tokenizer.json", "0 characters")
+    ),
+    "a token has 5000 characters": Case(tokenizer(model=with_token("a" * 5000)), ("tokenizer.json", "5000 characters")),
+    "a special token has 5000 characters": Case(added_token(content="a" * 5000), ("tokenizer.json", "5000 characters")),
+    "a Unigram token has 600 characters": Case(
+        only_model("Unigram", vocab=[["a", -1.0], ["b" * 600, -1.0]], unk_id=0), ("tokenizer.json", "600 characters")
+    ),
+    "the tokenizer holds millions of values": Case(
+        lambda path: text("tokenizer.json", '{"version": "1.0", "added_tokens": [' + "1," * 3_000_000 + "1]}")(path),
+        ("tokenizer.json", "values"),
+    ),
+    "the tokenizer has two normalizers": Case(
+        text("tokenizer.json", '{"normalizer": null, "normalizer": {"type": "NFC"}}'), ("tokenizer.json", "twice")
+    ),
+    # a tokenizer without tokenizer.json
+    "a vocabulary has a long line": Case(vocabulary_file("vocab.txt", b"a" * 10**6), ("vocab.txt", "1000000")),
+    "a vocabulary is huge": Case(vocabulary_file("vocab.txt", b"a\n" * (20 << 20)), ("vocab.txt", "bytes")),
+    "a vocabulary holds millions of values": Case(
+        vocabulary_file("vocab.json", MANY.encode()), ("vocab.json", "values")
+    ),
+    "merges have a long line": Case(
+        lambda path: (vocabulary_file("vocab.json", b"{}")(path), text("merges.txt", b"a" * 10**6)(path)),
+        ("merges.txt", "1000000"),
+    ),
+    "a piece of SentencePiece is long": Case(
+        vocabulary_file("tokenizer.model", b"\x0a\x8b\x27\x0a\x88\x27" + b"a" * 5000), ("tokenizer.model", "5000 bytes")
+    ),
+    "pieces of SentencePiece are long": Case(
+        vocabulary_file("tokenizer.model", (b"\x0a\xa3\x1f\x0a\xa0\x1f" + b"a" * 4000) * 20),
+        ("tokenizer.model", "long tokens"),
     ),
     # weights
     "the shape is astronomical": Case(weights({"a": tensor([2**40] * 400, [0, 8])}, bytes(8)), (WEIGHTS, "'a'")),
