@@ -30,6 +30,7 @@ ALL = 0xFFFFFFFF
 _QUOTE, _BACKSLASH, _NEWLINE = b'"\\\n'
 # Stack of each thread: as large as the engine's, four times what the sandbox lets a grammar use.
 _THREAD_STACK_BYTES = 8 << 20
+_NUM_AT_ONCE = 16  # fast masks, between looks at the time
 _FULL = "too many states"  # in the library's error when a cache of lexer states is full; its stop reason does not tell
 # A `GrammarMatcher`, the tokens that are drafted after the known ones, and the masks to write: uint32 [1 + drafts, W].
 Rows = tuple[Any, tuple[int, ...], np.ndarray]
@@ -52,7 +53,7 @@ class GrammarMatcher:
         self._accepted: list[int] = []
         self._late: list[int] = []  # the last of these, which the library has not consumed
         self._renewed_at: int | None = None  # number of accepted tokens when it last got an empty cache
-        self._consumed_s = 0.0  # processor time of consuming since the last mask
+        self._consumed_s = 0.0  # processor time of consuming late tokens since the last mask
         self._completion: tuple[int, list[int]] | None = None  # (n, tokens) that leave only the end after n tokens
         self._end_ids = tuple(end_ids)
         self._digits = _DigitRun() if compiled.is_json else None
@@ -87,10 +88,8 @@ class GrammarMatcher:
         after `limit_s` of processor time."""
         begun_s, clock_s = time.thread_time(), time.monotonic()
         try:
-            masks = np.empty((len(into), self.compiler.num_words), np.uint32)
             self._catch_up(begun_s + limit_s)
-            self.compute(drafts, masks)
-            result = self.finish_masks(drafts, masks, into)
+            result = self.fill_untimed(drafts, into)
         except MaskPostponedError:
             self._consumed_s += time.thread_time() - begun_s
             raise
@@ -100,6 +99,12 @@ class GrammarMatcher:
             raise BrokenGrammarError(str(panic_error(error))) from error
         self._observe(time.thread_time() - begun_s, time.monotonic() - clock_s)
         return result
+
+    def fill_untimed(self, drafts: Tokens[int], into: np.ndarray) -> int | None:
+        """Fill the masks of a fast grammar."""
+        masks = np.empty((len(into), self.compiler.num_words), np.uint32)
+        self.compute(drafts, masks)
+        return self.finish_masks(drafts, masks, into)
 
     def possible(self, drafts: Tokens[int]) -> list[int]:
         """The leading `drafts` that are tokens of the grammar's tokenizer."""
@@ -158,16 +163,16 @@ class GrammarMatcher:
         return not self._late and self.matcher.is_stopped()
 
     def _consume(self, token_ids: Tokens[int]) -> None:
-        begun_s = time.thread_time()
+        begun_s = time.monotonic()
         try:
             self.matcher.consume_tokens(list(token_ids))
+            is_error = self.matcher.is_error()
         except BaseException as error:
             raise BrokenGrammarError(str(panic_error(error))) from error
-        self._consumed_s += time.thread_time() - begun_s
-        if self.matcher.is_error():
+        if is_error:
             self._renew()
-        elif self._consumed_s > JUMP_S:
-            self.suspect(self._consumed_s)  # so that other sequences with this grammar do not follow at once
+        elif (seconds := time.monotonic() - begun_s) > JUMP_S:
+            self.suspect(seconds)  # so that other sequences with this grammar do not follow at once
 
     def only_end_is_left(self) -> bool:
         """As in `GrammarMatcherProtocol`. Raises `BrokenGrammarError`."""
@@ -293,54 +298,68 @@ class MaskBatch:
 
     def __init__(self) -> None:
         self._threads: LLExecutor | None = None
-        self._num_at_once = 2 * _num_threads()
         self._masks = np.empty((0, 0), np.uint32)  # the library writes into it; reused
 
     def fill_masks(self, batch: list[Rows]) -> list[int | Exception | None]:
         """Fill the masks of every matcher; return for each what its `fill_masks` returns or raises, or
         `MaskPostponedError`. At least one is not postponed."""
         results: list[int | Exception | None] = [None] * len(batch)
-        one_by_one, left_s = list(range(len(batch))), STEP_S
-        if len({id(matcher.origin) for matcher, _, _ in batch}) > 1:
-            fast = [number for number in one_by_one if batch[number][0].is_fast]
-            one_by_one = [number for number in one_by_one if not batch[number][0].is_fast]
-            left_s = self._fill_in_parallel(batch, fast, left_s, results)
-        is_first = len(one_by_one) == len(batch)
-        for number in one_by_one:
+        fast, slow = [], []
+        for number, (matcher, _, _) in enumerate(batch):
+            (fast if matcher.is_fast else slow).append(number)
+        left_s, is_first, begun_s = STEP_S, True, time.process_time()
+        share_cache = len({id(matcher.origin) for matcher, _, _ in batch}) == 1
+        for first in range(0, len(fast), _NUM_AT_ONCE):
+            some = fast[first : first + _NUM_AT_ONCE]
+            if left_s > 0:
+                left_s -= self._fill_fast(batch, some, results, begun_s, share_cache=share_cache)
+            else:
+                for number in some:
+                    results[number] = MaskPostponedError()
+            is_first = False
+        for number in slow:
             matcher, drafts, into = batch[number]
             if left_s <= 0 and not is_first:
                 results[number] = MaskPostponedError()
                 continue
-            begun_s, is_first = time.thread_time(), False
+            slow_s, is_first = time.thread_time(), False
             results[number] = _outcome(matcher.fill_within, left_s, drafts, into)
-            left_s -= max(0.0, time.thread_time() - begun_s - FAST_S)
+            left_s -= time.thread_time() - slow_s
         return results
 
-    def _fill_in_parallel(
-        self, batch: list[Rows], numbers: list[int], left_s: float, results: list[int | Exception | None]
+    def _fill_fast(
+        self,
+        batch: list[Rows],
+        numbers: list[int],
+        results: list[int | Exception | None],
+        begun_s: float,
+        *,
+        share_cache: bool,
     ) -> float:
-        """Fill the masks of `numbers`, whose grammars are fast, a few at once; return what is left of `left_s`."""
-        for first in range(0, len(numbers), self._num_at_once):
-            some = numbers[first : first + self._num_at_once]
-            if left_s <= 0:
-                for number in some:
-                    results[number] = MaskPostponedError()
-                continue
-            begun_s = time.process_time()
-            rows = [batch[number] for number in some]
-            computed = _outcome(self._computed, rows)
-            for place, number in enumerate(some):
-                matcher, drafts, into = batch[number]
-                if isinstance(computed, Exception):  # of which matcher is not known
-                    results[number] = _outcome(matcher.fill_masks, drafts, into)
-                else:
-                    results[number] = _outcome(matcher.finish_masks, drafts, computed[place], into)
-            each_s = (time.process_time() - begun_s) / len(some)
-            if each_s >= FAST_S:
-                left_s -= len(some) * (each_s - FAST_S)
-                for matcher, _, _ in rows:  # which of them was slow shows when each is computed by itself
-                    matcher.suspect(each_s)
-        return left_s
+        """Fill the masks of `numbers`, whose grammars are fast; return the processor time that they took beyond what
+        fast ones may take. If there is any, each is measured by itself from then on. `begun_s`: processor time of this
+        process when the step's masks were begun."""
+        clock_s = time.monotonic()
+        computed = None if share_cache else _outcome(self._computed, [batch[number] for number in numbers])
+        is_late = False
+        for place, number in enumerate(numbers):
+            matcher, drafts, into = batch[number]
+            if is_late and computed is None:
+                results[number] = MaskPostponedError()
+            elif isinstance(computed, list):
+                results[number] = _outcome(matcher.finish_masks, drafts, computed[place], into)
+            else:  # of which matcher the library's error is not known
+                results[number] = _outcome(matcher.fill_untimed, drafts, into)
+                seconds = time.monotonic() - clock_s
+                is_late = seconds > STEP_S and time.process_time() - begun_s > STEP_S
+        seconds = time.monotonic() - clock_s
+        if seconds >= len(numbers) * FAST_S:  # or it is not worth to ask for the processor time, which takes longer
+            seconds = min(seconds * _num_threads(), time.process_time() - begun_s)
+        if seconds < len(numbers) * FAST_S:
+            return 0.0
+        for number in numbers:
+            batch[number][0].suspect(seconds / len(numbers))
+        return seconds - len(numbers) * FAST_S
 
     def _computed(self, batch: list[Rows]) -> list[np.ndarray]:
         """Masks of each matcher as the library computes them: uint32 [1 + drafts, num_words]."""

@@ -1,10 +1,12 @@
 """The masks of all grammars of a step, with drafts or without, against a fresh matcher that goes token by token."""
 
+import math
 import random
 
 import numpy as np
 import pytest
 
+from oarlock.engine.structured_output import mask_costs
 from oarlock.engine.structured_output.compiler import Compiled, Compiler
 from oarlock.engine.structured_output.matcher import BrokenGrammarError, GrammarMatcher, MaskBatch
 from oarlock.engine.types import Grammar
@@ -16,6 +18,12 @@ BOS = 1  # part of no text
 ALL = 0xFFFFFFFF
 KINDS = [grammar for grammar, _, _ in GRAMMARS] + [schema(one) for one in SCHEMAS]
 KINDS += [schema({"type": "integer"}), Grammar("regex", "[a-z ]*"), Grammar("regex", "a{3}(bc)?")]
+
+
+@pytest.fixture(autouse=True)
+def _all_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take every grammar for a fast one, however busy the machine is: a slow one consumes its tokens later."""
+    monkeypatch.setattr(mask_costs, "FAST_S", math.inf)
 
 
 @pytest.fixture(scope="module")

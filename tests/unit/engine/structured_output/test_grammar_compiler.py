@@ -1,12 +1,14 @@
 """Grammars against their definition: what a mask allows at each token, when a text is complete, what is refused."""
 
 import json
+import math
 import random
 
 import jsonschema
 import numpy as np
 import pytest
 
+from oarlock.engine.structured_output import mask_costs
 from oarlock.engine.structured_output.compiler import MAX_OBJECT_DEPTH, Compiler, GrammarError
 from oarlock.engine.structured_output.matcher import MAX_DIGITS, BrokenGrammarError, GrammarMatcher
 from oarlock.engine.types import Grammar
@@ -19,6 +21,12 @@ from tests.unit.engine.structured_output.grammar_fakes import (
     encode,
     random_walk,
 )
+
+
+@pytest.fixture(autouse=True)
+def _all_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take every grammar for a fast one, however busy the machine is: a slow one consumes its tokens later."""
+    monkeypatch.setattr(mask_costs, "FAST_S", math.inf)
 
 
 @pytest.fixture(scope="module")
