@@ -13,6 +13,7 @@ that is not asked is idle. Only ratios within a round count, since the machine m
     refused      share of the requests that were answered 429 or 503; `failed` names all others
     rows         sequences that a step continues or begins, and `steps`, per second
     frontend ... milliseconds of processor time per completed request: the process of HTTP, the engine, the ranks
+    server       cores that the server gets; compare no loops in which other programs left it different shares
     client       cores that this program uses itself: it must be small
 
 The client reads no more of an answer than its status. Its requests are made before the time begins.
@@ -74,6 +75,7 @@ class Figures:
     steps_per_s: float
     rows: float  # mean of a step
     cpu_ms: dict[str, float]  # of each part of the server, per completed request
+    server: float  # cores
     client: float  # cores
 
 
@@ -194,6 +196,7 @@ def measure(system: HttpSystem, arguments: argparse.Namespace, per_s: float | No
         steps_per_s=steps / whole_s,
         rows=tokens / max(1.0, steps),
         cpu_ms={part: 1e3 * seconds / max(1, len(completed)) for part, seconds in cpu_s.items()},
+        server=cpu_s.total() / whole_s,
         client=own_s / whole_s,
     )
 
@@ -216,7 +219,7 @@ def row(name: str, load: str, figures: Figures, capacity: float) -> str:
     return (
         f"| {name} | {load} | {figures.sent_per_s:.1f} | {figures.completed_per_s:.1f} | "
         f"{figures.completed_per_s / capacity:.2f} | {figures.refused:.0%}{failed} | {figures.median_s:.2f} | "
-        f"{figures.steps_per_s:.0f} | {figures.rows:.1f} | {ms} | {figures.client:.2f} |"
+        f"{figures.steps_per_s:.0f} | {figures.rows:.1f} | {ms} | {figures.server:.2f} | {figures.client:.2f} |"
     )
 
 
@@ -241,7 +244,7 @@ def main() -> None:
     with ExitStack() as stack:
         systems = [stack.enter_context(closing(start(tree.resolve(), arguments))) for tree in (ROOT, *arguments.tree)]
         print("| server | load | sent/s | completed/s | of capacity | refused | median s | steps/s | rows ", end="")
-        print("| frontend ms | engine ms | ranks ms | client |\n|---|---|" + "---:|" * 11, flush=True)
+        print("| frontend ms | engine ms | ranks ms | server | client |\n|---|---|" + "---:|" * 12, flush=True)
         for number in range(arguments.rounds):
             for system in systems:
                 closed = measure(system, arguments, None, 10 * number)
