@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic.config import JsonDict
+from pydantic_core import PydanticCustomError
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 128
@@ -18,6 +19,7 @@ MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
+MAX_METADATA = 16
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 128
 MAX_ALLOWED_IDS = 262_144
@@ -33,6 +35,18 @@ def _whole_number(value: Any) -> Any:
 # JSON knows one kind of number: 16.0 is the integer 16, in JSON schemas too. Last annotation of every integer field.
 # Token ids in lists are strict, because a million of them are read at full speed.
 WHOLE = BeforeValidator(_whole_number)
+
+
+def at_most(most: int) -> BeforeValidator:
+    """Return the validator that refuses an object of more members before each of them becomes an error of its own."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise PydanticCustomError("too_many", "must have at most {most} items", {"most": f"{most:,}"})
+        return value
+
+    return BeforeValidator(check)
+
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_IDS, fail_fast=True)]

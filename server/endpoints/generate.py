@@ -17,7 +17,7 @@ from oarlock.server.endpoints.schema import SamplingFields
 from oarlock.server.endpoints.serving import OpenAIServing
 from oarlock.server.endpoints.text_places import TextPlaces
 from oarlock.server.errors import DeadlineError
-from oarlock.server.http.body_memory import held_by
+from oarlock.server.http.body_memory import HeldMemory, held_by
 from oarlock.server.http.request_record import (
     RequestRecord,
     client_of,
@@ -134,19 +134,21 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         Raises `RequestError`, also for an answer that would be too long.
         """
         model = self.check_model(body.model)
-        render = partial(self._rendered, body, model, request_id_of(request.scope))
+        held = held_by(request.scope, self.state.body_memory, label_of(request.scope))
+        render = partial(self._rendered, body, model, request_id_of(request.scope), held)
         answers, ignored = await TextPlaces.of(request).run(request, render)
         headers = self.reported(request, ignored, headers)
         return await whole_response(pieces_of(answers if each else answers[0]), headers)
 
     async def _rendered(
-        self, body: _BodyT, model: str, request_id: str
+        self, body: _BodyT, model: str, request_id: str, held: HeldMemory
     ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
         """Return one object for each prompt, and the fields that have no effect.
 
-        Raises `RequestError` if the whole answer would be too long.
+        Raises `RequestError` if the whole answer would be too long, `HttpError` (503) if `held` has no room for it.
         """
         processed = await self.process(body)
+        held.add(waiting_bytes(processed))
         per_prompt = len(processed.choices) // processed.num_prompts
         first = processed.choices[0].request
         # Not `asdict`, which would copy the ids of a long list one by one.

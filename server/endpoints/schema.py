@@ -32,6 +32,7 @@ from oarlock.server.strict_model import (
     MAX_BIASES,
     MAX_CHOICES,
     MAX_LOGPROBS,
+    MAX_METADATA,
     MAX_SEQUENCES,
     MAX_TIMEOUT_S,
     WHOLE,
@@ -42,6 +43,7 @@ from oarlock.server.strict_model import (
     Stop,
     StrictModel,
     TokenId,
+    at_most,
 )
 
 MAX_SCHEMA_CHARACTERS = 64 * 1024
@@ -222,7 +224,9 @@ class SamplingFields(_ScalarFields):
 
     logit_bias: (
         Annotated[
-            dict[DecimalId, Bias], Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False})
+            dict[DecimalId, Bias],
+            Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False}),
+            at_most(MAX_BIASES),
         ]
         | None
     ) = Field(None, description="token id (as text) to a number added to its logit; -100 bans, 100 forces")
@@ -314,7 +318,9 @@ class SamplingFields(_ScalarFields):
     )
     metadata: (
         Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=MAX_METADATA),
+            at_most(MAX_METADATA),
         ]
         | None
     ) = Field(None, description="accepted, used for nothing", json_schema_extra=ACCEPTED)

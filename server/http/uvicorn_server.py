@@ -16,11 +16,13 @@ from starlette.types import ASGIApp
 
 from oarlock.server.http.connection import HEAD_TIMEOUT_S, BoundedProtocol, Connections
 from oarlock.server.http.listeners import BACKLOG
+from oarlock.server.http.memory_release import MemoryRelease
 from oarlock.server.http.tls import ServerTls
 
 _MAX_CONNECTIONS = 16_384
 _SWEEP_TICKS = 5  # of uvicorn's, a tenth of a second each
 _RENEWAL_TICKS = 10
+_MEMORY_TICKS = 10
 _TLS_SHUTDOWN_S = 5.0  # for a client that does not say goodbye
 
 
@@ -54,6 +56,7 @@ class HttpServer(uvicorn.Server):
         )
         self._listener = listener
         self._tls = tls
+        self._memory = MemoryRelease()
         self.server_state = Connections(max_connections or connection_limit())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -84,6 +87,8 @@ class HttpServer(uvicorn.Server):
             self.server_state.expire(asyncio.get_running_loop().time())
         if self._tls is not None and counter % _RENEWAL_TICKS == 0:
             self._tls.renew()
+        if counter % _MEMORY_TICKS == 0:
+            self._memory.look()
         return await super().on_tick(counter)
 
     @contextlib.contextmanager

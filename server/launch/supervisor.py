@@ -31,6 +31,7 @@ from oarlock.server.endpoints.chat.serving import try_tool_format
 from oarlock.server.endpoints.serving import connect_engine
 from oarlock.server.errors import HttpError
 from oarlock.server.http.listeners import listen, remove_unused, url_of, warn_if_exposed
+from oarlock.server.http.memory_release import map_large_buffers
 from oarlock.server.http.server_state import STALL_LIMIT_S, Phase, ServerState
 from oarlock.server.http.tls import ServerTls
 from oarlock.server.http.uvicorn_server import HttpServer, raise_descriptor_limit
@@ -345,6 +346,7 @@ def serve(
     """
     logs.configure(settings.log_level, settings.log_format)
     raise_descriptor_limit()
+    map_large_buffers()
     tls, manager = server_tls(settings), ServiceManager(os.environ)
     listener, settings = manager.listener(settings) or (listen(settings), settings)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from oarlock.engine.errors import StartupError
-from oarlock.server.strict_model import WHOLE, StrictModel
+from oarlock.server.strict_model import MAX_METADATA, WHOLE, StrictModel, at_most
 
 URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
 MAX_CUSTOM_ID = 512  # characters
@@ -143,7 +143,9 @@ class CreateBatchRequest(StrictModel):
     )
     metadata: (
         Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=MAX_METADATA),
+            at_most(MAX_METADATA),
         ]
         | None
     ) = Field(None, description="in the batch again, used for nothing", json_schema_extra={"x-effect": "none"})

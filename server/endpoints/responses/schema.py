@@ -32,10 +32,12 @@ from oarlock.server.strict_model import (
     IGNORED,
     INT32_MAX,
     MAX_LOGPROBS,
+    MAX_METADATA,
     MAX_TIMEOUT_S,
     WHOLE,
     FieldError,
     StrictModel,
+    at_most,
 )
 
 AsyncTool = Annotated[Any, AfterValidator(only("tools", "async", False))]
@@ -320,7 +322,9 @@ class ResponsesRequest(SamplingFields):
     return_tokens_as_token_ids: bool | None = Field(False, description="refused: /v1/completions has them")
     metadata: (
         Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=MAX_METADATA),
+            at_most(MAX_METADATA),
         ]
         | None
     ) = Field(None, description="in the response again, used for nothing", json_schema_extra=ACCEPTED)

@@ -1,0 +1,63 @@
+"""Gives memory that requests have held back to the system.
+
+glibc keeps freed memory in its heap for later, and a peak of large buffers leaves gaps everywhere. So large buffers are
+mapped one by one, which their end unmaps. When the process has grown nevertheless, the garbage collector runs, and the
+heap is trimmed. Other C libraries return memory in their own way.
+"""
+
+import asyncio
+import ctypes
+import gc
+import resource
+import sys
+from pathlib import Path
+
+_M_MMAP_THRESHOLD = -3  # of mallopt(3)
+_MAPPED_BYTES = 256 * 1024  # buffers from this size on are mapped; glibc would raise its own limit up to 32 MiB
+_GROWN_BYTES = 48 * 2**20  # since the heap was last trimmed
+_MIN_WAIT_S, _MAX_WAIT_S = 4.0, 300.0
+_STATM = Path("/proc/self/statm")
+
+
+def map_large_buffers() -> None:
+    """Have the allocator map large buffers one by one, where it is glibc."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+
+
+class MemoryRelease:
+    """Trims the heap of this process when it has grown, and less and less often while that frees nothing."""
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+        self._trimming: asyncio.Future[None] | None = None
+        self._least_bytes = sys.maxsize  # resident memory, the least that was seen
+        self._left_bytes = 0  # the same after the last trim
+        self._wait_s = _MIN_WAIT_S  # after the last trim
+        self._trimmed_s = 0.0
+
+    def look(self) -> None:
+        """Trim the heap in a thread if the process has grown."""
+        if self._trim is None or (self._trimming is not None and not self._trimming.done()):
+            return
+        resident, loop = resident_bytes(), asyncio.get_running_loop()
+        self._least_bytes = min(self._least_bytes, resident)
+        if resident > self._left_bytes + _GROWN_BYTES:
+            self._wait_s = _MIN_WAIT_S
+        if resident > self._least_bytes + _GROWN_BYTES and loop.time() - self._trimmed_s > self._wait_s:
+            self._trimming = loop.run_in_executor(None, self._release, resident)
+            self._trimmed_s = loop.time()
+
+    def _release(self, resident: int) -> None:
+        assert self._trim is not None
+        gc.collect()
+        self._trim(0)
+        self._left_bytes = resident_bytes()
+        helped = resident - self._left_bytes > _GROWN_BYTES // 4
+        self._wait_s = _MIN_WAIT_S if helped else min(2 * self._wait_s, _MAX_WAIT_S)
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process that is in use, shared pages included. Linux only."""
+    return int(_STATM.read_text().split()[1]) * resource.getpagesize()
