@@ -258,8 +258,8 @@ class HttpSettings:
         example="512MiB",
         is_bytes=True,
         limits=(2**20, 2**40),
-        help="memory for all request bodies together that are being received or parsed; more are refused (503) with "
-        "Retry-After, but one alone never is",
+        help="memory for the bodies of all requests and what they become, from the first byte to the last event; more "
+        "are refused (503) with Retry-After, but one alone never is",
     )
     response_store: int = option(
         64 * 2**20,
