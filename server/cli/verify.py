@@ -4,6 +4,7 @@ Only the model is found or fetched here; `oarlock.workers.verify` and `oarlock.e
 """
 
 import argparse
+from pathlib import Path
 
 from oarlock.server.cli.arguments import KINDS_OF_MODEL, OneCommand
 from oarlock.server.launch.child_process import run_program
@@ -52,12 +53,14 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     from oarlock.server.hub.model_path import resolve
     from oarlock.server.launch.banner import Progress
+    from oarlock.server.llm.vocabulary_files import check_tokenizer
 
     progress = Progress()
     try:
         model = asyncio.run(resolve(settings, progress))
     finally:
         progress.finish()
+    check_tokenizer(Path(model))  # transformers reads it without limits
     words = [f"--tensor-parallel-size={size}", f"--pipeline-parallel-size={stages}"]
     words += [f"--{name}={value}" for name, value in options.items()]
     words += ["--dequantize"] if arguments.dequantize else []

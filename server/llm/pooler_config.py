@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 
 from oarlock.engine.errors import StartupError, shown
-from oarlock.engine.preflight import ENCODERS, is_there, read_header
+from oarlock.engine.preflight import ENCODERS, check_file, is_there, read_header
 from oarlock.engine.preflight import read_json as read_any_json
 from oarlock.server.hub.model_path import read_json
 from oarlock.server.llm.tokenizer import Tokenizer
 
 _WEIGHTS = "model.safetensors"
+_MAX_WEIGHTS_BYTES = 64 << 20  # as float64 four times as much; the largest known module has 32 MB
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # of the file -> numpy's
 _READ = {"in_features", "out_features", "bias", "activation_function"}  # of config.json
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -105,7 +106,13 @@ def _read(config: DenseConfig) -> tuple[np.ndarray, np.ndarray | None]:
     if not is_there(file):
         fix = "Weights in pickles (pytorch_model.bin) are not read: convert them to safetensors."
         raise StartupError(f"{file} is missing.", fix)
-    entries, content = read_header(file), file.read_bytes()
+    entries = read_header(file)
+    if check_file(file) > _MAX_WEIGHTS_BYTES:
+        raise StartupError(
+            f"{file} has {check_file(file)} bytes, and at most {_MAX_WEIGHTS_BYTES} are read of a Dense module.",
+            "Fetch that folder of the checkpoint again.",
+        )
+    content = file.read_bytes()
     wanted = {"linear.weight": (config.out_features, config.in_features)}
     if config.bias:
         wanted["linear.bias"] = (config.out_features,)

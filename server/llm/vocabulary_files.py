@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from oarlock.engine.errors import StartupError
-from oarlock.engine.preflight import check_file, read_json, read_text
+from oarlock.engine.preflight import check_file, is_there, read_json, read_text
+from oarlock.server.llm import tokenizer_file
 
 # The largest known, of vocabularies with 250,000 tokens, have 5 MB.
 MAX_BYTES = 32 << 20
@@ -18,6 +19,15 @@ _MAX_WORK = 1 << 28  # sum of the squares of pieces' lengths: Gemma's has 40 mil
 _TEXTS = frozenset({".txt", ".jinja", ".codes", ".vocab", ".tiktoken"})
 _MODELS = frozenset({".model", ".spm"})
 _FIX = "Fetch that file of the checkpoint again."
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise `StartupError` if the tokenizer in a folder, of whatever form, has a fault or takes too much to read."""
+    file = folder / "tokenizer.json"
+    if is_there(file):
+        tokenizer_file.load(file)
+    else:
+        check_vocabulary_files(folder)
 
 
 def check_vocabulary_files(folder: Path) -> None:

@@ -26,6 +26,7 @@ from oarlock.workers.weights.gguf_model import (
     shortest,
 )
 
+_MAX_ROPE_FACTORS = 4096  # the widest known heads have 512 elements
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -216,6 +217,12 @@ def _rope_factors(model: GGUFModel, name: str) -> list[float]:
         return []
     if found.entry.dtype != "F32" or len(found.entry.shape) != 1:
         raise StartupError(f"{found.path}: tensor {name!r} is not a row of F32.", "Use another file of the model.")
+    if found.entry.shape[0] > _MAX_ROPE_FACTORS:
+        raise StartupError(
+            f"{found.path}: tensor {name!r} has {found.entry.shape[0]} numbers, and heads have at most "
+            f"{_MAX_ROPE_FACTORS} pairs of elements.",
+            "Use another file of the model.",
+        )
     factors = array("f")
     with found.path.open("rb") as file:
         file.seek(found.entry.begin)

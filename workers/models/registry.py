@@ -63,8 +63,9 @@ def describe(hf_config: dict[str, Any]) -> DecoderSpec:
             "Serve it: `oarlock serve` answers /v1/embeddings, /v1/rerank and /v1/score with it.",
         )
     if family is None:
-        what = f"architecture {shown(name)} is not supported" if name else "config.json names no architecture"
-        raise StartupError(f"{what}.", f"Supported: {supported}.")
+        what = f"architecture {shown(name)} is not supported" if name else "it names no architecture"
+        code = ", and the checkpoint's own code (auto_map) never runs" if hf_config.get("auto_map") else ""
+        raise StartupError(f"config.json: {what}{code}.", f"Supported: {supported}.")
     return family(Fields(hf_config))
 
 

@@ -234,6 +234,7 @@ def test_chat_templates_and_end_tokens_are_those_of_the_file() -> None:
         ({"token_type": array("i", [1])}, "a list of 3 numbers"),
         ({"eos_token_id": 3}, "eos_token_id is 3, and there are 3 tokens"),
         ({"tokens": None}, "no setting 'tokenizer.ggml.tokens'"),
+        ({"model": "llama", "tokens": ["a" * 4000] * 5, "scores": array("f", [0.0] * 5)}, "many long tokens"),
     ],
 )
 def test_what_cannot_be_a_tokenizer_is_refused(changes: dict[str, Any], cause: str) -> None:

@@ -617,3 +617,44 @@ FAULTS: dict[str, Case] = {
         ("model.gguf",),
     ),
 }
+
+
+MEGABYTES = 60_000_000
+
+
+def names() -> dict[str, int]:
+    return {f"z{number:042d}": number for number in range(10**5, 10**6)}
+
+
+def added_tokens(count: int) -> Callable[[Any], Any]:
+    plain = dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
+    return lambda old: [*old, *({"id": 10**5 + i, "content": f"<{i:0100d}>", **plain} for i in range(count))]
+
+
+def with_tokens(tokens: Callable[[], dict[str, int]]) -> Fault:
+    return tokenizer(model=lambda model: model | {"vocab": model["vocab"] | tokens()})
+
+
+def many_tensors() -> str:
+    tensors = (f'"{i:0300d}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(250_000))
+    return "{" + ",".join(tensors) + "}"
+
+
+# Files as large as they may be, or larger, some of which are served. They are made when they are needed.
+HEAVY: dict[str, Fault] = {
+    "config.json is one text": lambda path: config(note="x" * MEGABYTES)(path),
+    "config.json is one text of wide characters": lambda path: config(
+        note='json:"' + "\U0001f600" * (MEGABYTES // 4) + '"'
+    )(path),
+    "config.json has many names": lambda path: config(note=names())(path),
+    "tokenizer_config.json is one text": lambda path: fields("tokenizer_config.json", note="x" * MEGABYTES)(path),
+    "tokenizer_config.json has many names": lambda path: fields("tokenizer_config.json", note=names())(path),
+    "a vocabulary of a million tokens": with_tokens(names),
+    "a vocabulary of long tokens": with_tokens(lambda: {f"{i:04000d}": 10**5 + i for i in range(15_000)}),
+    "many added tokens": tokenizer(added_tokens=added_tokens(180_000)),
+    "a header of 95 MB": lambda path: weights(
+        '{"a":{"dtype":"F32","data_offsets":[0,8],"shape":[' + "1," * 47_000_000 + "2]}}"
+    )(path),
+    "a header of many tensors": lambda path: weights(many_tensors())(path),
+    "a header of one text": lambda path: weights({"__metadata__": {"a": "x" * 95_000_000}})(path),
+}

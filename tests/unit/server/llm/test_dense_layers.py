@@ -75,6 +75,13 @@ def test_damaged_weights_are_named(module):
         save_file(tensors, file)
         with pytest.raises(StartupError, match=named):
             DenseLayers([config])
+    size = 2**31
+    header = json.dumps({"linear.weight": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+    with file.open("wb") as large:  # takes no room on the disk
+        large.write(len(header).to_bytes(8, "little") + header)
+        large.truncate(8 + len(header) + size)
+    with pytest.raises(StartupError, match=r"at most \d+ are read of a Dense module"):
+        DenseLayers([config])
     file.write_bytes(b"no tensors")
     with pytest.raises(StartupError, match="header"):
         DenseLayers([config])

@@ -7,6 +7,7 @@ are read; some by each command in a process of its own.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from oarlock.server.llm.tokenizer import find_files
 from oarlock.workers.preflight import preflight
 from tests.e2e.running import command, environment, free_port
 from tests.unit.server.llm import hostile_models
-from tests.unit.server.llm.hostile_models import FAULTS
+from tests.unit.server.llm.hostile_models import FAULTS, HEAVY
 
 MOST_SHOWN = 1000  # characters of an error
 WITHIN_S = 100  # for a process on a loaded machine; none ends by itself that reads a pipe or an endless device
@@ -63,6 +64,42 @@ def test_a_fault_is_named(tmp_path, monkeypatch, name):
     assert caught.value.exit_code == 3
     assert all(text in cause for text in FAULTS[name].named), cause
     assert fix and len(cause) + len(fix) < MOST_SHOWN and (cause + fix).isprintable()
+
+
+MEASURED = """
+import json, sys, time
+from pathlib import Path
+from oarlock.engine.errors import StartupError
+from tests.unit.server.llm.test_hostile_models import start
+cause = None
+begun = time.process_time()
+try:
+    start(Path(sys.argv[1]))
+except StartupError as error:
+    cause = error.cause
+peak_kib = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(json.dumps({"cause": cause, "seconds": time.process_time() - begun, "peak_mib": int(peak_kib) >> 10}))
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEAVY)
+def test_the_largest_files_take_neither_long_nor_all_memory(tmp_path, name):
+    """Each is served or refused within 10 s of processor time and 800 MiB."""
+    folder = hostile_models.copy(tmp_path / "model")
+    HEAVY[name](folder)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(folder)],
+        env=environment(),
+        cwd=Path(__file__).resolve().parents[4],
+        capture_output=True,
+        text=True,
+        timeout=3 * WITHIN_S,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["seconds"] < 10 and found["peak_mib"] < 800, found
 
 
 SERVE, PLAN, DOCTOR, VERIFY = "serve", "plan", "doctor", "verify"
