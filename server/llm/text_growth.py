@@ -1,4 +1,4 @@
-"""How many times longer the steps of a `tokenizer.json` can make a text.
+"""Bounds how many times longer the steps of a `tokenizer.json` can make a text.
 
 A chain of replacements that each write a hundred characters for one multiplies a text by 10^12 in six steps. The bound
 is computed from the description of the chain, backwards: each character has as weight the greatest number of characters
