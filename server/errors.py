@@ -5,7 +5,6 @@ OpenAI's has always four keys. On the routes of messages it is Anthropic's: `{"t
 """
 
 import math
-from asyncio import CancelledError
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +14,6 @@ from starlette.types import Scope
 from oarlock.engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError, UnavailableError
 from oarlock.server.json_text import dumps
 
-# Exceptions that end a task or the process. All others fail one request, even if they are no `Exception`: a panic of a
-# Rust library (tokenizers, pydantic-core, llguidance) is a `BaseException`.
-ENDS_TASK = (CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 MAX_MESSAGE = 2048
 INVALID = "invalid_request_error"
 _STATUS_TYPES = {401: "authentication_error", 403: "permission_error", 404: INVALID, 429: "rate_limit_error"}

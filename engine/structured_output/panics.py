@@ -7,19 +7,16 @@ loop or the thread that called the library for one request.
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from oarlock.engine.errors import ENDS_TASK
+
 
 class LibraryPanicError(ValueError):
     """A library panicked at the data of one request or file."""
 
 
-def is_panic(error: BaseException) -> bool:
-    """Whether `error` is a panic. Its class cannot be imported."""
-    return type(error).__name__ == "PanicException"
-
-
 def panic_error(error: BaseException) -> LibraryPanicError:
     """Return the error to raise in place of the panic `error`. Raises `error` again if it is none."""
-    if not is_panic(error):
+    if isinstance(error, (Exception, *ENDS_TASK)):
         raise error
     return LibraryPanicError(f"the library for grammars failed: {' '.join(str(error).split())[:200]}")
 

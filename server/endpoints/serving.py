@@ -125,7 +125,7 @@ class OpenAIServing:
                 body = parse_any(schemas, content)
                 return body, ignored_parameters(body, is_strict)
 
-            body, ignored = await self.state.loop_turns.run(len(content), parsed)
+            body, ignored = await self.state.parsing_turns.run(len(content), parsed)
         return body, self.reported(request, ignored, {})
 
     def reported(self, request: Request, ignored: Sequence[str], headers: dict[str, str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from oarlock.engine.errors import QueueFullError, StartupError
+from oarlock.engine.errors import ENDS_TASK, QueueFullError, StartupError
 from oarlock.server.config.option_checks import AllowedHosts
 from oarlock.server.errors import MESSAGES, HttpError, answer_of, describe, is_message_route, retry_after
 from oarlock.server.http.api_keys import ApiKeys, Key
@@ -199,7 +199,9 @@ class ApiMiddleware:
                     if (tracer := self._state.tracer) is not None:
                         span = tracer.begin(record, headers.get(b"traceparent"), headers.get(b"tracestate"))
             await self._app(scope, receive, send_with_id)
-        except Exception as error:
+        except ENDS_TASK:
+            raise
+        except BaseException as error:
             if status:  # the response has begun: no error can be sent any more, the server closes the connection
                 raise
             answer = describe(error)

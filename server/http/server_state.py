@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from oarlock.server.http.body_memory import BodyMemory
 from oarlock.server.http.ignored_parameters import IgnoredParameters
 from oarlock.server.http.large_body import LargeBodies
-from oarlock.server.http.loop_turns import LoopTurns
+from oarlock.server.http.parsing_turns import ParsingTurns
 from oarlock.server.http.request_record import RecentRequests
 from oarlock.server.llm.introduction import Introduction
 
@@ -78,7 +78,7 @@ class ServerState:
     introduction: Introduction = field(default_factory=Introduction)  # of the model, by its owner
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
     body_memory: BodyMemory = field(default_factory=BodyMemory)
-    loop_turns: LoopTurns = field(default_factory=LoopTurns)
+    parsing_turns: ParsingTurns = field(default_factory=ParsingTurns)
     requests: RecentRequests = field(default_factory=RecentRequests)  # to generate
     ignored_parameters: IgnoredParameters = field(default_factory=IgnoredParameters)
     tracer: RequestTracer | None = None  # None: no traces are sent

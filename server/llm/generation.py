@@ -16,10 +16,10 @@ from typing import Protocol
 import numpy as np
 
 from oarlock.engine.client import AnswerQueue
-from oarlock.engine.errors import EngineError, RequestError, UnavailableError
+from oarlock.engine.errors import ENDS_TASK, EngineError, RequestError, UnavailableError
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import EngineInfo, FinishReason, Request, TokenEvent
-from oarlock.server.errors import ENDS_TASK, DeadlineError
+from oarlock.server.errors import DeadlineError
 from oarlock.server.llm.admission_queue import AdmissionQueue
 from oarlock.server.llm.loop_turns import turn
 from oarlock.server.llm.output_processor import ABORT, TIMEOUT, ChoiceOutput, Delta, PromptProgress, parts_of

@@ -104,13 +104,19 @@ def _end_tokens(file: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _check_end_tokens(file: Path, ids: Sequence[int], config: Mapping[str, Any]) -> None:
     """Raise `StartupError` for an end token that the model cannot write."""
-    inner = config.get("text_config")
-    size = (inner if isinstance(inner, dict) and "vocab_size" in inner else config).get("vocab_size")
-    if type(size) is int and ids and max(ids) >= size > 0:
+    size = vocab_size_of(config)
+    if size is not None and ids and max(ids) >= size:
         raise StartupError(
             f"'eos_token_id' in {file} is {max(ids)}, but the model's vocab_size is {size}: no answer would end.",
             "Correct that line.",
         )
+
+
+def vocab_size_of(config: Mapping[str, Any]) -> int | None:
+    """Return the number of rows of the embedding that a `config.json` gives, or None if it gives none."""
+    inner = config.get("text_config")
+    size = (inner if isinstance(inner, dict) and "vocab_size" in inner else config).get("vocab_size")
+    return size if type(size) is int and size > 0 else None
 
 
 def _check_other_ids(file: Path, values: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import PreTokenizer, Split
 
-from oarlock.server.llm.library_errors import is_library_error
+from oarlock.engine.errors import ENDS_TASK
 
 MAX_CHARACTERS = 8192
 _MAX_REPEATS = 8  # of a group whose length varies
@@ -53,7 +53,7 @@ def _is_slow(split: PreTokenizer, character: str, tail: str) -> bool:
         try:
             split.pre_tokenize_str(character * length + tail)
         except BaseException as error:
-            if not is_library_error(error):
+            if isinstance(error, ENDS_TASK):
                 raise
             return True  # it gave up after ten million steps
         if time.thread_time() - begun > _LIMIT_S:

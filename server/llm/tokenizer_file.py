@@ -12,11 +12,10 @@ from typing import Any
 
 import tokenizers
 
-from oarlock.engine.errors import StartupError, shown
+from oarlock.engine.errors import ENDS_TASK, StartupError, shown
 from oarlock.engine.preflight import read_table
 from oarlock.server.llm import pattern_trial
 from oarlock.server.llm.character_maps import longest_replacement
-from oarlock.server.llm.library_errors import is_library_error
 from oarlock.server.llm.text_growth import greatest_growth
 
 MAX_BYTES = 64 << 20  # the largest known, Gemma's, has 34 MB
@@ -83,7 +82,7 @@ def try_out(file: Path, backend: tokenizers.Tokenizer) -> None:
 
 
 def _library_fault(file: Path, what: str, error: BaseException) -> StartupError:
-    if not is_library_error(error):
+    if isinstance(error, ENDS_TASK):
         raise error
     return _fault(file, f"{what}: {' '.join(str(error).split())[:200]}")
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from oarlock.engine.errors import EngineDeadError, UnavailableError
+from oarlock.engine.errors import ENDS_TASK, EngineDeadError, UnavailableError
 from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
 from oarlock.server.endpoints.batches.key_shares import KeyLimiter
 from oarlock.server.endpoints.batches.schema import BatchRequest
@@ -21,7 +21,7 @@ from oarlock.server.endpoints.pooling.serving import OpenAIServingEmbedding
 from oarlock.server.endpoints.responses.schema import ResponsesRequest
 from oarlock.server.endpoints.responses.serving import OpenAIServingResponses
 from oarlock.server.endpoints.schema import CompletionRequest, SamplingFields
-from oarlock.server.errors import ENDS_TASK, describe, error_bytes
+from oarlock.server.errors import describe, error_bytes
 from oarlock.server.http.body_cost import takes_long
 from oarlock.server.http.large_body import LargeBodies
 from oarlock.server.http.request_body import ignored_parameters, parse
@@ -126,11 +126,21 @@ class BatchRun:
             raise failures.exceptions[0] from None
 
     async def _work(self, number: int) -> None:
-        request = await self._on_disk(self._requests.read, number)
+        request = await self._read(number)
         request_id = secrets.token_hex(12)
         status, body = await self._answered(request, request_id)
         await self._on_disk(self._answers.write, number, request, request_id, status, body)
         self.on_answer(status)
+
+    async def _read(self, number: int) -> BatchRequest:
+        """Return a request. If the process that reads long lines is lost, it is tried again, but not for ever."""
+        for pause_s in _PAUSES_S:
+            try:
+                return await self._on_disk(self._requests.read, number)
+            except UnavailableError as error:
+                _log.warning(event("line_read_again", line=number, cause=error.message))
+                await asyncio.sleep(pause_s)
+        return await self._on_disk(self._requests.read, number)
 
     async def _answered(self, request: BatchRequest, request_id: str) -> tuple[int, str]:
         """Its status and body. Raises `EngineDeadError`."""

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from oarlock.engine.errors import EngineDeadError, StartupError
+from oarlock.engine.errors import ENDS_TASK, EngineDeadError, StartupError
 from oarlock.engine.types import MAX_PRIORITY
 from oarlock.server.endpoints.batches.batch import UNANSWERED, Batch, BatchEndpoints, BatchRun
 from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile, usage_of
@@ -31,7 +31,7 @@ from oarlock.server.endpoints.batches.directory import (
 )
 from oarlock.server.endpoints.batches.key_shares import BatchLimiter, FairLimiter, KeyNames, KeyQuota
 from oarlock.server.endpoints.batches.schema import BatchRequest, WrongBatchError
-from oarlock.server.errors import ENDS_TASK, HttpError, retry_after
+from oarlock.server.errors import HttpError, retry_after
 from oarlock.server.http.large_body import LargeBodies
 from oarlock.server.http.server_state import ServerState
 from oarlock.server.observability.logs import event, logger

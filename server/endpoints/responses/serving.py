@@ -25,11 +25,12 @@ from oarlock.server.endpoints.responses.items.schema import (
 from oarlock.server.endpoints.responses.schema import CompactRequest, FunctionTool, NamespaceTool, ResponsesRequest
 from oarlock.server.endpoints.responses.store import ResponseStore, StoredResponse
 from oarlock.server.endpoints.responses.translate import Item, ResponsesTurn, ResponsesWriter, renamed, turn_of
+from oarlock.server.endpoints.text_places import TextPlaces
 from oarlock.server.errors import HttpError
 from oarlock.server.http.api_route import ErrorHandlingRoute, ListQuery
 from oarlock.server.http.openapi import describe
 from oarlock.server.http.request_record import salt_of, salted
-from oarlock.server.http.server_sent_events import AnswerWriter, until_disconnect
+from oarlock.server.http.server_sent_events import AnswerWriter
 from oarlock.server.json_text import dumps
 from oarlock.server.llm.generation import Generation
 
@@ -85,13 +86,15 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         """The tokens of the prompt that a request would have."""
         self.check_model(body.model)
         try:
-            turn = await self._turn(_owner(request), body)
-            processed = await until_disconnect(request, self.process(turn))
+            processed = await TextPlaces.of(request).run(request, partial(self._processed, _owner(request), body))
             headers = self.reported(request, processed.ignored, headers)
         except RequestError as error:
             raise renamed(error) from None
         count = len(processed.choices[0].request.prompt_token_ids)
         return _json({"object": "response.input_tokens", "input_tokens": count}, headers)
+
+    async def _processed(self, owner: str, body: ResponsesRequest) -> ProcessedChat:
+        return await self.process(await self._turn(owner, body))
 
     def read_stored(self, request: Request, response_id: str) -> Response:
         """A stored response. Raises `HttpError` (404), also for one of another key."""

@@ -15,7 +15,7 @@ from oarlock.server.endpoints.schema import CompletionRequest
 from oarlock.server.errors import HttpError
 from oarlock.server.http.body_cost import AT_ONCE_MS, cost_of
 from oarlock.server.http.body_memory import BodyMemory
-from oarlock.server.http.loop_turns import TURN_S, LoopTurns
+from oarlock.server.http.parsing_turns import TURN_S, ParsingTurns
 from oarlock.server.http.request_body import parse_any
 
 TURN = {"role": "user", "content": ""}
@@ -86,7 +86,7 @@ def test_a_request_that_holds_less_gives_back_and_one_that_holds_more_may_be_ref
 
 def test_bodies_take_turns_with_everything_else_and_short_ones_go_first():
     async def scenario():
-        turns, order, others = LoopTurns(), [], 0
+        turns, order, others = ParsingTurns(), [], 0
 
         def parsed(size):
             order.append((size, others))
@@ -111,7 +111,7 @@ def test_bodies_take_turns_with_everything_else_and_short_ones_go_first():
 
 def test_who_leaves_before_the_turn_holds_up_nobody():
     async def scenario():
-        turns = LoopTurns()
+        turns = ParsingTurns()
         await turns.run(0, lambda: time.sleep(2 * TURN_S))
         first, second = (asyncio.ensure_future(turns.run(1, lambda: "read")) for _ in range(2))
         await asyncio.sleep(0)

@@ -398,6 +398,7 @@ FAULTS: dict[str, Case] = {
     "the tokenizer is a device": Case(link("tokenizer.json", "/dev/zero"), ("tokenizer.json",)),
     "the tokenizer is a folder": Case(folder("tokenizer.json"), ("tokenizer.json",)),
     "the tokenizer is not UTF-8": Case(text("tokenizer.json", b'{"version": "\xff"}'), ("tokenizer.json",)),
+    "a token has an id beyond the embedding": Case(token_id(10**6), ("tokenizer", "1000000", "config.json")),
     "a token has a huge id": Case(token_id(2**32 - 1), ("tokenizer.json", "4294967295")),
     "a special token has a huge id": Case(added_token(id=2**70), ("tokenizer.json",)),
     "a special token is a number": Case(added_token(content=5), ("tokenizer.json",)),

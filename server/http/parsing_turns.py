@@ -16,7 +16,7 @@ TURN_S = 0.004  # of parsing in one turn of the loop, before others have theirs
 _T = TypeVar("_T")
 
 
-class LoopTurns:
+class ParsingTurns:
     """The time account of one turn of the event loop, and the bodies that wait for the next turn."""
 
     def __init__(self) -> None:
