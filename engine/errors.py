@@ -1,7 +1,5 @@
 """Errors above the workers, by who can act on them. The server chooses the HTTP status by class, never by text."""
 
-from asyncio import CancelledError
-
 from oarlock.workers.errors import (
     EXIT_BUG,
     EXIT_CONFIGURATION,
@@ -13,10 +11,6 @@ from oarlock.workers.errors import (
     WorkerError,
     shown,
 )
-
-# Exceptions that end a task or the process. All others fail one request, even if they are no `Exception`: a panic of a
-# Rust library (tokenizers, pydantic-core, llguidance) is a `BaseException`.
-ENDS_TASK = (CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 class OarlockError(Exception):

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from oarlock.engine.panics import LibraryPanicError, panics_as_errors
 from oarlock.engine.structured_output.ebnf import lark_of
 from oarlock.engine.structured_output.json_schema import rewritten, rewritten_in_lark, schemas_in_lark
 from oarlock.engine.structured_output.mask_costs import MaskCosts
-from oarlock.engine.structured_output.panics import LibraryPanicError, panics_as_errors
 from oarlock.engine.structured_output.schema_faults import fault_of
 from oarlock.engine.types import Grammar
 

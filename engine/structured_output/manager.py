@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from oarlock.engine.errors import INTERNAL, EngineError, QueueFullError, RequestError, UnavailableError
+from oarlock.engine.panics import LibraryPanicError, panics_as_errors
 from oarlock.engine.structured_output.compiler import Compiled, Compiler, GrammarError
 from oarlock.engine.structured_output.grammar_memory import GrammarMemory
 from oarlock.engine.structured_output.matcher import GrammarMatcher, MaskBatch, Rows
-from oarlock.engine.structured_output.panics import LibraryPanicError, panics_as_errors
 from oarlock.engine.structured_output.sandbox import TOO_LONG, CompileSandbox, SandboxLostError
 from oarlock.engine.types import Grammar, Request
 

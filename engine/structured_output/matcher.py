@@ -19,9 +19,9 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
 from oarlock.engine.errors import BrokenGrammarError, MaskPostponedError
+from oarlock.engine.panics import panic_error
 from oarlock.engine.structured_output.compiler import Compiled, Compiler
 from oarlock.engine.structured_output.mask_costs import FAST_S, JUMP_S, STEP_S
-from oarlock.engine.structured_output.panics import panic_error
 
 # Enough for any double or 64-bit integer; a token may exceed it by its own length.
 MAX_DIGITS = 20

@@ -258,8 +258,8 @@ class HttpSettings:
         example="512MiB",
         is_bytes=True,
         limits=(2**20, 2**40),
-        help="memory for the bodies of all requests and what they become, from the first byte to the last event; more "
-        "are refused (503) with Retry-After, but one alone never is",
+        help="memory of all requests, from the first byte of a body to the last event of its response; requests "
+        "beyond it are refused (503) with Retry-After, but a single one never is",
     )
     response_store: int = option(
         64 * 2**20,

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from oarlock.engine.errors import ENDS_TASK, RequestError
+from oarlock.engine.errors import RequestError
+from oarlock.engine.panics import ENDS_TASK
 from oarlock.server.errors import ClientGoneError, HttpError, answer_of, describe
 from oarlock.server.http.request_record import record_of, request_id_of
 from oarlock.server.observability.logs import event, logger

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from oarlock.engine.errors import ENDS_TASK
+from oarlock.engine.panics import ENDS_TASK
 from oarlock.server.errors import ClientGoneError, HttpError, describe
 from oarlock.server.http.request_record import FULL_S, RequestRecord
 from oarlock.server.llm.generation import Generation

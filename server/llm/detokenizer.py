@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from oarlock.engine.errors import ENDS_TASK, RequestError
+from oarlock.engine.errors import RequestError
+from oarlock.engine.panics import ENDS_TASK
 from oarlock.server.observability.logs import event, logger
 
 # Ids that may wait for the rest of a character, which has four bytes at most: the window must not grow without end.

@@ -16,7 +16,8 @@ from typing import Protocol
 import numpy as np
 
 from oarlock.engine.client import AnswerQueue
-from oarlock.engine.errors import ENDS_TASK, EngineError, RequestError, UnavailableError
+from oarlock.engine.errors import EngineError, RequestError, UnavailableError
+from oarlock.engine.panics import ENDS_TASK
 from oarlock.engine.stats import EngineState, EngineStats, RequestHistory
 from oarlock.engine.types import EngineInfo, FinishReason, Request, TokenEvent
 from oarlock.server.errors import DeadlineError

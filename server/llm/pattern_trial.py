@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import PreTokenizer, Split
 
-from oarlock.engine.errors import ENDS_TASK
+from oarlock.engine.panics import ENDS_TASK
 
 MAX_CHARACTERS = 8192
 _MAX_REPEATS = 8  # of a group whose length varies

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
 
-from oarlock.engine.errors import ENDS_TASK, StartupError, shown
+from oarlock.engine.errors import StartupError, shown
+from oarlock.engine.panics import ENDS_TASK
 from oarlock.engine.preflight import is_there, read_text
 from oarlock.server.config.settings import Settings
 from oarlock.server.hub.model_path import VOCABULARY_FILES, OnDetailedProgress, read_json, resolve, resolve_tokenizer

@@ -12,7 +12,8 @@ from typing import Any
 
 import tokenizers
 
-from oarlock.engine.errors import ENDS_TASK, StartupError, shown
+from oarlock.engine.errors import StartupError, shown
+from oarlock.engine.panics import ENDS_TASK
 from oarlock.engine.preflight import read_table
 from oarlock.server.llm import pattern_trial
 from oarlock.server.llm.character_maps import longest_replacement

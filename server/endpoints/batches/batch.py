@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from oarlock.engine.errors import ENDS_TASK, EngineDeadError, UnavailableError
+from oarlock.engine.errors import EngineDeadError, UnavailableError
+from oarlock.engine.panics import ENDS_TASK
 from oarlock.server.endpoints.batches.batch_file import AnswerFile, RequestFile
 from oarlock.server.endpoints.batches.key_shares import KeyLimiter
 from oarlock.server.endpoints.batches.schema import BatchRequest

@@ -1,13 +1,15 @@
-"""Turns a panic of a library in Rust into an error.
+"""Panics of libraries in Rust, and the exceptions that may end a task.
 
-PyO3 raises a panic as `PanicException`, which is no `Exception`: it passes every `except Exception`, and would end the
+PyO3 raises a panic as `PanicException`, which is no `Exception`. It passes every `except Exception`, and would end the
 loop or the thread that called the library for one request.
 """
 
+from asyncio import CancelledError
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from oarlock.engine.errors import ENDS_TASK
+# Exceptions that end a task or the process. All others fail one request, even if they are no `Exception`.
+ENDS_TASK = (CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 class LibraryPanicError(ValueError):
