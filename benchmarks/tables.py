@@ -22,7 +22,9 @@ class Spread:
     high: float
 
     def __str__(self) -> str:
-        return f"{number(self.median)} ({number(self.low)} to {number(self.high)})"
+        """Format the median, followed by the range if the rounds differ at this precision."""
+        low, high = number(self.low), number(self.high)
+        return number(self.median) if low == high else f"{number(self.median)} ({low} to {high})"
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
@@ -151,7 +153,7 @@ def systems(result: Result) -> str:
     for name, about in result["systems"].items():
         words = [label(result, name), about.get("version", "-"), about["dtype"], about["interface"]]
         rows.append([*words, number(about["start_s"]), number(about["idle_cores"])])
-    return table(["system", "version", "type of weights", "interface", "start, s", "busy cores when idle"], rows)
+    return table(["system", "version", "dtype of weights", "interface", "start, s", "busy cores when idle"], rows)
 
 
 def figures(result: Result, beside_chart: bool = False) -> str:
@@ -187,7 +189,7 @@ def shares(result: Result) -> str:
     for measure in result["rounds"][0]["measures"]:
         if measure.startswith("first token"):
             cells = (cell(share_of_gemm(result, name, measure)) for name in names)
-            rows.append([f"{measure} tokens, of the fastest product", *cells])
+            rows.append([f"{measure} tokens, of the fastest GEMM", *cells])
     return table(["share of the ceiling", *(label(result, name) for name in names)], rows)
 
 
@@ -197,9 +199,9 @@ def ceilings(result: Result) -> str:
     rows = [["streaming read of memory, GB/s", cell(spread(one["read_gb_s"] for one in found))]]
     for name in found[0]["gemm_gflops"]:
         by, _, dtype = name.partition(" ")
-        said = "torch" if by == "torch" else "a plain loop compiled for this processor"
-        rows.append([f"{dtype} product by {said}, GFLOP/s", cell(spread(one["gemm_gflops"][name] for one in found))])
-    rows.append(["cores that other programs kept busy meanwhile", cell(spread(one["other_cores"] for one in found))])
+        kernel = "torch" if by == "torch" else "a plain loop compiled for this processor"
+        rows.append([f"{dtype} GEMM by {kernel}, GFLOP/s", cell(spread(one["gemm_gflops"][name] for one in found))])
+    rows.append(["cores used by other programs during the run", cell(spread(one["other_cores"] for one in found))])
     return table(["ceiling", "median (range)"], rows)
 
 
@@ -237,39 +239,49 @@ def peers(result: Result, beside_chart: bool = False) -> str:
 def forms(results: dict[str, Result]) -> str:
     """Tables of comparisons on one kind of processor: our figure of each measure, and ours divided by each peer's.
 
-    `results`: by shape of the model and form of the weights.
+    `results`: by shape of the model and format of the weights.
     """
     every = list(results.values())
-    names = dict.fromkeys(name for result in every for name in result["systems"] if name != "oarlock")
-    titles = {name: label(result, name) for result in every for name in result["systems"]}
+    measures = dict.fromkeys(measure for result in every for measure in result["rounds"][0]["measures"])
+    columns = [(measure, *shown) for measure in measures for shown in shown_of(measure)]
     rows, ceilings = [], []
     for result in every:
         model = result["model"]
-        form = model["dtype"] if model["quantization"] == "none" else model["quantization"]
-        named = [title(model["shape"]), form]
-        for measure in result["rounds"][0]["measures"]:
-            for phrase, figure, _ in shown_of(measure):
-                rates = (
-                    ratio(result, measure, "oarlock", name, figure) if name in result["systems"] else None
-                    for name in names
-                )
-                ours = over_rounds(result, measure, "oarlock", figure)
-                rows.append([*named, f"{measure} {phrase}", cell(ours), *map(cell, rates)])
+        weights = model["dtype"] if model["quantization"] == "none" else model["quantization"]
+        named = [title(model["shape"]), weights]
+        for name in result["systems"]:
+            cells = [_form_cell(result, measure, name, figure) for measure, _, figure, _ in columns]
+            rows.append([*named, "Oarlock" if name == "oarlock" else f"divided by {label(result, name)}'s", *cells])
         read = spread(one["read_gb_s"] for turn in result["rounds"] for one in turn["ceilings"])
+        version, count = result["systems"]["oarlock"].get("version", "-"), str(len(result["rounds"]))
         share = share_of_read(result, "oarlock")
-        ceilings.append([*named, result["measured"], str(len(result["rounds"])), cell(read), cell(share)])
+        ceilings.append([*named, version, result["measured"], count, cell(read), cell(share)])
     here = every[0]["machine"]
-    versions = {titles[name]: about.get("version", "-") for one in every for name, about in one["systems"].items()}
-    said = ", ".join(f"{system} {version}" for system, version in versions.items() if version != "-")
+    peers = {
+        label(result, name): about.get("version", "-")
+        for result in every
+        for name, about in result["systems"].items()
+        if name != "oarlock"
+    }
+    versions = ", ".join(f"{system} {version}" for system, version in peers.items() if version != "-")
+    head = ["model", "weights", "", *(f"{measure} {phrase}" for measure, phrase, *_ in columns)]
+    about_runs = ["model", "weights", "commit", "measured", "rounds", "streaming read, GB/s", "share of it at c=1"]
     return "\n\n".join(
         [
-            f"{here['processor']}, {here['cores']} cores, {here['memory_gib']} GiB, torch {here['torch']}; {said}.",
-            table(
-                ["model", "weights", "measure", "Oarlock", *(f"divided by {titles[name]}'s" for name in names)], rows
-            ),
-            table(["model", "weights", "measured", "rounds", "streaming read, GB/s", "share of it at c=1"], ceilings),
+            f"{here['processor']}, {here['cores']} cores, {here['memory_gib']} GiB, torch {here['torch']}; {versions}.",
+            table(head, rows),
+            table(about_runs, ceilings),
         ]
     )
+
+
+def _form_cell(result: Result, measure: str, name: str, figure: Callable[[Figures], float | None]) -> str:
+    """Return our figure, or for another system the ratio of ours to its figure, or "-" if it was not measured."""
+    if measure not in result["rounds"][0]["measures"]:
+        return "-"
+    if name == "oarlock":
+        return cell(over_rounds(result, measure, name, figure))
+    return cell(ratio(result, measure, "oarlock", name, figure))
 
 
 def scaling(result: dict[str, Any], beside_chart: bool = False) -> str:
