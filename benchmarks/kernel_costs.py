@@ -1,4 +1,4 @@
-"""Launches, bytes and operations of kernels on CUDA devices, computed from the rules by which they are launched.
+"""Programs, bytes and operations of decode attention on CUDA devices, computed from the rules of its launches.
 
     python -m benchmarks.kernel_costs
 
@@ -20,10 +20,6 @@ DECODES = {
     "64 of 131,072": [131_072] * 64,
     "256 of 2,048": [2048] * 256,
 }
-# Outputs and inputs of query, key and value, of attention's output, and of the MLP's products.
-LINEARS = ((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336))
-LAYERS = 32
-GROUP_BITS = 4.5  # of a weight of 4 bits in groups of 32
 
 
 def divided(contexts: list[int]) -> tuple[Shares, int]:
@@ -42,36 +38,23 @@ def divided(contexts: list[int]) -> tuple[Shares, int]:
 def attention_table() -> list[str]:
     """One layer's attention of a decode step."""
     lines = [
-        "| sequences and their contexts | programs | keys of the longest, and without dividing | launches | MB of keys "
-        "and values | GFLOP |",
-        "|---|---|---|---|---|---|",
+        "| sequences, contexts | programs | keys of the longest program; undivided | MB of keys and values | GFLOP |",
+        "|---|---|---|---|---|",
     ]
     for name, contexts in DECODES.items():
         shares, longest = divided(contexts)
         keys = sum(contexts)
         megabytes, operations = keys * KV_HEADS * HEAD_DIM * 4 / 1e6, 4 * keys * HEADS * HEAD_DIM / 1e9
         lines.append(
-            f"| {name} | {shares.places * KV_HEADS:,} | {longest:,}; {max(contexts):,} | {1 + shares.is_split} | "
+            f"| {name} | {shares.places * KV_HEADS:,} | {longest:,}; {max(contexts):,} | "
             f"{megabytes:,.0f} | {operations:.1f} |"
         )
     return lines
 
 
-def products_table() -> list[str]:
-    """The products of one step with weights of 4 bits: as they are stored, or first written out in 16 bits."""
-    weights = LAYERS * sum(outputs * inputs for outputs, inputs in LINEARS)
-    packed = weights * GROUP_BITS / 8 / 1e9
-    lines = ["| rows | GB of weights, as stored | and written out | TFLOP |", "|---|---|---|---|"]
-    lines += [
-        f"| {rows} | {packed:.1f} | {packed + 4 * weights / 1e9:.1f} | {2 * rows * weights / 1e12:.2f} |"
-        for rows in (1, 64, 128, 256)
-    ]
-    return lines
-
-
 def as_markdown() -> str:
-    """Both tables."""
-    return "\n".join([*attention_table(), "", *products_table()])
+    """Format the table."""
+    return "\n".join(attention_table())
 
 
 if __name__ == "__main__":
