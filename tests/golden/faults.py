@@ -1,6 +1,6 @@
 """Mistakes that were made before, or are hard to notice: planted one at a time, to test the tests.
 
-    python -m tests.golden.faults        # the table: fault, model and ranks, the tensor that is named
+    python -m tests.golden.faults        # the table: the tensor that is named, its faults
 
 `tensor` is the first one that must be found wrong: a fault has to be named where it was made.
 """
@@ -102,10 +102,12 @@ FAULTS = [
 
 
 def table() -> str:
-    """Format the faults as a table in Markdown."""
-    lines = ["| fault | model and ranks | first tensor named |", "|---|---|---|"]
+    """Format the faults as a table in Markdown, by the tensor that must be named."""
+    by_tensor: dict[str, list[str]] = {}
     for fault in FAULTS:
-        lines.append(f"| {fault.what} | {run_id(fault.case, fault.size)} | `{fault.tensor}` |")
+        by_tensor.setdefault(fault.tensor, []).append(fault.what)
+    lines = ["| first wrong tensor | faults |", "|---|---|"]
+    lines += [f"| `{tensor}` | {'; '.join(faults)} |" for tensor, faults in by_tensor.items()]
     return "\n".join(lines)
 
 

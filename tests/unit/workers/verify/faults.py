@@ -94,11 +94,10 @@ WEIGHTS = [
 
 
 def table() -> str:
-    """Format the faults as a table in Markdown."""
-    lines = ["| family | tensor | damage | named as |", "|---|---|---|---|"]
-    for family, tensor, damage, cause in WEIGHTS:
-        lines.append(f"| {family} | `{tensor}` | {damage.what} | `{cause}` |")
-    return "\n".join(lines)
+    """Format the faults as a table in Markdown, without the name of the damaged layer."""
+    lines = ["| tensor | damage | named as |", "|---|---|---|"]
+    lines += [f"| `{tensor}` | {damage.what} | `{cause}` |" for _, tensor, damage, cause in WEIGHTS]
+    return "\n".join(dict.fromkeys(line.replace("model.layers.1.", "") for line in lines))
 
 
 if __name__ == "__main__":
