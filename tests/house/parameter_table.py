@@ -37,7 +37,7 @@ _GENERATING = (
 
 
 def as_markdown() -> str:
-    """Routes first, then the parameters of each body."""
+    """Return the routes, then the parameters of each body. A row that an earlier table has is named, not repeated."""
     document = application(Settings(batch_dir="batches"), ServerState(), HttpCounters()).openapi()
     found = endpoints(document)
     lines = ["| route | |", "|---|---|"]
@@ -50,11 +50,11 @@ def as_markdown() -> str:
         for name, parameter in found["/v1/completions"]["parameters"].items()
         if name in shared and parameter == found["/v1/chat/completions"]["parameters"][name]
     }
+    first_shown = dict.fromkeys(_rows(both), "/v1/completions")
     everywhere = set.intersection(*(set(found[path]["refused"]) for path in _GENERATING))
     lines += [
         "",
         "### `/v1/completions`, `/v1/chat/completions`, `/v1/responses` and `/v1/messages`",
-        "",
         *_table(both),
         "",
         _REFUSED.format(_names(sorted(everywhere))),
@@ -69,19 +69,31 @@ def as_markdown() -> str:
             if not (is_generating and parameter == both.get(name))
         }
         also = [other for other, shown in _SAME_BODY.items() if shown == path]
-        lines += ["", f"### `{path}`" + (", and the same for " if also else "") + ", ".join(f"`{i}`" for i in also), ""]
-        lines += _table(own)
+        lines += ["", f"### `{path}`" + (", and the same for " if also else "") + ", ".join(f"`{i}`" for i in also)]
+        repeated: dict[str, list[str]] = {}
+        for name, row in _rows(own):
+            shown_at = first_shown.setdefault((name, row), path)
+            if shown_at != path:
+                repeated.setdefault(shown_at, []).append(name)
+        named = {name for names in repeated.values() for name in names}
+        lines += _table({name: parameter for name, parameter in own.items() if name not in named})
+        for shown_at, names in repeated.items():
+            lines += ["", f"As for `{shown_at}`: {_names(names)}."]
         if is_generating and (here := [name for name in entry["refused"] if name not in everywhere]):
             lines += ["", f"Nor are supported here: {_names(here)}."]
     return "\n".join(lines) + "\n"
 
 
 def _table(parameters: dict[str, Any]) -> list[str]:
-    lines = ["| parameter | range | default | behaviour |", "|---|---|---|---|"]
+    rows = [row for _, row in _rows(parameters)]
+    return ["", "| parameter | range | default | behaviour |", "|---|---|---|---|", *rows] if rows else []
+
+
+def _rows(parameters: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    """Yield the name of each parameter and its row of a table."""
     for name, parameter in parameters.items():
         cells = (range_text(parameter), default_text(parameter), behaviour(parameter))
-        lines.append(f"| `{name}` | {' | '.join(map(_cell, cells))} |")
-    return lines
+        yield name, f"| `{name}` | {' | '.join(map(_cell, cells))} |"
 
 
 def _names(fields: Iterable[str]) -> str:
