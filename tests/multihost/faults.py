@@ -106,7 +106,7 @@ FAULTS = (
         cause=r"rank 1\b.*no answer|all ranks that have not answered are as far",
         shown="rank 1 failed at step 4: no answer within 120 s",
         step_timeout_s=3.0,
-        advice="The log has the stacks of the ranks; `--step-timeout` is how long a step may take.",
+        advice="The log has the stacks of the ranks; if the step was only slow, raise `--step-timeout`.",
     ),
     Fault(
         "the process of a node is stopped",
@@ -116,7 +116,7 @@ FAULTS = (
         shown="node 1 (box2, 10.0.0.2) has said nothing for 5 s",
         says=("head",),
         goes_on=lambda group: group.node.main().resume(),
-        advice="Something stopped it, or the host had no memory or time for it.",
+        advice="It was stopped, or its host lacked memory or processor time.",
     ),
     Fault(
         "the head's engine is stopped",
@@ -127,7 +127,7 @@ FAULTS = (
         shown="node 0 (box1, 10.0.0.1) has hung up",
         step_timeout_s=3.0,
         says=("node1",),
-        advice="As above; `--step-timeout` is how long the head waits for it.",
+        advice="As above; the head waits `--step-timeout` for it.",
     ),
     Fault(
         "the network between the hosts is cut",
@@ -137,14 +137,14 @@ FAULTS = (
         advice=_NETWORK,
     ),
     Fault(
-        "nothing reaches the node, but the head hears it",
+        "messages to the node are lost, messages to the head arrive",
         lambda group: group.hosts.cut("to_node"),
         cause=r"node [01]\b",
         shown="node 1 (box2, 10.0.0.2) has said nothing for 5 s",
         advice=_NETWORK,
     ),
     Fault(
-        "nothing reaches the head, but the node hears it",
+        "messages to the head are lost, messages to the node arrive",
         lambda group: group.hosts.cut("to_head"),
         cause=r"node [01]\b",
         shown="node 1 (box2, 10.0.0.2) has said nothing for 5 s",
@@ -172,7 +172,7 @@ FAULTS = (
 def table() -> str:
     """Format the table for readers: the fault, the end of each host, the logged cause, the advice."""
     lines = [
-        "| what happens | status of head, node | the cause in the log, for example | what to do |",
+        "| fault | status of head, node | cause in the log, for example | remedy |",
         "|---|---|---|---|",
     ]
     grouped: dict[str, list[Fault]] = {}  # what looks alike is one row
