@@ -20,10 +20,10 @@ MARKER = "requirements"
 # What each is for, in the order of requirements.txt.
 PURPOSES = {
     "torch": "tensors, CUDA, the reference implementation of every kernel, groups of hosts",
-    "transformers": "tokenizers of checkpoints; the judge of `verify` and of the tests",
-    "tokenizers": "text to ids, and ids to text as they come",
-    "safetensors": "writing checkpoints, and reading them for the judge; the server reads headers itself",
-    "numpy": "a step's arrays, tables of tokens",
+    "transformers": "tokenizers of checkpoints; the reference of `verify` and of the tests",
+    "tokenizers": "text to token ids, and back",
+    "safetensors": "writing checkpoints, and reading them for the reference; the server parses headers itself",
+    "numpy": "arrays of a step, token tables",
     "fastapi": "routes, and the OpenAPI document",
     "starlette": "requests, responses, middleware",
     "uvicorn": "HTTP on sockets",
