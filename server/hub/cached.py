@@ -8,7 +8,7 @@ from pathlib import Path
 from oarlock.engine.config import EngineConfig
 from oarlock.engine.errors import StartupError
 from oarlock.engine.preflight import ENCODERS, GGUFModel, check_model, hf_config, open_model, weight_files
-from oarlock.server.hub.local_model import hub_files, hub_name, llama_cpp_files, ollama_files
+from oarlock.server.hub.local_model import hub_files, hub_name, llama_cpp_files, ollama_files, read_reference
 from oarlock.server.hub.model_path import VOCABULARY_FILES, read_json
 
 _PREFIX = "models--"
@@ -95,7 +95,7 @@ def disk_usage(cache: Path) -> int:
 def _revisions(refs: Path) -> list[tuple[str, str]]:
     """Branches and tags that were fetched, each as (name, commit)."""
     found = [path for path in sorted(refs.rglob("*")) if path.is_file()] if refs.is_dir() else []
-    return [(os.fspath(path.relative_to(refs)), path.read_text(encoding="utf-8").strip()) for path in found]
+    return [(os.fspath(path.relative_to(refs)), read_reference(path)) for path in found]
 
 
 def _size_of_partial(folder: Path) -> int:

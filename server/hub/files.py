@@ -23,6 +23,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from oarlock.engine.errors import StartupError
 from oarlock.server.config.options import format_size
+from oarlock.server.hub.local_model import read_reference
 from oarlock.server.hub.transfer import Digest, Report, TransferRate
 
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # beside the weights; nothing that could run code
@@ -100,7 +101,7 @@ class Snapshot:
             path = Snapshot(cache, model, "").folder / "refs" / revision
             if not path.is_file():
                 return None
-            commit = path.read_text(encoding="utf-8").strip()
+            commit = read_reference(path)
         found = Snapshot(cache, model, commit)
         return found if found.directory.is_dir() else None
 

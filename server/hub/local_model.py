@@ -18,6 +18,8 @@ from oarlock.server.config.settings import Settings
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|[A-Za-z0-9][\w.-]*")
 _HUB_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*")
 _OLLAMA_LAYER = "application/vnd.ollama.image.model"
+_MAX_MANIFEST_BYTES = 1 << 20
+_MAX_REFERENCE_BYTES = 4096
 _OLLAMA_HUB = "registry.ollama.ai"
 _LATER_PART = re.compile(r".*-(?!00001)\d{5}-of-\d{5}\.gguf")
 _HUB_PREFIX, _HUB_SEPARATOR = "models--", "--"
@@ -157,12 +159,22 @@ def llama_cpp_files() -> Iterator[tuple[str, Path]]:
 def _ollama_file(manifest: Path, blobs: Path) -> Path | None:
     """Return the weights of a model of Ollama, or None if there are none that this user may read."""
     try:
-        layers = json.loads(manifest.read_bytes())["layers"]
+        layers = json.loads(_beginning(manifest, _MAX_MANIFEST_BYTES))["layers"]
         digests = [layer["digest"] for layer in layers if layer["mediaType"] == _OLLAMA_LAYER]
         files = [blobs / digest.replace(":", "-") for digest in digests]
         return next((file for file in files if os.access(file, os.R_OK)), None)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def read_reference(path: Path) -> str:
+    """Return the commit in a file of the hub cache's references."""
+    return _beginning(path, _MAX_REFERENCE_BYTES).decode("utf-8", "replace").strip()
+
+
+def _beginning(path: Path, most: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(most)
 
 
 def _first_files(folder: Path) -> list[Path]:

@@ -18,6 +18,7 @@ from oarlock.workers.quantization.packed_integers import Span
 from oarlock.workers.weights.source import WeightSource
 
 _AT_ONCE = 1 << 22  # weights
+_MAX_STATE_BYTES = 64 << 10  # of the settings stored with a weight, which have some hundred
 _LONGEST = 80  # characters of a value in an error
 
 
@@ -81,7 +82,9 @@ class _Matrix:
 
     def _state(self, kind: str, wanted: dict[str, Any]) -> dict[str, Any]:
         """The settings stored with the weight. Raises `StartupError` where they are not what was counted on."""
-        text = bytes(self._vector(kind, torch.uint8).tolist())
+        shape = self._weights.shape_of(f"{self._name}.{kind}")
+        is_short = shape is not None and math.prod(shape) <= _MAX_STATE_BYTES
+        text = bytes(self._vector(kind, torch.uint8).tolist()) if is_short else b""
         state: Any = None
         with contextlib.suppress(ValueError, RecursionError):  # then it is no table
             state = json.loads(text)

@@ -23,7 +23,7 @@ from oarlock.server.llm.pooler_config import PoolerConfig
 from oarlock.server.llm.tokenizer import find_files
 from oarlock.workers.preflight import preflight
 from tests.e2e.running import command, environment, free_port
-from tests.unit.server.llm import hostile_models
+from tests.unit.server.llm import checkpoint_faults
 from tests.unit.server.llm.hostile_models import FAULTS, HEAVY
 
 MOST_SHOWN = 1000  # characters of an error
@@ -31,7 +31,7 @@ WITHIN_S = 100  # for a process on a loaded machine; none ends by itself that re
 
 
 def faulty(tmp_path: Path, name: str) -> Path:
-    folder = hostile_models.copy(tmp_path / "model")
+    folder = checkpoint_faults.copy(tmp_path / "model")
     FAULTS[name].make(folder)
     return folder
 
@@ -52,7 +52,7 @@ def start(folder: Path) -> None:
 
 
 def test_the_model_without_a_fault_is_served(tmp_path):
-    start(hostile_models.copy(tmp_path / "model"))
+    start(checkpoint_faults.copy(tmp_path / "model"))
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -87,7 +87,7 @@ print(json.dumps({"cause": cause, "seconds": time.process_time() - begun, "peak_
 @pytest.mark.parametrize("name", HEAVY)
 def test_the_largest_files_take_neither_long_nor_all_memory(tmp_path, name):
     """Each is served or refused within 10 s of processor time and 800 MiB."""
-    folder = hostile_models.copy(tmp_path / "model")
+    folder = checkpoint_faults.copy(tmp_path / "model")
     HEAVY[name](folder)
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, str(folder)],

@@ -13,7 +13,7 @@ from oarlock.engine.errors import StartupError
 from oarlock.server.llm import pattern_trial, tokenizer_file
 from oarlock.server.llm.character_maps import longest_replacement
 from oarlock.server.llm.text_growth import greatest_growth
-from tests.unit.server.llm.hostile_models import DEMO
+from tests.unit.server.llm.checkpoint_faults import DEMO
 
 
 def replace(pattern, content):
