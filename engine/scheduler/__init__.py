@@ -1,1 +1,1 @@
-"""Decides which requests run next, and applies the answers to steps. Pure: no clock, no randomness, no process."""
+"""Decides which requests run next, and applies the results of steps. Pure: no clock, no randomness, no process."""

@@ -1,6 +1,6 @@
-"""Checks a request before it is queued: ids inside the vocabulary, lengths inside the context, values in range.
+"""Checks a request before it is queued: ids within the vocabulary, lengths within the context, values within range.
 
-A request that passes cannot make a step fail: everything that is later written to a fixed-width array is checked here.
+A request that passes cannot make a step fail: every value that is later written to a fixed-width array is checked here.
 Does not know other requests.
 """
 
@@ -24,12 +24,12 @@ from oarlock.workers.protocol import MAX_BIAS_PER_ROW, MAX_LOGPROBS, MAX_POOLED_
 
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
-# One row of a step has room for as many stop ids held back, entries of logit_bias and bad words.
+# The arrays of a step have this many entries per row for each of stop ids held back, logit_bias and bad words.
 MAX_STOP_IDS = MAX_LOGIT_BIAS = MAX_BAD_WORDS = MAX_BIAS_PER_ROW // 3
 MAX_BAD_WORD_TOKENS = 256
 # Prompt logprobs are sent step by step, but the server may keep them until the prompt is complete: 8 bytes an entry.
 _MAX_PROMPT_LOGPROB_ENTRIES = 2_000_000
-MAX_POOLED_VALUES = 1 << 24  # of the vectors of one request: 64 MiB
+MAX_POOLED_VALUES = 1 << 24  # vector values of one request: 64 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Limits:
 
     vocab_size: int
     max_len: int  # prompt and generated tokens together; never more than the whole pool holds
-    hidden_size: int  # numbers of a vector
-    whole_texts: bool = False  # the model is an encoder
-    num_labels: int = 0  # of the encoder's classification head
+    hidden_size: int  # values of a vector
+    whole_texts: bool = False  # True if the model is an encoder
+    num_labels: int = 0  # labels of the encoder's classification head
 
     @staticmethod
     def of(info: WorkerInfo) -> "Limits":
@@ -50,7 +50,7 @@ class Limits:
 
 
 def check(request: Request, limits: Limits) -> None:
-    """Raise `RequestError` with the field, its limit and the fix unless `request` can be served to its end."""
+    """Raise `RequestError` with the field, its limit and the fix if `request` cannot be served to its end."""
     _in_range("priority", request.priority, MIN_PRIORITY, MAX_PRIORITY)
     _check_params(request.params, limits)
     _check_prompt(request.prompt_token_ids, limits)
@@ -104,7 +104,7 @@ def _check_prompt(token_ids: Sequence[int], limits: Limits) -> None:
 
 def _check_length(request: Request, limits: Limits) -> None:
     length, params = len(request.prompt_token_ids), request.params
-    most = limits.max_len - (params.max_tokens > 0)  # room for at least one new token when any is wanted
+    most = limits.max_len - (params.max_tokens > 0)  # reserve one position for a new token if any is wanted
     if length > most:
         raise ContextLengthError(
             f"The prompt has {length} tokens, but at most {most} fit "
@@ -146,7 +146,7 @@ def _check_params(params: SamplingParams, limits: Limits) -> None:
 
 
 def _check_ids(params: SamplingParams, limits: Limits) -> None:
-    """Check that every id is in the vocabulary, and that no list is longer than a step has room for."""
+    """Check that every id is in the vocabulary, and that no list exceeds the arrays of a step."""
     for name, ids in (
         ("eos_token_ids", params.eos_token_ids),
         ("stop_token_ids", params.stop_token_ids),
@@ -167,7 +167,7 @@ def _check_ids(params: SamplingParams, limits: Limits) -> None:
 
 
 def _check_not_all_banned(params: SamplingParams, limits: Limits) -> None:
-    """Check that some id is not banned. The ids that grammars or longer bad words exclude are known only later."""
+    """Check that some id is not banned. Ids excluded by grammars or longer bad words are known only later."""
     allowed, banned = params.allowed_token_ids, set(banned_always(params))
     if params.min_tokens:
         banned.update(params.eos_token_ids, params.stop_token_ids)

@@ -1,11 +1,11 @@
-"""Applies the answer to a step, or takes the step back where the ranks had too little memory for it.
+"""Applies the result of a step, or undoes the step if the ranks had too little memory for it.
 
 Tokens are appended, full blocks cached, and complete sequences ended. Decodes whose tokens need only be appended and
-sent are handled together, in `DecodeState`; all others one by one. Both ways have the same effect for such a token:
+sent are handled together, in `DecodeState`; all others individually. Both paths have the same effect for such a token:
 `tests/unit/engine/scheduler/test_decode_state.py` compares them.
 
-Each refusal halves the most tokens of a step; steps that run double it again. Steps that were sent ahead of the answer
-are refused with it, and undone as well.
+Each refusal halves the maximum tokens of a step; steps that run double it again. Steps that were sent ahead of the
+result are refused with it, and undone as well.
 """
 
 from array import array
@@ -33,13 +33,13 @@ from oarlock.engine.scheduler.sequence import (
 from oarlock.engine.types import FinishReason, TokenEvent, TokenEvents
 from oarlock.workers.protocol import FINITE, NONFINITE
 
-GROWS_AFTER = 32  # steps that ran
+GROWS_AFTER = 32  # steps that ran before the limit doubles
 FEWEST_TRIES = 3  # refusals in a row before a step of a single token is given up
-MOST_REFUSALS = 16  # of steps with the same newest sequence, which then fails; enough from 65,536 tokens down to one
+MOST_REFUSALS = 16  # refused steps with the same newest sequence before it fails; enough to halve 65,536 tokens to 1
 
 
 class Answers:
-    """Applies answers to the sequences of one scheduler."""
+    """Applies the results of steps to the sequences of one scheduler."""
 
     def __init__(self, requests: OpenRequests) -> None:
         self._requests = requests
@@ -49,9 +49,9 @@ class Answers:
         self._queue = requests.waiting
 
     def apply(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> TokenEvents:
-        """Apply `result`, the answer to `output`, and return its events.
+        """Apply `result`, the result of `output`, and return its events.
 
-        Full blocks are cached before any sequence ends: an end may free blocks that others would find.
+        Full blocks are cached before any sequence ends, because an end may free blocks that others would find.
         """
         events, decodes = TokenEvents(), output.decodes
         is_plain, others = self._look(decodes, result, now, events)
@@ -71,7 +71,7 @@ class Answers:
     def _apply_scheduled(
         self, output: SchedulerOutput, result: ModelRunnerOutput, now: float, events: TokenEvents
     ) -> None:
-        """Apply the answers to all tokens that are not decodes."""
+        """Apply the results of all tokens that are not decodes."""
         pooled = result.pooled()
         for place, (item, first, _) in enumerate(output.with_rows(), len(output.decodes.rows)):
             if item.seq.pooling is not None:
@@ -88,7 +88,7 @@ class Answers:
                 self._state.refresh(item.seq)
 
     def _cache_blocks(self, seq: Sequence, num_computed: int, now: float, events: TokenEvents) -> None:
-        """Cache the full blocks of `seq`; an exception fails this sequence alone."""
+        """Cache the full blocks of `seq`; an exception fails only this sequence."""
         if num_computed // self._kv_cache_manager.block_size <= seq.num_cached_blocks:
             return
         try:
@@ -102,8 +102,11 @@ class Answers:
     def _look(
         self, decodes: Decodes, result: ModelRunnerOutput, now: float, events: TokenEvents
     ) -> tuple[np.ndarray | None, list[tuple[ScheduledTokens, int]]]:
-        """Cache full blocks of decodes. Returns which tokens need only be appended, bool [D], None if all; and the
-        decodes that need more work, with their rows of logits. Sequences that do not run any more are in neither."""
+        """Cache full blocks of decodes.
+
+        Return a mask of the tokens that need only be appended, bool [D], or None if all do, and the decodes that need
+        more work, with their rows of logits. Sequences that no longer run are in neither.
+        """
         state, rows, positions = self._state, decodes.rows, decodes.positions
         token_ids = result.answer.token_ids[: len(rows)]
         needs_look = state.needs_look(rows, positions, token_ids)
@@ -137,7 +140,7 @@ class Answers:
     def _append_plain(
         self, decodes: Decodes, is_plain: np.ndarray | None, result: ModelRunnerOutput, now: float, events: TokenEvents
     ) -> None:
-        """Append the tokens of the decodes in `is_plain`, the first of `events`. None: of all decodes."""
+        """Append the tokens of the decodes in `is_plain` (None: all decodes), which come first in `events`."""
         state, rows, positions = self._state, decodes.rows, decodes.positions
         token_ids = result.answer.token_ids[: len(rows)]
         if is_plain is not None:
@@ -154,7 +157,7 @@ class Answers:
     def _add_logprobs(
         self, num_top: np.ndarray, is_plain: np.ndarray | None, result: ModelRunnerOutput, events: TokenEvents
     ) -> None:
-        """Add the logprobs of appended tokens, of which `num_top`, int32 [n], alternatives are wanted; -1: none."""
+        """Add the logprobs of appended tokens, with `num_top`, int32 [n], alternatives each; -1: no logprobs."""
         wanted = (num_top >= 0).nonzero()[0]
         if len(wanted):
             events.num_top = array("i", num_top.tobytes())
@@ -162,8 +165,11 @@ class Answers:
             events.logprobs = result.scored(of_logits, int(num_top.max()))
 
     def _record_tokens(self, since_s: np.ndarray) -> None:
-        """Count the tokens that a step sampled for n sequences that had one before; `since_s`, float64 [n]: the time
-        since. Most got that one in the same step before, so that there are few different times."""
+        """Count the tokens that a step sampled for n sequences that already had a token.
+
+        `since_s`, float64 [n], is the time since that token. Most of these were sampled in the same earlier step, so
+        there are few different times.
+        """
         self._stats.generation_tokens += len(since_s)
         if not len((since_s != since_s[0]).nonzero()[0]):
             self._stats.inter_token_latency_s.observe(float(since_s[0]), len(since_s))
@@ -187,7 +193,7 @@ class Answers:
         now: float,
         events: TokenEvents,
     ) -> None:
-        """Apply the answer to `item`, whose sequence runs, and add its event; an exception fails it alone."""
+        """Apply the result of `item`, whose sequence runs, and add its event; an exception fails only this sequence."""
         try:
             event = self._update_sequence(item, result, first, num_accepted, now, events)
         except Exception:
@@ -198,14 +204,14 @@ class Answers:
     def _apply_pooled(
         self, item: ScheduledTokens, values: "array[float] | None", now: float, events: TokenEvents
     ) -> None:
-        """Send the vectors that the step computed for `item`, whose sequence runs, and end it with the last ones."""
+        """Send the vectors that the step computed for `item`, whose sequence runs, and end it with the last vectors."""
         seq, event = item.seq, None
         try:
             if values is None:
                 event = self._fail_nonfinite(seq, now)
             else:
                 if values and seq.pooling is not None and seq.pooling.kind in ("cls", "token"):
-                    # Computed again after a preemption, as whole blocks are: some may have been sent.
+                    # Whole blocks are computed again after a preemption, so some vectors may have been sent.
                     size = len(values) // (item.num_tokens if seq.pooling.kind == "token" else 1)
                     values = values[max(0, seq.num_returned_vectors - item.start) * size :]
                     seq.num_returned_vectors += len(values) // size
@@ -229,7 +235,7 @@ class Answers:
         now: float,
         events: TokenEvents,
     ) -> TokenEvent | None:
-        """Update the sequence of `item`; `first`: its first row of logits, `num_accepted`: its right drafts."""
+        """Update the sequence of `item`; `first`: its first row of logits, `num_accepted`: its accepted drafts."""
         seq, last = item.seq, first + item.num_scored
         if not result.all_finite:
             states = result.finite[first : last + item.wants_logits]
@@ -268,8 +274,10 @@ class Answers:
         scored: Scores,
         events: TokenEvents,
     ) -> TokenEvent:
-        """Append the token sampled in `row` and those after right drafts, up to one that ends the sequence. When a
-        token makes it fail, those before it are sent first."""
+        """Append the token sampled in `row` and the tokens after accepted drafts, until a token ends the sequence.
+
+        If a token makes the sequence fail, the tokens before it are sent first.
+        """
         seq, token_ids, count = item.seq, result.token_ids[row : row + 1 + num_accepted], 0
         reason = None
         while reason is None and count < len(token_ids):
@@ -298,7 +306,7 @@ class Answers:
         now: float,
         scored: Scores,
     ) -> TokenEvent:
-        """Count `token_ids`, sampled from `row` on and appended, and make their event."""
+        """Count `token_ids`, sampled from `row` on and appended, and return their event."""
         seq, num_logprobs = item.seq, item.seq.request.params.logprobs
         if item.drafts:
             seq.num_computed_tokens = item.start + len(token_ids)  # all but the newest
@@ -307,7 +315,7 @@ class Answers:
         if last_s is None:
             assert len(token_ids) == 1
             seq.timeline.got_first_token(now)
-        else:  # tokens of one step share the time since the one before
+        else:  # the tokens of one step share the time since the previous token
             self._stats.generation_tokens += len(token_ids)
             self._stats.inter_token_latency_s.observe((now - last_s) / len(token_ids), len(token_ids))
         self._queue.count_generated(seq.request.client, len(token_ids))
@@ -316,7 +324,7 @@ class Answers:
         return TokenEvent(seq.request_id, tuple(token_ids), logprobs, scored, None, None, seq.timeline.cached_tokens)
 
     def _end_after(self, seq: Sequence, token: int) -> FinishReason | None:
-        """Reason for which `seq` ends with `token`, its newest one; None: it does not end."""
+        """Return the reason for which `seq` ends with `token`, its newest token, or None if it does not end."""
         if token in seq.stop_ids:  # none is sampled before `min_tokens`: they were banned
             return FinishReason.STOP
         matcher = seq.grammar_matcher
@@ -328,7 +336,7 @@ class Answers:
         return FinishReason.STOP if is_complete else FinishReason.LENGTH
 
     def _record_drafts(self, item: ScheduledTokens, num_accepted: int) -> None:
-        """Record that `num_accepted` drafts of `item` were right."""
+        """Record that `num_accepted` drafts of `item` were accepted."""
         state = item.seq.draft_state
         assert state is not None
         state.record(item.start + 1, len(item.drafts), num_accepted)
@@ -338,22 +346,24 @@ class Answers:
 
 
 class RefusedSteps:
-    """Limits the tokens of steps after refusals, and keeps the table entries that the next step must repeat."""
+    """Limit on the tokens of steps after refusals, and the table entries that the next step must repeat."""
 
     def __init__(self, max_num_batched_tokens: int) -> None:
         self._largest = max_num_batched_tokens
-        self.most_tokens: int | None = None  # of a step, while memory is short
+        self.most_tokens: int | None = None  # maximum tokens of a step while memory is short
         self._table_entries: list[tuple[int, int, int]] = []
-        self._num_ran = 0  # since `most_tokens` changed
+        self._num_ran = 0  # steps that ran since `most_tokens` changed
         self._in_a_row = 0  # refusals since a step ran
-        self._refusals: dict[int, int] = {}  # by request id
+        self._refusals: dict[int, int] = {}  # request id -> refusals
 
     def shrink(
         self, outputs: Outputs[SchedulerOutput], in_first: list[Sequence], running: list[Sequence]
     ) -> Sequence | None:
-        """Halve the most tokens of a step after the first of `outputs`, and so those sent ahead of its answer, were
-        refused. `in_first`: its `running` sequences. Returns the sequence that must fail, if any: the newest of all
-        where no smaller step is left to try, the newest of this step after too many refusals."""
+        """Halve the maximum tokens of a step after the first of `outputs`, and so all steps sent ahead, were refused.
+
+        `in_first`: running sequences of the first step. Return the sequence that must fail, if any: the newest of all
+        `running` sequences if no smaller step is left to try, or the newest of this step after too many refusals.
+        """
         first = outputs[0]
         num_tokens = len(first.decodes.rows) + sum(item.num_tokens for item in first.scheduled)
         self.most_tokens = max(1, num_tokens // 2)
@@ -370,19 +380,19 @@ class RefusedSteps:
 
     @property
     def is_over(self) -> bool:
-        """Whether steps are as large as ever, and no table entry waits for the next one."""
+        """True if steps have their full size again, and no table entry waits for the next step."""
         return self.most_tokens is None and not self._table_entries
 
     def begin(self, output: SchedulerOutput) -> None:
-        """Put the table entries that the ranks may lack first in `output`: later ones may change them."""
+        """Put the table entries that the ranks may lack first in `output`, because later entries may change them."""
         output.new_blocks, self._table_entries = self._table_entries + output.new_blocks, []
 
     def drop(self, output: SchedulerOutput) -> None:
-        """Keep the table entries of `output`, which is not sent after all."""
+        """Keep the table entries of `output`, which is not sent."""
         self._table_entries += output.new_blocks
 
     def ran(self, output: SchedulerOutput) -> None:
-        """Record that the ranks have run `output`, and let steps grow again after enough such."""
+        """Record that the ranks have run `output`, and raise the limit after enough steps that ran."""
         if self.most_tokens is None:
             return
         for item in output.items():
@@ -398,9 +408,12 @@ class RefusedSteps:
 def undo(
     outputs: Outputs[SchedulerOutput], state: DecodeState, manager: KVCacheManager
 ) -> tuple[list[Sequence], list[Sequence]]:
-    """Take the running sequences of `outputs` back to where they were before, and blocks that were not computed out of
-    the prefix cache. Returns those of the first output, and those that must give up their blocks: they were admitted,
-    and may share blocks that are not computed, or freed blocks that they would read again."""
+    """Return the running sequences of `outputs` to their positions before, and remove uncomputed blocks from the prefix
+    cache.
+
+    Return the sequences of the first output, and the sequences that must give up their blocks: they were admitted, and
+    may share blocks that are not computed, or they freed blocks that they would read again.
+    """
     for output in outputs:
         for item in output.scheduled:
             manager.uncache(item.seq, item.start, item.start + item.num_tokens)
@@ -419,8 +432,10 @@ def undo(
 def withdraw(
     output: SchedulerOutput, unfit: list[ScheduledTokens], manager: KVCacheManager
 ) -> tuple[list[Sequence], list[Sequence]]:
-    """Take `unfit` out of a step that was not submitted, and the blocks they were to compute out of the prefix cache.
-    Returns the sequences of `unfit`, and those that share such blocks in this step and leave it as well."""
+    """Remove `unfit` from a step that was not submitted, and the blocks that they would compute from the prefix cache.
+
+    Return the sequences of `unfit`, and the sequences that share such blocks in this step and leave it as well.
+    """
     kept: list[ScheduledTokens] = []
     failed: list[Sequence] = []
     again: list[Sequence] = []
@@ -439,7 +454,7 @@ def withdraw(
 
 
 def _running(output: SchedulerOutput, state: DecodeState) -> Iterator[tuple[Sequence, int]]:
-    """The sequences of `output` that still run, each with the position at which it began there."""
+    """Yield the sequences of `output` that still run, each with its start position in that step."""
     decodes = output.decodes
     runs = state.still_run(decodes.rows, decodes.num_released)
     for row, start in zip(decodes.rows[runs].tolist(), decodes.positions[runs].tolist(), strict=True):

@@ -1,12 +1,13 @@
-"""Decode state of the running sequences as arrays by row, kept from step to step, and the choice of those to decode.
+"""Decode state of the running sequences as arrays by row, kept from step to step, and the choice of rows to decode.
 
-A step takes a few operations on whole arrays, and work by sequence only where more is to be done than to compute one
-token and to append one: a new block, a full block to cache, a stop token, the end, a grammar. Positions tell
-when: before `plain_until` a row is scheduled, before `look_at` its token is appended, without a look at its sequence.
+A step takes a few operations on whole arrays. It handles a sequence individually only if it needs more than computing
+and appending one token: a new block, a full block to cache, a stop token, the end, a grammar. Two positions per row
+mark the limits: before `plain_until` the row is scheduled, and before `look_at` its token is appended, without
+inspecting its sequence.
 
-Where ranks form a pipeline, a step passes from stage to stage, and as many are in flight as there are stages, each with
-other sequences: a token is embedded on the first stage, and known when the last one has sampled it. Prompts continue
-while their earlier chunks are in flight: stages run steps in the order in which they were sent.
+If ranks form a pipeline, a step passes from stage to stage. There are then as many steps in flight as stages, each with
+other sequences: a token is embedded on the first stage and known when the last stage has sampled it. Prompts continue
+while their earlier chunks are in flight, since stages run steps in the order in which they were sent.
 
 Knows sequences and positions. Does not know free blocks, policy or tensors.
 """
@@ -19,18 +20,21 @@ import numpy as np
 from oarlock.engine.scheduler.sequence import NOT_KNOWN, Decodes, Sequence
 from oarlock.engine.spec_decode.drafter import Candidate, Drafter
 
-_STOP_IDS = 8  # of one row; a sequence with more needs a look at each of its tokens
-_NEVER = -1  # a position that no token is before
+_STOP_IDS = 8  # stop ids of a row; each token of a sequence with more is inspected
+_NEVER = -1  # position that precedes every token
 _NO_STOP = -1
-_RECENT = 128  # more tokens than a block has: caching a full one settles its row, each at another step
+_RECENT = 128  # exceeds the tokens of a block: caching a full block settles its row, each row at another step
 
 
-Drafts = dict[int, list[int]]  # by row of the engine's tables
+Drafts = dict[int, list[int]]  # row of the engine's tables -> drafts
 
 
 class MicroBatch(NamedTuple):
-    """Sequences for one of several steps in flight. `rows`, int64 [R]: those that may run now, in the order of
-    admission. `share`: most sequences that decode in one step."""
+    """Sequences for one of several steps in flight.
+
+    `rows`, int64 [R], may run now, in the order of admission. `share` is the maximum of sequences that decode in a
+    step.
+    """
 
     rows: np.ndarray
     share: int
@@ -39,47 +43,47 @@ class MicroBatch(NamedTuple):
 class DecodeState:
     """Arrays with one entry for each row of the engine's tables; only the rows in `order` are valid.
 
-    `num_computed` and `last_token_s` are kept here alone while a sequence runs. All other arrays repeat attributes of
-    the sequence: a change of the sequence is followed by a call of `refresh`, and `audit` compares.
+    While a sequence runs, `num_computed` and `last_token_s` are stored only here. All other arrays repeat attributes of
+    the sequence: `refresh` must be called after a change of the sequence, and `audit` compares them.
     """
 
     def __init__(self, max_num_seqs: int, block_size: int, *, caches_blocks: bool) -> None:
         self._block_size = block_size
         self._caches_blocks = caches_blocks
-        self.order = np.empty(0, np.int64)  # the rows in use, in the order of admission; replaced, never changed
+        self.order = np.empty(0, np.int64)  # rows in use, in the order of admission; replaced, never changed
         self.seqs: list[Sequence | None] = [None] * max_num_seqs
         self._token_ids: list[list[int]] = [[]] * max_num_seqs  # the same lists as in the sequences
-        # Newest tokens of each row, which its list lacks: to append to a thousand lists costs more than the step.
+        # Newest tokens of each row, not yet in its list: appending to a thousand lists would cost more than the step.
         self._recent = np.zeros((_RECENT, max_num_seqs), np.int32)
         self.num_recent = np.zeros(max_num_seqs, np.int64)
-        # Number of releases so far, and that number when each row was last released: an answer for one use of a row is
-        # not taken for the next use.
+        # Number of releases so far, and its value at each row's last release. They prevent a result for one use of a
+        # row from being applied to the next use.
         self.num_released = 0
         self._released_at = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
-        self.last_token_s = np.zeros(max_num_seqs)  # nan: none yet
+        self.last_token_s = np.zeros(max_num_seqs)  # nan: no token yet
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
-        self.newest = np.zeros(max_num_seqs, np.int32)  # the last known token
+        self.newest = np.zeros(max_num_seqs, np.int32)  # last known token
         self.plain_until = np.zeros(max_num_seqs, np.int64)  # position, exclusive
         self.look_at = np.zeros(max_num_seqs, np.int64)  # position
-        self.mask_s = np.zeros(max_num_seqs)  # seconds that the next mask is expected to take; 0.0: it is fast
-        self.may_be_slow = False  # whether any of these was more, since the last look
-        self._sent_of: np.ndarray | None = None  # rows of the last events; `_sent` holds while they are the same
+        self.mask_s = np.zeros(max_num_seqs)  # seconds that the next mask is expected to take; 0.0 if it is fast
+        self.may_be_slow = False  # whether any of them was above 0 since the last check
+        self._sent_of: np.ndarray | None = None  # rows of the last events; `_sent` is valid while they are the same
         self._sent = array("q"), array("i")
         self.request_ids = np.zeros(max_num_seqs, np.int64)
         self.num_cached_tokens = np.zeros(max_num_seqs, np.int32)
-        self.num_top = np.full(max_num_seqs, -1, np.int32)  # alternatives that are sent with a token; -1: no logprobs
-        self.num_with_logprobs = 0  # running sequences
+        self.num_top = np.full(max_num_seqs, -1, np.int32)  # number of alternatives sent with a token; -1: no logprobs
+        self.num_with_logprobs = 0  # running sequences with logprobs
         self.clients = np.zeros(max_num_seqs, np.int64)  # index into `client_names`
         self.client_names: list[str] = []
         self._client_index: dict[str, int] = {}
         self._stop_ids = np.full((_STOP_IDS, max_num_seqs), _NO_STOP, np.int32)
-        self._most_stop_ids = 0  # of any row, ever
+        self._most_stop_ids = 0  # maximum over all rows so far
 
     # -- rows
 
     def take(self, seq: Sequence) -> None:
-        """Fill the row of `seq`, which has got its row and its first blocks."""
+        """Fill the row of `seq`, which has just got its row and first blocks."""
         row, stop_ids, client = seq.row, sorted(seq.stop_ids), seq.request.client
         self.order = np.append(self.order, row)
         self.seqs[row], self._token_ids[row], self.num_recent[row] = seq, seq.token_ids, 0
@@ -116,7 +120,7 @@ class DecodeState:
         seq.num_computed_tokens, seq.last_token_s = 0, last_s
 
     def refresh_mask(self, seq: Sequence) -> None:
-        """Refresh `seq` when only the cost of its masks may have changed."""
+        """Refresh `seq` if only the cost of its masks may have changed."""
         seconds = 0.0 if seq.grammar_matcher is None else seq.grammar_matcher.expected_s
         self.mask_s[seq.row] = seconds
         self.may_be_slow |= seconds > 0
@@ -128,7 +132,7 @@ class DecodeState:
             self.num_recent[row] = 0
 
     def refresh(self, seq: Sequence) -> None:
-        """Write what follows from the state of `seq`, which runs."""
+        """Write all values derived from the state of `seq`, which runs."""
         self.num_tokens[seq.row], self.newest[seq.row] = len(seq.token_ids), seq.token_ids[-1]
         self.refresh_plain(seq)
         self.refresh_look(seq)
@@ -136,15 +140,15 @@ class DecodeState:
             self.refresh_mask(seq)
 
     def refresh_tokens(self, seq: Sequence) -> None:
-        """Refresh `seq` when only the token that a decode sampled was appended."""
+        """Refresh `seq` if only the token that a decode sampled was appended."""
         self.num_tokens[seq.row], self.newest[seq.row] = len(seq.token_ids), seq.token_ids[-1]
         if seq.is_watched:
             self.refresh_mask(seq)
         else:
-            self.refresh_look(seq)  # it may be the first
+            self.refresh_look(seq)  # it may be the first token
 
     def refresh_plain(self, seq: Sequence) -> None:
-        """Refresh `seq` when only its computed tokens or blocks have changed."""
+        """Refresh `seq` if only its computed tokens or blocks have changed."""
         row = seq.row
         if seq.decodes_alone or self.num_tokens.item(row) > self.num_computed.item(row) + 1:
             self.plain_until[row] = _NEVER
@@ -152,7 +156,7 @@ class DecodeState:
             self.plain_until[row] = min(len(seq.block_ids) * self._block_size, seq.num_to_compute)
 
     def refresh_look(self, seq: Sequence) -> None:
-        """Refresh `seq` when only its blocks were offered to the prefix cache."""
+        """Refresh `seq` if only its blocks were offered to the prefix cache."""
         if seq.timeline.first_token_s is None or seq.is_watched or len(seq.stop_ids) > _STOP_IDS:
             self.look_at[seq.row] = _NEVER
         elif self._caches_blocks:
@@ -164,7 +168,7 @@ class DecodeState:
     # -- decodes
 
     def with_oldest(self, most: int) -> np.ndarray:
-        """Rows of `order` with the prompts under way, and the `most` oldest sequences that decode."""
+        """Return the rows of `order` with unfinished prompts, and with the `most` oldest sequences that decode."""
         decodes = self.num_tokens[self.order] <= self.num_computed[self.order] + 1  # bool [R]
         by_age = sorted(self.order[decodes].tolist(), key=lambda row: self.seqs[row].key)
         return self.order[~decodes | np.isin(self.order, by_age[:most])]
@@ -177,18 +181,19 @@ class DecodeState:
         return Decodes(rows, positions, token_ids, self.num_released, self.seqs)
 
     def needs_look(self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-        """bool [D]: where more must be done than to append `token_ids`, which the step at `positions` sampled."""
+        """Return which rows need more than appending `token_ids`, which the step at `positions` sampled; bool [D]."""
         found = positions >= self.look_at[rows]
         for stop_ids in self._stop_ids[: self._most_stop_ids]:
             found |= stop_ids[rows] == token_ids
         return found
 
     def still_run(self, rows: np.ndarray, num_released: int) -> np.ndarray:
-        """bool [D]: which of `rows` were not given back since the releases numbered `num_released`."""
+        """Return which of `rows` were not released since the release number `num_released`; bool [D]."""
         return self._released_at[rows] <= num_released
 
     def append(self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, now: float) -> np.ndarray:
-        """Append `token_ids`, which the step at `positions` sampled; return the seconds since the tokens before."""
+        """Append `token_ids`, which the step at `positions` sampled; return the seconds since each row's previous
+        token."""
         self.num_tokens[rows] = positions + 2
         self.newest[rows] = token_ids
         since_s = now - self.last_token_s[rows]
@@ -201,7 +206,8 @@ class DecodeState:
         return since_s
 
     def sent_with(self, rows: np.ndarray) -> tuple[array, array]:
-        """Request ids and numbers of cached tokens that are sent with the tokens of `rows`. Not to be changed."""
+        """Return the request ids and numbers of cached tokens sent with the tokens of `rows`. They must not be
+        changed."""
         if rows is not self._sent_of:
             self._sent_of = rows
             self._sent = (
@@ -213,32 +219,40 @@ class DecodeState:
     # -- choices
 
     def next_micro_batch(self, num_parts: int) -> MicroBatch:
-        """Choose all prompts under way, and those sequences with a known newest token that have waited longest: at most
-        a `num_parts`-th of all that decode, so that steps in flight are equally long and no stage waits for another."""
+        """Choose all unfinished prompts, and the sequences with a known newest token that have waited longest.
+
+        At most a `num_parts`-th of all decoding sequences is chosen, so that the steps in flight are equally long and
+        no stage waits for another.
+        """
         rows = self.order
         num_behind = self.num_tokens[rows] - self.num_computed[rows]  # 0 or less: its token is being sampled
         share = -(-int((num_behind <= 1).sum()) // num_parts)
         is_chosen, ready = num_behind > 1, (num_behind == 1).nonzero()[0]
         if len(ready) > share:
-            since_s = np.nan_to_num(self.last_token_s[rows[ready]], nan=-np.inf)  # no token yet: its turn comes first
+            since_s = np.nan_to_num(self.last_token_s[rows[ready]], nan=-np.inf)  # no token yet: it is first
             ready = ready[np.argsort(since_s, kind="stable")[:share]]
         is_chosen[ready] = True
         return MicroBatch(rows[is_chosen], share)
 
     def may_preempt(self, rows: np.ndarray, num_available_blocks: int) -> bool:
-        """Whether there may be too few blocks for one more token of each of `rows` that decodes. Then the steps in
-        flight must be answered first: the token of the sequence to preempt might be among them."""
+        """Return whether there may be too few blocks for one more token of each of `rows` that decodes.
+
+        If so, the results of the steps in flight must come first: they might contain the token of the sequence to
+        preempt.
+        """
         positions = self.num_computed[rows]
         may_need = (self.num_tokens[rows] <= positions + 1) & (positions >= self.plain_until[rows])
         return int(may_need.sum()) > num_available_blocks
 
     def any_behind(self) -> bool:
-        """Whether a prompt is under way: some running sequence has more than its newest token to compute."""
+        """Return whether a prompt is unfinished: some running sequence has more than its newest token to compute."""
         return bool((self.num_tokens[self.order] > self.num_computed[self.order] + 1).any())
 
     def choose_drafts(self, rows: np.ndarray, drafter: Drafter, most: int) -> Drafts:
-        """Choose drafts for those of `rows`, int64 [R], that decode next, at most `most` in all. No sequence gets more
-        than it may still generate before the token that the model samples after them."""
+        """Choose drafts for the sequences of `rows`, int64 [R], that decode next, at most `most` in all.
+
+        A sequence gets no more drafts than it may still generate before the token that the model samples after them.
+        """
         if not len(rows) or most <= 0 or not drafter.may_pay(len(rows)):
             return {}
         drafted: list[int] = []
@@ -256,10 +270,11 @@ class DecodeState:
         return {row: some for row, some in zip(drafted, chosen, strict=True) if some}
 
     def drafts_wait(self, drafter: Drafter, most: int) -> bool:
-        """Whether the next step must wait for the one in flight because of drafts: those in flight, whose answer tells
-        how many tokens there are, or those of the next step, which must follow a known token.
+        """Return whether the next step must wait for the step in flight because of drafts.
 
-        A sequence that has no drafts after its known tokens does not delay the others.
+        It must if the step in flight has drafts, because only its result shows the number of tokens, or if the next
+        step has drafts, which must follow a known token. A sequence without drafts after its known tokens does not
+        delay the others.
         """
         is_drafting = self.num_computed[self.order] > self.num_tokens[self.order]
         return bool(is_drafting.any()) or bool(self.choose_drafts(self.order, drafter, most))
@@ -267,7 +282,7 @@ class DecodeState:
     # -- state
 
     def audit(self, running: list[Sequence]) -> None:
-        """Raise AssertionError unless arrays and sequences agree; `running` in the order of admission."""
+        """Raise AssertionError if arrays and sequences disagree; `running` must be in the order of admission."""
         assert self.order.tolist() == [seq.row for seq in running], "rows in another order"
         assert int((self.num_top >= 0).sum()) == self.num_with_logprobs
         held = [row for row, seq in enumerate(self.seqs) if seq is not None]

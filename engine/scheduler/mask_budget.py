@@ -1,19 +1,19 @@
 """Chooses which sequences with slow grammar masks decode in a step, so that the others need not wait for the masks.
 
-Masks are computed while the ranks run the step, and the step waits for the last of them. The masks of one step may take
-as long as the ranks take without them; sequences with slow masks therefore take turns, and sit out the steps between.
+Masks are computed while the ranks run the step, and the step waits for the last mask. The masks of one step may take as
+long as the ranks take without them. Sequences with slow masks therefore take turns and skip the steps between.
 
-Pure: knows rows and seconds. Does not know grammars, blocks or what else is scheduled.
+Pure: knows rows and seconds. Does not know grammars, blocks or other scheduled tokens.
 """
 
 import numpy as np
 
 from oarlock.engine.scheduler.decode_state import DecodeState
 
-LEAST_S = 0.01  # for the masks of a step, however short it is
-ALONE_S = 0.05  # for the masks of a step in which no other sequence has a part
-_MOST_LEFT_S = 0.02  # that may be saved up over steps without slow masks
-_WEIGHT = 0.1  # of the newest step in the mean
+LEAST_S = 0.01  # minimum time for the masks of a step, however short the step is
+ALONE_S = 0.05  # time for the masks of a step without any other sequences
+_MOST_LEFT_S = 0.02  # maximum time saved up over steps without slow masks
+_WEIGHT = 0.1  # weight of the newest step in the mean
 
 
 class MaskBudget:
@@ -21,7 +21,7 @@ class MaskBudget:
 
     def __init__(self) -> None:
         self._step_s = 0.0  # mean time of a step
-        self._mask_s = 0.0  # mean time in which the masks of a step were computed
+        self._mask_s = 0.0  # mean time to compute the masks of a step
         self._left_s = 0.0
 
     def observe(self, seconds: float, mask_s: float) -> None:
@@ -30,8 +30,10 @@ class MaskBudget:
         self._mask_s += _WEIGHT * (mask_s - self._mask_s)
 
     def choose(self, state: DecodeState, rows: np.ndarray, *, any_waiting: bool) -> np.ndarray:
-        """Return `rows`, int64 [R], without the sequences whose slow masks there is no time for. Sequences that have
-        waited longest come first, and at least one of `rows` remains."""
+        """Return `rows`, int64 [R], without those sequences whose slow masks exceed the time.
+
+        Sequences that have waited longest come first, and at least one of `rows` remains.
+        """
         is_slow = (state.mask_s[rows] > 0) & (state.num_tokens[rows] <= state.num_computed[rows] + 1)
         slow = is_slow.nonzero()[0]
         if not len(slow):
@@ -42,7 +44,7 @@ class MaskBudget:
         left_s = ALONE_S if is_alone else self._left_s
         # A sequence whose token is being sampled comes after the others: its last token seems older than it is.
         is_sampled = state.num_tokens[rows[slow]] <= state.num_computed[rows[slow]]
-        since_s = np.nan_to_num(state.last_token_s[rows[slow]], nan=-np.inf)  # no token yet: its turn comes first
+        since_s = np.nan_to_num(state.last_token_s[rows[slow]], nan=-np.inf)  # no token yet: it is first
         in_turn = slow[np.lexsort((since_s, is_sampled))]
         expected_s = state.mask_s[rows[in_turn]]
         before_s = np.cumsum(expected_s) - expected_s

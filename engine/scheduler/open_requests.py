@@ -1,4 +1,4 @@
-"""Open requests of one engine: which wait, load or run, the rows and blocks they hold, and how each of them ends.
+"""Open requests of one engine: their state (waiting, loading or running), their rows and blocks, and their ends.
 
 Every request ends in exactly one terminal event and holds no block or row after it. Does not decide what runs next.
 """
@@ -44,17 +44,17 @@ class OpenRequests:
         # Every running sequence must be able to get its one token, or decodes would starve each other.
         self.num_rows = min(worker.max_num_seqs, worker.max_num_batched_tokens)
         self.waiting = RequestQueue(config.max_waiting_requests, config.max_waiting_tokens)
-        self.running: list[Sequence] = []  # in the order in which they were admitted
+        self.running: list[Sequence] = []  # in the order of admission
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
         tiers = info.kv_offload if caches_blocks else None
         offload = None if tiers is None else KVOffload(tiers, info.block_size, info.step_cost, self.stats)
         self.kv_offload = self.kv_cache_manager.offload = offload
-        self.loading: LoadingSequences | None = None  # None: nothing is kept in files
+        self.loading: LoadingSequences | None = None  # None: no KV is kept in files
         if offload is not None and offload.has_disk:
             self.loading = LoadingSequences(offload, self.waiting, self.kv_cache_manager)
         self.decode_state = DecodeState(self.num_rows, info.block_size, caches_blocks=caches_blocks)
         self._by_id: dict[int, Sequence] = {}
-        self.ended: list[TokenEvent] = []  # terminal events of requests that failed outside an answer, not yet taken
+        self.ended: list[TokenEvent] = []  # pending terminal events of requests that failed outside a result
 
     @property
     def by_id(self) -> Mapping[int, Sequence]:
@@ -70,7 +70,7 @@ class OpenRequests:
         waiting.push(seq)
 
     def start(self, seq: Sequence, output: SchedulerOutput, now: float) -> bool:
-        """Give a waiting sequence its row, and blocks for all its tokens. False when there are too few."""
+        """Give a waiting sequence its row, and blocks for all its tokens. Return False if there are too few."""
         if not self.free_rows:
             self.log.steps.without_row += 1
             return False
@@ -93,8 +93,10 @@ class OpenRequests:
         return True
 
     def preempt(self, seq: Sequence, now: float, *, is_short: bool = True) -> None:
-        """Free all its blocks and queue it again; generated tokens are kept and recomputed like a prompt. `is_short`:
-        there were too few blocks, so it comes back only when more are free than before."""
+        """Free all blocks of `seq` and queue it again; generated tokens are kept and recomputed like a prompt.
+
+        `is_short`: there were too few blocks, so `seq` returns only when more blocks are free than before.
+        """
         self._stop(seq)
         seq.timeline.preempted(now, is_short=is_short)
         seq.num_preemptions += is_short
@@ -105,7 +107,7 @@ class OpenRequests:
     # -- ends
 
     def finish(self, seq: Sequence, reason: FinishReason, now: float, event: TokenEvent | None = None) -> TokenEvent:
-        """End a sequence; its blocks and row are free when this returns. The result is `event` made terminal."""
+        """End a sequence, free its blocks and row, and return `event` made terminal."""
         if seq.status is Status.RUNNING:
             self._stop(seq)
         else:
@@ -123,19 +125,20 @@ class OpenRequests:
     def fail(
         self, seq: Sequence, message: str, now: float, param: str | None = None, code: str | None = None
     ) -> TokenEvent:
-        """End a sequence by the engine's fault, or by that of its request's field `param`."""
+        """Fail a sequence because of a fault of the engine, or of its request's field `param`."""
         self.stats.num_errors += param is None
         event = self.finish(seq, FinishReason.ERROR, now)
         return replace(event, error=message, error_param=param, error_code=code)
 
     def fail_by_grammar(self, seq: Sequence, error: BrokenGrammarError, now: float) -> TokenEvent:
-        """End a sequence whose grammar is at fault."""
+        """Fail a sequence because of its grammar."""
         logger.info("event=grammar_broken request_id=%d tokens=%d", seq.request_id, seq.num_generated_tokens)
         param = seq.masked_by
         return self.fail(seq, f"The grammar of '{param}' failed while its text was written: {error}", now, param, CODE)
 
     def fail_after_exception(self, seq: Sequence, stage: str, now: float) -> TokenEvent:
-        """End one sequence, and not the engine, after an exception at work on it. Call it from an `except` block."""
+        """Fail one sequence, but not the engine, after an exception while handling it. Must be called in an `except`
+        block."""
         error = sys.exception()
         is_broken = isinstance(error, BrokenGrammarError) and seq.request_id in self._by_id
         if not is_broken:
@@ -148,7 +151,7 @@ class OpenRequests:
         return self.fail(seq, INTERNAL, now)
 
     def take_events(self) -> list[TokenEvent]:
-        """Terminal events of requests that failed outside an answer."""
+        """Return the terminal events of requests that failed outside a result."""
         events = self.ended[:]
         self.ended.clear()
         return events
@@ -164,7 +167,7 @@ class OpenRequests:
     # -- state
 
     def refresh_gauges(self) -> EngineStats:
-        """The stats with their gauges brought up to date."""
+        """Update the gauges and return the stats."""
         stats, waiting, manager = self.stats, self.waiting, self.kv_cache_manager
         loading = [] if self.loading is None else list(self.loading)
         stats.num_requests_running = len(self.running)
@@ -182,7 +185,7 @@ class OpenRequests:
         return stats
 
     def audit(self) -> None:
-        """Raise AssertionError unless rows, decode state, blocks, queue and open requests agree."""
+        """Raise AssertionError if rows, decode state, blocks, queue and open requests disagree."""
         self.decode_state.audit(self.running)
         self.kv_cache_manager.audit(self._by_id.values())
         rows = sorted([seq.row for seq in self.running] + self.free_rows)

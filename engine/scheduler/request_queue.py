@@ -1,12 +1,12 @@
-"""Queue of waiting requests: their order by clients' shares, and when it is full. A full queue refuses (429).
+"""Queue of waiting requests, ordered by client shares. A full queue refuses requests (429).
 
-Shares are fair queueing as Sheng et al. use it for language models ("Fairness in Serving Large Language Models", 2024):
-each client has a virtual time, the work done for it so far, and the client with the least is next. Work is counted in
-tokens, of prompts when a request is admitted and of answers as they are generated. A client that comes back after a
-pause begins at the time of those that are served now: no client saves up a share.
+The shares are fair queueing as Sheng et al. apply it to language models ("Fairness in Serving Large Language Models",
+2024): each client has a virtual time, the work done for it so far, and the client with the least virtual time is next.
+Work is counted in tokens: prompt tokens on admission, completion tokens when they are generated. A client that returns
+after a pause starts at the virtual time of the clients served now, so no client saves up a share.
 
-Sequences whose blocks are being read from files wait outside the queue, so that those behind them need not wait as
-well. Knows order and counts. Does not know rows or steps.
+Sequences whose blocks are being read from files wait outside the queue, so that they do not delay later sequences.
+Knows order and counts. Does not know rows or steps.
 """
 
 from bisect import bisect_left, insort
@@ -22,7 +22,7 @@ from oarlock.engine.kv_cache.offload import KVOffload
 from oarlock.engine.scheduler.sequence import Sequence
 
 LOOKED_AHEAD = 8  # sequences at the head of the queue that may begin to read files
-_OUTPUT_WEIGHT = 2.0  # of a generated token, in tokens of a prompt
+_OUTPUT_WEIGHT = 2.0  # prompt tokens that equal the work of a generated token
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 
 
@@ -39,11 +39,11 @@ class ClientShares:
         return len(self._times)
 
     def time_of(self, client: str) -> float:
-        """Virtual time at which the next request of `client` begins."""
+        """Return the virtual time at which the next request of `client` begins."""
         return max(self._now, self._times.get(client, 0.0))
 
     def begin(self, client: str, num_prompt_tokens: int, waiting: Iterable[str]) -> None:
-        """Count an admitted request of `client` while the clients `waiting` wait; `client` may be one of them."""
+        """Count an admitted request of `client` while the clients `waiting` wait, which may include `client`."""
         begins = self.time_of(client)
         self._now = min([begins, *map(self.time_of, waiting)])
         self._times[client] = begins + num_prompt_tokens
@@ -62,34 +62,38 @@ def _line(seq: Sequence) -> tuple[bool, str]:
 
 
 class Pending(NamedTuple):
-    """Accepted requests of one client that are not in the queue yet, because their grammars are being compiled."""
+    """Accepted requests of one client that are not in the queue yet because their grammars are being compiled."""
 
     num_requests: int
-    num_tokens: int  # of their prompts
+    num_tokens: int  # prompt tokens
 
 
 class RequestQueue:
-    """Queue bounded in requests and in prompt tokens. Clients take turns by their shares; sequences of one client are
-    in the order of their keys. Sequences that yield come after all others, and do not count for the bounds."""
+    """Queue bounded in requests and in prompt tokens.
+
+    Clients take turns by their shares; sequences of one client are in the order of their keys. Sequences that yield
+    come after all others and do not count towards the bounds.
+    """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
-        self.num_tokens = 0  # of prompts
-        self._num_yielding_tokens = 0  # of those of sequences that yield
-        self.pending: Mapping[str, Pending] = {}  # of each client that has some; they count as waiting
+        self.num_tokens = 0  # prompt tokens
+        self._num_yielding_tokens = 0  # prompt tokens of sequences that yield
+        self.pending: Mapping[str, Pending] = {}  # pending requests by client; they count as waiting
         self._shares = ClientShares()
-        # Whether tokens must be counted: for a single client they need not, as the next one begins at its time.
+        # True if generated tokens must be counted. A single client needs no count, because the second begins at its
+        # time.
         self.has_had_several_clients = False
-        # Waiting sequences of each client, those that yield in separate lines: (whether they yield, client).
+        # (whether they yield, client) -> waiting sequences.
         self.lines: dict[tuple[bool, str], list[Sequence]] = {}
-        self._admitted_s: deque[float] = deque(maxlen=64)  # when the last ones were admitted
+        self._admitted_s: deque[float] = deque(maxlen=64)  # times of the last admissions
 
     def __len__(self) -> int:
         return sum(map(len, self.lines.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Iterate in the order in which sequences would be admitted if no other came."""
+        """Iterate in the order in which sequences would be admitted if no other sequence came."""
         if len(self.lines) == 1:
             yield from next(iter(self.lines.values()))
             return
@@ -105,11 +109,11 @@ class RequestQueue:
                 heappush(turns, (yields, time + work, client, index + 1))
 
     def __getitem__(self, index: int) -> Sequence:
-        """The waiting sequence with `index` others ahead of it."""
+        """Return the waiting sequence with `index` others ahead of it."""
         return next(islice(self, index, None))
 
     def has_several_clients(self, running: Iterable[Sequence]) -> bool:
-        """Whether some client waits while another one waits or runs."""
+        """Return whether a client waits while another client waits or runs."""
         clients = self.clients
         if len(clients) != 1 or self._shares.num_clients < 2:
             return len(clients) > 1
@@ -123,28 +127,28 @@ class RequestQueue:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether some sequence waits that does not yield."""
+        """True if a sequence that does not yield is waiting."""
         return not all(yields for yields, _ in self.lines)
 
     @property
     def num_pending(self) -> int:
-        """Requests of all clients that are pending."""
+        """Pending requests of all clients."""
         return sum(one.num_requests for one in self.pending.values())
 
     @property
     def num_pending_tokens(self) -> int:
-        """Prompt tokens of all requests that are pending."""
+        """Prompt tokens of all pending requests."""
         return sum(one.num_tokens for one in self.pending.values())
 
     def time_of(self, client: str) -> float:
-        """Virtual time of `client`: the work done for it so far. The client with the least is next."""
+        """Return the virtual time of `client`: the work done for it so far. The client with the least is next."""
         return self._shares.time_of(client)
 
     def check(self, num_tokens: int, num_free_rows: int, now: float, client: str) -> None:
-        """Raise `QueueFullError` unless a prompt of `num_tokens` may wait. Requests that can run at once do not count.
+        """Raise `QueueFullError` if a prompt of `num_tokens` may not wait. Requests that can run at once do not count.
 
-        A client that has less than its share of the queue is not refused: others may have filled it before.
-        `num_free_rows` is how many can run at once.
+        A client that has less than its share of the queue is not refused, because other clients may have filled the
+        queue before. `num_free_rows` is the number of requests that can run at once.
         """
         lines = {client: seqs for (yields, client), seqs in self.lines.items() if not yields}
         own, own_pending = lines.get(client, ()), self.pending.get(client, Pending(0, 0))
@@ -159,7 +163,7 @@ class RequestQueue:
             )
         own_tokens = sum(seq.num_prompt_tokens for seq in own) + own_pending.num_tokens if is_small else 0
         is_short = is_small and own_tokens + num_tokens <= self.max_tokens // clients
-        # An empty queue takes any prompt: one that is longer than the limit could otherwise never be served.
+        # An empty queue takes any prompt. Otherwise a prompt longer than the limit could never be served.
         if num_waiting and num_waiting_tokens + num_tokens > self.max_tokens and not is_short:
             raise QueueFullError(
                 f"{num_waiting_tokens} prompt tokens are waiting already (at most {self.max_tokens} may). Retry later.",
@@ -174,7 +178,7 @@ class RequestQueue:
         """Remove `seq`, which begins to run."""
         self._admitted_s.append(now)
         if seq.timeline.first_scheduled_s is None:
-            # Sequences that yield may wait for long, and must not hold back the time of those that they yield to.
+            # Sequences that yield may wait for long; they must not hold back the virtual time of sequences that do not.
             waiting = {client for yields, client in self.lines if yields <= seq.request.yields}
             self._shares.begin(seq.request.client, seq.num_prompt_tokens, waiting)
             self.has_had_several_clients = self._shares.num_clients > 1
@@ -200,7 +204,7 @@ class RequestQueue:
         self._num_yielding_tokens += num_tokens if seq.request.yields else 0
 
     def _retry_after_s(self, now: float) -> float:
-        """Seconds until about half of the queue will be gone, at the rate of the last admissions."""
+        """Return the seconds until about half of the queue is gone, at the rate of the last admissions."""
         if not self._admitted_s or now <= self._admitted_s[0]:
             return _MIN_RETRY_S
         rate = len(self._admitted_s) / (now - self._admitted_s[0])
@@ -208,13 +212,13 @@ class RequestQueue:
 
 
 class LoadingSequences:
-    """Takes sequences out of the queue while their files are read, and puts each back into its place afterwards."""
+    """Sequences taken out of the queue while their files are read, and put back in order afterwards."""
 
     def __init__(self, offload: KVOffload, queue: RequestQueue, manager: KVCacheManager) -> None:
         self._offload = offload
         self._queue = queue
         self._manager = manager
-        self._seqs: dict[int, Sequence] = {}  # by request id
+        self._seqs: dict[int, Sequence] = {}  # request id -> sequence
 
     def __len__(self) -> int:
         return len(self._seqs)
@@ -223,7 +227,8 @@ class LoadingSequences:
         return iter(self._seqs.values())
 
     def follow(self, now: float) -> None:
-        """Queue sequences whose blocks are read or will not come, and begin to read those of the next in turn."""
+        """Queue sequences whose blocks have been read or will not arrive, and begin to read the blocks of the next
+        ones."""
         for request_id in self._offload.take_ready(now):
             self._queue.push(self._seqs.pop(request_id))
         for seq in [seq for seq in islice(self._queue, LOOKED_AHEAD) if not seq.has_asked_files]:
@@ -240,5 +245,5 @@ class LoadingSequences:
         self.release(seq)
 
     def release(self, seq: Sequence) -> None:
-        """Let go of what was read for `seq`, which has got its blocks or has ended."""
+        """Release the blocks read for `seq`, which has got its blocks or has ended."""
         self._offload.release(seq.request_id)

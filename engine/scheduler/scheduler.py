@@ -1,6 +1,6 @@
-"""Decides which sequences run next: one token budget a step for decodes, drafts, prefills under way and the queue.
+"""Decides which sequences run next: one token budget a step for decodes, drafts, unfinished prefills and the queue.
 
-A sequence has known tokens and computed tokens; each step gives it some number of tokens to catch up. Chunked prefill,
+A sequence has known tokens and computed tokens; each step computes some more of its known tokens. Chunked prefill,
 decoding, prefix hits and recomputation after preemption are then the same case, and there are no phases.
 
 Pure: the time is an argument, nothing is random, no set is iterated; the same calls give the same steps. Does not know
@@ -46,13 +46,14 @@ from oarlock.workers.config import WorkerInfo, max_token_vectors
 
 logger = logging.getLogger("oarlock.engine")
 
-# Seconds of waiting that one level of priority is worth: a request is overtaken only by more urgent ones that arrive
-# within this time per level, so none starves. There are 21 levels: nothing that arrives ten minutes later overtakes it.
+# Seconds of waiting that one level of priority is worth. Only more urgent requests that arrive within this time per
+# level overtake a request, so no request starves. There are 21 levels, so nothing that arrives ten minutes later can
+# overtake it.
 PRIORITY_STEP_S = 30.0
 
 
 class Scheduler:
-    """Schedules one engine: requests come in, steps go out, and answers to steps become events."""
+    """Scheduler of one engine: takes requests, produces steps, and turns the results of steps into events."""
 
     def __init__(self, config: EngineConfig, info: WorkerInfo) -> None:
         self.limits = Limits.of(info)
@@ -64,7 +65,7 @@ class Scheduler:
         self._waiting, self._running, self._state = requests.waiting, requests.running, requests.decode_state
         self._max_vectors = max_token_vectors(info.hidden_size, info.max_model_len if info.whole_texts else 0)
         self._num_parts = config.num_micro_batches  # steps in flight among which decoding sequences are divided
-        self.refused_steps: RefusedSteps | None = None  # None: memory is not short, and ranks lack no table entries
+        self.refused_steps: RefusedSteps | None = None  # None: memory suffices, and the ranks have all table entries
         self.step_costs = StepCosts(info.step_cost)
         self._budget = policy.StepBudget(self.step_costs, config.max_step_s, config.num_micro_batches)
         self.drafter = None if config.speculative is None else Drafter(config.speculative, self.step_costs)
@@ -93,7 +94,7 @@ class Scheduler:
         return len(self._waiting)
 
     def add(self, request: Request, now: float, grammar_matcher: GrammarMatcherProtocol | None = None) -> None:
-        """Queue a request. Raises `RequestError` when it can never run, `QueueFullError` when the queue is full."""
+        """Queue a request. Raise `RequestError` if it can never run, `QueueFullError` if the queue is full."""
         assert (request.params.grammar is None) == (grammar_matcher is None), "a grammar and its matcher come together"
         self.check(request, now)
         self._num_arrivals += 1
@@ -102,11 +103,11 @@ class Scheduler:
         self.requests.add(Sequence(request, key=key, max_len=max_len, arrival_s=now, grammar_matcher=grammar_matcher))
 
     def set_pending(self, pending: Mapping[str, tuple[int, int]]) -> None:
-        """Set the numbers of accepted requests of each client, and of their prompt tokens, that are not added yet."""
+        """Set the numbers of requests and of prompt tokens, by client, that are accepted but not yet added."""
         self._waiting.pending = {client: Pending(*counts) for client, counts in pending.items()}
 
     def check(self, request: Request, now: float) -> None:
-        """Raise the errors of `add`, without adding."""
+        """Raise the errors of `add` without adding the request."""
         try:
             if request.request_id in self.requests.by_id:
                 raise RequestError(f"Request id {request.request_id} is in use.", "request_id")
@@ -119,18 +120,20 @@ class Scheduler:
             raise
 
     def abort(self, request_id: int, now: float) -> TokenEvent | None:
-        """End a request whose caller has left, even with a step in flight for it. None when it is not known."""
+        """End a request whose caller has left, even with a step in flight for it. Return None if it is not known."""
         seq = self.requests.by_id.get(request_id)
         return None if seq is None else self.requests.finish(seq, FinishReason.ABORT, now)
 
     def fail(self, request_id: int, message: str, now: float) -> TokenEvent | None:
-        """End one request by the engine's fault. None when it is not known."""
+        """Fail one request because of a fault of the engine. Return None if it is not known."""
         seq = self.requests.by_id.get(request_id)
         return None if seq is None else self.requests.fail(seq, message, now)
 
     def end_without_mask(self, seq: Sequence, error: Exception, now: float) -> TokenEvent | None:
-        """End a running sequence whose mask could not be computed, or preempt it after a `MaskPostponedError`. Then no
-        step may be scheduled until the answers to those in flight are there."""
+        """End a running sequence whose mask could not be computed, or preempt it after a `MaskPostponedError`.
+
+        Then no step may be scheduled until the results of all steps in flight have been applied.
+        """
         if isinstance(error, MaskPostponedError):
             self.requests.preempt(seq, now, is_short=False)
             return None
@@ -144,29 +147,32 @@ class Scheduler:
         return self.requests.finish(seq, FinishReason.STOP, now)
 
     def fail_all(self, message: str, now: float) -> list[TokenEvent]:
-        """End every open request."""
+        """Fail every open request."""
         events = [self.requests.fail(seq, message, now) for seq in list(self.requests.by_id.values())]
         return self.take_events() + events
 
     def take_events(self) -> list[TokenEvent]:
-        """Terminal events of requests that failed outside `update_from_output`."""
+        """Return the terminal events of requests that failed outside `update_from_output`."""
         return self.requests.take_events()
 
     def refresh_gauges(self) -> EngineStats:
-        """The stats with their gauges brought up to date."""
+        """Update the gauges and return the stats."""
         return self.requests.refresh_gauges()
 
     # -- one step
 
     def schedule(self, now: float, *, ahead: bool = False) -> SchedulerOutput | None:
-        """Decide the next step: decodes first, then prefills under way, then the queue. None when nothing can run, or
-        when with `ahead`, which says that the answer to the step before is still to come, it must come first."""
+        """Decide the next step: decodes first, then unfinished prefills, then the queue. Return None if nothing can
+        run.
+
+        With `ahead`, the result of the previous step is still missing: also return None if it must come first.
+        """
         if self.requests.loading is not None:
             self.requests.loading.follow(now)
         most, refused = self.max_num_batched_tokens, self.refused_steps
         if refused is not None:
             most = refused.most_tokens or most
-        is_short = most < self.max_num_batched_tokens  # of memory: then nothing is drafted, and no step sent ahead
+        is_short = most < self.max_num_batched_tokens  # short of memory: then no drafts, and no step is sent ahead
         drafter, most_drafts = None if is_short else self.drafter, 0
         if self.drafter is not None:
             most_drafts = self._most_drafts(most - len(self._running))
@@ -182,7 +188,7 @@ class Scheduler:
             if self._state.may_preempt(rows, self.kv_cache_manager.num_available):
                 if ahead:
                     return None
-                rows = self._state.with_oldest(share)  # of which one at least stays
+                rows = self._state.with_oldest(share)  # keep at least one row
         if self._state.may_be_slow:
             rows = self.mask_budget.choose(self._state, rows, any_waiting=bool(self._waiting.lines))
             self._state.may_be_slow = bool(self._state.mask_s.any())
@@ -200,7 +206,7 @@ class Scheduler:
             self._keep_table_entries(output)
             if ahead or self.kv_offload is None or not self.kv_offload.has_copies:
                 return None
-            output = SchedulerOutput(output.step_id, [])  # a step of copies alone
+            output = SchedulerOutput(output.step_id, [])  # only copies
         else:
             if refused is not None:
                 refused.begin(output)
@@ -212,8 +218,8 @@ class Scheduler:
         return output
 
     def _preempt_over_share(self, now: float, *, ahead: bool) -> bool:
-        """Preempt sequences for the next in turn, as policy says. False where the answer to the step before must come
-        first."""
+        """Preempt sequences for the head of the queue according to the policy. Return False if the result of the
+        previous step must come first."""
         shared = self._running, self._waiting, self.max_num_seqs, self.kv_cache_manager
         while (victim := policy.choose_over_share(*shared)) is not None:
             if ahead:
@@ -222,16 +228,16 @@ class Scheduler:
         return True
 
     def _keep_table_entries(self, output: SchedulerOutput) -> None:
-        """Keep the table entries of `output`, which is not sent after all, for the next step."""
+        """Keep the table entries of `output`, which is not sent, for the next step."""
         if output.new_blocks:
             self.refused_steps = self.refused_steps or RefusedSteps(self.max_num_batched_tokens)
             self.refused_steps.drop(output)
 
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> TokenEvents:
-        """Append tokens, cache full blocks, end complete sequences; return the events.
+        """Append tokens, cache full blocks and end complete sequences; return the events.
 
-        Sequences that have ended since the step was scheduled are ignored, and so are those that were preempted, which
-        cannot run again before this: their token is sampled again.
+        Sequences that have ended since the step was scheduled are ignored. So are preempted sequences, which cannot run
+        again before this call: their token is sampled again.
         """
         if output.kv_copies is not None and self.kv_offload is not None:
             self.kv_offload.answered(output.kv_copies)
@@ -242,8 +248,10 @@ class Scheduler:
         return self._answers.apply(output, result, now)
 
     def take_back(self, outputs: list[SchedulerOutput], now: float) -> list[TokenEvent]:
-        """Undo `outputs`, all steps in flight: the ranks refused the first for lack of memory, and with it those
-        scheduled ahead. The next step is smaller. Returns the events of requests that fail."""
+        """Undo `outputs`, which are all steps in flight. Return the events of requests that fail.
+
+        The ranks refused the first step for lack of memory, and with it all steps sent ahead. The next step is smaller.
+        """
         self.stats.num_refused_steps += 1
         self.requests.log.steps.refused(now)
         in_first, give_up = undo(outputs, self._state, self.kv_cache_manager)
@@ -259,9 +267,11 @@ class Scheduler:
         return [replace(self.requests.fail(unfit, OUT_OF_MEMORY, now), error_code="out_of_memory")]
 
     def withdraw(self, output: SchedulerOutput, unfit: list[ScheduledTokens], now: float) -> None:
-        """Take `unfit` out of a step that was not submitted yet; their sequences end by the engine's fault.
+        """Remove `unfit` from a step that was not submitted yet, and fail their sequences because of a fault of the
+        engine.
 
-        Blocks they would have filled leave the prefix cache, and sequences that share those in this step wait again.
+        Blocks they would have filled leave the prefix cache, and sequences that share these blocks in this step wait
+        again.
         """
         failed, again = withdraw(output, unfit, self.kv_cache_manager)
         for seq in failed:
@@ -276,17 +286,19 @@ class Scheduler:
     # -- decodes and their drafts
 
     def _most_drafts(self, room: int) -> int:
-        """Most drafts of a step that has `room` tokens beside those of running sequences."""
+        """Return the maximum number of drafts in a step with `room` tokens next to one per running sequence."""
         beside_prompts = bool(self.requests.free_rows and self._waiting.lines) or self._state.any_behind()
         return self._budget.drafts(len(self._running), room, beside_prompts=beside_prompts)
 
     def _must_wait(self, most_drafts: int) -> bool:
-        """Whether the next step can only be scheduled when the answer to the one in flight is there. Then the whole
-        step waits: a step without some of its sequences, and another one for them, would read all weights twice.
+        """Return whether the next step can be scheduled only after the result of the step in flight.
 
-        All wait when a sequence might be preempted: each may need a block, and the token that is being sampled would be
-        lost, or the sequence to preempt might just end. A sequence that ends by its length is known to, and gets no
-        further row; one that ends by a stop token gets one, whose token is dropped.
+        If so, the whole step waits: a step without some of its sequences, followed by another step for them, would read
+        all weights twice.
+
+        All sequences wait if a sequence might be preempted. Each may need a block, and either the token that is being
+        sampled would be lost, or the sequence to preempt might just end. The end of a sequence by its length is known
+        ahead, so it gets no further row. A sequence that ends by a stop token gets another row, whose token is dropped.
         """
         if self.kv_cache_manager.num_available < len(self._running):
             return True
@@ -295,8 +307,11 @@ class Scheduler:
     def _schedule_decodes(
         self, output: SchedulerOutput, rows: np.ndarray, drafts: Drafts, now: float
     ) -> list[Sequence]:
-        """Schedule one token, and its drafts, for each sequence of `rows`, int64 [R], that is at most one behind.
-        Returns those more behind."""
+        """Schedule one token, and its drafts, for each sequence of `rows`, int64 [R], with at most one token to
+        compute.
+
+        Return the sequences with more tokens to compute.
+        """
         state = self._state
         positions = state.num_computed[rows]
         needs_look = positions >= state.plain_until[rows]
@@ -343,18 +358,20 @@ class Scheduler:
         return [seq for seq in behind if seq.status is Status.RUNNING]
 
     def _may_decode(self, seq: Sequence, output: SchedulerOutput, behind: list[Sequence], now: float) -> bool:
-        """Whether `seq` gets a token now; if so, it has a block for it. It joins `behind` if it has more to compute."""
+        """Return whether `seq` gets a token now; if so, it has a block for it. Append it to `behind` if it has more to
+        compute."""
         start = seq.num_computed_tokens
         if self._state.num_tokens.item(seq.row) > start + 1:
             behind.append(seq)
             return False
         if start >= seq.num_to_compute:
-            return False  # it ends with the answer to the step before
+            return False  # it ends with the result of the previous step
         has_block = start < len(seq.block_ids) * self.kv_cache_manager.block_size
         return has_block or self._allocate_next_block(seq, output, now)
 
     def _allocate_next_block(self, seq: Sequence, output: SchedulerOutput, now: float) -> bool:
-        """Allocate one more block for `seq`, by preemption if need be. False when `seq` was itself preempted."""
+        """Allocate one more block for `seq`, preempting sequences if needed. Return False if `seq` was itself
+        preempted."""
         self._free_out_of_window(seq, output)
         while (new := self.kv_cache_manager.allocate_slots(seq, seq.num_computed_tokens + 1)) is None:
             victim = policy.choose_victim(self._running)
@@ -366,8 +383,10 @@ class Scheduler:
         return True
 
     def _allocate_for_drafts(self, seq: Sequence, most: int, output: SchedulerOutput) -> int:
-        """Allocate blocks for up to `most` tokens after the next one of `seq`; return for how many. Leaves a block for
-        each running sequence where there are so many, so that nothing is preempted for drafts."""
+        """Allocate blocks for up to `most` tokens after the next token of `seq`; return their number.
+
+        If possible, leave a block for each running sequence, so that nothing is preempted for drafts.
+        """
         if output.num_preempted:
             return 0
         column, num_known = len(seq.block_ids), seq.num_computed_tokens + 1
@@ -376,7 +395,7 @@ class Scheduler:
         return num_tokens - num_known
 
     def _free_out_of_window(self, seq: Sequence, output: SchedulerOutput) -> None:
-        """Free the blocks that no later token of `seq` reads, where all layers have a sliding window."""
+        """Free the blocks that no later token of `seq` reads, if all layers have a sliding window."""
         if self.kv_cache_manager.sliding_window is not None:
             columns = self.kv_cache_manager.free_out_of_window(seq)
             output.new_blocks += [(seq.row, column, NULL_BLOCK) for column in columns]
@@ -386,8 +405,11 @@ class Scheduler:
     def _schedule_prompts(
         self, output: SchedulerOutput, behind: list[Sequence], share: int, most: int, now: float
     ) -> None:
-        """Divide what a step of `most` tokens has left among the prompts under way, `behind`, and those that wait.
-        `share`: most sequences that decode in one of several steps in flight."""
+        """Divide the remaining tokens of a step of `most` tokens among `behind`, the unfinished prefills, and waiting
+        prompts.
+
+        `share`: maximum number of sequences that decode in one of several steps in flight.
+        """
         num_rows = output.num_decodes + output.num_drafts
         num_left = policy.num_tokens_left(behind, self._waiting)
         num_joining = policy.num_joining(self._running, behind, self._waiting, len(self.requests.free_rows))
@@ -396,19 +418,20 @@ class Scheduler:
         )
         behind, last, is_urgent = policy.give_way(behind, self._waiting)
         budget = self._share_among_prompts(output, behind, whole, now)
-        # A sequence that was just preempted must not get back at once the blocks that it gave up.
+        # A sequence that was just preempted must not get the blocks that it gave up back at once.
         if not output.num_preempted:
             budget = self._admit_in_order(output, budget, now, is_urgent=is_urgent)
-        if budget == whole:  # else the step stays as short as it can be for those that wait
+        if budget == whole:  # otherwise keep the step short for the waiting sequences
             budget = self._share_among_prompts(output, last, budget, now)
         output.num_prompt_tokens = whole - budget
 
     def _share_among_prompts(self, output: SchedulerOutput, under_way: list[Sequence], budget: int, now: float) -> int:
-        """Give a step's budget of tokens to the prompts `under_way`, oldest first; return what is left of it.
+        """Give a step's token budget to the prompts `under_way`, oldest first; return the rest of the budget.
 
-        Up to half goes to others than the oldest: to those under way with the fewest tokens left, then to waiting ones
-        that are shorter by half. A short prompt behind a long one is therefore answered soon, and the long one takes at
-        most twice as long; prompts of about one length follow one another, which serves them sooner on average.
+        Up to half goes to prompts other than the oldest: first to those under way, fewest remaining tokens first, then
+        to waiting prompts shorter than half of it. A short prompt behind a long prompt is therefore served soon, and
+        the long prompt takes at most twice as long. Prompts of about equal length follow one another, which serves them
+        sooner on average.
         """
         if not under_way:
             return budget
@@ -425,10 +448,10 @@ class Scheduler:
         return budget - self._schedule_prompt(oldest, output, budget, now)
 
     def _admit_in_order(self, output: SchedulerOutput, budget: int, now: float, *, is_urgent: bool) -> int:
-        """Admit waiting sequences in order, and schedule them; return what is left of the budget.
+        """Admit waiting sequences in order and schedule them; return the rest of the budget.
 
-        A sequence that cannot be admitted blocks those behind it, so that long prompts are served, unless it may be
-        passed. `is_urgent`: admit only sequences that do not yield.
+        A sequence that cannot be admitted blocks the sequences behind it, so that long prompts are served, unless it
+        may be passed. `is_urgent`: admit only sequences that do not yield.
         """
         passed: list[Sequence] = []
         while len(passed) < len(self._waiting) and budget > 0:
@@ -446,8 +469,8 @@ class Scheduler:
         return budget
 
     def _schedule_prompt(self, seq: Sequence, output: SchedulerOutput, budget: int, now: float) -> int:
-        """Schedule tokens of a prompt, admitting it first if it waits; return their number. An exception fails this
-        sequence alone."""
+        """Schedule tokens of a prompt, admitting it first if it waits; return their number. An exception fails only
+        this sequence."""
         if self.limits.whole_texts and not policy.has_room_for_text(seq, output, budget, self._max_vectors):
             return 0
         try:
@@ -466,7 +489,7 @@ class Scheduler:
             num_tokens = min(num_tokens, budget)
         is_last = num_tokens == seq.num_tokens - start
         if is_last and seq.grammar_matcher is not None and seq.samples and seq.grammar_matcher.expected_s:
-            # The last token of the prompt waits for a turn of slow masks, as the next ones do.
+            # The last token of the prompt takes its turn among the slow masks, like later tokens.
             num_tokens -= num_tokens > 1 or bool(output.num_decodes or output.scheduled)
         if seq.returns_all_tokens:
             num_tokens = min(num_tokens, self._max_vectors - output.num_token_vectors)
@@ -486,8 +509,10 @@ class Scheduler:
         return num_tokens
 
     def _allocate_within_window(self, seq: Sequence, num_tokens: int, output: SchedulerOutput) -> int:
-        """Allocate blocks for the next `num_tokens` tokens, or for as many as there is room for; return that number.
-        Leaves a block for each of the other running sequences."""
+        """Allocate blocks for up to `num_tokens` next tokens; return the number of tokens with blocks.
+
+        Leave a block for each of the other running sequences.
+        """
         self._free_out_of_window(seq, output)
         start, column = seq.num_computed_tokens, len(seq.block_ids)
         end = self.kv_cache_manager.allocate_up_to(seq, start + num_tokens, len(self._running) - 1)
@@ -495,9 +520,9 @@ class Scheduler:
         return end - start
 
     def _fail_scheduling(self, seq: Sequence, now: float) -> None:
-        """End one sequence after an exception at work on it. Call it from an `except` block."""
+        """End one sequence after an exception while handling it. Must be called in an `except` block."""
         self.requests.ended.append(self.requests.fail_after_exception(seq, "schedule", now))
 
     def audit(self) -> None:
-        """Raise AssertionError unless rows, decode state, blocks, queue and open requests agree."""
+        """Raise AssertionError if rows, decode state, blocks, queue and open requests disagree."""
         self.requests.audit()

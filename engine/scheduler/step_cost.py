@@ -1,10 +1,10 @@
-"""Cost of a step, learned from those that ran, and the log of all steps.
+"""Cost of a step, learned from past steps, and the log of all steps.
 
-`StepCosts` predicts the seconds of a step. `StepLog` has the times of the newest steps, tokens a second, stalls, and
-sums over all steps: the steps that a request has taken part in are the difference of two readings of the sums, so
-logging a step takes the same few microseconds however many requests are open.
+`StepCosts` predicts the seconds of a step. `StepLog` has the times of the newest steps, tokens per second, stalls, and
+sums over all steps. The steps in which a request took part are the difference of two readings of the sums, so the cost
+of logging a step does not depend on the number of open requests.
 
-Pure: knows counts and seconds that it is told; has no clock, and does not know sequences.
+Pure: all counts and seconds are arguments. It has no clock and does not know sequences.
 """
 
 from collections import deque
@@ -17,70 +17,73 @@ import numpy as np
 from oarlock.engine.stats import RankTimes, StepTimesState, TokenRates
 from oarlock.workers.config import StepCost
 
-REMEMBERED = 16  # steps of a kind; their median predicts the next
-_TELLING_TOKENS = 8  # steps with fewer say little about the cost of a token
-_FEWEST = 3  # steps with few rows, and with many, that show the cost of a row
-_FORGET_AFTER = 512  # steps between two kinds, after which the cost of a row may have changed
-# Share of a step of one row that a row costs, before it is known: at most the first, because a measurement at start may
-# be wrong on a busy machine, and too high a cost would never be corrected; the second, where nothing was measured.
+REMEMBERED = 16  # newest steps of a kind; their median predicts the next
+_TELLING_TOKENS = 8  # minimum prompt tokens of a step from which the cost of a token is learned
+_FEWEST = 3  # minimum numbers of steps with few rows and with many rows to derive the cost of a row
+_FORGET_AFTER = 512  # steps between two kinds after which the cost of a row may have changed
+# Initial cost of a row as a share of the time of a one-row step. The first is an upper limit, because a measurement at
+# start may be wrong on a busy machine and too high a cost would never be corrected. The second applies if nothing was
+# measured.
 _MOST_AT_FIRST, _AT_FIRST = 1 / 8, 1 / 32
-_LEAST = 1 / 128  # share of a step that a row costs at least
+_LEAST = 1 / 128  # minimum cost of a row as a share of the step
 
-_REMEMBERED = 512  # steps, with their times
-_MARK_S = 1.0  # between two readings of the token counters
-_WINDOW_S = 10.0  # over which tokens a second are counted
+_REMEMBERED = 512  # newest steps whose times are kept
+_MARK_S = 1.0  # seconds between two readings of the token counters
+_WINDOW_S = 10.0  # window for tokens per second
 _BATCH_SIZES = 16  # buckets of 1, 2, 4, ... sequences
-_STEPS, _SEQUENCES, _PROMPT_TOKENS, _SECONDS, _NUM_SUMS = range(5)  # places among the sums; batch sizes follow
+_STEPS, _SEQUENCES, _PROMPT_TOKENS, _SECONDS, _NUM_SUMS = range(5)  # indices of the sums; batch sizes follow
 _STALLS_REMEMBERED = 256
 _STALL_S = 0.1
-_STALL_RATIO = 4.0  # of a stalled step's time to the mean of those before
-_MEAN_OF = 32  # about so many steps make up the moving mean
+_STALL_RATIO = 4.0  # minimum ratio of a stalled step's time to the mean of earlier steps
+_MEAN_OF = 32  # approximate number of steps in the moving mean
 
 
 class _Kind:
-    """Newest steps with about the same number of rows: all numbers of rows with equal bit length."""
+    """Newest steps with about the same number of rows, i.e. row counts of equal bit length."""
 
     def __init__(self) -> None:
-        self.steps: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # rows and seconds
+        self.steps: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # (rows, seconds)
         self.seen_at = 0  # number of the last of these steps
 
 
 class _Line(NamedTuple):
-    """Straight line of a step's seconds by its rows, near some number of rows."""
+    """Straight line of a step's seconds over its rows, near a number of rows."""
 
     rows: float
-    seconds: float  # of a step of `rows`
+    seconds: float  # seconds of a step of `rows` rows
     row_s: float
 
 
 class StepCosts:
-    """Predicts the seconds of a step from its rows, each a sequence's newest token or a draft, and its prompt tokens.
+    """Prediction of a step's seconds from its rows (newest tokens of sequences, and drafts) and its prompt tokens.
 
-    A step takes as long as the newest ones with about as many rows; each further row adds the slope between steps with
+    A step takes as long as the newest steps with about as many rows. Each further row adds the slope between steps with
     few rows and steps with many.
     """
 
     def __init__(self, measured: StepCost | None) -> None:
-        """`measured`: the cost that ranks measured at start, used until steps have run."""
+        """Start with `measured`, the cost that ranks measured at start, which is used until steps have run."""
         self.measured = measured
         row_s = _AT_FIRST if measured is None else measured.token_s + measured.logits_s
         step_s = 1.0 if measured is None else measured.seconds(1, context=0)
         self._first_row_s = min(row_s, step_s * _MOST_AT_FIRST)
         self._first_fixed_s = step_s - self._first_row_s
-        self._kinds: dict[int, _Kind] = {}  # by the bit length of the number of rows
-        self._lines: dict[int, _Line] = {}  # likewise; computed since the newest step was observed
+        self._kinds: dict[int, _Kind] = {}  # bit length of the number of rows -> kind
+        self._lines: dict[int, _Line] = {}  # the same key -> line; computed since the newest step was observed
         self._num_steps = 0
         self._token_s: deque[float] = deque(maxlen=REMEMBERED)
 
     def observe(self, num_rows: int, num_prompt_tokens: int, seconds: float, num_before: int = 0) -> None:
-        """Learn from a step of so many rows and prompt tokens, run after `num_before` like it that were not observed.
-        A clock that stands still teaches nothing."""
+        """Learn from a step of `num_rows` rows and `num_prompt_tokens` prompt tokens.
+
+        `num_before`: similar steps directly before it that were not observed. A step of 0 seconds is ignored.
+        """
         if seconds <= 0:
             return
         if num_prompt_tokens:
             rows_s = self.seconds(num_rows)
             if rows_s is None and not num_rows:
-                rows_s = 0.0  # the first step of all
+                rows_s = 0.0  # the very first step
             if num_prompt_tokens >= _TELLING_TOKENS and rows_s is not None:
                 rows_s += self._more_experts_s(num_rows, num_prompt_tokens)
                 self._token_s.append(max(0.0, seconds - rows_s) / num_prompt_tokens)
@@ -95,14 +98,18 @@ class StepCosts:
         self._lines.clear()
 
     def seconds(self, num_rows: int) -> float | None:
-        """Seconds of a step of `num_rows` rows without prompt tokens; None: not known."""
+        """Return the seconds of a step of `num_rows` rows without prompt tokens, or None if not known."""
         if self._kinds:
             return self.step_and_row_s(num_rows)[0]
         return None if self.measured is None else self.measured.seconds(num_rows, context=0)
 
     def prompt_tokens_in(self, seconds: float, num_rows: int, most: int) -> int:
-        """Number of prompt tokens, up to `most`, that make a step of `num_rows` rows at most `seconds` longer; `most`
-        where that is not known. The first cost most in a mixture: they bring experts that no row has."""
+        """Return the number of prompt tokens, up to `most`, that make a step of `num_rows` rows at most `seconds`
+        longer.
+
+        Return `most` if the cost is not known. In MoE models the first prompt tokens cost most, as they use experts
+        that no row uses.
+        """
         token_s = self.prompt_token_s
         if not token_s:
             return most
@@ -116,20 +123,21 @@ class StepCosts:
         return fits
 
     def _more_experts_s(self, num_rows: int, num_more: int) -> float:
-        """Seconds of reading experts that `num_more` rows or prompt tokens add to those of `num_rows` rows."""
+        """Return the seconds of reading the experts that `num_more` rows or prompt tokens add to a step of `num_rows`
+        rows."""
         cost = self.measured
         return 0.0 if cost is None else cost.expert_reads_s(num_rows + num_more) - cost.expert_reads_s(num_rows)
 
     @property
     def prompt_token_s(self) -> float | None:
-        """Seconds that each prompt token adds, beside experts that it has alone; None: not known."""
+        """Seconds that each prompt token adds, without reading experts that only it uses; None if not known."""
         if self._token_s:
             return median(self._token_s)
         return None if self.measured is None else self.measured.token_s
 
     def step_and_row_s(self, num_rows: int) -> tuple[float, float]:
-        """Seconds of a step of `num_rows` rows, and of one row more. Before anything is known, a step of one row takes
-        1."""
+        """Return the seconds of a step of `num_rows` rows, and of one more row. Before anything is known, a one-row
+        step takes 1."""
         if not self._kinds:
             step_s = self._first_fixed_s + num_rows * self._first_row_s + self._more_experts_s(1, num_rows - 1)
             row_s = self._first_row_s + self._more_experts_s(num_rows, 1)
@@ -142,7 +150,7 @@ class StepCosts:
         return step_s, max(row_s, step_s * _LEAST)
 
     def _line(self, bits: int) -> _Line:
-        """Fit a line through the nearest kind of steps, and the nearest other kind of about the same time."""
+        """Fit a line through the nearest kind of steps and the nearest other kind of about the same time."""
         near, *others = (self._kinds[kind] for kind in sorted(self._kinds, key=lambda kind: (abs(kind - bits), kind)))
         steps = [*near.steps]
         step_rows, step_s = median(rows for rows, _ in steps), median(one for _, one in steps)
@@ -162,27 +170,27 @@ class StepCosts:
 
 
 class Stall(NamedTuple):
-    """A pause in which no request got a token, longer than a step usually takes."""
+    """Pause in which no request got a token, longer than a step usually takes."""
 
-    kind: str  # `step`: a long one; `pause`: between two steps; `memory`: steps that the ranks refused
+    kind: str  # `step`: a long step; `pause`: between two steps; `memory`: steps that the ranks refused
     begun_s: float
     seconds: float
-    num_sequences: int  # of the step
+    num_sequences: int  # sequences in the step
     num_prompt_tokens: int
 
 
 class StepLog:
-    """Log of steps in the order of their answers. Times are in seconds of the engine's clock."""
+    """Log of steps in the order of their results. Times are in seconds of the engine's clock."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * (_NUM_SUMS + _BATCH_SIZES)
         self._seconds = np.zeros(_REMEMBERED)
         self._rank_ns = np.zeros((_REMEMBERED, 0), np.int64)
         self._marks: deque[tuple[float, int, int]] = deque()  # (time, prompt tokens, generated tokens)
-        self.without_row = self.without_blocks = 0  # steps in which the next request in turn could not begin to run
+        self.without_row = self.without_blocks = 0  # steps in which the head of the queue could not begin to run
         self._mean_s = 0.0
         self._ended_s: float | None = None
-        self.stalls: deque[Stall] = deque(maxlen=_STALLS_REMEMBERED)  # in the order of their ends
+        self.stalls: deque[Stall] = deque(maxlen=_STALLS_REMEMBERED)  # newest stalls, ordered by their ends
 
     def observe(
         self,
@@ -193,9 +201,10 @@ class StepLog:
         num_generated_before: int = 0,
         rank_ns: Sequence[int] = (),
     ) -> None:
-        """Log a step with so many sequences and prompt tokens that ended `seconds` after `begun_s`.
+        """Log a step of `num_sequences` sequences and `num_prompt_tokens` prompt tokens, `seconds` after `begun_s`.
 
-        `num_generated_before`: tokens sampled before it, ever. `rank_ns`: time of the newest step each rank has ended.
+        `num_generated_before`: tokens sampled in all earlier steps. `rank_ns`: duration of each rank's newest completed
+        step.
         """
         if not self._marks or begun_s - self._marks[-1][0] >= _MARK_S:
             self._marks.append((begun_s, self._num_prompt_tokens, num_generated_before))
@@ -224,11 +233,11 @@ class StepLog:
         self._ended_s = now
 
     def read(self) -> tuple[float, ...]:
-        """All sums so far."""
+        """Return all sums so far."""
         return tuple(self._sums)
 
     def stalls_since(self, begun_s: float, most: int) -> list[Stall]:
-        """The newest stalls in their order, each cut to its part after `begun_s`."""
+        """Return the newest stalls in order, at most `most`, each cut to its part after `begun_s`."""
         found: list[Stall] = []
         for stall in reversed(self.stalls):
             end_s = stall.begun_s + stall.seconds
@@ -240,7 +249,7 @@ class StepLog:
         return found[::-1]
 
     def times(self) -> StepTimesState:
-        """Times of the last 512 steps."""
+        """Return the times of the last 512 steps."""
         count = int(self._sums[_STEPS])
         seconds = self._seconds[: min(count, _REMEMBERED)]
         if not len(seconds):
@@ -261,7 +270,10 @@ class StepLog:
         )
 
     def token_rates(self, now: float, num_generated: int) -> TokenRates:
-        """Tokens a second over ten seconds, or since the first step after a pause. `num_generated`: since the start."""
+        """Return tokens per second over the last ten seconds, or since the first step after a pause.
+
+        `num_generated`: tokens generated since the start.
+        """
         mark = next((one for one in self._marks if one[0] >= now - _WINDOW_S), None)
         if mark is None:
             return TokenRates(prompt=0.0, generation=0.0)
@@ -281,8 +293,8 @@ class StepLog:
 
 
 def between(first: tuple[float, ...], last: tuple[float, ...]) -> tuple[int, int, int, float, dict[str, int]]:
-    """Steps, sequences, prompt tokens and seconds between two readings, and steps by their number of sequences: `1`,
-    `2-3`, `4-7` and so on."""
+    """Return steps, sequences, prompt tokens and seconds between two readings, and steps by their number of sequences:
+    `1`, `2-3`, `4-7` and so on."""
     steps, sequences, prompt_tokens, seconds, *sizes = (
         after - before for before, after in zip(first, last, strict=True)
     )

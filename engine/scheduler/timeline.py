@@ -1,8 +1,9 @@
-"""Record of each request's life, kept while it is open and some time after its end: times, counts and ids, no tokens.
+"""Record of each request's history, kept while it is open and some time after its end: times, counts and ids, no
+tokens.
 
-What the scheduler, the statistics, the live state, `GET /v1/requests/{id}` and traces say of a request is read from it.
-Each record is bounded, and so are all together. A step pays only for a few sums (`StepLog`): the steps that a request
-has taken part in are the difference of two readings of them.
+The scheduler, the statistics, the live state, `GET /v1/requests/{id}` and traces all read it. Each record is bounded,
+and so is their number. The cost per step is a few sums (`StepLog`): the steps in which a request took part are the
+difference of two readings of these sums.
 """
 
 from collections import OrderedDict
@@ -18,7 +19,7 @@ _MAX_CHUNKS, _MAX_PREEMPTIONS, _MAX_STALLS = 32, 16, 16
 
 
 class RequestLog:
-    """Log of one engine: its statistics, its steps, and the timelines of the requests that have ended last."""
+    """Log of one engine: its statistics, its steps, and the timelines of recently ended requests."""
 
     def __init__(self, stats: EngineStats) -> None:
         self.stats = stats
@@ -30,19 +31,20 @@ _NO_LOG = RequestLog(EngineStats())
 
 
 class RequestTimeline:
-    """Timeline of one request from its arrival on. All times are those of the engine's clock, in seconds."""
+    """Timeline of one request from its arrival on. All times are in seconds of the engine's clock."""
 
     def __init__(self, request_id: int, prompt_tokens: int, arrival_s: float) -> None:
         self._log = _NO_LOG
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
         self.arrival_s = arrival_s
-        self.num_running = self.num_waiting = 0  # other requests, when it arrived
-        self.ahead: tuple[int, ...] = ()  # ids of the first of these
-        # Steps in which the next in turn found no row, or too few blocks: ever, then while it waited.
+        self.num_running = self.num_waiting = 0  # numbers of other requests at its arrival
+        self.ahead: tuple[int, ...] = ()  # ids of the first of them
+        # Steps in which the head of the queue found no row, or too few blocks: totals at arrival, later the counts
+        # while this request waited.
         self._blocked = 0, 0
         self.first_scheduled_s: float | None = None
-        self.cached_tokens = 0  # of the prompt, when it first ran
+        self.cached_tokens = 0  # cached prompt tokens when it first ran
         self._chunks: list[tuple[float, int, int, int]] = []
         self._num_chunks = self._num_computed = 0
         self._preemptions: list[tuple[float, float | None, bool]] = []
@@ -56,7 +58,8 @@ class RequestTimeline:
         self._stalls: list[StallState] = []
 
     def arrived(self, log: RequestLog, num_running: int, num_waiting: int, ahead: tuple[int, ...]) -> None:
-        """Record that the request was accepted, behind those that wait, or else beside those that run."""
+        """Record that the request was accepted, behind the waiting requests or, without any, next to the running
+        ones."""
         self._log, steps, stats = log, log.steps, log.stats
         self._blocked = steps.without_row, steps.without_blocks
         self.num_running, self.num_waiting, self.ahead = num_running, num_waiting, ahead
@@ -78,14 +81,14 @@ class RequestTimeline:
             self._preemptions[-1] = at_s, now, is_short
 
     def computed(self, now: float, step_id: int, num_tokens: int, num_decodes: int) -> None:
-        """Record a step that computes `num_tokens` of the prompt, beside `num_decodes` sequences that decode."""
+        """Record a step that computes `num_tokens` of the prompt together with `num_decodes` decodes."""
         self._num_chunks += 1
         self._num_computed += num_tokens
         if len(self._chunks) < _MAX_CHUNKS:
             self._chunks.append((now, step_id, num_tokens, num_decodes))
 
     def preempted(self, now: float, *, is_short: bool) -> None:
-        """Record a preemption. `is_short`: there were too few blocks; else it makes room for other clients."""
+        """Record a preemption. `is_short`: there were too few blocks; otherwise it makes room for other clients."""
         self._log.stats.num_preemptions += 1
         self.num_preemptions += 1
         if len(self._preemptions) < _MAX_PREEMPTIONS:
@@ -101,7 +104,7 @@ class RequestTimeline:
         stats.prefill_time_s.observe(now - self.first_scheduled_s)
 
     def ended(self, now: float, reason: FinishReason, output_tokens: int, *, is_pooled: bool) -> None:
-        """Record the end. Times of aborted and failed requests are not counted: they do not measure speed."""
+        """Record the end. Times of aborted and failed requests are not counted, because they do not measure speed."""
         self.end_s, self.reason, self.output_tokens = now, reason, output_tokens
         if self.first_scheduled_s is None:
             self._blocked = self._blocked_since_arrival()
@@ -123,7 +126,8 @@ class RequestTimeline:
                 stats.time_per_output_token_s.observe((now - self.first_token_s) / (output_tokens - 1))
 
     def history(self, output_tokens: int, queue_position: int | None = None) -> RequestHistory:
-        """The record as it is sent. `output_tokens`: generated so far. `queue_position`: requests before it."""
+        """Return the record as it is sent. `output_tokens`: tokens generated so far. `queue_position`: requests before
+        it."""
         waits = self.first_scheduled_s is None and self.end_s is None
         without_row, without_blocks = self._blocked_since_arrival() if waits else self._blocked
         return RequestHistory(
