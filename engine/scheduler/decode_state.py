@@ -32,8 +32,8 @@ Drafts = dict[int, list[int]]  # row of the engine's tables -> drafts
 class MicroBatch(NamedTuple):
     """Sequences for one of several steps in flight.
 
-    `rows`, int64 [R], may run now, in the order of admission. `share` is the maximum of sequences that decode in a
-    step.
+    `rows`, int64 [R], may run now, in the order of admission. `share` is the maximum number of sequences that
+    decode in a step.
     """
 
     rows: np.ndarray

@@ -30,7 +30,7 @@ class MaskBudget:
         self._mask_s += _WEIGHT * (mask_s - self._mask_s)
 
     def choose(self, state: DecodeState, rows: np.ndarray, *, any_waiting: bool) -> np.ndarray:
-        """Return `rows`, int64 [R], without those sequences whose slow masks exceed the time.
+        """Return `rows`, int64 [R], without sequences whose slow masks exceed the time.
 
         Sequences that have waited longest come first, and at least one of `rows` remains.
         """

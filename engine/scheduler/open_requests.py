@@ -44,7 +44,7 @@ class OpenRequests:
         # Every running sequence must be able to get its one token, or decodes would starve each other.
         self.num_rows = min(worker.max_num_seqs, worker.max_num_batched_tokens)
         self.waiting = RequestQueue(config.max_waiting_requests, config.max_waiting_tokens)
-        self.running: list[Sequence] = []  # in the order of admission
+        self.running: list[Sequence] = []  # ordered by admission
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
         tiers = info.kv_offload if caches_blocks else None
         offload = None if tiers is None else KVOffload(tiers, info.block_size, info.step_cost, self.stats)

@@ -21,7 +21,7 @@ from oarlock.workers.config import StepCost
 # Maximum number of sequences admitted ahead of a sequence that waits only because it was preempted.
 MAX_PASSED = 4
 _LOOKED_AT = 64  # waiting sequences that are considered
-RATIO = 2.5  # maximum ratio of the time of a step with prompt tokens to one without, if no limit is set
+RATIO = 2.5  # maximum ratio of the time of a step with prompt tokens to a decode step, if no limit is set
 FEWEST_TOKENS = 16  # minimum tokens of a chunk, however long a step takes: prompts must make progress
 
 
