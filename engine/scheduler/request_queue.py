@@ -82,8 +82,7 @@ class RequestQueue:
         self._num_yielding_tokens = 0  # prompt tokens of sequences that yield
         self.pending: Mapping[str, Pending] = {}  # pending requests by client; they count as waiting
         self._shares = ClientShares()
-        # True if generated tokens must be counted. A single client needs no count, because the second begins at its
-        # time.
+        # True if generated tokens must be counted. A single client needs no count: a second begins at its time.
         self.has_had_several_clients = False
         # (whether they yield, client) -> waiting sequences.
         self.lines: dict[tuple[bool, str], list[Sequence]] = {}

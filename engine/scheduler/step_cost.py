@@ -76,7 +76,8 @@ class StepCosts:
     def observe(self, num_rows: int, num_prompt_tokens: int, seconds: float, num_before: int = 0) -> None:
         """Learn from a step of `num_rows` rows and `num_prompt_tokens` prompt tokens.
 
-        `num_before`: similar steps directly before it that were not observed. A step of 0 seconds is ignored.
+        `num_before`: similar steps directly before it that were not observed. A step is ignored if the clock did not
+        advance.
         """
         if seconds <= 0:
             return
@@ -201,7 +202,7 @@ class StepLog:
         num_generated_before: int = 0,
         rank_ns: Sequence[int] = (),
     ) -> None:
-        """Log a step of `num_sequences` sequences and `num_prompt_tokens` prompt tokens, `seconds` after `begun_s`.
+        """Log a step that ended `seconds` after `begun_s`, with its numbers of sequences and prompt tokens.
 
         `num_generated_before`: tokens sampled in all earlier steps. `rank_ns`: duration of each rank's newest completed
         step.
