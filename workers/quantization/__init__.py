@@ -1,1 +1,1 @@
-"""Forms in which weights of products are stored, read and multiplied. Knows no layer and no family."""
+"""Formats in which linear weights are stored, read and multiplied. Knows no layer and no model family."""

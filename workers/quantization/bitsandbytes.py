@@ -1,7 +1,7 @@
-"""Reads weights of bitsandbytes' 4 bits as numbers of the model's dtype.
+"""Reads 4-bit weights of bitsandbytes as values in the model's dtype.
 
-The numbers of a matrix follow one another row by row, two in a byte with the first in the high half, and each block of
-them has a factor, wherever rows end.
+The values of a matrix follow one another row by row, two in a byte with the first in the high half. Each block of
+values has a factor; blocks need not end at the end of a row.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ from oarlock.workers.quantization.method import DenseWeight, Empty, WeightShard
 from oarlock.workers.quantization.packed_integers import Span
 from oarlock.workers.weights.source import WeightSource
 
-_AT_ONCE = 1 << 22  # weights
-_MAX_STATE_BYTES = 64 << 10  # of the settings stored with a weight, which have some hundred
-_LONGEST = 80  # characters of a value in an error
+_AT_ONCE = 1 << 22  # weights read at a time
+_MAX_STATE_BYTES = 64 << 10  # maximum bytes of the settings stored with a weight; a few hundred are usual
+_LONGEST = 80  # maximum characters of a value in an error
 
 
 class BitsAndBytesLinearMethod:
-    """`LinearMethod` of weights that bitsandbytes stored."""
+    """`LinearMethod` of weights stored by bitsandbytes."""
 
     def __init__(self, state: str, block: int, nested_block: int | None) -> None:
-        """`state`: the tensor that describes a weight. `block`: weights that share a factor.
+        """Set the format. `state`: the tensor that describes a weight. `block`: weights that share a factor.
 
-        `nested_block`: blocks whose factors share one in their turn, None where factors are stored as they are.
+        `nested_block`: blocks whose factors share an outer factor, or None if factors are stored unquantised.
         """
         self._settings = (state, block, nested_block)
 
@@ -81,12 +81,12 @@ class _Matrix:
         return into.flatten()
 
     def _state(self, kind: str, wanted: dict[str, Any]) -> dict[str, Any]:
-        """The settings stored with the weight. Raises `StartupError` where they are not what was counted on."""
+        """Return the settings stored with the weight. Raise `StartupError` if they differ from `wanted`."""
         shape = self._weights.shape_of(f"{self._name}.{kind}")
         is_short = shape is not None and math.prod(shape) <= _MAX_STATE_BYTES
         text = bytes(self._vector(kind, torch.uint8).tolist()) if is_short else b""
         state: Any = None
-        with contextlib.suppress(ValueError, RecursionError):  # then it is no table
+        with contextlib.suppress(ValueError, RecursionError):  # if it is not JSON, `state` stays None
             state = json.loads(text)
         wrong = _wrong_setting(state, wanted, has_offset=self._nested_block is not None)
         if wrong is not None:
@@ -98,16 +98,16 @@ class _Matrix:
         return state
 
     def rows(self, rows: Span) -> Tensor:
-        """float32 [rows, inputs]."""
+        """Return the dequantised rows: float32 [rows, inputs]."""
         here = Span(rows.first * self._inputs, rows.stop * self._inputs)
-        pairs = self._vector("weight", torch.uint8, here.of_words(2))  # rows begin with a byte
+        pairs = self._vector("weight", torch.uint8, here.of_words(2))  # rows begin at a byte
         places = torch.stack((pairs >> 4, pairs & 15), 1).flatten()
         blocks = here.of_words(self._block)
         factors = self._factors(blocks).repeat_interleave(self._block)[here.within_words(self._block)]
         return (self._code[places.int()] * factors).view(len(rows), self._inputs)
 
     def _factors(self, blocks: Span) -> Tensor:
-        """float32 [blocks]."""
+        """Return the factors of the blocks: float32 [blocks]."""
         if self._nested_block is None:
             return self._vector("weight.absmax", torch.float32, blocks)
         places = self._vector("weight.absmax", torch.uint8, blocks).int()
@@ -116,7 +116,7 @@ class _Matrix:
 
 
 def _wrong_setting(state: object, wanted: dict[str, Any], *, has_offset: bool) -> str | None:
-    """Fault in the settings of one weight, in words that follow the tensor's name; None: nothing."""
+    """Return the fault in the settings of one weight, as a phrase to follow the tensor's name, or None."""
     if not isinstance(state, dict):
         return "holds no table of settings in JSON"
     for key, value in wanted.items():

@@ -1,9 +1,9 @@
-"""Products of many rows with weights in float8 that have a scale for each block of 128 x 128, where torch has them.
+"""Matmuls of many rows with float8 weights that have a scale for each block of 128 x 128, if torch supports them.
 
-Each 128 inputs of a row of x are rounded to float8 with a scale of their own, as checkpoints with dynamic activations
-mean it; torch multiplies and applies both scales to sums in float32 (`torch.nn.functional.scaled_mm`, on compute
-capability 9.0). Devices and libraries differ in what they take: so a trial at the start decides, for each size of
-weight. It tries both shapes of scales, looks at the numbers, and takes the time beside that of the other way.
+Each 128 inputs of a row of x are rounded to float8 with their own scale, as intended by checkpoints with dynamic
+activations. torch multiplies and applies both scales to sums in float32 (`torch.nn.functional.scaled_mm`, on compute
+capability 9.0). Devices and libraries accept different layouts, so a trial at start decides for each size of weight: it
+tries both shapes of scales, checks the values, and compares the time with the other backend.
 """
 
 import logging
@@ -20,19 +20,21 @@ from oarlock.workers.quantization import scaled_float8
 _log = logging.getLogger(__name__)
 
 BLOCK = 128
-_ALIGNED = 4  # rows of x, and blocks of inputs, of which scales have a multiple
-_TRIED = 512  # rows
-_LOOKED_AT = 512  # outputs at both ends of the weight
-_NEAR = 0.02  # root mean square distance to the same product in float32, relative: results have 8 bits or more
-_TIMED = 5  # products
+_ALIGNED = 4  # rows of x, and blocks of inputs, are padded to a multiple of this number in the scales
+_TRIED = 512  # rows of x in a trial
+_LOOKED_AT = 512  # outputs checked at each end of the weight
+# Maximum relative root mean square distance to the float32 matmul; results have at least 8 bits.
+_NEAR = 0.02
+_TIMED = 5  # timed matmuls
 
 Otherwise = Callable[[Tensor], Tensor]  # x [T, K] -> [T, N]
 
 
 def blocks_of(scales: Tensor) -> Tensor | None:
-    """A scale for each block, float32 [N / 128, K / 128], from one for each output and 128 inputs, [N, K / 128].
+    """Return a scale for each block, float32 [N / 128, K / 128], from scales [N, K / 128] of each output and 128
+    inputs.
 
-    None where outputs do not share scales by 128, as where ranks cut the weight within a block.
+    Return None if blocks of 128 outputs do not share scales, for example because ranks cut the weight within a block.
     """
     if len(scales) % BLOCK:
         return None
@@ -41,8 +43,7 @@ def blocks_of(scales: Tensor) -> Tensor | None:
 
 
 def round_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each 128 inputs of a row as float8, and the scale that they are a multiple of: float8_e4m3fn [T, K], float32
-    [T, ceil(K / 128)]."""
+    """Round each 128 inputs of a row to float8 with a scale: float8_e4m3fn [T, K], float32 [T, ceil(K / 128)]."""
     rows, inputs = x.shape
     values, scales = scaled_float8.round_rows(F.pad(x, (0, -inputs % BLOCK)).view(-1, BLOCK))
     return values.view(rows, -1)[:, :inputs], scales.view(rows, -1)
@@ -52,19 +53,21 @@ class BlockProducts:
     """`x @ weight.T` of a weight [N, K], N and K multiples of 128, by `scaled_mm`."""
 
     def __init__(self, values: Tensor, blocks: Tensor, *, pads_shape: bool) -> None:
-        """`values` float8_e4m3fn [N, K], `blocks` float32 [N / 128, K / 128]. `pads_shape`: scales of padding are part
-        of the shape, not of the memory alone."""
+        """Store `values` float8_e4m3fn [N, K] and `blocks` float32 [N / 128, K / 128].
+
+        `pads_shape`: scales of padding are part of the tensor's shape, not only of its memory.
+        """
         self._values = values
         groups = blocks.shape[1]
-        scales = F.pad(blocks, (0, -groups % _ALIGNED)).T  # [K / 128 and padding, N / 128], outputs far apart
+        scales = F.pad(blocks, (0, -groups % _ALIGNED)).T  # [K / 128 and padding, N / 128], outputs far apart in memory
         self._scales = scales if pads_shape else scales[:groups]
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """`x` [T, K] -> [T, N] of `dtype`."""
+        """Multiply `x` [T, K] -> [T, N] of `dtype`."""
         rows, inputs = x.shape
         padded = F.pad(x, (0, 0, 0, -rows % _ALIGNED)).contiguous()
         values, scales = scaled_float8.round_rows_fused(padded.view(-1, BLOCK))
-        by_group = scales.view(len(padded), -1).T.contiguous().T  # [T, K / 128], groups far apart
+        by_group = scales.view(len(padded), -1).T.contiguous().T  # [T, K / 128], groups far apart in memory
         return _product(values.view(-1, inputs), by_group, self._values, self._scales, dtype)[:rows]
 
 
@@ -73,14 +76,17 @@ def _product(rounded: Tensor, scales: Tensor, values: Tensor, blocks: Tensor, dt
     return F.scaled_mm(rounded, values.T, scales, kinds[0], blocks, kinds[1], output_dtype=dtype)
 
 
-_chosen: dict[tuple, bool | str] = {}  # whether a shape has padding, or why there is no such product
+# Key of a size and its dtypes -> whether the shape has padding, or the reason why there is no such matmul.
+_chosen: dict[tuple, bool | str] = {}
 
 
 def products(
     values: Tensor, blocks: Tensor, x_dtype: torch.dtype, dtype: torch.dtype, otherwise: Otherwise
 ) -> BlockProducts | str:
-    """Products of this weight with x of `x_dtype` and results of `dtype`; or the reason why there are none. Tried once
-    a size: they must be right, and faster than `otherwise`."""
+    """Return the matmul of this weight with x of `x_dtype` and results of `dtype`, or the reason why there is none.
+
+    Each size is tried once: results must be right, and computed faster than by `otherwise`.
+    """
     key = (*values.shape, x_dtype, dtype, values.device)
     if key not in _chosen:
         _chosen[key] = found = _tried(values, blocks, x_dtype, dtype, otherwise)
@@ -93,7 +99,7 @@ def products(
 def _tried(
     values: Tensor, blocks: Tensor, x_dtype: torch.dtype, dtype: torch.dtype, otherwise: Otherwise
 ) -> bool | str:
-    """Whether the shape of scales has padding; or the reason of the last one that was tried."""
+    """Return whether the shape of scales has padding, or the reason why the last trial failed."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn((_TRIED, values.shape[1]), generator=draw).to(values.device, x_dtype)
     rounded, scales = round_blocks(x)
@@ -119,7 +125,7 @@ def _tried(
 
 
 def _seconds(run: Callable[[], object], x: Tensor) -> float:
-    """Seconds of one call among several, on the device of `x`."""
+    """Return the minimum seconds of several calls on the device of `x`."""
     run()
     times = []
     for _ in range(_TIMED):

@@ -1,13 +1,13 @@
-"""Products with the experts of a mixture: the gated MLPs of all experts of a rank, for the tokens that chose them.
+"""Expert matmuls of an MoE layer: the gated MLPs of all experts of a rank, for the tokens that chose them.
 
-`TorchExpertMatmul` is the reference: a loop over the experts in use, whose products are those of any other weight, so
-that it has every form of weights. What all forms of it keep:
+`TorchExpertMatmul` is the reference: a loop over the experts in use with the matmuls of ordinary weights, so that it
+supports every format of weights. All implementations guarantee:
 
-* Bits of a token depend on that token alone: not on how many tokens an expert gets, nor on their order.
+* Bits of a token depend only on that token: not on the number of tokens of an expert, nor on their order.
 * `down`'s results are added in float32, in the order of a row's ids, which ascend; each is multiplied by its weight
-  before. The gated product is rounded once, to the model's type.
-* Slices of the width are summed each by itself over all experts of a row, or else groups of experts are; then the
-  slices, or groups, are added as in `tree_sum`. So 1, 2, 4 or 8 ranks, each with its slices, have the same bits.
+  before. The gated activation is rounded once, to the model's dtype.
+* Either slices of the width or groups of experts are summed separately, over all experts of a row; then the slices or
+  groups are added as in `tree_sum`. So 1, 2, 4 or 8 ranks, each with its slices, have the same bits.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ class TorchExpertMatmul:
     """`ExpertMatmul` by a loop over the experts in use."""
 
     def __init__(self, shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> None:
-        """`experts`: each is dropped before the next one is taken."""
+        """Build the matmuls; each of `experts` is dropped before the next is taken."""
         self.shape = shape
         self.products = [
             (
@@ -53,13 +53,13 @@ class TorchExpertMatmul:
         return tree_sum(list(lanes))
 
     def _slices(self, expert: int, x: Tensor) -> list[Tensor]:
-        """The expert's results for all `x` [T, hidden], one for each slice of its width: float32 [T, hidden]."""
+        """Return the expert's results for `x` [T, hidden], float32 [T, hidden] for each slice of its width."""
         gate_up, down, bias = self.products[expert]
         inner = gate_of(gate_up(x), self.shape).to(self.shape.dtype)  # [T, width]
         length = self.shape.width // self.shape.slices
         found = []
         for number in range(self.shape.slices):
-            alone = inner  # what a product adds up of other slices is 0 then
+            alone = inner  # contributions of other slices are 0
             if self.shape.slices > 1:
                 alone = torch.zeros_like(inner)
                 here = slice(number * length, (number + 1) * length)
@@ -71,22 +71,24 @@ class TorchExpertMatmul:
 
 
 def cpp_expert_matmul(shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> CppExpertMatmul:
-    """The product of the C++ kernel."""
+    """Return the matmul of the C++ kernel."""
     return CppExpertMatmul(shape, (_for_kernel(shape, one) for one in experts))
 
 
 def _for_kernel(shape: ExpertsShape, one: ExpertWeights) -> tuple[GatedMatmul, Matmul, Tensor | None]:
-    # The kernel has activations of its own: of this product it takes the order of the packed weight.
+    # The kernel has its own activations; it takes only the order of the packed weight from this matmul.
     gated = one.gate_up.gated_matmul(one.gate_up_bias, "silu")
     return gated, one.down.matmul(float32_output=True, slices=shape.slices), one.down_bias
 
 
 def expert_matmul(shape: ExpertsShape, experts: Iterable[ExpertWeights], *, on_host: bool = True) -> ExpertMatmul:
-    """The fastest product for these experts where their weights are; the caller should not keep these. `on_host`: on
-    the CPU."""
+    """Return the fastest matmul for these experts on their device; the caller should not keep the weights.
+
+    `on_host`: the experts are on the CPU.
+    """
     left = iter(experts)
     first = next(left, None)
-    if first is None:  # a rank may have no expert: it runs its layers as the others do
+    if first is None:  # a rank may have no expert: it runs its layers like the others
         has_kernel = on_host and library.why_not(shape.dtype) is None
         return CppExpertMatmul(shape, ()) if has_kernel else TorchExpertMatmul(shape, ())
     if triton_experts.why_not(first) is None:

@@ -1,4 +1,4 @@
-"""The experts of a rank: their sizes, their weights, and the protocol of products with them."""
+"""The experts of a rank: their sizes, their weights, and the protocol of their matmuls."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,15 +14,15 @@ from oarlock.workers.quantization.method import LinearWeight
 class ExpertsShape:
     """Sizes of a rank's experts. At most one of `slices` and `groups` is more than 1."""
 
-    first: int  # id of its first expert
-    count: int  # of its experts
+    first: int  # id of the rank's first expert
+    count: int  # experts of the rank
     hidden: int
-    width: int  # of each expert, on this rank
-    dtype: torch.dtype  # of x
-    slices: int = 1  # equal ones of `width`, each summed by itself
-    groups: int = 1  # of neighbouring experts, each summed by itself
-    group: int = 0  # experts of a group; the last ones may have fewer, or none; 0: all
-    activation: str = "silu"  # as `ExpertsSpec` has it
+    width: int  # intermediate size of each expert on this rank
+    dtype: torch.dtype  # dtype of x
+    slices: int = 1  # equal slices of `width`, each summed separately
+    groups: int = 1  # groups of neighbouring experts, each summed separately
+    group: int = 0  # experts per group; the last groups may have fewer or none; 0: all experts
+    activation: str = "silu"  # see `ExpertsSpec`
     alpha: float = 1.702
     limit: float = 7.0
 
@@ -34,25 +34,26 @@ class ExpertWeights:
     gate_up: LinearWeight  # [2 * width, hidden], gate above up
     down: LinearWeight  # [hidden, width]
     gate_up_bias: Tensor | None = None  # [2 * width]
-    down_bias: Tensor | None = None  # [hidden]; only on the rank with the first slice, to which it is added
+    # [hidden]; only on the rank with the first slice, whose result it is added to.
+    down_bias: Tensor | None = None
 
 
 class ExpertMatmul(Protocol):
-    """All experts of a rank."""
+    """Matmuls of all experts of a rank."""
 
     def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """The rank's share of the sum over each token's experts: float32 [T, hidden].
+        """Return the rank's share of the weighted sum over each token's experts: float32 [T, hidden].
 
-        `x` [T, hidden]; `expert_ids` int32 [T, k] ascending in each row, of which those of other ranks are skipped;
+        `x` [T, hidden]; `expert_ids` int32 [T, k], ascending in each row; ids of other ranks' experts are skipped;
         `weights` float32 [T, k].
         """
 
 
 def gate_of(both: Tensor, shape: ExpertsShape, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The gated product of `both` [T, 2 * width], gate before up: float32 [T, width].
+    """Return the gated activation of `both` [T, 2 * width], gate before up: float32 [T, width].
 
-    In float64: on the CPU torch computes the last few elements of an array with another exponential function, by whose
-    last bits a token would depend on its place; rounding hides them.
+    The default is float64. On the CPU torch computes the last few elements of an array with another exponential
+    function, whose last bits would make a token depend on its position; rounding hides the difference.
     """
     gate, up = both.to(dtype).chunk(2, 1)
     if shape.activation == "clamped_swiglu":

@@ -1,7 +1,7 @@
-"""Unquantised weights whose products are batch-invariant on a CUDA device, by kernels in Triton.
+"""Unquantised weights whose matmuls are batch-invariant on a CUDA device, by kernels in Triton.
 
-How a product is cut depends on the shape of the weight, its type and the device, never on the rows
-(`kernels/triton/products.py`). `matmul.py` has the products of torch, which are the judge.
+The division of a matmul into tiles and spans depends on the shape of the weight, its dtype and the device, never on the
+rows (`kernels/triton/products.py`). torch's matmuls in `matmul.py` are the reference.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from oarlock.workers.quantization.method import Empty, LinearWeight, Unquantized
 from oarlock.workers.quantization.registry import Quantization
 from oarlock.workers.weights.source import WeightSource
 
-_WAVES = 4  # programs for each multiprocessor, before cutting the inputs gains no more
-_LEAST_STEPS = 8  # of a span
-_PARTIAL_BYTES = 64 << 20  # of sums of spans; more rows are multiplied one part after another
+_WAVES = 4  # programs per multiprocessor beyond which cutting the inputs gains nothing
+_LEAST_STEPS = 8  # minimum steps of a span
+_PARTIAL_BYTES = 64 << 20  # bytes of the sums of spans; with more rows, parts are multiplied one after another
 
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """Sizes of the tile that one program multiplies in a step, and the options it is compiled with."""
+    """Sizes of the tile that one program multiplies in a step, and its compile options."""
 
     rows: int
     columns: int
@@ -42,7 +42,7 @@ class ProductTile:
 
 
 def product_tile(dtype: torch.dtype) -> ProductTile:
-    """One for all numbers of rows. float32 takes more registers."""
+    """Return the tile, which does not depend on the number of rows. float32 takes more registers."""
     return ProductTile(32, 64, 32, 4, 3) if dtype == torch.float32 else ProductTile(32, 64, 64, 4, 4)
 
 
@@ -52,7 +52,8 @@ class FixedOrderMatmul:
     def __init__(
         self, weight: Tensor, bias: Tensor | None, *, float32_output: bool = False, activation: str = ""
     ) -> None:
-        """`weight` [N, K], `bias` [N]. `activation`: as in `GatedMatmul`, of a weight with the gate above up."""
+        """Plan spans for `weight` [N, K], `bias` [N]. `activation`: see `GatedMatmul`; the weight then has gate above
+        up."""
         assert weight.is_contiguous()
         self.weight = weight
         self.bias = bias
@@ -83,14 +84,14 @@ class FixedOrderMatmul:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` int64 [T] of the weight: [T, K]."""
+        """Return rows `ids`, int64 [T], of the weight: [T, K]."""
         return F.embedding(ids, self.weight)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        """float32 [spans, T, N]."""
-        from oarlock.workers.kernels.triton import products  # Triton is on some machines only
+        """Return the sums of the spans: float32 [spans, T, N]."""
+        from oarlock.workers.kernels.triton import products  # Triton is only installed on some machines
 
-        kernel: Any = products.multiply_in_order  # a kernel's call compiles it: no annotation of its arguments
+        kernel: Any = products.multiply_in_order  # calling a kernel compiles it; no annotation of its arguments
         tile, rows, (columns, inputs) = self.tile, len(x), self.weight.shape
         partial = torch.empty((self.spans, rows, columns), dtype=torch.float32, device=x.device)
         kernel[(-(-columns // tile.columns), self.spans, -(-rows // tile.rows))](
@@ -101,7 +102,7 @@ class FixedOrderMatmul:
 
 
 class FixedOrderWeight:
-    """`LinearWeight` that is one tensor. `slices` fix an order over ranks, which is not promised here."""
+    """`LinearWeight` of one tensor. `slices` is ignored: an order of additions over ranks is not guaranteed here."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor  # [N, K]
@@ -120,10 +121,10 @@ class FixedOrderWeight:
 
 
 class FixedOrderLinearMethod:
-    """`LinearMethod` of ordinary checkpoints."""
+    """`LinearMethod` of unquantised checkpoints."""
 
     def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> LinearWeight:
         return FixedOrderWeight(UnquantizedLinearMethod().load(shard, weights, empty).tensor)
 
 
-FIXED_ORDER = Quantization(FixedOrderLinearMethod)  # the form of every weight of an unquantised model
+FIXED_ORDER = Quantization(FixedOrderLinearMethod)  # format of every weight of an unquantised model

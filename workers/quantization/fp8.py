@@ -1,7 +1,7 @@
 """Weights of 8 bits in floating point (e4m3) with a scale for each group of an output's inputs, as in checkpoints.
 
-Rows of x are not rounded. Products are added up in float32 within a group, or within 128 inputs of a longer one; times
-the group's scale they are added to those of the groups before, in the order of inputs.
+Rows of x are not rounded. Products are added up in float32 within a group, or within 128 inputs of a longer group. Each
+sum times the group's scale is added to the previous groups, in the order of inputs.
 """
 
 import torch
@@ -21,7 +21,7 @@ from oarlock.workers.weights.source import WeightSource
 class Fp8Matmul(ReferenceMatmul):
     """`x @ weight.T + bias (+ residual)` with torch's operations: [T, K] -> [T, N].
 
-    Sums of a group are in float64 and rounded once, which no order of additions changes but by rare chance.
+    Sums of a group are in float64 and rounded once, so the order of additions almost never changes them.
     """
 
     def __init__(
@@ -35,7 +35,8 @@ class Fp8Matmul(ReferenceMatmul):
         float32_output: bool = False,
         slices: int = 1,
     ) -> None:
-        """`values` float8_e4m3fn [N, K], `scales` float32 [N, groups]; `dtype` of x, bias and results."""
+        """Store `values` float8_e4m3fn [N, K] and `scales` float32 [N, groups]; `dtype` is the type of x, bias and
+        results."""
         super().__init__(dtype, bias, float32_output=float32_output)
         self.values = values
         self.scales = scales
@@ -54,15 +55,15 @@ class Fp8Matmul(ReferenceMatmul):
 
 
 class Fp8Weight:
-    """`LinearWeight` of numbers of 8 bits and their groups' scales."""
+    """`LinearWeight` of 8-bit floats and their groups' scales."""
 
     def __init__(
         self, values: Tensor, scales: Tensor, group: int, dtype: torch.dtype, *, rounds_rows: bool = False
     ) -> None:
-        """`values` float8_e4m3fn [N, K], finite; `scales` float32 [N, ceil(K / group)].
+        """Store finite `values` float8_e4m3fn [N, K] and `scales` float32 [N, ceil(K / group)].
 
-        With a scale for each output `group` is K. `dtype` is the one that the model computes in. `rounds_rows`: many
-        rows of x may be rounded to float8, on devices.
+        With a scale for each output, `group` is K. `dtype` is the model's compute dtype. `rounds_rows`: devices may
+        round x to float8 if it has many rows.
         """
         assert values.dtype == torch.float8_e4m3fn
         assert scales.dtype == torch.float32 and scales.shape == (len(values), -(-values.shape[1] // group))
@@ -86,26 +87,26 @@ class Fp8Weight:
         return CppPackedGatedMatmul(self.packed(gated=True), self.dtype, bias, activation)
 
     def packed(self, *, slices: int = 1, gated: bool = False) -> PackedFp8:
-        """The weight packed as the kernel reads it."""
+        """Return the weight packed as the kernel reads it."""
         group = group_in_slices(self.values.shape[1], self.group, slices)
         return PackedFp8(self.values, self.scales, self.group, group_in_slices=group, gated=gated, slices=slices)
 
     def dequantised(self) -> Tensor:
-        """float32 [N, K]."""
+        """Return the weight as float32 [N, K]."""
         return _times_scales(self.values, self.scales, self.group)
 
     def embed(self, ids: Tensor) -> Tensor:
         return _times_scales(self.values[ids], self.scales[ids], self.group).to(self.dtype)
 
     def on(self, device: torch.device) -> LinearWeight:
-        if self.scales.shape[1] > 1 and self.group % UNITS[0]:  # no checkpoint that is known: kernels have no such unit
+        if self.scales.shape[1] > 1 and self.group % UNITS[0]:  # kernels lack such a unit; no known checkpoint has it
             return DenseWeight(self.dequantised().to(device, self.dtype))
         stored = of_float8(self.values.to(device), self.scales, self.group, rounds_rows=self.rounds_rows)
         return WeightOnly(stored, self.dtype)
 
 
 def _times_scales(values: Tensor, scales: Tensor, group: int) -> Tensor:
-    """float32 [N, K]."""
+    """Return the dequantised values as float32 [N, K]."""
     group_of = torch.arange(values.shape[1]) // group
     return values.float() * scales[:, group_of]
 
@@ -114,8 +115,11 @@ class FP8LinearMethod:
     """`LinearMethod` of `weight` float8 [N, K] and its scales."""
 
     def __init__(self, scale: str, block: tuple[int, int | None] | None, *, rounds_rows: bool) -> None:
-        """`scale`: the tensor of scales, by what follows the module's name. `block`: outputs and inputs that share one,
-        None for all of them. `rounds_rows`: of inputs, as the checkpoint means it."""
+        """Set the format of the checkpoint.
+
+        `scale`: suffix of the tensor of scales after the module's name. `block`: outputs and inputs that share a scale;
+        None: all of them. `rounds_rows`: the checkpoint intends inputs to be rounded to float8.
+        """
         self._rounds_rows = rounds_rows
         self._scale = scale
         self._height, self._width = (None, None) if block is None else block
@@ -137,13 +141,13 @@ class FP8LinearMethod:
         return Fp8Weight(values, scales, form.group, empty(0).dtype, rounds_rows=self._rounds_rows)
 
     def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
-        """As `QuantisedLinearMethod.dequantised`."""
+        """See `QuantisedLinearMethod.dequantised`."""
         into = empty(shard.rows, shard.local_inputs)
         into.copy_(self.load(shard, weights, empty).dequantised())
         return DenseWeight(into)
 
     def _scales(self, weights: WeightSource, part: StoredPart, groups: Span) -> Tensor:
-        """float32 [N, groups]."""
+        """Return the scales as float32 [N, groups]."""
         if self._height in (None, 1):
             return take_scales(weights, part, groups, self._scale)
         height, width = self._height, self._width or part.all_inputs

@@ -1,13 +1,13 @@
 """Weights of few bits with a scale, and perhaps an offset, for each group of an output's inputs, as in checkpoints.
 
-Every product rounds each row of its inputs to 8 bits, as for weights of 8 bits per output. The sum of a group is of
-whole numbers, which is exact, and groups are added up in float32 in the order of inputs. `GroupedMatmul` is the
-reference, and the kernel equals it bit by bit.
+Every matmul rounds each row of its inputs to 8 bits, as for weights of 8 bits per output. The sum of a group is over
+integers, hence exact, and groups are added up in float32 in the order of inputs. `GroupedMatmul` is the reference, and
+the kernel equals it bit by bit.
 
-A scale is kept as a float16 times a power of two of its output. Scales that are float16 or bfloat16 in a checkpoint are
+A scale is kept as a float16 times a power of two per output. Scales that are float16 or bfloat16 in a checkpoint are
 kept exactly; others, such as the products of two scales of Q4_K, lose at most a relative 2**-11. An offset is kept as
-the multiple of its scale, in float16: exact where that is a whole number, as the zero points of GPTQ and AWQ are; else
-it loses at most a relative 2**-11 as well.
+its multiple of the scale, in float16. This is exact if the multiple is an integer, like the zero points of GPTQ and
+AWQ; otherwise it also loses at most a relative 2**-11.
 """
 
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ from oarlock.workers.weights.gguf_header import GroupForm
 from oarlock.workers.weights.gguf_reader import GGUFReader, Groups
 from oarlock.workers.weights.source import FilledUp, WeightSource
 
-# The largest scale of an output lies below 2 ** 15, so that it can be rounded up. Just below 2 ** 16 it could not, and
-# a rank that holds other inputs of the output, and so has another largest scale, would round it differently.
+# The largest scale of an output is below 2 ** 15, so that it can be rounded up. Just below 2 ** 16 it could not, and a
+# rank with other inputs of the output, and so another largest scale, would round it differently.
 _LARGEST_EXPONENT = 15
-_MOST_MULTIPLES = 32768.0  # of a scale, that an offset is kept as
-_SMALLEST_EXPONENT = -100  # smaller scales lose bits: their output is zero but for rounding
+_MOST_MULTIPLES = 32768.0  # maximum ratio of an offset to its scale
+_SMALLEST_EXPONENT = -100  # smaller scales lose bits: their output is zero except for rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class StoredGroups:
     group: int
 
     def dequantised(self) -> Tensor:
-        """float32 [N, K]."""
+        """Return the weight as float32 [N, K]."""
         group_of = torch.arange(self.values.shape[1]) // self.group
         values = self.values.float()
         if self.zeros is not None:
@@ -54,15 +54,16 @@ class StoredGroups:
         return values * self.scales.float()[:, group_of] * self.factors.unsqueeze(1)
 
     def rows(self, ids: Tensor) -> "StoredGroups":
-        """Groups of the outputs `ids` alone."""
+        """Return the groups of only the outputs `ids`."""
         zeros = None if self.zeros is None else self.zeros[ids]
         return StoredGroups(self.values[ids], self.scales[ids], zeros, self.factors[ids], self.group)
 
 
 def stored_groups(values: Tensor, scales: Tensor, offsets: Tensor | None, group: int) -> StoredGroups:
-    """Numbers as `StoredGroups` keeps them: int8 [N, K], scales float32 [N, groups], offsets [N, groups] or None.
+    """Return `StoredGroups` of values int8 [N, K], scales float32 [N, groups] and offsets [N, groups] or None.
 
-    A group whose offset is more than 32,768 times its scale, as where the scale is zero, becomes its offset alone.
+    If an offset is more than 32,768 times its scale, for example because the scale is zero, the group becomes only its
+    offset.
     """
     scales = scales.float()
     zeros = None
@@ -93,7 +94,7 @@ class GroupedMatmul(ReferenceMatmul):
         float32_output: bool = False,
         slices: int = 1,
     ) -> None:
-        """`order` int64 [K]: input number k of the weight is input order[k] of x; `dtype` of x, bias and results."""
+        """Use `order` int64 [K]: input k of the weight is input order[k] of x. `dtype`: of x, bias and results."""
         super().__init__(dtype, bias, float32_output=float32_output)
         self.weight = weight
         self.order = order
@@ -117,13 +118,13 @@ class GroupedMatmul(ReferenceMatmul):
             here = rows[:, start - first : stop - first].float()
             whole = here @ weight.values[:, start:stop].float().T  # [T, N], exact: below 2 ** 24
             if weight.zeros is not None:
-                whole = whole + here.sum(1, keepdim=True) * weight.zeros[:, group].float()  # the product is exact too
+                whole = whole + here.sum(1, keepdim=True) * weight.zeros[:, group].float()  # exact, too
             y = y + whole * weight.scales[:, group].float()
         return y * weight.factors * row_scales.unsqueeze(1)
 
 
 class GroupedWeight:
-    """`LinearWeight` of whole numbers and their groups' scales."""
+    """`LinearWeight` of integers and their groups' scales."""
 
     def __init__(
         self,
@@ -137,12 +138,12 @@ class GroupedWeight:
         is_float: bool = False,
         order: Tensor | None = None,
     ) -> None:
-        """weight[n, k] = values[n, k] * scales[n, k // group] + offsets[n, k // group].
+        """Store weight[n, k] = values[n, k] * scales[n, k // group] + offsets[n, k // group].
 
-        `values` int8 [N, K], from -8 to 7 for 4 `bits` or from -128 to 127 for 8; `scales` and `offsets` float32
-        [N, ceil(K / group)]; `group` a multiple of 16. `order` int64 [K]: input number k of the values is input
-        order[k] of x; one may come again where the weight is zero. `is_float`: values are twice the numbers of floats
-        of 4 bits (e2m1), and kept as such. `dtype` is the one that the model computes in.
+        `values` int8 [N, K], from -8 to 7 for 4 `bits` or from -128 to 127 for 8; `scales` and `offsets` float32 [N,
+        ceil(K / group)]; `group` a multiple of 16. `order` int64 [K]: input k of the values is input order[k] of x; an
+        input may be repeated if the weight is zero. `is_float`: values are doubled 4-bit floats (e2m1), and stored as
+        such. `dtype` is the model's compute dtype.
         """
         assert bits in (4, 8) and values.dtype == torch.int8 and group % 16 == 0
         groups = (len(values), -(-values.shape[1] // group))
@@ -167,7 +168,7 @@ class GroupedWeight:
         return CppPackedGatedMatmul(self.packed(gated=True), self.dtype, bias, activation)
 
     def packed(self, *, slices: int = 1, gated: bool = False, kind: int | None = None) -> PackedGrouped:
-        """The weight packed as the kernel reads it; `kind`: None for the fastest."""
+        """Return the weight packed as the kernel reads it; `kind`: None for the fastest."""
         weight = self.weight
         inputs = weight.values.shape[1]
         unit = kernel_group(group_in_slices(inputs, weight.group, slices))
@@ -194,7 +195,7 @@ class GroupedWeight:
 
     def on(self, device: torch.device) -> LinearWeight:
         weight, order = self.weight, None if self.order is None else self.order.to(device)
-        if self.is_float and weight.group != float4.GROUP:  # a slice that cuts a group, in no model that is known
+        if self.is_float and weight.group != float4.GROUP:  # a slice that cuts a group; no known model has it
             return DenseWeight(weight.dequantised().to(device, self.dtype))
         if self.is_float:
             pairs, exponents = float4.packed(weight.values, weight.scales.float() * weight.factors.unsqueeze(1))
@@ -206,7 +207,7 @@ class GroupedWeight:
 
 
 class GGUFLinearMethod:
-    """`LinearMethod` of weights of blocks."""
+    """`LinearMethod` of GGUF weights, which are stored in blocks."""
 
     def __init__(self, form: GroupForm) -> None:
         self._form = form
@@ -237,5 +238,5 @@ class GGUFLinearMethod:
         )  # fmt: skip
 
     def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
-        """As `QuantisedLinearMethod.dequantised`."""
+        """See `QuantisedLinearMethod.dequantised`."""
         return UnquantizedLinearMethod().load(shard, weights, empty)

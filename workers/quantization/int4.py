@@ -1,6 +1,6 @@
 """Weights rounded to 4 bits at load, with one scale for each 32 inputs of an output (`--quantization int4`).
 
-Products are those of `GroupedWeight`.
+`GroupedWeight` creates their matmuls.
 """
 
 import torch
@@ -12,14 +12,14 @@ from oarlock.workers.quantization.method import DenseWeight, Empty, WeightShard
 from oarlock.workers.weights.source import WeightSource
 
 GROUP = 32  # inputs that share a scale
-_ROWS_AT_ONCE = 256  # of a weight, in float32
+_ROWS_AT_ONCE = 256  # rows of a weight that are rounded at a time, in float32
 
 
 def round_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row [K] of `x` in groups of inputs, as whole numbers from -8 to 7 and the scale they are multiples of.
+    """Round each row [K] of `x` to integers from -8 to 7, with a scale for each group of inputs.
 
-    The number of the largest size is -8 times the scale, which may be negative: so all 16 numbers are used, where a
-    scale without a sign would leave one or cut the largest off.
+    The value with the largest magnitude becomes -8 times the scale, which may be negative. So all 16 values are used,
+    while an unsigned scale would leave one value unused or clip the largest value.
 
     `x` [N, K] -> int8 [N, K], bfloat16 [N, groups].
     """
@@ -33,12 +33,12 @@ def round_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantised(values: Tensor, scales: Tensor) -> Tensor:
-    """int8 [N, K] and bfloat16 [N, groups] -> float32 [N, K]."""
+    """Dequantise int8 [N, K] and bfloat16 [N, groups] to float32 [N, K]."""
     return values.float() * scales.float().repeat_interleave(GROUP, 1)[:, : values.shape[1]]
 
 
 def rounded(weight: Tensor) -> GroupedWeight:
-    """A weight [N, K], which need not be kept, in 4 bits."""
+    """Return a weight [N, K], which need not be kept, in 4 bits."""
     rows, inputs = weight.shape
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty((rows, -(-inputs // GROUP)), device=weight.device)
@@ -49,15 +49,15 @@ def rounded(weight: Tensor) -> GroupedWeight:
 
 
 class Int4LinearMethod:
-    """Reads a weight in the dtype that it is stored in, and rounds it."""
+    """`LinearMethod` that reads a weight in its stored dtype and rounds it to 4 bits."""
 
     def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> GroupedWeight:
-        # A shard begins where a group does, so that its weights are the same at every number of ranks.
+        # A shard begins at the start of a group, so that its weights do not depend on the number of ranks.
         assert shard.first_input % GROUP == 0, f"a shard begins within a group, at input {shard.first_input}"
         return rounded(shard.take(weights, empty))
 
     def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
-        """As `QuantisedLinearMethod.dequantised`."""
+        """See `QuantisedLinearMethod.dequantised`."""
         assert shard.first_input % GROUP == 0, f"a shard begins within a group, at input {shard.first_input}"
         into = shard.take(weights, empty)
         for row in range(0, shard.rows, _ROWS_AT_ONCE):

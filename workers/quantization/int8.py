@@ -1,7 +1,7 @@
 """Weights rounded to 8 bits at load, with one scale for each output (`--quantization int8`).
 
-A product rounds each row of its inputs to 8 bits as well, and adds up products of whole numbers, which is exact. So its
-bits do not depend on the order of additions: `Int8Matmul` is the reference, and the kernel equals it bit by bit.
+A matmul rounds each row of its inputs to 8 bits as well, and adds up products of integers, which is exact. So its bits
+do not depend on the order of additions: `Int8Matmul` is the reference, and the kernel equals it bit by bit.
 """
 
 import torch
@@ -16,12 +16,12 @@ from oarlock.workers.quantization.weight_only import WeightOnly, of_channels
 from oarlock.workers.weights.source import WeightSource
 
 _LARGEST = 127.0
-_SMALLEST = 1e-30  # a row without a larger number is all zeros: its scale has no inverse
-_ROWS_AT_ONCE = 1024  # of a weight, in float32
+_SMALLEST = 1e-30  # a row without a larger value is all zeros: its scale has no inverse
+_ROWS_AT_ONCE = 1024  # rows of a weight that are rounded at a time, in float32
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row [K] of `x` as whole numbers from -127 to 127 and the scale that they are multiples of.
+    """Round each row [K] of `x` to integers from -127 to 127 with a scale.
 
     `x` [T, K] -> int8 [T, K], float32 [T]. A row with NaN or infinity has the scale NaN.
     """
@@ -46,7 +46,7 @@ class Int8Matmul(ReferenceMatmul):
         float32_output: bool = False,
         slices: int = 1,
     ) -> None:
-        """`values` int8 [N, K], `scales` float32 [N]; `dtype` of x, bias and results.
+        """Store `values` int8 [N, K] and `scales` float32 [N]; `dtype` is the type of x, bias and results.
 
         `slices`: see `LinearWeight.matmul`.
         """
@@ -66,10 +66,11 @@ class Int8Matmul(ReferenceMatmul):
 
 
 class Int8Weight:
-    """`LinearWeight` of whole numbers and scales."""
+    """`LinearWeight` of integers and scales."""
 
     def __init__(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-        """`values` int8 [N, K], also -128; `scales` float32 [N]; `dtype` is the one that the model computes in."""
+        """Store `values` int8 [N, K], which may contain -128, and `scales` float32 [N]; `dtype` is the model's compute
+        dtype."""
         self.values = values
         self.scales = scales
         self.dtype = dtype
@@ -94,10 +95,10 @@ class Int8Weight:
 
 
 class Int8LinearMethod:
-    """Reads a weight in the dtype that it is stored in, and rounds it."""
+    """`LinearMethod` that reads a weight in its stored dtype and rounds it to 8 bits."""
 
     def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> Int8Weight:
-        # The scale of an output is that of its whole row: then its weights are the same at every number of ranks.
+        # The scale of an output comes from its whole row, so that its weights do not depend on the number of ranks.
         whole = shard.take(weights, empty, whole_rows=True)
         here = slice(shard.first_input, shard.first_input + shard.local_inputs)
         values = torch.empty((shard.rows, shard.local_inputs), dtype=torch.int8, device=whole.device)
@@ -109,7 +110,7 @@ class Int8LinearMethod:
         return Int8Weight(values, scales, whole.dtype)
 
     def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
-        """As `QuantisedLinearMethod.dequantised`."""
+        """See `QuantisedLinearMethod.dequantised`."""
         weight = self.load(shard, weights, empty)
         into = empty(shard.rows, shard.local_inputs)
         for row in range(0, shard.rows, _ROWS_AT_ONCE):

@@ -1,11 +1,11 @@
-"""Products with a constant weight: plain, or with the weight packed once for a CPU kernel.
+"""Matmuls with a constant weight, either plain or packed once for a CPU kernel.
 
-Layers call `matmul` or `gated_matmul` after loading and use what these return; other forms of weights (quantised ones,
-other kernels) are added here. Nothing here knows about ranks.
+Layers call `matmul` or `gated_matmul` after loading and use the returned objects; other formats of weights (quantised
+formats, other kernels) are added here. Nothing here knows about ranks.
 
-Why packed: `F.linear` with few rows rearranges the weight at every call; a packed weight is read in the kernel's own
-order. Batch invariance: the bits of a row do not depend on the other rows, with our kernel for any number of rows and
-with oneDNN from two rows on. Whether one row alone differs is measured for each size (`needs_second_row`).
+Reason for packing: `F.linear` with few rows rearranges the weight at every call, whereas a packed weight is stored in
+the kernel's own order. Batch invariance: the bits of a row do not depend on the other rows, with our kernel for any
+number of rows and with oneDNN from two rows on. For a single row this is measured for each size (`needs_second_row`).
 """
 
 import logging
@@ -24,16 +24,16 @@ from oarlock.workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul, can_serv
 from oarlock.workers.kernels.triton import availability
 
 _ROWS = 8
-_LARGEST = 8  # of the powers of two by which inputs are scaled
+_LARGEST = 8  # largest exponent of the powers of two that scale the inputs
 
 _measured: dict[tuple[Any, ...], bool] = {}
 
 
 class PairedRows:
-    """A product that is never called with a single row: that row is passed twice.
+    """A matmul that is never called with a single row: a single row is passed twice.
 
-    Libraries use other kernels for a single row, and some of these add in another order, so that its bits differ from
-    those it has in a batch. Elsewhere pairs would only cost time: up to twice as much, where arithmetic is slower than
+    Libraries use other kernels for a single row, and some of these add in another order, so that the row's bits differ
+    from its bits in a batch. Pairs are used only if needed: they take up to twice the time if arithmetic is slower than
     reading the weight.
     """
 
@@ -48,10 +48,11 @@ class PairedRows:
 
 
 def needs_second_row(product: Callable[..., Tensor], weight: Tensor, *kind: Any, adds: bool = False) -> bool:
-    """Whether `product` gives a single row other bits than in a batch, and two rows the same bits as in a batch.
+    """Return whether `product` gives a single row other bits than in a batch, and two rows the same bits as in a batch.
 
-    `weight` [N, K] is the product's weight (of a gated product, the gate's). Measured once for each size, dtype, number
-    of threads and `kind`, which names whatever else decides the kernel. `adds`: it is also called with a residual.
+    `weight` [N, K] is the matmul's weight (the gate's for a gated matmul). The result is measured once for each size,
+    dtype, number of threads and `kind`, which names all other conditions that select the kernel. `adds`: the matmul is
+    also called with a residual.
     """
     key = (*kind, weight.dtype, tuple(weight.shape), torch.get_num_threads(), adds)
     if key not in _measured:
@@ -75,8 +76,10 @@ def _differs(product: Callable[..., Tensor], x: Tensor, residual: Tensor | None,
 
 
 def _revealing_inputs(weight: Tensor) -> Tensor:
-    """Inputs [_ROWS, K] whose results show the order of additions, even when rounded to 16 bits: in each row the terms
-    of one output cancel in pairs, so that only rounding errors remain."""
+    """Return inputs [_ROWS, K] whose results reveal the order of additions, even if rounded to 16 bits.
+
+    In each row the terms of one output cancel in pairs, so that only rounding errors remain.
+    """
     draw = torch.Generator().manual_seed(0)
     columns = weight.shape[1]
     half = columns // 2
@@ -92,22 +95,22 @@ def _revealing_inputs(weight: Tensor) -> Tensor:
 
 _log = logging.getLogger(__name__)
 
-# Elements per partial sum in float32: oneDNN adds the products of a whole row one after the other, with up to twice the
+# Elements per partial sum in float32. oneDNN adds the products of a whole row one after the other, with up to twice the
 # rounding error of a sum in blocks. (bfloat16 products are summed in float32, far more exact than the rounded result.)
 FLOAT32_BLOCK = 256
-_ROWS_HINT = 32  # rows; decides only the layout of the packed weight, not the results
+_ROWS_HINT = 32  # rows; affects only the layout of the packed weight, not the results
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """An activation function in torch, and by oneDNN's names for a product that applies it before rounding."""
+    """An activation function in torch, and oneDNN's names of it for a matmul that applies it before rounding."""
 
     function: Callable[[Tensor], Tensor]
-    attribute: str  # of oneDNN's post-op
+    attribute: str  # attribute of oneDNN's post-op
     algorithm: str = ""
 
 
-# by the names that `DecoderSpec.activation` uses
+# Keys are the names that `DecoderSpec.activation` uses.
 ACTIVATIONS = {
     "silu": Activation(F.silu, "swish"),
     "gelu_tanh": Activation(partial(F.gelu, approximate="tanh"), "gelu", "tanh"),
@@ -122,10 +125,10 @@ class Matmul(Protocol):
 
 @runtime_checkable
 class ReadableMatmul(Matmul, Protocol):
-    """A product whose weight can be read row by row in the form that it keeps."""
+    """A matmul whose weight can be read row by row in its stored format."""
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` int64 [T] of the weight: [T, K]."""
+        """Return rows `ids`, int64 [T], of the weight: [T, K]."""
 
 
 class GatedMatmul(Protocol):
@@ -135,7 +138,7 @@ class GatedMatmul(Protocol):
 
 
 class PlainMatmul:
-    """`F.linear`, for every device and dtype; tests compare the packed forms with it."""
+    """`F.linear`, for every device and dtype; tests compare the packed matmuls with it."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight  # [N, K]
@@ -147,10 +150,10 @@ class PlainMatmul:
 
 
 class Float32Matmul:
-    """A product of 16-bit inputs on a device, whose sums in float32 are given out as they are, without a bias."""
+    """A matmul of 16-bit inputs on a device, without a bias, that returns its float32 sums unrounded."""
 
     def __init__(self, weight: Tensor, multiply: Callable[..., Tensor] = torch.mm) -> None:
-        """`multiply(x, y, out_dtype=)`: `torch.mm`, which has it on CUDA only."""
+        """Use `multiply(x, y, out_dtype=)`: `torch.mm`, which has this argument only on CUDA."""
         self.weight, self._multiply = weight, multiply  # [N, K]
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -159,10 +162,10 @@ class Float32Matmul:
 
 
 class PackedMatmul:
-    """A product with a weight in oneDNN's own layout. The plain weight is not kept."""
+    """A matmul with a weight in oneDNN's own layout. The plain weight is not kept."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, whole: bool = False) -> None:
-        """`whole`: one block whatever the dtype, so that a fused activation gets the complete sum."""
+        """Pack the weight. `whole`: in one block for every dtype, so that a fused activation gets the complete sum."""
         columns = weight.shape[1]
         block = FLOAT32_BLOCK if weight.dtype == torch.float32 and not whole else columns
         self.bias = bias
@@ -183,12 +186,13 @@ class PackedMatmul:
 
 
 class SlicedMatmul:
-    """A product with its inputs cut into slices, whose results are added as in `tree_sum`, in float32."""
+    """A matmul with its inputs cut into slices, whose results are added as in `tree_sum`, in float32."""
 
     def __init__(
         self, slices: Sequence[Matmul], bias: Tensor | None, dtype: torch.dtype, *, float32_output: bool = False
     ) -> None:
-        """`slices`: a product with each slice of the weight, without bias. `dtype` of `bias` [N] and results."""
+        """Combine `slices`, a matmul without bias for each slice of the weight. `dtype` is the type of `bias` [N] and
+        results."""
         self.slices = slices
         self.bias = bias
         self.dtype = torch.float32 if float32_output else dtype
@@ -206,7 +210,7 @@ class ReferenceMatmul(ABC):
     """`x @ weight.T + bias (+ residual)` of a quantised weight with torch's operations: [T, K] -> [T, N]."""
 
     def __init__(self, dtype: torch.dtype, bias: Tensor | None, *, float32_output: bool = False) -> None:
-        """`dtype` of x, `bias` [N] and results."""
+        """Set `dtype`, the type of x, `bias` [N] and results."""
         self.dtype = torch.float32 if float32_output else dtype
         self.bias = bias
 
@@ -214,7 +218,7 @@ class ReferenceMatmul(ABC):
         return self.sums(x, residual).to(self.dtype)
 
     def sums(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The result before it is rounded: float32 [T, N]."""
+        """Return the result before rounding: float32 [T, N]."""
         y = tree_sum(self.slice_sums(x))
         for addend in (self.bias, residual):
             if addend is not None:
@@ -223,14 +227,14 @@ class ReferenceMatmul(ABC):
 
     @abstractmethod
     def slice_sums(self, x: Tensor) -> list[Tensor]:
-        """The sum of each slice of inputs: float32 [T, N]."""
+        """Return the sum of each slice of inputs: float32 [T, N]."""
 
 
 class ReferenceGatedMatmul:
     """`activation(x @ gate.T) * (x @ up.T)` with torch's operations: [T, K] -> [T, I]."""
 
     def __init__(self, both: ReferenceMatmul, activation: str) -> None:
-        """`both`: of a weight [2 * I, K], gate above up."""
+        """Use `both`, the matmul of a weight [2 * I, K] with gate above up."""
         self.both = both
         self.activation = ACTIVATIONS[activation].function
 
@@ -240,7 +244,8 @@ class ReferenceGatedMatmul:
 
 
 def gated(activation: str, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """`activation(gate) * up` of products [T, 2 * I], gate before up -> [T, I]: by a kernel in Triton where it runs."""
+    """Return `activation(gate) * up` as a function [T, 2 * I], gate before up -> [T, I]: a Triton kernel if it can
+    run."""
     if availability.can_serve(device):
         from oarlock.workers.kernels.triton.elementwise import gated as one_kernel
 
@@ -249,13 +254,13 @@ def gated(activation: str, device: torch.device) -> Callable[[Tensor], Tensor]:
 
 
 def gated_with_torch(y: Tensor, activation: str) -> Tensor:
-    """Computes `gated` by torch's operations, which round twice; tests compare the kernel with it."""
+    """Compute `gated` with torch's operations, which round twice; tests compare the kernel with it."""
     gate, up = y.chunk(2, -1)
     return ACTIVATIONS[activation].function(gate).mul_(up)
 
 
 class PlainGatedMatmul:
-    """One product with gate and up stacked, then the activation."""
+    """One matmul with gate and up stacked, then the activation."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
         self.both = PlainMatmul(weight, bias)
@@ -266,11 +271,11 @@ class PlainGatedMatmul:
 
 
 class PackedGatedMatmul:
-    """Two products with fused activation and multiplication (oneDNN post-ops), which also round less often.
+    """Two matmuls with fused activation and multiplication (oneDNN post-ops), which also round less often.
 
-    As fast as one stacked product and two small operations or faster, measured at every number of rows. A separate
+    They are at least as fast as one stacked matmul and two small operations at every number of rows. A separate
     activation would not be batch-invariant: torch computes the last few elements of an array, and of each thread's
-    part of it, with another exponential function.
+    part, with another exponential function.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
@@ -289,14 +294,15 @@ class PackedGatedMatmul:
 
 
 def matmul(weight: Tensor, bias: Tensor | None = None, *, float32_output: bool = False, slices: int = 1) -> Matmul:
-    """The fastest product for `weight` [N, K] and `bias` [N]; the caller should not keep `weight`.
+    """Return the fastest matmul for `weight` [N, K] and `bias` [N]; the caller should not keep `weight`.
 
-    `float32_output`: results stay float32 where the kernel sums in float32 and would round them. `slices`: see
+    `float32_output`: results stay float32 if the kernel sums in float32 and would round them. `slices`: see
     `LinearWeight.matmul`.
     """
     if can_serve(weight):
         return CppMatmul(weight, bias, float32_output=float32_output, slices=slices)
-    if weight.device.type != "cpu":  # in one piece: nothing is promised there of bits at other numbers of ranks
+    # Not cut into slices: these devices do not guarantee equal bits at other numbers of ranks.
+    if weight.device.type != "cpu":
         wide = float32_output and bias is None and weight.dtype != torch.float32
         return Float32Matmul(weight) if wide else PlainMatmul(weight, bias)
     if slices > 1:
@@ -308,7 +314,7 @@ def matmul(weight: Tensor, bias: Tensor | None = None, *, float32_output: bool =
 
 
 def gated_matmul(weight: Tensor, bias: Tensor | None, activation: str) -> GatedMatmul:
-    """The fastest gated product for `weight` [2 * I, K] and `bias` [2 * I] with the gate's rows first, then up's."""
+    """Return the fastest gated matmul for `weight` [2 * I, K] and `bias` [2 * I], with the gate's rows before up's."""
     if can_serve(weight):
         return CppGatedMatmul(weight, bias, activation)
     kind = PackedGatedMatmul if can_pack(weight.dtype, weight.device.type) else PlainGatedMatmul
@@ -318,19 +324,20 @@ def gated_matmul(weight: Tensor, bias: Tensor | None, activation: str) -> GatedM
 
 
 def holds_weight(product: Matmul) -> bool:
-    """Whether the product uses the tensor it was made from, without a packed copy."""
+    """Return whether the matmul uses the tensor it was created from, without a packed copy."""
     inner = product.product if isinstance(product, PairedRows) else product
     return isinstance(inner, PlainMatmul | Float32Matmul)
 
 
 def _needs_pairs(product: Callable[..., Tensor], weight: Tensor, *kind: object, adds: bool = False) -> bool:
-    """Whether one row must be computed as two, for the bits of a batch. Only on the CPU: others do not promise them."""
+    """Return whether a single row must be computed as two to get its bits in a batch. Only the CPU guarantees these
+    bits."""
     return weight.device.type == "cpu" and needs_second_row(product, weight, *kind, adds=adds)
 
 
 @cache
 def can_pack(dtype: torch.dtype, device: str) -> bool:
-    """Whether oneDNN in this build of torch packs weights of `dtype` on this processor; tried once per process."""
+    """Return whether this build of torch can pack weights of `dtype` with oneDNN here; tried once per process."""
     if device != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     try:

@@ -1,8 +1,8 @@
-"""The linear method: it reads a layer's weight, which gives the product, whatever form it is stored or multiplied in.
+"""The linear method: reads a layer's weight in any stored format; the weight creates its matmul.
 
-Named as in vLLM: a method creates and loads a layer's weight, and the product that the weight gives applies it. Here
-are the interface and the plain weights: in the dtype that the model computes in, stored so or quantised and written out
-at load, and several weights of different forms one above the other, each multiplied by itself.
+The name is vLLM's: a method creates and loads a layer's weight, and here the weight's matmul applies it. This module
+has the interface and the dense weights, stored in the model's dtype or dequantised at load, and stacks of weights of
+different formats, each multiplied by its own kernel.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ from oarlock.workers.kernels.triton import availability
 from oarlock.workers.quantization.matmul import ACTIVATIONS, GatedMatmul, Matmul, gated, gated_matmul, matmul
 from oarlock.workers.weights.source import WeightSource
 
-# An uninitialised tensor of the given lengths, in the dtype and on the device of the model's weights.
+# Creates an uninitialised tensor of the given lengths, with the dtype and the device of the model's weights.
 Empty = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Rows `first` to `first + count` of the stored matrix `{name}.weight`, which has `rows` of them."""
+    """Rows `first` to `first + count` of the stored matrix `{name}.weight`, which has `rows` rows."""
 
     name: str
     rows: int
@@ -33,15 +33,15 @@ class StoredRows:
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """A rank's weight [rows, local_inputs]: rows of one or several stored matrices, and of each row a slice."""
+    """A rank's weight [rows, local_inputs]: rows of one or several stored matrices, and a slice of each row."""
 
     parts: tuple[StoredRows, ...]
-    inputs: int  # of the whole model
+    inputs: int  # inputs of the whole model
     first_input: int
     local_inputs: int
-    fused: str | None = None  # under which a checkpoint may store all parts as one matrix
-    padding: int = 0  # rows of zeros after the last part
-    slices: int = 1  # of this rank's inputs: see `LinearWeight.matmul`
+    fused: str | None = None  # name under which a checkpoint may store all parts as one matrix
+    padding: int = 0  # zero rows after the last part
+    slices: int = 1  # slices of this rank's inputs: see `LinearWeight.matmul`
 
     @property
     def rows(self) -> int:
@@ -53,11 +53,11 @@ class WeightShard:
         return self.slices * (self.inputs // self.local_inputs)
 
     def separate(self) -> "list[WeightShard]":
-        """Shards of one part each."""
+        """Return a shard for each part."""
         return [replace(self, parts=(part,), fused=None) for part in self.parts]
 
     def take(self, weights: WeightSource, empty: Empty, *, whole_rows: bool = False) -> Tensor:
-        """The weight as it is stored: [rows, local_inputs], or with `whole_rows` [rows, inputs]."""
+        """Return the weight as stored: [rows, local_inputs], or with `whole_rows` [rows, inputs]."""
         cut = not whole_rows and self.local_inputs != self.inputs
         into = empty(self.rows, self.local_inputs if cut else self.inputs)
         into[self.rows - self.padding :] = 0.0
@@ -71,7 +71,7 @@ class WeightShard:
         return into
 
     def take_bias(self, weights: WeightSource, empty: Empty) -> Tensor:
-        """Reads the bias: [rows]."""
+        """Read the bias: [rows]."""
         into = empty(self.rows)
         into[self.rows - self.padding :] = 0.0
         for name, rows, start, view in self.sources(weights, "bias", into):
@@ -79,9 +79,9 @@ class WeightShard:
         return into
 
     def sources(self, weights: WeightSource, kind: str, into: Tensor) -> list[tuple[str, int, int, Tensor]]:
-        """(name, rows of the stored matrix, first row wanted, where they go) of each part, separate or fused.
+        """Return (name, rows of the stored matrix, first row to read, view of `into`) of each part, separate or fused.
 
-        `kind`: by which a fused weight or bias is known, what follows the module's name and a dot.
+        `kind`: suffix of the tensor after the module's name and a dot, by which a fused weight or bias is recognised.
         """
         fused = self.fused if self.fused and weights.has(f"{self.fused}.{kind}") else None
         all_rows = sum(part.rows for part in self.parts)
@@ -97,35 +97,38 @@ class WeightShard:
 
 
 class LinearWeight(Protocol):
-    """A rank's weight [N, K] in memory. It should be dropped after making a product, which may keep another form."""
+    """A rank's weight [N, K] in memory. Drop it after creating a matmul, which may keep another layout."""
 
     def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False, slices: int = 1) -> Matmul:
-        """`float32_output`: results stay float32 where the kernel sums in float32 and would round them.
+        """Return the matmul of this weight.
 
-        `slices`: of equal length into which the inputs are cut, a power of two. Each is summed by itself, in float32 in
-        the order of inputs, and the slices are added as in `tree_sum`; then come the bias, the residual and one
-        rounding. What a form stores or rounds in groups of inputs, such as rows of x, begins anew at each slice.
+        `float32_output`: results stay float32 if the kernel sums in float32 and would otherwise round them.
+
+        `slices`: number of equal slices of the inputs, a power of two. Each slice is summed separately, in float32 and
+        in the order of inputs, and the slices are added as in `tree_sum`; then come the bias, the residual and one
+        rounding. Groups of inputs that are stored or rounded together, such as all of a row of x, start anew at each
+        slice.
         """
 
     def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
-        """The gated product of a weight with the gate's rows first, then as many of up's."""
+        """Return the gated matmul of a weight with the gate's rows first, then an equal number of rows of up."""
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Rows `ids` int64 [T] -> [T, K]."""
+        """Return rows `ids`, int64 [T], of the weight: [T, K]."""
 
     def on(self, device: torch.device) -> "LinearWeight":
-        """This weight on a CUDA device, multiplied there with inputs that are not rounded."""
+        """Return this weight on a CUDA device. Its matmuls there do not round their inputs."""
 
 
 class LinearMethod(Protocol):
-    """Reader of weights of one form."""
+    """Reader of weights of one format."""
 
     def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> LinearWeight:
         """Read one rank's weight."""
 
 
 class DenseWeight:
-    """`LinearWeight` that is one tensor."""
+    """`LinearWeight` of one tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor  # [N, K]
@@ -144,7 +147,7 @@ class DenseWeight:
 
 
 class UnquantizedLinearMethod:
-    """`LinearMethod` of ordinary checkpoints."""
+    """`LinearMethod` of unquantised checkpoints."""
 
     def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
         return DenseWeight(shard.take(weights, empty))
@@ -152,14 +155,14 @@ class UnquantizedLinearMethod:
 
 @runtime_checkable
 class QuantisedLinearMethod(LinearMethod, Protocol):
-    """A method whose products round inputs."""
+    """Linear method whose matmuls round their inputs."""
 
     def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
-        """Reads the weight and writes it out in the model's dtype, with the same numbers at every number of ranks."""
+        """Read the weight and write it out in the model's dtype. The values do not depend on the number of ranks."""
 
 
 class DequantisingLinearMethod:
-    """`LinearMethod` that writes out what another one reads."""
+    """`LinearMethod` that dequantises the weights another method reads."""
 
     def __init__(self, method: LinearMethod) -> None:
         assert isinstance(method, QuantisedLinearMethod), f"{type(method).__name__} rounds no inputs"
@@ -170,7 +173,7 @@ class DequantisingLinearMethod:
 
 
 class StackedMatmul:
-    """[T, K] -> [T, N], the outputs of `products` side by side."""
+    """Outputs of `products` concatenated: [T, K] -> [T, N]."""
 
     def __init__(self, products: Sequence[Matmul]) -> None:
         self.products = products
@@ -181,7 +184,7 @@ class StackedMatmul:
 
 
 class StackedGatedMatmul:
-    """`activation(x @ gate.T) * (x @ up.T)`: [T, K] -> [T, I], rounded once where the products give float32."""
+    """`activation(x @ gate.T) * (x @ up.T)`: [T, K] -> [T, I], rounded once if the matmuls return float32."""
 
     def __init__(self, gate: Matmul, up: Matmul, activation: str) -> None:
         self.gate = gate
@@ -190,19 +193,20 @@ class StackedGatedMatmul:
 
     def __call__(self, x: Tensor) -> Tensor:
         if availability.can_serve(x.device):
-            both = torch.cat([self.gate(x), self.up(x)], 1)  # [T, 2 * I], in float32 if one of them is
+            both = torch.cat([self.gate(x), self.up(x)], 1)  # [T, 2 * I], in float32 if either part is
             return gated(self.activation, x.device)(both).to(x.dtype)
-        # torch computes the last few elements of an array with another exponential function, by whose last bits a row
-        # would depend on its place and on the number of ranks: in float64, rounding to float32 hides them.
+        # torch computes the last few elements of an array with another exponential function, whose last bits would make
+        # a row depend on its position and on the number of ranks. Computing in float64 and rounding to float32 hides
+        # the difference.
         gate = ACTIVATIONS[self.activation].function(self.gate(x).double()).float()
         return (gate * self.up(x)).to(x.dtype)
 
 
 class StackedWeight:
-    """`LinearWeight` of several weights, whose outputs follow one another."""
+    """`LinearWeight` of several weights whose outputs are concatenated."""
 
     def __init__(self, parts: Sequence[LinearWeight], rows: Sequence[int]) -> None:
-        """`rows`: outputs of each part."""
+        """Stack `parts`; `rows` has the outputs of each part."""
         self.parts = parts
         self.rows = rows
 

@@ -1,4 +1,4 @@
-"""Reads weights of MXFP4, which stay in 4 bits: `blocks` uint8 [N, K / 2] and `scales` uint8 [N, K / 32]."""
+"""Reads weights in MXFP4, which stay in 4 bits: `blocks` uint8 [N, K / 2] and `scales` uint8 [N, K / 32]."""
 
 import torch
 from torch import Tensor
@@ -14,17 +14,17 @@ _IN_BYTE = 2
 
 
 class MXFP4LinearMethod:
-    """`LinearMethod` of weights of MXFP4."""
+    """`LinearMethod` of weights in MXFP4."""
 
     def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> GroupedWeight:
         inputs = Span(shard.first_input, shard.first_input + shard.local_inputs)
-        # A shard begins where a group does, so that its numbers are the same at every number of ranks.
+        # A shard begins at the start of a group, so that its values do not depend on the number of ranks.
         assert inputs.first % float4.GROUP == 0 and inputs.stop % float4.GROUP == 0
         values, scales = _numbers(shard, weights, inputs)
         return GroupedWeight(values, scales, float4.GROUP, empty(0).dtype, bits=4, is_float=True)
 
     def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
-        """As `QuantisedLinearMethod.dequantised`; a shard may begin within a group."""
+        """See `QuantisedLinearMethod.dequantised`; a shard may begin within a group."""
         inputs = Span(shard.first_input, shard.first_input + shard.local_inputs)
         groups = inputs.of_words(float4.GROUP)
         values, scales = _numbers(shard, weights, Span(groups.first * float4.GROUP, groups.stop * float4.GROUP))
@@ -35,7 +35,8 @@ class MXFP4LinearMethod:
 
 
 def _numbers(shard: WeightShard, weights: WeightSource, inputs: Span) -> tuple[Tensor, Tensor]:
-    """Twice the numbers, int8 [N, K], and their scales, float32 [N, groups], of `inputs`, which are whole groups."""
+    """Return twice the values, int8 [N, K], and their scales, float32 [N, groups], of `inputs`, which are whole
+    groups."""
     values = torch.zeros((shard.rows, len(inputs)), dtype=torch.int8)
     scales = torch.zeros((shard.rows, len(inputs) // float4.GROUP))
     row = 0

@@ -1,14 +1,15 @@
-"""Reads weights of whole numbers as AWQ, GPTQ and compressed-tensors store them, n numbers in a word of 32 bits.
+"""Reads integer weights as AWQ, GPTQ and compressed-tensors store them, with n values in a 32-bit word.
 
 AWQ                 `qweight` [K, N / 8], `qzeros` [groups, N / 8], `scales` [groups, N]
 GPTQ                `qweight` [K / n, N], `qzeros` [groups, N / n], `scales` [groups, N]
-compressed-tensors  `weight_packed` [N, K / n] or `weight` int8 [N, K]; `weight_scale` has one number, [N, 1] or
-                    [N, groups]; `weight_zero_point` the same shape, packed along the outputs where the weight is
+compressed-tensors  `weight_packed` [N, K / n] or `weight` int8 [N, K]; `weight_scale` of one value,
+                    [N, 1] or [N, groups];
+                    `weight_zero_point` of the same shape, packed along the outputs if the weight is packed
 
-A scale, and perhaps a zero, belongs to a group of inputs. Groups should lie in one piece, and in equal pieces. In most
-checkpoints they do already, but for a group that the border of a slice cuts: then all groups are cut into pieces of
+A scale, and perhaps a zero point, belongs to a group of inputs. Kernels need contiguous groups of equal size. Most
+checkpoints have such groups, except for a group that the border of a slice cuts: then all groups are cut into pieces of
 their greatest common length, so that every number of ranks adds the same pieces up. With act-order the inputs of a
-group are scattered: they are sorted by group within each slice, and a group's last piece is filled up.
+group are scattered: they are sorted by group within each slice, and a group's last piece is padded.
 """
 
 import math
@@ -26,11 +27,11 @@ from oarlock.workers.quantization.int8 import Int8Weight
 from oarlock.workers.quantization.method import DenseWeight, Empty, LinearWeight, StackedWeight, WeightShard
 from oarlock.workers.weights.source import WeightSource
 
-LEAST = 16  # inputs: the shortest piece that products take
-_ROWS_AT_ONCE = 1024  # of a weight, in float32
+LEAST = 16  # inputs of the shortest piece that matmuls take
+_ROWS_AT_ONCE = 1024  # rows of a weight dequantised at a time, in float32
 _IN_WORD = 8
-_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each number of a word
-_NOT_SET = -1  # of every input, where a tool has made room for groups and not ordered any
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output of each value in a word
+_NOT_SET = -1  # value of all inputs if a tool stored group indices without ordering the inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +39,16 @@ class Regrouped:
     """A rank's inputs in pieces of `group` inputs."""
 
     group: int
-    group_of: Tensor  # int64 [pieces]: the stored group of each
-    inputs: Tensor | None = None  # int64 [K']: which of the rank's inputs stands there; None: each in its own place
-    filled_up: Tensor | None = None  # bool [K']: where that input only fills a piece up, with a weight of zero
+    group_of: Tensor  # int64 [pieces]: the stored group of each piece
+    inputs: Tensor | None = None  # int64 [K']: index of the rank's input at each position; None: unchanged order
+    filled_up: Tensor | None = None  # bool [K']: whether the position is padding, with a weight of zero
 
 
 def check_groups(tensor: str, groups: Tensor, count: int, size: int | None = None) -> None:
-    """Raise `StartupError` unless `tensor`, whose numbers are `groups` [K], names groups below `count` alone, and with
-    `size` each of them for so many inputs."""
+    """Raise `StartupError` if `tensor`, with the values `groups` [K], names a group that is not below `count`.
+
+    With `size`, also raise it if a group does not have `size` inputs.
+    """
     lowest, highest = int(groups.min()), int(groups.max())
     wrong = None
     if lowest < 0 or highest >= count:
@@ -62,9 +65,10 @@ def check_groups(tensor: str, groups: Tensor, count: int, size: int | None = Non
 
 
 def regroup(groups: Tensor, slices: int, here: slice, least: int = LEAST) -> Regrouped:
-    """`groups` int64 [K]: the stored group of each input of the whole model, which are cut into `slices`.
+    """Regroup `groups`, int64 [K], the stored group of each input of the whole model, whose inputs are cut into
+    `slices`.
 
-    `here`: the inputs of this rank, whole slices. `least`: pieces have a multiple of so many inputs.
+    `here`: the inputs of this rank, whole slices. `least`: the inputs of each piece are a multiple of it.
     """
     inputs = len(groups)
     length = inputs // slices
@@ -73,7 +77,7 @@ def regroup(groups: Tensor, slices: int, here: slice, least: int = LEAST) -> Reg
     starts = begins.nonzero().flatten()
     group = math.gcd(*starts.tolist(), length if slices > 1 else 0)
     if len(starts) == 1:
-        group = -(-inputs // least) * least  # one scale for all
+        group = -(-inputs // least) * least  # one scale for all inputs
     if group % least == 0:
         return Regrouped(group, groups[here][::group])
     return _sorted(groups, slices, here, least)
@@ -85,7 +89,7 @@ def _sorted(groups: Tensor, slices: int, here: slice, least: int) -> Regrouped:
     group = math.gcd(*counts[counts > 0].tolist())
     group = group if group % least == 0 else least
     pieces = -(-counts // group)  # [slices, groups]
-    longest = int(pieces.sum(1).max()) * group  # inputs of a slice, filled up
+    longest = int(pieces.sum(1).max()) * group  # inputs of a slice, padded
     inputs, filled_up, group_of = [], [], []
     for index in range(here.start // length, here.stop // length):
         order = torch.argsort(groups[index * length : (index + 1) * length], stable=True)
@@ -107,7 +111,7 @@ def _sorted(groups: Tensor, slices: int, here: slice, least: int) -> Regrouped:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Numbers `first` to `stop` of a row, or of a column."""
+    """Values `first` to `stop` of a row or a column."""
 
     first: int
     stop: int
@@ -116,11 +120,11 @@ class Span:
         return self.stop - self.first
 
     def of_words(self, in_word: int) -> "Span":
-        """The words of so many numbers that hold them."""
+        """Return the span of words, each of `in_word` values, that contain these values."""
         return Span(self.first // in_word, -(-self.stop // in_word))
 
     def within_words(self, in_word: int) -> slice:
-        """Place of these numbers within the words of `of_words`."""
+        """Return the slice of these values within the words of `of_words`."""
         first = self.first % in_word
         return slice(first, first + len(self))
 
@@ -128,7 +132,7 @@ class Span:
 def take_block(
     weights: WeightSource, name: str, shape: Sequence[int], rows: Span, columns: Span, dtype: torch.dtype
 ) -> Tensor:
-    """Reads some rows and columns of a stored matrix: [rows, columns]. No layer cuts a matrix along both."""
+    """Read some rows and columns of a stored matrix: [rows, columns]. No layer cuts a matrix along both dimensions."""
     height, width = shape
     if len(columns) == width:
         into = torch.empty((len(rows), width), dtype=dtype)
@@ -140,17 +144,17 @@ def take_block(
 
 
 def unpack(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
-    """int32 [R, C] -> int8: each word becomes 32 / `bits` numbers along `dim`, less 2 ** (bits - 1).
+    """Unpack int32 [R, C] to int8: each word becomes 32 / `bits` values along `dim`, minus 2 ** (bits - 1).
 
-    `order`: the place of each number of a word, the lowest bits first; None: one after the other.
+    `order`: the index of each value of a word, the lowest bits first; None: consecutive.
     """
     height, width = words.shape
-    words = words.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps odd strides of lengths of one
+    words = words.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps odd strides of length-1 dimensions
     stored = words.view(torch.uint8).view(height, width, 4)  # the lowest byte first
     if bits == 8:
         numbers = (stored ^ 0x80).view(torch.int8)
         return numbers.flatten(1) if dim == 1 else numbers.transpose(1, 2).flatten(0, 1)
-    halves = [(half.view(torch.int8) - 8) for half in (stored & 15, stored >> 4)]  # the lower one first
+    halves = [(half.view(torch.int8) - 8) for half in (stored & 15, stored >> 4)]  # the lower half first
     if dim == 1 and order is None:
         return torch.stack(halves, 3).flatten(1)
     shape = (height, 8, width) if dim == 0 else (height, width, 8)
@@ -163,7 +167,7 @@ def unpack(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = Non
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """weight[n, k] = (values[n, k] - zeros[n, g]) * scales[n, g], g the group of input k."""
+    """weight[n, k] = (values[n, k] - zeros[n, g]) * scales[n, g], with g the group of input k."""
 
     values: Tensor  # int8 [N, K]
     scales: Tensor  # float32 [N, groups]
@@ -182,16 +186,16 @@ class StoredPart:
 
 
 class GroupReader(Protocol):
-    """Reader of the numbers, scales and zeros of one format."""
+    """Reader of the values, scales and zero points of one format."""
 
     bits: int
-    kind: str  # what follows a module's name where its weight is stored
+    kind: str  # suffix of a stored weight after the module's name
 
     def groups(self, weights: WeightSource, name: str, inputs: int) -> Tensor:
-        """The group of each input of the whole model: int64 [all_inputs]."""
+        """Return the group of each input of the whole model: int64 [all_inputs]."""
 
     def numbers(self, weights: WeightSource, part: StoredPart, groups: Span) -> Numbers:
-        """Numbers of some rows and inputs, with the scales and zeros of some groups."""
+        """Return the values of some rows and inputs, with the scales and zero points of some groups."""
 
 
 class GroupedLinearMethod:
@@ -210,7 +214,7 @@ class GroupedLinearMethod:
         dtype = empty(0).dtype
         if all(torch.equal(other, groups[0]) for other in groups):
             return self._weight(parts, groups[0], shard, weights, dtype)
-        # Parts whose inputs are grouped in orders of their own have no common order.
+        # Parts whose inputs are grouped in different orders have no common order.
         assert not shard.padding
         loaded = [
             self._weight([part], own, own_shard, weights, dtype)
@@ -219,7 +223,7 @@ class GroupedLinearMethod:
         return StackedWeight(loaded, [len(part.rows) for part in parts])
 
     def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
-        """As `QuantisedLinearMethod.dequantised`."""
+        """See `QuantisedLinearMethod.dequantised`."""
         into = empty(shard.rows, shard.local_inputs)
         into[shard.rows - shard.padding :] = 0.0
         inputs = _inputs_of(shard)
@@ -254,7 +258,8 @@ class GroupedLinearMethod:
 
 
 def _write_out(numbers: Numbers, groups: Tensor, into: Tensor) -> None:
-    """`groups` int64 [K]: of each input. `into` [N, K], in any dtype of floating point."""
+    """Dequantise `numbers` into `into` [N, K], of any floating-point dtype. `groups` int64 [K]: the group of each
+    input."""
     for row in range(0, len(into), _ROWS_AT_ONCE):
         rows = slice(row, row + _ROWS_AT_ONCE)
         values = numbers.values[rows].float()
@@ -264,7 +269,7 @@ def _write_out(numbers: Numbers, groups: Tensor, into: Tensor) -> None:
 
 
 def _stacked(parts: list[Tensor], shard: WeightShard) -> Tensor:
-    """One above the other, with the shard's rows of zeros below."""
+    """Concatenate parts along the rows, followed by the shard's zero rows."""
     whole = torch.cat(parts)
     return F.pad(whole, (0, 0, 0, shard.padding)) if shard.padding else whole
 
@@ -274,7 +279,7 @@ def _inputs_of(shard: WeightShard) -> Span:
 
 
 def _arranged(numbers: Numbers, form: Regrouped, first_group: int) -> Numbers:
-    """Arranges numbers in pieces of equal length, filled up with the number that means zero."""
+    """Arrange values in pieces of equal length, padded with the value that means zero."""
     group_of = form.group_of - first_group  # [pieces]
     scales = numbers.scales[:, group_of]
     zeros = None if numbers.zeros is None else numbers.zeros[:, group_of]
@@ -293,7 +298,7 @@ class AWQReader:
     bits = 4
 
     def __init__(self, group: int | None) -> None:
-        """`group`: inputs that share a scale, None for all."""
+        """Set `group`, the inputs that share a scale; None: all."""
         self._group = group
 
     def groups(self, weights: WeightSource, name: str, inputs: int) -> Tensor:
@@ -322,7 +327,8 @@ class GPTQReader:
     kind = "qweight"
 
     def __init__(self, bits: int, group: int | None, symmetric: bool, zeros_less_one: bool) -> None:
-        """`group`: inputs that share a scale, None for all. `zeros_less_one`: that is how they are stored."""
+        """Set the format. `group`: inputs that share a scale; None: all. `zeros_less_one`: zero points are stored minus
+        one."""
         self.bits = bits
         self._group = group
         self._symmetric = symmetric
@@ -350,7 +356,8 @@ class GPTQReader:
             groups, part.rows.of_words(in_word), torch.int32,
         )  # fmt: skip
         if self._zeros_less_one:
-            # The tools add one to each number of a word by a single addition, which may carry: so does this.
+            # The tools add one to each value of a word by a single addition, which may carry, so this code does as
+            # well.
             words = words + sum(1 << place for place in range(0, 32, self.bits))
         zeros = unpack(words, self.bits, 1)[:, part.rows.within_words(in_word)]  # [groups, N]
         scales = take_block(
@@ -364,7 +371,7 @@ class IntegerReader:
     """`GroupReader` of compressed-tensors."""
 
     def __init__(self, bits: int, packed: bool, group: int | None, symmetric: bool) -> None:
-        """`group`: inputs that share a scale, None for all."""
+        """Set the format. `group`: inputs that share a scale; None: all."""
         self.bits = bits
         self.kind = "weight_packed" if packed else "weight"
         self._packed = packed
@@ -405,7 +412,8 @@ class IntegerReader:
 
 
 def take_scales(weights: WeightSource, part: StoredPart, groups: Span, kind: str) -> Tensor:
-    """Reads scales, of each output or one for all: float32 [N, groups]. `kind`: what follows the module's name."""
+    """Read scales, one per output or one for all outputs: float32 [N, groups]. `kind`: suffix after the module's
+    name."""
     name = f"{part.name}.{kind}"
     shape = weights.shape_of(name)
     assert shape is not None, "preflight has found it"

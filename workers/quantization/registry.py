@@ -1,7 +1,8 @@
-"""The forms that weights of products can have, by name: what each takes in memory, and the method that reads it.
+"""The quantizations of linear weights, by name: the memory they take, and the method that reads them.
 
-Torch-free: memory is counted before any rank starts. A new form is one file beside this one and one entry here; a new
-method of checkpoints is a file in `formats/`, a reader that uses torch, and one line in `STORED`.
+Torch-free, because memory is counted before any rank starts. A new quantization at load is one file in this folder and
+one entry here. A new quantization of checkpoints is a file in `formats/`, a reader that uses torch, and one line in
+`STORED`.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """One form of weights that are stored in floating point: a `Form`, and the `WeightForms` of a model."""
+    """Format of weights that a checkpoint stores in floating point: a `Form`, and the `WeightForms` of a model."""
 
     method: Callable[[], LinearMethod]
-    bits: int | None = None  # of one weight; None: those of the dtype that the model computes in
-    bytes_per_row: int = 0  # beside the weights, for each output
-    group: int = 1  # inputs that are stored together; shards begin where a group does, and rows are filled up to one
-    bytes_per_group: int = 0  # beside the weights
-    head: Quantization | None = None  # of the output head and the embedding; None: this one
+    bits: int | None = None  # bits of a weight; None: the bits of the model's dtype
+    bytes_per_row: int = 0  # additional bytes for each output
+    # Inputs that are stored together. Shards begin at the start of a group, and rows are padded to whole groups.
+    group: int = 1
+    bytes_per_group: int = 0  # additional bytes for each group
+    head: Quantization | None = None  # format of the output head and the embedding; None: this format
 
     @property
     def of_head(self) -> Quantization:
-        """The form of the head's weight."""
+        """Format of the head's weight."""
         return self.head or self
 
     @property
@@ -43,22 +45,22 @@ class Quantization:
         return Arithmetic.DENSE if self.bits is None else Arithmetic.ROUNDED_INPUTS
 
     def form_of(self, module: str) -> Quantization:
-        """This form, which is that of every module."""
+        """Return this format, which all modules have."""
         return self
 
     def ignores(self, name: str) -> bool:
-        """False: rounding at load leaves no tensor of a checkpoint unused."""
+        """Return False: quantization at load leaves no tensor of a checkpoint unused."""
         return False
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
-        """Bytes of a weight [rows, inputs] whose model computes in a dtype of `item_bytes`."""
+        """Return the bytes of a weight [rows, inputs] of a model whose dtype has `item_bytes` bytes."""
         groups = -(-inputs // self.group)
         stored = groups * self.group
         row = stored * item_bytes if self.bits is None else -(-stored * self.bits // 8)
         return rows * (row + groups * self.bytes_per_group + self.bytes_per_row)
 
     def cuts(self, inputs: int, parts: int) -> bool:
-        """Whether `inputs` can be cut into so many equal parts."""
+        """Return whether `inputs` can be cut into `parts` equal parts."""
         return parts == 1 or (inputs // parts) % self.group == 0
 
 
@@ -85,7 +87,7 @@ _INT8 = Quantization(_int8, bits=8, bytes_per_row=8)  # a scale, and the sum tha
 QUANTIZATIONS = {
     "none": NONE,
     "int8": _INT8,
-    # A factor for each output, and a scale for each group. The head in 4 bits would add more to the perplexity than all
+    # A factor for each output, and a scale for each group. A head of 4 bits would add more to the perplexity than all
     # layers do (docs/accuracy.md).
     "int4": Quantization(_int4, bits=4, group=32, bytes_per_row=4, bytes_per_group=2, head=_INT8),
 }

@@ -1,8 +1,8 @@
-"""Products with experts on a CUDA device, by kernels in Triton (`kernels/triton/experts.py`), or torch's grouped ones.
+"""Expert matmuls on a CUDA device, by kernels in Triton (`kernels/triton/experts.py`) or torch's grouped matmuls.
 
-Four launches a layer, whose grids follow from the numbers of tokens and experts alone, so that graphs can record them.
-torch's products of bfloat16 are others between the same sorting and adding; which way is fastest for a number of tokens
-is measured at start (`runner/expert_ways.py`). `TorchExpertMatmul` is the judge.
+A layer takes four launches, whose grids depend only on the numbers of tokens and experts, so that CUDA graphs can
+record them. torch's bfloat16 matmuls can replace the middle two between the same sorting and adding. The fastest
+backend for a number of tokens is measured at start (`runner/expert_ways.py`). `TorchExpertMatmul` is the reference.
 """
 
 from collections.abc import Iterable
@@ -19,20 +19,24 @@ from oarlock.workers.quantization.fixed_order import FixedOrderWeight
 from oarlock.workers.quantization.method import DenseWeight, LinearWeight
 from oarlock.workers.quantization.weight_only import UNITS, WeightOnly
 
-# Pairs of a token and an expert in a block: the fewest, of decodes, and those of prompts.
+# (token, expert) pairs in a block: the smallest for decodes, the larger for prompts.
 BLOCKS = (16, 64, 128)
-TILES = {f"tiles of {block}": block for block in BLOCKS}  # ways to multiply, by name
+TILES = {f"tiles of {block}": block for block in BLOCKS}  # Triton backends by name
 GROUPED = "grouped_mm"
-_HOPPER, _BLACKWELL = 9, 10  # major numbers of devices with torch's kernel; on others it waits for the host
-_ALIGNED = 8  # numbers of 16 bits: rows that torch's kernel reads begin at multiples of these
-_SORTED = 1024  # pairs at a time
-_ADDED = 1024  # outputs of one program that adds experts up
-_PARTIAL_BYTES = 128 << 20  # of results before they are added up; more tokens are multiplied one part after another
+# Major compute capabilities with a grouped kernel in torch; on other devices it waits for the host.
+_HOPPER, _BLACKWELL = 9, 10
+_ALIGNED = 8  # 16-bit values: rows that torch's kernel reads begin at multiples of this number
+_SORTED = 1024  # pairs sorted at a time
+_ADDED = 1024  # outputs of a program that adds experts up
+# Bytes of results before they are added up; with more tokens, parts are multiplied one after another.
+_PARTIAL_BYTES = 128 << 20
 
 
 def options(block: int, dtype: torch.dtype, amd: str | None, *, is_packed: bool) -> dict[str, Any]:
-    """Rows of the weight and compile options of a product in blocks of `block` pairs. `is_packed`: the weight has 4 or
-    8 bits, whose scales take registers."""
+    """Return the weight rows and compile options of a matmul in blocks of `block` pairs.
+
+    `is_packed`: the weight has 4 or 8 bits, whose scales take registers.
+    """
     many = block > BLOCKS[0] and dtype != torch.float32
     compiled = availability.options(8 if block == BLOCKS[-1] and many else 4, 3 if many else 4, amd)
     return {
@@ -43,7 +47,8 @@ def options(block: int, dtype: torch.dtype, amd: str | None, *, is_packed: bool)
 
 
 class _Product:
-    """One weight [N, K] of each of `count` experts, all of one form: each part of all is one tensor; and the biases."""
+    """Weights [N, K] of `count` experts in one format, each kind of tensor stacked over the experts, and their
+    biases."""
 
     def __init__(self, count: int, first: LinearWeight, bias: Tensor | None) -> None:
         self.stored = first.stored if isinstance(first, WeightOnly) else None
@@ -62,7 +67,7 @@ class _Product:
                 into[expert] = part
 
     def constants(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Constants that kernels are compiled for, but for those of `options`."""
+        """Return the constants that kernels are compiled for, except the `options`."""
         if self.stored is None:
             units = 1 if dtype == torch.float32 else 2
             return {"BITS": 16, "FLOAT": False, "UNIT": UNITS[-1], "GROUP_UNITS": 0, "ZEROS": False, "UNITS": units}
@@ -75,7 +80,7 @@ class _Product:
 
 
 def _parts(weight: LinearWeight) -> tuple[Tensor | None, ...]:
-    """Values, scales, zeros and factors."""
+    """Return values, scales, zero points and factors."""
     if isinstance(weight, WeightOnly):
         stored = weight.stored
         return stored.values, stored.scales, stored.zeros, stored.factors
@@ -88,7 +93,7 @@ class TritonExpertMatmul:
 
     def __init__(self, shape: ExpertsShape, experts: Iterable[ExpertWeights]) -> None:
         self.shape = shape
-        # Ways, each with the most tokens that it is for; beyond the last as at the last. Empty: not measured.
+        # (maximum tokens, backend) in ascending order; larger batches use the last backend. Empty until measured.
         self.chosen: list[tuple[int, str]] = []
         self.gate_up: _Product | None = None
         self.down: _Product | None = None
@@ -114,18 +119,18 @@ class TritonExpertMatmul:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _some(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        from oarlock.workers.kernels.triton import experts as kernels_of  # Triton is on some machines only
+        from oarlock.workers.kernels.triton import experts as kernels_of  # Triton is only installed on some machines
 
-        kernels: Any = kernels_of  # a kernel's call compiles it: no annotation describes its arguments
+        kernels: Any = kernels_of  # calling a kernel compiles it, and no annotation describes its arguments
         shape, (tokens, top_k), device = self.shape, ids.shape, x.device
         pairs, way = tokens * top_k, self.way(tokens, tokens * top_k)
         block = TILES.get(way, BLOCKS[-1])
-        # Blocks at most: one that is not full for each expert in use.
+        # Maximum number of blocks: each expert in use has at most one block that is not full.
         blocks = min(pairs, shape.count + pairs // block)
         power = 1 << shape.count.bit_length()
         starts, pairs_of = (torch.empty(count, dtype=torch.int32, device=device) for count in (power, pairs))
         if way == GROUPED:
-            pairs_of.fill_(pairs)  # the rows of pairs of other ranks, which are not sorted
+            pairs_of.fill_(pairs)  # rows of other ranks' pairs, which are not sorted
         table = torch.empty((3, blocks), dtype=torch.int32, device=device)
         kernels.sort_pairs[(1,)](
             ids, starts, pairs_of, table, pairs, blocks, shape.first, EXPERTS=shape.count, E_POW=power, BLOCK_M=block,
@@ -174,10 +179,10 @@ class TritonExpertMatmul:
         )  # fmt: skip
 
     def _grouped(self, x: Tensor, pairs_of: Tensor, ends: Tensor, top_k: int) -> Tensor:
-        """Results of pairs by torch's grouped products: float32 [pairs + 1, hidden], the last of those of other ranks.
+        """Return the results of pairs by torch's grouped matmuls: float32 [pairs + 1, hidden].
 
-        `pairs_of` as sorted, with the number of all pairs in place of those of other ranks; `ends` int32 [E]: behind
-        the pairs of each expert, as sorting leaves `starts`.
+        The last row belongs to the pairs of other ranks. `pairs_of` is sorted and has the number of all pairs in place
+        of other ranks' pairs. `ends` int32 [E] is the end of each expert's pairs; sorting leaves it in `starts`.
         """
         gate_up, down = self.weights()
         rows = (pairs_of // top_k).clamp_(max=len(x) - 1)
@@ -189,27 +194,27 @@ class TritonExpertMatmul:
 
     @property
     def is_packed(self) -> bool:
-        """Whether weights have 4 or 8 bits."""
+        """True if weights have 4 or 8 bits."""
         return self.gate_up is not None and self.gate_up.stored is not None
 
     def weights(self) -> tuple[Tensor, Tensor]:
-        """The first part of gate and up, and of down, of all experts: [E, N, ...]."""
+        """Return the first tensor of gate and up, and of down, of all experts: [E, N, ...]."""
         assert self.gate_up is not None and self.down is not None
         return self.gate_up.arguments()[0], self.down.arguments()[0]
 
     def way(self, tokens: int, pairs: int) -> str:
-        """The way to multiply; before any is measured, with as many pairs in a tile as experts get on the average."""
+        """Return the backend. Before measurements, the tile fits the average number of pairs per expert."""
         if self.chosen:
             return next((way for most, way in self.chosen if tokens <= most), self.chosen[-1][1])
         ways = self.ways()
         return next((way for way in ways if pairs <= TILES.get(way, 0) * self.shape.count), ways[-1])
 
     def ways(self) -> list[str]:
-        """Ways to multiply: one where bits must not depend on the number of tokens."""
+        """Return the backends: only one if bits must not depend on the number of tokens."""
         return [*TILES][:1] if self.is_fixed or self.shape.dtype == torch.float32 else [*TILES]
 
     def why_not_grouped(self) -> str | None:
-        """The reason why torch's grouped products do not serve; None: they do."""
+        """Return the reason why torch's grouped matmuls cannot be used, or None if they can."""
         shape, gate_up = self.shape, self.gate_up
         if shape.dtype != torch.bfloat16 or gate_up is None or gate_up.stored is not None:
             return "weights are not bfloat16"
@@ -224,7 +229,7 @@ class TritonExpertMatmul:
 
 
 def why_not(first: ExpertWeights) -> str | None:
-    """The reason why experts like the first one have no such products; None: they have."""
+    """Return the reason why experts like `first` cannot use these kernels, or None if they can."""
     for weight in (first.gate_up, first.down):
         if not isinstance(weight, (WeightOnly, DenseWeight, FixedOrderWeight)):
             return f"no kernel reads a {type(weight).__name__}"

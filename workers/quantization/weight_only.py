@@ -1,9 +1,10 @@
-"""Weights of 4 or 8 bits on a CUDA device, by kernels in Triton (`kernels/triton/weight_only.py`).
+"""Weights of 4 or 8 bits on a CUDA device, multiplied by kernels in Triton (`kernels/triton/weight_only.py`).
 
-At the rows of a decoding step a product takes as long as reading its weight, and rows of x are not rounded, in no form.
-Programs that need the same part of the weight, for other rows, run at the same time: memory is read once. More rows are
-multiplied by the weight written out in the type of x, some outputs at a time, by torch; or in float8, where the weight
-is, the checkpoint means it so and the device can (`scaled_float8.py`, `block_float8.py`).
+With the few rows of a decode step, a matmul takes as long as reading its weight, and rows of x are never rounded.
+Programs that need the same part of the weight for other rows run at the same time, so memory is read once. With more
+rows, torch multiplies by the weight written out in the dtype of x, some outputs at a time. It multiplies in float8
+instead if the weight is float8, the checkpoint intends it and the device supports it (`scaled_float8.py`,
+`block_float8.py`).
 """
 
 from collections.abc import Callable
@@ -19,31 +20,31 @@ from oarlock.workers.kernels.triton import availability
 from oarlock.workers.quantization import block_float8, scaled_float8
 from oarlock.workers.quantization.matmul import GatedMatmul, Matmul, gated
 
-MOST_ROWS = 256  # of x, that are multiplied by the stored numbers
-BLOCKS = (16, 64, 128)  # rows of x of one program
+MOST_ROWS = 256  # rows of x up to which the stored values are multiplied
+BLOCKS = (16, 64, 128)  # rows of x per program
 UNITS = (16, 32)  # inputs that are stored together
-_STEP_BYTES = {4: 64, 8: 128}  # bits -> bytes of a row of weights in one step: 128 inputs
+_STEP_BYTES = {4: 64, 8: 128}  # bits -> bytes of a weight row per step: 128 inputs
 _BLOCK_N = 64
-MERGED = 1024  # outputs of one program that adds spans up
-_WAVES = 4  # programs for each multiprocessor, before cutting the inputs gains no more
-_LEAST_STEPS = 4  # of a span
-_WRITTEN_OUT = 64 << 20  # bytes of numbers at a time
+MERGED = 1024  # outputs of a program that adds spans up
+_WAVES = 4  # programs per multiprocessor beyond which cutting the inputs gains nothing
+_LEAST_STEPS = 4  # minimum steps of a span
+_WRITTEN_OUT = 64 << 20  # bytes of a weight that are written out at a time
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A weight [N, K] as the kernels read it (`kernels/triton/weight_only.py`)."""
+    """A weight [N, K] in the layout that the kernels read (`kernels/triton/weight_only.py`)."""
 
     values: Tensor  # uint8 [N, units * unit * bits / 8]
-    scales: Tensor | None  # float16, float32, or uint8 (exponents of powers of 2, 127 more) [groups, N]
+    scales: Tensor | None  # float16, float32, or uint8 (exponents of powers of 2, plus 127) [groups, N]
     zeros: Tensor | None  # float16 [groups, N]
     factors: Tensor  # float32 [N]
     inputs: int
-    group: int  # inputs; of one without scales: any
+    group: int  # inputs per group; any value without scales
     bits: int
-    is_float: bool = False  # e4m3, or e2m1 of 4 bits
-    rounds_rows: bool = False  # of x, many of them, to float8
-    blocks: Tensor | None = None  # float32 [N / 128, K / 128]: `scales`, where all outputs share them by 128
+    is_float: bool = False  # e4m3, or e2m1 with 4 bits
+    rounds_rows: bool = False  # may round x to float8 if it has many rows
+    blocks: Tensor | None = None  # float32 [N / 128, K / 128]: `scales`, if blocks of 128 outputs share them
 
     @property
     def unit(self) -> int:
@@ -59,11 +60,11 @@ class StoredWeight:
 
     @property
     def float8(self) -> Tensor:
-        """Numbers of a weight in float8: [N, K]."""
+        """Values of a float8 weight: [N, K]."""
         return self.values[:, : self.inputs].view(torch.float8_e4m3fn)
 
     def constants(self) -> dict[str, Any]:
-        """Constants that kernels are compiled for."""
+        """Return the constants that kernels are compiled for."""
         return {
             "BITS": self.bits,
             "FLOAT": self.is_float,
@@ -80,7 +81,8 @@ class StoredWeight:
         return self.values, scales, zeros, self.factors
 
     def spans(self) -> tuple[int, int]:
-        """(units of a span, spans): enough programs to occupy the device. The same at every number of rows."""
+        """Return (units of a span, spans), with enough programs to occupy the device. Independent of the number of
+        rows."""
         constants = self.constants()
         steps = -(-self.units // constants["UNITS"])
         programs = -(-self.columns // _BLOCK_N)
@@ -89,7 +91,7 @@ class StoredWeight:
         return steps_each * constants["UNITS"], -(-steps // steps_each)
 
     def multiply(self, x: Tensor) -> Tensor:
-        """`x @ weight.T` of x [T, K] by spans of inputs: float32 [spans, T, N]."""
+        """Return `x @ weight.T` of x [T, K] by spans of inputs: float32 [spans, T, N]."""
         assert x.stride(1) == 1 and x.shape[1] == self.inputs
         rows = len(x)
         block = next((block for block in BLOCKS if rows <= block), BLOCKS[-1])
@@ -103,11 +105,11 @@ class StoredWeight:
         return partial
 
     def written_out(self, dtype: torch.dtype, first: int = 0, stop: int | None = None) -> Tensor:
-        """Rows `first` to `stop` as numbers: [rows, K]."""
+        """Return rows `first` to `stop` dequantised to `dtype`: [rows, K]."""
         return self._write_out(dtype, (self.columns if stop is None else stop) - first, first, None)
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows `ids` int64 [T] as numbers: [T, K]."""
+        """Return rows `ids`, int64 [T], dequantised to `dtype`: [T, K]."""
         return self._write_out(dtype, len(ids), 0, ids.contiguous())
 
     def _write_out(self, dtype: torch.dtype, rows: int, first: int, ids: Tensor | None) -> Tensor:
@@ -133,7 +135,7 @@ class WeightOnlyMatmul:
         *,
         float32_output: bool = False,
     ) -> None:
-        """`order` int64 [K] or None: input number k of the weight is input order[k] of x; `dtype` of x and bias."""
+        """Use `order` int64 [K] or None: input k of the weight is input order[k] of x. `dtype`: of x and bias."""
         self.weight = weight
         self.order = order
         self.dtype = dtype
@@ -152,7 +154,7 @@ class WeightOnlyMatmul:
         return merged(partial, self.bias, residual, self.output_dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` int64 [T] of the weight: [T, K]."""
+        """Return rows `ids`, int64 [T], of the weight: [T, K]."""
         rows = self.weight.rows(ids, self.dtype)
         return rows if self.order is None else torch.empty_like(rows).index_copy_(1, self.order, rows)
 
@@ -165,7 +167,7 @@ class WeightOnlyMatmul:
         return y if residual is None else y.add_(residual)
 
     def _by_torch(self, x: Tensor) -> Tensor:
-        """The product with the weight written out, and bias."""
+        """Return `x` times the dequantised weight, plus the bias."""
         weight = self.weight
         at_once, parts = max(1, _WRITTEN_OUT // (weight.inputs * x.element_size())), []
         for first in range(0, weight.columns, at_once):
@@ -175,7 +177,8 @@ class WeightOnlyMatmul:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _in_float8(self) -> Callable[..., Tensor] | None:
-        """The product of many rows in float8, without bias, where the checkpoint means it so and the device can."""
+        """Return the float8 matmul for many rows, without bias, if the checkpoint intends it and the device supports
+        it."""
         weight = self.weight
         if not weight.rounds_rows:
             return None
@@ -190,7 +193,7 @@ class WeightOnlyMatmul:
 
 
 class WeightOnlyGatedMatmul:
-    """`activation(x @ gate.T) * (x @ up.T)`: [T, K] -> [T, I]. `weight` [2 * I, K]: gate above up."""
+    """`activation(x @ gate.T) * (x @ up.T)`: [T, K] -> [T, I]. `weight` [2 * I, K] has gate above up."""
 
     def __init__(
         self, weight: StoredWeight, order: Tensor | None, dtype: torch.dtype, bias: Tensor | None, activation: str
@@ -208,7 +211,7 @@ class WeightOnlyGatedMatmul:
 
 
 class WeightOnly:
-    """`LinearWeight` on a device. `slices` fix an order of additions that these products do not promise."""
+    """`LinearWeight` on a device. `slices` is ignored: these matmuls do not guarantee an order of additions."""
 
     def __init__(self, stored: StoredWeight, dtype: torch.dtype, order: Tensor | None = None) -> None:
         self.stored = stored
@@ -232,7 +235,7 @@ class WeightOnly:
 def merged(
     partial: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype, activation: str = ""
 ) -> Tensor:
-    """Spans [spans, T, N] added up, with bias [N] and residual [T, N], or gated: [T, N] or [T, N / 2]."""
+    """Return the sum of spans [spans, T, N], plus bias [N] and residual [T, N], or gated: [T, N] or [T, N / 2]."""
     spans, rows, columns = partial.shape
     width = columns // 2 if activation else columns
     out = torch.empty((rows, width), dtype=dtype, device=partial.device)
@@ -247,19 +250,20 @@ def merged(
 
 
 def multiply_options(block: int, amd: str | None) -> dict[str, Any]:
-    """Compile options of a product in blocks of `block` rows: more stages keep more of the weight on its way."""
+    """Return the compile options of a matmul in blocks of `block` rows. More stages prefetch more of the weight."""
     warps, stages = (4, 4) if block == BLOCKS[0] else (4, 3) if block < BLOCKS[-1] else (8, 3)
     options = availability.options(warps, stages, amd)
     return {"PRECISION": availability.float32_products(amd), **options}
 
 
 def unit_of(group: int) -> int:
-    """Inputs that are stored together, all of one group."""
+    """Return the number of inputs that are stored together, all of one group."""
     return next(unit for unit in reversed(UNITS) if group % unit == 0)
 
 
 def of_channels(values: Tensor, scales: Tensor) -> StoredWeight:
-    """Stores whole numbers with a scale for each output: int8 [N, K], float32 [N]. On the device of `values`."""
+    """Store integers with a scale for each output: int8 [N, K], float32 [N]. The result is on the device of
+    `values`."""
     inputs = values.shape[1]
     return StoredWeight(_integers(values, 8, UNITS[-1]), None, None, scales.to(values.device), inputs, inputs, 8)
 
@@ -267,7 +271,10 @@ def of_channels(values: Tensor, scales: Tensor) -> StoredWeight:
 def of_groups(
     values: Tensor, scales: Tensor, zeros: Tensor | None, factors: Tensor, group: int, bits: int
 ) -> StoredWeight:
-    """Stores numbers as in `StoredGroups`: int8 [N, K], float16 [N, groups] twice, float32 [N]; where `values` are."""
+    """Store values as in `StoredGroups`, on the device of `values`.
+
+    `values` int8 [N, K], `scales` and `zeros` float16 [N, groups], `factors` float32 [N].
+    """
     device = values.device
     return StoredWeight(
         _integers(values, bits, unit_of(group)),
@@ -281,7 +288,7 @@ def of_groups(
 
 
 def of_float8(values: Tensor, scales: Tensor, group: int, *, rounds_rows: bool = False) -> StoredWeight:
-    """float8_e4m3fn [N, K], finite; float32 [N, groups]. On the device of `values`."""
+    """Store finite `values` float8_e4m3fn [N, K] with `scales` float32 [N, groups], on the device of `values`."""
     inputs, device = values.shape[1], values.device
     if scales.shape[1] == 1:
         stored, factors, unit = None, scales[:, 0].contiguous().to(device), UNITS[-1]
@@ -298,8 +305,11 @@ def of_float8(values: Tensor, scales: Tensor, group: int, *, rounds_rows: bool =
 
 
 def of_mxfp4(values: Tensor, scales: Tensor) -> StoredWeight:
-    """Stores numbers in MXFP4: uint8 [N, K / 2], of which each has two in e2m1, the first in its low half; and uint8
-    [N, K / 32], the exponents of their scales, 127 more. On the device of `values`."""
+    """Store values in MXFP4, on the device of `values`.
+
+    `values` uint8 [N, K / 2], two e2m1 values per byte, the first in the low half. `scales` uint8 [N, K / 32], the
+    exponents of the scales, plus 127.
+    """
     columns, inputs = len(values), 2 * values.shape[1]
     assert scales.shape == (columns, inputs // UNITS[-1])
     numbers = torch.stack([values & 15, values >> 4], 2).view(columns, -1, 2, UNITS[-1] // 2)
@@ -310,7 +320,7 @@ def of_mxfp4(values: Tensor, scales: Tensor) -> StoredWeight:
 
 
 def _integers(values: Tensor, bits: int, unit: int) -> Tensor:
-    """int8 [N, K] -> bytes as the kernels read them: uint8 [N, bytes]."""
+    """Return int8 [N, K] as the bytes that the kernels read: uint8 [N, bytes]."""
     padded = F.pad(values, (0, -values.shape[1] % unit))
     if bits == 8:
         return padded.view(torch.uint8) ^ 0x80
@@ -319,7 +329,7 @@ def _integers(values: Tensor, bits: int, unit: int) -> Tensor:
 
 
 def _by_group(scales: Tensor, device: torch.device) -> Tensor:
-    """[N, groups] -> [groups, N]."""
+    """Transpose [N, groups] to [groups, N]."""
     return scales.T.contiguous().to(device)
 
 
@@ -330,7 +340,7 @@ def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`x @ weight.T + bias`, in float32 as it was summed where `dtype` asks for that."""
+    """Return `x @ weight.T + bias`, with float32 sums left unrounded if `dtype` is float32."""
     if dtype == x.dtype:
         return F.linear(x, weight, bias)
     y = torch.mm(x, weight.T, out_dtype=dtype) if x.device.type == "cuda" else x.to(dtype) @ weight.to(dtype).T
@@ -339,11 +349,11 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype)
 
 @cache
 def processors(device: torch.device) -> int:
-    """Number of multiprocessors of a CUDA device; 1 for any other."""
+    """Return the number of multiprocessors of a CUDA device; 1 for any other device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _kernels() -> Any:
-    from oarlock.workers.kernels.triton import products  # Triton is on some machines only
+    from oarlock.workers.kernels.triton import products  # Triton is only installed on some machines
 
     return products

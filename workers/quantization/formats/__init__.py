@@ -1,1 +1,1 @@
-"""Formats in which quantised checkpoints store weights, read from their settings: one file a method. Torch-free."""
+"""Formats in which quantised checkpoints store weights, read from their settings: one file per method. Torch-free."""

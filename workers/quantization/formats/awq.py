@@ -1,6 +1,6 @@
-"""AWQ: words of 32 bits packed along the outputs, a scale and a zero for each group of inputs.
+"""AWQ: 32-bit words packed along the outputs, and a scale and a zero point for each group of inputs.
 
-As AutoAWQ writes it in its GEMM layout.
+AutoAWQ writes it in its GEMM layout.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from oarlock.workers.quantization.groups import whole_number_bytes
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod
 
-_IN_WORD = 8  # numbers of 4 bits
+_IN_WORD = 8  # 4-bit values in a word
 
 
 @dataclass(frozen=True, slots=True)
 class AWQForm(FormOfEveryModule):
     """`StoredForm`, and the `Scheme` of every module."""
 
-    group: int | None  # inputs; None: all
+    group: int | None  # inputs per group; None: all
 
     @property
     def description(self) -> str:
@@ -62,9 +62,9 @@ class AWQForm(FormOfEveryModule):
 
 
 def awq(settings: Settings) -> AWQForm:
-    """Parses AWQ's settings. Raises `StartupError` for those that are not served.
+    """Parse AWQ's settings. Raise `StartupError` for unsupported settings.
 
-    The second names of keys are those of AutoAWQ's own file.
+    The second name of each key comes from AutoAWQ's own file.
     """
     settings.one_of(("bits", "w_bit"), 4, (4,))
     settings.one_of(("version", "format"), "gemm", ("gemm",))

@@ -1,7 +1,7 @@
-"""bitsandbytes with 4 bits (NF4 and FP4): places in a table of 16 numbers, and the largest of every 64 weights.
+"""bitsandbytes with 4 bits (NF4 and FP4): indices into a table of 16 values, and the maximum of every 64 weights.
 
-The blocks follow one another through the whole matrix, row by row. With double quantisation their largest numbers are
-themselves places in a table of 256.
+The blocks follow one another through the whole matrix, row by row. With double quantisation their maxima are themselves
+indices into a table of 256 values.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from oarlock.workers.quantization.formats.form import (
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod
 
-BLOCK = 64  # weights
-NESTED_BLOCK = 256  # blocks
+BLOCK = 64  # weights per block
+NESTED_BLOCK = 256  # blocks per nested block
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class BitsAndBytesForm(FormOfEveryModule):
 
     @property
     def state(self) -> str:
-        """The tensor whose bytes are a table of settings in JSON."""
+        """Name of the tensor whose bytes are a table of settings in JSON."""
         return f"weight.quant_state.bitsandbytes__{self.kind}"
 
     @property
@@ -73,7 +73,7 @@ class BitsAndBytesForm(FormOfEveryModule):
 
 
 def bitsandbytes(settings: Settings) -> BitsAndBytesForm:
-    """Parses bitsandbytes' settings. Raises `StartupError` for those that are not served."""
+    """Parse bitsandbytes' settings. Raise `StartupError` for unsupported settings."""
     if not settings.flag("load_in_4bit", "_load_in_4bit", default=False):
         raise settings.unsupported("load_in_4bit", False, f"Only its forms of 4 bits are served. {USE_ANOTHER}")
     settings.one_of(("bnb_4bit_quant_storage",), "uint8", ("uint8",))

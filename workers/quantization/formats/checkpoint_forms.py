@@ -1,12 +1,12 @@
-"""Finds the form of each weight of a quantised checkpoint, in safetensors files or in GGUF. Torch-free.
+"""Finds the format of each weight of a quantised checkpoint, in safetensors files or in GGUF. Torch-free.
 
-The settings say how weights are quantised; which of them are is seen from the tensors. A module whose weight is stored
-in floating point of 16 bits or more is read as it is, whatever lists of modules the settings have. In GGUF every tensor
-has a type of its own, and weights of blocks are multiplied as they are stored.
+The settings describe how weights are quantised; the tensors show which weights are. A module whose weight is stored in
+floating point of 16 bits or more is read unquantised, whatever the module lists of the settings contain. In GGUF every
+tensor has its own type, and weights in blocks are multiplied without dequantising them.
 
-With `--dequantize` weights are written out at load. Products of quantised weights round inputs where that makes them
-fast: to 8 bits on CPUs, to float8 on CUDA devices. A weight in the dtype that the model computes in needs no such
-product, and takes that dtype's memory.
+With `--dequantize` weights are written out at load. Matmuls of quantised weights round inputs if that makes them fast:
+to 8 bits on CPUs, to float8 on CUDA devices. A weight in the model's compute dtype needs no such matmul, and takes the
+memory of that dtype.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod
 
 
-# Modules that a checkpoint may store as one, by the name of that, as sublayers are described in `layers/`.
+# Fused module -> its parts, which a checkpoint may store as one module; `layers/` describes such sublayers.
 Fused = Mapping[str, tuple[str, ...]]
 _LARGEST_BIAS = 1 << 20  # bytes
-# Scales for a KV cache, whose keys and values we keep as they are.
+# Scales of a KV cache. Our keys and values are not quantised, so these scales are ignored.
 _OF_THE_KV_CACHE = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-# What products of an arithmetic do to their inputs, by the device that they run on.
+# (device, arithmetic) -> the format to which matmuls round their inputs.
 _ROUNDING = {
     ("cpu", Arithmetic.ROUNDED_INPUTS): "8 bits",
     ("cuda", Arithmetic.FLOAT8_INPUTS): "float8 where there are many rows",
@@ -49,7 +49,7 @@ class CheckpointForms:
         self._fused = {part: whole for whole, parts in fused.items() for part in parts}
         self._scheme = scheme
         self._checkpoint = checkpoint
-        self._modules: set[str] = set()  # and what contains them
+        self._modules: set[str] = set()  # modules and their ancestors
         for name in checkpoint.tensors:
             while name := name.rpartition(".")[0]:
                 self._modules.add(name)
@@ -59,14 +59,14 @@ class CheckpointForms:
         return self
 
     def has(self, module: str) -> bool:
-        """Whether the checkpoint holds a tensor of the module."""
+        """Return whether the checkpoint holds a tensor of the module."""
         return module in self._modules
 
     def form_of(self, module: str) -> Form:
         return self.stored_form(module) or NONE
 
     def stored_form(self, module: str) -> StoredForm | None:
-        """The stored form of a module's weight; None: it is not quantised."""
+        """Return the stored format of a module's weight, or None if it is not quantised."""
         stored = self._stored_module(module)
         weight = self._checkpoint.find(f"{stored}.weight")
         if (weight is not None and weight.entry.dtype in SAFETENSORS_DTYPES) or not self.has(stored):
@@ -83,7 +83,7 @@ class CheckpointForms:
         return kind in form.spare or (kind == "bias" and self._is_zero(name))
 
     def _stored_module(self, module: str) -> str:
-        """The module's name, or that of the fused module in which the checkpoint holds it."""
+        """Return the module's name, or the name of the fused module in which the checkpoint holds it."""
         above, _, part = module.rpartition(".")
         inner = above.rpartition(".")
         fused = self._fused.get(f"{inner[2]}.{part}")
@@ -92,7 +92,7 @@ class CheckpointForms:
         return f"{inner[0]}.{fused}"
 
     def _is_zero(self, name: str) -> bool:
-        """Old tools store a bias of zeros for every module that they quantised."""
+        """Return whether a bias is all zeros. Old tools store such a bias for every module that they quantised."""
         found = self._checkpoint.find(name)
         if found is None or found.entry.end - found.entry.begin > _LARGEST_BIAS:
             return False
@@ -103,7 +103,7 @@ class CheckpointForms:
 
 @dataclass(frozen=True, slots=True)
 class GGUFForm:
-    """`Form` of weights of blocks."""
+    """`Form` of weights in blocks."""
 
     group: int
     bits: int
@@ -127,7 +127,7 @@ class GGUFForm:
 
 
 class GGUFForms:
-    """`WeightForms` of a model in GGUF."""
+    """`WeightForms` of a GGUF model."""
 
     def __init__(self, checkpoint: GGUFCheckpoint, fused: Fused) -> None:
         self._checkpoint = checkpoint
@@ -135,7 +135,7 @@ class GGUFForms:
 
     @property
     def description(self) -> str:
-        """The types of its matrices, those that there are most of first."""
+        """Types of the model's matrices, the most frequent first."""
         kinds = [found.entry.dtype for found in self._checkpoint.tensors.values() if len(found.entry.shape) == 2]
         return f"gguf ({', '.join(sorted(set(kinds), key=lambda kind: (-kinds.count(kind), kind)))})"
 
@@ -144,9 +144,9 @@ class GGUFForms:
         return self
 
     def form_of(self, module: str) -> Form:
-        """Weights that make one product, such as those of q, k and v, get one form, which can hold all their types.
+        """Return one format for weights that are multiplied together, such as q, k and v. It can hold all their types.
 
-        One among them that is stored in floating point leaves the others to be dequantised.
+        If one of them is stored in floating point, the others are dequantised.
         """
         above, _, last = module.rpartition(".")
         layer, _, parent = above.rpartition(".")
@@ -162,26 +162,26 @@ class GGUFForms:
         is_float = all(form.is_float for form in known)
         return GGUFForm(
             min(form.group for form in known),
-            # Twice the floats of 4 bits are whole numbers, of which others have no use in fewer than 8.
+            # Doubled 4-bit floats (-12 to 12), combined with integers, are stored as integers of 8 bits.
             8 if any(form.is_float for form in known) and not is_float else max(form.bits for form in known),
             any(form.has_offsets for form in known),
             is_float,
         )
 
     def ignores(self, name: str) -> bool:
-        """False: every tensor of a GGUF model has its place."""
+        """Return False: every tensor of a GGUF model is used."""
         return False
 
 
 def input_rounding(forms: WeightForms, modules: Iterable[str], device: str) -> str | None:
-    """Number type to which products of some of `modules` round their inputs; None: none of them rounds."""
+    """Return the type to which matmuls of some of `modules` round their inputs, or None if none of them rounds."""
     found = {_ROUNDING.get((device, forms.form_of(module).arithmetic)) for module in modules}
     return next((text for text in _ROUNDING.values() if text in found), None)
 
 
 @dataclass(frozen=True, slots=True)
 class DequantisedForm:
-    """`Form` of a weight that is written out."""
+    """`Form` of a weight that is dequantised at load."""
 
     stored: Form
 
@@ -197,7 +197,7 @@ class DequantisedForm:
 
 
 class DequantisedForms:
-    """`WeightForms` of which those that round inputs on `device` are written out."""
+    """`WeightForms` that dequantise the weights whose matmuls would round inputs on `device`."""
 
     def __init__(self, forms: WeightForms, device: str) -> None:
         self._forms, self._device = forms, device
@@ -215,17 +215,17 @@ class DequantisedForms:
 
 
 def served_forms(forms: WeightForms, device: str, *, dequantize: bool) -> WeightForms:
-    """`forms` as ranks on `device` hold them."""
+    """Return `forms` as ranks on `device` hold them."""
     return dequantised_forms(forms, device) if dequantize else forms
 
 
 def dequantised_forms(forms: WeightForms, device: str) -> WeightForms:
-    """`forms` for products that round no inputs on `device`."""
+    """Return `forms` for matmuls that do not round inputs on `device`."""
     if not isinstance(forms, Quantization):
         return DequantisedForms(forms, device)
     if (device, forms.arithmetic) not in _ROUNDING:
         return forms
-    # `group` stays, so that shards begin where they do for rounded inputs, and weights are rounded in the same groups.
+    # `group` stays, so that shards have the same borders as with rounded inputs, and weights the same groups.
     plain = replace(
         forms, method=partial(_dequantising, forms.method), bits=None, bytes_per_row=0, bytes_per_group=0, head=None
     )

@@ -1,6 +1,6 @@
-"""compressed-tensors, as llm-compressor writes it: whole numbers packed along the inputs or in bytes, or float8.
+"""compressed-tensors, as llm-compressor writes it: integers packed along the inputs or in bytes, or float8.
 
-Activations are rounded as ours are wherever weights are whole numbers: to 8 bits, a scale for each row.
+For integer weights, the format rounds activations as our kernels do: to 8 bits, with a scale for each row.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 _PACKED, _INTEGERS, _FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 _FORMATS = (_PACKED, _INTEGERS, _FLOATS, "naive-quantized", "mixed-precision")
-_PATTERN = "re:"  # begins a target that is a regular expression
-# Values of `actorder`: inputs are assigned to groups one by one, or only the order of rounding differs.
+_PATTERN = "re:"  # prefix of a target that is a regular expression
+# Values of `actorder`: either inputs are assigned to groups individually, or only the order of rounding differs.
 _BY_GROUP, _BY_WEIGHT = ("group", "dynamic", True), ("weight", "static", False)
 
 
 @dataclass(frozen=True, slots=True)
 class IntegerForm:
-    """`StoredForm` of whole numbers."""
+    """`StoredForm` of integers."""
 
     bits: int
-    packed: bool  # in words of 32 bits along the inputs, with 2 ** (bits - 1) added; else a number in a byte
-    strategy: str  # what has a scale: the tensor, a channel (an output), a group of an output's inputs
+    packed: bool  # True: 32-bit words along the inputs, 2 ** (bits - 1) added; False: one value per byte
+    strategy: str  # scope of a scale: the tensor, a channel (an output), or a group of an output's inputs
     group: int | None  # inputs that share a scale; None: all
     symmetric: bool
-    ordered: bool = False  # inputs have their group in `weight_g_idx`
+    ordered: bool = False  # True if `weight_g_idx` has the group of each input
 
     @property
     def spare(self) -> tuple[str, ...]:
@@ -83,11 +83,11 @@ class IntegerForm:
 
 @dataclass(frozen=True, slots=True)
 class FloatForm:
-    """`StoredForm` of float8 with a scale for each output or for a group of its inputs."""
+    """`StoredForm` of float8 with a scale for each output or for each group of its inputs."""
 
     strategy: str  # channel | group
     group: int | None
-    rounds_rows: bool  # of inputs, as the settings have it
+    rounds_rows: bool  # True if the settings round inputs to float8
 
     @property
     def spare(self) -> tuple[str, ...]:
@@ -122,7 +122,7 @@ def _scales(strategy: str, rows: int, groups: int) -> StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Modules of one form."""
+    """Modules of one format."""
 
     targets: tuple[str, ...]  # names of modules and of kinds of layers
     patterns: tuple[ModulePattern, ...]
@@ -144,13 +144,13 @@ class CompressedTensorsScheme:
     groups: tuple[_Group, ...]
 
     def form_of(self, module: str) -> StoredForm | None:
-        """A name or a pattern goes before a kind of layer."""
+        """Return the format of `module`. A name or a pattern takes precedence over a kind of layer."""
         named = [group.form for group in self.groups if group.has(module)]
         return next(iter(named + [group.form for group in self.groups if group.describes_all]), None)
 
 
 def compressed_tensors(settings: Settings) -> CompressedTensorsScheme:
-    """Parses compressed-tensors' settings. Raises `StartupError` for those that are not served."""
+    """Parse compressed-tensors' settings. Raise `StartupError` for unsupported settings."""
     sparsity = settings.table("sparsity_config")
     sparsity.one_of(("format",), "dense", ("dense",))
     settings.refuse("transform_config", ({}, {"config_groups": {}}))
@@ -205,7 +205,7 @@ def _floats(weights: Settings, own: str, rounds_rows: bool) -> FP8Form | FloatFo
 
 
 def _group(weights: Settings, strategies: tuple[str, ...]) -> tuple[int | None, str]:
-    """(inputs that share a scale, None for all; the strategy), which may be given by a size of groups alone."""
+    """Return (inputs that share a scale, None for all; the strategy). The group size may imply the strategy."""
     size = weights.group_size(("group_size",), -1)
     implied = "group" if size is not None else "channel" if weights.get("group_size") == -1 else "tensor"
     strategy = weights.one_of(("strategy",), implied, strategies)
@@ -215,8 +215,10 @@ def _group(weights: Settings, strategies: tuple[str, ...]) -> tuple[int | None, 
 
 
 def _has_activations(table: Settings) -> bool:
-    """Whether activations are rounded. Raises `StartupError` for others than dynamic ones of 8 bits, for which kernels
-    or scales are missing."""
+    """Return whether activations are rounded.
+
+    Raise `StartupError` unless they are dynamic with 8 bits: kernels or scales for all others are missing.
+    """
     if table.get("output_activations") is not None:
         raise table.unsupported("output_activations", table.get("output_activations"))
     if table.get("input_activations") is None:

@@ -1,4 +1,4 @@
-"""The form of one weight: its memory, its method, the tensors of a stored one, and the settings. Torch-free."""
+"""Format of one weight: its memory, its method, the tensors of a stored weight, and the settings. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,60 +12,65 @@ from oarlock.workers.errors import StartupError
 if TYPE_CHECKING:
     from oarlock.workers.quantization.method import LinearMethod
 
-SCALES = ("F16", "BF16", "F32")  # what scales are stored in
+SCALES = ("F16", "BF16", "F32")  # dtypes in which scales are stored
 USE_ANOTHER = "Use another quantisation of the model, or its bfloat16, float16 or float32 checkpoint."
-_LONGEST = 80  # characters of a value in an error
+_LONGEST = 80  # maximum characters of a value in an error
 
 
 class Arithmetic(Enum):
-    """Kinds of arithmetic in a product with a weight of some form."""
+    """Kinds of arithmetic in a matmul with a weight."""
 
-    DENSE = auto()  # the weight is in the dtype that the model computes in
-    EXACT_INPUTS = auto()  # the weight's numbers are widened exactly, and inputs are as they are
-    FLOAT8_INPUTS = auto()  # the same on CPUs; on CUDA devices many rows of inputs may be rounded to float8
-    FLOAT8_BLOCKS = auto()  # the same, each 128 inputs of a row by themselves
-    ROUNDED_INPUTS = auto()  # rows of inputs are rounded to 8 bits on CPUs; on CUDA devices they are as they are
+    DENSE = auto()  # the weight has the model's compute dtype
+    EXACT_INPUTS = auto()  # the weight's values are widened exactly, and inputs are unchanged
+    # EXACT_INPUTS on CPUs; on CUDA devices inputs of many rows may be rounded to float8.
+    FLOAT8_INPUTS = auto()
+    FLOAT8_BLOCKS = auto()  # likewise, with each 128 inputs of a row rounded separately
+    ROUNDED_INPUTS = auto()  # rows of inputs are rounded to 8 bits on CPUs and unchanged on CUDA devices
 
 
 class Form(Protocol):
-    """The form of a weight [rows, inputs] in memory."""
+    """Format of a weight [rows, inputs] in memory."""
 
     @property
     def method(self) -> Callable[[], LinearMethod]:
-        """Makes the method that reads it."""
+        """Factory of the method that reads the weight."""
 
     @property
     def arithmetic(self) -> Arithmetic: ...
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
-        """Bytes in memory, in a model that computes in a dtype of `item_bytes`. `slices`: see `LinearWeight.matmul`."""
+        """Return the bytes in memory of a model whose compute dtype has `item_bytes` bytes.
+
+        `slices`: see `LinearWeight.matmul`.
+        """
 
 
-_UNIT = 32  # inputs of a group, in most formats
+_UNIT = 32  # inputs of a group in most formats
 
 
 def unit_of_width(form: Form) -> int:
-    """Inputs that slices have a multiple of, where inputs are filled up to whole slices: so that groups are not cut."""
+    """Return the number that divides a slice's inputs, so that padding to whole slices cuts no groups."""
     return 1 if form.arithmetic is Arithmetic.DENSE and getattr(form, "group", 1) == 1 else _UNIT
 
 
 class WeightForms(Protocol):
-    """The forms of all weights of a model."""
+    """Formats of all weights of a model."""
 
     @property
     def of_head(self) -> WeightForms:
-        """The forms for the output head, and for an embedding that is its weight."""
+        """Formats of the output head, and of an embedding that is its weight."""
 
     def form_of(self, module: str) -> Form:
-        """The form of a linear module's weight. `module`: its name in a checkpoint that does not fuse modules."""
+        """Return the format of a linear module's weight. `module`: its name in a checkpoint that does not fuse
+        modules."""
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor of the checkpoint may stay unused."""
+        """Return whether a tensor of the checkpoint may stay unused."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a stored weight: the shapes and safetensors' dtypes that it may have."""
+    """Allowed shapes and safetensors dtypes of one tensor of a stored weight."""
 
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int | None, ...], ...]  # None: any length
@@ -79,37 +84,37 @@ class StoredTensor:
 
 
 def stored(dtypes: tuple[str, ...] | str, *shape: int | None, required: bool = True) -> StoredTensor:
-    """A tensor of one shape."""
+    """Return a tensor with one allowed shape."""
     return StoredTensor((dtypes,) if isinstance(dtypes, str) else dtypes, (shape,), required)
 
 
 class StoredForm(Form, Protocol):
-    """The form in which a checkpoint stores the weight of one linear module."""
+    """Format in which a checkpoint stores the weight of one linear module."""
 
     @property
     def spare(self) -> tuple[str, ...]:
-        """Tensors that may be there and need not be read, by what follows the module's name and a dot."""
+        """Suffixes, after the module's name and a dot, of tensors that may exist and need not be read."""
 
     def tensors(self, rows: int, inputs: int) -> Mapping[str, StoredTensor]:
-        """Tensors that store the weight, by what follows the module's name and a dot."""
+        """Return the tensors that store the weight, by their suffix after the module's name and a dot."""
 
     def check(self, module: str, rows: int, inputs: int) -> None:
-        """Raise `StartupError` where a weight of these lengths cannot be stored so."""
+        """Raise `StartupError` if the format cannot store a weight of these lengths."""
 
 
 class Scheme(Protocol):
-    """Description of a checkpoint's weights by its settings."""
+    """Quantization of a checkpoint's weights according to its settings."""
 
     @property
     def description(self) -> str:
         """The scheme in a few words, for people."""
 
     def form_of(self, module: str) -> StoredForm | None:
-        """The stored form of a module's weight; None: the settings leave the module as it was."""
+        """Return the stored format of a module's weight, or None if the settings leave the module unquantised."""
 
 
 class FormOfEveryModule:
-    """`Scheme` of a checkpoint whose modules all have this one form, and no spare tensors."""
+    """`Scheme` of a checkpoint whose modules all have this format, without spare tensors."""
 
     __slots__ = ()
     spare: tuple[str, ...] = ()
@@ -134,7 +139,7 @@ class Settings:
         self.where = where
 
     def get(self, *keys: str) -> Any:
-        """The value of the first of `keys` that is given: tools use different names for one setting."""
+        """Return the value of the first of `keys` that is given: tools use different names for one setting."""
         return next((self.raw[key] for key in keys if self.raw.get(key) is not None), None)
 
     def table(self, key: str) -> Settings:
@@ -146,7 +151,7 @@ class Settings:
         return Settings(value, f"{self.where}.{key}")
 
     def tables(self, key: str) -> list[Settings]:
-        """All tables in the table `key`."""
+        """Return all tables in the table `key`."""
         outer = self.table(key)
         return [outer.table(name) for name in outer.raw]
 
@@ -180,14 +185,14 @@ class Settings:
         return value
 
     def group_size(self, keys: Sequence[str], default: int | None = None) -> int | None:
-        """Inputs that share a scale; None: all of them, written -1."""
+        """Return the number of inputs that share a scale, or None for all, which is written as -1."""
         value = self.whole(keys, default)
         if value != -1 and value < 1:
             raise self.unsupported(keys[0], value, "Repair the settings: a number of inputs, or -1 for all of them.")
         return None if value == -1 else value
 
     def refuse(self, key: str, neutral: Sequence[Any], fix: str = USE_ANOTHER) -> None:
-        """Raise `StartupError` where `key` is given and is none of `neutral`."""
+        """Raise `StartupError` if `key` is given and not one of `neutral`."""
         value = self.raw.get(key)
         if value is not None and value not in neutral:
             raise self.unsupported(key, value, fix)

@@ -1,4 +1,4 @@
-"""FP8: weights in float8 (e4m3) with a scale for the tensor or for each block, as DeepSeek and Qwen3 publish them."""
+"""FP8: float8 (e4m3) weights with a scale per tensor or per block, as DeepSeek and Qwen3 publish them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ FLOAT8 = "F8_E4M3"
 class FP8Form(FormOfEveryModule):
     """`StoredForm`, and the `Scheme` of every module."""
 
-    block: tuple[int, int] | None  # outputs and inputs; None: one scale for the tensor
-    scale: str = "weight_scale_inv"  # multiplies, whatever its name says
-    rounds_rows: bool = True  # of inputs, as the settings have it
+    block: tuple[int, int] | None  # (outputs, inputs); None: one scale for the tensor
+    scale: str = "weight_scale_inv"  # a factor despite its name
+    rounds_rows: bool = True  # True if the settings round inputs to float8
 
     @property
     def description(self) -> str:
@@ -55,14 +55,14 @@ class FP8Form(FormOfEveryModule):
         return {"weight": stored(FLOAT8, rows, inputs), self.scale: scales}
 
     def check(self, module: str, rows: int, inputs: int) -> None:
-        """Accepts all lengths: the last blocks may be smaller than the others."""
+        """Accept all lengths: the last blocks may be smaller than the others."""
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
         return fp8_bytes(rows, inputs, inputs if self.block is None else self.block[1])
 
 
 def fp8(settings: Settings) -> FP8Form:
-    """Parses the settings of weights in float8. Raises `StartupError` for those that are not served."""
+    """Parse the settings of float8 weights. Raise `StartupError` for unsupported settings."""
     settings.one_of(("activation_scheme",), "dynamic", ("dynamic",))
     settings.one_of(("fmt",), "e4m3", ("e4m3",))
     block = settings.get("weight_block_size")

@@ -1,6 +1,6 @@
-"""GPTQ: words of 32 bits packed along the inputs, a scale and a zero for each group of inputs.
+"""GPTQ: 32-bit words packed along the inputs, and a scale and a zero point for each group of inputs.
 
-As AutoGPTQ and GPTQModel write it. The first version of the format stores zeros less one.
+AutoGPTQ and GPTQModel write it. The first version of the format stores zero points minus one.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class GPTQForm:
     """`StoredForm` of GPTQ."""
 
     bits: int
-    group: int | None  # inputs; None: all
+    group: int | None  # inputs per group; None: all
     symmetric: bool
-    ordered: bool  # inputs have their group in `g_idx`
+    ordered: bool  # True if `g_idx` has the group of each input
     zeros_less_one: bool
 
     @property
@@ -71,7 +71,7 @@ class GPTQScheme:
     """`Scheme` of GPTQ."""
 
     form: GPTQForm
-    exceptions: tuple[tuple[ModulePattern, GPTQForm | None], ...]  # the first that matches a module counts
+    exceptions: tuple[tuple[ModulePattern, GPTQForm | None], ...]  # the first pattern that matches a module counts
 
     @property
     def description(self) -> str:
@@ -84,7 +84,7 @@ class GPTQScheme:
 
 
 def gptq(settings: Settings) -> GPTQScheme:
-    """Parses GPTQ's settings. Raises `StartupError` for those that are not served."""
+    """Parse GPTQ's settings. Raise `StartupError` for unsupported settings."""
     settings.refuse("is_marlin_format", (False,))
     settings.refuse("pack_dtype", ("int32",))
     settings.refuse("adapter", ({},))
@@ -101,7 +101,7 @@ def gptq(settings: Settings) -> GPTQScheme:
 
 
 def _exception(form: GPTQForm, dynamic: Settings, name: str) -> tuple[ModulePattern, GPTQForm | None]:
-    """GPTQModel's settings for modules whose names match: `-:` before the pattern leaves them as they were."""
+    """Return GPTQModel's settings for modules whose names match. A pattern after `-:` leaves modules unquantised."""
     pattern = ModulePattern(name.removeprefix("-:").removeprefix("+:"), dynamic.where)
     if name.startswith("-:"):
         return pattern, None

@@ -1,8 +1,8 @@
 """Regular expressions of a checkpoint's settings, matched against the names of modules.
 
-They are foreign content, and some take longer than anyone can wait: `(.*)*x`, or `.*.*.*.*x`. All matches of one
+They are untrusted input, and some take longer than anyone can wait: `(.*)*x`, or `.*.*.*.*x`. All matches of one
 pattern together have `LIMIT_S` of time; a pattern that needs more is refused. The patterns of published checkpoints
-need microseconds.
+need almost no time.
 """
 
 import time
@@ -20,7 +20,8 @@ class ModulePattern:
     """One compiled pattern."""
 
     def __init__(self, text: str, where: str) -> None:
-        """`where`: the setting that holds it, for errors. Raises `StartupError`."""
+        """Compile `text`. `where`: the setting that holds it, for errors. Raise `StartupError` if it is invalid or too
+        long."""
         self._text, self._where = text, where
         self._left_s = LIMIT_S
         if len(text) > MOST_CHARACTERS:
@@ -31,7 +32,7 @@ class ModulePattern:
             raise self._refused(f"is not a regular expression ({error})") from None
 
     def matches(self, module: str) -> bool:
-        """Return whether the pattern matches the beginning of a module's name. Raises `StartupError` out of time."""
+        """Return whether the pattern matches the beginning of a module's name. Raise `StartupError` if out of time."""
         begun = time.perf_counter()
         try:
             found = self._compiled.match(module, timeout=max(self._left_s, 1e-3)) is not None
@@ -50,7 +51,7 @@ class ModulePattern:
 
 @cache
 def _engine() -> ModuleType:
-    """Return the module `regex`, which transformers needs as well: `re` cannot be stopped."""
-    import regex  # a device check runs without it, and without checkpoints
+    """Return the module `regex`, which transformers needs as well. Matching with `re` cannot be stopped."""
+    import regex  # imported here because device checks run without it and without checkpoints
 
     return regex

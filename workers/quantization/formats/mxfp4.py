@@ -1,4 +1,4 @@
-"""MXFP4: floats of 4 bits (e2m1) with a power of two for each 32 inputs of an output, as gpt-oss stores its experts."""
+"""MXFP4: 4-bit floats (e2m1) with a power of two for each 32 inputs of an output, as gpt-oss stores its experts."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ class MXFP4Form(FormOfEveryModule):
 
 
 def mxfp4(settings: Settings) -> MXFP4Form:
-    """Parses the settings, of which none but the method says how weights are stored."""
+    """Parse the settings. Only the method's name affects how weights are stored."""
     settings.words("modules_to_not_convert")
     return MXFP4Form()
