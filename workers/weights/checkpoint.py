@@ -1,8 +1,8 @@
-"""The files of a checkpoint: its small ones, and its tensors by name, from the headers of its safetensors files.
+"""The files of a checkpoint: its small files, and its tensors by name, from the headers of its safetensors files.
 
-All are foreign content: none of them stops or fills a process. A pipe, a device and a folder in the place of a file are
-refused before anything is read of them, as is a file that no checkpoint has in that size; a damaged file is named
-before any rank starts. Torch-free. Of tensors only a stored output head is read, to compare it with the embedding.
+All files are untrusted: none of them may block the process or exhaust its memory. A pipe, device or folder in place of
+a file is refused before it is read, and so is a file larger than in any checkpoint. A damaged file is named before any
+rank starts. Torch-free. The only tensor data read is a stored output head, to compare it with the embedding.
 """
 
 import errno
@@ -18,20 +18,22 @@ from oarlock.workers.errors import StartupError, shown
 from oarlock.workers.weights.expert_tensors import apart
 from oarlock.workers.weights.located import Located, TensorEntry
 
-MOST_BYTES = 64 << 20  # of a description: the longest known, an index of a hundred thousand tensors, has 20 MB
-# Values take far more memory as Python's objects than as text: a million of them up to 500 MB.
+MOST_BYTES = 64 << 20  # maximum bytes of a JSON file; the longest known, an index of 100,000 tensors, has 20 MB
+# Values take far more memory as Python objects than as text: a million of them up to 500 MB.
 MOST_VALUES = 1_000_000
 _FIX = "Fetch that file of the checkpoint again."
 
 
 def is_there(path: Path) -> bool:
-    """Whether the folder has anything of that name, a link to nothing too."""
+    """Return whether the path exists, even as a broken link."""
     return os.path.lexists(path)
 
 
 def check_file(path: Path, most: int | None = None) -> int:
-    """The size of the file at `path`, which may be a link to one. Raises `StartupError` for anything else there, and
-    for more than `most` bytes."""
+    """Return the size of the file at `path`, which may be a link to a file.
+
+    Raise `StartupError` for anything else there, and for more than `most` bytes.
+    """
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
@@ -48,7 +50,7 @@ def check_file(path: Path, most: int | None = None) -> int:
 
 
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
-    """The text of a file in UTF-8. Raises `StartupError`."""
+    """Return the text of a UTF-8 file. Raise `StartupError` if it cannot be read."""
     check_file(path, most)
     try:
         with path.open("rb") as file:
@@ -62,8 +64,11 @@ def read_text(path: Path, most: int = MOST_BYTES) -> str:
 def read_json(
     path: Path, max_bytes: int = MOST_BYTES, max_values: int = MOST_VALUES, max_names: int = MOST_VALUES
 ) -> Any:
-    """Return the JSON value in a file. Raises `StartupError`, also if an object has the same name twice, or there are
-    more than `max_values` values, or `max_names` names in objects, which take the most memory."""
+    """Return the JSON value in a file. Raise `StartupError` if it cannot be read or is invalid.
+
+    Also raise it if an object has the same name twice, or if there are more than `max_values` values, or `max_names`
+    names in objects, which take the most memory.
+    """
     text = read_text(path, max_bytes)
     for what, count, most in (("values", _num_values(text), max_values), ("names", text.count(":"), max_names)):
         if count > most:
@@ -84,7 +89,7 @@ def _num_values(text: str) -> int:
 def read_table(
     path: Path, max_bytes: int = MOST_BYTES, max_values: int = MOST_VALUES, max_names: int = MOST_VALUES
 ) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises `StartupError`, as `read_json` does."""
+    """Return the JSON object in a file. Raise `StartupError` like `read_json`, and if it is no object."""
     value = read_json(path, max_bytes, max_values, max_names)
     if not isinstance(value, dict):
         raise StartupError(f"{path} does not hold a JSON object.", _FIX)
@@ -109,10 +114,10 @@ def _kind(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
-# The format's own limit: a longer header is a damaged length field, not a big model.
+# The format's own limit. A longer header means a damaged length field, not a big model.
 MAX_HEADER_BYTES = 100_000_000
-MAX_HEADER_VALUES = 2_000_000  # of a header: 250,000 tensors, as a Python table about 300 MB
-MAX_DIMENSIONS = 64  # of a tensor; torch has as many at most
+MAX_HEADER_VALUES = 2_000_000  # values of a header: 250,000 tensors, as a Python table about 300 MB
+MAX_DIMENSIONS = 64  # dimensions of a tensor; torch has the same maximum
 ITEM_BYTES = {
     "BOOL": 1,
     "U8": 1,
@@ -137,10 +142,10 @@ _DOWNLOAD_AGAIN = "Download the file again; it is damaged or incomplete."
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Name -> entry of every tensor in the file. Raises `StartupError` naming the file, and the tensor if one is wrong.
+    """Return name -> entry of every tensor in the file. Raise `StartupError` naming the file, and the tensor at fault.
 
-    The byte ranges must tile the data section without hole or overlap and end where the file ends: a truncated file,
-    trailing junk and a header that lies about a shape are all noticed here, without reading a tensor.
+    The byte ranges must tile the data section without hole or overlap and end at the end of the file. This detects a
+    truncated file, trailing junk and a wrong shape in the header without reading a tensor.
     """
     size = check_file(path)
     try:
@@ -236,7 +241,7 @@ _LONGEST_NAME = 255  # bytes of a file's name, on all usual file systems
 
 
 class Checkpoint:
-    """The tensors of one model directory. Files are found as transformers finds them: one file first, then an index."""
+    """The tensors of one model directory. Files are found like in transformers: first a single file, then an index."""
 
     def __init__(self, directory: Path, tensors: dict[str, Located]) -> None:
         self.directory = directory
@@ -244,7 +249,7 @@ class Checkpoint:
 
     @staticmethod
     def open(directory: Path) -> "Checkpoint":
-        """Read and check every header. Raises `StartupError` naming the file, and the tensor where one is at fault."""
+        """Read and check every header. Raise `StartupError` naming the file, and the tensor if a tensor is at fault."""
         single = directory / SINGLE_FILE
         if is_there(single):
             return Checkpoint(directory, apart({name: Located(single, e) for name, e in read_header(single).items()}))
@@ -257,7 +262,7 @@ class Checkpoint:
 
 
 def weight_files(directory: Path, names: Collection[str], model: str) -> list[str]:
-    """Files of `model`, among `names`, that `Checkpoint.open` reads. `directory` needs no file but the index."""
+    """Return the files of `model`, among `names`, that `Checkpoint.open` reads. `directory` needs only the index."""
     if SINGLE_FILE in names:
         return [SINGLE_FILE]
     if INDEX_FILE in names:
@@ -304,7 +309,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise StartupError(f"{path} has no weight_map.", fix)
     for name, file_name in weight_map.items():
-        # A checkpoint is untrusted content: it may name files beside itself and nothing else.
+        # A checkpoint is untrusted: it may only name files in its own directory.
         if (
             not isinstance(file_name, str)
             or not file_name.isprintable()
@@ -344,11 +349,11 @@ def _no_weights(where: str, names: Collection[str]) -> StartupError:
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_PIECE = 8 << 20  # bytes
+_PIECE = 8 << 20  # bytes compared at a time
 
 
 def head_differs(checkpoint: Checkpoint) -> bool:
-    """True when both are stored and differ in dtype, shape or bytes."""
+    """Return whether both are stored and differ in dtype, shape or bytes."""
     embedding, head = checkpoint.find(EMBEDDING), checkpoint.find(HEAD)
     if embedding is None or head is None:
         return False

@@ -1,8 +1,8 @@
-"""Experts' tensors under the names that `layers/experts_spec.py` gives them, whatever a checkpoint calls and joins.
+"""Experts' tensors under the names that `layers/experts_spec.py` uses, for all names and fusions of checkpoints.
 
-Checkpoints store each expert by itself, or those of all experts as one tensor; transformers writes both. A tensor of
-all experts is cut into views here, of which each is a range of bytes, or some rows or columns of one, so that nothing
-else knows the difference. Torch-free.
+Checkpoints store either each expert separately or the tensors of all experts as one; transformers writes both. Here a
+tensor of all experts is split into views, each a range of bytes, or some rows or columns of it, so that no other code
+knows the difference. Torch-free.
 """
 
 import math
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from oarlock.workers.errors import StartupError, shown
 from oarlock.workers.weights.located import Located
 
-# Names that say the same, by patterns that the first part of a name is replaced by.
+# Equivalent names as (pattern of a prefix, its replacement).
 _RENAMED = (
-    # Mixtral: the products of an expert have numbers.
+    # Mixtral numbers the matrices of an expert.
     (re.compile(r"(.*\.)block_sparse_moe\.(experts\.\d+\.)w1\."), r"\1mlp.\2gate_proj."),
     (re.compile(r"(.*\.)block_sparse_moe\.(experts\.\d+\.)w2\."), r"\1mlp.\2down_proj."),
     (re.compile(r"(.*\.)block_sparse_moe\.(experts\.\d+\.)w3\."), r"\1mlp.\2up_proj."),
     (re.compile(r"(.*\.)block_sparse_moe\.gate\."), r"\1mlp.gate."),
-    # Granite: modules that hold a tensor of all experts, and a shared expert beside them.
+    # Granite has modules that hold a tensor of all experts, and a separate shared expert.
     (re.compile(r"(.*\.)input_linear\.weight$"), r"\1experts.gate_up_proj"),
     (re.compile(r"(.*\.)output_linear\.weight$"), r"\1experts.down_proj"),
     (re.compile(r"(.*\.)block_sparse_moe\.router\.layer\."), r"\1block_sparse_moe.router."),
@@ -27,16 +27,16 @@ _RENAMED = (
     (re.compile(r"(.*\.)gate\.moe_statics\."), r"\1moe_statics."),
 )
 _OF_ALL = re.compile(r"(?P<module>.*\.)experts\.(?P<part>gate_up_proj|down_proj)(\.weight)?")
-# gpt-oss: rows of gate and of up take turns. In floating point matrices are transposed; in MXFP4 they are not.
+# gpt-oss alternates rows of gate and up. Matrices are transposed in floating point but not in MXFP4.
 _TAKING_TURNS = re.compile(r"(?P<module>.*\.experts)\.(?P<part>gate_up_proj|down_proj)(_(?P<kind>blocks|scales|bias))?")
 _DIMENSIONS = {None: 3, "blocks": 4, "scales": 3, "bias": 2}
 
 
-_MOST_EXPERTS = 4096  # of one layer; the largest known model has 1,024
+_MOST_EXPERTS = 4096  # experts of one layer; the largest known model has 1,024
 
 
 def apart(tensors: dict[str, Located]) -> dict[str, Located]:
-    """`tensors` by the names of a checkpoint whose experts are stored apart."""
+    """Return `tensors` under the names of a checkpoint that stores experts separately."""
     if not any("experts" in name or "input_linear" in name for name in tensors):
         return tensors
     found: dict[str, Located] = {}
@@ -77,9 +77,10 @@ def _apart(name: str, located: Located) -> Iterator[tuple[str, Located]]:
 
 
 def _experts(name: str, located: Located) -> range:
-    """Return the numbers of the experts in a tensor of all of them. Raises `StartupError`.
+    """Return the numbers of the experts in a tensor of all experts. Raise `StartupError` if there are too
+    many experts or one is empty.
 
-    A tensor without bytes may have any number of them.
+    A tensor without bytes could claim any number of experts.
     """
     shape = located.entry.shape
     if shape[0] > _MOST_EXPERTS or 0 in shape:
@@ -92,11 +93,14 @@ def _experts(name: str, located: Located) -> range:
 
 
 def _turns(match: re.Match[str], located: Located) -> Iterator[tuple[str, Located]]:
-    """Tensors of gpt-oss's experts: of a matrix [E, K, N], or in MXFP4 `blocks` uint8 [E, N, K / 32, 16] and `scales`
-    [E, N, K / 32]; and the biases [E, N]."""
+    """Yield the tensors of gpt-oss's experts.
+
+    The source is a matrix [E, K, N], or in MXFP4 `blocks` uint8 [E, N, K / 32, 16] and `scales` [E, N, K / 32]; or the
+    biases [E, N].
+    """
     kind, part, shape = match["kind"], match["part"], located.entry.shape
     if len(shape) != _DIMENSIONS[kind] or (part == "gate_up_proj" and shape[2 if kind is None else 1] % 2):
-        yield match.string, located  # not gpt-oss's: it stays unused, which is refused by its name
+        yield match.string, located  # another model's tensor: it stays unused, so it is refused by its name
         return
     for expert in _experts(match.string, located):
         one, module = located.part(expert), f"{match['module']}.{expert}"
@@ -113,7 +117,7 @@ def _turns(match: re.Match[str], located: Located) -> Iterator[tuple[str, Locate
 
 
 def _halves(module: str, part: str, located: Located) -> Iterator[tuple[str, Located]]:
-    """A matrix, or gate and up of one that has both, one above the other."""
+    """Yield a matrix, or the gate and up halves of a matrix that stacks them."""
     rows, *rest = located.entry.shape
     if part == "down_proj" or rows % 2:
         yield f"{module}.{part}.weight", located

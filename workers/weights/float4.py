@@ -1,40 +1,40 @@
-"""Numbers of MXFP4: floats of 4 bits (e2m1), 32 of which have a scale in common, a power of two in 8 bits.
+"""Values of MXFP4: 4-bit floats (e2m1), 32 of which share a scale, a power of two stored in 8 bits.
 
-They are read as whole numbers that are twice as large, from -12 to 12, of half the scale.
+They are read as integers of twice the value, from -12 to 12, with half the scale.
 """
 
 import torch
 from torch import Tensor
 
-GROUP = 32  # numbers that share a scale
-NOT_A_NUMBER = 255  # among scales
-# A scale is 2 ** (stored - 127), and half of it belongs to numbers that are twice as large.
+GROUP = 32  # values that share a scale
+NOT_A_NUMBER = 255  # scale that means NaN
+# A scale is 2 ** (stored - 127), and half of it applies to the doubled values.
 _BIAS = 128
-_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # each of the sixteen, by its bits
+_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled value of each of the sixteen bit patterns
 _MOST = 12
 
 
 def twice(bits: Tensor) -> Tensor:
-    """Twice the numbers of `bits` uint8, each below 16: int8 of the same shape."""
+    """Return the doubled values of `bits` uint8, each below 16: int8 of the same shape."""
     return torch.tensor(_TWICE, dtype=torch.int8)[bits.int()]
 
 
 def scales_of(exponents: Tensor) -> Tensor:
-    """Stored scales, uint8, as factors of numbers that are twice as large: float32 of the same shape."""
+    """Return stored scales, uint8, as factors of doubled values: float32 of the same shape."""
     return torch.pow(2.0, exponents.double() - _BIAS).float()
 
 
 def unpacked(pairs: Tensor) -> Tensor:
-    """uint8 [N, K / 2], the first of two numbers in the low half -> twice the numbers, int8 [N, K]."""
+    """Unpack uint8 [N, K / 2], the first of two values in the low half, to doubled values, int8 [N, K]."""
     all_pairs = torch.arange(256, dtype=torch.uint8)
     both = twice(torch.stack((all_pairs & 15, all_pairs >> 4), 1)).view(torch.int16).flatten()
     return both[pairs.int()].view(torch.int8)
 
 
 def packed(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `unpacked` and `scales_of`: uint8 [N, K / 2], and uint8 [N, groups], 0 where a scale is 0."""
+    """Invert `unpacked` and `scales_of`: return uint8 [N, K / 2], and uint8 [N, groups], which is 0 if a scale is 0."""
     bits = torch.tensor([_TWICE.index(value) if value in _TWICE else 0 for value in range(-_MOST, _MOST + 1)])
     low, high = bits.to(torch.uint8)[values.int() + _MOST].unflatten(1, (-1, 2)).unbind(2)
-    _, exponents = torch.frexp(scales)  # of 2 ** n: n + 1
+    _, exponents = torch.frexp(scales)  # n + 1 for a scale of 2 ** n
     exponents = (exponents + (_BIAS - 1)).clamp(0, NOT_A_NUMBER - 1)
     return low | high << 4, torch.where(scales == 0, 0, exponents).to(torch.uint8)

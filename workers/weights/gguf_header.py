@@ -1,7 +1,7 @@
-"""Reads and checks the header of one GGUF file: its settings, the types of its tensors, and where each of them lies.
+"""Reads and checks the header of one GGUF file: its settings, and the types and byte ranges of its tensors.
 
 Knows the file format (versions 2 and 3, little-endian), and nothing of models. Torch-free; reads no tensor. The file is
-foreign content: every length is held against the file's size before anything is allocated.
+untrusted: every length is checked against the file's size before memory is allocated.
 """
 
 import struct
@@ -16,14 +16,14 @@ from oarlock.workers.weights.checkpoint import TensorEntry, check_file
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """`elements` neighbours of a row are stored together in `size` bytes."""
+    """Type that stores `elements` neighbours of a row together in `size` bytes."""
 
     name: str
     elements: int
     size: int
 
 
-# By ggml's number. Types without an entry were removed from the format, or are never stored.
+# ggml's type number -> type. Missing types were removed from the format, or are never stored.
 TYPES = {
     number: BlockType(name, elements, size)
     for number, name, elements, size in (
@@ -66,12 +66,12 @@ FLOATS = ("F32", "F16", "BF16")  # the same names as in safetensors files
 
 @dataclass(frozen=True, slots=True)
 class GroupForm:
-    """Form of the numbers in blocks: weight = value * scale + offset, one scale for `group` neighbours of a row."""
+    """Format of the values in blocks: weight = value * scale + offset, one scale for `group` neighbours of a row."""
 
     group: int
     bits: int  # 4: values are from -8 to 7; 8: from -128 to 127
     has_offsets: bool
-    is_float: bool = False  # values are twice the numbers of floats of 4 bits (e2m1)
+    is_float: bool = False  # values are doubled 4-bit floats (e2m1)
 
 
 GROUP_FORMS = {
@@ -85,19 +85,19 @@ GROUP_FORMS = {
     "Q6_K": GroupForm(16, 8, False),
     "MXFP4": GroupForm(32, 4, False, is_float=True),
 }
-SERVED = (*FLOATS, *GROUP_FORMS)  # the types that can be read
+SERVED = (*FLOATS, *GROUP_FORMS)  # types that can be read
 
 
 MAGIC = b"GGUF"
 _LFS_MARK = b"version https://git-lfs"
-# The headers of the largest known vocabularies, 262,144 tokens, or 200,000 and their merges, have less than 20 MB.
-# As Python's objects they take several times as much.
+# The headers of the largest known vocabularies (262,144 tokens, or 200,000 and their merges) have less than 20 MB. As
+# Python objects they take several times this size.
 MAX_HEADER_BYTES = 96 << 20
 MAX_STRINGS = 2_000_000
-MAX_ENTRIES = 200_000  # settings, and tensors
+MAX_ENTRIES = 200_000  # maximum settings, and maximum tensors
 MAX_NAME_BYTES = 65_535
-# Of an entry in a list of texts, which are tokens and pairs of them. The longest known tokens are 512 spaces; to build
-# a tokenizer takes time and memory in the square of a token's length.
+# Limit of a string in a list, which is a token or a merge of two. The longest known tokens are 512 spaces; building a
+# tokenizer takes time and memory proportional to the square of a token's length.
 MAX_TOKEN_BYTES = 4096
 _MOST_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 20
@@ -107,7 +107,7 @@ _DOWNLOAD_AGAIN = "Download the file again; it is damaged or incomplete."
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
-# An array of numbers stays packed: a list of a hundred million small numbers would take gigabytes.
+# Numeric arrays stay packed: a list of a hundred million small numbers would take gigabytes.
 Value = int | float | bool | str | list[str] | array
 
 
@@ -118,17 +118,17 @@ class GGUFHeader:
     path: Path
     version: int
     settings: dict[str, Value]
-    tensors: dict[str, TensorEntry]  # by their names in the file; `begin` and `end` count from the file's beginning
+    tensors: dict[str, TensorEntry]  # keys are names in the file; `begin` and `end` count from the start of the file
 
 
 class _Damaged(Exception):
-    """The fault of a damaged file, as a phrase to follow its name."""
+    """Fault of a damaged file, as a phrase to follow the file's name."""
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Read and check it. Raises `StartupError` naming the file, and the tensor if one is wrong.
+    """Read and check the header. Raise `StartupError` naming the file, and the tensor if a tensor is wrong.
 
-    Shapes are in the order of Hugging Face's: [outputs, inputs], where the file has the inputs first.
+    Shapes are in Hugging Face's order: [outputs, inputs]; the file has the inputs first.
     """
     size = check_file(path)
     try:
@@ -147,14 +147,14 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 class _Cursor:
-    """Reads a file from its beginning, never beyond its end or `MAX_HEADER_BYTES`."""
+    """Reader of a file from its start, never beyond its end or `MAX_HEADER_BYTES`."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file = file
         self.size = size
         self._buffer = b""
-        self._at = 0  # in the buffer
-        self._begin = 0  # of the buffer in the file
+        self._at = 0  # position in the buffer
+        self._begin = 0  # position of the buffer in the file
         self.strings_left = MAX_STRINGS
 
     @property
@@ -191,7 +191,7 @@ class _Cursor:
         if self.strings_left < 0:
             raise _Damaged(f"has more than {MAX_STRINGS} texts in its header")
         try:
-            # Some vocabularies have tokens that are not whole characters; none of those is written by itself.
+            # Some vocabularies have tokens that are not whole characters; such tokens are never output by themselves.
             return self.take(length).decode("utf-8", "replace" if what == "a token" else "strict")
         except UnicodeDecodeError:
             raise _Damaged(f"has {what} that is not UTF-8") from None
@@ -248,7 +248,7 @@ def _value(cursor: _Cursor, key: str) -> Value:
         raise _Damaged(f"gives the setting {key!r} the unknown type {kind}")
     kind, count = cursor.count("I"), cursor.count()
     if kind == _STRING:
-        if count > (cursor.size - cursor.position) // 8:  # each has a length of 8 bytes
+        if count > (cursor.size - cursor.position) // 8:  # each text has a length field of 8 bytes
             raise _Damaged(f"announces {count} texts in {key!r}, more than fit")
         return [cursor.text("a token") for _ in range(count)]
     if kind not in _NUMBERS:
@@ -261,7 +261,7 @@ def _value(cursor: _Cursor, key: str) -> Value:
 
 
 def _tensor(cursor: _Cursor, name: str, alignment: int) -> TensorEntry:
-    """Reads a tensor's entry, with `begin` and `end` counted from the beginning of the data."""
+    """Read a tensor's entry, with `begin` and `end` counted from the start of the data."""
     dimensions = cursor.count("I")
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
         raise _Damaged(f"gives tensor {name!r} {dimensions} dimensions")

@@ -1,4 +1,4 @@
-"""A model in GGUF, in one file or in several parts: its settings, and its tensors under Hugging Face's names.
+"""A GGUF model in one file or several parts: its settings, and its tensors under Hugging Face's names.
 
 Torch-free; reads no tensor. The source for names and layouts is llama.cpp's converter (conversion/*.py and
 gguf-py/gguf/constants.py).
@@ -23,7 +23,7 @@ _MOST_PARTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class GGUFModel:
-    """The settings are those of the first file."""
+    """Files, settings and tensors of a model. The settings come from the first file."""
 
     paths: tuple[Path, ...]
     settings: dict[str, Value]
@@ -36,7 +36,7 @@ class GGUFModel:
 
     @staticmethod
     def open(path: Path) -> "GGUFModel":
-        """`path`: of the only file, or of any part. Raises `StartupError` naming the file at fault."""
+        """Open the model whose only file, or any part, is `path`. Raise `StartupError` naming the file at fault."""
         paths = parts_of(path)
         headers = [read_header(part) for part in paths]
         settings = headers[0].settings
@@ -66,7 +66,7 @@ class GGUFModel:
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:
-    """`path` itself, or all parts in order where its name says that it is one of several."""
+    """Return `path` itself, or all parts in order if its name has a part number."""
     found = _PART.fullmatch(path.name)
     if found is None:
         return (path,)
@@ -99,13 +99,13 @@ ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Differences between stored numbers and those of a Hugging Face checkpoint."""
+    """Differences between stored values and a Hugging Face checkpoint's values."""
 
-    # In so many heads at the beginning, row 2 * j + c is row j of half c: Hugging Face's rotation pairs the halves of a
-    # head, and GGUF's for Llama pairs neighbours.
+    # In this many leading heads, row 2 * j + c is row j of half c: Hugging Face's rotation pairs the halves of a head,
+    # and GGUF's for Llama pairs neighbours.
     interleaved_heads: int = 0
     head_dim: int = 0
-    added: float = 0.0  # to every number: Gemma's norms scale by 1 + weight
+    added: float = 0.0  # added to every stored value: Gemma's norms scale by 1 + weight
 
 
 PLAIN = Layout()
@@ -115,7 +115,7 @@ _FIX = "Use a file that llama.cpp's converter wrote."
 
 
 class Settings:
-    """The settings of one model. Those of its architecture are named without the architecture, with a dot in front."""
+    """Settings of one model. Settings of its architecture have keys without its name, beginning with a dot."""
 
     def __init__(self, model: GGUFModel) -> None:
         self.model = model
@@ -129,7 +129,7 @@ class Settings:
     @overload
     def count(self, key: str, default: int) -> int: ...
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number, or one for each layer if all are the same."""
+        """Return an integer, or the common value of a list with one integer for each layer."""
         value = self._value(key, default)
         if isinstance(value, array) and len(set(value)) == 1:
             value = value[0]
@@ -167,14 +167,14 @@ class Settings:
         return value
 
     def numbers(self, key: str, length: int) -> array:
-        """The list of `length` numbers at `key`. Raises `StartupError` for anything else."""
+        """Return the list of `length` numbers at `key`. Raise `StartupError` for anything else."""
         value = self._value(key, None)
         if not isinstance(value, array) or len(value) != length:
             raise self._wrong(key, f"a list of {length} numbers")
         return value
 
     def check_whole_heads(self, head_dim: int) -> None:
-        """Raise `StartupError` if only a part of each head is rotated, as in no model of this architecture."""
+        """Raise `StartupError` if only a part of each head is rotated, which no model of this architecture does."""
         rotated = self.count(".rope.dimension_count", head_dim)
         if rotated != head_dim:
             raise StartupError(
@@ -198,24 +198,24 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFamily:
-    """An architecture of llama.cpp: the inverse of its converter (conversion/*.py), but for names of tensors, which the
+    """An architecture of llama.cpp: the inverse of its converter (conversion/*.py), except for tensor names, which the
     sublayers know."""
 
     name: str
-    architecture: str  # Hugging Face's name of it
+    architecture: str  # Hugging Face's name of the architecture
     own: Callable[
         [Settings, dict[str, Any]], dict[str, Any]
-    ]  # settings besides those of all architectures, given these
-    model_type: str | None = None  # None: `name`
-    # What early files leave out: `heads`, `kv_heads`, `positions`, `theta`.
+    ]  # maps the settings common to all architectures to additional settings
+    model_type: str | None = None  # None: same as `name`
+    # Defaults of settings that early files omit: `heads`, `kv_heads`, `positions`, `theta`.
     missing: Mapping[str, int] = field(default_factory=dict)
-    has_experts: bool = False  # or may have
-    mlp_norm: str | None = None  # the norm before MLP or experts; None: as the sublayers name it
-    pairs_neighbours: bool = False  # it rotates neighbours, so that rows of q and k lie in another order
+    has_experts: bool = False  # True if models may have experts
+    mlp_norm: str | None = None  # norm before the MLP or experts; None: the sublayers' name
+    pairs_neighbours: bool = False  # True if it rotates neighbours, so that rows of q and k are permuted
 
 
 def shortest(value: float) -> float:
-    """The number with the fewest digits that is `value` in float32: what it was before it was stored so."""
+    """Return the number with the fewest digits that equals `value` in float32, i.e. the number before it was stored."""
     try:
         stored = struct.pack("<f", value)
     except OverflowError:  # it was stored as a double
@@ -228,7 +228,7 @@ def shortest(value: float) -> float:
 
 
 class GGUFCheckpoint(Checkpoint):
-    """`tensors` also has those that no model has a place for, under the names of the file."""
+    """Checkpoint of a GGUF model. `tensors` includes tensors that no model uses, under their names in the file."""
 
     def __init__(self, directory: Path, tensors: dict[str, Located], layouts: dict[str, Layout]) -> None:
         super().__init__(directory, tensors)
@@ -236,7 +236,7 @@ class GGUFCheckpoint(Checkpoint):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether a matrix is stored in another form than floating point."""
+        """True if a matrix is stored in blocks instead of floating point."""
         return any(found.entry.dtype not in FLOATS for found in self.tensors.values())
 
     def layout(self, name: str) -> Layout:
@@ -244,11 +244,11 @@ class GGUFCheckpoint(Checkpoint):
 
 
 def gguf_file(directory: Path) -> Path | None:
-    """The first file of the GGUF model that the description in `directory` is of; None if there is none."""
+    """Return the first file of the GGUF model described in `directory`, or None if there is none."""
     links = sorted(directory.glob("*.gguf"))
     if not links:
         return None
-    # Only one step: the parts of a model are found by their names beside each other.
+    # Follow only one link: the parts of a model are found by their names next to each other.
     return Path(os.readlink(links[0])) if links[0].is_symlink() else links[0]
 
 

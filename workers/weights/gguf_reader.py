@@ -1,7 +1,7 @@
-"""Reads slices of a GGUF model's tensors into a rank's memory: as numbers, or as whole numbers in groups.
+"""Reads slices of a GGUF model's tensors into a rank's memory, either dequantised or as integers in groups.
 
-Like `WeightReader` it reads ahead in pieces of a few mebibytes, and refuses a tensor that holds a NaN or an infinity.
-A block of a type holds `elements` neighbours of a row in `size` bytes (`BlockType`). The layouts of bytes are ggml's
+Like `WeightReader` it reads ahead in pieces of a few mebibytes, and refuses a tensor that holds a NaN or an infinity. A
+block of a type holds `elements` neighbours of a row in `size` bytes (`BlockType`). The byte layouts are ggml's
 (ggml-common.h, and dequantize_row_* in ggml-quants.c), with one function here for each type.
 """
 
@@ -34,39 +34,39 @@ class Groups:
 
     @staticmethod
     def empty(rows: int, inputs: int, group: int, *, offsets: bool) -> "Groups":
-        """Allocates groups without initialising them, except for offsets, which are zero."""
+        """Allocate groups without initialising them, except for offsets, which are zero."""
         scales = torch.empty((rows, -(-inputs // group)))
         values = torch.empty((rows, inputs), dtype=torch.int8)
         return Groups(values, scales, torch.zeros_like(scales) if offsets else None, group)
 
     def rows(self, first: int, count: int) -> "Groups":
-        """A view of `count` rows from `first` on."""
+        """Return a view of `count` rows from `first` on."""
         part = slice(first, first + count)
         return Groups(
             self.values[part], self.scales[part], None if self.offsets is None else self.offsets[part], self.group
         )
 
     def inputs(self, count: int) -> "Groups":
-        """A view of the first `count` inputs, which end with a group."""
+        """Return a view of the first `count` inputs, which end with a group."""
         groups = slice(-(-count // self.group))
         offsets = None if self.offsets is None else self.offsets[:, groups]
         return Groups(self.values[:, :count], self.scales[:, groups], offsets, self.group)
 
     def clear(self) -> None:
-        """Makes all of it zero."""
+        """Set all values, scales and offsets to zero."""
         for part in (self.values, self.scales, self.offsets):
             if part is not None:
                 part.zero_()
 
     def dequantised(self) -> Tensor:
-        """float32 [N, K]."""
+        """Return the weight as float32 [N, K]."""
         group_of = torch.arange(self.values.shape[1]) // self.group
         weight = self.values.float() * self.scales[:, group_of]
         return weight if self.offsets is None else weight.add_(self.offsets[:, group_of])
 
 
 def unpacked(kind: str, raw: Tensor) -> Groups:
-    """Rows of blocks: uint8 [N, bytes of a row]."""
+    """Unpack rows of blocks, uint8 [N, bytes of a row]."""
     rows = len(raw)
     values, scales, offsets = _UNPACK[kind](raw.reshape(-1, BY_NAME[kind].size))
     offsets = None if offsets is None else offsets.reshape(rows, -1)
@@ -74,23 +74,23 @@ def unpacked(kind: str, raw: Tensor) -> Groups:
 
 
 def _half(raw: Tensor, start: int) -> Tensor:
-    """The number of 16 bits at byte `start` of each block: float32 [B, 1]."""
+    """Return the float16 at byte `start` of each block: float32 [B, 1]."""
     return raw[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(raw: Tensor) -> Tensor:
-    """uint8 [B, n] -> [B, 2 * n]: the lower halves of all bytes, then the upper ones."""
+    """Unpack uint8 [B, n] to [B, 2 * n]: the lower halves of all bytes, then the upper halves."""
     return torch.cat((raw & 15, raw >> 4), 1)
 
 
 def _fifth_bits(raw: Tensor) -> Tensor:
-    """Bit k of each four bytes, as 16 or 0: uint8 [B, 4] -> [B, 32]."""
+    """Return bit k of each four bytes, as 16 or 0: uint8 [B, 4] -> [B, 32]."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return (raw.unsqueeze(2) >> shifts & 1).view(len(raw), 32) << 4
 
 
 def _signed(values: Tensor, zero: int) -> Tensor:
-    """uint8 numbers less `zero`, as int8."""
+    """Return uint8 values minus `zero`, as int8."""
     return values.view(torch.int8) - zero
 
 
@@ -116,7 +116,7 @@ def _q8_0(raw: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 def _scales_and_minima(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """The eight pairs of numbers of 6 bits in 12 bytes: uint8 [B, 12] -> float32 [B, 8] twice."""
+    """Return the eight pairs of 6-bit values in 12 bytes: uint8 [B, 12] -> float32 [B, 8] twice."""
     scale, minimum, both = raw.view(-1, 3, 4).unbind(1)
     scales = torch.cat((scale & 63, (both & 15) | (scale >> 2 & 48)), 1)
     minima = torch.cat((minimum & 63, (both >> 4) | (minimum >> 2 & 48)), 1)
@@ -134,12 +134,12 @@ def _q5_k(raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scales, minima = _scales_and_minima(raw[:, 4:16].contiguous())
     lower = _nibbles(raw[:, 48:].reshape(-1, 32)).view(-1, 8, 32)
     groups = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
-    fifth = (raw[:, 16:48].unsqueeze(1) >> groups & 1) << 4  # bit g of byte k belongs to number k of group g
+    fifth = (raw[:, 16:48].unsqueeze(1) >> groups & 1) << 4  # bit g of byte k belongs to value k of group g
     return _signed((lower | fifth).view(-1, 256), 0), _half(raw, 0) * scales, -_half(raw, 2) * minima
 
 
 def _q6_k(raw: Tensor) -> tuple[Tensor, Tensor, None]:
-    lower = _nibbles(raw[:, :128].reshape(-1, 64)).view(-1, 2, 4, 32)  # of each half of a block: four times 32 numbers
+    lower = _nibbles(raw[:, :128].reshape(-1, 64)).view(-1, 2, 4, 32)  # each half of a block: four times 32 values
     shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8).view(1, 1, 4, 1)
     upper = (raw[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3) << 4
     scales = raw[:, 192:208].contiguous().view(torch.int8).float() * _half(raw, 208)
@@ -165,7 +165,7 @@ _UNPACK: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]] = {
 }
 
 
-CHUNK_BYTES = 4 << 20  # of a file, in one read
+CHUNK_BYTES = 4 << 20  # bytes of a file per read
 _READS_AHEAD = 3
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -177,7 +177,7 @@ class GGUFReader(CheckpointReader):
     _use_another = "Use a file that llama.cpp's converter wrote; adapters must be merged first."
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
-        """See `WeightSource`. Blocks are dequantised in float32 and rounded to `into`'s type."""
+        """See `WeightSource`. Blocks are dequantised in float32 and rounded to `into`'s dtype."""
         found = self._found(name, shape)
         check_slice(name, into, shape, dim, start)
         rows = (start, into.shape[0]) if dim == 0 else (0, shape[0])
@@ -200,7 +200,7 @@ class GGUFReader(CheckpointReader):
     ) -> None:
         """Fill `into` with rows and inputs of a tensor [N, K] of blocks, from `first_row` and `first_input` on.
 
-        The group of `into` divides that of the tensor's type, and `first_input`.
+        The group of `into` divides the group of the tensor's type, and `first_input`.
         """
         found = self._found(name, shape)
         inputs = into.values.shape[1]
@@ -239,13 +239,14 @@ class GGUFReader(CheckpointReader):
         return found
 
     def _rows(self, name: str, found: Located, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
-        """Stored rows `first` to `first + count` in Hugging Face's order, piece by piece: (row of the slice, uint8 [n,
-        bytes of a row]). A vector is one row for each of its numbers.
+        """Yield stored rows `first` to `first + count` in Hugging Face's order, piece by piece.
+
+        Each item is (row of the slice, uint8 [n, bytes of a row]). A vector has one row for each value.
         """
         entry, order = found.entry, self._checkpoint.layout(name)
         row_bytes = (entry.end - entry.begin) // entry.shape[0]
         at_once = max(1, CHUNK_BYTES // row_bytes)
-        if order.interleaved_heads:  # whole heads, whose rows change places
+        if order.interleaved_heads:  # whole heads, whose rows are permuted
             at_once = max(order.head_dim, at_once // order.head_dim * order.head_dim)
             assert first % order.head_dim == 0 and count % order.head_dim == 0, f"{name}: a slice cuts a head"
         running: deque[tuple[int, Tensor, Future[None]]] = deque()
@@ -260,7 +261,7 @@ class GGUFReader(CheckpointReader):
             while running:
                 yield _finished(*running.popleft(), first, order)
         finally:
-            wait([done for _, _, done in running])  # they write to memory that is ours only until this returns
+            wait([done for _, _, done in running])  # the reads write to memory that is ours only until this returns
 
 
 def _finished(offset: int, raw: Tensor, done: "Future[None]", first: int, order: Layout) -> tuple[int, Tensor]:
@@ -275,7 +276,7 @@ def _finished(offset: int, raw: Tensor, done: "Future[None]", first: int, order:
 def weight_source(
     checkpoint: Checkpoint, *, check_finite: bool, on_read: Callable[[], None]
 ) -> WeightReader | GGUFReader:
-    """A `WeightSource` to be closed, or used as a context manager. `on_read`: see `WeightReader`."""
+    """Return a `WeightSource` to be closed, or used as a context manager. `on_read`: see `WeightReader`."""
     if isinstance(checkpoint, GGUFCheckpoint):
         return GGUFReader(checkpoint, check_finite=check_finite, on_read=on_read)
     return WeightReader(checkpoint, check_finite=check_finite, on_read=on_read)
@@ -291,7 +292,7 @@ def load_weights(
 ) -> None:
     """Call a model's `load` with the weights of `checkpoint`; None: dummy weights of `seed`.
 
-    `on_progress` gets the share read so far, also when it has not changed: each call is a sign of progress.
+    `on_progress` gets the share loaded so far, even if it has not changed: each call is a sign of progress.
     """
     done = 0.0
 

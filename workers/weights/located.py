@@ -1,4 +1,4 @@
-"""Where a tensor is: its description, its bytes and its file; and parts of it that are read as tensors. Torch-free."""
+"""Location of a tensor (its description, bytes and file), and parts of it that are read as tensors. Torch-free."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,17 +10,17 @@ class TensorEntry:
 
     dtype: str  # the format's name: BF16, F16, F32, ...
     shape: tuple[int, ...]
-    begin: int  # bytes, counted from the end of the header; in a GGUF file from its beginning
+    begin: int  # bytes from the end of the header; in a GGUF file from the start of the file
     end: int
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A tensor and the file it is in."""
+    """A tensor and the file that contains it."""
 
     path: Path
     entry: TensorEntry
-    # What lies between `begin` and `end` may be a larger matrix: the tensor is every `step`-th row of it, or of its
+    # The bytes from `begin` to `end` may be a larger matrix: the tensor is every `step`-th row of it, or of its
     # transpose, from row `first` on.
     step: int = 1
     first: int = 0
@@ -28,33 +28,33 @@ class Located:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the bytes are the tensor's, in its order."""
+        """True if the bytes are exactly the tensor's, in its order."""
         return self.step == 1 and not self.transposed
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Lengths of what lies between `begin` and `end`."""
-        rows, *rest = self.entry.shape or (1,)  # a number alone is a row of one
+        """Shape of the bytes from `begin` to `end`."""
+        rows, *rest = self.entry.shape or (1,)  # a scalar is a row of one
         shape = (rows * self.step, *rest)
         return tuple(reversed(shape)) if self.transposed else shape
 
     def shaped(self, *shape: int) -> "Located":
-        """A tensor of the same bytes in other lengths."""
+        """Return a tensor of the same bytes with another shape."""
         return replace(self, entry=replace(self.entry, shape=shape))
 
     def turned(self) -> "Located":
-        """The matrix, transposed."""
+        """Return the transposed matrix."""
         assert self.is_plain
         return replace(self.shaped(*reversed(self.entry.shape)), transposed=True)
 
     def every(self, step: int, first: int) -> "Located":
-        """Rows `first`, `first + step`, … of the tensor."""
+        """Return rows `first`, `first + step`, … of the tensor."""
         rows, *rest = self.entry.shape
         assert self.step == 1 and rows % step == 0
         return replace(self.shaped(rows // step, *rest), step=step, first=first)
 
     def part(self, number: int) -> "Located":
-        """One of the tensors along the first dimension, without that dimension."""
+        """Return the tensor at index `number` of the first dimension, without that dimension."""
         entry = self.entry
         size = (entry.end - entry.begin) // entry.shape[0]
         begin = entry.begin + number * size

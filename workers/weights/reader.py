@@ -1,9 +1,9 @@
-"""Reads slices of a checkpoint's tensors into a rank's memory, checks them, and finds tensors that were not used.
+"""Reads slices of a checkpoint's tensors into a rank's memory, checks them, and finds unused tensors.
 
-Each rank has its own reader. It holds no tensors: a slice that lies in one piece, in the dtype that is wanted, is read
-straight into its final place; others pass through a few small buffers. Later pieces are read by threads while one is
-checked or converted. A piece is checked while it is still in the cache: a checkpoint with a NaN or an infinity would
-give nonsense for every request, so it is refused by the tensor's name.
+Each rank has its own reader. It holds no tensors: a contiguous slice in the wanted dtype is read directly into its
+final memory; other slices pass through a few small buffers. Threads read later pieces while a piece is checked or
+converted. A piece is checked while it is still in the cache. A checkpoint with a NaN or an infinity would give nonsense
+for every request, so it is refused with the tensor's name.
 """
 
 import ctypes
@@ -22,15 +22,17 @@ from oarlock.workers.errors import StartupError
 from oarlock.workers.weights.checkpoint import Checkpoint, Located
 from oarlock.workers.weights.source import check_slice, wrong_shape
 
-# A disk or a network file system answers several reads at once faster than one after the other; a page cache hardly.
+# Disks and network file systems serve parallel reads faster than sequential reads; for the page cache it hardly
+# matters.
 NUM_THREADS = 4
 
 
 class FileReader:
-    """One open file at a time. `read` may be called for another file once all reads of the last one are done.
+    """Reader with one open file at a time. `read` may be called for another file once all reads of the last file are
+    done.
 
-    Reading copies from the page cache faster than mapping does, which takes one page fault for every few pages; and a
-    file that is cut short meanwhile is an error, not the end of the process.
+    Reading copies from the page cache faster than mapping does, which takes one page fault for every few pages. Also, a
+    file that is truncated meanwhile raises an error instead of killing the process.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ class FileReader:
         """Fill the contiguous tensor `into` from byte `begin` of the data section of the safetensors file `path`, or of
         the whole GGUF file.
 
-        The caller keeps `into` until the read is done. Its result raises `StartupError` naming `name`, the tensor.
+        The caller keeps `into` until the read is done. The future raises `StartupError` naming `name`, the tensor.
         """
         assert into.is_contiguous()
         self._open(path)
@@ -53,7 +55,7 @@ class FileReader:
         return self._threads.submit(_fill, self._fd, self._data_start + begin, memory, path, name)
 
     def close(self) -> None:
-        """Close the file and end the threads. The reader can still be used, and opens again."""
+        """Close the file and end the threads. The reader can still be used, and opens files again."""
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None
@@ -94,8 +96,8 @@ def _fill(fd: int, begin: int, memory: memoryview, path: Path, name: str) -> Non
         done += count
 
 
-CHUNK_BYTES = 4 << 20  # of a file, in one read
-READS_AHEAD = 4  # beyond the piece that is checked
+CHUNK_BYTES = 4 << 20  # bytes of a file per read
+READS_AHEAD = 4  # pieces being read while another piece is checked
 
 _DTYPES = {
     "BF16": torch.bfloat16,
@@ -116,21 +118,22 @@ class _Piece:
     """Rows of a tensor's slice that a thread is reading."""
 
     def __init__(self, first_row: int, part: Tensor, stored: Tensor, done: "Future[None]") -> None:
-        self.first_row = first_row  # in the whole tensor; of one that is stored transposed, the first column
-        self.part = part  # their place in the rank's memory
-        self.stored = stored  # the same elements as they are in the file; `part` itself where nothing is converted
+        self.first_row = first_row  # index in the whole tensor; of the first column if the tensor is stored transposed
+        self.part = part  # destination in the rank's memory
+        self.stored = stored  # the same elements as in the file; `part` itself if nothing is converted
         self.done = done
 
 
 class CheckpointReader:
-    """The part of a `WeightSource` that all formats of files share. Use as a context manager, or call `close`."""
+    """Part of a `WeightSource` that all file formats share. Use it as a context manager, or call `close`."""
 
     _use_another = "Use a checkpoint whose config.json names its true architecture; adapters must be merged first."
 
     def __init__(
         self, checkpoint: Checkpoint, *, check_finite: bool = True, on_read: Callable[[], None] = lambda: None
     ) -> None:
-        """`on_read` is called after each piece of at most `CHUNK_BYTES` of a file: a sign of progress."""
+        """Read `checkpoint`. `on_read` is called after each piece of at most `CHUNK_BYTES` of a file, as a sign of
+        progress."""
         self._checkpoint = checkpoint
         self._on_read = on_read
         self._check_finite = check_finite
@@ -165,7 +168,7 @@ class CheckpointReader:
             )
 
     def _place_of(self, name: str) -> Path:
-        """The file or directory that errors about a tensor name."""
+        """Return the file or directory that an error about a tensor should name."""
         return self._checkpoint.directory
 
 
@@ -200,10 +203,10 @@ class WeightReader(CheckpointReader):
             while running:
                 self._finish(name, found, running.popleft(), dim, start)
         finally:
-            wait([piece.done for piece in running])  # they write to memory that is ours only until this returns
+            wait([piece.done for piece in running])  # the reads write to memory that is ours only until this returns
 
     def _pieces(self, name: str, found: Located, into: Tensor, dim: int, start: int) -> Iterator[_Piece]:
-        """Begin to read the slice, piece by piece. At most `READS_AHEAD` + 1 of them may be unfinished."""
+        """Begin to read the slice, and yield its pieces. At most `READS_AHEAD` + 1 of them may be unfinished."""
         shape, begin = found.stored_shape, found.entry.begin
         dtype = _DTYPES.get(found.entry.dtype)
         if dtype is None:
@@ -211,9 +214,9 @@ class WeightReader(CheckpointReader):
                 f"{found.path}: tensor {name!r} is {found.entry.dtype}, which is not supported.",
                 "Use the model's bfloat16, float16 or float32 checkpoint.",
             )
-        along, step = (1, 1) if found.transposed else (0, found.step)  # how the file's rows lie in the tensor
+        along, step = (1, 1) if found.transposed else (0, found.step)  # dimension of the file's rows in the tensor
         is_whole_rows = dim == along or into.shape[dim] == found.entry.shape[dim]
-        # A copy on another device, in another dtype, of parts of rows or in another order passes through a buffer.
+        # A copy to another device, to another dtype, of partial rows or in another order passes through a buffer.
         is_as_stored = is_whole_rows and found.is_plain and into.dtype == dtype
         is_direct = is_as_stored and into.device.type == "cpu" and into.is_contiguous()
         row_bytes = (found.entry.end - begin) // shape[0] * step
@@ -230,13 +233,13 @@ class WeightReader(CheckpointReader):
             yield _Piece(first + offset, part, part if is_direct else stored, done)
 
     def _buffer(self, number: int, size: int) -> Tensor:
-        """Bytes for piece `number` of a tensor, whose first piece is the largest: [size]."""
+        """Return the buffer, uint8 [size], of piece `number` of a tensor, whose first piece is the largest."""
         if self._buffers.shape[1] < size:
             self._buffers = torch.empty((READS_AHEAD + 1, -(-size // 64) * 64), dtype=torch.uint8)
         return self._buffers[number % (READS_AHEAD + 1), :size]
 
     def _finish(self, name: str, found: Located, piece: _Piece, dim: int, start: int) -> None:
-        """Wait for a piece, convert it where that is needed, and check it."""
+        """Wait for a piece, convert it if needed, and check it."""
         piece.done.result()
         if piece.stored is not piece.part:
             piece.part.copy_(piece.stored)
@@ -250,7 +253,8 @@ class WeightReader(CheckpointReader):
 
 
 def not_finite(name: str, found: Located, value: float, dtype: torch.dtype, where: str = "") -> StartupError:
-    """`value` is what the file holds, finite if it is too large for `dtype`; `where` in the tensor, after a space."""
+    """Return the error for `value` in the file, finite if it is too large for `dtype`; `where`: index, after a
+    space."""
     if math.isfinite(value):
         return StartupError(
             f"{found.path}: tensor {name!r} holds {value:g}{where}, which is too large for "
@@ -265,10 +269,10 @@ def not_finite(name: str, found: Located, value: float, dtype: torch.dtype, wher
 
 
 def first_not_finite(x: Tensor) -> tuple[int, ...] | None:
-    """The index of the first NaN or infinity in `x`, None when there is none.
+    """Return the index of the first NaN or infinity in `x`, or None if there is none.
 
-    A NaN or an infinity anywhere makes the sum of the tensor one too, and a sum runs at the speed of memory; testing
-    every element takes thirty times as long. Finite values can overflow a sum as well, so then every element is tested.
+    A NaN or an infinity anywhere makes the sum of the tensor NaN or infinite, and a sum runs at memory speed, while
+    testing every element is far slower. Finite values can overflow a sum as well, so then every element is tested.
     """
     if x.dtype == torch.float8_e4m3fn:  # has no infinity, and a NaN with each sign
         bad = x.view(torch.uint8).bitwise_and(0x7F) == 0x7F
@@ -280,5 +284,5 @@ def first_not_finite(x: Tensor) -> tuple[int, ...] | None:
         bad = torch.isfinite(x).logical_not_()
     place = int(bad.flatten().int().argmax())
     if not bad.flatten()[place]:
-        return None  # large numbers whose sum overflowed
+        return None  # the sum of large finite values overflowed
     return tuple(int(index) for index in torch.unravel_index(torch.tensor(place), x.shape))

@@ -1,4 +1,4 @@
-"""The protocol by which layers load their weights, and the noise that stands in for a checkpoint."""
+"""The protocol by which layers load their weights, and the noise that can replace a checkpoint."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -14,16 +14,16 @@ class WeightSource(Protocol):
     """Tensors by name, copied slice by slice."""
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds `name`: for layers that can read two layouts."""
+        """Return whether the checkpoint holds `name`, for layers that can read two layouts."""
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """The shape as it is stored; None: the checkpoint does not hold `name`, or any shape would do."""
+        """Return the stored shape, or None if the checkpoint does not hold `name` or accepts any shape."""
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         """Fill `into` with `name`'s slice [start, start + into.shape[dim]) along `dim`, in `into`'s dtype.
 
-        `shape` is the whole tensor's, as the layer expects it. Raises `StartupError` naming the tensor when it is
-        missing or shaped otherwise.
+        `shape` is the shape of the whole tensor that the layer expects. Raise `StartupError`, naming the tensor, if it
+        is missing or has another shape.
         """
 
     def finish(self, ignorable: Callable[[str], bool]) -> None:
@@ -31,11 +31,11 @@ class WeightSource(Protocol):
 
 
 class FilledUp:
-    """`WeightSource` of gated MLPs whose width is larger than it is stored, with zeros there: for widths that ranks
-    cannot cut into equal slices."""
+    """`WeightSource` of gated MLPs that are wider than stored and padded with zeros, for widths that ranks cannot cut
+    into equal slices."""
 
     def __init__(self, weights: WeightSource, whole: int, width: int) -> None:
-        """`whole`: the width as layers ask for it. `width`: as it is stored."""
+        """Wrap `weights`. `whole`: the width that layers ask for. `width`: the stored width."""
         self._weights = weights
         self._whole, self._width = whole, width
 
@@ -49,7 +49,7 @@ class FilledUp:
         self._weights.finish(ignorable)
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
-        """As `WeightSource.take`; `shape` may be longer than the stored tensor's."""
+        """See `WeightSource.take`; `shape` may be longer than the stored tensor's shape."""
         stored = self._weights.shape_of(name) or self._of_every_shape(name, shape)
         if len(stored) != len(shape) or (
             all(a >= b for a, b in zip(stored, shape, strict=True)) and start + into.shape[dim] <= stored[dim]
@@ -65,7 +65,7 @@ class FilledUp:
     def take_groups(
         self, name: str, into: Any, *, shape: Sequence[int], first_row: int = 0, first_input: int = 0
     ) -> None:
-        """As `GGUFReader.take_groups`."""
+        """See `GGUFReader.take_groups`."""
         rows, inputs = self._weights.shape_of(name) or shape
         into.clear()
         rows = max(0, min(rows - first_row, len(into.values)))
@@ -75,13 +75,13 @@ class FilledUp:
         reader.take_groups(name, into.rows(0, rows).inputs(inputs), shape=self._weights.shape_of(name), **where)
 
     def _of_every_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a tensor that any shape would do for, such as dummy weights."""
+        """Return the stored shape of a tensor from a source that accepts any shape, such as dummy weights."""
         place = 1 if ".down_proj." in name else 0
         return tuple(self._width if at == place and n == self._whole else n for at, n in enumerate(shape))
 
 
 def check_slice(name: str, into: Tensor, shape: Sequence[int], dim: int, start: int) -> None:
-    """Assert that `into` can hold the slice; for mistakes in our code, with the tensor's name."""
+    """Assert that `into` can hold the slice; errors in our code then show the tensor's name."""
     expected = list(shape)
     expected[dim] = into.shape[dim]
     assert list(into.shape) == expected, f"{name}: a slice of {list(shape)} along {dim} cannot fill {list(into.shape)}"
@@ -95,8 +95,8 @@ def wrong_shape(name: str, where: str, found: Sequence[int], wanted: Sequence[in
     )
 
 
-# Elements come from one pool of normal numbers, from an offset that the tensor's name decides: much faster than drawing
-# half a billion of them. The length is a prime, so that no two rows of a matrix are equal.
+# Elements come from one pool of normal samples, from an offset derived from the tensor's name: much faster than drawing
+# half a billion samples. The length is a prime, so that no two rows of a matrix are equal.
 _POOL = 1_048_573
 _STD = 0.02
 
@@ -104,8 +104,9 @@ _STD = 0.02
 class DummyWeights:
     """`WeightSource` that has every tensor.
 
-    Deterministic noise, for tests and benchmarks (`--load-format dummy`). An element depends on the seed, its tensor's
-    name and its index in the whole tensor, so the shards of any number of ranks are slices of the same model.
+    It returns deterministic noise, for tests and benchmarks (`--load-format dummy`). An element depends on the seed,
+    its tensor's name and its index in the whole tensor, so the shards of any number of ranks are slices of the same
+    model.
     """
 
     def __init__(self, seed: int) -> None:
@@ -114,11 +115,11 @@ class DummyWeights:
         self._pool = torch.cat((noise, noise))  # twice, so that reading past the end needs no second piece
 
     def has(self, name: str) -> bool:
-        """False: this is only used for alternative (fused) layouts, and dummy weights have the ordinary one."""
+        """Return False: only alternative (fused) layouts are asked for, and dummy weights have the ordinary layout."""
         return False
 
     def shape_of(self, name: str) -> None:
-        """None: dummy weights have every shape."""
+        """Return None: dummy weights have every shape."""
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         check_slice(name, into, shape, dim, start)
@@ -138,4 +139,4 @@ class DummyWeights:
             into.add_(1.0)  # norm weights are about one
 
     def finish(self, ignorable: Callable[[str], bool]) -> None:
-        """Does nothing: no tensor can be left over."""
+        """Do nothing: no tensor can be left over."""
