@@ -1,6 +1,6 @@
-"""A model in GGUF as a Hugging Face checkpoint: the `config.json` that its settings mean, and its tensors' names.
+"""A GGUF model as a Hugging Face checkpoint: the `config.json` for its settings, and its tensors' names.
 
-The inverse of llama.cpp's converter (conversion/*.py); what only one architecture has is in its family's file.
+The inverse of llama.cpp's converter (conversion/*.py); settings of a single architecture are in its family's file.
 Torch-free.
 """
 
@@ -31,7 +31,7 @@ _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output
 
 
 def hf_config(model: GGUFModel) -> dict[str, Any]:
-    """The settings of `config.json`. Raises `StartupError` for an architecture that is not served."""
+    """Return the settings of `config.json`. Raise `StartupError` for an unsupported architecture."""
     settings = Settings(model)
     family = _family(settings)
     missing = family.missing
@@ -73,7 +73,7 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Read and check every header. Raises `StartupError` naming the file, and the tensor where one is at fault."""
+    """Read and check every header. Raise `StartupError` naming the file, and the tensor if a tensor is at fault."""
     path = gguf_file(directory)
     if path is not None and not any(directory.glob("*.safetensors*")):
         return gguf_checkpoint(directory, GGUFModel.open(path))
@@ -81,11 +81,14 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def gguf_checkpoint(directory: Path, model: GGUFModel) -> GGUFCheckpoint:
-    """The tensors of `model` under Hugging Face's names; those that no sublayer knows keep the names of the file.
-    `directory` is where the model's description lies."""
+    """Return the tensors of `model` under Hugging Face's names. Tensors that no sublayer knows keep the names of the
+    file.
+
+    `directory` contains the model's description.
+    """
     spec, family = describe(hf_config(model)), _family(Settings(model))
     names, layouts = dict(_names(spec, model, family)), dict(_layouts(spec, family))
-    bare = {tensor.name for tensor in tensors_of(spec)}  # with their kinds, but for tensors that have none
+    bare = {tensor.name for tensor in tensors_of(spec)}  # names, with the kind if the tensor has one
     tensors: dict[str, Located] = {}
     placed: dict[str, Layout] = {}
     for name, found in model.tensors.items():
@@ -116,7 +119,7 @@ def _family(settings: Settings) -> GGUFFamily:
 
 
 def _names(spec: DecoderSpec, model: GGUFModel, family: GGUFFamily) -> Iterator[tuple[str, str]]:
-    """The file's name of each module, and Hugging Face's."""
+    """Yield (name in the file, Hugging Face's name) of each module."""
     yield from _TOP.items()
     stored = {name.split(".")[2] for name in model.tensors if name.startswith("blk.") and name.count(".") > 2}
     for index, layer in enumerate(spec.layers):
@@ -130,14 +133,15 @@ def _names(spec: DecoderSpec, model: GGUFModel, family: GGUFFamily) -> Iterator[
                 if norm is not None:
                     yield there + name, here + norm
             for part, name in sublayer.gguf.items():
-                # A part that others are fused with may have the name of the whole: the others tell.
+                # A fused module may have the same name in the file as one of its parts. It is fused only if no other
+                # part is stored.
                 others = {sublayer.gguf[one] for one in sublayer.fused.get(part, ())} - {name}
                 if not others & stored:
                     yield there + name, f"{here}{sublayer.module}.{part}"
 
 
 def _layouts(spec: DecoderSpec, family: GGUFFamily) -> Iterator[tuple[str, Layout]]:
-    """Modules whose numbers lie or are otherwise in the file."""
+    """Yield modules whose values are permuted or shifted in the file, with their layouts."""
     added = Layout(added=spec.norm.offset)
     if spec.norm.offset:
         yield "model.norm", added
@@ -168,7 +172,7 @@ def _vocab_size(model: GGUFModel) -> int:
 
 
 def _dtype(model: GGUFModel) -> str:
-    """The type to compute in: that of the matrices if they are all of one, else bfloat16."""
+    """Return the compute dtype: the dtype of the matrices if all have the same, otherwise bfloat16."""
     types = {found.entry.dtype for found in model.tensors.values() if len(found.entry.shape) == 2}
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     return names[types.pop()] if len(types) == 1 and types <= set(FLOATS) else "bfloat16"
@@ -182,7 +186,7 @@ def _rope_scaling(settings: Settings, head_dim: int) -> dict[str, Any] | None:
         if settings.has(".rope.scaling.attn_factor"):
             table["attention_factor"] = settings.number(".rope.scaling.attn_factor")
         return table
-    if plain:  # Llama 3.x: what its rope type `llama3` makes of each frequency
+    if plain:  # Llama 3.x: factors that its rope type `llama3` gives for each frequency
         length = settings.count(".context_length")
         return {
             "rope_type": "longrope",
@@ -211,7 +215,7 @@ def _rope_scaling(settings: Settings, head_dim: int) -> dict[str, Any] | None:
 
 
 def _rope_factors(model: GGUFModel, name: str) -> list[float]:
-    """A small tensor of the file, which belongs to the model's description; an empty list if it is not there."""
+    """Return a small tensor of the file that belongs to the model's description, or an empty list if it is missing."""
     found = model.tensors.get(name)
     if found is None:
         return []

@@ -27,7 +27,7 @@ BEFORE_AND_AFTER = (
     ("input_layernorm", "post_attention_layernorm"),
     ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
-_MOST_EXPERTS = 4096  # of a layer; the most that is known is 512
+_MOST_EXPERTS = 4096  # experts of a layer; the known maximum is 512
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 Norms = tuple[tuple[str | None, str | None], tuple[str | None, str | None]]
 
@@ -59,12 +59,13 @@ def decoder_spec(
     tied: bool = False,
     eps: float = 1e-6,
 ) -> DecoderSpec:
-    """A decoder of attention and a gated MLP, or experts, in each layer, from the keys that all families share.
+    """Return a decoder with attention and a gated MLP, or experts, in each layer, from the keys that all families
+    share.
 
-    The keyword arguments are the family's defaults and own settings; `rope`, `activation` and `norm` are given where a
-    family does not have them under the usual keys. `ropes`: of each layer, where not all have `rope`. `query_scalar`:
-    scores are divided by its root; None: by the root of a head's width. `qk_norm`: over each `head`, or all of a `row`.
-    `experts`: of each layer, None where it has an MLP; empty: all have.
+    The keyword arguments are the family's defaults and own settings. `rope`, `activation` and `norm` are given if a
+    family does not use the usual keys for them. `ropes`: one per layer, if not all layers use `rope`. `query_scalar`:
+    scores are divided by its root; None: by the root of a head's width. `qk_norm`: over each `head`, or over a whole
+    `row`. `experts`: one per layer, None for a layer with an MLP; empty: all layers have an MLP.
     """
     fields.refuse_the_rest()
     (heads, kv_heads), head_dim = _head_counts(fields, kv_heads), head_width(fields, head_dim)
@@ -110,7 +111,8 @@ def _layer(sublayers: tuple[SublayerSpec, ...], norms: Norms, scale: float, para
 
 
 def _head_counts(fields: Fields, default: int | None) -> tuple[int, int]:
-    """Query heads and key-value heads. `default`: of the latter; None: as many as the former."""
+    """Return the numbers of query heads and key-value heads. `default`: of key-value heads; None: equal to query
+    heads."""
     heads = fields.count("num_attention_heads")
     kv_heads = fields.count("num_key_value_heads", default or heads)
     if heads % kv_heads:
@@ -129,8 +131,10 @@ def _usual_rope(fields: Fields, head_dim: int, positions: int) -> RopeSpec:
 def expert_counts(
     fields: Fields, default: int, chosen_default: int, chosen_key: str = "num_experts_per_tok"
 ) -> tuple[int, int]:
-    """Experts of a layer, and how many of them each token gets. Versions of transformers name the former differently;
-    several names must say the same."""
+    """Return the experts of a layer, and the experts per token.
+
+    Versions of transformers have different names for the number of experts; if several are given, they must agree.
+    """
     counts = {
         key: fields.count(key, default, most=_MOST_EXPERTS) for key in _EXPERT_KEYS if fields.raw.get(key) is not None
     }
@@ -146,7 +150,7 @@ def expert_counts(
 
 
 def head_width(fields: Fields, default: int | None) -> int:
-    """Elements of one head."""
+    """Return the elements of one head."""
     heads = fields.count("num_attention_heads")
     return fields.count("head_dim", default or max(1, fields.count("hidden_size") // heads))
 
@@ -156,7 +160,7 @@ def activation_name(fields: Fields, key: str, default: str) -> str:
 
 
 def declared_dtype(config: dict[str, Any]) -> str | None:
-    """The dtype of the weights, as the checkpoint declares it; None where it does not."""
+    """Return the declared dtype of the checkpoint's weights, or None if there is none."""
     value = config.get("dtype")
     value = config.get("torch_dtype") if value is None else value
     if value is None:
@@ -168,7 +172,7 @@ def declared_dtype(config: dict[str, Any]) -> str | None:
 
 
 def layer_windows(fields: Fields, window: int | None, first_sliding: int) -> tuple[int | None, ...]:
-    """One window per layer: `layer_types` where the config lists them, else sliding from layer `first_sliding` on."""
+    """Return one window per layer: from `layer_types` if given, otherwise sliding from layer `first_sliding` on."""
     layers = fields.layers()
     kinds = layer_kinds(fields)
     if kinds is None:
@@ -177,7 +181,7 @@ def layer_windows(fields: Fields, window: int | None, first_sliding: int) -> tup
 
 
 def layer_kinds(fields: Fields) -> list[str] | None:
-    """`layer_types`, checked; None where the config has none."""
+    """Return the checked `layer_types`, or None if the config has none."""
     layers = fields.layers()
     kinds = fields.raw.get("layer_types")
     known = ("full_attention", "sliding_attention")

@@ -32,12 +32,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-# Sizes, lengths and token ids are sent as int32. Other numbers are used in float32, where products of a few of them,
-# and of one with a position, must stay finite. No known model comes near these limits.
+# Sizes, lengths and token ids are sent as int32. Other numbers are used in float32, so products of a few of them, and
+# of a number with a position, must stay finite. No known model comes near these limits.
 MOST = 2**31 - 1
 LEAST_NUMBER, MOST_NUMBER = 1e-12, 1e15
 MOST_LAYERS = 10_000
-MOST_LABELS = 64  # as many numbers as a step has room for, however small the model
+MOST_LABELS = 64  # values that fit into a step, however small the model is
 
 
 def unsupported(key: str, value: Any, fix: str) -> StartupError:
@@ -58,7 +58,7 @@ def positive_number(key: str, value: Any, default: float | None) -> float:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """`config.json` of a model directory, parsed. Raises `StartupError` when there is none that can be read."""
+    """Return the parsed `config.json` of a model directory. Raise `StartupError` if none can be read."""
     if not directory.is_dir():
         raise StartupError(f"model directory {directory} does not exist.", "Check the path, or download the model.")
     path = directory / "config.json"
@@ -68,7 +68,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 class Fields:
-    """One `config.json`. It records which keys were read; `refuse_the_rest` checks the others."""
+    """One `config.json`. It records the keys that were read; `refuse_the_rest` checks the others."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.raw = config
@@ -87,7 +87,7 @@ class Fields:
         return self.count("num_hidden_layers", most=MOST_LAYERS)
 
     def table(self, key: str) -> dict[str, Any]:
-        """The settings under `key` that are given: null means none, for the table and for each of them."""
+        """Return the settings given under `key`. Null means not given, for the table and for each setting."""
         value = self._get(key)
         if value is not None and not isinstance(value, dict):
             raise unsupported(key, value, "It must be a table.")
@@ -97,7 +97,7 @@ class Fields:
         return positive_number(key, self._get(key), default)
 
     def number_or_none(self, key: str, default: float | None) -> float | None:
-        """`default` where the key is absent; an explicit null means none."""
+        """Return the number, or `default` if the key is absent; an explicit null means None."""
         self._read.add(key)
         value = self.raw.get(key, default)
         return None if value is None else positive_number(key, value, None)
@@ -110,7 +110,7 @@ class Fields:
         return value
 
     def choice(self, key: str, default: str, choices: dict[str, str]) -> str:
-        """Maps the key's value by `choices`. Raises `StartupError` for a value that is not in it."""
+        """Map the key's value by `choices`. Raise `StartupError` for a value that is not among them."""
         value = self._get(key)
         value = default if value is None else value
         if not isinstance(value, str) or value not in choices:
@@ -118,7 +118,7 @@ class Fields:
         return choices[value]
 
     def refuse_the_rest(self) -> None:
-        """Raise `StartupError` for a key that changes the forward pass and that was not read."""
+        """Raise `StartupError` for an unread key that changes the forward pass."""
         for key, neutral in _NEUTRAL.items():
             if key not in self._read and self.raw.get(key) not in neutral:
                 raise unsupported(key, self.raw[key], "This architecture is served only without it.")

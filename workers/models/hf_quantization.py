@@ -1,4 +1,4 @@
-"""Reads the quantization of a model directory from its settings, and chooses the forms of its weights. Torch-free."""
+"""Reads the quantization of a model directory from its settings, and chooses the formats of its weights. Torch-free."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,10 @@ from oarlock.workers.quantization.registry import QUANTIZATIONS, STORED
 from oarlock.workers.weights.checkpoint import Checkpoint, is_there, read_json
 from oarlock.workers.weights.gguf_model import GGUFCheckpoint
 
-GGUF = "gguf"  # the name of the forms of a GGUF model, whose settings do not say them
+GGUF = "gguf"  # method of GGUF models, whose settings do not name it
 # Keys of config.json that hold the settings, and the method of settings that do not name it.
 _KEYS = {"quantization_config": None, "compression_config": "compressed-tensors"}
-# Older quantised checkpoints have their settings in a file of their own only: its name -> the method.
+# Older quantised checkpoints have their settings only in a separate file: its name -> the method.
 QUANTISATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 
@@ -23,12 +23,13 @@ QUANTISATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"
 class StoredQuantization:
     """Quantization of a checkpoint, as its settings describe it."""
 
-    method: str  # a name of `formats.registry.STORED`
+    method: str  # a key of `quantization.registry.STORED`
     scheme: Scheme
 
 
 def stored_quantization(directory: Path, hf_config: dict[str, Any]) -> StoredQuantization | None:
-    """Reads a model's quantization; None: it has none. Raises `StartupError` for a quantisation that is not served."""
+    """Read a model's quantization; return None if it has none. Raise `StartupError` if the quantization is not
+    supported."""
     for key, usual in _KEYS.items():
         settings = hf_config.get(key)
         if settings is not None:
@@ -42,7 +43,7 @@ def stored_quantization(directory: Path, hf_config: dict[str, Any]) -> StoredQua
 
 def _parsed(settings: object, where: str, usual: str | None) -> StoredQuantization:
     if isinstance(settings, dict) and "load_in_4bit" in settings:
-        usual = usual or "bitsandbytes"  # whose first checkpoints do not name it
+        usual = usual or "bitsandbytes"  # the first checkpoints of bitsandbytes do not name it
     method = settings.get("quant_method", usual) if isinstance(settings, dict) else None
     if not isinstance(settings, dict) or not isinstance(method, str) or method not in STORED:
         raise StartupError(
@@ -53,7 +54,8 @@ def _parsed(settings: object, where: str, usual: str | None) -> StoredQuantizati
 
 
 def weight_forms(quantization: str, stored: StoredQuantization | None, checkpoint: Checkpoint | None) -> WeightForms:
-    """Forms of a model's weights. `quantization`: as resolved by preflight; `checkpoint`: None for dummy weights."""
+    """Return the formats of a model's weights. `quantization`: resolved by preflight; `checkpoint`: None for dummy
+    weights."""
     if quantization == GGUF:
         assert isinstance(checkpoint, GGUFCheckpoint)
         return GGUFForms(checkpoint, FUSED_MODULES)

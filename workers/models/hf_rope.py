@@ -1,6 +1,6 @@
 """Reads the rotary settings of a `config.json` with transformers' defaults.
 
-Old keys (`rope_theta`, `rope_scaling`) and new ones (`rope_parameters`). Torch-free.
+Supports old keys (`rope_theta`, `rope_scaling`) and new keys (`rope_parameters`). Torch-free.
 """
 
 import math
@@ -34,14 +34,16 @@ _LONGROPE_KEYS = {"short_factor", "long_factor"}
 
 
 def rope_table(fields: Fields) -> dict[str, Any]:
-    """The rotary settings of a family with one table: `rope_scaling` has precedence over `rope_parameters`, and an
-    inner `rope_theta` over the outer, as they have in transformers."""
+    """Return the rotary settings of a family with one table.
+
+    As in transformers, `rope_scaling` has precedence over `rope_parameters`, and an inner `rope_theta` over the outer.
+    """
     inner = fields.table("rope_scaling") or fields.table("rope_parameters")
     return {"rope_theta": fields.raw.get("rope_theta"), **inner}
 
 
 def rope_kind(table: dict[str, Any]) -> str:
-    """The kind of scaling. Raises `StartupError` for an unknown kind, and for a setting that the kind does not have."""
+    """Return the kind of scaling. Raise `StartupError` for an unknown kind or a setting that the kind does not have."""
     kind = table.get("rope_type", table.get("type", "default"))
     keys = _KEYS | _LONGROPE_KEYS if kind == "longrope" else _KEYS
     unknown = [key for key, value in table.items() if key not in keys and value is not None]
@@ -49,7 +51,7 @@ def rope_kind(table: dict[str, Any]) -> str:
         what = f"rope setting {unknown[0]}" if unknown else "rope type"
         value = table[unknown[0]] if unknown else kind
         raise unsupported(what, value, f"Supported rope types: {', '.join(_KINDS)}.")
-    for key, value in table.items():  # also of settings that this kind does not use: the file is damaged
+    for key, value in table.items():  # also check settings that this kind does not use: the file is damaged
         if isinstance(value, float) and not math.isfinite(value):
             raise wrong(key if key == "rope_theta" else f"rope setting {key}", "a finite number", value)
     return kind
@@ -58,7 +60,9 @@ def rope_kind(table: dict[str, Any]) -> str:
 def rope_spec(
     table: dict[str, Any], head_dim: int, max_positions: int, *, original: Any = None, share: float | None = None
 ) -> RopeSpec:
-    """`table` with every default resolved. `original`: the trained length where the config has it outside the table.
+    """Return `table` with every default resolved. `original`: the trained length if the config has it outside the
+    table.
+
     `share`: the part of each head that is rotated, 0 to 1; None: the family rotates whole heads, and a table with
     another share is refused.
     """
@@ -98,7 +102,7 @@ def rope_spec(
 
 
 def _trained_length(value: Any, max_positions: int) -> int:
-    """The length that frequencies were trained for. Some checkpoints write it as 8192.0."""
+    """Return the length that frequencies were trained for. Some checkpoints write it as 8192.0."""
     value = max_positions if value is None else value
     if type(value) not in (int, float) or not 2 <= value <= MOST or value != int(value):
         raise wrong(f"rope setting {_LENGTH}", f"an integer between 2 and {MOST}", value)
@@ -106,7 +110,7 @@ def _trained_length(value: Any, max_positions: int) -> int:
 
 
 def _reach(factor: float, key: str, length: int) -> float:
-    """`factor`, if the context that it stretches `length` to can be counted."""
+    """Return `factor`. Raise `StartupError` if `factor` times `length` is too long to be counted in int32."""
     if factor * length > MOST:
         raise wrong("rope setting factor", f"at most {MOST / length:g} with {key} {length}", factor)
     return factor
@@ -129,7 +133,8 @@ def _yarn(plain: RopeSpec, table: dict[str, Any], factor: float) -> RopeSpec:
 
 
 def _longrope(plain: RopeSpec, table: dict[str, Any], factor: float) -> RopeSpec:
-    """Cos and sin grow with the logarithm of the stretch, unless the config fixes by how much."""
+    """Return the LongRoPE spec. Cos and sin grow with the logarithm of the stretch, unless the config gives their
+    factor."""
     attention = math.sqrt(1 + math.log(factor) / math.log(plain.original_max_positions)) if factor > 1 else 1.0
     return replace(
         plain,
@@ -141,7 +146,7 @@ def _longrope(plain: RopeSpec, table: dict[str, Any], factor: float) -> RopeSpec
 
 
 def _pair_factors(table: dict[str, Any], key: str, pairs: int) -> tuple[float, ...]:
-    """One positive number for each pair of rotated elements."""
+    """Return one positive number for each pair of rotated elements."""
     values = table.get(key)
     if not isinstance(values, list) or len(values) != pairs:
         found = f"a list of {len(values)}" if isinstance(values, list) else shown(values)
@@ -152,7 +157,7 @@ def _pair_factors(table: dict[str, Any], key: str, pairs: int) -> tuple[float, .
 
 
 def _yarn_attention_factor(table: dict[str, Any], factor: float) -> float:
-    """Factor of cos and sin: the YaRN paper's, unless the config fixes it."""
+    """Return the factor of cos and sin: the YaRN paper's, unless the config gives it."""
     explicit = table.get("attention_factor")
     if explicit is not None:
         return positive_number("rope setting attention_factor", explicit, None)

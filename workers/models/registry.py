@@ -1,4 +1,4 @@
-"""Registry of architectures, and the `DecoderSpec` that a `config.json` or a model directory means. Torch-free."""
+"""Registry of architectures, and the `DecoderSpec` of a `config.json` or a model directory. Torch-free."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,7 +52,7 @@ GGUF_FAMILIES = {family.name: family for family in _GGUF}
 
 
 def describe(hf_config: dict[str, Any]) -> DecoderSpec:
-    """`config.json`, parsed -> the decoder it means. Raises `StartupError` for what is not served."""
+    """Return the decoder that a parsed `config.json` describes. Raise `StartupError` if it is not supported."""
     names = hf_config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     family = FAMILIES.get(name) if isinstance(name, str) else None
@@ -70,10 +70,11 @@ def describe(hf_config: dict[str, Any]) -> DecoderSpec:
 
 
 def read_spec(model_path: str, max_model_len: int | None = None, *, tied: bool | None = None) -> DecoderSpec:
-    """The model in `model_path`, as its `config.json` describes it, for sequences of up to `max_model_len` tokens.
+    """Return the spec of the model in `model_path`, from its `config.json`, for up to `max_model_len` tokens per
+    sequence.
 
-    `tied`: whether the output head is the embedding, where that is known; None: read from `config.json` and, where it
-    says yes, from the weights (see `workers/weights/checkpoint.py`). Raises `StartupError` for what is not served.
+    `tied`: whether the output head is the embedding, if known. None: read it from `config.json` and, if true there,
+    check the weights (see `workers/weights/checkpoint.py`). Raise `StartupError` if the model is not supported.
     """
     directory = Path(model_path)
     spec = describe(read_config(directory))

@@ -1,4 +1,4 @@
-"""Registry of the encoders that are served, and the `EncoderSpec` that a model directory means. Torch-free."""
+"""Registry of supported encoders, and the `EncoderSpec` of a model directory. Torch-free."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,24 +22,24 @@ _FAMILIES: dict[str, _Describe] = {
     "ModernBert": describe_modernbert,
 }
 _SCORES = "ForSequenceClassification"
-_ENDS = ("Model", "ForMaskedLM", _SCORES)  # of an encoder alone, or with a head of which only the last is used
+_ENDS = ("Model", "ForMaskedLM", _SCORES)  # suffixes: bare encoder, or with a head; only the last head is used
 ENCODERS = {f"{family}{end}": family for family in _FAMILIES for end in _ENDS}
 
 
 def is_encoder(hf_config: dict[str, Any]) -> bool:
-    """Whether `config.json`, parsed, is that of an encoder that is served."""
+    """Return whether a parsed `config.json` describes a supported encoder."""
     names = hf_config.get("architectures")
     return isinstance(names, list) and bool(names) and isinstance(names[0], str) and names[0] in ENCODERS
 
 
 def describe_encoder(hf_config: dict[str, Any]) -> EncoderSpec:
-    """Describes the encoder of a `config.json` for which `is_encoder`. Raises `StartupError` for unserved settings."""
+    """Describe the encoder of a `config.json` for which `is_encoder`. Raise `StartupError` for unsupported settings."""
     name = hf_config["architectures"][0]
     return _FAMILIES[ENCODERS[name]](Fields(hf_config), scores=name.endswith(_SCORES))
 
 
 def read_encoder(model_path: str, checkpoint: Checkpoint | None) -> EncoderSpec:
-    """The encoder in `model_path`. Checkpoints of the bare model have names without the family's prefix.
+    """Return the encoder in `model_path`. Checkpoints of the bare model have names without the family's prefix.
 
     `checkpoint`: None for dummy weights.
     """
@@ -50,7 +50,7 @@ def read_encoder(model_path: str, checkpoint: Checkpoint | None) -> EncoderSpec:
 
 
 def is_ignorable(spec: EncoderSpec, name: str) -> bool:
-    """Whether a tensor of the checkpoint may stay unused: heads for which the model is not served, and buffers."""
+    """Return whether a tensor of the checkpoint may stay unused: heads of tasks that are not served, and buffers."""
     own = name.removeprefix(spec.prefix)
     if own in ("embeddings.position_ids", "embeddings.token_type_ids") or own.startswith("pooler."):
         return True
