@@ -1,4 +1,4 @@
-"""Checks a request before it is queued: ids within the vocabulary, lengths within the context, values within range.
+"""Checks of a request before it is queued: ids within the vocabulary, lengths within the context, values within range.
 
 A request that passes cannot make a step fail: every value that is later written to a fixed-width array is checked here.
 Does not know other requests.

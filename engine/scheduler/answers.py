@@ -1,4 +1,4 @@
-"""Applies the result of a step, or undoes the step if the ranks had too little memory for it.
+"""Application of a step's result, and undo of a step if the ranks had too little memory for it.
 
 Tokens are appended, full blocks cached, and complete sequences ended. Decodes whose tokens need only be appended and
 sent are handled together, in `DecodeState`; all others individually. Both paths have the same effect for such a token:
@@ -39,7 +39,7 @@ MOST_REFUSALS = 16  # refused steps with the same newest sequence before it fail
 
 
 class Answers:
-    """Applies the results of steps to the sequences of one scheduler."""
+    """Application of step results to the sequences of one scheduler."""
 
     def __init__(self, requests: OpenRequests) -> None:
         self._requests = requests

@@ -1,4 +1,4 @@
-"""Chooses which sequences with slow grammar masks decode in a step, so that the others need not wait for the masks.
+"""Choice of sequences with slow grammar masks that decode in a step, so that the others need not wait for the masks.
 
 Masks are computed while the ranks run the step, and the step waits for the last mask. The masks of one step may take as
 long as the ranks take without them. Sequences with slow masks therefore take turns and skip the steps between.

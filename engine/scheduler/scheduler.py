@@ -1,4 +1,6 @@
-"""Decides which sequences run next: one token budget a step for decodes, drafts, unfinished prefills and the queue.
+"""Scheduler that decides which sequences run next, with one token budget per step.
+
+Decodes come first, then drafts, unfinished prefills and the queue.
 
 A sequence has known tokens and computed tokens; each step computes some more of its known tokens. Chunked prefill,
 decoding, prefix hits and recomputation after preemption are then the same case, and there are no phases.

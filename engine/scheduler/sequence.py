@@ -379,7 +379,7 @@ class ModelRunnerOutput:
                 start += length
 
     def num_accepted(self, place: int, row: int) -> int:
-        """Return the number of accepted drafts of the step's sequence number `place`, whose first row of logits is
+        """Return the number of accepted drafts of the step's sequence at index `place`, whose first row of logits is
         `row`. They stop before a draft that no token can follow: that draft is left to the next step, in which it comes
         first."""
         assert self.answer.num_accepted is not None

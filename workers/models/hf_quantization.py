@@ -1,4 +1,4 @@
-"""Reads the quantization of a model directory from its settings, and chooses the formats of its weights. Torch-free."""
+"""Quantization of a model directory, read from its settings, and the formats of its weights. Torch-free."""
 
 from dataclasses import dataclass
 from pathlib import Path

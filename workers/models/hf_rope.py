@@ -1,4 +1,4 @@
-"""Reads the rotary settings of a `config.json` with transformers' defaults.
+"""Rotary settings of a `config.json`, with transformers' defaults.
 
 Supports old keys (`rope_theta`, `rope_scaling`) and new keys (`rope_parameters`). Torch-free.
 """
@@ -51,7 +51,7 @@ def rope_kind(table: dict[str, Any]) -> str:
         what = f"rope setting {unknown[0]}" if unknown else "rope type"
         value = table[unknown[0]] if unknown else kind
         raise unsupported(what, value, f"Supported rope types: {', '.join(_KINDS)}.")
-    for key, value in table.items():  # also check settings that this kind does not use: the file is damaged
+    for key, value in table.items():  # even unused settings: a value that is not finite means a damaged file
         if isinstance(value, float) and not math.isfinite(value):
             raise wrong(key if key == "rope_theta" else f"rope setting {key}", "a finite number", value)
     return kind

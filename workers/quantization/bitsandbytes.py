@@ -1,4 +1,4 @@
-"""Reads 4-bit weights of bitsandbytes as values in the model's dtype.
+"""Reader of 4-bit weights of bitsandbytes as values in the model's dtype.
 
 The values of a matrix follow one another row by row, two in a byte with the first in the high half. Each block of
 values has a factor; blocks need not end at the end of a row.

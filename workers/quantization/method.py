@@ -106,8 +106,7 @@ class LinearWeight(Protocol):
 
         `slices`: number of equal slices of the inputs, a power of two. Each slice is summed separately, in float32 and
         in the order of inputs, and the slices are added as in `tree_sum`; then come the bias, the residual and one
-        rounding. Groups of inputs that are stored or rounded together, such as all of a row of x, start anew at each
-        slice.
+        rounding. Inputs that share a stored scale, or are rounded together like a row of x, start anew at each slice.
         """
 
     def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:

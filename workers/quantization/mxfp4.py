@@ -1,4 +1,4 @@
-"""Reads weights in MXFP4, which stay in 4 bits: `blocks` uint8 [N, K / 2] and `scales` uint8 [N, K / 32]."""
+"""Reader of weights in MXFP4, which stay in 4 bits: `blocks` uint8 [N, K / 2] and `scales` uint8 [N, K / 32]."""
 
 import torch
 from torch import Tensor

@@ -1,10 +1,10 @@
-"""Reads integer weights as AWQ, GPTQ and compressed-tensors store them, with n values in a 32-bit word.
+"""Readers of integer weights as AWQ, GPTQ and compressed-tensors store them, with n values in a 32-bit word.
 
 AWQ                 `qweight` [K, N / 8], `qzeros` [groups, N / 8], `scales` [groups, N]
 GPTQ                `qweight` [K / n, N], `qzeros` [groups, N / n], `scales` [groups, N]
 compressed-tensors  `weight_packed` [N, K / n] or `weight` int8 [N, K]; `weight_scale` of one value,
-                    [N, 1] or [N, groups];
-                    `weight_zero_point` of the same shape, packed along the outputs if the weight is packed
+                    [N, 1] or [N, groups]; `weight_zero_point` of the same shape, packed along the outputs if the
+                    weight is packed
 
 A scale, and perhaps a zero point, belongs to a group of inputs. Kernels need contiguous groups of equal size. Most
 checkpoints have such groups, except for a group that the border of a slice cuts: then all groups are cut into pieces of

@@ -77,10 +77,9 @@ def _apart(name: str, located: Located) -> Iterator[tuple[str, Located]]:
 
 
 def _experts(name: str, located: Located) -> range:
-    """Return the numbers of the experts in a tensor of all experts. Raise `StartupError` if there are too
-    many experts or one is empty.
+    """Return the numbers of the experts in a tensor of all experts.
 
-    A tensor without bytes could claim any number of experts.
+    Raise `StartupError` if there are too many, or if they are empty: a tensor without bytes could claim any number.
     """
     shape = located.entry.shape
     if shape[0] > _MOST_EXPERTS or 0 in shape:

@@ -1,4 +1,4 @@
-"""Reads and checks the header of one GGUF file: its settings, and the types and byte ranges of its tensors.
+"""Header of one GGUF file, read and checked: its settings, and the types and byte ranges of its tensors.
 
 Knows the file format (versions 2 and 3, little-endian), and nothing of models. Torch-free; reads no tensor. The file is
 untrusted: every length is checked against the file's size before memory is allocated.
@@ -94,7 +94,7 @@ _LFS_MARK = b"version https://git-lfs"
 # Python objects they take several times this size.
 MAX_HEADER_BYTES = 96 << 20
 MAX_STRINGS = 2_000_000
-MAX_ENTRIES = 200_000  # maximum settings, and maximum tensors
+MAX_ENTRIES = 200_000  # maximum number of settings, and of tensors
 MAX_NAME_BYTES = 65_535
 # Limit of a string in a list, which is a token or a merge of two. The longest known tokens are 512 spaces; building a
 # tokenizer takes time and memory proportional to the square of a token's length.

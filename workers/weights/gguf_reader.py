@@ -1,4 +1,4 @@
-"""Reads slices of a GGUF model's tensors into a rank's memory, either dequantised or as integers in groups.
+"""Reader of slices of a GGUF model's tensors into a rank's memory, either dequantised or as integers in groups.
 
 Like `WeightReader` it reads ahead in pieces of a few mebibytes, and refuses a tensor that holds a NaN or an infinity. A
 block of a type holds `elements` neighbours of a row in `size` bytes (`BlockType`). The byte layouts are ggml's

@@ -1,4 +1,4 @@
-"""Reads slices of a checkpoint's tensors into a rank's memory, checks them, and finds unused tensors.
+"""Reader that copies slices of a checkpoint's tensors into a rank's memory, checks them, and finds unused tensors.
 
 Each rank has its own reader. It holds no tensors: a contiguous slice in the wanted dtype is read directly into its
 final memory; other slices pass through a few small buffers. Threads read later pieces while a piece is checked or
@@ -118,7 +118,7 @@ class _Piece:
     """Rows of a tensor's slice that a thread is reading."""
 
     def __init__(self, first_row: int, part: Tensor, stored: Tensor, done: "Future[None]") -> None:
-        self.first_row = first_row  # index in the whole tensor; of the first column if the tensor is stored transposed
+        self.first_row = first_row  # index in the whole tensor, of the first column if it is stored transposed
         self.part = part  # destination in the rank's memory
         self.stored = stored  # the same elements as in the file; `part` itself if nothing is converted
         self.done = done

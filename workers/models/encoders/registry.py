@@ -33,7 +33,7 @@ def is_encoder(hf_config: dict[str, Any]) -> bool:
 
 
 def describe_encoder(hf_config: dict[str, Any]) -> EncoderSpec:
-    """Describe the encoder of a `config.json` for which `is_encoder`. Raise `StartupError` for unsupported settings."""
+    """Describe the encoder of a `config.json` that passes `is_encoder`. Raise `StartupError` if it is not supported."""
     name = hf_config["architectures"][0]
     return _FAMILIES[ENCODERS[name]](Fields(hf_config), scores=name.endswith(_SCORES))
 

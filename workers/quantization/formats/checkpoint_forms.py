@@ -1,4 +1,4 @@
-"""Finds the format of each weight of a quantised checkpoint, in safetensors files or in GGUF. Torch-free.
+"""Formats of the weights of a quantised checkpoint, in safetensors files or in GGUF. Torch-free.
 
 The settings describe how weights are quantised; the tensors show which weights are. A module whose weight is stored in
 floating point of 16 bits or more is read unquantised, whatever the module lists of the settings contain. In GGUF every
