@@ -1,1 +1,1 @@
-"""Conversations: the prompt made of messages, the grammar an answer is bound to, and the parsing of its text."""
+"""Chat requests: rendering messages to a prompt, the grammar of a constrained response, and parsing the output text."""

@@ -1,4 +1,4 @@
-"""Conversations in the form that published chat templates are written for."""
+"""Conversion of a conversation into the messages that published chat templates expect."""
 
 import hashlib
 import json
@@ -13,8 +13,8 @@ from oarlock.server.llm.chat_template import text_parts
 
 Tools = list[dict[str, Any]]
 
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # published templates read one of these
-_SHORT_ID_SIZE = 9  # letters and digits
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # published templates read any of these keys
+_SHORT_ID_SIZE = 9  # length in letters and digits
 
 
 def template_messages(
@@ -25,9 +25,9 @@ def template_messages(
     *,
     has_developer: bool,
 ) -> tuple[Messages, Tools | None]:
-    """Return the messages, and the tools that the template is given beside them.
+    """Return the messages and the tools to pass to the template.
 
-    `has_developer`: the template knows the role `developer`; otherwise such turns are system turns.
+    `has_developer`: the template knows the role `developer`; otherwise such turns become system turns.
     """
     as_text = tool_format.text_arguments != folding.other_arguments
     messages = _messages(given, tool_format, as_text, has_developer)
@@ -41,7 +41,7 @@ def template_messages(
 
 
 def in_parts(written: Messages, given: Sequence[ChatMessage]) -> Messages:
-    """Give messages their contents as lists of parts: the caller's own if the texts are still the same."""
+    """Convert each content to a list of parts: the caller's own parts if their text is unchanged, else one part."""
     sources = given if len(given) == len(written) else [None] * len(written)
     found = []
     for message, source in zip(written, sources, strict=True):
@@ -81,7 +81,7 @@ def _messages(given: Sequence[ChatMessage], tool_format: ToolFormat, as_text: bo
 
 
 def _with_one_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the text before a call behind the reasoning: Harmony's template takes only one, and as reasoning."""
+    """Append the text before a call to the reasoning: Harmony's template accepts a single text, as reasoning."""
     thoughts, text = message.get(REASONING_KEYS[0]), message["content"]
     if not (message.get("tool_calls") and thoughts and text):
         return dict(message)
@@ -89,7 +89,7 @@ def _with_one_text(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(text: str, as_text: bool) -> Any:
-    """Return a call's arguments as an object, since most templates write the JSON themselves; broken ones stay text."""
+    """Return a call's arguments as an object, since most templates write the JSON themselves, or as text if invalid."""
     if as_text:
         return text or "{}"
     try:
@@ -100,11 +100,11 @@ def _arguments(text: str, as_text: bool) -> Any:
 
 
 class _CallIds:
-    """The ids of calls and results as a format's templates write them, in the order of the conversation."""
+    """Ids of calls and results in the notation of the format's templates, in the order of the conversation."""
 
     def __init__(self, tool_format: ToolFormat) -> None:
         self._format = tool_format
-        self._known: dict[str, str] = {}  # the newest call of each id
+        self._known: dict[str, str] = {}  # call id -> id written for the latest call with this id
         self._num_calls = 0
 
     def of_call(self, call: ToolCall) -> str:
@@ -122,7 +122,7 @@ class _CallIds:
 
 
 def _short(call_id: str) -> str:
-    """Return a call id that Mistral's templates accept; an id in another form is replaced by its digest."""
+    """Return a call id that Mistral's templates accept: the id itself if it is valid, otherwise its digest."""
     if len(call_id) == _SHORT_ID_SIZE and call_id.isalnum() and call_id.isascii():
         return call_id
     return hashlib.blake2b(call_id.encode(), digest_size=8).hexdigest()[:_SHORT_ID_SIZE]

@@ -1,8 +1,8 @@
-"""Parses a choice's text into a message: reasoning, content, tool calls, and the reason of its end.
+"""Parser of a choice's text into a message: reasoning, content, tool calls and the finish reason.
 
-Streams and whole answers use the same parser, so they cannot differ. Line ends next to the marks of thoughts
-(`<think>…</think>`) belong to the marks, as templates write them. `<think>` anywhere but at the start is text. Some
-models use other marks (`REASONING_FORMATS`). Whether a model uses any is found out in `prompt.py`.
+Streams and complete responses use the same parser, so they cannot differ. Line ends next to the reasoning tags
+(`<think>…</think>`) belong to the tags, as templates write them. `<think>` is plain text unless it is at the start.
+Some models use other tags (`REASONING_FORMATS`). `prompt.py` determines whether and how a model reasons.
 """
 
 from dataclasses import dataclass
@@ -26,24 +26,24 @@ TOOL_CALLS = "tool_calls"
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The marks around a model's thoughts."""
+    """Tags around a model's reasoning."""
 
-    name: str  # vLLM's
+    name: str  # vLLM's name
     models: str
     start: str
     end: str
-    special: tuple[str, ...] = ()  # tokens inside the marks; without: each mark is one
+    special: tuple[str, ...] = ()  # special tokens inside the tags; empty: each tag is one token
     aliases: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Tokens of the marks: they are kept in the answer's text, even where they are special tokens."""
+        """Tokens of the tags; they stay in the output text even if they are special tokens."""
         return self.special or (self.start, self.end)
 
 
 HARMONY = ReasoningFormat(
     "openai_gptoss", "gpt-oss; its calls and thoughts go together", "<|channel|>analysis<|message|>", "<|end|>"
-)  # parsed with the calls
+)  # Harmony's calls and reasoning share one parser
 THINK = ReasoningFormat(
     "deepseek_r1", "DeepSeek, Qwen 3, GLM, Kimi and most others", "<think>", "</think>", aliases=("qwen3", "glm45")
 )
@@ -59,26 +59,26 @@ REASONING_FORMATS: list[ReasoningFormat] = [
 
 
 class ReasoningParser:
-    """Parser of one answer's thoughts. Holds back no more than a piece of a mark and the white space before it."""
+    """Parser of one output's reasoning. Holds back only a partial tag and the white space before it."""
 
     def __init__(self, is_open: bool, marks: ReasoningFormat = THINK) -> None:
-        """`is_open`: the prompt ends inside the thoughts already."""
+        """`is_open`: the prompt ends inside the reasoning."""
         self._start, self._end = marks.start, marks.end
         self._state = _INSIDE if is_open else _START
-        self._held = ""  # what may be the beginning of a tag
-        self._blank: list[str] = []  # white space that is text only if something else follows
-        self._thinks = is_open  # there are thoughts in this answer
-        self._began = False  # their first character has come: line ends count from here on
+        self._held = ""  # possible start of a tag
+        self._blank: list[str] = []  # white space that is part of the text only if other characters follow
+        self._thinks = is_open  # this output contains reasoning
+        self._began = False  # the first reasoning character has been seen: line ends are text from here on
         self._num_undecided = 0
-        self.num_tokens = 0  # of the thoughts and their tags
+        self.num_tokens = 0  # number of tokens in the reasoning and its tags
 
     @property
     def is_inside(self) -> bool:
-        """Whether the text so far ends inside the thoughts."""
+        """Whether the text so far ends inside the reasoning."""
         return self._state == _INSIDE
 
     def push(self, text: str, num_tokens: int = 0) -> list[MessageEvent]:
-        """The events that this piece of text, made of so many tokens, completes."""
+        """Return the events that this piece of text of `num_tokens` tokens completes."""
         before = self._state
         events: list[MessageEvent] = []
         text, self._held = self._held + text, ""
@@ -92,7 +92,7 @@ class ReasoningParser:
         return merged(events)
 
     def flush(self) -> list[MessageEvent]:
-        """The events of what was held back, when no more text comes."""
+        """Return the events of the text that was held back, at the end of the output."""
         held, blank = self._held, "".join(self._blank)
         self._held, self._blank = "", []
         if self._state == _INSIDE:
@@ -129,7 +129,7 @@ class ReasoningParser:
         return text[end + len(self._end) :]
 
     def _think(self, thought: str, events: list[MessageEvent]) -> None:
-        """Emit thoughts without the line ends around them."""
+        """Emit reasoning without leading and trailing line ends."""
         if not self._began:
             thought = thought.lstrip("\n")
         if not thought:
@@ -156,7 +156,7 @@ class ReasoningParser:
 
 
 def _partial(text: str, mark: str) -> int:
-    """Number of characters at the end of `text` that may begin the closing mark."""
+    """Return the number of characters at the end of `text` that may begin the closing tag."""
     for size in range(min(len(mark) - 1, len(text)), 0, -1):
         if mark.startswith(text[-size:]):
             return size
@@ -164,7 +164,7 @@ def _partial(text: str, mark: str) -> int:
 
 
 def formats_as_markdown() -> str:
-    """Table of the reasoning formats for the documentation."""
+    """Return the table of reasoning formats for the documentation."""
     rows = ["| `--reasoning-parser` | models | thoughts |", "|---|---|---|"]
     for known in [*REASONING_FORMATS, HARMONY]:
         names = ", ".join(f"`{name}`" for name in (known.name, *known.aliases))
@@ -175,31 +175,31 @@ def formats_as_markdown() -> str:
 
 @dataclass(frozen=True, slots=True)
 class AnswerShape:
-    """Parts that an answer may have beside plain text: thoughts, tool calls, messages of Harmony."""
+    """Parts that a response may have besides plain text: reasoning, tool calls, Harmony messages."""
 
     may_think: bool = False
     is_thinking: bool = False
     tool_choice: ToolChoice | None = None
     reasoning: ReasoningFormat = THINK
-    harmony: str | None = None  # for answers in Harmony: what the prompt holds of this one
+    harmony: str | None = None  # Harmony only: the part of the assistant message that the prompt contains
 
     @property
     def is_plain(self) -> bool:
-        """Whether the text of the answer is its content, with nothing to parse."""
+        """Whether the text of the output is its content, with nothing to parse."""
         return not (self.may_think or self.is_thinking or self.tool_choice or self.harmony is not None)
 
 
 class MessageParser:
-    """One choice's message as it grows."""
+    """Incremental parser of one choice's message."""
 
     def __init__(self, shape: AnswerShape, *, in_items: bool = False) -> None:
-        """`in_items`: thoughts, texts and calls are shown in the order that they came in, not one text of each kind."""
+        """`in_items`: keep reasoning, texts and calls in the order of the output instead of one text per kind."""
         thinks = (shape.may_think or shape.is_thinking) and shape.harmony is None
         choice = shape.tool_choice
         self._reasoning_parser = ReasoningParser(shape.is_thinking, shape.reasoning) if thinks else None
         self._tool_parser = choice.parser() if choice else None
         self._drafts = DraftCalls(choice.parser(parallel=True)) if choice and thinks else None
-        self._thought_tokens = 0  # where the reasoning parser does not count them, and corrections of its count
+        self._thought_tokens = 0  # reasoning tokens not counted by the reasoning parser, and corrections of its count
         if shape.harmony is not None:
             messages = self._tool_parser if isinstance(self._tool_parser, HarmonyParser) else HarmonyParser({})
             messages.thoughts = ReasoningDelta if shape.may_think else ContentDelta
@@ -213,12 +213,12 @@ class MessageParser:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of the reasoning so far, its tags included."""
+        """Number of reasoning tokens so far, including the tags."""
         return self._thought_tokens + (self._reasoning_parser.num_tokens if self._reasoning_parser else 0)
 
     def push(self, delta: Delta) -> list[MessageEvent]:
-        """The events that one piece of the choice's text completes."""
-        if delta.read is not None:  # stop strings needed them already
+        """Return the events that one piece of the choice's text completes."""
+        if delta.read is not None:  # the stop-string check has already parsed this piece
             self._thought_tokens = delta.read.reasoning_tokens
             self._num_calls += sum(isinstance(event, ToolCallStart) for event in delta.read.events)
             return merged(delta.read.events)
@@ -226,9 +226,9 @@ class MessageParser:
         return self.read(delta.text, delta.num_tokens, is_last=delta.finish_reason is not None, is_ended=is_ended)
 
     def read(self, text: str, num_tokens: int, *, is_last: bool, is_ended: bool = False) -> list[MessageEvent]:
-        """The events that a piece of text, made of so many tokens, completes.
+        """Return the events that a piece of text of `num_tokens` tokens completes.
 
-        `is_last`: no more text comes. `is_ended`: the model itself has ended its answer.
+        `is_last`: no more text follows. `is_ended`: the model itself has ended its output.
         """
         events: list[MessageEvent] = [ContentDelta(text)]
         if self._reasoning_parser is not None:
@@ -245,7 +245,7 @@ class MessageParser:
                 parsed += self._tool_parser.flush(is_ended)
             if any(isinstance(event, ReasoningDelta) for event in parsed) and self._reasoning_parser is None:
                 self._thought_tokens += num_tokens
-            # Where calls are forced, the rest is their packing, or the beginning of one that was cut short.
+            # If calls are forced, other content is white space and tags around them, or a truncated call.
             events = [event for event in parsed if not (self._only_calls and isinstance(event, ContentDelta))]
         return merged(map(self._counted, events))
 
@@ -257,7 +257,7 @@ class MessageParser:
         num_tokens: int,
         is_last: bool,
     ) -> list[MessageEvent]:
-        """Hold back calls inside the thoughts; those with which the answer ends become its text."""
+        """Hold back calls inside the reasoning; calls at the end of the output become its content."""
         kept: list[MessageEvent] = []
         for event in events:
             if isinstance(event, ReasoningDelta):
@@ -273,13 +273,13 @@ class MessageParser:
         return merged(kept)
 
     def _counted(self, event: MessageEvent) -> MessageEvent:
-        """Count a call, and give it its id where the model's template needs one of its own notation."""
+        """Count a call, and replace its id if the model's template uses its own id notation."""
         if not isinstance(event, ToolCallStart):
             return event
         self._num_calls += 1
         return event if self._choice is None else self._choice.with_id(event, self._num_calls - 1)
 
     def finish_reason(self, delta: Delta) -> str | None:
-        """Finish reason of the message: `tool_calls` if it has calls, is not cut short, and no function was named."""
+        """Return the finish reason: `tool_calls` if there are calls, no function was named, and it is not cut short."""
         called = self._num_calls > 0 and not self._is_named
         return TOOL_CALLS if called and delta.finish_reason == FinishReason.STOP.value else delta.finish_reason

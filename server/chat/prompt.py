@@ -1,7 +1,7 @@
-"""Renders the prompt of a chat request, and makes the grammar of its answer.
+"""Rendering of a chat request's prompt, and the grammar of its response.
 
-Also finds out whether the model thinks before it answers, and whether the prompt ends inside its thoughts. The grammar
-holds forced calls, the caller's own constraint, or either; thoughts may come before.
+Also determines whether the model reasons before it responds and whether the prompt ends inside the reasoning. The
+grammar covers forced calls, the caller's own constraint, or both as alternatives; reasoning may precede them.
 """
 
 import json
@@ -32,28 +32,29 @@ from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.llm.chat_template import ChatTemplate, Rendering
 from oarlock.server.llm.tokenizer import Tokenizer
 
-_CUT_HERE = "\ue0c7\ue0f1\ue0c7"  # added to a message to be continued: the prompt ends there (private use area)
-_MAX_ADDED = 64 * 1024  # characters a template may add to four times its input
-_AT_ONCE = 32 * 1024  # characters that the event loop prepares itself, in about 0.1 ms
-_MESSAGE_SIZE = 256  # characters that take as long as what a message takes beside its text
-_MAX_END = 256  # characters of the prompt's end in which `<think>` is looked for
+# appended to a message to be continued, to find the end of the prompt (private use area)
+_CUT_HERE = "\ue0c7\ue0f1\ue0c7"
+_MAX_ADDED = 64 * 1024  # characters that a template may add to four times its input
+_AT_ONCE = 32 * 1024  # larger inputs (in characters) are prepared on a thread, not on the event loop
+_MESSAGE_SIZE = 256  # fixed cost of a message, as a number of text characters that take the same time
+_MAX_END = 256  # characters at the end of the prompt that are searched for `<think>`
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The prompt, and what it implies for the answer."""
+    """The prompt, and the properties of the response that follow from it."""
 
     text: str
     tool_choice: ToolChoice | None
-    may_think: bool  # the answer may begin with thoughts
-    is_thinking: bool  # the prompt ends inside them
-    reasoning: ReasoningFormat = THINK  # how they are marked
+    may_think: bool  # the response may begin with reasoning
+    is_thinking: bool  # the prompt ends inside the reasoning
+    reasoning: ReasoningFormat = THINK  # tags around the reasoning
     ignored: tuple[str, ...] = ()  # fields of the request that have no effect with this template
-    harmony: str | None = None  # where answers are in Harmony: what the prompt's end holds of this one already
+    harmony: str | None = None  # Harmony only: the part of the assistant message that the prompt contains
 
     @property
     def delimiters(self) -> tuple[str, ...]:
-        """Delimiters that the answer's parsers look for: they stay in its text even where they are special tokens."""
+        """Delimiters that the output parsers need; they stay in the text even if they are special tokens."""
         if self.harmony is not None:
             return HARMONY.delimiters
         calls = self.tool_choice.format.delimiters if self.tool_choice else ()
@@ -61,12 +62,12 @@ class ChatPrompt:
 
     @property
     def shape(self) -> AnswerShape:
-        """Parts that the answer may have, for its parser."""
+        """Parts that the response may have, for its parser."""
         return AnswerShape(self.may_think, self.is_thinking, self.tool_choice, self.reasoning, self.harmony)
 
 
 async def render_prompt(tokenizer: Tokenizer, request: ChatRequest) -> ChatPrompt:
-    """The prompt of a request. Raises `RequestError`."""
+    """Return the prompt of a request. Raises `RequestError` if the template or the request is not usable."""
     template = tokenizer.template
     tool_format = await tool_format_of(template)
     choice = resolve_tool_choice(request, tool_format)
@@ -117,7 +118,7 @@ def _prepare(
 
 
 def _size(value: Any) -> int:
-    """Characters in a value of JSON, about as many as it is written with."""
+    """Return the approximate number of characters of a JSON value when it is serialized."""
     if isinstance(value, dict):
         return sum(len(name) + 6 + _size(item) for name, item in value.items())
     if isinstance(value, list):
@@ -134,7 +135,7 @@ def _cut(text: str) -> str:
 
 
 def _thoughts(tokenizer: Tokenizer, text: str, request: ChatRequest) -> tuple[bool, bool, ReasoningFormat]:
-    """Returns (the answer may begin with thoughts, the prompt ends inside thoughts, the marks around them)."""
+    """Return (the response may begin with reasoning, the prompt ends inside reasoning, the tags around it)."""
     marks = _marks(tokenizer)
     if marks is None:
         return False, False, THINK
@@ -146,7 +147,7 @@ def _thoughts(tokenizer: Tokenizer, text: str, request: ChatRequest) -> tuple[bo
 
 
 def _marks(tokenizer: Tokenizer) -> ReasoningFormat | None:
-    """Marks of this model's thoughts: the operator's choice, else found in its template, else among its tokens."""
+    """Return the model's reasoning tags: the operator's choice, else from its template, else from its vocabulary."""
     template, token_to_id = tokenizer.template, tokenizer.backend.token_to_id
     name = template.parsers.get("reasoning_parser")
     if name is not None:
@@ -160,13 +161,14 @@ def _marks(tokenizer: Tokenizer) -> ReasoningFormat | None:
 
 
 def answer_grammar(own: Grammar | None, prompt: ChatPrompt, special_ids: SpecialIds) -> Grammar | None:
-    """Grammar that the answer must match, None if any text may come; `own` is the caller's constraint.
+    """Return the grammar for the response, None if any text is allowed; `own` is the caller's constraint.
 
-    Raises `RequestError`.
+    Raises `RequestError` if the constraint cannot be combined with the tools or the reasoning.
     """
     tools = prompt.tool_choice
     if tools is not None and tools.must_call:
-        if own is not None and own.kind not in ("json_schema", "json_object"):  # those bind only the content
+        # JSON constraints apply only to the content
+        if own is not None and own.kind not in ("json_schema", "json_object"):
             message = f"'{own.param}' cannot be combined with a tool_choice that makes the model call a function."
             raise RequestError(message, own.param)
         return _whole("calls", tools.call_rules(special_ids), prompt, special_ids, "tools")
@@ -176,7 +178,7 @@ def answer_grammar(own: Grammar | None, prompt: ChatPrompt, special_ids: Special
     if own is None or not (tools or prompt.may_think or prompt.is_thinking or prompt.harmony is not None):
         return own
     rules = _rule("answer", own)
-    if prompt.harmony:  # the answer has begun, and is continued
+    if prompt.harmony:  # the response continues a message that the prompt contains
         return Grammar("lark", f"start: answer\n{rules}", own.param)
     if prompt.harmony is not None:
         rules = f"{_rule('text', own)}\nanswer: {final_head(special_ids)} text"
@@ -186,14 +188,14 @@ def answer_grammar(own: Grammar | None, prompt: ChatPrompt, special_ids: Special
 
 
 def _whole(body: str, rules: str, prompt: ChatPrompt, special_ids: SpecialIds, param: str) -> Grammar:
-    """The grammar of an answer that is `body`; before it a model that thinks may finish its thoughts."""
+    """Return the grammar of a response `body`, preceded by optional reasoning if the model reasons."""
     if prompt.harmony is not None:
         body, before = after_thoughts(body, special_ids)
         return Grammar("lark", f"start: {body}\n{before}\n{rules}", param)
     if not (prompt.may_think or prompt.is_thinking):
         return Grammar("lark", f"start: {body}\n{rules}", param)
     marks = prompt.reasoning
-    if marks.end in special_ids:  # a special token is never part of a text
+    if marks.end in special_ids:  # a special token never occurs in plain text
         thoughts = f"thoughts: THOUGHTS {delimiter(marks.end, special_ids)}\nTHOUGHTS: /(?s:.*)/"
     else:
         thoughts = f"thoughts[suffix={literal(marks.end)}]: /(?s:.*)/"
@@ -203,7 +205,7 @@ def _whole(body: str, rules: str, prompt: ChatPrompt, special_ids: SpecialIds, p
 
 
 def _rule(name: str, own: Grammar) -> str:
-    """The caller's constraint as a rule. Raises `RequestError` for one that cannot be part of a grammar."""
+    """Return the caller's constraint as a rule. Raises `RequestError` if it cannot be part of a larger grammar."""
     if own.kind == "json_schema":
         schema: Any = json.loads(own.text)
         return schema_rule(name, schema if isinstance(schema, dict) else {})

@@ -1,7 +1,7 @@
-"""Template variables that switch thinking on and off or set its level, found by trial, and their values for a request.
+"""Template variables that switch reasoning on and off or set its level, found by trial, and their values for a request.
 
-Templates agree on no name: one has a switch, another has levels, a third refuses levels that it does not know. A short
-conversation is rendered with each candidate once; a candidate that changes nothing is none of this template's.
+Templates share no variable name: some have a switch, some have levels, and some refuse unknown levels. A short
+conversation is rendered with each candidate once; a candidate that changes nothing does not belong to the template.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from oarlock.server.endpoints.chat.schema import ChatRequest
 from oarlock.server.llm.chat_template import ChatTemplate, text_parts
 from oarlock.server.llm.template_renderers import TemplateLimitError
 
-# Variable -> its values for thinking on and off; None: the variable is left out.
+# Variable -> (value that turns reasoning on, value that turns it off); None: omit the variable.
 _SWITCHES: dict[str, tuple[Any, Any]] = {
     "enable_thinking": (True, False),
     "thinking": (True, False),
@@ -24,16 +24,16 @@ _SWITCHES: dict[str, tuple[Any, Any]] = {
 }
 _LEVEL_NAMES = ("reasoning_effort", "thinking_effort")
 _LEVELS = ("minimal", "low", "medium", "high", "xhigh", "max")
-_USUAL = frozenset({"low", "medium", "high"})  # levels of models whose template writes any level as it is given
-_OFF = ("none", "no_think")  # values of a level that switch thinking off
+_USUAL = frozenset({"low", "medium", "high"})  # levels of models whose template writes any given level
+_OFF = ("none", "no_think")  # level values that switch reasoning off
 _ALIKE = {"minimal": ("low",), "low": ("minimal",), "xhigh": ("max", "high"), "max": ("xhigh", "high")}
 _NO_LEVEL = "qzx"  # a value that no template knows
-_MAX_TRIAL = 256 * 1024  # characters of a rendered trial
+_MAX_TRIAL = 256 * 1024  # limit in characters for a rendered trial
 _found: WeakKeyDictionary[ChatTemplate, "ThinkingControls"] = WeakKeyDictionary()
 
 
 class Thinking(NamedTuple):
-    """Variables for a template, and the request's fields that have no effect on it."""
+    """Variables for a template, and the request's fields that have no effect with it."""
 
     variables: dict[str, Any]
     ignored: tuple[str, ...] = ()
@@ -44,11 +44,11 @@ class Levels:
     """Values of one level variable."""
 
     accepted: frozenset[str]  # values that the template does not refuse
-    known: frozenset[str]  # values that the template or its model treats in a way of their own
-    off: str | None = None  # value that switches thinking off
+    known: frozenset[str]  # values that the template or its model treats specially
+    off: str | None = None  # value that switches reasoning off
 
     def nearest(self, effort: str) -> str:
-        """Return the value that comes closest to `effort`, the higher one of two that are equally close."""
+        """Return the value that is closest to `effort`, the higher of two equally close values."""
         for level in (effort, *_ALIKE.get(effort, ())):
             if level in self.known:
                 return level
@@ -60,37 +60,37 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingControls:
-    """The variables of one template that control thinking."""
+    """Variables of one template that control reasoning."""
 
     switches: tuple[str, ...] = ()
     levels: Mapping[str, Levels] = field(default_factory=dict)
 
     def on(self, effort: str | None) -> dict[str, Any]:
-        """Return the variables that switch thinking on, at the level `effort` if there is one; None: left out."""
+        """Return the variables that switch reasoning on, at level `effort` if given; value None: omit the variable."""
         found = {name: _SWITCHES[name][0] for name in self.switches}
         if effort is not None:
             found |= {name: level.nearest(effort) for name, level in self.levels.items() if level.known}
         return found
 
     def off(self) -> dict[str, Any]:
-        """Return the variables that switch thinking off; empty if the template cannot."""
+        """Return the variables that switch reasoning off; empty if the template has no such variable."""
         found = {name: _SWITCHES[name][1] for name in self.switches}
         return found | {name: level.off for name, level in self.levels.items() if level.off is not None}
 
     def least(self) -> dict[str, Any]:
-        """Return the variables for the lowest level, for templates that cannot switch thinking off."""
+        """Return the variables for the lowest level, for templates that cannot switch reasoning off."""
         return {name: level.nearest("minimal") for name, level in self.levels.items() if level.known}
 
     def without(self, own: Mapping[str, Any]) -> "ThinkingControls":
-        """Return the controls that remain if the caller sets the variables `own`; one switch replaces all of them."""
+        """Return the controls that remain if the caller sets the variables `own`; any switch replaces all switches."""
         switches = () if own.keys() & _SWITCHES.keys() else self.switches
         return ThinkingControls(switches, {name: level for name, level in self.levels.items() if name not in own})
 
 
 async def thinking_of(template: ChatTemplate, request: ChatRequest, reasons: bool) -> Thinking:
-    """Return the template's variables for a request.
+    """Return the template's variables for a request; variables that the caller sets by name take precedence.
 
-    `reasons`: whether answers of this model hold thoughts at all. Variables that the caller sets by name win.
+    `reasons`: whether responses of this model contain reasoning at all.
     """
     own = request.chat_template_kwargs or {}
     effort, switch = request.reasoning_effort, request.thinking_switch
@@ -102,7 +102,7 @@ async def thinking_of(template: ChatTemplate, request: ChatRequest, reasons: boo
     ignored = []
     if effort is not None and not (found and is_on == (effort != "none")):
         ignored.append("reasoning_effort")
-    # Without a switch, thinking is as asked for if the model always thinks or never does.
+    # Without a switch, the request is satisfied if the model's fixed behaviour is the requested behaviour.
     if request.sets_thinking and not (controls.on(None) or controls.off()) and is_on != reasons:
         ignored.append("thinking")
     if not found and (effort == "none" or request.sets_thinking):
@@ -118,7 +118,7 @@ async def _controls_of(template: ChatTemplate) -> ThinkingControls:
 
 
 class _Trial:
-    """Renders a short conversation with one set of variables after another."""
+    """Renders a short conversation with different sets of variables."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -137,7 +137,7 @@ class _Trial:
         return None not in texts and texts[0] != texts[1]
 
     async def _levels(self, name: str, on: dict[str, Any]) -> Levels | None:
-        """Return the levels of the variable `name`, with thinking switched on; None if it changes nothing."""
+        """Return the levels of the variable `name`, with reasoning switched on; None if it changes nothing."""
         plain = await self._written(on)
         unknown = await self._written({**on, name: _NO_LEVEL})
         texts = {level: await self._written({**on, name: level}) for level in (*_LEVELS, *_OFF)}
@@ -152,7 +152,7 @@ class _Trial:
         return Levels(frozenset(accepted), frozenset(known.intersection(_LEVELS)), off) if changes else None
 
     def _names(self, value: str) -> bool:
-        """Whether the template's source has this value as a literal."""
+        """Return whether the template's source contains this value as a literal."""
         return any(f"{quote}{value}{quote}" in self._template.source for quote in ("'", '"'))
 
     async def _written(self, variables: dict[str, Any]) -> str | None:
@@ -162,6 +162,6 @@ class _Trial:
         try:
             return await self._template.render(messages, True, _MAX_TRIAL, variables=variables)
         except TemplateLimitError:
-            raise  # it says nothing about these variables
+            raise  # a limit is no information about these variables
         except RequestError:
             return None

@@ -1,4 +1,4 @@
-"""A request's `tools` and `tool_choice`, resolved: what the prompt shows, what the model may call, whether it must."""
+"""Resolution of `tools` and `tool_choice`: tools in the prompt, callable tools, and whether a call is required."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,49 +14,49 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additiona
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """The tools of one request."""
+    """Tools of one request."""
 
     format: ToolFormat
-    tools: tuple[Tool, ...]  # in the prompt
+    tools: tuple[Tool, ...]  # tools in the prompt
     callable: tuple[Tool, ...]
     must_call: bool
-    is_named: bool  # the caller named the one to call
+    is_named: bool  # the caller named the function to call
     parallel: bool
-    num_earlier: int = 0  # calls in the conversation so far
+    num_earlier: int = 0  # number of calls in the conversation so far
 
     def for_template(self) -> list[dict[str, Any]]:
-        """The tools as chat templates expect them."""
+        """Return the tools as chat templates expect them."""
         return [tool.for_template() for tool in self.tools]
 
     def parser(self, *, parallel: bool | None = None) -> ToolParser:
-        """A parser for the calls in one answer. `parallel`: whether it reads more than one."""
+        """Return a parser for the calls of one response. `parallel`: whether it accepts several calls."""
         return self.format.parser(
             {tool.function.name: tool.function.parameters or _NO_PARAMETERS for tool in self.callable},
             self.parallel if parallel is None else parallel,
         )
 
     def with_id(self, call: ToolCallStart, number: int) -> ToolCallStart:
-        """The call with the id that the model's template will show, if that has a notation of its own.
+        """Return the call with the id that the template will show, if the format has its own id notation.
 
-        `number`: calls in the answer before it.
+        `number`: number of calls before it in the response.
         """
         make = self.format.call_id
         return call if make is None else replace(call, id=make(call.name, self.num_earlier + number))
 
     @property
     def is_strict(self) -> bool:
-        """Calls that the model makes of its own accord match their schema too."""
+        """Whether calls that are not forced must match their schema too."""
         return any(tool.function.strict for tool in self.callable)
 
     def call_rules(self, special_ids: SpecialIds) -> str:
-        """The grammar rule `calls`, and the rules that it needs."""
+        """Return the grammar rule `calls` and the rules that it depends on."""
         tools = [(tool.function.name, tool.function.parameters or _NO_PARAMETERS) for tool in self.callable]
         most = MAX_CALLS if self.parallel and not self.is_named else 1
         return self.format.forced_calls(tools, most, special_ids)
 
 
 def resolve_tool_choice(request: ChatRequest, tool_format: ToolFormat) -> ToolChoice | None:
-    """Resolves `tools` and `tool_choice`; None when nothing can be called. Raises `RequestError`."""
+    """Resolve `tools` and `tool_choice`; None if nothing can be called. Raises `RequestError` if they contradict."""
     choice, tools = request.tool_choice, request.functions
     if not tools:
         if choice in (None, "none", "auto"):
@@ -83,7 +83,7 @@ def resolve_tool_choice(request: ChatRequest, tool_format: ToolFormat) -> ToolCh
 
 
 def _named(tools: tuple[Tool, ...], wanted: NamedChoice) -> tuple[Tool, ...]:
-    """The tools of that name: one. Raises `RequestError` when there is none."""
+    """Return the tool with the wanted name, as a tuple of one. Raises `RequestError` if there is none."""
     name = wanted.function.name
     found = tuple(tool for tool in tools if tool.function.name == name)
     if not found:
