@@ -1,8 +1,8 @@
-"""Finds out by trial in which format a model writes its calls.
+"""Detection of the format in which a model writes its tool calls, by rendering its chat template.
 
-A chat template shows the model its earlier calls, so it writes them in the form that the model was trained on. So a
-conversation with a call is rendered, and each format reads the answer back that the template wrote: the first to find
-exactly that call, with nothing before or behind it that a client would see, is the model's. If none does, the format is
+A chat template shows the model its earlier calls, so it writes them in the format that the model was trained on. A
+conversation with a call is rendered, and each format parses the rendered text. The model's format is the first that
+finds exactly that call, without other content that a client would see. If there is no such format, the format is
 unknown, and requests with tools are refused unless a call is forced.
 """
 
@@ -35,17 +35,18 @@ _SCHEMA = {
 _TOOLS = [
     {"type": "function", "function": {"name": _FUNCTION, "description": "a function", "parameters": _SCHEMA}},
 ]
-_MAX_CHARACTERS = 64 * 1024  # of a rendered trial
-_CALL_ID = "abc123def"  # a form that every template takes
+_MAX_CHARACTERS = 64 * 1024  # limit for one rendered trial
+_CALL_ID = "abc123def"  # an id that every template accepts
 _MARKS = re.compile("|".join(re.escape(mark) for known in REASONING_FORMATS for mark in (known.start, known.end)))
-_TOKENS = re.compile(r"(?:<[|\uff5c][^<>|\uff5c]*[|\uff5c]>)+")  # end a turn; no tags of a call that is written as text
+# special tokens that end a turn, not the tags of a call that is written as text
+_TOKENS = re.compile(r"(?:<[|\uff5c][^<>|\uff5c]*[|\uff5c]>)+")
 _known: WeakKeyDictionary[ChatTemplate, ToolFormat] = WeakKeyDictionary()
 
 
 async def tool_format_of(template: ChatTemplate) -> ToolFormat:
-    """The format that the operator named (`ChatTemplate.parsers`), or else the one that a trial finds.
+    """Return the format that the operator chose (`ChatTemplate.parsers`), or the format that a trial detects.
 
-    Raises `EngineError` if the process that renders is lost.
+    Raises `EngineError` if the renderer process is lost.
     """
     if template not in _known:
         _known[template] = await _choose(template)
@@ -62,15 +63,15 @@ async def _choose(template: ChatTemplate) -> ToolFormat:
         return HERMES if name else GENERIC
     trial = _Trial(template, await template.reads_parts())
     shown = await trial.prompt_with_tools()
-    if name is not None:  # the same calls, and the tools get into the prompt
+    if name is not None:  # calls are the same in both formats; they differ in whether the template shows the tools
         return GENERIC if shown is not None and _FUNCTION not in shown else HERMES
     return await _detect(trial, shown)
 
 
 async def _detect(trial: "_Trial", shown: str | None) -> ToolFormat:
-    """The format by trial. `shown`: a prompt with tools."""
+    """Return the format found by trial. `shown`: a prompt with tools, None if the template refuses it."""
     frame = await trial.frame()
-    if frame is not None and FINAL in frame.before[-1]:  # all answers are in Harmony, with tools or without
+    if frame is not None and FINAL in frame.before[-1]:  # all responses are in Harmony, with or without tools
         return HARMONY
     if shown is not None and _FUNCTION not in shown:
         writers = [known for known in FORMATS if known.write_into_messages is not None and known is not GENERIC]
@@ -97,23 +98,23 @@ async def _detect(trial: "_Trial", shown: str | None) -> ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """The texts of a template around an answer."""
+    """Text that a template writes around an assistant message."""
 
-    before: tuple[str, ...]  # of a prompt, and of an earlier answer
+    before: tuple[str, ...]  # text between the question and the response: in a prompt, and in an earlier turn
     behind: str
 
 
 class _Trial:
-    """Renders conversations of a template. Its methods return None if the template refuses them."""
+    """Renders trial conversations. The methods return None if the template refuses a conversation."""
 
     def __init__(self, template: ChatTemplate, as_parts: bool) -> None:
         self._template = template
         self._as_parts = as_parts
-        self._is_stopped = False  # the template has run into a limit: no more is tried
-        self._answers: dict[tuple[bool, str], str | None] = {}  # by the form of arguments, and the id
+        self._is_stopped = False  # the template has reached a limit: nothing more is tried
+        self._answers: dict[tuple[bool, str], str | None] = {}  # (arguments as text, call id) -> rendered turn
 
     async def prompt_with_tools(self, tool_format: ToolFormat | None = None) -> str | None:
-        """A prompt with the tools, as a variable of the template or as `tool_format` writes them."""
+        """Return a prompt with the tools, passed to the template or written into the messages by `tool_format`."""
         turns = [self._turn("user", _QUESTION)]
         if tool_format is None or tool_format.write_into_messages is None:
             return await self._render(turns, True, _TOOLS)
@@ -121,7 +122,7 @@ class _Trial:
         return await self._render(turns, True, None)
 
     async def frame(self) -> _Frame | None:
-        """The texts around an answer."""
+        """Return the text around an assistant message."""
         user = self._turn("user", _QUESTION)
         prompt = await self._render([user], True, _TOOLS)
         whole = await self._render([user, self._turn("assistant", _ANSWER)], False, _TOOLS)
@@ -131,7 +132,7 @@ class _Trial:
         return _Frame((_behind(prompt), before), behind)
 
     async def answer_with_call(self, tool_format: ToolFormat) -> str | None:
-        """The text behind the user's turn that the template writes for a call, in the form that the format asks for."""
+        """Return the text that the template writes after the user's turn for a call in the given format."""
         call_id = tool_format.call_id(_FUNCTION, 0) if tool_format.call_id is not None else _CALL_ID
         key = (tool_format.text_arguments, call_id)
         if key not in self._answers:
@@ -162,7 +163,7 @@ def _behind(text: str) -> str:
 
 
 def _reads(tool_format: ToolFormat, text: str, frame: _Frame) -> bool:
-    """Whether the format reads exactly the call from what the template wrote behind the user's turn."""
+    """Return whether the format parses exactly the trial call from the text after the user's turn."""
     head = max((head for head in frame.before if text.startswith(head)), key=len, default=None)
     if head is None:
         head = _common(text, frame.before[-1])
@@ -182,13 +183,13 @@ def _reads(tool_format: ToolFormat, text: str, frame: _Frame) -> bool:
 
 
 def _content(events: list[MessageEvent]) -> str:
-    """The content without white space and marks of thoughts, which have a parser of their own."""
+    """Return the content without white space and reasoning tags, which have a parser of their own."""
     text = "".join(event.text for event in events if isinstance(event, ContentDelta))
     return "".join(_MARKS.sub("", text).split())
 
 
 def _common(text: str, other: str) -> str:
-    """The longest common beginning that does not end inside a tag."""
+    """Return the longest common prefix that does not end inside a tag."""
     size = next((size for size, pair in enumerate(zip(text, other, strict=False)) if pair[0] != pair[1]), None)
     common = text[: min(len(text), len(other)) if size is None else size]
     begun = common.rfind("<")

@@ -1,8 +1,8 @@
-"""Finds out whether a call inside the thoughts is one: some models call a function and never close their thoughts.
+"""Detection of calls inside unclosed reasoning: some models call a function without closing their reasoning first.
 
-A call that ends the answer ends the thoughts too. One that other words or the end of the thoughts follow is a draft,
-and stays part of them. So a call is held back until that is known: no more than the calls themselves, and white space.
-Text that only begins like a call is passed on as soon as it cannot become one.
+A call at the end of the output also ends the reasoning. A call that is followed by other text or by the end of the
+reasoning is a draft and stays part of the reasoning. So calls, and white space after them, are held back until that is
+decided. Text that only begins like a call is released as soon as it cannot become a call.
 """
 
 from oarlock.server.chat.tool_parsers.base import ToolParser
@@ -10,24 +10,24 @@ from oarlock.server.chat.tool_parsers.call_parser import ContentDelta, ToolCallS
 
 
 class DraftCalls:
-    """Thoughts as they grow, without the calls that may end them."""
+    """Stream of reasoning text that holds back the calls that may end the reasoning."""
 
     def __init__(self, parser: ToolParser) -> None:
-        """`parser`: of the model's calls; it must read several of them."""
+        """`parser`: parser of the model's calls; it must accept several calls."""
         self._parser = parser
-        self._parser.push("-")  # a call must not be recognised by its place at the beginning of the answer
+        self._parser.push("-")  # the parser must not recognise a call by its position at the start of the output
         self._first = {text[0] for text in parser.DELIMITERS if text not in parser.CLOSING}
-        self._held = ""  # from the beginning of a possible call on
-        self._is_call = False  # its name and the beginning of its arguments have come
-        self._num_tokens = 0  # of the pieces since then
+        self._held = ""  # text since the start of a possible call
+        self._is_call = False  # the name and the start of the arguments have been parsed
+        self._num_tokens = 0  # number of tokens since `_is_call` was set
 
     @property
     def held_tokens(self) -> int:
-        """Tokens of a call that is held back: they are no thoughts if it ends the answer."""
+        """Number of tokens of a call that is held back; they are not reasoning tokens if the call ends the output."""
         return self._num_tokens if self._is_call else 0
 
     def push(self, text: str, num_tokens: int = 0) -> str:
-        """The thoughts that this piece completes."""
+        """Return the reasoning text that this piece releases."""
         if not self._held and self._first.isdisjoint(text):
             return text
         shown: list[str] = []
@@ -55,11 +55,11 @@ class DraftCalls:
         return shown
 
     def close(self) -> str:
-        """The rest of the thoughts, when they are closed: a call in them is a draft."""
+        """Return the rest of the reasoning when it is closed: a call in it is a draft."""
         held, self._held, self._is_call = self._held, "", False
         return held
 
     def end(self) -> tuple[str, str]:
-        """Returns (the rest of the thoughts, the calls that ended them), when the answer ends."""
+        """Return (the rest of the reasoning, the calls that ended it) at the end of the output."""
         is_call, held = self._is_call, self.close()
         return ("", held) if is_call else (held, "")

@@ -1,4 +1,4 @@
-"""Says once, at the start, which conversations a chat template does not show as they are sent."""
+"""Startup report of the conversations that a chat template does not render as they are sent."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ _SYSTEM, _DEVELOPER, _USER, _ANSWER = (Turn(role, True) for role in ("system", "
 _ONE_CALL, _TWO_CALLS = Turn("assistant", False, 1), Turn("assistant", False, 2)
 _CALL_WITH_TEXT = Turn("assistant", True, 1)
 _RESULT, _SECOND = Turn("tool", True, answers=(1, 0)), Turn("tool", True, answers=(2, 1))
-# Conversations by the name of what is unusual about them.
+# Trial conversations, by their unusual property.
 _TRIALS = {
     "several_system_turns": (_SYSTEM, _SYSTEM, _USER),
     "developer": (_DEVELOPER, _USER),
@@ -24,12 +24,12 @@ _TRIALS = {
     "call_with_text": (_USER, _CALL_WITH_TEXT, _RESULT, _ANSWER, _USER),
     "user_after_result": (_USER, _ONE_CALL, _RESULT, _USER),
 }
-_MOST_S = 5.0  # the engine loads meanwhile
+_MOST_S = 5.0  # time limit; the engine loads in the meantime
 _log = logger("chat_template")
 
 
 async def foldings_needed(template: ChatTemplate) -> dict[str, str]:
-    """Return the rewritings that unusual conversations need, or "refused" for those that none of them keeps."""
+    """Return the rewrites that unusual conversations need, or "refused" if no rewrite preserves all turns."""
     tool_format = await tool_format_of(template)
     as_parts = await template.reads_parts()
     needed = {}
@@ -44,13 +44,13 @@ async def foldings_needed(template: ChatTemplate) -> dict[str, str]:
 
 
 async def report_foldings(template: ChatTemplate) -> None:
-    """Try the template, and log the conversations that it does not show as they are sent."""
+    """Try the template, and log the conversations that it does not render as they are sent."""
     if not template.exists:
         return
     try:
         async with asyncio.timeout(_MOST_S):
             needed = await foldings_needed(template)
-    except (EngineError, RequestError, TimeoutError) as error:  # requests will meet the same limits, and report them
+    except (EngineError, RequestError, TimeoutError) as error:  # requests will hit the same limits and report them
         _log.warning(event("chat_template_not_tried", cause=str(error) or f"it takes longer than {_MOST_S:g} s"))
         return
     if needed:

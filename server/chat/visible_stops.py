@@ -1,8 +1,8 @@
-"""Finds stop strings in the visible text of an answer: not in thoughts, and not in calls.
+"""Search for stop strings in the visible text of a response: not in reasoning, and not in calls.
 
-A client that sends `stop` means the text that it is shown. Thoughts are a draft that it may never see, and a call that
-is cut at a stop string has broken arguments. So the text is read first, and stop strings are looked for in its content.
-None reaches across a thought or a call.
+A client that sends `stop` refers to the text that it sees. Reasoning may be hidden from it, and a call that is cut at a
+stop string has invalid arguments. So the text is parsed first, and only its content is searched. No stop string matches
+across reasoning or a call.
 """
 
 from oarlock.server.chat.message_parser import AnswerShape, MessageParser
@@ -12,26 +12,26 @@ from oarlock.server.llm.output_processor import ReadText
 
 
 class VisibleStops:
-    """Reader of one choice's text that ends at a stop string (`StopFinder`)."""
+    """Parser of one choice's text that ends at a stop string (implements `StopFinder`)."""
 
     def __init__(self, shape: AnswerShape, in_items: bool, stops: StopStrings, include: bool) -> None:
-        """`in_items`: as of `MessageParser`. `include`: the stop string is shown."""
+        """`in_items`: see `MessageParser`. `include`: the stop string is part of the response."""
         self._parser = MessageParser(shape, in_items=in_items)
         self._matcher = StopStringMatcher(stops, include)
-        self._events: list[MessageEvent] = []  # since the last `take`
+        self._events: list[MessageEvent] = []  # events since the last `take`
 
     def push(self, text: str, may_end: bool = True) -> tuple[str, str | None]:
-        """Read the text of one token."""
+        """Parse the text of one token."""
         return "", self._pass_on(self._parser.read(text, 1, is_last=False), may_end)
 
     def finish(self, text: str, is_ended: bool) -> tuple[str, str | None]:
-        """Read the last text, which belongs to tokens that have come before."""
+        """Parse the last text, which belongs to earlier tokens."""
         found = self._pass_on(self._parser.read(text, 0, is_last=True, is_ended=is_ended), True)
         self._events.append(ContentDelta(self._matcher.flush()))
         return "", found
 
     def take(self) -> ReadText:
-        """The events since the last call."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return ReadText(events, self._parser.reasoning_tokens)
 

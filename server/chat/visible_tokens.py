@@ -1,6 +1,7 @@
-"""Finds the tokens of an answer that are its visible text, apart from those of reasoning, calls and their tags.
+"""Selection of the visible tokens of a response, without the tokens of reasoning, calls and their tags.
 
-Each token is parsed by itself, as a piece of an answer may hold many. Knows the parser of messages, not the wire.
+Each token is parsed separately, since a piece of a response may contain many. Knows the message parser, not the HTTP
+format.
 """
 
 from collections.abc import Iterable
@@ -12,15 +13,15 @@ from oarlock.server.llm.output_processor import Delta, TokenScore
 
 
 class VisibleTokens:
-    """Filters the tokens of one answer as they come."""
+    """Incremental filter of the tokens of one response."""
 
     def __init__(self, shape: AnswerShape, detokenizer: Detokenizer) -> None:
         self._parser = MessageParser(shape, in_items=True)
         self._detokenizer = detokenizer
-        self._recent: list[tuple[TokenScore, str]] = []  # since the last event, each with its text
+        self._recent: list[tuple[TokenScore, str]] = []  # tokens since the last event, each with its text
 
     def push(self, scores: Iterable[TokenScore]) -> list[TokenScore]:
-        """Return those of the next tokens, and of tokens held back before, that are visible text."""
+        """Return the visible tokens among these tokens and the tokens that were held back before."""
         found: list[TokenScore] = []
         for score in scores:
             text = self._detokenizer.push([score.token_id])
@@ -34,7 +35,7 @@ class VisibleTokens:
         return found
 
     def _last(self, num_characters: int) -> list[TokenScore]:
-        """The newest tokens that make up so many characters: a text may have waited for the rest of a tag."""
+        """Return the newest tokens that contain `num_characters`: a text may have waited for the rest of a tag."""
         start = len(self._recent)
         while start and num_characters > 0:
             start -= 1
