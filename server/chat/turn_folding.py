@@ -1,6 +1,6 @@
-"""Rewritings of a conversation for a template that would leave out or refuse some of its turns.
+"""Rewrites of a conversation for a template that would omit or refuse some of its turns.
 
-A `Folding` says which rewritings are applied. Which ones a template needs is found out by trial: `turn_trial.py`.
+A `Folding` selects the rewrites to apply. The rewrites that a template needs are found by trial: `turn_trial.py`.
 """
 
 from collections.abc import Callable
@@ -19,60 +19,59 @@ WriteCalls = Callable[[str, list[Message]], str]
 
 
 class SystemTurns(IntEnum):
-    """How system and developer turns are rewritten; each step changes more than the one before."""
+    """Rewrites of system and developer turns; each changes more than the previous."""
 
     KEPT = 0
-    JOINED = 1  # those at the beginning become one turn
-    FIRST = 2  # ... and the text of later ones goes to the user's turns
-    USER = 3  # the text of all of them goes to the user's turns
+    JOINED = 1  # initial instructions become one turn
+    FIRST = 2  # ... and the text of later instructions moves into user turns
+    USER = 3  # the text of all instructions moves into user turns
 
 
 class CallTurns(IntEnum):
-    """How tool calls and their results are rewritten."""
+    """Rewrites of tool calls and their results."""
 
     KEPT = 0
     ORDERED = 1  # results follow in the order of their calls
-    SINGLE = 2  # one call in a turn, followed by its result
-    LAST_TEXT = 3  # calls become text of the assistant where the user's next turn comes without an answer
-    TEXT = 4  # all calls become text of the assistant
-    ALL_TEXT = 5  # ... and results become text of the user
+    SINGLE = 2  # one call per turn, followed by its result
+    LAST_TEXT = 3  # calls become assistant text if the next user turn comes without a response
+    TEXT = 4  # all calls become assistant text
+    ALL_TEXT = 5  # ... and results become user text
 
 
 class CallText(IntEnum):
-    """How the text of the assistant beside a call is moved."""
+    """Rewrites of assistant text in turns with calls."""
 
     KEPT = 0
-    APART_IF_ANSWERED = 1  # a turn of its own, if an answer without calls follows later
-    APART = 2  # a turn of its own
-    TOGETHER = (
-        3  # one turn in each round: the answer behind the results or, if there is none yet, before the first call
-    )
+    APART_IF_ANSWERED = 1  # a separate turn, if a response without calls follows later
+    APART = 2  # a separate turn
+    TOGETHER = 3  # one turn per round: the response after the results or, if there is none yet, before the first call
 
 
 class Runs(IntEnum):
-    """How turns are rewritten for a template that wants the user and the assistant to take turns."""
+    """Rewrites of turns for a template that requires the user and the assistant to alternate."""
 
     KEPT = 0
-    JOINED = 1  # neighbouring turns of the user, or of the assistant, become one
-    FILLED = 2  # ... and an empty turn comes between a result and the user, and before an answer at the beginning
+    JOINED = 1  # adjacent turns of the user, or of the assistant, become one
+    FILLED = 2  # ... with an empty turn between a result and the user, and before an initial assistant turn
 
 
 @dataclass(frozen=True, slots=True)
 class Folding:
-    """The rewritings of a conversation. Without arguments, none."""
+    """Selected rewrites of a conversation; by default none."""
 
     calls: CallTurns = CallTurns.KEPT
     call_text: CallText = CallText.KEPT
     system: SystemTurns = SystemTurns.KEPT
     runs: Runs = Runs.KEPT
     developer_is_system: bool = False
-    stray_is_text: bool = False  # results that do not stand behind their calls become text of the user
-    other_arguments: bool = False  # arguments are text if the format of calls has objects, and the other way round
+    stray_is_text: bool = False  # results that do not follow their calls become user text
+    other_arguments: bool = False  # pass arguments as text if the format of calls has objects, and vice versa
 
     def fold_calls(self, messages: Messages, write_calls: WriteCalls | None) -> Messages:
         """Return the messages with their calls and results rewritten.
 
-        `write_calls` writes a text and the calls behind it as the model does; without it, calls cannot become text.
+        `write_calls` returns a text and the calls after it in the model's notation; without it, calls cannot become
+        text.
         """
         if self.stray_is_text:
             messages = _stray_as_text(messages)
@@ -100,18 +99,18 @@ class Folding:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Names of the rewritings, for the log."""
+        """Names of the selected rewrites, for the log."""
         chosen = ((field.name, getattr(self, field.name)) for field in fields(self))
         return tuple(name if value is True else f"{name}:{value.name.lower()}" for name, value in chosen if value)
 
 
 def joined(*texts: str) -> str:
-    """Join texts that are not empty."""
+    """Join the texts that are not empty."""
     return _GAP.join(text for text in texts if text)
 
 
 def _fold_system(messages: Messages, how: SystemTurns) -> Messages:
-    """Fold the instructions: system and developer turns."""
+    """Rewrite the instructions: system and developer turns."""
     opening = next((i for i, m in enumerate(messages) if m["role"] not in INSTRUCTIONS), len(messages))
     first, rest = messages[:opening], messages[opening:]
     if how is SystemTurns.USER:
@@ -122,7 +121,7 @@ def _fold_system(messages: Messages, how: SystemTurns) -> Messages:
 
 
 def _into_user_turns(messages: Messages) -> Messages:
-    """Move instructions to the user's turn behind them, else to the one before them, else to a turn of their own."""
+    """Move instructions into the next user turn, else into the previous user turn, else into a new user turn."""
     written: Messages = []
     waiting: list[str] = []
     for message in [*messages, None]:
@@ -143,7 +142,7 @@ def _into_user_turns(messages: Messages) -> Messages:
 
 
 def _order_results(messages: Messages, *, is_single: bool) -> Messages:
-    """Let the results behind calls follow in the order of the calls, each behind its own call if `is_single`."""
+    """Put the results of calls into the order of the calls, each directly after its own call if `is_single`."""
     written: Messages = []
     position = 0
     while position < len(messages):
@@ -170,7 +169,7 @@ def _order_results(messages: Messages, *, is_single: bool) -> Messages:
 
 
 def _one_call(message: Message, number: int) -> Message:
-    """Return a turn with one of the calls; the first has the turn's text and reasoning too."""
+    """Return a turn with a single call; the turn of the first call keeps the text and reasoning."""
     calls = [message["tool_calls"][number]]
     return (
         {**message, "tool_calls": calls} if number == 0 else {"role": "assistant", "content": "", "tool_calls": calls}
@@ -178,9 +177,9 @@ def _one_call(message: Message, number: int) -> Message:
 
 
 def _unanswered_calls(messages: Messages) -> set[int]:
-    """Return the last turn with calls in each round that goes on with the user, not with an answer."""
+    """Return the last turn with calls in each round that continues with the user instead of a response."""
     found: set[int] = set()
-    last: int | None = None  # the newest turn with calls, while no answer has come
+    last: int | None = None  # last turn with calls that has no response so far
     for position, message in enumerate(messages):
         if message["role"] == "assistant":
             last = position if message.get("tool_calls") else None
@@ -199,12 +198,12 @@ def _without_calls(message: Message, write_calls: WriteCalls) -> Message:
 
 
 def _result_as_text(message: Message) -> Message:
-    """Return the turn of a tool as one of the user."""
+    """Return a tool turn as a user turn."""
     return {"role": "user", "content": result_as_text(message["content"])} if message["role"] == "tool" else message
 
 
 def _stray_as_text(messages: Messages) -> Messages:
-    """Write results that do not stand behind their calls as text of the user."""
+    """Write results that do not follow their calls as user text."""
     written: Messages = []
     ids: set[str] = set()
     for message in messages:
@@ -215,7 +214,7 @@ def _stray_as_text(messages: Messages) -> Messages:
 
 
 def _split_call_texts(messages: Messages, how: CallText) -> Messages:
-    """Let the text of turns with calls be a turn of its own."""
+    """Move the text of turns with calls into a turn of its own."""
     end = len(messages)
     if how is CallText.APART_IF_ANSWERED:
         answers = (i for i, m in enumerate(messages) if m["role"] == "assistant" and not m.get("tool_calls"))
@@ -230,7 +229,7 @@ def _split_call_texts(messages: Messages, how: CallText) -> Messages:
 
 
 def _collect_call_texts(messages: Messages) -> Messages:
-    """Let each round, from one turn of the user to the next, have the texts of its turns with calls in one turn."""
+    """Collect the texts of a round's turns with calls in one turn; a round lasts from one user turn to the next."""
     written: Messages = []
     round_: Messages = []
     for message in [*messages, {"role": "user"}]:
@@ -258,7 +257,7 @@ def _with_one_call_text(messages: Messages) -> Messages:
 
 
 def _join_turns(messages: Messages) -> Messages:
-    """Join neighbouring turns of the user, and neighbouring turns of the assistant that have no calls."""
+    """Join adjacent user turns, and adjacent assistant turns without calls."""
     written: Messages = []
     for message in messages:
         last = written[-1] if written else {}
@@ -271,7 +270,7 @@ def _join_turns(messages: Messages) -> Messages:
 
 
 def _fill_turns(messages: Messages) -> Messages:
-    """Put an empty answer between a call or its result and the user's turn, and an empty turn of the user first."""
+    """Insert an empty response between a call or result and a user turn, and a user turn before an initial response."""
     written: Messages = []
     for message in messages:
         last = written[-1] if written else {}

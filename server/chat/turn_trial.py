@@ -1,9 +1,9 @@
-"""Finds out by trial which rewriting of a conversation a chat template needs to show all of its turns.
+"""Search, by trial, for the rewrites with which a chat template shows all turns of a conversation.
 
-A template is foreign code that may leave out a turn or refuse it. So the shape of a conversation (roles, calls,
-results, whether there is text) is rendered once with a marker in place of each text, and the first `Folding` is taken
-for which all markers are in the prompt in their order. Shapes repeat, so results are kept with the template. In a long
-conversation repeated rounds are left out of the trial.
+A template is foreign code that may omit a turn or refuse it. So the shape of a conversation (roles, calls, results,
+whether there is text) is rendered once with a marker for each text. The first `Folding` is used for which the prompt
+contains all markers in order. Shapes repeat, so results are cached with the template. In a long conversation repeated
+rounds are left out of the trial.
 """
 
 import json
@@ -23,11 +23,11 @@ from oarlock.server.llm.chat_template import ChatTemplate
 from oarlock.server.llm.template_renderers import TemplateLimitError
 
 MAX_TRIAL_TURNS = 64
-MAX_PROMPT = 1 << 18  # characters of a trial's prompt
-_MAX_RESULTS = 512  # per template
-_MAX_KIND = 16  # characters of JSON
+MAX_PROMPT = 1 << 18  # limit in characters for a trial's prompt
+_MAX_RESULTS = 512  # cached results per template
+_MAX_KIND = 16  # limit in characters of JSON
 _TOOL = "trial_tool"
-TOOLS = -1  # in place of a turn: the list of tools
+TOOLS = -1  # used instead of a turn index: the list of tools
 _ANY_NAME = re.compile(r"function\d+x\d+end")
 _TRIAL_TOOLS: Tools = [
     {
@@ -42,28 +42,28 @@ _TRIAL_TOOLS: Tools = [
 
 
 class Turn(NamedTuple):
-    """The shape of one message."""
+    """Shape of one message."""
 
     role: str
     has_text: bool
     num_calls: int = 0
     has_thoughts: bool = False
-    answers: tuple[int, int] | None = None  # of a result: (how many turns back, number) of its call
+    answers: tuple[int, int] | None = None  # results only: (turns back to the call, index of the call in its turn)
 
 
 class Fault(NamedTuple):
-    """The first turn that a prompt does not show as it should."""
+    """The first turn that a prompt does not show correctly."""
 
     turn: int  # index in the trial, or TOOLS
-    is_lost: bool = True  # False: it is shown in another place, or as the result of another call
+    is_lost: bool = True  # False: it is in the wrong position, or appears as the result of another call
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The shape of a conversation as it is tried."""
+    """Shape of a conversation, as it is tried."""
 
     turns: tuple[Turn, ...]
-    indices: tuple[int, ...]  # of the turns in the conversation
+    indices: tuple[int, ...]  # index of each turn in the conversation
 
     @staticmethod
     def of(messages: Sequence[ChatMessage]) -> "Outline":
@@ -109,7 +109,7 @@ def kept_turns(shape: Sequence[Turn]) -> list[int]:
 
 
 def _without_repeats(shape: Sequence[Turn], parts: Sequence[list[int]]) -> list[int]:
-    """Return the turns of all parts but those whose kind has followed the kind before it already; the last stays."""
+    """Return the turns of all parts except repeats: the same shape after the same shape. The last part always stays."""
     seen: set[tuple[Any, Any]] = set()
     before = None
     kept: list[int] = []
@@ -165,15 +165,15 @@ def _argument(turn: int, call: int) -> str:
 
 
 def _call_id(turn: int, call: int) -> str:
-    """Return an id of nine letters and digits, as Mistral's templates want it."""
+    """Return an id of nine letters and digits, as Mistral's templates require."""
     return f"c{turn % 10000:05d}{call % 1000:03d}" if turn >= 0 else "unknown00"
 
 
 def fault_in(prompt: str, shape: Sequence[Turn], has_tools: bool) -> Fault | None:
     """Return the first fault of a trial's prompt.
 
-    Instructions at the beginning may be anywhere, since many templates write them with the tools or into a turn of the
-    user. The text before a call may be anywhere between the turns of the user around it.
+    Initial instructions may be anywhere, since many templates write them with the tools or into a user turn. The text
+    before a call may be anywhere between the surrounding user turns.
     """
     places = [[prompt.find(marker) for marker in _markers(turn, position)] for position, turn in enumerate(shape)]
     lost = next((position for position, found in enumerate(places) if -1 in found), None)
@@ -201,7 +201,7 @@ def _markers(turn: Turn, position: int) -> list[str]:
 
 
 def _groups(shape: Sequence[Turn]) -> list[list[int]]:
-    """Return the turns behind the opening instructions: one by one, calls together with their results."""
+    """Return the turns after the initial instructions: one by one, but calls together with their results."""
     opening = next((i for i, turn in enumerate(shape) if turn.role not in INSTRUCTIONS), len(shape))
     groups: list[list[int]] = []
     for position in range(opening, len(shape)):
@@ -213,7 +213,7 @@ def _groups(shape: Sequence[Turn]) -> list[list[int]]:
 
 
 def _tasks(shape: Sequence[Turn]) -> list[list[list[int]]]:
-    """Return the groups of turns, those together that belong to one task: calls, and the answer behind them."""
+    """Return the groups of turns by task: calls together with the response after them."""
     tasks: list[list[list[int]]] = []
     for group in _groups(shape):
         is_assistant = shape[group[0]].role == "assistant"
@@ -225,7 +225,7 @@ def _tasks(shape: Sequence[Turn]) -> list[list[list[int]]]:
 
 
 def _disorder(prompt: str, shape: Sequence[Turn], task: Sequence[Sequence[int]]) -> int | None:
-    """Return the first turn of a task whose call, result or answer is out of order."""
+    """Return the first turn of a task whose call, result or response is out of order."""
     end = -1
     for group in task:
         caller = group[0]
@@ -250,7 +250,7 @@ def _is_answer(shape: Sequence[Turn], position: int, caller: int) -> bool:
 
 
 def _wrong_result(prompt: str, shape: Sequence[Turn], places: Sequence[Sequence[int]]) -> int | None:
-    """Return the first result that stands before its call, or behind the name of another one."""
+    """Return the first result that precedes its call, or follows the name of another call."""
     known = sorted(place for found in places for place in found)
     for position, turn in enumerate(shape):
         if turn.role != "tool" or not turn.has_text:
@@ -267,7 +267,7 @@ def _wrong_result(prompt: str, shape: Sequence[Turn], places: Sequence[Sequence[
 
 
 def _in_order(shape: Sequence[Turn]) -> tuple[Turn, ...]:
-    """Return the shape as it is read by a template that looks at no ids: results answer the first calls, in order."""
+    """Return the shape that a template sees if it ignores ids: results belong to the first calls, in order."""
     turns = list(shape)
     for caller, *others in _groups(shape):
         own = {i: shape[i].answers for i in others if _is_answer(shape, i, caller)}
@@ -292,8 +292,8 @@ class TurnTrial:
     async def folding(self, outline: Outline) -> Folding:
         """Return the folding that keeps all turns of a conversation.
 
-        No rewriting is returned if the template refuses the conversation in every form: the request is refused in the
-        template's words. Raises `RequestError` if it would leave out a turn.
+        Returns no rewrites if the template refuses the conversation with every folding: the request then fails with the
+        template's own error. Raises `RequestError` if the template would omit a turn.
         """
         found = await self.result(outline)
         if isinstance(found, Fault):
@@ -301,7 +301,7 @@ class TurnTrial:
         return found or Folding()
 
     async def result(self, outline: Outline) -> Folding | Fault | None:
-        """Return the folding, or what none of them mends; None if the template refuses all forms."""
+        """Return the folding, or the fault that no folding fixes; None if the template refuses all foldings."""
         known = self.template.trials
         key = (outline.turns, self.has_tools, self.opens_answer, _kinds(self.variables))
         if key not in known:
@@ -333,7 +333,7 @@ class TurnTrial:
         return first if isinstance(first, Fault) else None
 
     def _foldings(self, shape: Sequence[Turn]) -> Iterator[Folding]:
-        """Yield the foldings that may change a conversation of this shape; those that change less come first."""
+        """Yield the foldings that may change a conversation of this shape, in order of increasing change."""
         has_calls = any(turn.num_calls for turn in shape)
         has_results = any(turn.role == "tool" for turn in shape)
         writes_tools = self.has_tools and self.tool_format.write_into_messages is not None  # as a system turn
@@ -355,17 +355,17 @@ class TurnTrial:
     async def _fault(
         self, messages: Messages, tools: Tools | None, shape: tuple[Turn, ...]
     ) -> Fault | RequestError | None:
-        """Return what is wrong with the prompt of a trial, or the template's refusal."""
+        """Return the fault of a trial's prompt, the template's refusal, or None if the prompt is correct."""
         try:
             prompt = await self._render(messages, tools)
         except TemplateLimitError:
-            raise  # which says nothing about these turns
+            raise  # a limit is no information about these turns
         except RequestError as error:
             return error
         return fault_in(prompt, shape, self.has_tools)
 
     async def _mixes_results_up(self, shape: tuple[Turn, ...], folding: Folding) -> bool:
-        """Whether results do not answer the first calls in order, and the prompt hides which calls they answer."""
+        """Return whether results are not in the order of the first calls and the prompt does not show their calls."""
         ordered = _in_order(shape)
         if ordered == shape or folding.calls >= CallTurns.LAST_TEXT:
             return False
@@ -392,12 +392,12 @@ def _first_result(shape: Sequence[Turn]) -> int:
 
 
 def _kinds(variables: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Return the part of variables that results are kept for: a date, for example, does not need trials of its own."""
+    """Return the variables as a cache key: long values count only by their type, so that they share trials."""
     return tuple(sorted((name, _value_kind(value)) for name, value in variables.items()))
 
 
 def _value_kind(value: Any) -> str:
-    """Return short values as they are, and of others their type."""
+    """Return the JSON of a short value, and the type of any other value."""
     written = json.dumps(value)
     return written if len(written) <= _MAX_KIND else type(value).__name__
 
