@@ -1,1 +1,1 @@
-"""Formats of tool calls: which one a model writes, a streaming parser for each, and grammars that force calls."""
+"""Tool-call formats: the format that a model writes, a streaming parser for each, and grammars that force calls."""

@@ -1,8 +1,8 @@
-"""Base of all tool-call formats: the description of one (`ToolFormat`) and its parser (`ToolParser`).
+"""Base of all tool-call formats: their description (`ToolFormat`) and parser (`ToolParser`).
 
-A parser reads a model's text as it grows. What is not a call is content, character for character; so is a beginning
-that never became a call. A character is looked at a bounded number of times (`scanned` counts), and how the text is cut
-into pieces does not matter.
+A parser reads a model's text incrementally. Text that is not a call is content, unchanged, also if it began like a
+call. Each character is examined a bounded number of times (`scanned` counts), and the result does not depend on how the
+text is split into pieces.
 """
 
 import re
@@ -29,61 +29,60 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One way of writing calls. Grammars are in the Lark dialect of llguidance."""
+    """A notation for tool calls. Grammars are in the Lark dialect of llguidance."""
 
-    name: str  # vLLM's, where it has the format
-    models: str  # that write it
-    example: str  # a call
+    name: str  # vLLM's name, if vLLM has the format
+    models: str  # models that write it
+    example: str  # an example call
     parser: "type[ToolParser]"
-    delimiters: tuple[str, ...]  # kept in the text that the parser reads, even where they are special tokens
-    # (tools, most calls, special ids) -> rules for `calls`: one call of one of the tools, or several where the format
-    # has a way; and for `tail`, the same without the delimiter that begins it, where `optional_calls` uses it.
+    delimiters: tuple[str, ...]  # stay in the text that the parser reads, even if they are special tokens
+    # (tools, max calls, special ids) -> rules for `calls` (one call, or several if the format allows that) and for
+    # `tail`, if `optional_calls` uses it: `calls` without its first delimiter.
     forced_calls: Callable[[Sequence[ToolSchema], int, SpecialIds], str]
-    # special ids -> (body, rules): any text, and then perhaps `calls`; what begins like a call becomes one.
+    # special ids -> (body, rules): any text, then optionally `calls`; text that begins like a call must become a call.
     optional_calls: Callable[[SpecialIds], tuple[str, str]]
-    # Texts in the instructions of a prompt with tools: they decide if a template leaves out a conversation's calls.
+    # Texts in the instructions of a prompt with tools; they decide if a template omits earlier calls.
     marks: tuple[str, ...] = ()
-    needs: str = ""  # a text that tells its calls from those of another format that its parser reads too
-    aliases: tuple[str, ...] = ()  # other names by which an operator may choose it
-    is_parsed: bool = True  # False: only forced calls can be parsed, the model's own have no parser here
-    short_call_ids: bool = False  # the template accepts ids of nine letters and digits only
-    # (function, number of calls before it in the conversation) -> the id of a call, where the model writes and reads
-    # ids in a notation of its own
+    needs: str = ""  # text that distinguishes its calls from another format that its parser accepts too
+    aliases: tuple[str, ...] = ()  # other names that an operator may use
+    is_parsed: bool = True  # False: only forced calls can be parsed; there is no parser for the model's own
+    short_call_ids: bool = False  # the template accepts only ids of nine letters and digits
+    # (function, number of earlier calls in the conversation) -> call id, if the model has its own id notation
     call_id: Callable[[str, int], str] | None = None
-    text_arguments: bool = False  # the template takes those of earlier calls as the text they were
-    # Writes a text and earlier calls behind it as the model's own text, for templates that leave out or refuse calls.
+    text_arguments: bool = False  # the template expects the arguments of earlier calls as text
+    # (text, calls after it) -> model text, for templates that omit or refuse calls.
     calls_as_text: Callable[[str, list[dict[str, Any]]], str] | None = None
-    # For templates that know nothing of tools: the messages, with the tools and calls in their text.
+    # (messages, tools) -> messages that contain the tools and calls as text, for templates without tool support.
     write_into_messages: Callable[[Messages, list[dict[str, Any]] | None], Messages] | None = None
 
 
 class ToolParser(ABC):
-    """Parser of one answer's calls: it searches the text for delimiters, or follows a call by its characters."""
+    """Parser of one response's calls: it searches for delimiters, or follows a call character by character."""
 
-    DELIMITERS: tuple[str, ...]  # those that may begin a call, or end one
-    CLOSING: tuple[str, ...] = ()  # those of them that end one, and are packing where they do
+    DELIMITERS: tuple[str, ...]  # strings that may begin or end a call
+    CLOSING: tuple[str, ...] = ()  # subset of DELIMITERS that end a call; not part of the visible text
 
     def __init__(self, tools: Tools, parallel: bool = True) -> None:
-        """`tools` are the callable functions; without `parallel`, whatever follows the first call is left out."""
-        self.scanned = 0  # characters looked at
+        """`tools`: the callable functions. Without `parallel`, everything after the first call is dropped."""
+        self.scanned = 0  # characters examined
         self._tools = tools
         self._parallel = parallel
         self._pattern = re.compile("|".join(map(re.escape, self.DELIMITERS)))
         self._searching = True
-        self._held = ""  # the end of the searched text, while it may be the beginning of a delimiter
+        self._held = ""  # possible start of a delimiter at the end of the searched text
         self._call: CallReader | None = None
-        self._closers: list[str] = []  # that have not come since the last call
-        self._rewind = ""  # the end of an attempt that was no call: it may begin a delimiter
-        self._attempt: list[str] = []  # what is content if it turns out to be no call
+        self._closers: list[str] = []  # closing delimiters not seen since the last call
+        self._rewind = ""  # end of a failed attempt, which may begin a delimiter
+        self._attempt: list[str] = []  # text that is content if the attempt turns out not to be a call
         self._sink: type[ContentDelta | ReasoningDelta | ArgumentsDelta] = (
-            ContentDelta  # broken arguments last to the next delimiter
+            ContentDelta  # broken arguments extend to the next delimiter
         )
         self._blank: list[str] = []  # white space that is content only if other characters follow
-        self._has_words = False  # since the start, or since the last call
+        self._has_words = False  # content has been seen since the start or the last call
         self._num_calls = 0
 
     def push(self, text: str) -> list[MessageEvent]:
-        """The events that this piece of text completes."""
+        """Return the events that this piece of text completes."""
         events: list[MessageEvent] = []
         text, self._held = self._held + text, ""
         position = 0
@@ -98,9 +97,9 @@ class ToolParser(ABC):
         return merged(self._without_packing(events))
 
     def flush(self, is_ended: bool = False) -> list[MessageEvent]:
-        """The events of the text that was held back, when no more text comes.
+        """Return the events of the text that was held back, at the end of the output.
 
-        `is_ended`: the model has ended its answer, so that a call that lacks only its last tags is complete.
+        `is_ended`: the model has ended its output, so a call that lacks only its closing tags is complete.
         """
         rest: list[MessageEvent] = [ContentDelta("".join(self._attempt)), self._sink(self._held)]
         if is_ended and self._call is not None:
@@ -117,17 +116,17 @@ class ToolParser(ABC):
 
     @property
     def is_broken(self) -> bool:
-        """Whether the last call's arguments have ended in text that cannot be part of them."""
+        """Whether the last call's arguments ended in text that cannot be part of them."""
         return self._sink is ArgumentsDelta
 
     def _again(self, text: str, position: int) -> tuple[str, int]:
-        """Step back over the end of an attempt that was no call; returns the text and the position to go on from."""
+        """Step back over the end of a failed attempt; return the text and the position to continue at."""
         size, rewind = len(self._rewind), self._rewind
         self._rewind = ""
         return (text, position - size) if position >= size else (rewind[: size - position] + text, 0)
 
     def _on_delimiter(self, delimiter: str, events: list[MessageEvent]) -> None:
-        """A delimiter was found. To follow what comes after it, call `_begin_call` or clear `_searching`."""
+        """Handle a delimiter. To follow the text after it, call `_begin_call` or clear `_searching`."""
         if delimiter not in self.CLOSING:
             self._closers = []
             self._begin_call(delimiter, self._reader(delimiter))
@@ -138,14 +137,14 @@ class ToolParser(ABC):
 
     @abstractmethod
     def _reader(self, delimiter: str) -> CallReader:
-        """Creates the reader of the call behind this delimiter."""
+        """Create the reader of the call after this delimiter."""
 
     def _on_character(self, character: str, events: list[MessageEvent]) -> bool:
-        """Follow one character. False: it was not consumed, and is looked at again."""
+        """Follow one character. Return False if it was not consumed and must be examined again."""
         return self._give_up(events) if self._call is None else self._follow_call(self._call, character, events)
 
     def _search(self, text: str, position: int, events: list[MessageEvent]) -> int:
-        """Look for the next delimiter; the new position."""
+        """Look for the next delimiter; return the new position."""
         found = self._pattern.search(text, position)
         end = found.end() if found else len(text)
         self.scanned += end - position
@@ -160,13 +159,13 @@ class ToolParser(ABC):
         return end
 
     def _pass_on(self, text: str, events: list[MessageEvent]) -> None:
-        """Emit searched text, which has no delimiter in it."""
+        """Emit searched text without delimiters."""
         events.append(self._sink(text))
         if self._closers and self._sink is ContentDelta and text.strip():
             self._closers = []
 
     def _partial(self, text: str, position: int) -> int:
-        """Number of characters at the end of `text` that may begin a delimiter."""
+        """Return the number of characters at the end of `text` that may begin a delimiter."""
         most = max(map(len, self.DELIMITERS)) - 1
         for size in range(min(most, len(text) - position), 0, -1):
             if any(delimiter.startswith(text[-size:]) for delimiter in self.DELIMITERS):
@@ -174,13 +173,13 @@ class ToolParser(ABC):
         return 0
 
     def _begin_call(self, attempt: str, reader: CallReader) -> None:
-        """Expect a call from here on; `attempt` is content if none comes."""
+        """Expect a call from here on; `attempt` is content if there is no call."""
         self._searching = False
         self._call = reader
         self._attempt = [attempt]
 
     def _follow_call(self, call: CallReader, character: str, events: list[MessageEvent]) -> bool:
-        """Follow one character inside the current call. False: it was not consumed."""
+        """Follow one character inside the current call. Return False if it was not consumed."""
         try:
             events += call.push(character)
         except NoCallError:
@@ -198,7 +197,7 @@ class ToolParser(ABC):
         return True
 
     def _give_up(self, events: list[MessageEvent]) -> bool:
-        """The attempt was no call: it is content. The character that showed it has not been consumed."""
+        """Emit the failed attempt as content. The character at which it failed has not been consumed."""
         attempt = "".join(self._attempt)
         keep = self._partial(attempt, 1)
         self._rewind = attempt[len(attempt) - keep :]
@@ -208,7 +207,7 @@ class ToolParser(ABC):
         return False
 
     def _without_packing(self, events: list[MessageEvent]) -> list[MessageEvent]:
-        """Drop the white space around calls and, where only one call may come, all that follows it."""
+        """Drop the white space around calls and, unless several calls are allowed, everything after the first call."""
         kept: list[MessageEvent] = []
         for event in events:
             if isinstance(event, ToolCallStart):

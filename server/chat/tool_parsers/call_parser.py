@@ -1,8 +1,8 @@
-"""Parses one call, character by character: an object with a name and arguments, or the bare arguments.
+"""Parser of one call, character by character: an object with a name and arguments, or bare arguments.
 
-A call is announced once its name is known to be one of the tools and its arguments are known to begin as an object:
-with a first key, or empty. From there on its arguments are returned as they come. Before that, anything wrong makes the
-whole text no call at all. JSON is followed by a scanner, which raises at the first character that cannot be there.
+A call is announced when its name is known to be one of the tools and its arguments are known to be an object (its first
+key has been read, or it is empty). From then on its arguments are returned as they arrive. Any earlier error means that
+the whole text is not a call. A scanner follows the JSON, and raises at the first invalid character.
 """
 
 import contextlib
@@ -16,24 +16,24 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """A piece of the answer's text."""
+    """A piece of the response's content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """A piece of what the model thinks before it answers."""
+    """A piece of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A call begins. Its arguments follow."""
+    """Start of a call. Its arguments follow."""
 
     name: str
-    id: str = ""  # in the model's own notation; "": any id will do
+    id: str = ""  # id in the model's own notation; "": the server assigns an id
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ MessageEvent = ContentDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta
 
 
 def merged(events: Iterable[MessageEvent]) -> list[MessageEvent]:
-    """Joins neighbouring events of one kind, and leaves out those without text."""
+    """Join adjacent events of the same type, and drop events without text."""
     result: list[MessageEvent] = []
     texts: list[str] = []
     for event in events:
@@ -64,7 +64,7 @@ def merged(events: Iterable[MessageEvent]) -> list[MessageEvent]:
 
 
 def _close(result: list[MessageEvent], texts: list[str]) -> None:
-    """Give the last event the text that was gathered for it."""
+    """Set the text of the last event to the joined pieces."""
     if len(texts) > 1:
         result[-1] = type(result[-1])("".join(texts))
     texts.clear()
@@ -75,44 +75,44 @@ _SCALAR_CHARACTERS = frozenset("0123456789+-.eEtrufalsn")
 _MAX_SCALAR = 1024
 _MAX_DEPTH = 128
 _HEX = frozenset("0123456789abcdefABCDEF")
-Tools = Mapping[str, Mapping[str, Any]]  # the JSON schema of its arguments, by a function's name
+Tools = Mapping[str, Mapping[str, Any]]  # function name -> JSON schema of its arguments
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
-Steps = Generator[None, str, None]  # takes one character at a time
-Reads = Generator[None, str, str]  # and returns what it has read
-_MAX_WORD = 256  # characters of a name: what is longer is text
+Steps = Generator[None, str, None]  # receives one character at a time
+Reads = Generator[None, str, str]  # receives characters and returns the text that was read
+_MAX_WORD = 256  # limit in characters for a name; longer text is not a name
 
 
 class MalformedError(ValueError):
-    """This character cannot follow here in JSON."""
+    """Raised for a character that cannot follow here in JSON."""
 
 
 class JsonScanner:
-    """Scanner of one JSON value: its state between two characters.
+    """Incremental scanner of one JSON value.
 
-    After each `push`: `value_began` (this character is the first of a value in the outermost object), `value_ended` (a
-    value there is complete; `ended_before`: this character comes after it), `done` (the whole is complete).
+    After each `push`: `value_began` (this character is the first of a value in the outermost object), `value_ended`
+    (such a value is complete; `ended_before`: this character comes after it), `done` (the whole value is complete).
     """
 
     def __init__(self) -> None:
         self.done = False
-        self.key = ""  # of the outermost object, the last one
+        self.key = ""  # most recent key of the outermost object
         self.value_began = self.value_ended = self.ended_before = False
         self._stack: list[str] = []
         self._expects = "value"
         self._in_string = self._is_key = False
-        self._escape = 0  # characters of an escape sequence still to come; 5: the one after the backslash
+        self._escape = 0  # remaining characters of an escape sequence; 5: directly after the backslash
         self._scalar = ""
         self._key_text: list[str] = []
 
     @property
     def depth(self) -> int:
-        """Number of objects and lists that are open."""
+        """Number of open objects and lists."""
         return len(self._stack)
 
     @property
     def awaits_value(self) -> bool:
-        """Whether the last character ended a key and its colon."""
+        """Whether a key and its colon have been read, and its value has not begun."""
         return self._expects == "value" and self._stack[-1:] == ["{"]
 
     @property
@@ -121,7 +121,7 @@ class JsonScanner:
         return self._in_string
 
     def push(self, character: str) -> None:
-        """Follow one character. Raises `MalformedError`."""
+        """Consume one character. Raises `MalformedError` if it cannot follow here."""
         self.value_began = self.value_ended = self.ended_before = False
         if self._in_string:
             self._string(character)
@@ -147,7 +147,7 @@ class JsonScanner:
             raise MalformedError
 
     def _begin(self, character: str) -> None:
-        """A key or a value begins."""
+        """Begin a key or a value."""
         if character == '"' and self._expects in ("key", "first_key"):
             self._in_string = self._is_key = True
             self._key_text = []
@@ -173,7 +173,7 @@ class JsonScanner:
         self._complete()
 
     def _complete(self) -> None:
-        """A value is complete, its last character included."""
+        """Finish a value; its last character has been read."""
         self.value_ended = self.value_ended or self._stack == ["{"]
         self.done = not self._stack
         self._expects = "comma" if self._stack else "nothing"
@@ -214,30 +214,30 @@ class JsonScanner:
 
 
 class NoCallError(ValueError):
-    """The text so far is not a call of any tool. The character that showed it has not been consumed."""
+    """Raised if the text so far is not a call of any tool. The character that showed it has not been consumed."""
 
 
 class CallParser:
-    """Parser of one call. After `announced` it can only end (`done`) or break off."""
+    """Parser of one call. After `announced` it can only end (`done`) or become invalid (`broken`)."""
 
     rest = ""
 
     def __init__(self, tools: Tools, name: str | None = None) -> None:
-        """With a `name` the text is the bare arguments; without, an object that holds both."""
+        """`name`: the function, if the text is only its arguments; None: an object with name and arguments."""
         self._tools = tools
         self._is_bare = name is not None
         self._scanner = JsonScanner()
         self._name = name
-        self._value: list[str] | None = None  # of the name, or of arguments that cannot be returned yet
-        self._arguments = ""  # complete, before the name was known
-        self._streams = False  # the current value is the arguments, returned as they come
-        self._beginning: list[str] = []  # of the arguments, until it is known to be that of an object
+        self._value: list[str] | None = None  # characters of the name, or of arguments that cannot be emitted yet
+        self._arguments = ""  # complete arguments that precede the name
+        self._streams = False  # the current value is the arguments, emitted as they arrive
+        self._beginning: list[str] = []  # start of the arguments, until they are known to be an object
         self.announced = False
-        self.broken = False  # after the announcement something came that is not JSON
+        self.broken = False  # invalid JSON has followed the announcement
         self.done = False
 
     def push(self, character: str) -> list[MessageEvent]:
-        """The events that one character completes. Raises `NoCallError`."""
+        """Return the events that one character completes. Raises `NoCallError` if the text is not a call."""
         if self.broken:
             return [ArgumentsDelta(character)]
         if not self._scanner.depth and character != "{" and not character.isspace():
@@ -265,11 +265,11 @@ class CallParser:
         return events
 
     def finish(self) -> list[MessageEvent]:
-        """The events of the text's end: JSON that is not complete stays so."""
+        """Return no events at the end of the text: incomplete JSON stays incomplete."""
         return []
 
     def _stream(self, character: str, events: list[MessageEvent]) -> None:
-        """Pass on a character of the arguments, once they are known to be an object."""
+        """Emit a character of the arguments if they are known to be an object; buffer it otherwise."""
         scanner = self._scanner
         text = _escaped(character, scanner.in_string)
         if not self.announced:
@@ -338,7 +338,7 @@ class CallParser:
 
 
 def _as_object(text: str) -> str:
-    """The JSON text of arguments that came as an object, as an object in a string, or as null."""
+    """Return the JSON text of arguments that are an object, an object in a string, or null."""
     if text.startswith("{"):
         return text
     if text == "null":
@@ -358,7 +358,7 @@ def _is_object(text: str) -> bool:
 
 
 def _escaped(character: str, in_string: bool) -> str:
-    """The character, escaped where JSON requires it: models write line ends into strings as they are."""
+    """Return the character, escaped if JSON requires it: models write raw line ends into strings."""
     return json.dumps(character)[1:-1] if in_string and character < " " else character
 
 
@@ -368,25 +368,25 @@ class CallReader(Protocol):
     announced: bool
     broken: bool
     done: bool
-    rest: str  # read beyond the end of the call: it is looked at again
+    rest: str  # text read beyond the end of the call, to be examined again
 
     def push(self, character: str) -> list[MessageEvent]:
-        """The events that one character completes. Raises `NoCallError`."""
+        """Return the events that one character completes. Raises `NoCallError` if the text is not a call."""
         ...
 
     def finish(self) -> list[MessageEvent]:
-        """The events that complete the call, if the model may end its answer here."""
+        """Return the events that complete the call, if the output may end here."""
         ...
 
 
 class EndOfTextError(Exception):
-    """The model has ended its answer."""
+    """Raised inside a `CallScript` if the model has ended its output."""
 
 
 class CallScript(ABC):
-    """A call in a notation of its own, read step by step.
+    """Reader of a call in a model's own notation, written as a generator.
 
-    It is announced by `_open`; from then on it can only end (`done`) or break off (`broken`).
+    The call is announced by `_open`; from then on it can only end (`done`) or become invalid (`broken`).
     """
 
     def __init__(self, tools: Tools) -> None:
@@ -394,14 +394,14 @@ class CallScript(ABC):
         self.rest = ""
         self._tools = tools
         self._name = ""
-        self._beginning: list[str] = []  # of the arguments, until the call is announced
+        self._beginning: list[str] = []  # start of the arguments, until the call is announced
         self._events: list[MessageEvent] = []
-        self._back = ""  # a character that the next step looks at again
+        self._back = ""  # a character that the next step examines again
         self._steps = self._read()
         next(self._steps)
 
     def push(self, character: str) -> list[MessageEvent]:
-        """The events that one character completes. Raises `NoCallError`."""
+        """Return the events that one character completes. Raises `NoCallError` if the text is not a call."""
         self._events = []
         try:
             self._steps.send(character)
@@ -415,7 +415,7 @@ class CallScript(ABC):
         return self._events
 
     def finish(self) -> list[MessageEvent]:
-        """The events of the text's end. A notation that can do without its last tags completes the call."""
+        """Return the events at the end of the text. A notation whose last tags are optional completes the call."""
         self._events = []
         if self.announced and not (self.broken or self.done):
             with contextlib.suppress(StopIteration, EndOfTextError):
@@ -424,13 +424,13 @@ class CallScript(ABC):
 
     @abstractmethod
     def _read(self) -> Steps:
-        """Reads the call, from the character behind its delimiter. Raises `MalformedError`.
+        """Read the call, from the character after its delimiter. Raises `MalformedError` if the text is not a call.
 
-        Its last step takes a character that can only be the call's last.
+        The last character that it reads must be the last of the call.
         """
 
     def _expect(self, name: str) -> None:
-        """Expect the arguments of this function."""
+        """Expect the arguments of this function. Raises `MalformedError` if it is not in the tools."""
         if name not in self._tools:
             raise MalformedError
         self._name = name
@@ -454,7 +454,7 @@ class CallScript(ABC):
         return (yield)
 
     def _space(self) -> Steps:
-        """White space, if there is any."""
+        """Skip white space, if there is any."""
         while True:
             character = yield from self._character()
             if not character.isspace():
@@ -462,7 +462,7 @@ class CallScript(ABC):
                 return
 
     def _one_of(self, *texts: str) -> Reads:
-        """One of these texts, none of which begins with another."""
+        """Read any of these texts; none is a prefix of another."""
         read = ""
         while read not in texts:
             read += yield from self._character()
@@ -471,7 +471,7 @@ class CallScript(ABC):
         return read
 
     def _word(self) -> Reads:
-        """A function's name; the character behind it is looked at again."""
+        """Read a function's name; the character after it is examined again."""
         read = ""
         while True:
             character = yield from self._character()
@@ -483,7 +483,7 @@ class CallScript(ABC):
                 raise MalformedError
 
     def _json_arguments(self, name: str) -> Steps:
-        """The arguments as one JSON object: announces the call."""
+        """Read the arguments as one JSON object, and announce the call."""
         if name not in self._tools:
             raise MalformedError
         arguments = CallParser(self._tools, name)

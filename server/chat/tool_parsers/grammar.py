@@ -1,4 +1,4 @@
-"""Pieces of grammars that force calls: literals, delimiters, and rules for arguments bound to their schema.
+"""Parts of grammars that force calls: literals, delimiters, and rules for arguments that match their schema.
 
 Grammars are in the Lark dialect of llguidance.
 """
@@ -8,15 +8,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-MAX_CALLS = 16  # a model that is forced to call must also come to an end
+MAX_CALLS = 16  # a model that is forced to call must also be able to stop
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 
-ToolSchema = tuple[str, dict[str, Any]]  # a function's name, and the JSON schema of its arguments
-SpecialIds = Mapping[str, int]  # the ids of those delimiters that are special tokens; the others are plain text
+ToolSchema = tuple[str, dict[str, Any]]  # function name, JSON schema of its arguments
+SpecialIds = Mapping[str, int]  # delimiter -> token id, if it is a special token; all other delimiters are plain text
 
 
 def schema_rule(name: str, schema: dict[str, Any]) -> str:
-    """A rule that is one JSON value of this schema, without needless white space."""
+    """Return a rule for one JSON value of this schema, without unnecessary white space."""
     guided = {**schema, "x-guidance": {**_mapping(schema.get("x-guidance")), **_COMPACT}}
     return f"{name}: %json {literal(guided)}"
 
@@ -26,12 +26,12 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def literal(value: Any) -> str:
-    """A text, or any JSON, as a grammar holds it."""
+    """Return a text or any JSON value as a grammar literal."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def pattern_text(pattern: str) -> str:
-    """The expression between slashes: a bare slash or line end inside would end it."""
+    """Escape a regular expression for use between slashes: a bare slash or line end would terminate it."""
     result: list[str] = []
     after_backslash = False
     for character in pattern:
@@ -46,28 +46,28 @@ def pattern_text(pattern: str) -> str:
 
 
 def delimiter(text: str, special_ids: SpecialIds) -> str:
-    """The delimiter as its special token, or as plain text."""
+    """Return the delimiter as its special token, or as plain text if it is not a special token."""
     return f"<[{special_ids[text]}]>" if text in special_ids else literal(text)
 
 
 def delimited(text: str, delimiters: Sequence[str], special_ids: SpecialIds) -> str:
-    """A text that may hold delimiters, as a sequence of what they and the rest are in a grammar."""
+    """Return a text that may contain delimiters as a sequence of grammar symbols."""
     pieces = re.split("(" + "|".join(map(re.escape, delimiters)) + ")", text)
     return " ".join(delimiter(piece, special_ids) for piece in pieces if piece)
 
 
 def one_of_calls(tools: Sequence[ToolSchema]) -> str:
-    """Rule `call`: any of `call_0`, `call_1` …, one for each tool."""
+    """Return the rule `call`, the alternatives `call_0`, `call_1` … for the tools."""
     return "call: " + " | ".join(f"call_{index}" for index in range(len(tools)))
 
 
 def arguments(tools: Sequence[ToolSchema]) -> list[str]:
-    """Rules `args_0`, `args_1` …: each tool's arguments, an object even where the schema does not say so."""
+    """Return rules `args_0`, `args_1` …: each tool's arguments, an object even if the schema has no type."""
     return [schema_rule(f"args_{i}", {"type": "object", **schema}) for i, (_, schema) in enumerate(tools)]
 
 
 def call_objects(tools: Sequence[ToolSchema], key: str) -> list[str]:
-    """Rules for `call`: an object with the name and, under `key`, the arguments."""
+    """Return rules for `call`: an object with the name and, under `key`, the arguments."""
     rules = []
     for index, (name, _) in enumerate(tools):
         head = literal(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ')
@@ -76,7 +76,7 @@ def call_objects(tools: Sequence[ToolSchema], key: str) -> list[str]:
 
 
 def pairs(rule: str, written: Sequence[tuple[str, bool]], separator: str) -> list[str]:
-    """Rules for `rule`: pairs in their order, with separators between them; only required ones have to come."""
+    """Return rules for `rule`: pairs in the given order with separators; only required pairs are mandatory."""
     rules = [f"{rule}: {rule}_first_0"]
     for index, (pair, is_required) in enumerate(written):
         behind = f"{pair} {rule}_next_{index + 1}"
@@ -87,8 +87,8 @@ def pairs(rule: str, written: Sequence[tuple[str, bool]], separator: str) -> lis
 
 
 def text_then_calls(opening: str, special_ids: SpecialIds) -> tuple[str, str]:
-    """Rules of `ToolFormat.optional_calls` for a format whose calls begin with the delimiter `opening`."""
-    if opening in special_ids:  # a special token is never part of a text
+    """Return the `ToolFormat.optional_calls` of a format whose calls begin with the delimiter `opening`."""
+    if opening in special_ids:  # a special token never occurs in plain text
         return "words calls?", "words: /(?s:.*)/"
     inside = re.escape(opening)
     return "(WORDS | before tail)", (

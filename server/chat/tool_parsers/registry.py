@@ -1,6 +1,6 @@
-"""The formats of tool calls. A new format is one file, which ends with its `ToolFormat`, and one line of `FORMATS`.
+"""All tool-call formats. A new format is one file, which ends with its `ToolFormat`, and one line of `FORMATS`.
 
-Which one a model writes is found out from its chat template (`detection.py`).
+The format that a model writes is detected from its chat template (`detection.py`).
 """
 
 import re
@@ -63,12 +63,12 @@ FORMATS: list[ToolFormat] = [
 
 
 def by_name(name: str) -> ToolFormat:
-    """The format of a name that an operator may give."""
+    """Return the format with this name or alias."""
     return next(known for known in FORMATS if name in (known.name, *known.aliases))
 
 
 def as_markdown() -> str:
-    """Table of the tool-call formats for the documentation."""
+    """Return the table of tool-call formats for the documentation."""
     rows = ["| `--tool-call-parser` | models | a call |", "|---|---|---|"]
     for known in FORMATS:
         names = ", ".join(f"`{name}`" for name in (known.name, *known.aliases))
@@ -78,6 +78,6 @@ def as_markdown() -> str:
 
 
 def _code(text: str) -> str:
-    """Return `text` as Markdown's inline code: text with backticks stands between longer runs of them."""
+    """Return `text` as Markdown inline code; text with backticks gets longer runs of backticks as delimiters."""
     longest = max(map(len, re.findall("`+", text)), default=0)
     return f"`{text}`" if not longest else f"{'`' * (longest + 1)} {text} {'`' * (longest + 1)}"

@@ -1,7 +1,7 @@
-"""Arguments that a format writes as plain text: what a text means by its schema, and grammars for it.
+"""Arguments that a format writes as plain text: their interpretation by schema, and grammars for them.
 
-A string stands there as it is, without quotes; everything else as JSON. Where a schema admits both, quotes make it a
-string. So `5` is a string or a number, by its schema.
+A string is written without quotes, any other value as JSON. If a schema allows both, text in quotes is a string. So `5`
+is a string or a number, depending on the schema.
 """
 
 import json
@@ -14,26 +14,26 @@ from oarlock.server.chat.tool_parsers.grammar import SpecialIds, delimiter, lite
 
 _ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _STRING = frozenset({"string"})
-_WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates print Python's values
+_WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's values, as some templates print them
 _MAX_REFERENCES = 16
 DEFINITIONS = ("$defs", "definitions")
-# Keywords that bind the arguments as a whole, where a format has one text for each.
+# Keywords that constrain all arguments together; they cannot be enforced if each argument is a separate text.
 _UNBOUND = frozenset(
     {"anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames", "maxProperties", "dependentRequired"}
 ) | {"dependentSchemas", "$ref", "const", "enum"}
 
-_UNBOUND_TEXTS = ("anyOf", "oneOf", "allOf", "not", "if")  # of a single string
+_UNBOUND_TEXTS = ("anyOf", "oneOf", "allOf", "not", "if")  # keywords that cannot be enforced for a string
 
 Schema = Mapping[str, Any]
 
 
 def property_schema(schema: Schema, name: str) -> Any:
-    """The schema of one argument, references resolved; True for one that the schema does not describe."""
+    """Return the schema of one argument, with references resolved; True if the schema does not describe it."""
     return resolved(_mapping(schema.get("properties")).get(name, True), schema)
 
 
 def resolved(schema: Any, root: Schema) -> Any:
-    """The schema that a chain of references within `root` leads to."""
+    """Return the schema that a chain of references within `root` leads to."""
     for _ in range(_MAX_REFERENCES):
         reference = _mapping(schema).get("$ref")
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
@@ -45,12 +45,12 @@ def resolved(schema: Any, root: Schema) -> Any:
 
 
 def is_text(schema: Any, root: Schema) -> bool:
-    """Whether only strings are admitted."""
+    """Return whether only strings are allowed."""
     return admitted_types(schema, root) == _STRING
 
 
 def json_value(text: str, schema: Any, root: Schema) -> str:
-    """The JSON of the value that a text means under its schema."""
+    """Return the JSON of the value that a text represents under its schema."""
     types = admitted_types(schema, root)
     if types == _STRING:
         return json.dumps(text, ensure_ascii=False)
@@ -63,12 +63,15 @@ def json_value(text: str, schema: Any, root: Schema) -> str:
 
 
 def admitted_types(schema: Any, root: Schema, known: dict[int, frozenset[str]] | None = None) -> frozenset[str]:
-    """The JSON types that a schema admits; `number` includes `integer`. `known`: those of the parts seen so far."""
+    """Return the JSON types that a schema allows; `number` includes `integer`.
+
+    `known`: types of the parts visited so far, by their id.
+    """
     schema = resolved(schema, root)
     known = {} if known is None else known
     if id(schema) in known:
         return known[id(schema)]
-    known[id(schema)] = types = _ALL  # of a schema within itself
+    known[id(schema)] = types = _ALL  # provisional, for a schema that contains itself
     given = _mapping(schema).get("type")
     if isinstance(given, str | list):
         types &= frozenset(name for name in ([given] if isinstance(given, str) else given) if isinstance(name, str))
@@ -85,7 +88,7 @@ def admitted_types(schema: Any, root: Schema, known: dict[int, frozenset[str]] |
 
 
 def _type_of(text: str) -> str | None:
-    """The type of a JSON text, None for what is no JSON."""
+    """Return the type of a JSON text, None if it is not JSON."""
     try:
         value = json.loads(text, parse_constant=_refuse)
         text.encode()
@@ -99,7 +102,7 @@ def _type_of(text: str) -> str | None:
 
 
 def _refuse(constant: str) -> float:
-    raise ValueError(constant)  # NaN and Infinity are no JSON
+    raise ValueError(constant)  # NaN and Infinity are not JSON
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -107,7 +110,10 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def argument_names(schema: Schema) -> list[tuple[str, bool]]:
-    """Names of the arguments in the schema's order, each with whether it is required. Raises `RequestError`."""
+    """Return the arguments' names in schema order, each with whether it is required.
+
+    Raises `RequestError` if the schema constrains all arguments together or a name cannot be written.
+    """
     unbound = sorted(_UNBOUND & schema.keys())
     if unbound:
         message = (
@@ -129,9 +135,9 @@ def argument_names(schema: Schema) -> list[tuple[str, bool]]:
 def value_rules(
     rule: str, root: Schema, name: str, wrap: str, ends: Sequence[str], special_ids: SpecialIds
 ) -> Sequence[str]:
-    """Rules for `rule`: the value of one argument, `wrap` behind it, and the first delimiter of `ends`.
+    """Return rules for `rule`: the value of one argument, then `wrap`, then the first delimiter of `ends`.
 
-    A parser takes the others for the end of a text as well, so none of them may be part of one.
+    A parser ends the value at the other delimiters too, so the value must not contain them.
     """
     end, *others = ends
     schema = property_schema(root, name)
@@ -149,9 +155,9 @@ def value_rules(
 def text_rules(
     rule: str, schema: Schema, wrap: str, end: str, special_ids: SpecialIds, without: Sequence[str] = ()
 ) -> list[str]:
-    """Rules for `rule`: a string of the schema without quotes, `wrap` behind it, and the delimiter `end`.
+    """Return rules for `rule`: a string of the schema without quotes, then `wrap`, then the delimiter `end`.
 
-    `without`: texts that the string must not contain.
+    `without`: texts that the string must not contain. Raises `RequestError` if the schema cannot be enforced.
     """
     unbound = next((name for name in _UNBOUND_TEXTS if name in schema), None)
     if unbound is not None:
@@ -160,11 +166,11 @@ def text_rules(
             "that argument without it, or let the model choose."
         )
         raise RequestError(message, "tools")
-    # One terminal with the end in it: no text of it begins another, so that it ends where the parser sees the end.
+    # One terminal includes the end: no match is a prefix of another match, so it ends where the parser finds the end.
     closing = "" if end in special_ids else re.escape(end)
     patterns = [f"{body}{wrap}{closing}" for body in _text_patterns(schema)]
     written = " & ".join(f"/{pattern_text(pattern)}/" for pattern in patterns)
-    # A special token is never part of a text.
+    # A special token never occurs in plain text.
     without = [re.escape(text) for text in without if text not in special_ids]
     if without:
         written += f" & ~/(?s:.*)(?:{pattern_text('|'.join(without))})(?s:.*)/"
@@ -174,7 +180,7 @@ def text_rules(
 
 
 def _text_patterns(schema: Schema) -> list[str]:
-    """Regular expressions that a string must match, all of them. `format` describes, and binds nothing."""
+    """Return regular expressions, all of which a string must match. `format` is only descriptive and not enforced."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     patterns = [f"(?s:.{{{least},{most}}})" if least or most != "" else "(?s:.*)"]
     pattern = schema.get("pattern")
