@@ -1,7 +1,7 @@
-"""Harmony, the format of gpt-oss: an answer is a row of messages, each with a channel and perhaps a recipient.
+"""Harmony, the format of gpt-oss: the output is a sequence of messages with a channel and an optional recipient.
 
-`analysis` holds thoughts, `final` the answer, and `commentary` with a recipient `functions.name` a call. The tokens are
-those of OpenAI's published description of the format.
+`analysis` holds the reasoning, `final` the response, and `commentary` with a recipient `functions.name` a call. The
+tokens are from OpenAI's published description of the format.
 """
 
 import re
@@ -22,31 +22,31 @@ from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema, del
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
-TURN = f"{START}assistant"  # what a prompt ends with
-FINAL = f"{CHANNEL}final{MESSAGE}"  # begins the text for the user
+TURN = f"{START}assistant"  # end of a prompt
+FINAL = f"{CHANNEL}final{MESSAGE}"  # precedes the text for the user
 _HEAD_BEGINS = (START, CHANNEL, "to=", CONSTRAIN, MESSAGE, "assistant")
-_MAX_HEAD = 512  # characters
+_MAX_HEAD = 512  # limit in characters
 _RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
 
 
 class HarmonyParser(ToolParser):
-    """The messages of one answer. Heads and the tokens around messages are packing; text without a head is content."""
+    """Parser of the messages of one output. Heads and delimiters are dropped; text without a head is content."""
 
     DELIMITERS = (START, CHANNEL, END, CALL, RETURN)
 
     def __init__(self, tools: Tools, parallel: bool = True) -> None:
         super().__init__(tools, parallel)
-        self.thoughts: type[ReasoningDelta | ContentDelta] = ReasoningDelta  # what they are taken for
-        self.in_items = False  # the caller keeps messages apart; else a line end stands between those of one kind
+        self.thoughts: type[ReasoningDelta | ContentDelta] = ReasoningDelta  # event type of reasoning
+        self.in_items = False  # the caller keeps messages separate; otherwise a line end separates messages of one type
         self._head = ""
         self._in_message = False
-        self._spoke: set[type[MessageEvent]] = set()  # of what there has been a message
-        self._last: type[MessageEvent] | None = None  # of what the newest was
+        self._spoke: set[type[MessageEvent]] = set()  # event types emitted so far
+        self._last: type[MessageEvent] | None = None  # type of the most recent message
         self._begin_head("")  # the prompt ends with `TURN`
 
     def flush(self, is_ended: bool = False) -> list[MessageEvent]:
         if not self._searching and self._call is None:
-            self._attempt = []  # a head that was cut short
+            self._attempt = []  # an incomplete head
         return super().flush(is_ended)
 
     def _reader(self, delimiter: str) -> CallReader:
@@ -93,27 +93,27 @@ class HarmonyParser(ToolParser):
 
 
 def _message(rule: str, channels: str, special_ids: SpecialIds) -> str:
-    """Rules for `rule`: a message of one of these channels with any text, and the beginning of the next one."""
+    """Return rules for `rule`: a message of any text on any of these channels, and the start of the next message."""
     mark = {text: delimiter(text, special_ids) for text in (START, CHANNEL, MESSAGE, END)}
     head = f"{mark[CHANNEL]} ({channels}) {mark[MESSAGE]}"
     rules = f"{rule}: {head} {rule}_text {mark[START]} {literal('assistant')}\n"
-    if END in special_ids:  # a special token is never part of a text
+    if END in special_ids:  # a special token never occurs in plain text
         return f"{rules}{rule}_text: {rule.upper()} {mark[END]}\n{rule.upper()}: /(?s:.*)/"
     return f"{rules}{rule}_text[suffix={literal(END)}]: /(?s:.*)/"
 
 
 def after_thoughts(body: str, special_ids: SpecialIds) -> tuple[str, str]:
-    """Returns (`body` with an optional message of thoughts before it, the rules that this needs)."""
+    """Return (`body` with an optional reasoning message before it, the rules that this needs)."""
     return f"thoughts? {body}", _message("thoughts", literal("analysis"), special_ids)
 
 
 def final_head(special_ids: SpecialIds) -> str:
-    """Grammar of the head that comes before the text of an answer."""
+    """Return the grammar of the head before the text of a response."""
     return f"{delimiter(CHANNEL, special_ids)} {literal('final')} {delimiter(MESSAGE, special_ids)}"
 
 
 def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Rules for one forced call: the model's turn ends with it."""
+    """Return rules for one forced call, which ends the model's turn."""
     channel, message = delimiter(CHANNEL, special_ids), delimiter(MESSAGE, special_ids)
     kind = f"{literal(' ')} {delimiter(CONSTRAIN, special_ids)} {literal('json')}"
     rules = [f"calls: {channel} tail", f"tail: {literal('commentary to=functions.')} call", grammar.one_of_calls(tools)]
@@ -123,8 +123,8 @@ def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialId
 
 
 def _optional_calls(special_ids: SpecialIds) -> tuple[str, str]:
-    """Any messages, and then an answer or a call."""
-    if CHANNEL not in special_ids:  # a tokenizer of another model: one text, and perhaps a call
+    """Return rules for any messages, followed by a response or a call."""
+    if CHANNEL not in special_ids:  # tokenizer of another model: one text, optionally followed by a call
         return grammar.text_then_calls(CHANNEL, special_ids)
     rules = _message("told", f"{literal('analysis')} | {literal('commentary')}", special_ids)
     return f"told* (calls | {final_head(special_ids)} FINAL)", f"{rules}\nFINAL: /(?s:.*)/"

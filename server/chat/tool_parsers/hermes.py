@@ -1,7 +1,7 @@
 """The Hermes format, of Qwen and others: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 
-Also the format of templates that know nothing of tools (`GENERIC`): the tools, earlier calls and their results are
-written into the text of the messages. And of templates in a form unknown here (`UNKNOWN`), which can only be forced.
+`GENERIC` is the format for templates without tool support: the tools, earlier calls and their results are written into
+the text of the messages. `UNKNOWN` is for templates in an unknown format, for which calls can only be forced.
 """
 
 import json
@@ -24,7 +24,7 @@ _INSTRUCTIONS = (
 
 
 class HermesToolParser(ToolParser):
-    """Any number of calls, with content before, between and behind them."""
+    """Parser of any number of calls, with content before, between and after them."""
 
     DELIMITERS = (START, END)
     CLOSING = (END,)
@@ -34,7 +34,7 @@ class HermesToolParser(ToolParser):
 
 
 def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Rules for forced calls: each delimiter stands on its own line."""
+    """Return rules for forced calls, with each delimiter on its own line."""
     start, end = grammar.delimiter(START, special_ids), grammar.delimiter(END, special_ids)
     more = f' ("\\n" {start} body){{0,{most - 1}}}' if most > 1 else ""
     rules = [f"calls: {start} tail", f"tail: body{more}", f'body: "\\n" call "\\n" {end}']
@@ -42,21 +42,22 @@ def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialId
 
 
 def calls_as_text(content: str, calls: list[dict[str, Any]]) -> str:
-    """Write a text and the calls behind it as the model's own text."""
+    """Return a text and the calls after it as the model's own text."""
     lines = [content] if content else []
     lines += [f"{START}\n{json.dumps(call['function'], ensure_ascii=False)}\n{END}" for call in calls]
     return "\n".join(lines)
 
 
 def result_as_text(content: str) -> str:
-    """Write a result as text of the user."""
+    """Return a result as text of the user."""
     return f"<tool_response>\n{content}\n</tool_response>"
 
 
 def write_into_messages(messages: Messages, tools: list[dict[str, Any]] | None) -> Messages:
     """Write the tools, calls and results of a conversation as text.
 
-    The system message gets the list of tools, calls become text of the assistant, and results become text of the user.
+    The list of tools is appended to the system message, calls become text of the assistant, and results text of the
+    user.
     """
     written = [_plain(message) for message in messages]
     if tools:
@@ -70,7 +71,7 @@ def write_into_messages(messages: Messages, tools: list[dict[str, Any]] | None) 
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message without calls: they, and results, become text."""
+    """Return the message with its calls, or its result, as text."""
     if message["role"] == "tool":
         return {"role": "user", "content": result_as_text(message["content"])}
     calls = message.get("tool_calls")

@@ -1,6 +1,6 @@
-"""A list of call objects behind a delimiter: `<|tool_call|>[{"name": …, "arguments": {…}}]`.
+"""A list of call objects after a delimiter: `<|tool_call|>[{"name": …, "arguments": {…}}]`.
 
-Granite 3 and Phi-4-mini write it, and older models of Mistral; newer ones write `[TOOL_CALLS]name[ARGS]{…}`.
+Granite 3, Phi-4-mini and older models of Mistral write it; newer models of Mistral write `[TOOL_CALLS]name[ARGS]{…}`.
 """
 
 import json
@@ -21,15 +21,15 @@ from oarlock.server.chat.tool_parsers.call_parser import (
 from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 
 TOOL_CALL, TOOL_CALL_END, FUNCTOOLS = "<|tool_call|>", "<|/tool_call|>", "functools["
-_GRANITE_TEXT = "<tool_call>"  # what Granite 3.1 writes in place of the token
+_GRANITE_TEXT = "<tool_call>"  # Granite 3.1 writes this text instead of the token
 
 
 class JsonListToolParser(ToolParser):
-    """A list of calls behind the delimiter, or one call without brackets."""
+    """Parser of a list of calls after the delimiter, or of one call without brackets."""
 
     def __init__(self, tools: Tools, parallel: bool = True) -> None:
         super().__init__(tools, parallel)
-        # Between the delimiter and the call: takes the next character, False where it cannot come there.
+        # State between the delimiter and the call: takes the next character, returns False if it is invalid.
         self._accept: Callable[[str], bool] = self._head
         self._in_list = False
 
@@ -57,7 +57,7 @@ class JsonListToolParser(ToolParser):
         if self._call is not None:
             return False  # the brace is the call's first character
         self._attempt.append(character)
-        if self._searching:  # the list is closed: its brackets were packing
+        if self._searching:  # the list is closed: its brackets are not content
             self._attempt = []
         return True
 
@@ -77,13 +77,13 @@ class JsonListToolParser(ToolParser):
 
 
 class GraniteToolParser(JsonListToolParser):
-    """Granite 3's lists, behind the token or its older spelling."""
+    """Parser of Granite 3's lists, after the token or its older spelling."""
 
     DELIMITERS = (TOOL_CALL, _GRANITE_TEXT)
 
 
 class Phi4MiniToolParser(JsonListToolParser):
-    """Phi-4-mini's lists: between tokens, or behind the word that its second template asks for."""
+    """Parser of Phi-4-mini's lists: between tokens, or after the word that its second template asks for."""
 
     DELIMITERS = (TOOL_CALL, TOOL_CALL_END, FUNCTOOLS)
     CLOSING = (TOOL_CALL_END,)
@@ -92,7 +92,7 @@ class Phi4MiniToolParser(JsonListToolParser):
 def forced_list(
     start: str, tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds, head: str = "[", end: str = ""
 ) -> str:
-    """Rules for forced calls as one list behind `start`. `head`: its bracket, unless that belongs to `start`."""
+    """Return rules for forced calls as one list after `start`. `head`: its bracket, "" if `start` contains it."""
     more = f' (", " call){{0,{most - 1}}}' if most > 1 else ""
     opening = f"{grammar.literal(head)} " if head else ""
     closing = f" {grammar.delimiter(end, special_ids)}" if end else ""
@@ -101,7 +101,7 @@ def forced_list(
 
 
 def _write_into_messages(messages: Messages, tools: list[dict[str, Any]] | None) -> Messages:
-    """Phi-4-mini's template takes the tools as a text of the system message, and calls as the text they were."""
+    """Write the tools into the system message's `tools` text and calls into the content, as Phi-4-mini expects."""
     written = [_plain(message) for message in messages]
     if tools:
         text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
@@ -159,7 +159,7 @@ START, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 class MistralToolParser(JsonListToolParser):
-    """Both formats: a list of calls behind one delimiter, or a delimiter before each call."""
+    """Parser of both Mistral formats: a list of calls after one delimiter, or a delimiter before each call."""
 
     DELIMITERS = (START,)
     _TAGS = (ARGS, CALL_ID)
@@ -176,7 +176,7 @@ class MistralToolParser(JsonListToolParser):
         return super()._head(character)
 
     def _after_name(self, character: str) -> bool:
-        """The name, and then its arguments, or a tag."""
+        """Accept the rest of the name, then its arguments or a tag."""
         if _is_name(character) and self._attempt[-1] == self._name[-1]:
             self._name += character
             return True
@@ -209,7 +209,7 @@ def _is_name(character: str) -> bool:
 
 
 def _forced_named_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Rules for forced calls: delimiter, name, delimiter and arguments of each."""
+    """Return rules for forced calls: delimiter, name, delimiter and arguments of each."""
     start, between = grammar.delimiter(START, special_ids), grammar.delimiter(ARGS, special_ids)
     more = f" ({start} call){{0,{most - 1}}}" if most > 1 else ""
     rules = [f"call_{i}: {grammar.literal(name)} {between} args_{i}" for i, (name, _) in enumerate(tools)]

@@ -1,6 +1,6 @@
-"""Llama's calls as JSON: `{"name": …, "parameters": {…}}`, as the answer or behind a tag, and also behind words.
+"""Llama's calls as JSON: `{"name": …, "parameters": {…}}`, as the whole response, after a tag, or after text.
 
-An object in the answer that is no call is text to its end, whatever objects are in it.
+An object in the response that is not a call is text up to its end, including any objects inside it.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ _KEYS = ("name", "parameters", "arguments", "type", "id")
 
 
 class LlamaCall(CallParser):
-    """Reader of an object that may be a call. One that is none is read to its end, and nothing in it is searched."""
+    """Reader of an object that may be a call. Any other object is read to its end without searching inside it."""
 
     def __init__(self, tools: Tools, is_tagged: bool) -> None:
-        """`is_tagged`: a tag says that it is a call; without one a call must have arguments."""
+        """`is_tagged`: a tag marks it as a call; without a tag, a call must have arguments."""
         super().__init__(tools)
         self._is_tagged = is_tagged
-        self.is_text = False  # it is no call
+        self.is_text = False  # it is not a call
 
     def _in_object(self, character: str) -> list[MessageEvent]:
         scanner = self._scanner
@@ -51,7 +51,7 @@ class LlamaCall(CallParser):
 
 
 class LlamaToolParser(ToolParser):
-    """Parser of calls anywhere in an answer; `;` separates several."""
+    """Parser of calls anywhere in a response, separated by `;`."""
 
     DELIMITERS = (TAG, START, END, _BRACE, _SEPARATOR)
     CLOSING = (END, _SEPARATOR)
@@ -73,12 +73,12 @@ class LlamaToolParser(ToolParser):
 
 
 def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Rules for one forced call as a bare object: the model was not trained to write several."""
+    """Return rules for one forced call as a bare object: the model was not trained to write several."""
     return "\n".join(["calls: call", *grammar.call_objects(tools, "parameters")])
 
 
 def _optional_calls(special_ids: SpecialIds) -> tuple[str, str]:
-    """An answer that begins with a brace is a call; another one has no object in it that could be read as a call."""
+    """Return rules: output that begins with a brace is a call; other output has no object that looks like a call."""
     before = f"<[{special_ids[TAG]}]>? " if TAG in special_ids else ""
     object_begins = "(?s:.*)" + r"""\{[ \t\r\n]*"(?:""" + "|".join(_KEYS) + """)"(?s:.*)"""
     words = f"words: WORDS\nWORDS: /([^{{](?s:.*))?/ & ~/{object_begins}/"

@@ -1,4 +1,4 @@
-"""A name, a delimiter and JSON arguments; delimiters around each call and around them all: DeepSeek and Kimi K2."""
+"""Calls of DeepSeek and Kimi K2: a name, a delimiter and JSON arguments, with delimiters per call and overall."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,20 +12,20 @@ from oarlock.server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 
 @dataclass(frozen=True, slots=True)
 class Syntax:
-    """The delimiters of one format, and the plain text between them."""
+    """Delimiters of one format, and the plain text between them."""
 
     calls: str
     call: str
     before_name: str
-    before_arguments: tuple[str, ...]  # what comes between name and arguments; a "0" stands for the call's number
-    fence: str  # behind the arguments
+    before_arguments: tuple[str, ...]  # text between name and arguments; "0" represents the call's number
+    fence: str  # text after the arguments
     call_end: str
     calls_end: str
     between: str = ""
 
 
 def _deepseek(words: str) -> str:
-    """A special token of DeepSeek, whose bars are wide and whose spaces are visible."""
+    """Return a special token of DeepSeek, with its wide bars and visible spaces."""
     return "<\uff5c" + words.replace(" ", "\u2581") + "\uff5c>"
 
 
@@ -47,7 +47,7 @@ KIMI = Syntax(_KIMI[0], _KIMI[1], _FUNCTIONS, (":", "0", _KIMI[2]), "", _KIMI[3]
 
 
 class NamedCall(CallScript):
-    """One call, from behind the delimiter of all calls, or its own."""
+    """Reader of one call, from after the delimiter of all calls or its own delimiter."""
 
     def __init__(self, tools: Tools, syntax: Syntax, is_first: bool) -> None:
         self._syntax = syntax
@@ -69,7 +69,7 @@ class NamedCall(CallScript):
 
 
 class KimiCall(NamedCall):
-    """One call of Kimi K2. The model sometimes leaves out parts of the id, or adds white space around it."""
+    """Reader of one call of Kimi K2. The model sometimes omits parts of the id, or adds white space around it."""
 
     def _read(self) -> Steps:
         if self._is_first:
@@ -86,7 +86,7 @@ class KimiCall(NamedCall):
 
 
 class DeepSeekV3ToolParser(ToolParser):
-    """The format of DeepSeek V3 and R1: `function`, a delimiter, the name, and the arguments between fences."""
+    """Parser of DeepSeek V3 and R1: `function`, a delimiter, the name, and the arguments between fences."""
 
     SYNTAX = V3
     DELIMITERS = (_CALLS, _CALL, "```", _CALL_END, _CALLS_END)
@@ -97,7 +97,7 @@ class DeepSeekV3ToolParser(ToolParser):
 
 
 class DeepSeekV31ToolParser(DeepSeekV3ToolParser):
-    """The format of DeepSeek V3.1: the name, a delimiter, the arguments."""
+    """Parser of DeepSeek V3.1: the name, a delimiter, the arguments."""
 
     SYNTAX = V31
     DELIMITERS = (_CALLS, _CALL, _CALL_END, _CALLS_END)
@@ -105,7 +105,7 @@ class DeepSeekV31ToolParser(DeepSeekV3ToolParser):
 
 
 class KimiToolParser(DeepSeekV3ToolParser):
-    """The format of Kimi K2: `functions.name:number`, and the arguments."""
+    """Parser of Kimi K2: `functions.name:number`, and the arguments."""
 
     SYNTAX = KIMI
     DELIMITERS = (KIMI.calls, KIMI.call, KIMI.call_end, KIMI.calls_end)
@@ -116,7 +116,7 @@ class KimiToolParser(DeepSeekV3ToolParser):
 
 
 def _forced_calls(syntax: Syntax, tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Rules for forced calls between the delimiters of the format."""
+    """Return rules for forced calls between the delimiters of the format."""
 
     def pieces(*texts: str) -> str:
         return " ".join(grammar.delimited(text, delimiters, special_ids) for text in texts if text)

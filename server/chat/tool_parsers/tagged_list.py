@@ -1,6 +1,6 @@
-"""JSON calls between tags of a model's own: Apriel, Hunyuan, MiniMax-M1, Nemotron, GigaChat, Cohere and Apertus.
+"""JSON calls between a model's own tags: Apriel, Hunyuan, MiniMax-M1, Nemotron, GigaChat, Cohere and Apertus.
 
-They differ in the tags, in the names of an object's members, and in whether the calls are a list.
+They differ in the tags, in the names of an object's members, and in whether the calls form a list.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from oarlock.server.chat.tool_parsers.json_list import JsonListToolParser
 
 
 class TaggedListToolParser(JsonListToolParser):
-    """A list of calls between two tags, or objects behind each other."""
+    """Parser of a list of calls between two tags, or of consecutive objects."""
 
     def _on_character(self, character: str, events: list[MessageEvent]) -> bool:
         was_inside = self._call is not None
@@ -32,34 +32,34 @@ class TaggedListToolParser(JsonListToolParser):
 
 
 class AprielToolParser(TaggedListToolParser):
-    """Lists between `<tool_calls>` tags."""
+    """Parser of lists between `<tool_calls>` tags."""
 
     DELIMITERS = ("<tool_calls>", "</tool_calls>")
     CLOSING = DELIMITERS[1:]
 
 
 class NemotronToolParser(TaggedListToolParser):
-    """Lists between `<TOOLCALL>` tags."""
+    """Parser of lists between `<TOOLCALL>` tags."""
 
     DELIMITERS = ("<TOOLCALL>", "</TOOLCALL>")
     CLOSING = DELIMITERS[1:]
 
 
 class GigaChatToolParser(TaggedListToolParser):
-    """One object behind a token."""
+    """Parser of one object after a token."""
 
     DELIMITERS = ("<|function_call|>",)
 
 
 class CohereToolParser(TaggedListToolParser):
-    """Lists of actions between tokens."""
+    """Parser of lists of actions between tokens."""
 
     DELIMITERS = ("<|START_ACTION|>", "<|END_ACTION|>")
     CLOSING = DELIMITERS[1:]
 
 
 class CommandRToolParser(TaggedListToolParser):
-    """A list of actions in a fenced block behind a word."""
+    """Parser of a list of actions in a fenced block after a word."""
 
     DELIMITERS = ("Action:", "```")
     CLOSING = DELIMITERS[1:]
@@ -67,7 +67,7 @@ class CommandRToolParser(TaggedListToolParser):
 
     def __init__(self, tools: Tools, parallel: bool = True) -> None:
         super().__init__(tools, parallel)
-        self._fence_size = 0  # characters of the fence that have come
+        self._fence_size = 0  # characters of the fence that have been read
 
     def _on_delimiter(self, delimiter: str, events: list[MessageEvent]) -> None:
         self._fence_size = 0
@@ -92,7 +92,7 @@ class ApertusCall(CallParser):
 
 
 class ApertusToolParser(TaggedListToolParser):
-    """Lists of such objects between tokens."""
+    """Parser of lists of `ApertusCall` objects between tokens."""
 
     DELIMITERS = ("<|tools_prefix|>", "<|tools_suffix|>")
     CLOSING = DELIMITERS[1:]
@@ -102,7 +102,7 @@ class ApertusToolParser(TaggedListToolParser):
 
 
 def _objects(style: str, tools: Sequence[ToolSchema]) -> list[str]:
-    """Rules for `call`: an object with the members of this style."""
+    """Return rules for `call`: an object with the members of this style."""
     if style == "apertus":
         heads = [f'{{"{name}": ' for name, _ in tools]
     elif style == "cohere":
@@ -121,7 +121,7 @@ def _forced_calls(
     most: int,
     special_ids: SpecialIds,
 ) -> str:
-    """Rules for forced calls. `brackets`: before the first call, between two, and behind the last."""
+    """Return rules for forced calls. `brackets`: text before the first call, between calls, and after the last call."""
     first, between, last = brackets
     start = delimiter(parser.DELIMITERS[0], special_ids)
     end = f" {delimiter(parser.CLOSING[0], special_ids)}" if parser.CLOSING else ""
