@@ -1,4 +1,4 @@
-"""The calls of DeepSeek V3.2 and V4: XML between tags with a token of its own, which says if a value is text."""
+"""Calls of DeepSeek V3.2 and V4: XML whose tags contain a special token and mark each value as text or JSON."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from oarlock.server.chat.tool_parsers.xml import QwenCoderToolParser, TaggedCall
 
 _TOKEN = "\uff5cDSML\uff5c"
 _TEXT, _JSON = '" string="true">', '" string="false">'
-_MAX_KEY = 256  # characters
+_MAX_KEY = 256  # limit in characters
 _STRING: dict[str, Any] = {"type": "string"}
 
 
@@ -33,7 +33,7 @@ def _tags(outer: str) -> Tags:
 
 
 class DsmlCall(TaggedCall):
-    """Reader of one call, whose values are texts or JSON, as their tags say."""
+    """Reader of one call, whose tags mark each value as text or JSON."""
 
     def _key(self) -> Reads:
         read = ""
@@ -47,7 +47,7 @@ class DsmlCall(TaggedCall):
         return read
 
     def _schema(self, root: Schema, key: str) -> Any:
-        if self._kind == ">":  # the model has left it out
+        if self._kind == ">":  # the model has omitted the attribute
             return super()._schema(root, key)
         return _STRING if self._kind == _TEXT[1:] else True
 
@@ -72,7 +72,7 @@ class DeepSeekV4ToolParser(DeepSeekV32ToolParser):
 
 
 def _forced_calls(tags: Tags, tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Rules for forced calls. Raises `RequestError` for arguments that cannot be bound."""
+    """Return rules for forced calls. Raises `RequestError` if the arguments' schema cannot be enforced."""
 
     def after_key(schema: Any, root: Schema) -> str:
         return _TEXT if is_text(schema, root) else _JSON
@@ -81,7 +81,7 @@ def _forced_calls(tags: Tags, tools: Sequence[ToolSchema], most: int, special_id
 
 
 def _optional_calls(tags: Tags, special_ids: SpecialIds) -> tuple[str, str]:
-    """Any text, and then perhaps calls."""
+    """Return rules for any text, optionally followed by calls."""
     return grammar.text_then_calls(_TOKEN if _TOKEN in special_ids else tags.start, special_ids)
 
 

@@ -31,7 +31,7 @@ class FunctionaryToolParser(ToolParser):
 
 
 def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Rules for forced calls behind each other."""
+    """Return rules for consecutive forced calls."""
     opening, closing = delimiter(_START, special_ids), delimiter(_END, special_ids)
     more = f" ({opening} call){{0,{most - 1}}}" if most > 1 else ""
     rules = [f"calls: {opening} tail", f"tail: call{more}", grammar.one_of_calls(tools)]

@@ -1,8 +1,8 @@
-"""FunctionGemma's calls, `call:f{a:<escape>x<escape>}`, and Gemma 4's, which differ in their tokens.
+"""FunctionGemma's calls, `call:f{a:<escape>x<escape>}`, and Gemma 4's, which differ in their special tokens.
 
-Strings stand between tokens and are not escaped; keys have no quotes
-(https://ai.google.dev/gemma/docs/functiongemma/formatting-and-best-practices). The values of a JSON schema in that
-notation are rules of a grammar.
+Strings are enclosed in special tokens and not escaped; keys have no quotes
+(https://ai.google.dev/gemma/docs/functiongemma/formatting-and-best-practices). A JSON schema is translated to grammar
+rules for values in this notation.
 """
 
 import json
@@ -28,7 +28,7 @@ _CHOICES = ("anyOf", "oneOf", "enum", "const")
 
 
 class SchemaGrammar:
-    """Gathers the rules for one function's arguments. Its methods raise `RequestError` for what cannot be bound."""
+    """Builder of the rules for one function's arguments. Methods raise `RequestError` if a schema is unsupported."""
 
     def __init__(self, root: Schema, quote: str, special_ids: SpecialIds) -> None:
         """`quote`: the token on either side of a string. References are resolved within `root`."""
@@ -38,7 +38,7 @@ class SchemaGrammar:
         self._special_ids = special_ids
 
     def arguments(self, rule: str) -> None:
-        """Add the rules for `rule`: an object of the whole schema."""
+        """Add the rules for `rule`: an object that matches the whole schema."""
         schema = resolved(self._root, self._root)
         choice = next((name for name in _CHOICES if name in schema), None)
         if choice is not None:
@@ -74,7 +74,7 @@ class SchemaGrammar:
         elif types <= set(_SCALARS):
             kinds = [kind for kind in _SCALARS if kind in types]
             self.rules.append(schema_rule(rule, {**schema, "type": kinds[0] if len(kinds) == 1 else kinds}))
-        else:  # of several types; where the schema names none, a string or a scalar
+        else:  # several types; if the schema names no type, a string or a scalar
             kinds = ["string", *_SCALARS] if "type" not in schema else sorted(types)
             self._either(rule, [{**schema, "type": kind} for kind in kinds], depth)
 
@@ -147,7 +147,7 @@ class GemmaCall(LiteralCall):
 
     def _read(self) -> Steps:
         yield from self._space()
-        yield from self._one_of("call:", ":")  # the model sometimes leaves the word out
+        yield from self._one_of("call:", ":")  # the model sometimes omits the word
         name = yield from self._word()
         yield from self._one_of("{")
         self._expect(name)
@@ -159,7 +159,7 @@ class GemmaCall(LiteralCall):
     def _string(self) -> Steps:
         quote = self._quote
         yield from self._one_of(quote[1:])
-        held = ""  # what may be the beginning of the end
+        held = ""  # possible start of the closing quote
         while True:
             held += yield from self._character()
             if held == quote:
@@ -170,7 +170,7 @@ class GemmaCall(LiteralCall):
 
 
 class FunctionGemmaToolParser(ToolParser):
-    """Parser of FunctionGemma's calls. The token of a response, where the model should have stopped, is packing."""
+    """Parser of FunctionGemma's calls. A response token, at which the model should have stopped, is dropped."""
 
     TOKENS = FUNCTION_GEMMA
     DELIMITERS = (TOKENS[0], TOKENS[1], TOKENS[3])
@@ -181,7 +181,7 @@ class FunctionGemmaToolParser(ToolParser):
 
 
 class Gemma4ToolParser(FunctionGemmaToolParser):
-    """Parser of Gemma 4's calls: FunctionGemma's format between other tokens."""
+    """Parser of Gemma 4's calls: FunctionGemma's format with other special tokens."""
 
     TOKENS = GEMMA4
     DELIMITERS = (TOKENS[0], TOKENS[1], TOKENS[3])
@@ -189,7 +189,7 @@ class Gemma4ToolParser(FunctionGemmaToolParser):
 
 
 def _forced_calls(tokens: Sequence[str], tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Rules for forced calls between `tokens`. Raises `RequestError` for arguments that cannot be bound."""
+    """Return rules for forced calls between `tokens`. Raises `RequestError` if a schema cannot be enforced."""
     start, end = delimiter(tokens[0], special_ids), delimiter(tokens[1], special_ids)
     more = f" ({start} body){{0,{most - 1}}}" if most > 1 else ""
     rules = [f"calls: {start} tail", f"tail: body{more}", f"body: call {end}", grammar.one_of_calls(tools)]

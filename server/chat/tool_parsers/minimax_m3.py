@@ -1,6 +1,7 @@
-"""MiniMax-M3's calls: XML whose tags follow a token of their own, `]<]minimax[>[<invoke name="f">`.
+"""MiniMax-M3's calls: XML whose tags follow a special token, `]<]minimax[>[<invoke name="f">`.
 
-The tags of arguments have their names, and objects and lists are elements within elements; a list's are called `item`.
+The tags of arguments have the arguments' names. Objects and lists are nested elements; a list's elements are called
+`item`.
 """
 
 import json
@@ -25,16 +26,16 @@ _TOKEN = "]<]minimax[>["
 _START, _END = f"{_TOKEN}<tool_call>", f"{_TOKEN}</tool_call>"
 _INVOKE, _INVOKE_END = f'{_TOKEN}<invoke name="', f"{_TOKEN}</invoke>"
 _ITEM = "item"
-_MAX_TAG = 256  # characters
+_MAX_TAG = 256  # limit in characters
 _MAX_DEPTH = 32
 
 
 class MiniMaxM3Call(CallScript):
-    """Reader of one call. An argument is passed on when it is complete."""
+    """Reader of one call. An argument is emitted when it is complete."""
 
     def __init__(self, tools: Tools, is_first: bool) -> None:
         self._is_first = is_first
-        self._ending = ""  # the tag that ended an element, if it is not its own
+        self._ending = ""  # closing tag of an outer element that ended the current element
         super().__init__(tools)
 
     def _read(self) -> Steps:
@@ -64,7 +65,7 @@ class MiniMaxM3Call(CallScript):
         self._write("}")
 
     def _tag(self) -> Reads:
-        """The name in a tag, with the slash of a closing one."""
+        """Read the name in a tag, with the slash if it is a closing tag."""
         yield from self._one_of("<")
         read = ""
         while (character := (yield from self._character())) != ">":
@@ -76,7 +77,7 @@ class MiniMaxM3Call(CallScript):
         return read
 
     def _element(self, name: str, schema: Any, root: Schema, depth: int) -> Reads:
-        """The JSON of the element of this name, from behind its tag to its end, or to the end of one around it."""
+        """Read an element after its opening tag, up to its end or the end of an outer element; return its JSON."""
         if depth > _MAX_DEPTH:
             raise MalformedError
         text, children = "", []
@@ -89,7 +90,7 @@ class MiniMaxM3Call(CallScript):
             tag = yield from self._tag()
             if tag == f"/{name}":
                 break
-            if tag.startswith("/") or is_flat:  # its own end is missing
+            if tag.startswith("/") or is_flat:  # its own closing tag is missing
                 self._ending = tag
                 break
             children.append((tag, (yield from self._element(tag, _inner(schema, root, tag), root, depth + 1))))
@@ -101,7 +102,7 @@ class MiniMaxM3Call(CallScript):
 
 
 def _inner(schema: Any, root: Schema, tag: str) -> Any:
-    """The schema of an element within one of this schema."""
+    """Return the schema of an element inside an element with the given schema."""
     known = resolved(schema, root)
     if not isinstance(known, dict):
         return True
@@ -122,7 +123,10 @@ class MiniMaxM3ToolParser(ToolParser):
 
 
 def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Rules for forced calls; objects and lists are forced as JSON. Raises `RequestError` for unbound arguments."""
+    """Return rules for forced calls; objects and lists are forced as JSON.
+
+    Raises `RequestError` if a schema cannot be enforced.
+    """
 
     def mark(text: str) -> str:
         return grammar.delimited(text, (_TOKEN,), special_ids)
@@ -142,7 +146,7 @@ def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialId
 
 
 def _optional_calls(special_ids: SpecialIds) -> tuple[str, str]:
-    """Any text, and then perhaps calls."""
+    """Return rules for any text, optionally followed by calls."""
     return grammar.text_then_calls(_TOKEN if _TOKEN in special_ids else _START, special_ids)
 
 

@@ -1,4 +1,4 @@
-"""Calls as a list in Python's notation: `[f(a=1, b="x"), g()]`, as the whole answer or behind `<|python_start|>`."""
+"""Calls as a list in Python's notation: `[f(a=1, b="x"), g()]`, as the whole response or after `<|python_start|>`."""
 
 import json
 from abc import abstractmethod
@@ -20,20 +20,20 @@ _BRACKETS = {"{": "}", "[": "]", "(": ")"}
 
 
 class LiteralCall(CallScript):
-    """A call whose arguments are pairs of keys and values."""
+    """Reader of a call whose arguments are pairs of keys and values."""
 
     is_lenient = False  # text without quotes is a string
 
     @abstractmethod
     def _string(self) -> Steps:
-        """The rest of a string, from behind its first character."""
+        """Read the rest of a string, from after its first character."""
 
     @abstractmethod
     def _begins_string(self, character: str) -> bool:
-        """Whether a string begins with this character."""
+        """Return whether a string begins with this character."""
 
     def _pairs(self, close: str, between: str, depth: int = 0) -> Steps:
-        """Pairs up to the closing bracket; the opening one has been read."""
+        """Read pairs up to the closing bracket; the opening bracket has been read."""
         self._write("{")
         separator = ""
         while True:
@@ -88,14 +88,14 @@ class LiteralCall(CallScript):
             if separator:
                 yield from self._one_of(",")
                 yield from self._space()
-                if self._back == close:  # Python's comma at the end
+                if self._back == close:  # Python allows a trailing comma
                     continue
             self._write(separator)
             separator = ", "
             yield from self._value(depth)
 
     def _scalar(self) -> Reads:
-        """Reads a scalar up to the character that ends it, which is looked at again."""
+        """Read a scalar up to the character that ends it, which is examined again."""
         read = ""
         while True:
             character = yield from self._character()
@@ -112,14 +112,14 @@ class LiteralCall(CallScript):
             json.loads(written, parse_constant=_refuse)
         except ValueError:
             if not (self.is_lenient and text):
-                self._write(text)  # broken arguments are shown as they came
+                self._write(text)  # emit invalid arguments unchanged
                 raise MalformedError from None
             return json.dumps(text, ensure_ascii=False)
         return written
 
 
 def _refuse(constant: str) -> float:
-    raise ValueError(constant)  # NaN and Infinity are no JSON
+    raise ValueError(constant)  # NaN and Infinity are not JSON
 
 
 START, END = "<|python_start|>", "<|python_end|>"
@@ -164,7 +164,7 @@ class PythonCall(LiteralCall):
 
 
 class PythonicToolParser(JsonListToolParser):
-    """Parser of a list of calls as the whole answer, or behind the delimiter."""
+    """Parser of a list of calls as the whole response, or after the delimiter."""
 
     DELIMITERS = (START, END)
     CLOSING = (END,)
@@ -191,7 +191,7 @@ class PythonicToolParser(JsonListToolParser):
 
 
 def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Rules for forced calls, with values as JSON. Raises `RequestError` for arguments that cannot be bound."""
+    """Return rules for forced calls, with values as JSON. Raises `RequestError` if a schema cannot be enforced."""
     more = f' (", " call){{0,{most - 1}}}' if most > 1 else ""
     rules = [f'calls: "[" call{more} "]"', grammar.one_of_calls(tools)]
     for index, (name, schema) in enumerate(tools):
@@ -208,7 +208,7 @@ def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialId
 
 
 def _optional_calls(special_ids: SpecialIds) -> tuple[str, str]:
-    """An answer that begins with a bracket is a call."""
+    """Return rules: output that begins with a bracket is a call."""
     before = f"<[{special_ids[START]}]>? " if START in special_ids else ""
     return "(words | tagged)", f"tagged: {before}calls\nwords: /([^\\[](?s:.*))?/"
 
@@ -227,7 +227,7 @@ PYTHONIC = ToolFormat(
 
 
 class Lfm2ToolParser(PythonicToolParser):
-    """Parser of a list of calls between tokens, with words around them."""
+    """Parser of a list of calls between tokens, with other text around them."""
 
     DELIMITERS = ("<|tool_call_start|>", "<|tool_call_end|>")
     CLOSING = DELIMITERS[1:]
@@ -238,14 +238,14 @@ class Lfm2ToolParser(PythonicToolParser):
 
 
 def _forced_between_tokens(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """Rules for forced calls, as `_forced_calls`."""
+    """Return rules for forced calls, as `_forced_calls`, between the tokens."""
     start, end = (grammar.delimiter(text, special_ids) for text in Lfm2ToolParser.DELIMITERS)
     head, rest = _forced_calls(tools, most, special_ids).split("\n", 1)
     return f"calls: {start} tail\ntail: {head.removeprefix('calls: ')} {end}\n{rest}"
 
 
 def _literal(value: Any) -> str:
-    """Write a value of JSON in Python's notation, with texts between double quotes."""
+    """Return a JSON value in Python's notation, with strings in double quotes."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, dict):
@@ -254,7 +254,7 @@ def _literal(value: Any) -> str:
 
 
 def _calls_as_text(content: str, calls: list[dict[str, Any]]) -> str:
-    """Write a text and the calls behind it as LFM 2 does. Arguments that are not an object stay the text they are."""
+    """Return a text and the calls after it in LFM 2's notation. Arguments that are not an object stay unchanged."""
     written = []
     for call in calls:
         name, arguments = call["function"]["name"], call["function"]["arguments"]

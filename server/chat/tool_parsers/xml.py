@@ -1,7 +1,7 @@
-"""Calls between tags, each argument a text of its own: `<function=f><parameter=a>…` and `<arg_key>a</arg_key>…`.
+"""Calls between tags, with a text for each argument: `<function=f><parameter=a>…` and `<arg_key>a</arg_key>…`.
 
-Qwen3-Coder and the models of GLM write them. What a text means is decided by the argument's schema (`text_values.py`).
-Models leave end tags out at times: the next tag of the format, opening or closing, ends a value as well.
+Qwen3-Coder and GLM models write them. The argument's schema determines the meaning of a text (`text_values.py`). Models
+sometimes omit closing tags, so the next tag of the format, opening or closing, ends a value as well.
 """
 
 import json
@@ -43,13 +43,13 @@ class Tags:
     after_key: str
     before_value: str  # "": the value follows the key
     value_end: str
-    wrap: str  # a line end inside the value's tags that is not part of it
-    call_end: str  # before `end`; "": there is none
+    wrap: str  # a line end inside the value's tags that is not part of the value
+    call_end: str  # precedes `end`; "": the format has no such tag
     end: str
 
     @property
     def value_ends(self) -> tuple[str, ...]:
-        """The tags that end a value: its own, or the next one where that is missing."""
+        """The tags that end a value: its closing tag, or the next tag if the closing tag is missing."""
         others = (self.before_key, self.call_end, self.end, self.start, self.before_name)
         return (self.value_end, *filter(None, others))
 
@@ -85,11 +85,11 @@ GLM = Tags("<tool_call>", "", "", "<arg_key>", "</arg_key>", "<arg_value>", "</a
 
 
 _LINE = "\n"
-_MAX_KEY = 256  # characters
+_MAX_KEY = 256  # limit in characters
 
 
 class TaggedCall(CallScript):
-    """One call, from behind its first tag, or from behind the tag of its name."""
+    """Reader of one call, from after its first tag or after the tag before its name."""
 
     def __init__(self, tools: Tools, tags: Tags, delimiter: str) -> None:
         self._tags = tags
@@ -125,18 +125,18 @@ class TaggedCall(CallScript):
             separator = ", "
         self._open()
         self._write("}")
-        if ending in (tags.start, tags.before_name):  # the next call's
+        if ending in (tags.start, tags.before_name):  # belongs to the next call
             self.rest = ending
 
     def _key(self) -> Reads:
-        """The name of an argument, from behind its first tag to the beginning of its value."""
+        """Read the name of an argument, from after its first tag to the start of its value."""
         tags = self._tags
         read = ""
         while not read.endswith((tags.after_key, _LINE)):
             read += yield from self._character()
             if len(read) > _MAX_KEY:
                 raise MalformedError
-            if tags.before_value and read.endswith(tags.before_value):  # the end of the key is missing
+            if tags.before_value and read.endswith(tags.before_value):  # the closing tag of the key is missing
                 return _checked(read.removesuffix(tags.before_value))
             if read == _LINE and tags.before_value:
                 read = ""
@@ -148,9 +148,9 @@ class TaggedCall(CallScript):
         return _checked(read.removesuffix(tags.after_key))
 
     def _argument(self, name: str, key: str, separator: str) -> Reads:
-        """One argument: a string is returned as it comes, another value when it is complete. Reads the tag behind it.
+        """Read one argument and return the tag that ended it.
 
-        The end of the model's answer ends a value too.
+        A string is emitted as it arrives, any other value when it is complete. The end of the output ends a value too.
         """
         root = self._tools[name]
         schema = self._schema(root, key)
@@ -166,13 +166,13 @@ class TaggedCall(CallScript):
         return ending
 
     def _schema(self, root: Schema, key: str) -> Any:
-        """The schema by which the text of an argument is understood."""
+        """Return the schema that determines the meaning of an argument's text."""
         return property_schema(root, key)
 
     def _text(self, on_text: Callable[[str], None]) -> Reads:
-        """The text up to the tag that ends it, without the line ends next to the tags; returns the tag."""
+        """Read the text up to the tag that ends it, without the line ends next to the tags; return the tag."""
         tags = self._tags
-        held = ""  # a line end, and the beginning of a tag
+        held = ""  # a line end, and the start of a tag
         try:
             character = yield from self._character()
             if character == tags.wrap:
@@ -196,7 +196,7 @@ class TaggedCall(CallScript):
 
 
 def _checked(key: str) -> str:
-    """The name of an argument without the white space and quotes around it. Raises `MalformedError`."""
+    """Return an argument's name without surrounding white space and quotes. Raises `MalformedError` if invalid."""
     name = key.strip().strip("\"'")
     if not name or "<" in name or ">" in name:
         raise MalformedError
@@ -204,7 +204,7 @@ def _checked(key: str) -> str:
 
 
 class QwenCoderToolParser(ToolParser):
-    """Qwen3-Coder's format. The model sometimes leaves the outer tags out."""
+    """Parser of Qwen3-Coder's format. The model sometimes omits the outer tags."""
 
     TAGS = QWEN
     DELIMITERS = (QWEN.start, QWEN.before_name, QWEN.call_end, QWEN.end)
@@ -215,7 +215,7 @@ class QwenCoderToolParser(ToolParser):
 
 
 class SeedToolParser(QwenCoderToolParser):
-    """Parser of Seed-OSS's calls: Qwen3-Coder's format with tags of another name."""
+    """Parser of Seed-OSS's calls: Qwen3-Coder's format with other tag names."""
 
     TAGS = SEED
     DELIMITERS = (SEED.start, SEED.before_name, SEED.call_end, SEED.end)
@@ -223,7 +223,7 @@ class SeedToolParser(QwenCoderToolParser):
 
 
 class MiniMaxToolParser(QwenCoderToolParser):
-    """Parser of MiniMax-M2's calls: the same with names in quotes, and several calls between the outer tags."""
+    """Parser of MiniMax-M2's calls: Qwen3-Coder's format with names in quotes and several calls per outer tag."""
 
     TAGS = MINIMAX
     DELIMITERS = (MINIMAX.start, MINIMAX.before_name, MINIMAX.call_end, MINIMAX.end)
@@ -231,7 +231,7 @@ class MiniMaxToolParser(QwenCoderToolParser):
 
 
 class GlmToolParser(QwenCoderToolParser):
-    """GLM's format: the name, and then keys and values in turn."""
+    """Parser of GLM's format: the name, then alternating keys and values."""
 
     TAGS = GLM
     DELIMITERS = (GLM.start, GLM.end)
@@ -246,10 +246,10 @@ def forced_calls(
     after_key: Callable[[Any, Schema], str] | None = None,
     token: str = "",
 ) -> str:
-    """Rules for forced calls, each tag on its own line. Raises `RequestError` for arguments that cannot be bound.
+    """Return rules for forced calls, each tag on its own line. Raises `RequestError` if a schema cannot be enforced.
 
-    `after_key`: (an argument's schema, the whole) -> the text behind its name, if that depends on it. `token`: the part
-    of each tag that may be a special token; without: the whole tag may be one.
+    `after_key`: (an argument's schema, the whole schema) -> the text after its name, if it depends on the schema.
+    `token`: the part of each tag that may be a special token; "": the whole tag may be a special token.
     """
 
     def mark(text: str) -> str:
