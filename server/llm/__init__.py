@@ -1,1 +1,1 @@
-"""Prompts in, texts out, without HTTP: tokenizer, detokenizer and chat templates, which endpoints and LLM use."""
+"""Text generation without HTTP, used by endpoints and `LLM`: tokenizer, detokenizer, chat templates, completions."""

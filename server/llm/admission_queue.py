@@ -1,17 +1,16 @@
-"""Admission queue: sends a request's sequences to the engine as its queue has room.
+"""Admission queue: sends a request's sequences to the engine when the engine's queue has room.
 
-One request may have more sequences than that queue holds.
+A request may have more sequences than the engine's queue holds. Its first sequence is sent at once; if the queue is
+full, the engine refuses it and thereby the request. The other sequences are then guaranteed a slot and follow when
+there is room. At most twice as many sequences of one request are sent as the engine can run, so that no row is idle
+while the next sequences are on their way, and half of the queue is reserved for first sequences. When a sequence ends,
+the next of the same request takes its slot. Requests take turns. A request that yields, such as a batch request, has
+only one sequence at the engine while other requests are open.
 
-The first sequence of a request goes to the engine at once; a full queue refuses it, and the request with it. The others
-have their place from then on, and follow as there is room: no more of one request than can run and as many again, so
-that no row is idle while the next ones are on their way, and only while half of the queue is left to first sequences.
-Where one ends, the next of the same request takes its place. Requests take turns. One that yields, such as a request of
-a batch, has one sequence at the engine while others are open.
+The queue counts all sequences at the engine, so it also knows when the engine's queue is full. Then a request can be
+refused before its body is read.
 
-It counts all that is at the engine, so it also knows when the engine's queue is full: then a request can be refused
-before its body is read.
-
-Knows counts of sequences and of their prompts' tokens. Does not know the engine, events or HTTP.
+Knows counts of sequences and of their prompt tokens. Does not know the engine, events or HTTP.
 """
 
 from __future__ import annotations
@@ -22,34 +21,34 @@ from collections.abc import Callable, Sequence
 
 from oarlock.engine.errors import QueueFullError
 
-Send = Callable[[int, bool], None]  # the sequence's index in its request, and whether it has a place already
-_MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0  # as the engine's
+Send = Callable[[int, bool], None]  # (index of the sequence in its request, whether a full queue must accept it)
+_MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0  # same limits as the engine's
 
 
 class AdmissionQueue:
-    """Admission queue for the sequences of all open requests: those not yet sent, and counts of those at the engine."""
+    """Unsent sequences of all open requests, and counts of the sequences at the engine."""
 
     def __init__(
         self, max_num_seqs: int, max_waiting_requests: int, max_waiting_tokens: int, num_replicas: int = 1
     ) -> None:
-        """The engine's limits, of all replicas together."""
+        """The arguments are the engine's limits, summed over all replicas."""
         self._max_running, self._max_waiting = max_num_seqs, max_waiting_requests
         self._max_of_one = 2 * max_num_seqs
         self._max_open = max_num_seqs + max_waiting_requests // 2
         self._max_tokens = max_waiting_tokens // 2
         self._num_replicas = num_replicas
         self._num_open = 0  # sequences at the engine
-        self._num_tokens = 0  # of prompts at the engine for which nothing has come back
-        # Sequences at the engine that count in its queue, by the label of their key: those that yield do not.
+        self._num_tokens = 0  # prompt tokens of sequences at the engine without an event so far
+        # Sequences at the engine by the label of their API key, without sequences that yield.
         self._by_client: Counter[str] = Counter()
-        self._unsent: deque[Submission] = deque()  # in turn
-        self._begun_s: deque[float] = deque(maxlen=64)  # when something first came back of the last ones
-        self.others_are_open: Callable[[], bool] = lambda: False  # beside requests that yield
+        self._unsent: deque[Submission] = deque()  # in the order of their turns
+        self._begun_s: deque[float] = deque(maxlen=64)  # times of the first events of the most recent sequences
+        self.others_are_open: Callable[[], bool] = lambda: False  # whether requests that do not yield are open
 
     def open(
         self, num_prompt_tokens: Sequence[int], send: Send, *, yields: bool = False, client: str = ""
     ) -> Submission:
-        """Add a request, with the prompt length of each sequence. Its first ones are sent before this returns."""
+        """Add a request, with the prompt length of each sequence. Sends its first sequences before it returns."""
         submission = Submission(self, num_prompt_tokens, send, yields=yields, client=client)
         submission.send_next()
         if submission.num_unsent:
@@ -58,11 +57,12 @@ class AdmissionQueue:
         return submission
 
     def check_room(self, client: str) -> None:
-        """Raise `QueueFullError` where the engine would certainly refuse the next request of `client`, whatever it is.
+        """Raise `QueueFullError` if the engine would certainly refuse the next request of `client`.
 
-        All rows are taken and all places of the queue. A client that may have less than its share of these places is
-        not refused here: at most as many of its sequences run as there are rows, so the others wait, and with several
-        clients the share of one is half of the queue at most. In doubt the engine decides, which knows.
+        This requires that all rows and all queue slots are taken. A client that may use less than its share of the
+        queue is not refused here: at most `max_num_seqs` of its sequences run, so the others wait, and with several
+        clients a client's share is at most half of the queue. In case of doubt the engine decides, since it has the
+        exact state.
         """
         num_open, own = self._by_client.total(), self._by_client[client]
         if num_open < self._max_running + self._max_waiting:
@@ -78,7 +78,7 @@ class AdmissionQueue:
         )
 
     def _retry_after_s(self) -> float:
-        """Seconds until about half of the queue will be gone, at the rate of the last prompts."""
+        """Return the seconds until about half of the queue is processed, at the rate of the most recent prompts."""
         now = time.monotonic()
         if not self._begun_s or now <= self._begun_s[0]:
             return _MIN_RETRY_S
@@ -87,11 +87,11 @@ class AdmissionQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is at the engine, and nothing is to be sent."""
+        """Whether no sequence is at the engine or waiting to be sent."""
         return not (self._num_open or self._num_tokens or self._unsent)
 
     def count(self, client: str | None, num_sequences: int, num_tokens: int) -> None:
-        """Count more sequences and tokens at the engine, or fewer. `client`: None for a request that yields."""
+        """Add to the counts of sequences and tokens at the engine (negative: subtract). `client`: None if it yields."""
         self._num_open += num_sequences
         self._num_tokens += num_tokens
         if client is not None:
@@ -100,14 +100,14 @@ class AdmissionQueue:
                 del self._by_client[client]
 
     def begun(self, client: str | None, num_tokens: int) -> None:
-        """Note the first event of a sequence, whose prompt has `num_tokens`."""
+        """Record the first event of a sequence, whose prompt has `num_tokens`."""
         self._begun_s.append(time.monotonic())
         self.count(client, 0, -num_tokens)
 
     def has_room(self, submission: Submission, *, has_place: bool = False) -> bool:
-        """Whether the next sequence may be sent. `has_place`: one of the same request has just ended."""
+        """Return whether the next sequence may be sent. `has_place`: a sequence of the same request has just ended."""
         if not submission.num_open:
-            return True  # else it could wait for ever behind other requests
+            return True  # otherwise it could wait forever behind other requests
         if submission.yields and self.others_are_open():
             return False
         if self._num_tokens + submission.next_tokens > self._max_tokens:
@@ -115,7 +115,7 @@ class AdmissionQueue:
         return has_place or (submission.num_open < self._max_of_one and self._num_open < self._max_open)
 
     def advance(self) -> None:
-        """Send what there is room for, one sequence of each request in turn."""
+        """Send sequences while there is room; requests take turns."""
         num_refused = 0
         while num_refused < len(self._unsent):
             submission = self._unsent.popleft()
@@ -134,7 +134,7 @@ class AdmissionQueue:
 
 
 class Submission:
-    """The sequences of one request: unsent, at the engine, or ended."""
+    """Sequences of one request: unsent, at the engine, or ended."""
 
     def __init__(
         self,
@@ -151,8 +151,8 @@ class Submission:
         self._client = None if yields else client
         self._num_sent = 0
         self.yields = yields
-        self._silent: set[int] = set()  # at the engine, and nothing has come back
-        self.num_open = 0  # at the engine
+        self._silent: set[int] = set()  # indices of sequences at the engine without an event so far
+        self.num_open = 0  # number of sequences at the engine
         self.num_unsent = len(num_prompt_tokens)
 
     @property
@@ -170,14 +170,14 @@ class Submission:
         self._send(index, index > 0)
 
     def begun(self, index: int) -> None:
-        """Note the first event of a sequence: it waits no longer."""
+        """Record the first event of a sequence: it no longer waits."""
         if index in self._silent:
             self._silent.remove(index)
             self._queue.begun(self._client, self._num_prompt_tokens[index])
             self._queue.advance()
 
     def ended(self, index: int) -> None:
-        """Note the end of a sequence at the engine: the next one takes its place."""
+        """Record the end of a sequence at the engine: the next sequence takes its slot."""
         tokens = self._num_prompt_tokens[index] if index in self._silent else 0
         self._silent.discard(index)
         self.num_open -= 1
@@ -189,6 +189,6 @@ class Submission:
         self._queue.advance()
 
     def close(self) -> None:
-        """Drop the sequences that were not sent."""
+        """Drop the unsent sequences."""
         self.num_unsent = 0
         self._queue.forget(self)

@@ -1,4 +1,4 @@
-"""Starts generations on a running engine, and knows those that are open. Knows nothing of HTTP or JSON."""
+"""Start of generations on a running engine, and the set of open generations. Knows nothing of HTTP or JSON."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -26,13 +26,14 @@ class AsyncLLM:
         strict_max_tokens: bool = False,
         pooler: PoolerConfig | None = None,
     ) -> None:
-        """`strict_max_tokens`: a token limit beyond the context is refused, not lowered. `pooler`: what the model is
-        served for; None: texts."""
+        """`strict_max_tokens`: refuse a token limit beyond the context instead of lowering it. `pooler`: the pooling
+        task that the model is served for; None: text generation.
+        """
         self.engine = engine
         self.pooler = pooler or PoolerConfig()
         self.input_processor = InputProcessor(engine, tokenizer, generation_config, strict_max_tokens=strict_max_tokens)
-        # Held while the prompt of a request that yields is made: beside others one at a time, so that the tokenizer's
-        # threads are for those who wait.
+        # Held while the prompt of a batch request is made. The batch runner replaces it with a semaphore, so that one
+        # such prompt is made at a time and the tokenizer's threads stay free for interactive requests.
         self.one_prompt: AbstractAsyncContextManager[object] = nullcontext()
         self.open: set[Generation] = set()
         self.on_finish: list[Callable[[Generation], None]] = []
@@ -49,10 +50,10 @@ class AsyncLLM:
         has_place: bool = False,
         data_parallel_rank: int | None = None,
     ) -> Generation:
-        """Run a request's choices. `key_label`: of the API key it came with, which shares the engine with others.
+        """Run a request's choices. `key_label`: label of its API key, which determines its share of the engine.
 
-        `has_place`: a full queue does not refuse it, because the caller bounds how many there are at a time; it yields
-        to requests that have none. `data_parallel_rank`: the replica that generates it; None: the one that is best.
+        `has_place`: a full queue must accept it, because the caller limits the number of such requests; it yields to
+        all other requests. `data_parallel_rank`: the replica that generates it; None: the best replica.
         """
         generation = Generation(
             self.engine,
@@ -83,16 +84,16 @@ class AsyncLLM:
         data_parallel_rank: int | None = None,
         second_texts: Sequence[int] = (),
     ) -> Pooling:
-        """Run `prompts`, token ids each, for their vectors: one request, whose `outputs()` are in their order.
+        """Run `prompts` (token ids of each) for their vectors, as one request whose `outputs()` are in the same order.
 
-        `second_texts`: of an encoder that compares two texts, where the second begins in each prompt.
+        `second_texts`: for an encoder that compares two texts, the start of the second text in each prompt.
 
-        The engine checks each when it comes: `RequestError` where it can never run. `timeout_s`: of all together, of
-        which `spent_s` have passed. The other arguments are those of `start`.
+        The engine checks each prompt when it arrives: `RequestError` if it can never run. `timeout_s`: limit for all
+        prompts together, of which `spent_s` have passed. The other arguments are the same as in `start`.
         """
         choices = []
         for index, prompt in enumerate(prompts):
-            ids = array("i", prompt)  # they may wait for long, and take a ninth of the memory of a tuple
+            ids = array("i", prompt)  # prompts may wait for long; an array takes a ninth of the memory of a tuple
             own = replace(pooling, second_text=second_texts[index]) if second_texts else pooling
             request = Request(self.engine.new_request_id(), ids, POOLS, priority, cache_salt, pooling=own)
             choices.append(PooledChoice(index, request, self.engine.info.hidden_size))
@@ -121,7 +122,10 @@ class AsyncLLM:
         cache_salt: bytes = b"",
         timeout_s: float | None = None,
     ) -> PooledOutput:
-        """The vectors of one prompt. Cancelling the call aborts the request; raises what `Pooling.outputs` raises."""
+        """Return the vectors of one prompt. Raises the errors of `Pooling.outputs`.
+
+        Cancelling the call aborts the request.
+        """
         running = self.start_pooling(
             [prompt_token_ids],
             pooling,
@@ -141,12 +145,12 @@ class AsyncLLM:
             generation.fail(error)
 
     def abort(self, request_id: str) -> int:
-        """End the open generations with this id, given as the header's or the answer's. Returns how many there were."""
+        """End the open generations with this id, from the request header or the response. Return their number."""
         wanted = {request_id, request_id.removeprefix("cmpl-"), request_id.removeprefix("chatcmpl-")}
         return sum(generation.abort() for generation in list(self.open) if generation.request_id in wanted)
 
     def abort_all(self) -> int:
-        """End every open generation with the text it has so far. Returns how many there were."""
+        """End every open generation with the text it has so far. Return their number."""
         return sum(generation.abort() for generation in list(self.open))
 
     def _closed(self, generation: Generation) -> None:

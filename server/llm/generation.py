@@ -1,8 +1,8 @@
-"""Runs one request's choices: their pieces in one queue, one close, one deadline.
+"""Execution of one request's choices: one queue for their pieces, one close, one deadline.
 
-`Pooling` runs prompts that have vectors as answers, in place of texts: sent as the engine's queue has room, with one
-time limit and one end, and counted as all others are. Knows the engine's client and its events, token ids and vectors.
-Knows nothing of HTTP, JSON, prompts, parameters, or what vectors are used for.
+`Pooling` runs prompts that return vectors instead of texts. They are sent when the engine's queue has room, with one
+time limit and one end, and are counted as all other requests are. Knows the engine's client and its events, token ids
+and vectors. Knows nothing of HTTP, JSON, prompts, parameters, or the use of the vectors.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ from oarlock.server.llm.admission_queue import AdmissionQueue
 from oarlock.server.llm.loop_turns import turn
 from oarlock.server.llm.output_processor import ABORT, TIMEOUT, ChoiceOutput, Delta, PromptProgress, parts_of
 
-PROGRESS_INTERVAL_S = 0.25  # between two reports on a prompt
-QUEUED_INTERVAL_S = 1.0  # while it waits
-FIRST_EVENT_TIMEOUT_S = 5.0  # how long a stream waits for the engine's first event before its 200 is sent
+PROGRESS_INTERVAL_S = 0.25  # between two progress reports on a prompt
+QUEUED_INTERVAL_S = 1.0  # the same while the prompt waits
+FIRST_EVENT_TIMEOUT_S = 5.0  # time that a stream waits for the engine's first event before it sends status 200
 
 
 class Replica(Protocol):
-    """One running engine, for the server's numbers."""
+    """One running engine, for the server's statistics."""
 
     @property
     def number(self) -> int: ...
@@ -56,8 +56,9 @@ class ReplicaHandle(Protocol):
 
 
 class Engine(Protocol):
-    """Interface of the engine that this package needs: an `oarlock.engine.client.EngineClient`, or the several of an
-    `oarlock.engine.replicas.Replicas`."""
+    """Interface of the engine that this package needs: an `oarlock.engine.client.EngineClient`, or several engines as
+    `oarlock.engine.replicas.Replicas`.
+    """
 
     @property
     def info(self) -> EngineInfo: ...
@@ -78,7 +79,7 @@ class Choice(Protocol):
     index: int
     request: Request
     started: bool  # its prompt is done
-    num_tokens: int  # generated
+    num_tokens: int  # number of generated tokens
     num_cached_tokens: int
     finish_reason: str | None
 
@@ -91,7 +92,7 @@ class Choice(Protocol):
 
 
 class Generation:
-    """All choices of one HTTP request, running. Closing it aborts what still runs."""
+    """Running generation of all choices of one HTTP request. Closing it aborts unfinished choices."""
 
     def __init__(
         self,
@@ -112,20 +113,20 @@ class Generation:
         self.first_token_at: float | None = None
         self.closed = False
         self.request_id = ""
-        self.response_id = ""  # the `id` of its answer
+        self.response_id = ""  # the `id` of the response
         self.client = ""  # for the log: a key's label and a hash of the user's name
         self.key_label = key_label  # for the counters and the engine's shares
         self._engine = engine
-        self._data_parallel_rank = data_parallel_rank  # of the replica that the caller has chosen
-        self._has_place = has_place  # a full queue must not refuse its first choice either; it yields
+        self._data_parallel_rank = data_parallel_rank  # replica that the caller has chosen
+        self._has_place = has_place  # a full queue must accept its first choice too; it yields
         self.per_prompt = len(choices) // num_prompts
         self._on_close = on_close
         self._timeout_s = timeout_s
         self._queue: AnswerQueue[Delta | BaseException] = AnswerQueue()
         self._first: Delta | BaseException | None = None
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # of the choices at the engine, by index
-        self._reporter: asyncio.Task[None] | None = None  # on the prompt's progress
-        self._handles: dict[int, ReplicaHandle] = {}  # by prompt
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # choice index -> task, for choices at the engine
+        self._reporter: asyncio.Task[None] | None = None  # reports the prompt's progress
+        self._handles: dict[int, ReplicaHandle] = {}  # prompt index -> its replica
         lens = [len(choice.request.prompt_token_ids) for choice in choices]
         self._submission = admission_queue.open(lens, self._send, yields=has_place, client=key_label or "")
         loop = asyncio.get_running_loop()
@@ -133,7 +134,7 @@ class Generation:
 
     @property
     def prompt_tokens(self) -> int:
-        """Each prompt once, however many choices share it."""
+        """Number of prompt tokens; a prompt with several choices counts once."""
         return sum(len(choice.request.prompt_token_ids) for choice in self.choices[:: self.per_prompt])
 
     @property
@@ -141,12 +142,12 @@ class Generation:
         return sum(choice.num_tokens for choice in self.choices)
 
     def replica_of(self, choice: Choice) -> int:
-        """The number of the replica that generates it; 0 before it is sent."""
+        """Return the number of the replica that generates the choice; 0 before the choice is sent."""
         handle = self._handles.get(choice.index // self.per_prompt)
         return 0 if handle is None else handle.number
 
     def tokens_by_replica(self) -> dict[int, tuple[int, int]]:
-        """Replica -> tokens of the prompts that went there, and of their answers."""
+        """Return replica -> (tokens of the prompts sent to it, tokens of their completions)."""
         found: dict[int, tuple[int, int]] = {}
         for position, choice in enumerate(self.choices):
             number, is_first = self.replica_of(choice), position % self.per_prompt == 0
@@ -160,18 +161,18 @@ class Generation:
         return sum(choice.num_cached_tokens for choice in self.choices[:: self.per_prompt])
 
     async def wait_first_event(self) -> None:
-        """Wait for the first event: a refusal is raised here, while it can still be a plain HTTP answer."""
+        """Wait for the first event. Raises the error of a refusal, while it can still be a plain HTTP response."""
         try:
             async with asyncio.timeout(FIRST_EVENT_TIMEOUT_S):
                 first = await self._queue.get()
         except TimeoutError:
-            return  # long prompts and full queues take their time; from here on errors travel in the stream
+            return  # long prompts and full queues take time; from here on errors are sent in the stream
         if isinstance(first, BaseException):
             raise first
         self._first = first
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Every piece of every choice, as they come. Raises what ended the generation, if it was no choice's end."""
+        """Yield every piece of every choice, as they arrive. Raises the error that ended the generation, if any."""
         open_choices = len(self.choices)
         try:
             while open_choices:
@@ -187,16 +188,16 @@ class Generation:
             self.close()
 
     def fail(self, error: BaseException) -> None:
-        """End this generation with an error that is shown to its client."""
+        """End this generation with an error that is reported to its client."""
         self._submission.close()
         self._queue.put(error)
 
     def abort(self) -> bool:
-        """End what still runs with the text it has. False when nothing ran any more."""
+        """End unfinished choices with the text they have. Return False if nothing was running."""
         return self._cut(ABORT)
 
     def close(self) -> None:
-        """Abort what still runs. Never waits: a task that is being cancelled must be able to call it."""
+        """Abort unfinished choices. Never waits: a task that is being cancelled must be able to call it."""
         if not self.closed:
             self.closed = True
             if self._alarm is not None:
@@ -207,7 +208,7 @@ class Generation:
             self._on_close(self)
 
     def report_progress(self) -> None:
-        """From now on pieces with `progress` tell of the first prompt, until it is done."""
+        """From now on send pieces with the first prompt's `progress`, until it is done."""
         self._reporter = asyncio.create_task(self._report_progress(self.choices[0]), name="prompt-progress")
 
     async def _report_progress(self, choice: Choice) -> None:
@@ -219,13 +220,13 @@ class Generation:
                 return
             if history is not None:
                 cached, place = history["cached_tokens"], history["queue_position"]
-                # After a preemption what is computed again counts again.
+                # After a preemption, recomputed tokens count again.
                 done = min(cached + history["computed_tokens"], history["prompt_tokens"])
                 self._queue.put(self._progress(choice, cached, 0 if place is not None else done, place))
                 wait = PROGRESS_INTERVAL_S if place is None else QUEUED_INTERVAL_S
 
     async def _history_of(self, choice: Choice) -> RequestHistory | None:
-        """History of a choice at its engine; None before it is there, or while its grammar is compiled."""
+        """Return a choice's history at its engine; None before it is there, or while its grammar is compiled."""
         handle = self._handles.get(choice.index // self.per_prompt)
         if handle is None:
             return None
@@ -237,7 +238,7 @@ class Generation:
         return Delta(choice.index, progress=PromptProgress(total, cached, done, round(1000 * age), queue_position))
 
     def _expire(self) -> None:
-        """The time limit has passed. What runs ends with the text it has; if nothing began, it is an error."""
+        """Handle the deadline: end unfinished choices with the text they have, or fail if none has started."""
         if not any(choice.started for choice in self.choices):
             self.fail(DeadlineError(self._timeout_s or 0.0))
             return
@@ -258,10 +259,10 @@ class Generation:
             self._submission.ended(index)
 
         task = self._tasks[index] = asyncio.create_task(self._pump(self.choices[index], has_place or self._has_place))
-        task.add_done_callback(ended)  # also of one that is cancelled before it has begun
+        task.add_done_callback(ended)  # also called if the task is cancelled before it has started
 
     def _handle_of(self, choice: Choice) -> ReplicaHandle:
-        """The choices of a prompt are generated where the first of them is."""
+        """Return the replica of the choice's prompt, which generates all choices of the prompt."""
         prompt = choice.index // self.per_prompt
         if prompt not in self._handles:
             self._handles[prompt] = self._engine.choose(choice.request, self._data_parallel_rank)
@@ -285,7 +286,7 @@ class Generation:
                         delta = choice.push(part)
                         if delta is not None and delta.error is not None:
                             raise _failure(delta.error, delta.error_param, delta.error_code)
-                        if is_awaited and choice.started:  # the prompt is done, which no report said yet
+                        if is_awaited and choice.started:  # the prompt is done, but no progress report has covered it
                             total = len(request.prompt_token_ids)
                             self._queue.put(self._progress(choice, choice.num_cached_tokens, total, None))
                             is_awaited = False
@@ -293,17 +294,17 @@ class Generation:
                             self._queue.put(delta)
                         if choice.finish_reason is not None:
                             return
-                        if part is not event:  # a long prompt's scores: other tasks have a turn in between
+                        if part is not event:  # scores of a long prompt: let other tasks run in between
                             await turn()
             raise EngineError("The engine's answer ended without a reason.")
         except ENDS_TASK:
             raise
-        except BaseException as error:  # whatever it is, this request's client gets it
+        except BaseException as error:  # any error is reported to this request's client
             self.fail(error)
 
 
 async def collect(generation: Generation) -> list[list[Delta]]:
-    """Every choice's pieces, complete."""
+    """Return the pieces of every choice, after all choices have finished."""
     pieces: list[list[Delta]] = [[] for _ in generation.choices]
     async for delta in generation.deltas():
         pieces[delta.index].append(delta)
@@ -311,7 +312,7 @@ async def collect(generation: Generation) -> list[list[Delta]]:
 
 
 def _failure(message: str, param: str | None, code: str | None) -> Exception:
-    """Error that ends a generation whose choice failed: a `RequestError` if one of the request's fields is at fault."""
+    """Return the error for a failed choice: a `RequestError` if one of the request's fields is at fault."""
     if param is not None:
         return RequestError(message, param, code or "no_token_left")
     return EngineError(message) if code is None else UnavailableError(message, code)
@@ -319,13 +320,13 @@ def _failure(message: str, param: str | None, code: str | None) -> Exception:
 
 @dataclass(frozen=True, slots=True)
 class PooledOutput:
-    """Vectors that the model made of one prompt."""
+    """Vectors that the model computed from one prompt."""
 
-    # float32 [1, hidden_size], of kind `token` [prompt tokens, hidden_size], of kind `logits` [ids], of kind
-    # `labels` [labels]; not normalised. Behind Dense modules float64 [1, size].
+    # float32 [1, hidden_size]; kind `token`: [prompt tokens, hidden_size]; kind `logits`: [ids]; kind `labels`:
+    # [labels]. Not normalised. After Dense modules: float64 [1, size].
     vectors: np.ndarray
     prompt_token_ids: Sequence[int]
-    cached_tokens: int  # of these, taken from the prefix cache
+    cached_tokens: int  # prompt tokens taken from the prefix cache
 
     @property
     def prompt_tokens(self) -> int:
@@ -333,7 +334,7 @@ class PooledOutput:
 
 
 class PooledChoice:
-    """The vectors of one engine request, as they come."""
+    """Incremental collector of the vectors of one engine request."""
 
     def __init__(self, index: int, request: Request, hidden_size: int) -> None:
         assert request.pooling is not None
@@ -359,7 +360,7 @@ class PooledChoice:
         return PooledOutput(vectors, self.request.prompt_token_ids, self.num_cached_tokens)
 
     def push(self, event: TokenEvent) -> Delta | None:
-        """Collect the values of one event; nothing is shown before the last one."""
+        """Collect the values of one event; return None before the last event."""
         self.num_cached_tokens = event.num_cached_tokens
         self._values.extend(event.pooled)
         if event.finish_reason is None:
@@ -372,21 +373,21 @@ class PooledChoice:
         return delta
 
     def cut(self, reason: str) -> Delta:
-        """End the choice by the server: the values that have come so far are not a vector."""
+        """End the choice by the server: the values received so far are not a complete vector."""
         self.finish_reason = reason
         return Delta(self.index, is_first=True, finish_reason=reason)
 
 
 class Pooling(Generation):
-    """One request's prompts, running. Closing it aborts what still runs."""
+    """Running prompts of one pooling request. Closing it aborts unfinished prompts."""
 
     choices: Sequence[PooledChoice]
 
     async def outputs(self) -> list[PooledOutput]:
-        """Vectors of each prompt, in their order; all or an error.
+        """Return the output of each prompt, in order.
 
-        Raises what ended it: `RequestError`, `QueueFullError`, `EngineError`, `DeadlineError`, or `UnavailableError`,
-        which is also what an operator's abort is.
+        Raises the error that ended the request: `RequestError`, `QueueFullError`, `EngineError`, `DeadlineError`, or
+        `UnavailableError`, also if an operator aborted it.
         """
         async for delta in self.deltas():
             if delta.finish_reason == TIMEOUT:

@@ -1,7 +1,7 @@
-"""Turns on the event loop for work that is done in slices: one slice of all such work in each round of the loop.
+"""Fair turns on the event loop for work that is done in slices: one slice of all such work per round of the loop.
 
 `asyncio.sleep(0)` between two slices lets other tasks run, but all tasks that do so run one slice each in every round:
-a hundred large answers at a time would make each round a hundred slices long, and every other client would wait for it.
+a hundred large responses at a time would make each round a hundred slices long, and all other clients would wait.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections import deque
 
 
 class LoopTurns:
-    """The tasks of one event loop that wait for their next slice, in the order in which they asked."""
+    """Tasks of one event loop that wait for their next slice, first come first served."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)
@@ -28,10 +28,10 @@ class LoopTurns:
         await future
 
     def _admit(self) -> None:
-        """Admit the task that has waited longest, and come again in the next round while there are others."""
+        """Admit the task that has waited longest, and schedule the next round if others wait."""
         while self._waiting:
             future = self._waiting.popleft()
-            if not future.done():  # else it was cancelled
+            if not future.done():  # otherwise it was cancelled
                 future.set_result(None)
                 break
         loop = self._loop()
@@ -44,7 +44,7 @@ _turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopTurns] = weakre
 
 
 async def turn() -> None:
-    """Wait for the next slice of this task's work, after the slices of others that wait."""
+    """Wait for the next slice of this task's work, after the slices of other waiting tasks."""
     loop = asyncio.get_running_loop()
     turns = _turns.get(loop)
     if turns is None:

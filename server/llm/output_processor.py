@@ -1,7 +1,7 @@
-"""Token events of one choice to pieces of its text. Exactly one piece, the last, has the reason why it ended.
+"""Conversion of a choice's token events to pieces of text. Only the last piece has the finish reason.
 
-Streams and plain answers are made of the same pieces, so they cannot differ. Knows text, stop strings and logprobs;
-knows nothing of HTTP. The scores of a prompt come in the parts in which the engine sends them.
+Streams and complete responses consist of the same pieces, so they cannot differ. Knows text, stop strings and logprobs;
+knows nothing of HTTP. The scores of a prompt arrive in the parts in which the engine sends them.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from oarlock.server.llm.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """How much of a prompt is done, as its engine counts, and where it stands in the queue."""
+    """Progress of a prompt, as counted by its engine, and its position in the queue."""
 
-    total: int  # tokens of the prompt
-    cache: int  # of these, in the KV cache already
-    processed: int  # of these, cached or computed
-    time_ms: int  # since the request was sent to the engine
-    queue_position: int | None  # requests ahead of it; None: it runs, or the engine does not say
+    total: int  # prompt tokens
+    cache: int  # prompt tokens that were already in the KV cache
+    processed: int  # prompt tokens that are cached or computed
+    time_ms: int  # time since the request was sent to the engine
+    queue_position: int | None  # requests ahead of it; None: it runs, or the engine does not report it
 
 
 @dataclass(frozen=True, slots=True)
 class ReadText:
-    """The events that a piece of text was read as, before stop strings were looked for in the visible part of it."""
+    """Events parsed from a piece of text, before stop strings were searched in its visible part."""
 
     events: Sequence[Any]
-    reasoning_tokens: int  # so far
+    reasoning_tokens: int  # total so far
 
 
 class StopFinder(Protocol):
-    """Finds stop strings in a growing text: a `StopStringMatcher`, or a reader that knows which part is visible.
+    """Finds stop strings in incremental text: a `StopStringMatcher`, or a parser that knows which part is visible.
 
-    Its methods return (the text that may be shown now, the stop string that ended it).
+    The methods return (the text that may be shown now, the stop string that ended it).
     """
 
     def push(self, text: str, may_end: bool = True) -> tuple[str, str | None]: ...
@@ -48,7 +48,7 @@ class StopFinder(Protocol):
     def finish(self, text: str, is_ended: bool) -> tuple[str, str | None]: ...
 
     def take(self) -> ReadText | None:
-        """The events since the last call, for a reader, whose `push` and `finish` show no text."""
+        """Return the events since the last call, if it is a parser; its `push` and `finish` return no text."""
         ...
 
 
@@ -58,22 +58,22 @@ StopFinders = Callable[[StopStrings, bool], StopFinder]
 
 @dataclass(slots=True)
 class Delta:
-    """Piece of a choice that one event added: its text, tokens and scores, and why it ended."""
+    """Piece of a choice that one event added: its text, tokens and scores, and the finish reason."""
 
     index: int
     text: str = ""
     num_tokens: int = 0
-    scores: Scores = ()  # of the echoed prompt, then one for each token
+    scores: Scores = ()  # scores of the echoed prompt, then one for each token
     token_ids: tuple[int, ...] = ()
-    prompt_scores: PromptScores | None = None  # with a choice's first pieces, on request
+    prompt_scores: PromptScores | None = None  # sent with a choice's first pieces, on request
     is_first: bool = False
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
     error_param: str | None = None  # the field of the request that is at fault
-    error_code: str | None = None  # what was not available
-    progress: PromptProgress | None = None  # of the prompt: then there is nothing else in it
-    read: ReadText | None = None  # in place of `text`, where stop strings are looked for in a part of it
+    error_code: str | None = None  # code of the error, if it has one
+    progress: PromptProgress | None = None  # progress of the prompt; all other fields are then empty
+    read: ReadText | None = None  # replaces `text` if stop strings are searched only in its visible part
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +81,20 @@ class OutputOptions:
     """Options of a request for the output of a choice: echo, scores, special tokens, stop strings."""
 
     echo_text: str | None = None  # the text begins with it
-    echo_scores: bool = False  # the scores begin with the prompt's
+    echo_scores: bool = False  # the scores begin with the prompt's scores
     prompt_scores: bool = False
     shown: frozenset[int] = frozenset()  # special ids that count as text
     include_stop: bool = False  # the stop string or stop token is part of the text
 
 
 _PLAIN = OutputOptions()
-# Finish reasons of the server's own: the time limit has passed, or the operator has aborted the request.
+# Finish reasons of the server: the time limit has passed, or the operator has aborted the request.
 TIMEOUT = "timeout"
 ABORT = FinishReason.ABORT.value
 
 
 class ChoiceOutput:
-    """The text of one engine request as it grows."""
+    """Incremental text of one engine request."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class ChoiceOutput:
         self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids, output_options.shown)
         # None: there are no stop strings.
         self._finder = stop_finders(stops, output_options.include_stop) if stops else None
-        self._num_characters = 0  # decoded so far: where the next token's text begins
+        self._num_characters = 0  # characters decoded so far, the offset of the next token's text
         self._opened = False  # its first piece has been made
         wants_scores = output_options.echo_scores or output_options.prompt_scores
         whole_prompt = tokenizer.detokenizer() if output_options.echo_scores else None
@@ -127,7 +127,7 @@ class ChoiceOutput:
         return self.finish_reason is not None
 
     def push(self, event: TokenEvent) -> Delta | None:
-        """Decode one event into the piece that it adds; None when there is nothing to show yet."""
+        """Return the piece that one event adds; None if there is nothing to show yet."""
         delta = Delta(self.index)
         if not self._opened:
             self._open(event, delta)
@@ -144,17 +144,17 @@ class ChoiceOutput:
 
     @property
     def only_echoes(self) -> bool:
-        """Whether nothing is to be generated or scored."""
+        """Whether there is nothing to generate or score."""
         return self.request.params.max_tokens == 0 and self.request.params.prompt_logprobs is None
 
     def echo_only(self) -> Delta:
-        """The answer when nothing is to be generated or scored."""
+        """Return the only piece if there is nothing to generate or score."""
         self.started = self._opened = True
         self.finish_reason = FinishReason.LENGTH.value
         return Delta(self.index, self.output_options.echo_text or "", is_first=True, finish_reason=self.finish_reason)
 
     def cut(self, reason: str) -> Delta:
-        """The last piece of a choice that the server ends: what was held back."""
+        """Return the last piece of a choice that the server ends, with the text that was held back."""
         delta = Delta(self.index, is_first=not self._opened)
         if not self._opened and self.output_options.echo_text:
             delta.text = self.output_options.echo_text
@@ -175,7 +175,7 @@ class ChoiceOutput:
             self._num_characters = len(self.output_options.echo_text)
 
     def _take_prompt(self, event: TokenEvent, delta: Delta) -> None:
-        """The scores of a prompt come in parts, the last of them with the first token or with the end."""
+        """Add the scores of a part of the prompt; the last part arrives with the first token or with the end."""
         self.started = bool(event.token_ids) or event.finish_reason is not None
         if self._prompt is not None:
             scores = self._prompt.read(event.prompt_logprobs)
@@ -212,7 +212,7 @@ class ChoiceOutput:
                 return
 
     def _finish(self, event: TokenEvent, delta: Delta) -> None:
-        """The engine has ended the request: show what was held back."""
+        """Finish the piece when the engine has ended the request, with the text that was held back."""
         rest = self._detokenizer.flush()
         reason = event.finish_reason or FinishReason.ERROR
         is_requested = event.stop_token_id in self.request.params.stop_token_ids
@@ -236,7 +236,7 @@ class ChoiceOutput:
 
 
 class TokenScore(NamedTuple):
-    """One token as logprobs show it. `logprob` is None for the first token of a prompt: nothing precedes it."""
+    """Score of one token in logprobs. `logprob` is None for the first token of a prompt, which has no context."""
 
     token_id: int
     logprob: float | None
@@ -250,10 +250,10 @@ class TokenScore(NamedTuple):
 
 
 class PromptScores:
-    """Consecutive tokens of a prompt. Each score is made when it is written: kept, it would take kilobytes."""
+    """Scores of consecutive prompt tokens. They are created on iteration, since stored scores take much memory."""
 
     def __init__(self, first_id: int | None, logprobs: Sequence[TokenLogprobs], offsets: array) -> None:
-        """`first_id`: the first token of the prompt, before those of `logprobs`. `offsets` of all, or empty."""
+        """`first_id`: the first token of the prompt, which has no logprobs. `offsets`: of all tokens, or empty."""
         self._first_id = first_id
         self._logprobs = logprobs
         self._offsets = offsets
@@ -265,7 +265,7 @@ class PromptScores:
         return self.scores()
 
     def scores(self, *, with_top: bool = True) -> Iterator[TokenScore]:
-        """Quicker without alternatives, where they are not shown."""
+        """Yield the scores, faster without alternatives."""
         offsets = iter(self._offsets or repeat(0, len(self)))
         if self._first_id is not None:
             yield TokenScore(self._first_id, None, (), next(offsets))
@@ -282,7 +282,7 @@ Scores = Sequence[TokenScore] | PromptScores
 
 
 class PromptReader:
-    """Follows the scores of one prompt from part to part."""
+    """Reader of one prompt's scores, part by part."""
 
     def __init__(self, prompt_ids: Sequence[int], detokenizer: Detokenizer | None) -> None:
         """`detokenizer`: None leaves offsets out."""
@@ -292,7 +292,7 @@ class PromptReader:
         self._num_characters = 0
 
     def read(self, logprobs: Sequence[TokenLogprobs]) -> PromptScores:
-        """The next tokens; the first part begins with the one that nothing precedes."""
+        """Return the scores of the next tokens; the first part also has the first token, which has no logprob."""
         is_first = self._num_read == 0
         begin, self._num_read = self._num_read, self._num_read + len(logprobs) + is_first
         offsets = array("i")
@@ -304,7 +304,7 @@ class PromptReader:
 
 
 def parts_of(event: TokenEvent) -> Iterator[TokenEvent]:
-    """Split `event` by the scores of its prompt, in parts of about a millisecond's work; the last has all the rest."""
+    """Yield `event` split by its prompt scores, in parts of limited work; the last part has all other fields."""
     scored = event.prompt_logprobs
     size = max(1, PIECE_NUMBERS // (1 + len(scored[0].top))) if scored else 1
     last = max(0, len(scored) - 1) // size * size
