@@ -1,11 +1,11 @@
-"""A checkpoint's end tokens and default sampling, from its `generation_config.json`.
+"""End tokens and default sampling parameters of a checkpoint, from its `generation_config.json`.
 
-`--generation-config` works as vLLM's: `auto` reads the model's file, a folder reads that folder's file instead, and
-`vllm` leaves the sampling neutral. End tokens count in each case. Values have the ranges of requests.
+`--generation-config` works as in vLLM: `auto` reads the model's file, a folder reads that folder's file instead, and
+`vllm` leaves the sampling neutral. End tokens are used in each case. Values have the same ranges as in requests.
 
-`do_sample: false` means greedy decoding, as in transformers, whatever temperature the file names beside it. Without
+`do_sample: false` means greedy decoding, as in transformers, even if the file also sets a temperature. Without
 `do_sample` the temperature is the file's, or 1, as OpenAI's API, vLLM and their users expect; transformers would decode
-greedily. A temperature in the request wins over all of this.
+greedily. A temperature in the request takes precedence.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,27 +29,27 @@ _fields: dict[str, Any] = {name: (SamplingFields.model_fields[name].rebuild_anno
 _fields["max_new_tokens"] = (Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None, None)
 _fields["do_sample"] = (bool | None, None)
 _Sampling = create_model("_Sampling", __base__=StrictModel, **_fields)
-_MAX_END_TOKENS = 64  # they are compared with each token; the most known are eight
+_MAX_END_TOKENS = 64  # they are compared with each token; known models have at most eight
 _EndTokens = TypeAdapter(
     Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=_MAX_END_TOKENS)],
     config=ConfigDict(strict=True),
 )
-# Ids of the files that are not used here. Some checkpoints write -1 for none.
+# Other ids in the files, which are only checked. Some checkpoints write -1 for none.
 _OTHER_IDS = ("bos_token_id", "pad_token_id", "decoder_start_token_id", "sep_token_id", "unk_token_id")
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """Defaults for the fields that a request leaves out."""
+    """Defaults for the fields that a request omits."""
 
     source: str = "neutral"  # the file, or "neutral"
-    sampling: Mapping[str, float] = field(default_factory=dict)  # fields of a request, by name
-    max_new_tokens: int | None = None  # the limit of every request
+    sampling: Mapping[str, float] = field(default_factory=dict)  # request field -> value
+    max_new_tokens: int | None = None  # token limit of every request
     eos_token_ids: tuple[int, ...] = ()
 
     @staticmethod
     def load(model: str | Path, choice: str = AUTO) -> "GenerationConfig":
-        """Read the defaults of the model in this directory. Raises `StartupError`."""
+        """Return the defaults of the model in this directory. Raises `StartupError` if a file is invalid."""
         folder = Path(model) if choice in (AUTO, NEUTRAL) else Path(choice)
         file = folder / FILE
         if choice not in (AUTO, NEUTRAL) and not is_there(file):
@@ -75,7 +75,7 @@ class GenerationConfig:
 
 
 def _sampling(file: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The file's sampling fields. Raises `StartupError` for a value that no request may have."""
+    """Return the file's sampling fields. Raises `StartupError` for a value that no request may have."""
     try:
         checked = _Sampling.model_validate({name: values.get(name) for name in _fields})
     except ValidationError as error:
@@ -103,7 +103,7 @@ def _end_tokens(file: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _check_end_tokens(file: Path, ids: Sequence[int], config: Mapping[str, Any]) -> None:
-    """Raise `StartupError` for an end token that the model cannot write."""
+    """Raise `StartupError` for an end token outside the model's vocabulary."""
     size = vocab_size_of(config)
     if size is not None and ids and max(ids) >= size:
         raise StartupError(
@@ -120,7 +120,7 @@ def vocab_size_of(config: Mapping[str, Any]) -> int | None:
 
 
 def _check_other_ids(file: Path, values: Mapping[str, Any]) -> None:
-    """Raise `StartupError` if the file names a special token by anything but an id or a short list of them."""
+    """Raise `StartupError` if the file gives a special token as anything but an id or a short list of ids."""
     for name in _OTHER_IDS:
         value = values.get(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]

@@ -1,8 +1,8 @@
-"""A checked request becomes engine requests: prompts to token ids, limits, sampling parameters, one seed per choice.
+"""Conversion of a validated request to engine requests: token ids, limits, sampling parameters, one seed per choice.
 
-Seeds are the only randomness of the whole server: a choice without one gets one here. `constraint_of` makes one grammar
-of all fields that constrain an answer; the engine compiles it, and refuses one by its `Grammar.param`. Knows nothing of
-HTTP or conversations.
+Seeds are the only randomness in the server: a choice without a seed gets one here. `constraint_of` makes one grammar of
+all fields that constrain a response; the engine compiles it, and names `Grammar.param` if it refuses it. Knows nothing
+of HTTP or conversations.
 """
 
 import hashlib
@@ -25,34 +25,35 @@ from oarlock.server.llm.loop_turns import turn
 from oarlock.server.llm.output_processor import ChoiceOutput, OutputOptions, StopFinders
 from oarlock.server.llm.tokenizer import MOST_DECODED, Tokenizer, TooManyTokensError
 
-MAX_SCORES = 8_000_000  # log-probabilities of prompts in one answer, kept until it is complete: 64 MB
-_WHOLE_CONTEXT = -1  # of truncate_prompt_tokens
-# Work that is done at once; other tasks have a turn in between.
-_IDS_AT_ONCE = 100_000  # about 2 ms
-_CHOICES_AT_ONCE = 16  # about 2 ms
-_MANY_IDS = 1000  # of one prompt, of which a request may have a thousand
-_EBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_.-]+[ \t]*(?:\[[^\]\n]*\][ \t]*)?::=", re.MULTILINE)  # Lark has `:` there
+MAX_SCORES = 8_000_000  # prompt log-probabilities in one response, kept until it is complete: 64 MB
+_WHOLE_CONTEXT = -1  # a value of truncate_prompt_tokens
+# Sizes of a slice of work, a few milliseconds each; other tasks run between two slices.
+_IDS_AT_ONCE = 100_000
+_CHOICES_AT_ONCE = 16
+_MANY_IDS = 1000  # length from which a prompt counts as long; a request may have a thousand prompts
+# Lark has `:` instead of `::=`
+_EBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_.-]+[ \t]*(?:\[[^\]\n]*\][ \t]*)?::=", re.MULTILINE)
 _BYTES_PER_ID = 4
-_BYTES_PER_CHOICE = 3000  # a choice that waits, without its prompt
-_GREEDY_BELOW = 1e-5  # a temperature; dividing logits by less would overflow
+_BYTES_PER_CHOICE = 3000  # a waiting choice, without its prompt
+_GREEDY_BELOW = 1e-5  # temperature; dividing logits by less would overflow
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessedRequest:
-    """The choices of one request, ready to run."""
+    """Choices of one request, ready to run."""
 
     choices: list[ChoiceOutput]
     num_prompts: int
     timeout_s: float | None = None
-    spent_s: float = 0.0  # of the timeout, on processing
+    spent_s: float = 0.0  # part of the timeout that processing has used
     ignored: tuple[str, ...] = ()  # parameters that have no effect with this model
 
 
 def waiting_bytes(processed: ProcessedRequest) -> int:
-    """Estimate the memory that a request takes while it waits and runs, in addition to its first sequence.
+    """Return an estimate of the memory that a request takes while it waits and runs, beyond its first sequence.
 
-    The engine's queue counts the tokens of a first sequence. Nothing else counts what is beyond it: further prompts
-    and choices, and lists as long as the vocabulary.
+    The engine's queue counts only the tokens of the first sequence. This estimate covers the other prompts and choices,
+    and lists as long as the vocabulary.
     """
     first, choices = processed.choices[0], processed.choices
     prompts = choices[:: len(choices) // processed.num_prompts]
@@ -75,19 +76,19 @@ class InputProcessor:
         *,
         strict_max_tokens: bool = False,
     ) -> None:
-        """`strict_max_tokens`: a token limit beyond the context is refused, not lowered."""
+        """`strict_max_tokens`: refuse a token limit beyond the context instead of lowering it."""
         self.tokenizer = tokenizer
         self.generation_config = generation_config or GenerationConfig()
         self._engine = engine
         self._strict_max_tokens = strict_max_tokens
         info = engine.info
-        # One request can never hold more than the whole pool; block 0 is never allocated.
+        # One request can never use more than the whole pool; block 0 is never allocated.
         self.max_len = min(info.max_model_len, (info.num_blocks - 1) * info.block_size)
         ends = dict.fromkeys((*self.generation_config.eos_token_ids, *tokenizer.eos_token_ids))
         self.eos_token_ids = tuple(token_id for token_id in ends if 0 <= token_id < info.vocab_size)
 
     async def process_completion(self, request: CompletionRequest) -> ProcessedRequest:
-        """The choices of a completion, prompt by prompt. Raises `RequestError`."""
+        """Return the choices of a completion, prompt by prompt. Raises `RequestError` if the request cannot run."""
         prompts = [_kept(await self._prompt_ids(prompt, request), request.num_prompts) for prompt in request.prompts]
         echoes = None
         if request.echo:
@@ -112,7 +113,10 @@ class InputProcessor:
         param: str,
         stop_finders: StopFinders = StopStringMatcher,
     ) -> ProcessedRequest:
-        """The choices of one rendered prompt, which is tokenized without further marks. Arguments as of `process`."""
+        """Return the choices of one rendered prompt, tokenized without special tokens around it.
+
+        The other arguments are the same as in `process`.
+        """
         ids = await self.encode(text, request, max_tokens, param, False)
         await self.check_ids(ids, param)
         return await self.process(
@@ -139,10 +143,10 @@ class InputProcessor:
         param: str = "prompt",
         stop_finders: StopFinders = StopStringMatcher,
     ) -> ProcessedRequest:
-        """One engine request for each prompt and choice. `shown`: special ids that count as text.
+        """Return one engine request for each prompt and choice. `shown`: special ids that count as text.
 
-        Without `max_tokens` the answer may take what the context has room for. `param` names the field that a prompt
-        which does not fit came from. `echoes`: the prompts as the answers begin with them. Raises `RequestError`.
+        Without `max_tokens` the output may fill the context. `param`: the field that errors name if a prompt does not
+        fit. `echoes`: the prompts as the completions repeat them. Raises `RequestError` if a parameter is invalid.
         """
         echo_scores = logprobs if echoes is not None else None
         scored = max((top for top in (request.prompt_logprobs, echo_scores) if top is not None), default=None)
@@ -178,9 +182,10 @@ class InputProcessor:
     async def encode(
         self, text: str, request: SamplingFields, max_tokens: int | None, param: str, marks: bool = True
     ) -> list[int]:
-        """Return the ids of a prompt's text, or those at one end that are kept. Raises `ContextLengthError`.
+        """Return the ids of a prompt's text, or the ids to keep if it is truncated. Raises `ContextLengthError`.
 
-        What cannot fit is not tokenized to its end. `marks`: with those that the checkpoint puts around a text.
+        A text that cannot fit is not tokenized completely. `marks`: with the special tokens that the checkpoint adds to
+        a text.
         """
         most = self._room_for_prompt(max_tokens)
         keep = self._kept(request, max_tokens)
@@ -188,21 +193,21 @@ class InputProcessor:
             if keep is not None and keep <= most:
                 if request.truncation_side == "right":
                     return await self._beginning(text, keep, marks, param)
-                # One more shows that some are cut.
+                # One more id shows whether the prompt was truncated.
                 return await self.tokenizer.aencode(text, marks, last=keep + 1, param=param)
             return await self.tokenizer.aencode(text, marks, most=most, param=param)
         except TooManyTokensError as error:
             raise self._does_not_fit(error.at_least, "at least ", max_tokens, param) from None
 
     async def _beginning(self, text: str, keep: int, marks: bool, param: str) -> list[int]:
-        """The ids of a text, or with what opens it at least the first `keep` of one that has more."""
+        """Return the ids of a text; of a longer text, the opening special tokens and at least the first `keep` ids."""
         first = await self.tokenizer.aencode(text, False, first=keep + 1, param=param)
         if len(first) <= keep:
             return await self.tokenizer.aencode(text, marks, param=param)
         return [*self.tokenizer.opening, *first] if marks else first
 
     async def check_ids(self, ids: Sequence[int], param: str) -> None:
-        """Raises `RequestError` when one of them is no token of the model."""
+        """Raise `RequestError` if an id is not a token of the model."""
         vocab_size = self._engine.info.vocab_size
         for start in range(0, len(ids), _IDS_AT_ONCE):
             if max(ids[start : start + _IDS_AT_ONCE]) >= vocab_size:
@@ -211,12 +216,12 @@ class InputProcessor:
                 await turn()
 
     def check_length(self, num_prompt: int, max_tokens: int | None, param: str = "prompt") -> None:
-        """Raises `ContextLengthError`, with all the numbers, for a prompt that leaves no room for an answer."""
+        """Raise `ContextLengthError`, with all lengths, if a prompt leaves no room for a completion."""
         if num_prompt > self._room_for_prompt(max_tokens):
             raise self._does_not_fit(num_prompt, "", max_tokens, param)
 
     async def _prompt_ids(self, prompt: str | list[int], request: CompletionRequest) -> tuple[int, ...]:
-        """The ids of one prompt, with what the request wants around it."""
+        """Return the ids of one prompt, with suffix and special tokens as requested."""
         marks, limit = request.add_special_tokens is not False, request.max_tokens or 0
         if request.suffix:
             ids = await self._fill_in(prompt, request, request.suffix, marks)
@@ -230,9 +235,10 @@ class InputProcessor:
     async def _fill_in(
         self, prompt: str | list[int], request: CompletionRequest, suffix: str, with_opening: bool
     ) -> list[int]:
-        """Prompt and suffix around the place to fill, in the order that all families of such models use.
+        """Return prompt and suffix around the gap to fill, in the order that all families of such models use.
 
-        What opens a text stands before the first mark, once, whether it is added here or the prompt already has it.
+        The opening special tokens precede the first fill-in-the-middle token, once, whether added here or part of the
+        prompt.
         """
         marks = self.tokenizer.fim_token_ids
         if marks is None:
@@ -250,7 +256,10 @@ class InputProcessor:
         return [*opening, before, *prompt, between, *behind, after]
 
     async def _echoes(self, prompts: Sequence[Sequence[int]], request: CompletionRequest) -> list[str]:
-        """Return each prompt as text. Raises `RequestError` if the answer would have more of it than it may."""
+        """Return each prompt as text.
+
+        Raises `RequestError` if the response would repeat more than `MOST_DECODED` characters.
+        """
         echoes: list[str] = []
         size = 0
         for given, whole in zip(request.prompts, prompts, strict=True):
@@ -265,7 +274,7 @@ class InputProcessor:
         return echoes
 
     async def _echo(self, given: str | list[int], whole: Sequence[int], request: CompletionRequest) -> str:
-        """The prompt as text: as it was given, unless ids were, or something is cut away."""
+        """Return the prompt as text: as it was given, or decoded if it was given as ids or is truncated."""
         kept = self._fitted(whole, request, request.max_tokens or 0, "prompt")
         if isinstance(given, str) and len(whole) == len(kept):
             return given
@@ -273,7 +282,7 @@ class InputProcessor:
         return await self.tokenizer.atext(kept, shown, "echo")
 
     def _fitted(self, ids: Sequence[int], request: SamplingFields, max_tokens: int | None, param: str) -> Sequence[int]:
-        """The prompt, cut only if the request asks for it. Raises `ContextLengthError`."""
+        """Return the prompt, truncated only if the request asks for it. Raises `ContextLengthError` if too long."""
         keep = self._kept(request, max_tokens)
         if keep is not None:
             ids = ids[:keep] if request.truncation_side == "right" else ids[-keep:]
@@ -281,14 +290,14 @@ class InputProcessor:
         return ids
 
     def _kept(self, request: SamplingFields, max_tokens: int | None) -> int | None:
-        """Number of tokens that the request keeps of a prompt; None: all."""
+        """Return the number of prompt tokens that the request keeps; None: all."""
         keep = request.truncate_prompt_tokens
         if keep == _WHOLE_CONTEXT:
             return max(self.max_len - (1 if max_tokens is None else max_tokens), self.max_len // 2)
         return keep
 
     def _answer_limit(self, num_prompt: int, request: SamplingFields, max_tokens: int | None) -> int:
-        """Largest number of tokens to generate. Raises `RequestError` where limits are strict."""
+        """Return the maximum number of tokens to generate. Raises `RequestError` if limits are strict and exceeded."""
         room, most = self.max_len - num_prompt, self.generation_config.max_new_tokens
         if self._strict_max_tokens and (max_tokens or 0) > room:
             raise self._too_long(str(num_prompt), f"ask for at most {room}", max_tokens, request.limit_field)
@@ -298,7 +307,7 @@ class InputProcessor:
         return min(limit for limit in (room, most, max_tokens) if limit is not None)
 
     def _room_for_prompt(self, max_tokens: int | None) -> int:
-        """Largest number of tokens of a prompt. A large `max_tokens` is only a ceiling, so it takes no room away."""
+        """Return the maximum prompt length in tokens. A large `max_tokens` is only a ceiling and reserves no room."""
         return self.max_len - (0 if max_tokens == 0 else 1)
 
     def _does_not_fit(self, num_prompt: int, about: str, max_tokens: int | None, param: str) -> ContextLengthError:
@@ -321,9 +330,10 @@ class InputProcessor:
         grammar: Grammar | None = None,
         bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> SamplingParams:
-        """Sampling parameters that all choices of the request share; fields without a value have the model's default.
+        """Return the sampling parameters that all choices share; fields without a value have the model's default.
 
-        Seed and token limits differ from choice to choice. `bad_words`: their ids. Raises `RequestError`.
+        Seed and token limits differ between choices. `bad_words`: token ids of each. Raises `RequestError` if an id is
+        invalid.
         """
         defaults, vocab_size = self.generation_config.sampling, self._engine.info.vocab_size
 
@@ -352,7 +362,7 @@ class InputProcessor:
 
 
 def _kept(prompt_ids: tuple[int, ...], num_prompts: int) -> Sequence[int]:
-    """Return a prompt as it waits: one of many as an array, which takes a ninth of the memory."""
+    """Return a prompt for waiting: if there are many, as an array, which takes a ninth of the memory of a tuple."""
     return prompt_ids if num_prompts == 1 else array("i", prompt_ids)
 
 
@@ -375,7 +385,7 @@ def _biases(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, float
 
 
 def _bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Each word as it stands at the start of a text and, with a space, inside one."""
+    """Return the ids of each word at the start of a text and, with a space, inside a text."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word, f" {word}"):
@@ -397,7 +407,7 @@ def _check_scores(choices: Sequence[ChoiceOutput], top: int, param: str) -> None
 
 
 def _choice_seed(seed: int | None, index: int) -> int:
-    """The first choice keeps the request's seed; the others get streams of their own. Without one, it is drawn."""
+    """Return a choice's seed: the request's for the first choice, else derived from it. Without a seed it is random."""
     if seed is None:
         return secrets.randbits(63)
     if index == 0:
@@ -407,7 +417,7 @@ def _choice_seed(seed: int | None, index: int) -> int:
 
 
 def constraint_of(request: SamplingFields) -> Grammar | None:
-    """Return the one grammar that the fields of `request` ask for; equal constraints under several names are one.
+    """Return the grammar that the fields of `request` ask for; equal constraints under several names count once.
 
     Raises `RequestError` if they differ.
     """
@@ -423,7 +433,7 @@ def constraint_of(request: SamplingFields) -> Grammar | None:
 
 
 def _constraints(request: SamplingFields) -> Iterator[tuple[str, Grammar]]:
-    """Every constraint, each with the path of its field."""
+    """Yield every constraint with the path of its field."""
     yield from _of_response_format(request)
     yield from _of_structured_outputs(request)
     aliases = (
@@ -477,7 +487,7 @@ def _of_structured_outputs(request: SamplingFields) -> Iterator[tuple[str, Gramm
 
 
 def _grammar(kind: str, value: Any, param: str) -> Grammar:
-    """The grammar of a field. Text stays as it is; JSON is written without needless space, its order kept."""
+    """Return the grammar of a field. Text stays unchanged; JSON is serialized compactly in its own order."""
     if kind == "grammar":
         kind = "ebnf" if _EBNF_RULE.search(value) else "lark"
     if isinstance(value, str):

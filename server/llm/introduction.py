@@ -1,8 +1,8 @@
-"""The introduction of a model: sentences about it, and questions to begin with, from `introduction.json` beside it.
+"""Introduction of a model: sentences about it and first questions, from `introduction.json` in its directory.
 
-The owner of a model writes the file, and no model needs one. It changes no answer, so a file that is damaged or has
-another meaning is reported in the log and left out. The web page offers the questions, and the start prints the
-sentences, so both are short, on one line, and without characters that move a cursor or reverse the direction of text.
+The owner of a model writes the file, and no model needs one. It does not affect responses, so a damaged or different
+file is logged and ignored. The web page offers the questions, and the startup output includes the sentences, so both
+are short, on one line, and without characters that move a cursor or reverse the direction of text.
 """
 
 import json
@@ -25,7 +25,7 @@ _log = logger("introduction")
 
 
 def _one_line(text: str) -> str:
-    """The text without spaces around it. Raises `ValueError` if it is empty or cannot be printed as it is."""
+    """Return the text without surrounding spaces. Raises `ValueError` if it is empty or not printable."""
     stripped = text.strip()
     if not stripped or not stripped.isprintable():
         raise ValueError("must be one line of printable characters")
@@ -36,7 +36,7 @@ _Text = Annotated[str, AfterValidator(_one_line)]
 
 
 class _File(BaseModel):
-    """The file. Fields that are not known are left to other programs."""
+    """Content of the file. Unknown fields are left to other programs."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -48,14 +48,14 @@ class _File(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """The sentences and questions of one model; empty if there is no file."""
+    """Sentences and questions of one model; empty if there is no file."""
 
     about: str | None = None
     questions: tuple[str, ...] = ()
 
     @staticmethod
     def load(model: str | Path) -> "Introduction":
-        """Read the introduction of the model in this directory. A file that cannot be used is logged as a warning."""
+        """Return the introduction of the model in this directory. A file that cannot be used is logged as a warning."""
         file = Path(model) / FILE
         if not is_there(file):
             return Introduction()
@@ -68,7 +68,7 @@ class Introduction:
 
 
 def _reason(error: Exception) -> str:
-    """Describe the first fault of the file in one sentence, with the field."""
+    """Return a description of the file's first fault in one sentence, with the field."""
     if isinstance(error, StartupError):
         return error.cause
     if not isinstance(error, ValidationError):

@@ -1,11 +1,11 @@
-"""Whether a checkpoint makes texts, vectors or scores, and how its vectors are made of hidden states.
+"""Pooling configuration: whether a checkpoint makes texts, vectors or scores, and how it pools hidden states.
 
-Read from its own files: `modules.json`, the folders named there and `config_sentence_transformers.json`, as
-sentence-transformers writes them, and `config.json`. What cannot be followed is refused at the start, by name.
+It is read from the checkpoint's files: `modules.json`, the folders named there and `config_sentence_transformers.json`,
+as sentence-transformers writes them, and `config.json`. Unsupported settings are refused at the start, by name.
 
-Dense modules behind the pooling (a linear layer and an activation) are computed here, in float64, each vector for
-itself and in one order of sums, so that its bits depend on nothing else in its batch. A layer has a few million weights
-at most, which is a millisecond for each vector.
+Dense modules after the pooling (a linear layer and an activation) are computed here, in float64, for each vector
+separately and in a fixed summation order, so that the result does not depend on the batch. A layer has at most a few
+million weights, so this is cheap.
 """
 
 from __future__ import annotations
@@ -28,30 +28,33 @@ from oarlock.server.llm.tokenizer import Tokenizer
 
 _WEIGHTS = "model.safetensors"
 _MAX_WEIGHTS_BYTES = 64 << 20  # as float64 four times as much; the largest known module has 32 MB
-_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # of the file -> numpy's
-_READ = {"in_features", "out_features", "bias", "activation_function"}  # of config.json
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # dtype in the file -> numpy's
+_READ = {"in_features", "out_features", "bias", "activation_function"}  # keys of config.json that are used
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "module_input_name": (None, "sentence_embedding"),
     "module_output_name": (None, "sentence_embedding"),
     "use_residual": (None, False),
 }
-# The last part of a name in torch.nn.modules -> its function in `_functions`.
+# Last part of a name in torch.nn.modules; each has a function in `_functions`.
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
 
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
-    """One module, as its folder describes it."""
+    """Configuration of one Dense module, from its folder."""
 
     folder: Path
     in_features: int
     out_features: int
     bias: bool
-    activation: str  # of ACTIVATIONS
+    activation: str  # one of ACTIVATIONS
 
     @staticmethod
     def load(folder: Path, in_features: int) -> DenseConfig:
-        """`in_features`: the numbers that the module before it makes. Raises `StartupError`."""
+        """Return the module's configuration. `in_features`: size of the vectors that it receives.
+
+        Raises `StartupError` if the module is incomplete or unsupported.
+        """
         file = folder / "config.json"
         if not is_there(file):
             raise StartupError(f"{file} is missing, which modules.json names.", "Fetch the whole checkpoint.")
@@ -81,10 +84,10 @@ class DenseConfig:
 
 
 class DenseLayers:
-    """The weights of a checkpoint's modules, in their order."""
+    """Weights of a checkpoint's Dense modules, in order."""
 
     def __init__(self, configs: Sequence[DenseConfig]) -> None:
-        """Reads the weights. Raises `StartupError`."""
+        """Read the weights. Raises `StartupError` if a file is unusable."""
         functions = _functions()
         self._layers = [(*_read(config), functions[config.activation]) for config in configs]
 
@@ -94,14 +97,14 @@ class DenseLayers:
 
     def _one(self, vector: np.ndarray) -> np.ndarray:
         for weight, bias, activation in self._layers:
-            # Not `@`: a library's order of sums may follow the number of its threads, which are those of the ranks.
+            # Not `@`: a library's summation order may depend on its number of threads, which is set for the ranks.
             vector = np.einsum("oi,i->o", weight, vector)
             vector = activation(vector if bias is None else vector + bias)
         return vector
 
 
 def _read(config: DenseConfig) -> tuple[np.ndarray, np.ndarray | None]:
-    """Read weight [out, in] and bias [out] as float64."""
+    """Return weight [out, in] and bias [out] as float64. Raises `StartupError` if they contradict the configuration."""
     file = config.folder / _WEIGHTS
     if not is_there(file):
         fix = "Weights in pickles (pytorch_model.bin) are not read: convert them to safetensors."
@@ -139,7 +142,7 @@ def _read(config: DenseConfig) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def _functions() -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-    """Activation functions by name, each of float64 [n]."""
+    """Return activation functions by name, each for float64 [n]."""
 
     def sigmoid(x: np.ndarray) -> np.ndarray:
         return 0.5 * (1 + np.tanh(0.5 * x))
@@ -157,11 +160,11 @@ def _functions() -> dict[str, Callable[[np.ndarray], np.ndarray]]:
     }
 
 
-GENERATE, POOLING = "generate", "pooling"  # of --runner; else it is decided here
-LABELS = "labels"  # of engine.types: the kind of a classification head
-_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of architectures' names
+GENERATE, POOLING = "generate", "pooling"  # values of --runner; otherwise it is decided here
+LABELS = "labels"  # pooling kind of a classification head, see engine.types
+_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # suffixes of architecture names
 _KINDS = {"cls": "cls", "mean": "mean", "lasttoken": "last"}  # names of the Pooling module -> engine.types
-_OLD_KINDS = {  # its older keys, of which one is true
+_OLD_KINDS = {  # older keys of the Pooling module; a single key must be true
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
@@ -173,7 +176,7 @@ _ORDER = re.compile("Transformer (Pooling( Dense)*( Normalize)?|LogitScore)")
 _FETCH = "Fetch that file of the checkpoint again."
 _LONGEST_PATH = 255
 _MOST_DIMENSIONS = 2**31 - 1
-_SIZES = ("hidden_size", "d_model", "dim", "n_embd")  # of config.json, for the numbers of a hidden state
+_SIZES = ("hidden_size", "d_model", "dim", "n_embd")  # keys of config.json for the hidden size
 _TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -184,41 +187,42 @@ class Task(StrEnum):
     """Tasks that a model can be served for."""
 
     GENERATE = "generate"
-    EMBED = "embed"  # one vector for a text
-    SCORE = "score"  # one number for two texts
+    EMBED = "embed"  # one vector per text
+    SCORE = "score"  # one score per pair of texts
 
 
 @dataclass(frozen=True, slots=True)
 class PoolerConfig:
-    """Pooling configuration of a model: its task, and how vectors or scores are made of a text."""
+    """Pooling configuration of a model: its task, and the computation of vectors or scores from a text."""
 
     task: Task = Task.GENERATE
-    source: str = "config.json"  # the file that says so
-    kind: str = "last"  # of engine.types
-    normalize: bool = True  # vectors to length 1
-    dimensions: tuple[int, ...] | None = None  # lengths that a vector may be cut to; empty: any; None: it must not be
-    prompts: Mapping[str, str] = field(default_factory=dict)  # name -> what stands before a text
-    default_prompt: str | None = None  # the name of the one that a request leaves out
-    lower_case: bool = False  # texts are lowered before they are tokenized
-    max_len: int | None = None  # tokens of a text, if the files say less than the context holds
-    answers: tuple[str | int, ...] = ()  # of scores: the tokens of the wrong answer, if there is one, and of the right
-    sigmoid: bool = True  # of scores by a classification head: whether they are its number between 0 and 1
-    dense: tuple[DenseConfig, ...] = ()  # what a text's vector goes through behind its pooling
-    layers: DenseLayers | None = None  # those of `dense`, once they are loaded
+    source: str = "config.json"  # the file that determined it
+    kind: str = "last"  # pooling kind, see engine.types
+    normalize: bool = True  # scale vectors to length 1
+    # lengths that a vector may be truncated to; empty: any; None: no truncation
+    dimensions: tuple[int, ...] | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)  # name -> prefix of a text
+    default_prompt: str | None = None  # name of the prompt that is used if a request names none
+    lower_case: bool = False  # convert texts to lower case before tokenization
+    max_len: int | None = None  # limit in tokens of a text, if the files set one below the context length
+    answers: tuple[str | int, ...] = ()  # scores: the token of the wrong answer (optional), then of the right answer
+    sigmoid: bool = True  # scores of a classification head: whether to apply the sigmoid
+    dense: tuple[DenseConfig, ...] = ()  # modules that transform a text's vector after pooling
+    layers: DenseLayers | None = None  # the loaded weights of `dense`
 
     @property
     def generates(self) -> bool:
         return self.task is Task.GENERATE
 
     def size(self, hidden_size: int) -> int:
-        """Length of a text's vector."""
+        """Return the length of a text's vector."""
         return self.dense[-1].out_features if self.dense else hidden_size
 
     def loaded(self, tokenizer: Tokenizer) -> PoolerConfig:
-        """Returns a copy with the ids of the answers' tokens, and with the weights of Dense modules.
+        """Return a copy with the token ids of the answers and the weights of the Dense modules.
 
-        Raises `StartupError`, for example for an answer of several tokens, and where it is not known how two texts are
-        put side by side.
+        Raises `StartupError`, for example if an answer has several tokens, or if the tokenizer does not define how two
+        texts are joined.
         """
         if self.kind == LABELS and tokenizer.pair_marks() is None:
             raise StartupError(
@@ -238,7 +242,10 @@ class PoolerConfig:
 
     @staticmethod
     def load(model: str | Path, runner: str = "auto", answers: tuple[str, ...] = ()) -> PoolerConfig:
-        """Read the configuration of a checkpoint. `runner`, `answers`: values of the options. Raises `StartupError`."""
+        """Return the configuration of a checkpoint. `runner`, `answers`: values of the options.
+
+        Raises `StartupError` if the checkpoint is unsupported.
+        """
         folder = Path(model)
         config = read_json(folder / "config.json")
         names = config.get("architectures")
@@ -267,7 +274,10 @@ class PoolerConfig:
 
 
 def _of_classifier(file: Path, architecture: str, config: Mapping[str, Any]) -> PoolerConfig:
-    """Configuration of a cross-encoder: the score of two texts is the one number of its head."""
+    """Return the configuration of a cross-encoder: the score of two texts is the single output of its head.
+
+    Raises `StartupError` if the head is unsupported.
+    """
     if architecture not in ENCODERS:
         raise StartupError(
             f"The checkpoint is a {architecture}: scores of a classification head are served of encoders alone.",
@@ -294,7 +304,7 @@ def _of_classifier(file: Path, architecture: str, config: Mapping[str, Any]) -> 
 
 
 def _of_modules(folder: Path, config: dict[str, Any]) -> PoolerConfig:
-    """Configuration from `modules.json`. Raises `StartupError` for an unknown module, or one in the wrong place."""
+    """Return the configuration from `modules.json`. Raises `StartupError` for an unsupported module or order."""
     found = PoolerConfig(source="modules.json", normalize=False, **_prompts(folder))
     steps = []
     for module in _modules(folder / "modules.json"):
@@ -339,7 +349,10 @@ def _not_followed(what: str) -> StartupError:
 
 
 def _modules(file: Path) -> list[dict[str, str]]:
-    """Read `type` and `path` of each module, a folder beside the file or empty. Raises `StartupError`."""
+    """Return `type` and `path` of each module; the path is a folder next to the file, or empty.
+
+    Raises `StartupError` if an entry is invalid.
+    """
     value = read_any_json(file)
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise StartupError(f"{file} does not hold a list of modules.", _FETCH)
@@ -391,7 +404,7 @@ def _hidden_size(config: dict[str, Any]) -> int | None:
 
 
 def _dimensions(file: Path, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Lengths that a vector may be cut to, as vLLM reads them from `config.json`. Raises `StartupError`."""
+    """Return the lengths that a vector may be truncated to, as vLLM reads `config.json`. Raises `StartupError`."""
     sizes = config.get("matryoshka_dimensions")
     if not sizes:
         return () if config.get("is_matryoshka") is True else None
@@ -403,7 +416,7 @@ def _dimensions(file: Path, config: Mapping[str, Any]) -> tuple[int, ...] | None
 
 
 def _own_answers(file: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Read `classifier_from_token` of `config.json`. Raises `StartupError`."""
+    """Return `classifier_from_token` of `config.json`. Raises `StartupError` if it is not a list."""
     answers = config.get("classifier_from_token") or []
     if not isinstance(answers, list):
         raise StartupError(
