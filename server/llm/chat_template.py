@@ -1,6 +1,6 @@
-"""Conversations to text by the checkpoint's own Jinja template, with the variables that Hugging Face templates expect.
+"""Conversion of chat messages to text by the checkpoint's Jinja template, with the variables of Hugging Face templates.
 
-A template is foreign code, so it is compiled and rendered in processes of its own (`template_renderers.py`).
+A template is foreign code, so it is compiled and rendered in separate processes (`template_renderers.py`).
 """
 
 import re
@@ -15,21 +15,21 @@ from oarlock.server.llm.template_renderers import TemplateLimitError, TemplateRe
 
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 _PAIR = ("query", "document")  # roles
-_MAX_TRIAL = 64 * 1024  # characters of a rendered trial conversation
+_MAX_TRIAL = 64 * 1024  # limit in characters for a rendered trial conversation
 _CONFIG = "in tokenizer_config.json"
-MOST_CHARACTERS = 8 << 20  # of a template's file
+MOST_CHARACTERS = 8 << 20  # limit for a template's file
 _MEND = "Mend it, serve with --chat-template and a file of your own, or remove it to serve completions only."
 
 
 class Rendering(NamedTuple):
-    """Messages and variables in the form in which they are sent to be rendered."""
+    """Messages and variables, serialized for the renderer process."""
 
     data: bytes
     max_characters: int
 
 
 class ChatTemplate:
-    """The checkpoint's templates; it may have none."""
+    """Templates of the checkpoint; there may be none."""
 
     def __init__(
         self,
@@ -39,26 +39,27 @@ class ChatTemplate:
         cpu_limit_s: float = CPU_LIMIT_S,
         source_file: str | Path = _CONFIG,
     ) -> None:
-        """`parsers`: the operator's `tool_call_parser`, `reasoning_parser` and `chat_template_content_format`; without:
-        found out from the source. `source_file`: for errors. Raises `StartupError` for a template that cannot be
-        compiled.
+        """`parsers`: the operator's `tool_call_parser`, `reasoning_parser` and `chat_template_content_format`; if
+        absent, they are detected from the source. `source_file`: for errors. Raises `StartupError` if a template cannot
+        be compiled.
         """
         self.parsers = dict(parsers or {})
         given = {_DEFAULT: source} if isinstance(source, str) else dict(source or {})
         self._sources = {name: given[name] for name in (_DEFAULT, _TOOL_USE) if name in given}
-        self.source = given.get(_TOOL_USE) or given.get(_DEFAULT) or ""  # of the one for tools, if there is one
+        # the template for tools, if there is one, else the default
+        self.source = given.get(_TOOL_USE) or given.get(_DEFAULT) or ""
         self._renderers = TemplateRenderers(self._sources, names, cpu_limit_s)
         self._written: dict[tuple[tuple[str, ...], bool], bool] = {}
-        self.trials: dict[Any, Any] = {}  # results of the trials that others make of it
+        self.trials: dict[Any, Any] = {}  # cached results of trials by other modules
         if self._sources:
             _compile(self._renderers, f"The chat template {source_file}", _MEND)
 
     @staticmethod
     def from_config(config: dict[str, Any], names: dict[str, str], template_file: Path | None = None) -> "ChatTemplate":
-        """The template in a tokenizer configuration: a text, or several with names (`default`, `tool_use`).
+        """Return the template in a tokenizer configuration: a text, or several with names (`default`, `tool_use`).
 
-        `template_file`: where it was read from, if not from `tokenizer_config.json`. Raises `StartupError` for what is
-        neither, and for one that cannot be compiled.
+        `template_file`: the file it was read from, if not `tokenizer_config.json`. Raises `StartupError` if the entry
+        has another type or cannot be compiled.
         """
         source = config.get("chat_template")
         if isinstance(source, list):
@@ -73,20 +74,25 @@ class ChatTemplate:
         return bool(self._sources)
 
     async def reads_parts(self) -> bool:
-        """Tells whether contents are lists of parts: as the operator says, else where it writes parts alone."""
+        """Return whether contents must be lists of parts.
+
+        The operator's choice if there is one, else whether the template writes parts but not plain texts.
+        """
         asked = self.parsers.get("chat_template_content_format")
         if asked is not None:
             return asked == "openai"
         return not await self._writes("user", as_parts=False) and await self._writes("user", as_parts=True)
 
     async def takes_pairs(self) -> bool:
-        """Whether it is a template for rerankers: its source names the roles of a query and a document, and it writes
-        them. A template that would write any role does not name them."""
+        """Return whether it is a template for rerankers, whose source names the roles `query` and `document`.
+
+        It must also write turns of both roles. A template that writes turns of any role does not name them.
+        """
         named = all(re.search(rf"""['"]{role}['"]""", self.source) for role in _PAIR)
         return named and await self._writes(*_PAIR, as_parts=False)
 
     async def _writes(self, *roles: str, as_parts: bool) -> bool:
-        """Whether turns of these roles are accepted and all of them written."""
+        """Return whether turns of these roles are accepted and all of them written."""
         if (roles, as_parts) not in self._written:
             texts = [f"turn{number}" for number in range(len(roles))]
             contents = [text_parts(text) if as_parts else text for text in texts]
@@ -94,7 +100,7 @@ class ChatTemplate:
             try:
                 written = await self.render(turns, True, _MAX_TRIAL)
             except TemplateLimitError:
-                raise  # which says nothing about roles
+                raise  # a limit is no information about roles
             except RequestError:
                 written = ""
             self._written[roles, as_parts] = all(text in written for text in texts)
@@ -109,10 +115,10 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Rendering:
-        """A conversation for `write`. Takes a while for a long one.
+        """Return a conversation prepared for `write`. Takes a while for a long conversation.
 
-        `variables` are the caller's, such as `enable_thinking`; they never replace the ones named here. Raises
-        `RequestError`.
+        `variables` are the caller's, such as `enable_thinking`; they never replace the variables set here. Raises
+        `RequestError` if there is no template or the input is nested too deeply.
         """
         name = _TOOL_USE if tools and _TOOL_USE in self._sources else _DEFAULT
         if name not in self._sources:
@@ -131,7 +137,10 @@ class ChatTemplate:
             raise RequestError("The messages or tools are nested too deeply. Send flatter ones.", "messages") from None
 
     async def write(self, rendering: Rendering) -> str:
-        """The prompt's text. Raises `RequestError` when the template refuses, and for what `TemplateRenderers` does."""
+        """Return the prompt's text.
+
+        Raises `RequestError` if the template refuses, and the errors of `TemplateRenderers`.
+        """
         kind, text = await self._renderers.render(*rendering)
         if kind is Kind.REFUSED:
             raise RequestError(f"The chat template refuses these messages: {text}", "messages")
@@ -153,25 +162,24 @@ class ChatTemplate:
         return await self.write(rendering)
 
     def close(self) -> None:
-        """Kill the processes that render."""
+        """Kill the renderer processes."""
         self._renderers.close()
 
 
 def text_parts(*texts: str) -> list[dict[str, str]]:
-    """Make a message's content of texts, as OpenAI's list of parts."""
+    """Return texts as a message's content in OpenAI's list of parts."""
     return [{"type": "text", "text": text} for text in texts]
 
 
 def read_template(file: str | Path) -> str:
-    """The chat template that the operator gave. Raises `StartupError` for a file that cannot be read, and for one that
-    is no template."""
+    """Return the chat template that the operator gave. Raises `StartupError` if it is unreadable or not a template."""
     path = Path(file)
     fix = "Give --chat-template a file with a template in Jinja, such as a checkpoint's chat_template.jinja."
     try:
         source = read_text(path, MOST_CHARACTERS)
     except StartupError as error:
         raise StartupError(f"The chat template {error.cause}", fix) from None
-    if "messages" not in source:  # also of an empty file: each prompt would be the same
+    if "messages" not in source:  # also true of an empty file; every prompt would be the same
         raise StartupError(f"The chat template {path} does not write the messages.", fix)
     renderers = TemplateRenderers({_DEFAULT: source}, {})
     try:
@@ -182,7 +190,7 @@ def read_template(file: str | Path) -> str:
 
 
 def _compile(renderers: TemplateRenderers, what: str, fix: str) -> None:
-    """Compile all templates. Raises `StartupError`."""
+    """Compile all templates. Raises `StartupError` if one is invalid or exceeds a limit."""
     try:
         kind, text = renderers.compile()
     except TemplateLimitError as error:
@@ -196,7 +204,7 @@ def _compile(renderers: TemplateRenderers, what: str, fix: str) -> None:
 
 
 def _member(item: Any, name: str) -> str:
-    """A text of an entry in a list of templates. Raises `StartupError`."""
+    """Return a text of an entry in a list of templates. Raises `StartupError` if it is not a text."""
     value = item.get(name) if isinstance(item, dict) else None
     if not isinstance(value, str):
         raise _not_a_template(item)
@@ -204,7 +212,7 @@ def _member(item: Any, name: str) -> str:
 
 
 def with_template(config: Mapping[str, Any], name: str, source: str) -> list[dict[str, str]]:
-    """Return the templates of a tokenizer configuration, and in the place of `name` the one with this source."""
+    """Return the templates of a tokenizer configuration, with the template `name` replaced by `source`."""
     given = config.get("chat_template")
     if isinstance(given, str):
         given = [{"name": _DEFAULT, "template": given}]

@@ -1,9 +1,9 @@
-"""The process that starts renderers of chat templates: `python -m oarlock.server.llm.template_process --fd N`.
+"""Process that starts renderers of chat templates: `python -m oarlock.server.llm.template_process --fd N`.
 
 A checkpoint's chat template is foreign code. A renderer is a fork of this process, which has imported Jinja and never
-runs a template itself. It compiles and renders on one connection, one request after the other, with a limit of the
-processor's time for each and one of memory. The server sends a connection over `--fd` to get a renderer for it, and
-closes that connection to have the renderer killed. A renderer that ended by itself is answered for by this process.
+runs a template itself. It compiles and renders on one connection, one request after the other, with a limit on CPU time
+for each request and a limit on memory. The server sends a connection over `--fd` to get a renderer for it, and closes
+that connection to have the renderer killed. If a renderer ends by itself, this process sends the response for it.
 """
 
 import argparse
@@ -41,11 +41,11 @@ _REMOVED_GLOBALS = ("lipsum", "cycler", "joiner")
 
 
 class TooLargeError(Exception):
-    """The template writes more than it may."""
+    """Raised if the template writes more characters than allowed."""
 
 
 class Renderer:
-    """The templates of one checkpoint, each compiled when it is first needed."""
+    """Templates of one checkpoint, each compiled on first use."""
 
     def __init__(self, sources: Mapping[str, str], names: Mapping[str, str]) -> None:
         """`names`: variables of every rendering, such as `bos_token`."""
@@ -55,12 +55,12 @@ class Renderer:
         self._templates: dict[str, Template] = {}
 
     def compile(self) -> None:
-        """Compile all templates. Raises `jinja2.TemplateSyntaxError` and whatever else Jinja's compiler raises."""
+        """Compile all templates. Raises `jinja2.TemplateSyntaxError` and any other error of Jinja's compiler."""
         for name in self._sources:
             self._template(name)
 
     def render(self, name: str, variables: Mapping[str, Any], max_characters: int) -> str:
-        """The text that a template writes. Raises `TooLargeError` and whatever the template raises."""
+        """Return the text that a template writes. Raises `TooLargeError` and any error that the template raises."""
         pieces: list[str] = []
         size = 0
         for piece in self._template(name).generate({**self._names, **variables}):
@@ -78,7 +78,7 @@ class Renderer:
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}` marks the assistant's text for training; here only its body counts."""
+    """`{% generation %} … {% endgeneration %}` marks the assistant's text for training; here only its body is used."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 
@@ -92,7 +92,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    names: dict[str, Any] = environment.globals  # typed by Jinja as what it puts there itself
+    names: dict[str, Any] = environment.globals  # Jinja's type covers only its own globals
     for name in _REMOVED_GLOBALS:
         del names[name]
     names |= {"raise_exception": _raise, "strftime_now": _now}
@@ -102,7 +102,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own filter escapes HTML; a prompt must not."""
+    """Return the value as JSON. Unlike Jinja's own filter, do not escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -116,17 +116,17 @@ def _raise(message: str) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Start renderers until the socket `--fd` is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # which may be sent to all processes at once; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # may be sent to all processes at once; the parent decides
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="oarlock.server.llm.template_process")
     parser.add_argument("--fd", type=int, required=True)
-    gc.freeze()  # what is imported lives as long as the process, and is shared with the renderers
+    gc.freeze()  # imported objects live as long as the process, and are shared with the renderers
     _Renderers(socket.socket(fileno=parser.parse_args(argv).fd)).run()
     return 0
 
 
 class _Renderers:
-    """Forks: one per connection, started, killed and reaped."""
+    """Forks, one per connection: starts, kills and reaps them."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -141,10 +141,10 @@ class _Renderers:
         self._poll.register(self._wake, select.POLLIN)
 
     def run(self) -> None:
-        """Serve until the server has ended. Renderers are killed by the kernel then."""
+        """Serve until the server has ended. The kernel then kills the renderers."""
         while True:
             ready = {fd for fd, _ in self._poll.poll()}
-            # Kill before reaping: afterwards the descriptors of renderers that have ended may belong to new ones.
+            # Kill before reaping: afterwards the descriptors of ended renderers may belong to new renderers.
             for fd in ready - {self._control.fileno(), self._wake}:
                 self._kill(fd)
             if self._wake in ready:
@@ -169,7 +169,7 @@ class _Renderers:
             finally:
                 os._exit(0)
         self._connections[pid] = connection
-        self._poll.register(connection, 0)  # its end alone
+        self._poll.register(connection, 0)  # only the hang-up event
 
     def _kill(self, fd: int) -> None:
         """Kill the renderer whose connection the server has closed. It is reaped when it has ended."""
@@ -188,12 +188,12 @@ class _Renderers:
                 try:
                     self._poll.unregister(connection)
                     connection.send(answer(Kind.KILLED, str(number)), socket.MSG_DONTWAIT)
-                except (KeyError, OSError):  # the server has closed it, and needs no answer
+                except (KeyError, OSError):  # the server has closed it, and needs no response
                     continue
 
 
 def _serve(connection: socket.socket) -> None:
-    """Answer requests, in the fork, until the connection ends or a limit of memory was reached."""
+    """Process requests, in the fork, until the connection ends or the memory limit is reached."""
     base = _memory()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library that aborts writes to stderr
@@ -203,7 +203,7 @@ def _serve(connection: socket.socket) -> None:
     while len(header := stream.read(LENGTH.size)) == LENGTH.size:
         (size,) = LENGTH.unpack(header)
         _limit_memory(base + MEMORY_LIMIT_BYTES + MEMORY_PER_BYTE * size)
-        signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)  # then this process ends
+        signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)  # the signal ends this process
         request = json.loads(stream.read(size))
         if renderer is None:
             sources, names, cpu_limit_s, niceness = request
@@ -232,7 +232,7 @@ def _answer(renderer: Renderer, request: list) -> tuple[Kind, bytes]:
         kind, text = Kind.REFUSED, f"line {error.lineno}: {error}"
     except TemplateError as error:
         kind, text = Kind.REFUSED, str(error)
-    except Exception as error:  # the template is foreign code: any error in it is about this input
+    except Exception as error:  # the template is foreign code: any error in it concerns this input
         kind, text = Kind.FAILED, type(error).__name__
     return kind, answer(kind, text[:MAX_ERROR].encode("utf-8", "replace").decode())
 

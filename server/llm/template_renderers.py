@@ -1,12 +1,11 @@
-"""Renders chat templates in other processes, which can be killed: the server's side of `template_process.py`.
+"""Rendering of chat templates in other processes, which can be killed: the server's side of `template_process.py`.
 
-A rendering that has not ended after a moment is started again among the slow ones, which have places of their own and
-give way to other work: so a template that runs into its limits on some conversations does not keep those of other
-clients waiting.
+A rendering that has not ended after `_QUICK_S` is restarted as a slow rendering. Slow renderings have permits of their
+own and yield to other work. So a template that runs into its limits on some conversations does not delay other clients.
 
-The limits of a template are the processor's time and memory, and the process itself reports that one was reached. No
-answer at all is the fault of a process that was killed or stopped: it is replaced, the rendering is tried once more,
-and after that the request fails with 503.
+A template is limited in CPU time and memory, and the process itself reports that a limit was reached. If there is no
+response at all, the process was killed or stopped. It is replaced, the rendering is tried once more, and after that the
+request fails with 503.
 """
 
 import asyncio
@@ -25,19 +24,19 @@ from oarlock.server.llm.template_messages import ANSWER, CPU_LIMIT_S, MEMORY_LIM
 from oarlock.server.observability.logs import event, logger
 
 _QUICK_S = 0.25
-_PATIENCE_S = 10.0  # for the processor's time by the clock, where other programs take the processor
-_NUM_QUICK = 4  # renderings at once
+_PATIENCE_S = 10.0  # wall-clock limit of a rendering; exceeds the CPU limit, since other programs use the CPU too
+_NUM_QUICK = 4  # concurrent renderings
 _NUM_SLOW = 2
-_NICENESS = 5  # of slow ones: requests that are being answered come first
-_ATTEMPTS = 2  # the processes may have been lost for a reason that has nothing to do with this rendering
+_NICENESS = 5  # niceness of slow renderings: running requests have priority
+_ATTEMPTS = 2  # processes may have been lost for a reason unrelated to this rendering
 _READ_AT_ONCE = 1 << 18
 _MAX_BYTES_PER_CHARACTER = 4
-_MAX_OTHER_BYTES = 4096  # of an error
+_MAX_OTHER_BYTES = 4096  # limit for an error
 _TOO_MUCH = f"takes more than {MEMORY_LIMIT_BYTES >> 20} MiB of memory, or nests too deeply,"
 _LOST = "The process that renders chat templates was lost or stopped, and so was the one after it. Send this again."
 _LOST_CODE = "template_process_lost"
-# Signals by which a limit ends a renderer. The first is that of the processor's time; deep recursion and a library
-# without memory cause the others.
+# Signals by which a limit ends a renderer: the first for CPU time, the others for deep recursion and for libraries that
+# run out of memory.
 _LIMIT_SIGNALS = frozenset(str(int(one)) for one in (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS))
 _LEFT_ITSELF = "0"  # the process ended without a signal: memory ran out outside of a rendering
 _log = logger("chat_template")
@@ -46,7 +45,7 @@ Answer = tuple[Kind, str]
 
 
 class TemplateLimitError(RequestError):
-    """A rendering took more time, memory or text than it may."""
+    """Raised if a rendering exceeds its limit of time, memory or text."""
 
     def __init__(self, did: str) -> None:
         super().__init__(
@@ -58,36 +57,36 @@ class TemplateLimitError(RequestError):
 
 
 class _LostError(Exception):
-    """The renderer ended without an answer, or does not answer, and no limit of the template is the reason."""
+    """Raised if the renderer ended without a response or does not respond, not due to a limit of the template."""
 
 
 class RendererProcesses:
-    """Gives connections to renderers, whose common parent is started with the first and again when it was lost.
+    """Source of connections to renderers, whose common parent process starts on demand and again after a loss.
 
-    It ends with the last user.
+    It ends when the last user is released.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a user may be collected as garbage at any time
+        self._lock = threading.RLock()  # a user may be garbage-collected at any time
         self._num_users = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self.generation = 0  # number of times that all processes were ended
 
     def acquire(self) -> None:
-        """Count one user more."""
+        """Add one user."""
         with self._lock:
             self._num_users += 1
 
     def release(self) -> None:
-        """Count one user less, and end all processes after the last."""
+        """Remove one user, and end all processes after the last."""
         with self._lock:
             self._num_users -= 1
             if not self._num_users:
                 self._stop()
 
     def connect(self) -> socket.socket:
-        """A connection to a new renderer; closing it kills the renderer."""
+        """Return a connection to a new renderer; closing it kills the renderer."""
         with self._lock:
             for attempt in range(_ATTEMPTS):
                 if self._control is None:
@@ -107,7 +106,7 @@ class RendererProcesses:
         raise AssertionError("unreachable")
 
     def end_stopped(self) -> bool:
-        """End all processes if one of them is stopped by a signal, and return whether that was so."""
+        """End all processes if any is stopped by a signal; return whether that was the case."""
         with self._lock:
             process = self._process
             if process is None or not any(map(_is_stopped, (process.pid, *_children(process.pid)))):
@@ -117,7 +116,7 @@ class RendererProcesses:
             return True
 
     def end(self, generation: int) -> None:
-        """End all processes of a generation, which do not answer. The next connection starts them again."""
+        """End all processes of a generation, which do not respond. The next connection starts them again."""
         with self._lock:
             if generation == self.generation:
                 self._stop()
@@ -127,7 +126,7 @@ class RendererProcesses:
         with theirs:
             fd = theirs.fileno()
             self._process = start_python(["-m", "oarlock.server.llm.template_process", "--fd", str(fd)], pass_fds=(fd,))
-        ours.setblocking(False)  # full when the process has taken no connection for long: it is started again
+        ours.setblocking(False)  # full if the process has stopped accepting connections; it is then restarted
         self._control = ours
         _log.info(event("chat_template_process_started", pid=self._process.pid))
 
@@ -143,7 +142,7 @@ class RendererProcesses:
 
 
 def _children(pid: int) -> list[int]:
-    """The processes that `pid` has started; none on systems that do not tell."""
+    """Return the processes that `pid` has started; empty on systems without this information."""
     try:
         return [int(name) for name in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
@@ -151,18 +150,18 @@ def _children(pid: int) -> list[int]:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal or a debugger, on Linux."""
+    """Return whether a process is stopped by a signal or a debugger, on Linux."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] in ("T", "t")
     except OSError:
         return False
 
 
-processes = RendererProcesses()  # one for all templates of this process
+processes = RendererProcesses()  # shared by all templates of this process
 
 
 class TemplateRenderers:
-    """Renderers of one checkpoint's templates. Idle ones are kept, and one that was killed is replaced when needed."""
+    """Renderers of one checkpoint's templates. Idle renderers are kept, and killed renderers are replaced on demand."""
 
     def __init__(self, sources: Mapping[str, str], names: Mapping[str, str], cpu_limit_s: float = CPU_LIMIT_S) -> None:
         """`names`: variables of every rendering, such as `bos_token`."""
@@ -171,12 +170,12 @@ class TemplateRenderers:
             request(dict(sources), dict(names), cpu_limit_s, niceness) for niceness in (0, _NICENESS)
         )
         self._idle: list[socket.socket] = []
-        self._release: weakref.finalize | None = None  # of `processes`
+        self._release: weakref.finalize | None = None  # releases `processes`
         self._loop: asyncio.AbstractEventLoop | None = None
         self._quick = self._slow = asyncio.Semaphore()
 
     def compile(self) -> Answer:
-        """Compile all templates, for a thread. Raises `TemplateLimitError` and `EngineError`."""
+        """Compile all templates; blocks, so call it in a thread. Raises `TemplateLimitError` and `EngineError`."""
         for _ in range(_ATTEMPTS):
             connection = self._connect()
             try:
@@ -186,7 +185,7 @@ class TemplateRenderers:
                 kind, size = ANSWER.unpack(header)
                 answer = Kind(kind), _received(connection, min(size, _MAX_OTHER_BYTES)).decode("utf-8", "replace")
                 self._check(answer, 0)
-            except TimeoutError:  # by the clock, where only the processor's time is the template's own
+            except TimeoutError:  # wall-clock limit: other programs may have used the CPU
                 connection.close()
                 processes.end(processes.generation)
                 continue
@@ -202,7 +201,9 @@ class TemplateRenderers:
         raise EngineError("The process that renders chat templates ends before it has answered.")
 
     async def render(self, job: bytes, max_characters: int) -> Answer:
-        """The answer to a rendering, at once or after its turn. Raises `TemplateLimitError` and `UnavailableError`.
+        """Return the response to a rendering, at once or after its turn.
+
+        Raises `TemplateLimitError` and `UnavailableError`.
 
         Cancelling it ends the work.
         """
@@ -237,7 +238,8 @@ class TemplateRenderers:
     async def _ask(self, job: bytes, max_characters: int, *, is_slow: bool = False) -> Answer:
         """Send a job to a renderer. Raises `TimeoutError` unless `is_slow`, and `UnavailableError`.
 
-        Any error ends the renderer, and so does a slow rendering. If one was lost, the idle ones may be as well.
+        Any error ends the renderer, and so does a slow rendering. If a renderer was lost, the idle renderers may be
+        lost too.
         """
         most = max(max_characters * _MAX_BYTES_PER_CHARACTER, _MAX_OTHER_BYTES)
         num_lost = 0
@@ -258,7 +260,7 @@ class TemplateRenderers:
             except (OSError, _LostError):
                 connection.close()
                 self._close_idle()
-                num_lost += generation == processes.generation  # else another rendering has ended all processes
+                num_lost += generation == processes.generation  # otherwise another rendering has ended all processes
                 continue
             except BaseException:
                 connection.close()
@@ -269,11 +271,11 @@ class TemplateRenderers:
                 self._idle.append(connection)
             return answer
         if is_slow:
-            processes.end(generation)  # whatever their state is: the next rendering starts them again
+            processes.end(generation)  # regardless of their state: the next rendering starts them again
         raise UnavailableError(_LOST, _LOST_CODE)
 
     def _renderer(self, is_slow: bool) -> tuple[socket.socket, bytes]:
-        """A renderer, and what it has to be sent first."""
+        """Return a renderer, and the data to send to it first."""
         if self._idle and not is_slow:
             return self._idle.pop(), b""
         connection = self._connect()
@@ -281,7 +283,10 @@ class TemplateRenderers:
         return connection, self._slow_opening if is_slow else self._opening
 
     def _check(self, answer: Answer, max_characters: int) -> None:
-        """Raise `TemplateLimitError` for what was stopped, and log it for the operator."""
+        """Raise `TemplateLimitError` if the rendering was stopped, and log it for the operator.
+
+        Raises `_LostError` if the renderer was killed for another reason.
+        """
         kind, text = answer
         if kind is Kind.KILLED and text not in (*_LIMIT_SIGNALS, _LEFT_ITSELF):
             raise _LostError
@@ -305,7 +310,7 @@ def _stopped(did: str) -> TemplateLimitError:
 
 
 async def _exchange(connection: socket.socket, data: bytes, most: int) -> Answer:
-    """Send a request and read its answer of at most so many bytes."""
+    """Send a request and return its response, whose text has at most `most` bytes. Raises `_LostError`."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(connection, data)
     received = bytearray()
